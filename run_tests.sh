@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Check formatting, lint, types and imports, then run the tests by two workers (fast ones first). Arguments go to pytest:
-# --long runs the long ones, too, and --ghost those of the CUDA path only (docs/ghost.md).
+# Check formatting, lint, types and imports, then run the tests in two workers, fast tests first. Arguments
+# are passed to pytest: --long adds the long tests, and --ghost runs only the tests on the simulated GPU
+# (docs/internals/ghost.md).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 scripts/setup.sh '.[dev]'
-if ! .venv/bin/python -c "import material" 2>/dev/null; then # the extra docs, which a machine without a network can lack
+if ! .venv/bin/python -c "import material" 2>/dev/null; then # the extra `docs` cannot be installed offline
     patience=(--retries 1 --timeout 30)
     .venv/bin/python -m pip install --quiet --disable-pip-version-check "${patience[@]}" mkdocs "mkdocs-material>=9.5" ||
         echo "mkdocs-material cannot be installed: the test that builds the site is skipped" >&2

@@ -7,7 +7,7 @@
 #   ./run_train.sh --help                                 the keys of a job file; each is an option, too
 #
 # Variables: NGPU (processes on this machine), NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT (more machines),
-# LOG_RANK (ranks that write to the terminal, default 0), PYTHON (for .venv, default python3).
+# LOG_RANK (ranks that write to the terminal, default 0), PYTHON and TITANLITE_CONSTRAINTS (see scripts/setup.sh).
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 "$here/scripts/setup.sh" .

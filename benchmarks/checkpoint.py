@@ -1,10 +1,10 @@
-"""How long training waits for a save, and what a load and its verification cost.
+"""Measure how long a save blocks training, and the time to load and verify a checkpoint.
 
-    python benchmarks/checkpoint.py [--gigabytes 0.1 1] [--folder DIR] [--out benchmarks/checkpoint.md]
+    python benchmarks/checkpoint.py [--gigabytes 0.1 1] [--folder DIR] [--out FILE]
 
-One rank trains a Llama whose weights and AdamW state have the wanted size. For each async mode: the time that `save`
-blocks the step loop (the second save and later ones; the first allocates), the time until the checkpoint is published,
-and the cost of a training step meanwhile against one without a save.
+One rank trains a Llama whose weights and AdamW state have the given size. For each async mode the
+benchmark reports how long `save` blocks the step loop (without the first save, which allocates),
+the time until the checkpoint is published, and the slowdown of training steps during a save.
 """
 
 from __future__ import annotations
@@ -26,21 +26,26 @@ from runs import commit
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
-from titanlite.checkpoint import step_folders
-from titanlite.checkpoint.folder import CheckpointFolder
-from titanlite.checkpoint.live_tensors import LiveState
-from titanlite.checkpoint.resume import Resumer
+from titanlite.checkpoint.dcp import LiveState
+from titanlite.checkpoint.load import Resumer
+from titanlite.checkpoint.manifest import (
+    CheckpointContext,
+    check_checkpoint,
+    list_checkpoints,
+    step_folder_name,
+)
 from titanlite.checkpoint.save import Saver
 from titanlite.config import schema
 from titanlite.config.flavors import Architecture
 from titanlite.model.llama import Llama
+from titanlite.runtime.rank_group import RankGroup
 
 SAVES = 5
 
 
 @dataclass(frozen=True)
 class Row:
-    """Seconds, medians over the saves."""
+    """Median seconds of one async mode."""
 
     mode: str
     blocked: float
@@ -50,10 +55,12 @@ class Row:
 
 
 class Training:
-    """A model of about `gigabytes` of weights and optimizer state, and its step."""
+    """A model with about `gigabytes` of weights and optimizer state, and its training step."""
 
     def __init__(self, gigabytes: float, device: str) -> None:
-        layers = max(1, round((gigabytes * 1e9 / 12 - 2_100_000) / 3_150_000))  # 12 bytes a parameter
+        layers = max(
+            1, round((gigabytes * 1e9 / 12 - 2_100_000) / 3_150_000)
+        )  # 12 bytes a parameter
         arch = Architecture(512, layers, 8, 8, 1408, vocab_size=2048)
         self.model = Llama(arch)
         self.model.init_weights()
@@ -82,10 +89,17 @@ def seconds(function: Callable[[], object]) -> float:
 
 
 def measure(training: Training, mode: str, folder: Path) -> Row:
-    """Save several times in one mode, stepping until each is published."""
+    """Save several times in one mode, and train until each save is published."""
     config = schema.Checkpoint(async_mode=mode, keep_latest_k=1)  # type: ignore[arg-type]
-    opened = CheckpointFolder(config, folder, LiveState(training.model, training.optimizer), lambda line: None)
-    saver = Saver(opened)
+    context = CheckpointContext(
+        config,
+        folder,
+        LiveState(training.model, training.optimizer),
+        RankGroup(config.timeout_seconds),
+        lambda line: None,
+    )
+    context.prepare_folder()
+    saver = Saver(context)
     alone = statistics.median(training.step() for _ in range(8))
     blocked, published, meanwhile = [], [], []
     for save in range(SAVES + 1):
@@ -93,32 +107,39 @@ def measure(training: Training, mode: str, folder: Path) -> Row:
         saver.save(save, {"step": save, "tokens": 0})
         stopped = time.perf_counter() - started
         steps = []
-        target = folder / step_folders.step_name(save)
+        target = folder / step_folder_name(save)
         while not target.exists():
             steps.append(training.step())
-        saver.settle()  # the file system may show the folder before the writer has told all ranks
+        # the file system may show the folder before the writer has told all ranks
+        saver.wait_until_saved()
         if save > 0:
             blocked.append(stopped)
             published.append(time.perf_counter() - started)
             meanwhile += steps
     saver.close()
-    opened.ranks.close()
+    context.ranks.close()
     assert saver.stats()["failed_saves"] == 0
     step_meanwhile = statistics.median(meanwhile) if meanwhile else alone
-    return Row(mode, statistics.median(blocked), statistics.median(published), alone, step_meanwhile)
+    return Row(
+        mode, statistics.median(blocked), statistics.median(published), alone, step_meanwhile
+    )
 
 
 def measure_load(training: Training, folder: Path) -> tuple[int, float, float, float]:
-    """Bytes; seconds of one copy of them in memory, below which no staging can come; of a whole load, and of the
-    verification in it. The files are in the page cache."""
-    path = step_folders.list_checkpoints(folder)[-1]
+    """Measure a load with all files in the page cache.
+
+    Returns:
+        Bytes of the checkpoint, and the seconds of one copy in memory (a lower bound for staging),
+        of the whole load, and of its verification.
+    """
+    path = list_checkpoints(folder)[-1]
     live = LiveState(training.model, training.optimizer)
-    opened = CheckpointFolder(schema.Checkpoint(), folder, live, lambda line: None)
-    resumer = Resumer(opened)
+    context = CheckpointContext(schema.Checkpoint(), folder, live, RankGroup(60), lambda line: None)
+    resumer = Resumer(context)
     resumer.load()
     load = statistics.median(seconds(resumer.load) for _ in range(SAVES))
-    verify = statistics.median(seconds(lambda: step_folders.check_folder(path)) for _ in range(SAVES))
-    opened.ranks.close()
+    verify = statistics.median(seconds(lambda: check_checkpoint(path)) for _ in range(SAVES))
+    context.ranks.close()
     size = sum(file.stat().st_size for file in path.iterdir())
     source, target = torch.ones(size // 4), torch.ones(size // 4)
     copy = statistics.median(seconds(lambda: target.copy_(source)) for _ in range(SAVES))
@@ -126,27 +147,41 @@ def measure_load(training: Training, folder: Path) -> tuple[int, float, float, f
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--gigabytes", type=float, nargs="+", default=[0.1, 1.0])
-    parser.add_argument("--folder", type=Path, default=None, help="where to write; default: a temporary folder")
+    parser.add_argument(
+        "--folder", type=Path, default=None, help="where to write; default: a temporary folder"
+    )
     parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".md"))
     options = parser.parse_args()
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29577", "RANK": "0", "WORLD_SIZE": "1"}
+    os.environ |= {
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "29577",
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+    }
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
     modes = ["disabled", "async", *(["async_with_pinned_mem"] if device == "cuda" else [])]
     lines = [
-        "# What a checkpoint costs",
+        "# Cost of checkpoints",
         "",
         "    python benchmarks/checkpoint.py",
         "",
-        f"One rank on {device}, {os.cpu_count()} cores (load {os.getloadavg()[0]:.1f} before the start), "
-        f"torch {torch.__version__}, Python {platform.python_version()}, {commit()}. "
-        f"Medians of {SAVES} saves, after one that warms up. Files stay in the page cache. "
-        "Blocked: how long `save` stops the step loop, and its "
-        "share of a synchronous save. Published: until the checkpoint has its name.",
+        f"Measured with one rank on {device}, {os.cpu_count()} cores (load {os.getloadavg()[0]:.1f} before the start), "
+        f"torch {torch.__version__}, Python {platform.python_version()}, {commit()}. All times are medians of {SAVES} "
+        "saves after one warmup save, with files in the page cache.",
         "",
-        "| state | async_mode | blocked | share | published | step alone | step meanwhile |",
+        "The table shows how much a save delays training. The columns have these meanings:",
+        "",
+        "- **blocked:** the time for which a save blocks training",
+        "- **share:** this time relative to a synchronous save",
+        "- **published:** the time until the checkpoint is complete",
+        "- **step, step during a save:** the time of a training step without a save and during a save",
+        "",
+        "| state | async_mode | blocked | share | published | step | step during a save |",
         "|---:|---|---:|---:|---:|---:|---:|",
     ]
     loads = []
@@ -166,7 +201,13 @@ def main() -> None:
                 f"| {row.published:.2f} s | {row.step_alone:.3f} s | {row.step_meanwhile:.3f} s |"
             )
             print(lines[-1], flush=True)
-    lines += ["", "| state | bytes on disk | a copy in memory | load | of which verification | share |"]
+    lines += [
+        "",
+        "The next table shows how long it takes to load a checkpoint, and how much of this time is spent on verifying "
+        'its checksums ("share"). For comparison, "copy in memory" is the time to copy as many bytes in memory.',
+        "",
+    ]
+    lines += ["| state | bytes on disk | copy in memory | load | verification | share |"]
     lines += ["|---:|---:|---:|---:|---:|---:|"]
     for size, total, copy, load, verify in loads:
         bytes_and_copy = f"| {size:g} GB | {total / 1e9:.3f} GB | {copy:.3f} s"

@@ -1,10 +1,11 @@
-"""titanlite against a plain PyTorch loop or torchtitan on the same work, in turns: tokens/s, memory, first step.
+"""Compare titanlite with a plain PyTorch loop or torchtitan: tokens/s, memory and first step.
 
-    benchmarks/cpu.sh [--beside torchtitan] [--pairs 5] [--only NAME ...] [--steps N] [--out benchmarks/results]
+    benchmarks/cpu.sh [--beside torchtitan] [--pairs 5] [--only NAME ...] [--steps N] [--out FOLDER]
 
-Each pair is one run of titanlite and one of the other, one right after the other, so that other work of the machine
-slows both. Every second pair begins with the other. If something is compiled, one more pair goes first: it fills each
-side's cache, and its times are kept as those of a cold start. Beside torchtitan, 0.2.2 and triton must be installed.
+Each pair is one run of titanlite followed by one run of the other program, so other load on the
+machine slows both. The order alternates. For compiled cases, one additional pair fills the compiler
+caches first, and its times are reported as a cold start. torchtitan 0.2.2 and triton must be
+installed.
 """
 
 from __future__ import annotations
@@ -58,70 +59,106 @@ BESIDE_TORCHTITAN = {name: work for name, work in CASES.items() if not work.fsdp
         640, 16, 10, 2, 1728, 128256, seq_len=1024, rows=1, dtype="bf16", compile=True, steps=8
     ),
 }
-START_UP = {"titanlite --help": 0.5, "./run_train.sh (debug model, all defaults) to the end of step 1": 6.0}
+START_UP = {
+    "titanlite --help": 0.5,
+    "./run_train.sh (debug model, all defaults) to the end of step 1": 6.0,
+}
 INTRO = """\
-`benchmarks/plain.py` is the measure: model and loop in under 150 lines of plain PyTorch, with fused AdamW, clipping
-and the same dtypes. It materialises its logits. Both train the debug model (dim 256, 6 layers; 2 layers with the
-large vocabulary) on 8 rows of 256 tokens a step, or the tiny model (dim 64, 2 layers) on 4 rows of 64. Both read the
-same file of token ids, titanlite through its whole data pipeline. titanlite runs as any user's run does, and writes
-metrics each step (the tiny model: every 20 steps). Checkpoints, TensorBoard and activation checkpointing are off,
-because the loop has none of them. What makes titanlite faster, such as its use of the heap ([training](training.md)),
-is on. One process has 2 threads (the tiny model 1), and each of 2 ranks (gloo) has 1. Ratio: titanlite divided by
-plain, the median of the ratios of {pairs} pairs. **Bold** misses its target.
+The tables compare titanlite with a plain PyTorch loop, `benchmarks/plain.py`. This program contains the model and the
+training loop in less than 150 lines, with fused AdamW, clipping and the same dtypes as titanlite. Unlike titanlite, it
+keeps all logits in memory.
+
+- **Models.** The debug model has dim 256 and 6 layers, or 2 layers with the large vocabulary, and trains on 8 sequences
+  of 256 tokens per step. The tiny model has dim 64 and 2 layers, and trains on 4 sequences of 64 tokens per step.
+- **Data.** Both programs read the same file of token ids. titanlite uses its complete data pipeline.
+- **Settings.** titanlite runs with its defaults, including its
+  [memory settings](../guides/memory_and_speed.md#why-a-step-is-slow). It writes metrics in each step of the debug
+  model, and every 20 steps of the tiny model. Checkpoints, TensorBoard and activation checkpointing are off, because
+  the plain loop does not support them.
+- **Threads.** A run with one process uses 2 threads for the debug model and 1 thread for the tiny model. In a run with 2
+  gloo ranks, each rank uses 1 thread.
+
+The tables show the speed, the memory, and the time to the first step. A ratio is the value of titanlite divided by the
+value of the plain loop, as the median of {pairs} pairs of runs. Ratios that miss their target are **bold**.
 """
 INTRO_TORCHTITAN = """\
-torchtitan 0.2.2 trains by its own trainer, which is told that its device is a CPU (`benchmarks/cpu_torchtitan.py`).
-The models and batches are those above. Both read the same JSON lines and tokenize them while they train. Activation
-checkpointing, checkpoints and TensorBoard are off. Each side's other settings are its defaults. Blocks and loss are
-compiled where it says so. In bf16 on one process, torchtitan casts by autocast, which keeps the residual stream in
-fp32. On two ranks FSDP2 casts on both sides. Ratio: titanlite divided by torchtitan, the median of the ratios of
-{pairs} pairs. **Bold** is behind torchtitan.
+The tables compare titanlite with torchtitan 0.2.2 on a CPU. The program `benchmarks/cpu_torchtitan.py` runs the trainer
+of torchtitan.
+
+- **Work and data.** Both programs train the debug model or the tiny model on the same batches as in the comparison with
+  a plain PyTorch loop. They read the same file of JSON lines and tokenize the text during training.
+- **Settings.** Activation checkpointing, checkpoints and TensorBoard are off. All other settings are the defaults of
+  each program. In cases with "compiled" in their name, both programs compile blocks and loss.
+- **Precision.** In bf16 on one process, torchtitan uses autocast, which keeps the residual stream in fp32. On two ranks,
+  FSDP2 casts the weights of both programs.
+
+The tables show the speed, the memory, and the time to the first step. A ratio is the value of titanlite divided by the
+value of torchtitan, as the median of {pairs} pairs of runs. If titanlite is worse than torchtitan, the ratio is **bold**.
 """
 NOTES = """\
-Tokens/s: median of the steps after the first 3. Memory: largest resident set of a training process. All processes: the
-sum with the launcher and the process that reads the data ahead, where shared pages count once. First step: seconds from
-the command to the end of step 1, with a warm cache if something is compiled. Cold: the very first start.
+The following table explains the columns of all tables in this section.
+
+| column | meaning |
+|---|---|
+| tokens/s | median speed of all steps after the first 3 |
+| memory | largest resident set of a training process |
+| all processes | memory of the training processes, the launcher and the data worker, with shared pages counted once |
+| first step | seconds from the start of the command to the end of step 1, with a warm compiler cache |
+| cold | the same with an empty compiler cache |
 """
 
 
 @dataclass(frozen=True)
 class Other:
-    """What titanlite is measured against."""
+    """The program that titanlite is compared with."""
 
     name: str
     results: str
-    """Name of the file of results."""
+    """Name of the results file."""
     intro: str
     cases: dict[str, Work]
     prepare: Callable[[Path], Path]
-    """Makes the data that both sides read."""
+    """Creates the data for both programs."""
     run: Callable[[Work, Path, Path], Measured]
     least: Callable[[dict[str, Any]], float]
-    """The ratio that tokens/s must reach, of a case's work."""
+    """Target ratio of tokens/s for a case."""
     first_step: float
-    """The ratio that the time to the first step may have."""
+    """Largest allowed ratio of the time to the first step."""
     beside_cases: tuple[str, ...] = ()
-    """What else is measured."""
+    """Additional measurements."""
 
 
 def least_of_plain(work: dict[str, Any]) -> float:
-    """The tiny model: at most 10% more time a step. The large vocabulary: ahead."""
+    """Return the target ratio of tokens/s compared with the plain loop."""
     return {64: 1 / 1.1}.get(work["dim"], 1.0 if work["vocab_size"] > 100_000 else 0.98)
 
 
-PLAIN = Other("plain", "cpu", INTRO, CASES, prepare_tokens, run_plain, least_of_plain, 1.3, ("start-up",))
+PLAIN = Other(
+    "plain", "cpu", INTRO, CASES, prepare_tokens, run_plain, least_of_plain, 1.3, ("start-up",)
+)
 TORCHTITAN = Other(
-    "torchtitan", "cpu_torchtitan", INTRO_TORCHTITAN, BESIDE_TORCHTITAN, write_text, run_torchtitan, lambda _: 1.0, 1.0
+    "torchtitan",
+    "cpu_torchtitan",
+    INTRO_TORCHTITAN,
+    BESIDE_TORCHTITAN,
+    write_text,
+    run_torchtitan,
+    lambda _: 1.0,
+    1.0,
 )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--beside", choices=("plain", "torchtitan"), default="plain")
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--steps", type=int, help="instead of what each case has")
     parser.add_argument("--only", action="append", help="this case; may be given several times")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of cpu.json or cpu_torchtitan.json")
+    parser.add_argument(
+        "--out", type=Path, default=RESULTS, help="folder of cpu.json or cpu_torchtitan.json"
+    )
     options = parser.parse_args()
     other = {"plain": PLAIN, "torchtitan": TORCHTITAN}[options.beside]
     every = [*other.cases, *other.beside_cases]
@@ -133,17 +170,24 @@ def main() -> None:
             if case == "start-up":
                 result = start_up(Path(name), options.pairs)
             else:
-                work = replace(other.cases[case], **({"steps": options.steps, "window": 1} if options.steps else {}))
+                work = replace(
+                    other.cases[case],
+                    **({"steps": options.steps, "window": 1} if options.steps else {}),
+                )
                 result = compare(case, work, other, data, Path(name), options.pairs)
             write_part(options.out, other.results, case, result)
     print("\n".join(tables(other, read_parts(options.out, other.results))))
 
 
-def compare(case: str, work: Work, other: Other, data: Path, folder: Path, pairs: int) -> dict[str, Any]:
+def compare(
+    case: str, work: Work, other: Other, data: Path, folder: Path, pairs: int
+) -> dict[str, Any]:
     """Measure one case."""
     sides = {"titanlite": run_titanlite, other.name: other.run}
     number = list(other.cases).index(case)
-    caches = {side: folder / f"{side}-{number}" for side in sides}  # no blanks: inductor does not quote
+    caches = {
+        side: folder / f"{side}-{number}" for side in sides
+    }  # no blanks: inductor does not quote
     cold = None
     if work.compile:
         brief = replace(work, steps=4)
@@ -153,7 +197,10 @@ def compare(case: str, work: Work, other: Other, data: Path, folder: Path, pairs
         for side in list(sides)[:: -1 if pair % 2 else 1]:
             runs[side].append(sides[side](work, data, caches[side]))
         rates = [runs[side][-1].tokens_per_second for side in sides]
-        print(f"{case}, pair {pair + 1} of {pairs}: {rates[0]:,.0f} / {rates[1]:,.0f} tokens/s", file=sys.stderr)
+        print(
+            f"{case}, pair {pair + 1} of {pairs}: {rates[0]:,.0f} / {rates[1]:,.0f} tokens/s",
+            file=sys.stderr,
+        )
     values = {
         field.name: {side: [getattr(run, field.name) for run in runs[side]] for side in sides}
         for field in fields(Measured)
@@ -162,20 +209,37 @@ def compare(case: str, work: Work, other: Other, data: Path, folder: Path, pairs
         name: statistics.median(ours / theirs for ours, theirs in zip(*both.values(), strict=True))
         for name, both in values.items()
     }
-    return {"work": asdict(work), "pairs": pairs, "ratios": ratios, "cold_first_step": cold, "runs": values}
+    return {
+        "work": asdict(work),
+        "pairs": pairs,
+        "ratios": ratios,
+        "cold_first_step": cold,
+        "runs": values,
+    }
 
 
 def start_up(folder: Path, repeats: int) -> dict[str, Any]:
-    """Median seconds of START_UP's two commands."""
+    """Return the median seconds of the two commands in START_UP."""
     seconds: list[list[float]] = [[], []]
     for i in range(repeats):
         timed = [sys.executable, "-c", TIMED, sys.executable, "-P", "-m", "titanlite", "--help"]
         seconds[0].append(float(run_command(timed, {}, folder, measure=False)[3]))
         dump = folder / f"start-{i}"
-        command = [ROOT / "run_train.sh", "--job.dump_folder", dump, "--training.steps", 1, "--checkpoint.no-enable"]
+        command = [
+            ROOT / "run_train.sh",
+            "--job.dump_folder",
+            dump,
+            "--training.steps",
+            1,
+            "--checkpoint.no-enable",
+        ]
         launched = run_command(command, environment(Work(), folder), folder, measure=False)[0]
         seconds[1].append((dump / "metrics.jsonl").stat().st_mtime - launched)
-    return {"seconds": {name: statistics.median(both) for name, both in zip(START_UP, seconds, strict=True)}}
+    return {
+        "seconds": {
+            name: statistics.median(both) for name, both in zip(START_UP, seconds, strict=True)
+        }
+    }
 
 
 # A process that times another one, so that waiting for it is not measured in steps of the sleep.
@@ -188,9 +252,13 @@ print(time.perf_counter() - start)
 
 
 def tables(other: Other, parts: dict[str, Any]) -> list[str]:
-    """Markdown: every case beside its targets."""
+    """Return Markdown tables of all cases and their targets."""
     cases = {name: parts[name] for name in other.cases if name in parts}
-    lines = [other.intro.format(pairs=" or ".join(sorted({str(part["pairs"]) for part in cases.values()})))]
+    lines = [
+        other.intro.format(
+            pairs=" or ".join(sorted({str(part["pairs"]) for part in cases.values()}))
+        )
+    ]
     header = ["titanlite", other.name, "ratio", "target"]
     rows = [
         [name, *_row(part, "tokens_per_second", 1, ",.0f", at_least=other.least(part["work"]))]
@@ -198,7 +266,11 @@ def tables(other: Other, parts: dict[str, Any]) -> list[str]:
     ]
     lines += table(["tokens/s", *header], rows)
     rows = [
-        [name, *_row(part, "peak_rss", MIB, ",.0f", at_most=1.0), *_row(part, "total_pss", MIB, ",.0f")[:2]]
+        [
+            name,
+            *_row(part, "peak_rss", MIB, ",.0f", at_most=1.0),
+            *_row(part, "total_pss", MIB, ",.0f")[:2],
+        ]
         for name, part in cases.items()
     ]
     lines += table(["memory, MiB", *header, "all processes: titanlite", other.name], rows)
@@ -212,20 +284,37 @@ def tables(other: Other, parts: dict[str, Any]) -> list[str]:
         rows = []
         for name, target in START_UP.items():
             value = parts["start-up"]["seconds"][name]
-            rows.append([f"`{name}`", f"{value:.2f}" if value < target else f"**{value:.2f}**", f"under {target}"])
+            rows.append(
+                [
+                    f"`{name}`",
+                    f"{value:.2f}" if value < target else f"**{value:.2f}**",
+                    f"under {target}",
+                ]
+            )
         lines += table(["start-up", "seconds", "target"], rows)
     missing = [name for name in (*other.cases, *other.beside_cases) if name not in parts]
     return [*lines, f"Not measured yet: {'; '.join(missing)}.", ""] if missing else lines
 
 
 def _row(
-    part: dict[str, Any], name: str, unit: float, form: str, at_least: float = 0.0, at_most: float = float("inf")
+    part: dict[str, Any],
+    name: str,
+    unit: float,
+    form: str,
+    at_least: float = 0.0,
+    at_most: float = float("inf"),
 ) -> list[str]:
-    """Both medians, their ratio and its target."""
+    """Return both medians, their ratio and its target."""
     ratio = part["ratios"][name]
-    medians = [format(statistics.median(values) / unit, form) for values in part["runs"][name].values()]
+    medians = [
+        format(statistics.median(values) / unit, form) for values in part["runs"][name].values()
+    ]
     target = f"at least {at_least:.2f}" if at_least else f"at most {at_most:.2f}"
-    return [*medians, f"{ratio:.3f}" if at_least <= ratio <= at_most else f"**{ratio:.3f}**", target]
+    return [
+        *medians,
+        f"{ratio:.3f}" if at_least <= ratio <= at_most else f"**{ratio:.3f}**",
+        target,
+    ]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""torchtitan 0.2.2 on CPUs, which it has no word for; arguments as its own, the model's shape in the variable MODEL.
+"""Run torchtitan 0.2.2 on a CPU, with its own arguments and the model shape in the variable MODEL.
 
-It asks "cuda" for its device where there is no accelerator: here it is told of `torch.cpu`, and what that lacks.
+torchtitan assumes CUDA if there is no accelerator, so this module substitutes `torch.cpu`.
 """
 
 import json
@@ -15,8 +15,12 @@ from torch.distributed.fsdp import FSDPModule
 LIKE_A_GPU = {
     **vars(torch.cpu),
     "get_device_name": lambda _: "CPU",
-    "get_device_properties": lambda _: SimpleNamespace(total_memory=os.sysconf("SC_PHYS_PAGES") * 4096),
-    "memory_stats": lambda _: {"reserved_bytes.all.peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024},
+    "get_device_properties": lambda _: SimpleNamespace(
+        total_memory=os.sysconf("SC_PHYS_PAGES") * 4096
+    ),
+    "memory_stats": lambda _: {
+        "reserved_bytes.all.peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    },
     "reset_peak_memory_stats": lambda: None,
     "empty_cache": lambda: None,
 }
@@ -33,13 +37,14 @@ from torchtitan.train import Trainer, main  # pyright: ignore[reportMissingImpor
 
 
 def sum_gradients(self: FSDPModule, factor: float) -> None:
-    """Its factor of 1 asks for an operation that gloo lacks; a sum is the same."""
+    """Use a plain sum, because gloo does not support the scaled sum that a factor of 1 selects."""
     assert factor == 1.0
     self.set_force_sum_reduction_for_comms(True)
 
 
 shape = json.loads(os.environ["MODEL"])
-# The width of the feed-forward layers is a quarter of the dimension, rounded up to a multiple of what it shall be.
+# The width of the feed-forward layers is a quarter of the dimension, rounded up to a multiple of
+# what it shall be.
 shape |= {"multiple_of": shape.pop("ffn_dim"), "ffn_dim_multiplier": 0.1}
 llama3_args["measured"] = TransformerModelArgs(**shape)
 utils.set_pg_timeouts = lambda **_: None  # its barrier names devices, which gloo refuses

@@ -1,10 +1,10 @@
-"""How fast text becomes tokens, prepared tokens become batches, and what the loader costs a training step.
+"""Measure tokenization, loading of prepared shards, and the cost of the loader during training.
 
     python benchmarks/data.py [--megabytes 96] [--processes 2] [--steps 40] [--out benchmarks/data.md]
 
-The text is the Python standard library, in documents of 2,000 characters (some 600 tokens, as web pages have), repeated
-to the wanted size. What is compared is measured in turns within one
-run, several times, and the medians are reported: other work on the machine then slows both sides down.
+The text is the Python standard library in documents of 2,000 characters, about 600 tokens as in web
+pages, repeated up to the given size. Both sides of a comparison run in turns, several times, and
+the medians are reported, so other load on the machine slows both sides.
 """
 
 from __future__ import annotations
@@ -37,24 +37,30 @@ TOKENIZER = Path(__file__).parents[1] / "assets" / "tokenizer" / "tokenizer.mode
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--megabytes", type=int, default=96)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=40, help="training steps with and without the loader")
+    parser.add_argument(
+        "--steps", type=int, default=40, help="training steps with and without the loader"
+    )
     parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".md"))
     options = parser.parse_args()
     tokenizer = load_tokenizer(TOKENIZER)
     assert isinstance(tokenizer, TiktokenTokenizer)
 
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "tiktoken", "datasets"))
-    command = f"python benchmarks/data.py --megabytes {options.megabytes} --processes {options.processes}"
+    command = (
+        f"python benchmarks/data.py --megabytes {options.megabytes} --processes {options.processes}"
+    )
     machine = f"{os.cpu_count()} CPU cores (load {os.getloadavg()[0]:.1f} at the start)"
     lines = [
-        "# Data: rates",
+        "# Speed of the data pipeline",
         "",
-        f"`{command}` on {machine}, Python {platform.python_version()}, {versions}, {commit()}. "
-        f"Medians of {options.repeats}.",
+        f"All numbers on this page are medians of {options.repeats}, measured with `{command}` on {machine}, "
+        f"Python {platform.python_version()}, {versions}, {commit()}.",
         "",
     ]
 
@@ -71,7 +77,7 @@ def main() -> None:
 
 
 def write_text(folder: Path, size: int) -> tuple[list[str], Path]:
-    """The standard library in short documents, again and again up to `size` bytes: in memory, and as JSON lines."""
+    """Return the standard library as short documents of `size` bytes, in memory and as JSON lines."""
     whole = "".join(map(str, open_source(DataSource())))
     documents = [whole[i : i + 2000] for i in range(0, len(whole), 2000)]
     texts = [documents[i % len(documents)] for i in range(size // 2000)]
@@ -82,10 +88,17 @@ def write_text(folder: Path, size: int) -> tuple[list[str], Path]:
 
 
 def tokenizing(
-    tokenizer: TiktokenTokenizer, texts: list[str], file: Path, folder: Path, processes: int, repeats: int
+    tokenizer: TiktokenTokenizer,
+    texts: list[str],
+    file: Path,
+    folder: Path,
+    processes: int,
+    repeats: int,
 ) -> list[str]:
-    """Prepare, which reads a file and writes shards, against tiktoken's batch of texts in memory."""
-    job = JobConfig(dataset=Dataset(source="jsonl", path=str(file)), tokenizer=Tokenizer(path=str(TOKENIZER)))
+    """Compare `prepare`, which reads and writes files, with batch encoding of tiktoken in memory."""
+    job = JobConfig(
+        dataset=Dataset(source="jsonl", path=str(file)), tokenizer=Tokenizer(path=str(TOKENIZER))
+    )
     ours, theirs, tokens = [], [], 0
     for _ in range(repeats):
         start = time.perf_counter()
@@ -111,13 +124,13 @@ def tokenizing(
             )
         ),
         "",
-        f"Median ratio within a turn: {ratio:.2f} times tiktoken's rate.",
+        f"In the median pair of runs, `titanlite prepare` is {ratio:.2f} times as fast as tiktoken.",
         "",
     ]
 
 
 def reading(tokenizer: TiktokenTokenizer, shards: Path, repeats: int) -> list[str]:
-    """Batches of prepared shards, in training order, on one core: the whole way to tensors."""
+    """Measure loading batches of prepared shards on one core, up to tensors."""
     rows = []
     for seq_len in (512, 2048, 8192):
         dataset = Dataset(source="shards", path=str(shards), num_workers=0)
@@ -133,9 +146,9 @@ def reading(tokenizer: TiktokenTokenizer, shards: Path, repeats: int) -> list[st
     return [
         "## Reading prepared shards, one core",
         "",
-        "In training order, up to tensors; CPU time of the process.",
+        "The table shows how many tokens per second of CPU time are read in training order and converted to tensors.",
         "",
-        "| seq_len | million tokens/s | in the first pass, which verifies checksums |",
+        "| seq_len | million tokens/s | first pass, which verifies checksums |",
         "|---:|---:|---:|",
         *rows,
         "",
@@ -143,7 +156,7 @@ def reading(tokenizer: TiktokenTokenizer, shards: Path, repeats: int) -> list[st
 
 
 def stepping(tokenizer: TiktokenTokenizer, steps: int) -> list[str]:
-    """A training step of the debug model with a batch that stays, and with the loader that tokenizes beside it."""
+    """Compare training steps with a fixed batch and with a loader that tokenizes in the background."""
     torch.manual_seed(0)
     with torch.device("cpu"):
         model = Llama(FLAVORS["debugmodel"])
@@ -154,7 +167,9 @@ def stepping(tokenizer: TiktokenTokenizer, steps: int) -> list[str]:
 
     def train(batch: object) -> None:
         for micro in batch.microbatches:  # type: ignore[attr-defined]
-            loss = F.cross_entropy(model(micro.input_ids).flatten(0, 1).float(), micro.labels.flatten())
+            loss = F.cross_entropy(
+                model(micro.input_ids).flatten(0, 1).float(), micro.labels.flatten()
+            )
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -180,18 +195,20 @@ def stepping(tokenizer: TiktokenTokenizer, steps: int) -> list[str]:
     cpu = (time.process_time() - cpu) / 100
     difference = statistics.median(b / a for a, b in zip(alone, beside, strict=True)) - 1
     return [
-        "## A step of the debug model with the loader tokenizing in the background",
+        "## Cost of background tokenization",
         "",
-        f"8 rows of 512 tokens a step, {torch.get_num_threads()} threads, {steps} pairs of steps in turns.",
+        "Does tokenization in the background slow down training? The table compares steps that get their batch from "
+        "the loader, which tokenizes in a background process, with steps on a fixed batch. The debug model was trained "
+        f"on 8 sequences of 512 tokens per step with {torch.get_num_threads()} threads, in {steps} pairs of steps.",
         "",
         "| | value |",
         "|---|---:|",
-        f"| step with a batch that stays | {statistics.median(alone) * 1e3:.1f} ms |",
+        f"| step with a fixed batch | {statistics.median(alone) * 1e3:.1f} ms |",
         f"| step with the loader | {statistics.median(beside) * 1e3:.1f} ms |",
-        f"| median difference within a pair | {difference:+.1%} |",
-        f"| wait for the batch (median; data_time) | {statistics.median(waits) * 1e3:.2f} ms "
+        f"| median difference of a pair | {difference:+.1%} |",
+        f"| median wait for the batch (`data_time`) | {statistics.median(waits) * 1e3:.2f} ms "
         f"({statistics.median(waits) / statistics.median(beside):.2%} of a step) |",
-        f"| CPU time that a batch takes to read, tokenize and pack | {cpu * 1e3:.1f} ms "
+        f"| CPU time to read, tokenize and pack a batch | {cpu * 1e3:.1f} ms "
         f"({cpu / statistics.median(alone):.2%} of a step on one core) |",
         "",
     ]

@@ -1,7 +1,7 @@
-"""Ten steps in every layout beside one process: `benchmarks/equivalence.sh [--write FILE]`.
+"""Compare ten steps of every layout with one process: `benchmarks/equivalence.sh [--write FILE]`.
 
-It runs all rows of tests/equivalence_rows.py, prints the tables, and exits with 1 if a row misses its
-tolerance. With --write it also replaces the tables in FILE between their markers.
+This trains all rows of tests/equivalence_rows.py, prints the tables, and exits with 1 if a row
+misses its tolerance. With --write it also replaces the tables in FILE between their markers.
 """
 
 from __future__ import annotations
@@ -16,9 +16,12 @@ from equivalence_rows import COMBINED, FEATURES, REFUSED, all_rows, compare, run
 
 
 def markdown(cells: list[list[str]]) -> str:
-    """A table whose first row is its head."""
+    """Format a Markdown table. The first row is the header."""
     widths = [max(map(len, column)) for column in zip_longest(*cells, fillvalue="")]
-    lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in cells]
+    lines = [
+        "| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |"
+        for row in cells
+    ]
     lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
     return "\n".join(lines)
 
@@ -29,7 +32,11 @@ def main() -> None:
     parser.add_argument("--write", type=Path)
     rows, results = all_rows(), run(all_rows())
     file = parser.parse_args().write
-    table, misses, found = [["layout", "ranks", "loss", "gradient norm", "mean weight", "largest weight"]], [], {}
+    table, misses, found = (
+        [["layout", "ranks", "loss", "gradient norm", "mean weight", "largest weight"]],
+        [],
+        {},
+    )
     for row in rows:
         if row.name == row.reference:
             continue
@@ -37,11 +44,14 @@ def main() -> None:
         found[row.name] = difference
         if not difference.within(row.tolerance):
             misses.append(f"{row.name}: {difference} beyond {row.tolerance}")
-        table.append([row.name, str(row.ranks), *(f"{number:.1e}" for number in difference.numbers)])
+        table.append(
+            [row.name, str(row.ranks), *(f"{number:.1e}" for number in difference.numbers)]
+        )
     grid = [["", *FEATURES]]
     for name in COMBINED:
         cells = [
-            f"{found[f'{name}, {f}'].numbers.loss:.0e}" if (name, f) not in REFUSED else "refused" for f in FEATURES
+            f"{found[f'{name}, {f}'].numbers.loss:.0e}" if (name, f) not in REFUSED else "refused"
+            for f in FEATURES
         ]
         grid.append([name, *cells])
     texts = {"equivalence": markdown(table), "combinations": markdown(grid)}
@@ -50,7 +60,10 @@ def main() -> None:
         if file:
             pattern = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
             page = re.sub(
-                pattern, lambda match, text=text: match[1] + text + "\n" + match[2], file.read_text(), flags=re.S
+                pattern,
+                lambda match, text=text: match[1] + text + "\n" + match[2],
+                file.read_text(),
+                flags=re.S,
             )
             file.write_text(page)
     print(f"{len(table) - 1} rows, {len(misses)} beyond their tolerance", *misses, sep="\n")

@@ -1,11 +1,11 @@
-"""One step of titanlite beside one of torchtitan 0.2.2: memory, launches and waits on the ghost (docs/ghost.md).
+"""Compare a step of titanlite and torchtitan 0.2.2 on the ghost GPU: memory, launches and waits.
 
     python benchmarks/ghost.py [--only TEXT ...] [--sides titanlite torchtitan]
     python benchmarks/ghost.py --only compiled --sides titanlite --keys optimizer.name=Muon
 
-Rank 0 of 8 H100 runs alone: NCCL of the ghost never waits, and the CPU's collectives are torch's fake ones. All 8 ranks
-together give the same numbers. torchtitan must be there for .venv-ghost (`pip install --no-deps --target DIR
-torchtitan==0.2.2 torchdata==0.11.0`, with DIR in PYTHONPATH).
+Rank 0 of 8 H100 runs alone, because NCCL on the ghost GPU never waits, and CPU collectives are
+fake. All 8 ranks together give the same numbers. Install torchtitan for .venv-ghost with `pip
+install --no-deps --target DIR torchtitan==0.2.2 torchdata==0.11.0`, and add DIR to PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -32,14 +32,17 @@ IN_GIB = ("allocated", "reserved", "handed over")
 
 @dataclass(frozen=True)
 class Row:
-    """A job of Llama 8b in fp32 on 8 GPUs, and its keys beyond those of `gpu_works`, which both frameworks have."""
+    """A job of Llama 8B in fp32 on 8 GPUs, with options that both frameworks have."""
 
     work: Work
     layout: dict[str, int]
 
 
 def _work(**changes: Any) -> Work:
-    return Work(dtype="float32", **{"rows": 2, "activation_checkpoint": "selective", "steps": 1000, **changes})
+    return Work(
+        dtype="float32",
+        **{"rows": 2, "activation_checkpoint": "selective", "steps": 1000, **changes},
+    )
 
 
 FULL8 = {"rows": 1, "activation_checkpoint": "full", "precision": "float8"}
@@ -55,25 +58,19 @@ GATHER8 = ("enable_fsdp_float8_all_gather", "precompute_float8_dynamic_scale_for
 
 
 def mark(text: str) -> None:
-    """Write a line into the ghost's log."""
+    """Write a line to the log of the ghost GPU."""
     ctypes.CDLL("libcuda.so.1").ghost_mark(text.encode())
 
 
 def run_titanlite(row: Row, folder: Path, text: Path, keys: Sequence[str]) -> None:
-    """Train until a step after the warm ones is done, in this process."""
-    import torch
-
-    from titanlite.hooks.guards import NonFiniteGuard
+    """Train in this process until the measured step is done."""
     from titanlite.load_run import load_run
-    from titanlite.train.loop import Trainer
+    from titanlite.train.trainer import Trainer
 
-    def read(guard: Any) -> None:  # as it does, but whatever is read: memory that no kernel wrote has any value
-        unread, guard._unread = guard._unread, []
-        torch.stack([result.skipped for _, result in unread]).tolist()
-
-    NonFiniteGuard._read = read  # pyright: ignore
     words = [*titanlite_options(row.work, folder, text, own=False), "--metrics.log_freq", "1"]
-    words += [word for name, value in row.layout.items() for word in (f"--parallelism.{name}", str(value))]
+    words += [
+        word for name, value in row.layout.items() for word in (f"--parallelism.{name}", str(value))
+    ]
     words += [f"--float8.{name}" for name in GATHER8] * (row.work.precision == "float8")
     words += [f"--{key}" for key in keys]
     with Trainer(load_run(words, world_size=RANKS)) as trainer:
@@ -83,7 +80,7 @@ def run_titanlite(row: Row, folder: Path, text: Path, keys: Sequence[str]) -> No
 
 
 def run_torchtitan(row: Row, folder: Path, text: Path, _keys: Sequence[str]) -> None:
-    """The same, by its own main function."""
+    """Train the same job with the main function of torchtitan."""
     import tomlkit
 
     job = torchtitan_job(row.work, folder, text)
@@ -106,27 +103,37 @@ def run_torchtitan(row: Row, folder: Path, text: Path, _keys: Sequence[str]) -> 
 
 
 def measured(step: Callable[..., Any]) -> Callable[..., Any]:
-    """`step`, which writes its marks and what the allocator held at most, since the start."""
+    """Wrap `step` so that it marks the log and records the peak memory since the start."""
     import torch
 
     def run(*arguments: Any) -> None:
         mark("step")
         step(*arguments)
         mark("end")
-        peaks = {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+        peaks = {
+            "allocated": torch.cuda.max_memory_allocated(),
+            "reserved": torch.cuda.max_memory_reserved(),
+        }
         mark(f"found {json.dumps(peaks)}")
 
     return run
 
 
 def be_rank_0_alone() -> None:
-    """Let the other ranks be missing without anybody noticing. The peak of memory is that of all steps."""
+    """Replace the other ranks by fake collectives. Peak memory is measured over all steps."""
     import torch
     import torch.distributed as dist
     from torch.testing._internal.distributed import fake_pg  # pyright: ignore[reportMissingImports]  # noqa: F401
 
-    torch.cuda.reset_peak_memory_stats = lambda *_: None  # torchtitan calls it with each line of its log
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": f"{RANKS}", "LOCAL_WORLD_SIZE": f"{RANKS}"}
+    torch.cuda.reset_peak_memory_stats = lambda *_: (
+        None
+    )  # torchtitan calls it with each line of its log
+    os.environ |= {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": f"{RANKS}",
+        "LOCAL_WORLD_SIZE": f"{RANKS}",
+    }
     os.environ["TITANLITE_STORE"] = tempfile.mktemp()
     begin, group = dist.init_process_group, dist.new_group
 
@@ -141,23 +148,48 @@ def be_rank_0_alone() -> None:
 
 
 def count(log: str) -> dict[str, float]:
-    """What the measured step took."""
-    step, found = re.search(r"^mark step\n(.*?)^mark end\nmark found (.*?)$", log, re.MULTILINE | re.DOTALL).groups()  # pyright: ignore
+    """Return the measurements of a step from the log."""
+    step, found = re.search(
+        r"^mark step\n(.*?)^mark end\nmark found (.*?)$", log, re.MULTILINE | re.DOTALL
+    ).groups()  # pyright: ignore
     peaks = {name: value / GIB for name, value in json.loads(found).items()}
     kinds = [line.split()[0] for line in step.splitlines()]
     launches = sum(kind in ("kernel", "triton", "matmul", "cudnn", "memset") for kind in kinds)
     waits = sum(bool(re.match("wait|copy .*pageable", line)) for line in step.splitlines())
-    handed = sum(int(size) for size in re.findall(r"^nccl (?!recv)\w+ (\d+)", step, re.MULTILINE)) / GIB
+    handed = (
+        sum(int(size) for size in re.findall(r"^nccl (?!recv)\w+ (\d+)", step, re.MULTILINE)) / GIB
+    )
     return {**peaks, "handed over": handed, "launches": launches, "waits": waits}
 
 
-def start(side: str, name: str, text: Path, keep: Path | None, keys: Sequence[str]) -> dict[str, float]:
-    """Run one side of a row in a process of its own, and return what `count` finds."""
+def start(
+    side: str, name: str, text: Path, keep: Path | None, keys: Sequence[str]
+) -> dict[str, float]:
+    """Run one framework in a new process, and return the result of `count`."""
     with tempfile.TemporaryDirectory(prefix="ghost-") as folder:
-        command = [ROOT / "scripts/ghost.sh", "python", __file__, "--run", side, "--only", name, "--folder", folder]
+        command = [
+            ROOT / "scripts/ghost.sh",
+            "python",
+            __file__,
+            "--run",
+            side,
+            "--only",
+            name,
+            "--folder",
+            folder,
+        ]
         path = f"{ROOT}:{ROOT}/benchmarks:{os.environ.get('PYTHONPATH', '')}"
-        own = {"GHOST_GPUS": RANKS, "GHOST_GIB": 190, "GHOST_LOG": f"{folder}/log", "PYTHONPATH": path}
-        own |= {"HF_HUB_OFFLINE": 1, "HF_DATASETS_OFFLINE": 1, "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+        own = {
+            "GHOST_GPUS": RANKS,
+            "GHOST_GIB": 190,
+            "GHOST_LOG": f"{folder}/log",
+            "PYTHONPATH": path,
+        }
+        own |= {
+            "HF_HUB_OFFLINE": 1,
+            "HF_DATASETS_OFFLINE": 1,
+            "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+        }
         environment = os.environ | {key: str(value) for key, value in own.items()}
         words = [*map(str, command), "--text", str(text), "--keys", *keys]
         done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
@@ -172,11 +204,18 @@ def start(side: str, name: str, text: Path, keep: Path | None, keys: Sequence[st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", nargs="+", default=[""], help="rows with this in their name")
     parser.add_argument("--sides", nargs="+", default=["titanlite", "torchtitan"])
     parser.add_argument("--keep", type=Path, help="folder for the ghost's logs")
-    parser.add_argument("--keys", nargs="*", default=[], help="more keys of titanlite's job, such as optimizer.lr=1e-3")
+    parser.add_argument(
+        "--keys",
+        nargs="*",
+        default=[],
+        help="more keys of the titanlite job, such as optimizer.lr=1e-3",
+    )
     parser.add_argument("--run", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--text", type=Path, help=argparse.SUPPRESS)
@@ -190,8 +229,19 @@ def main() -> None:
         text = write_text(Path(folder)).parent
         for name in (name for name in ROWS if any(only in name for only in options.only)):
             found = [start(side, name, text, options.keep, options.keys) for side in options.sides]
-            rows.append([name, *(f"{side[key]:,.{2 * (key in IN_GIB)}f}" for key in found[0] for side in found)])
-            rows[-1][7:7] = [f"{found[0]['reserved'] / found[1]['reserved']:.2f}"] if len(found) == 2 else []
+            rows.append(
+                [
+                    name,
+                    *(
+                        f"{side[key]:,.{2 * (key in IN_GIB)}f}"
+                        for key in found[0]
+                        for side in found
+                    ),
+                ]
+            )
+            rows[-1][7:7] = (
+                [f"{found[0]['reserved'] / found[1]['reserved']:.2f}"] if len(found) == 2 else []
+            )
             print(*rows[-1], sep=" | ", flush=True)
     heads = [f"GiB {what}, {side}" for what in IN_GIB for side in options.sides]
     heads += ["ratio"] * (len(options.sides) == 2)

@@ -9,9 +9,10 @@
     profile     the dearest kernels, the time without any, and each part of a step beside its floor
     all         one after the other
 
-Each part writes gpu_PART.json and gpu_PART.txt (what the programs printed), case by case: what was measured stays when
-it is stopped. A case that the time is too short for is named, and `--only` measures it later into the same file. On a
-CPU a tiny model stands in, which shows that the scripts work and nothing else.
+Each part writes gpu_PART.json and gpu_PART.txt (what the programs printed), case by case: what was
+measured stays when it is stopped. A case that the time is too short for is named, and `--only`
+measures it later into the same file. On a CPU a tiny model takes its place, which shows that the scripts
+work and nothing else.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ RUN_SECONDS = 180.0  # of one program: a hang does not take the time of the othe
 
 
 class Failed(Exception):
-    """A case cannot be measured; the message says why, for a program with the end of what it printed."""
+    """A case cannot be measured. The message contains the reason and the end of the output."""
 
 
 class OutOfMemory(Failed):
@@ -55,7 +56,7 @@ class OutOfMemory(Failed):
 
 
 class Part:
-    """One part's time, folders and files."""
+    """Time limit, folders and files of one part."""
 
     def __init__(self, name: str, options: argparse.Namespace, work_folder: Path) -> None:
         self.name, self.options, self.folder = name, options, work_folder
@@ -71,7 +72,7 @@ class Part:
         self.failed: list[str] = []
 
     def measure(self, case: str, run: Callable[[dict[str, Any]], None]) -> None:
-        """Run one case, which fills its result; keep what it got to, and why it ended there."""
+        """Run one case, and keep its result, even if it is incomplete."""
         if not any(only in case for only in self.options.only or [""]):
             return
         result: dict[str, Any] = {"about": self.about}
@@ -85,25 +86,33 @@ class Part:
         print(f"{self.name}, {case}: {summary(result)}", flush=True)
 
     def write(self) -> None:
-        """Write what is known of all cases; a reader sees the old file or the new one."""
+        """Write the results of all cases atomically."""
         temporary = self.path.with_suffix(".tmp")
         temporary.write_text(json.dumps(self.cases, indent=1) + "\n")
         temporary.replace(self.path)
 
-    def run(self, command: Sequence[object], limit: float = RUN_SECONDS, **variables: object) -> tuple[float, str]:
-        """Run a program; returns its time in seconds and what it printed.
+    def run(
+        self, command: Sequence[object], limit: float = RUN_SECONDS, **variables: object
+    ) -> tuple[float, str]:
+        """Run a program, and return its time in seconds and its output.
 
         Raises:
-            Failed: it ended with an error, or did not end within `limit` seconds or the part's time.
+            Failed: If it exits with an error, or exceeds `limit` seconds or the time of the part.
         """
         self.write()
         left = self.deadline - time.monotonic()
-        over = Failed(f"not finished: the {self.options.seconds:.0f} seconds of this part were over")
+        over = Failed(
+            f"not finished: the {self.options.seconds:.0f} seconds of this part were over"
+        )
         if left < 1:
             raise over
         words = [str(word) for word in command]
         values = {"PYTHONPATH": f"{ROOT}/benchmarks:{os.environ.get('PYTHONPATH', '')}".rstrip(":")}
-        values |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(self.folder / "huggingface")}
+        values |= {
+            "HF_HUB_OFFLINE": "1",
+            "HF_DATASETS_OFFLINE": "1",
+            "HF_HOME": str(self.folder / "huggingface"),
+        }
         values |= {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "NGPU": "1"}
         values |= {"CUDA_VISIBLE_DEVICES": ""} if self.cpu else {}
         values |= {name: str(value) for name, value in variables.items()}
@@ -111,14 +120,22 @@ class Part:
         with self.log.open("ab") as log:
             log.write(f"\n$ {' '.join(words)}\n".encode())
             log.flush()
-            # A process group ends with all that was started in it; a session of its own would outlive this one.
+            # A process group ends with all that was started in it; a session of its own would
+            # outlive this one.
             process = subprocess.Popen(
-                words, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env={**os.environ, **values}, process_group=0
+                words,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=ROOT,
+                env={**os.environ, **values},
+                process_group=0,
             )
             try:
                 code = process.wait(timeout=min(left, limit))
             except subprocess.TimeoutExpired:
-                raise (over if left <= limit else Failed(f"no end after {limit:.0f} seconds")) from None
+                raise (
+                    over if left <= limit else Failed(f"no end after {limit:.0f} seconds")
+                ) from None
             finally:
                 for number in (signal.SIGTERM, signal.SIGKILL):
                     with suppress(ProcessLookupError):
@@ -127,12 +144,16 @@ class Part:
                         process.wait(timeout=10)
         output = self.log.read_bytes()[begin:].decode(errors="replace")
         if code:
-            kind = OutOfMemory if re.search("OutOfMemoryError|out of memory|ALLOC_FAILED", output) else Failed
+            kind = (
+                OutOfMemory
+                if re.search("OutOfMemoryError|out of memory|ALLOC_FAILED", output)
+                else Failed
+            )
             raise kind(f"exit code {code}: {output[-3000:]}")
         return time.monotonic() - start, output
 
     def works(self, works: dict[str, Work]) -> Iterator[tuple[str, Work]]:
-        """The cases; tiny ones on a CPU."""
+        """Yield the cases, with tiny models on a CPU."""
         for name, work in works.items():
             if self.cpu:
                 work = replace(work, flavor="debugmodel", tiny=True, rows=2, seq_len=64, steps=4)
@@ -140,12 +161,19 @@ class Part:
 
 
 def about(cpu: bool) -> str:
-    """When, on what, at which commit and by which command."""
+    """Describe date, device, versions, commit and command of a measurement."""
     device = f"a CPU ({platform.machine()}) with a tiny model"
     if not cpu:
-        query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader", "--id=0"]
+        query = [
+            "nvidia-smi",
+            "--query-gpu=name,driver_version,memory.total",
+            "--format=csv,noheader",
+            "--id=0",
+        ]
         device = "{}, driver {}, {}".format(
-            *subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip().split(", ")
+            *subprocess.run(query, capture_output=True, text=True, check=True)
+            .stdout.strip()
+            .split(", ")
         )
     versions = [f"Python {platform.python_version()}"]
     for package in ("torch", "triton", "torchao", "torchtitan"):
@@ -156,19 +184,21 @@ def about(cpu: bool) -> str:
 
 
 def summary(result: dict[str, Any]) -> str:
-    """The numbers of a case in one line."""
+    """Format the numbers of a case in one line."""
     if "error" in result:
         return result["error"].strip().splitlines()[-1]
     plain = {name: value for name, value in result.items() if isinstance(value, int | float | str)}
     plain.pop("about")
-    return ", ".join(f"{name} {x:,.4g}" if isinstance(x, float) else f"{name} {x}" for name, x in plain.items())
+    return ", ".join(
+        f"{name} {x:,.4g}" if isinstance(x, float) else f"{name} {x}" for name, x in plain.items()
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------- parts
 
 
 def smoke(part: Part) -> None:
-    """What a user does on the first day."""
+    """Run the first steps of a new user."""
     steps = 6 if part.cpu else 40
     folder = part.folder / "debug_model"
     train = ["./run_train.sh", "--job.dump_folder", folder, "--checkpoint.interval", steps // 2]
@@ -181,7 +211,9 @@ def smoke(part: Part) -> None:
         result["checkpoints"] = sorted(path.name for path in (folder / "checkpoint").glob("step-*"))
         result["tensorboard files"] = len(list((folder / "tb").iterdir()))
         if len(result["checkpoints"]) != 2 or not result["tensorboard files"]:
-            raise Failed(f"two checkpoints and TensorBoard files are missing in {sorted(folder.iterdir())}")
+            raise Failed(
+                f"two checkpoints and TensorBoard files are missing in {sorted(folder.iterdir())}"
+            )
 
     def resumed(result: dict[str, Any]) -> None:
         result["seconds"], output = part.run([*train, "--training.steps", steps + 4])
@@ -190,7 +222,17 @@ def smoke(part: Part) -> None:
         result["last loss"] = read_lines(folder / "metrics.jsonl")[-1]["loss"]
 
     def generated(result: dict[str, Any]) -> None:
-        command = [sys.executable, "-P", "-m", "titanlite", "generate", "--checkpoint", folder, "--prompt", "def "]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "titanlite",
+            "generate",
+            "--checkpoint",
+            folder,
+            "--prompt",
+            "def ",
+        ]
         result["seconds"], output = part.run([*command, "--max-new-tokens", 20])
         result["text"] = "def " + output.rpartition("\ndef ")[2].strip()
 
@@ -199,24 +241,47 @@ def smoke(part: Part) -> None:
 
 
 def checks(part: Part) -> None:
-    """tests/gpu, and those of other rooms that a GPU runs otherwise; then the loss beside a materialised one."""
+    """Run tests/gpu and other tests that depend on the GPU, then compare the loss implementations."""
 
     def tests(result: dict[str, Any]) -> None:
         try:
             # Test by test, so that the text says how far it came.
-            pytest = [sys.executable, "-m", "pytest", "-o", "addopts=--strict-markers", "-v", "-rs", *CHECKS]
+            pytest = [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-o",
+                "addopts=--strict-markers",
+                "-v",
+                "-rs",
+                *CHECKS,
+            ]
             result["seconds"], _ = part.run(pytest, limit=part.options.seconds)
         finally:
             said = part.log.read_text(errors="replace").rpartition("\n$ ")[2]
-            found = re.findall(r"^tests/(\S+\.py::\S+) (PASSED|FAILED|ERROR|SKIPPED)", said, re.MULTILINE)
+            found = re.findall(
+                r"^tests/(\S+\.py::\S+) (PASSED|FAILED|ERROR|SKIPPED)", said, re.MULTILINE
+            )
             result["tests"] = dict(found)
             for outcome in ("PASSED", "FAILED", "ERROR", "SKIPPED"):
                 result[outcome.lower()] = sum(each == outcome for _, each in found)
 
     def loss(result: dict[str, Any]) -> None:
-        words = ["--device", part.options.device, "--dtype", "bf16", "--out", part.folder if part.cpu else part.out]
+        words = [
+            "--device",
+            part.options.device,
+            "--dtype",
+            "bf16",
+            "--out",
+            part.folder if part.cpu else part.out,
+        ]
         tiny = ["--dim", 64, "--tokens", 64, "--vocabulary", 512, "--only", "materialised", "fused"]
-        command = [sys.executable, "benchmarks/loss.py", *words, *(tiny if part.cpu else ("--calls", 20))]
+        command = [
+            sys.executable,
+            "benchmarks/loss.py",
+            *words,
+            *(tiny if part.cpu else ("--calls", 20)),
+        ]
         result["seconds"], text = part.run(command, limit=part.options.seconds)
         result["text"] = text[text.index("| ") :].strip()
 
@@ -225,14 +290,18 @@ def checks(part: Part) -> None:
 
 
 def titanlite(part: Part) -> None:
-    """Throughput, memory and start of titanlite alone."""
+    """Measure throughput, memory and start of titanlite alone."""
     with suppress(Failed):  # the cases tell why
-        part.run([sys.executable, "-c", "import titanlite.train, torchao, datasets"])  # from disk into memory
+        part.run(
+            [sys.executable, "-c", "import titanlite.train, torchao, datasets"]
+        )  # from disk into memory
 
     def alone(work: Work, cache: Path, result: dict[str, Any]) -> None:
         if work.compile:  # a run of one step fills the cache
             shutil.rmtree(cache, ignore_errors=True)
-            result["first step, cold cache"] = run_titanlite(part, replace(work, steps=1), cache, True)["first step"]
+            result["first step, cold cache"] = run_titanlite(
+                part, replace(work, steps=1), cache, True
+            )["first step"]
         result |= run_titanlite(part, work, cache, True)
 
     for case, work in part.works(WORKS):
@@ -240,7 +309,7 @@ def titanlite(part: Part) -> None:
 
 
 def torchtitan(part: Part) -> None:
-    """Both on the same work, in turns; the first one to run changes from pair to pair."""
+    """Compare both frameworks in alternating order."""
 
     def both(work: Work, cache: Path, result: dict[str, Any]) -> None:
         if part.cpu or importlib.util.find_spec("torchtitan") is None:
@@ -248,16 +317,21 @@ def torchtitan(part: Part) -> None:
         sides = {"titanlite": partial(run_titanlite, own=False), "torchtitan": run_torchtitan}
         runs = result["runs"] = {side: [] for side in sides}
         for pair in range(part.options.pairs):
-            for side in sorted(sides, reverse=pair % 2 == 0):  # torchtitan, which may need a smaller mode, first
+            for side in sorted(
+                sides, reverse=pair % 2 == 0
+            ):  # torchtitan, which may need a smaller mode, first
                 runs[side].append(sides[side](part, work, cache / side))
             for name in ("tokens/s", "memory reserved, GiB"):
                 for side in sides:
                     result[f"{side}: {name}"] = statistics.median(run[name] for run in runs[side])
                 pairs = zip(runs["titanlite"], runs["torchtitan"], strict=True)
-                result[f"ratio of {name}"] = statistics.median(ours[name] / theirs[name] for ours, theirs in pairs)
+                result[f"ratio of {name}"] = statistics.median(
+                    ours[name] / theirs[name] for ours, theirs in pairs
+                )
 
     for case, work in part.works(COMPARED):
-        # Selective checkpointing saves every second matmul in titanlite, but no FP8 matmul in torchtitan.
+        # Selective checkpointing saves every second matmul in titanlite, but no FP8 matmul in
+        # torchtitan.
         modes = [mode for mode in AC_MODES if mode != "selective" or work.precision == "bf16"]
         part.measure(case, partial(first_that_fits, part, case, work, modes, both))
 
@@ -270,7 +344,7 @@ def first_that_fits(
     run: Callable[[Work, Path, dict[str, Any]], None],
     result: dict[str, Any],
 ) -> None:
-    """Run a case with the first mode of activation checkpointing, from the work's own on, whose memory suffices."""
+    """Run a case with the first mode of activation checkpointing that fits into memory."""
     for mode in modes[modes.index(work.activation_checkpoint) :]:
         work = replace(work, activation_checkpoint=mode)
         result["work"] = asdict(work)
@@ -283,14 +357,20 @@ def first_that_fits(
 
 
 def run_torchtitan(part: Part, work: Work, cache: Path) -> dict[str, Any]:
-    """What torchtitan's log says of the same work."""
+    """Measure torchtitan with its log."""
     import tomlkit
 
     folder = Path(tempfile.mkdtemp(dir=part.folder))
     job = folder / "job.toml"
     job.write_text(tomlkit.dumps(torchtitan_job(work, folder, part.text)))
     # Without torchrun, which asks for the host's name where there may be no network.
-    world = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
+    world = {
+        "RANK": 0,
+        "LOCAL_RANK": 0,
+        "WORLD_SIZE": 1,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": 0,
+    }
     command = [sys.executable, "-m", "torchtitan.train", "--job.config_file", job]
     _, output = part.run(command, **caches(cache), **world)
     lines = torchtitan_steps(output)
@@ -303,15 +383,17 @@ def run_torchtitan(part: Part, work: Work, cache: Path) -> dict[str, Any]:
 
 
 def torchtitan_steps(output: str) -> list[dict[str, float]]:
-    """The lines of its log that tell of a step."""
+    """Parse the step lines of the torchtitan log."""
     pattern = r"step: *(\d+) +loss: *([\d.]+|nan|inf) .* memory: *([\d.]+)GiB.* tps: *([\d,]+) "
     names = ("step", "loss", "memory", "tps")
     found = re.findall(pattern, output)
-    return [dict(zip(names, (float(x.replace(",", "")) for x in line), strict=True)) for line in found]
+    return [
+        dict(zip(names, (float(x.replace(",", "")) for x in line), strict=True)) for line in found
+    ]
 
 
 def run_titanlite(part: Part, work: Work, cache: Path, own: bool) -> dict[str, Any]:
-    """What `titanlite train` measured by itself (metrics.jsonl)."""
+    """Measure titanlite with its metrics.jsonl."""
     folder = Path(tempfile.mkdtemp(dir=part.folder))
     options = titanlite_options(work, folder, part.text, own)
     launched = time.time()
@@ -331,49 +413,67 @@ def run_titanlite(part: Part, work: Work, cache: Path, own: bool) -> dict[str, A
 
 
 def caches(folder: Path) -> dict[str, Any]:
-    """Where compiled code is kept."""
+    """Return environment variables that set the compiler cache folders."""
     return {"TORCHINDUCTOR_CACHE_DIR": folder / "inductor", "TRITON_CACHE_DIR": folder / "triton"}
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """A JSON lines file."""
+    """Read a JSON Lines file."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def profile(part: Part) -> None:
-    """Kernels, idle time and floors of a step (gpu_profile.py)."""
+    """Profile kernels, idle time and lower bounds of a step (gpu_profile.py)."""
 
     def traced(case: str, work: Work, cache: Path, result: dict[str, Any]) -> None:
         folder = Path(tempfile.mkdtemp(dir=part.folder))
-        found, trace = folder / "found.json", part.out / f"gpu_profile_{case.replace(' ', '-')}.json.gz"
+        found, trace = (
+            folder / "found.json",
+            part.out / f"gpu_profile_{case.replace(' ', '-')}.json.gz",
+        )
         command = [sys.executable, "-P", ROOT / "benchmarks/gpu_profile.py", found, trace]
         try:
-            part.run([*command, *titanlite_options(work, folder / "run", part.text, own=True)], **caches(cache))
+            part.run(
+                [*command, *titanlite_options(work, folder / "run", part.text, own=True)],
+                **caches(cache),
+            )
         finally:
             result |= json.loads(found.read_text()) if found.exists() else {}
 
     for case, work in part.works(WORKS):
         if work.compile:
             work = replace(work, steps=1000)  # of the schedule; a dozen are run
-            part.measure(case, partial(first_that_fits, part, case, work, AC_MODES, partial(traced, case)))
+            part.measure(
+                case, partial(first_that_fits, part, case, work, AC_MODES, partial(traced, case))
+            )
 
 
 PARTS = {part.__name__: part for part in (smoke, checks, titanlite, torchtitan, profile)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("part", choices=[*PARTS, "all"])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
-    parser.add_argument("--cache", type=Path, help="folder of compiled code: profile takes what titanlite left there")
-    parser.add_argument("--only", action="append", help="cases with this in their name; may be given several times")
+    parser.add_argument(
+        "--cache",
+        type=Path,
+        help="folder of compiled code: profile takes what titanlite left there",
+    )
+    parser.add_argument(
+        "--only", action="append", help="cases with this in their name; may be given several times"
+    )
     parser.add_argument("--seconds", type=float, default=520, help="time of each part")
     parser.add_argument("--pairs", type=int, default=2, help="torchtitan: runs of each side")
     options = parser.parse_args(argv)
     if options.device == "cuda" and shutil.which("nvidia-smi") is None:
-        parser.error("there is no NVIDIA GPU here; `--device cpu` runs the same scripts on a tiny model")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what runs is ended, too
+        parser.error(
+            "there is no NVIDIA GPU here; `--device cpu` runs the same scripts on a tiny model"
+        )
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # also ends child processes
     failed: list[str] = []
     for name in PARTS if options.part == "all" else [options.part]:
         with tempfile.TemporaryDirectory(prefix="gpu-") as folder:

@@ -1,4 +1,4 @@
-"""What the benchmarks on a GPU train: the same work for titanlite and for torchtitan, in the keys of each."""
+"""The work of the GPU benchmarks, with the options of titanlite and of torchtitan."""
 
 from __future__ import annotations
 
@@ -8,29 +8,33 @@ from typing import Any
 
 from runs import ROOT
 
-AC_MODES = ("none", "selective", "full")  # from the fastest to the smallest: the first one that fits is measured
+AC_MODES = (
+    "none",
+    "selective",
+    "full",
+)  # from the fastest to the smallest: the first one that fits is measured
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a run trains: everything that titanlite and torchtitan must have in common."""
+    """Everything that titanlite and torchtitan must have in common in a comparison."""
 
     flavor: str = "8b"
     precision: str = "bf16"
-    """Of the matmuls: bf16 or float8 (one scale a tensor)."""
+    """Precision of the matmuls: bf16, or float8 with one scale per tensor."""
     compile: bool = True
     dtype: str = "bfloat16"
-    """Of parameters, gradients and optimizer state."""
+    """Dtype of parameters, gradients and optimizer state."""
     rows: int = 1
     seq_len: int = 8192
     steps: int = 20
     activation_checkpoint: str = "none"
     tiny: bool = False
-    """A model of two small blocks in place of the flavor: for CPUs."""
+    """Use a model of two small blocks instead of the flavor, for CPUs."""
 
     @property
     def window(self) -> int:
-        """Steps between two log lines; the first two such windows are warm-up."""
+        """Return the steps between log lines. The first two windows are warmup."""
         return max(1, self.steps // 4)
 
 
@@ -44,15 +48,29 @@ WORKS = {
     "1b float8 compiled": Work("1b", precision="float8", dtype="float32", rows=4),
     "1b bf16 eager": Work("1b", compile=False, dtype="float32", rows=4),
 }
-# Beside torchtitan bf16 is stored everywhere: between fp32 weights its autocast computes norms and sums in fp32.
+# Beside torchtitan bf16 is stored everywhere: between fp32 weights its autocast computes norms and
+# sums in fp32.
 COMPARED = {name: replace(work, dtype="bfloat16") for name, work in WORKS.items() if work.compile}
-COMPARED["8b, 4 rows, bf16 compiled"] = Work(rows=4, steps=8, activation_checkpoint="full")  # fills 140 GB
-TINY_MODEL = {"dim": 64, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1, "ffn_dim": 128, "vocab_size": 4096}
+COMPARED["8b, 4 rows, bf16 compiled"] = Work(
+    rows=4, steps=8, activation_checkpoint="full"
+)  # fills 140 GB
+TINY_MODEL = {
+    "dim": 64,
+    "n_layers": 2,
+    "n_heads": 2,
+    "n_kv_heads": 1,
+    "ffn_dim": 128,
+    "vocab_size": 4096,
+}
 
 
 def titanlite_options(work: Work, folder: Path, text: Path, own: bool) -> list[str]:
-    """The command line of a job. `own` adds what torchtitan does not have: stochastic rounding where bf16 is stored,
-    and a compiled optimizer and clipping."""
+    """Return the command line of a job.
+
+    Args:
+        own: Also use features that torchtitan lacks: stochastic rounding of bf16 weights, and a
+            compiled optimizer and clipping.
+    """
     options: dict[str, object] = {
         "job.dump_folder": folder,
         "tokenizer.path": ROOT / "assets/tokenizer/tokenizer.json",
@@ -70,20 +88,31 @@ def titanlite_options(work: Work, folder: Path, text: Path, own: bool) -> list[s
         "metrics.log_freq": work.window,
     }
     if work.tiny:
-        options |= {f"model.{name}": value for name, value in TINY_MODEL.items()} | {"float8.min_features": 0}
+        options |= {f"model.{name}": value for name, value in TINY_MODEL.items()} | {
+            "float8.min_features": 0
+        }
     words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
-    words += ["--checkpoint.no-enable", "--metrics.no-enable_tensorboard", "--model.no-tied_embeddings"]
+    words += [
+        "--checkpoint.no-enable",
+        "--metrics.no-enable_tensorboard",
+        "--model.no-tied_embeddings",
+    ]
     if work.compile:
         words.append("--compile.enable")
         words += ["--compile.components", "model", "loss", *(("optimizer", "clip") if own else ())]
         words += ["--optimizer.stochastic_rounding"] * (own and work.dtype == "bfloat16")
     if work.precision == "float8":
-        words.append("--float8.enable")  # one GPU gathers nothing; torchtitan leaves the FP8 all-gather out by itself
+        words.append(
+            "--float8.enable"
+        )  # one GPU gathers nothing; torchtitan leaves the FP8 all-gather out by itself
     return words
 
 
 def torchtitan_job(work: Work, folder: Path, text: Path) -> dict[str, Any]:
-    """The same job in torchtitan's keys. It stores in one dtype, as `dtype` says, and rounds to nearest."""
+    """Return the same job for torchtitan.
+
+    It stores all tensors in `dtype` and rounds to nearest.
+    """
     job: dict[str, Any] = {
         "job": {"dump_folder": str(folder)},
         "model": {

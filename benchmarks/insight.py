@@ -1,10 +1,10 @@
-"""What it costs to measure and to write it down: the debug model with all of it as by default, beside as good as none.
+"""Measure the cost of metrics: the debug model with default metrics and with almost none.
 
     python benchmarks/insight.py [--pairs 25] [--log_freq 10]
 
-Both trainers are in one process and take their steps in turns, one each, so that other work of the machine slows both.
-A pair is as many steps of each as there are between two logged ones. Prints a table, and ends with 1 if the median of
-the pairs is 1% or more. The machine must do nothing else: a step takes 0.3 s on two free cores.
+Both trainers run in one process and alternate step by step, so other load on the machine slows
+both. A pair is one logging interval of each. Prints a table, and exits with 1 if the median
+overhead exceeds the target.
 """
 
 from __future__ import annotations
@@ -20,23 +20,30 @@ from runs import about
 
 from titanlite.load_run import load_run
 from titanlite.runtime.world import process_group
-from titanlite.train.loop import Trainer
+from titanlite.train.trainer import Trainer
 
 JOB = ["--job.config_file", "debug_model", "--checkpoint.no-enable", "--training.steps", "100000"]
-OFF = ["--metrics.log_freq", "1000000", "--metrics.no-enable_tensorboard"]  # the first step alone is logged
+OFF = [
+    "--metrics.log_freq",
+    "1000000",
+    "--metrics.no-enable_tensorboard",
+]  # the first step alone is logged
 
 
 def seconds_of(trainer: Trainer) -> float:
-    """Of one step."""
+    """Return the seconds of one step."""
     began = time.perf_counter()
     trainer.step()
     return time.perf_counter() - began
 
 
 def measure(pairs: int, log_freq: int, folder: Path) -> list[tuple[float, float]]:
-    """Mean seconds of a step of each pair: with everything as by default, and without."""
+    """Return mean step seconds for each pair: with default metrics, and without."""
     sides = [["--metrics.log_freq", str(log_freq)], OFF]
-    runs = [load_run([*JOB, "--job.dump_folder", str(folder / str(i)), *side], 1) for i, side in enumerate(sides)]
+    runs = [
+        load_run([*JOB, "--job.dump_folder", str(folder / str(i)), *side], 1)
+        for i, side in enumerate(sides)
+    ]
     found = []
     with process_group(runs[0].job) as device:
         trainers = [Trainer(run, device) for run in runs]
@@ -53,7 +60,9 @@ def measure(pairs: int, log_freq: int, folder: Path) -> list[tuple[float, float]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--pairs", type=int, default=25)
     parser.add_argument("--log_freq", type=int, default=10)
     options = parser.parse_args()
@@ -64,7 +73,9 @@ def main() -> int:
     print("| pairs | steps of a pair | seconds of a step | difference: median | middle half |")
     print("|---:|---:|---:|---:|---:|")
     step = statistics.median(off for _, off in found)
-    print(f"| {options.pairs} | 2 x {options.log_freq} | {step:.3f} | {middle:+.2%} | {low:+.2%} to {high:+.2%} |")
+    print(
+        f"| {options.pairs} | 2 x {options.log_freq} | {step:.3f} | {middle:+.2%} | {low:+.2%} to {high:+.2%} |"
+    )
     print(f"\nMeasured {about()}.")
     return int(middle >= 0.01)
 

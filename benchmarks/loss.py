@@ -1,8 +1,8 @@
-"""Output projection and cross entropy with both gradients: fused, materialised, and torch's own, side by side.
+"""Compare output projection and cross entropy with gradients: fused, materialized, and torch.
 
-    python benchmarks/loss.py [--dim 1024] [--dtype fp32 bf16] [--only NAME ...] [--device cuda] [--out DIR]
+    python benchmarks/loss.py [--dim 1024] [--dtype fp32 bf16] [--only NAME ...] [--device cuda]
 
-Each variant runs in a process of its own. Torch before 2.13 has no F.linear_cross_entropy; the table says so.
+Each variant runs in a separate process. torch before 2.13 has no F.linear_cross_entropy.
 """
 
 from __future__ import annotations
@@ -25,32 +25,38 @@ from runs import MIB, RESULTS, ROOT, read_parts, table, write_part
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from titanlite.optim.loss import linear_cross_entropy_sum
+from titanlite.optim.losses import linear_cross_entropy_sum
 from titanlite.runtime.world import keep_freed_memory
 
 TOKENS, VOCABULARY, CALLS = 4096, 128256, 3
 TOKENS_OF_ERRORS = 512  # in float64 they take minutes, too
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 INTRO = """\
-Each variant computes the loss and both gradients of {tokens:,} tokens with a vocabulary of {vocabulary:,}, in a
-process of its own. Fused is `linear_cross_entropy_sum` of titanlite/optim/loss.py. Materialised has all logits
-(`F.linear`, then `F.cross_entropy` in fp32). The third is torch's `F.linear_cross_entropy` with
-`LinearCrossEntropyOptions()`.
+The tables compare three ways to compute the output projection and the cross-entropy loss. Each one runs in its own
+process, on {tokens:,} tokens with a vocabulary of {vocabulary:,}. It computes the loss, the gradient of the hidden states
+and the gradient of the output matrix.
 
-- Seconds: median of up to 3 calls. The heap is kept, as in training.
-- Memory: the peak beyond inputs, loss and both gradients. The heap is not kept.
-- Ratios: to the materialised version of the same kind. The targets are time at most 1.05 and memory at most 10%.
-- Errors: those of {errors:,} tokens, against float64 from the same inputs. That of the loss is relative. That of a
-  gradient is the norm of the difference divided by the norm.
+- **fused:** `linear_cross_entropy_sum` in titanlite/optim/losses.py.
+- **materialised:** `F.linear`, then `F.cross_entropy` in fp32, with all logits in memory.
+- **F.linear_cross_entropy:** the torch function with `LinearCrossEntropyOptions()`.
 
-**Bold** misses its target, or has more than 1.05 times the error of the materialised version (and more than 2e-7,
-which is the error of fp32 itself). In bf16 the fused version holds the fp32 sum of the weight's gradient over the
-chunks, and little else.
+The following table explains the columns of all tables in this section.
+
+| column | meaning |
+|---|---|
+| seconds | median time of up to 3 calls |
+| memory | peak memory of a call, without inputs, loss and both gradients |
+| ratio, share | time and memory relative to the materialised version; the targets are at most 1.05 and at most 10% |
+| error of the loss | relative difference from a computation in float64, for {errors:,} tokens |
+| error of a gradient | norm of the difference from float64, divided by the norm of the gradient |
+
+Ratios and shares that miss their target are **bold**. Errors are **bold** if they exceed 2e-7, the rounding error of fp32,
+and also 1.05 times the error of the materialised version.
 """
 
 
 def mean(loss_sum: Callable[..., Tensor]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """titanlite's loss as the mean over the tokens."""
+    """Return the titanlite loss as a mean over tokens."""
     return lambda hidden, weight, labels: loss_sum(
         hidden[None], weight, labels[None], torch.tensor(1.0 / len(labels), device=hidden.device)
     )
@@ -66,7 +72,7 @@ def exactly(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 @functools.cache
 def compiled() -> Callable[..., Tensor]:
-    """`materialised` by the compiler, which takes seconds to import."""
+    """Return `materialised` compiled. Importing the compiler takes seconds."""
     return torch.compile(materialised)
 
 
@@ -93,23 +99,33 @@ VARIANTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--dim", type=int, default=1024)
     parser.add_argument("--dtype", choices=DTYPES, nargs="+", default=list(DTYPES))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--tokens", type=int, default=TOKENS)
     parser.add_argument("--vocabulary", type=int, default=VOCABULARY)
     parser.add_argument("--calls", type=int, default=CALLS)
-    parser.add_argument("--only", choices=VARIANTS, nargs="+", default=list(VARIANTS), metavar="VARIANT")
+    parser.add_argument(
+        "--only", choices=VARIANTS, nargs="+", default=list(VARIANTS), metavar="VARIANT"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of loss.json")
-    parser.add_argument("--here", choices=("seconds", "memory"), help="measure one variant here and print its JSON")
+    parser.add_argument(
+        "--here", choices=("seconds", "memory"), help="measure one variant here and print its JSON"
+    )
     options = parser.parse_args()
     if options.here:
         print(json.dumps(measure(options)))
         return
     sizes = {name: getattr(options, name) for name in ("dim", "tokens", "vocabulary", "calls")}
-    words = [str(word) for name, value in sizes.items() for word in (f"--{name}", value)] + ["--device", options.device]
-    # Without the threshold the heap keeps what a call has freed, and the next one's memory would not be seen.
+    words = [str(word) for name, value in sizes.items() for word in (f"--{name}", value)] + [
+        "--device",
+        options.device,
+    ]
+    # Without the threshold the heap keeps what a call has freed, and the next one's memory would
+    # not be seen.
     environments = {"seconds": {}, "memory": {"MALLOC_MMAP_THRESHOLD_": str(MIB)}}
     gpu = torch.cuda.get_device_name() if options.device == "cuda" else ""
     for dtype in options.dtype:
@@ -119,7 +135,17 @@ def main() -> None:
                 continue
             cost: dict[str, Any] = {}
             for what, environment in environments.items():
-                command = [sys.executable, __file__, "--here", what, "--only", variant, "--dtype", dtype, *words]
+                command = [
+                    sys.executable,
+                    __file__,
+                    "--here",
+                    what,
+                    "--only",
+                    variant,
+                    "--dtype",
+                    dtype,
+                    *words,
+                ]
                 environment = os.environ | environment | {"PYTHONPATH": str(ROOT)}
                 ended = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
                 cost |= json.loads(ended.stdout)
@@ -130,7 +156,7 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Of one variant the seconds of each call, or peak memory in bytes and errors."""
+    """Measure one variant: seconds of each call, or peak memory and errors."""
     loss_fn, dtype = VARIANTS[options.only[0]], DTYPES[options.dtype[0]]
     inputs = random_inputs(options, options.tokens, dtype)
     if options.here == "seconds":
@@ -156,13 +182,19 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return {"bytes": memory, "errors": errors}
 
 
-def random_inputs(options: argparse.Namespace, tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states (N, C) as a norm leaves them, weights (V, C), labels (N,)."""
+def random_inputs(
+    options: argparse.Namespace, tokens: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return normalized hidden states (N, C), weights (V, C) and labels (N,)."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(tokens, options.dim, generator=generator)
     weight = torch.randn(options.vocabulary, options.dim, generator=generator).mul_(0.02)
     labels = torch.randint(options.vocabulary, (tokens,), generator=generator)
-    return hidden.to(options.device, dtype), weight.to(options.device, dtype), labels.to(options.device)
+    return (
+        hidden.to(options.device, dtype),
+        weight.to(options.device, dtype),
+        labels.to(options.device),
+    )
 
 
 def loss_and_gradients(
@@ -180,7 +212,7 @@ def loss_and_gradients(
 
 
 def start_of_memory(device: str) -> int:
-    """Bytes held now; the peak is counted anew from here."""
+    """Return the allocated bytes, and reset the peak."""
     gc.collect()
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -197,10 +229,18 @@ def peak_of_memory(device: str) -> int:
 
 
 def tables(parts: dict[str, Any]) -> list[str]:
-    """Markdown: every variant beside the materialised one."""
+    """Return a Markdown table that compares each variant with the materialized one."""
     sizes = next(iter(parts.values()))["sizes"]
     lines = [INTRO.format(errors=min(TOKENS_OF_ERRORS, sizes["tokens"]), **sizes)]
-    header = ["seconds", "ratio", "memory, MiB", "share", "error of the loss", "of d hidden", "of d weight"]
+    header = [
+        "seconds",
+        "ratio",
+        "memory, MiB",
+        "share",
+        "error of the loss",
+        "of d hidden",
+        "of d weight",
+    ]
     for name, part in parts.items():
         rows = []
         for variant, cost in part["variants"].items():
@@ -209,13 +249,21 @@ def tables(parts: dict[str, Any]) -> list[str]:
             seconds = statistics.median(cost["seconds"])
             slower = seconds / statistics.median(base["seconds"])
             share = cost["bytes"] / base["bytes"]
-            rows.append([variant, f"{seconds:.{2 if seconds >= 1 else 5}f}", _judged(slower, 1.05, ".2f", bold)])
+            rows.append(
+                [
+                    variant,
+                    f"{seconds:.{2 if seconds >= 1 else 5}f}",
+                    _judged(slower, 1.05, ".2f", bold),
+                ]
+            )
             rows[-1] += [f"{cost['bytes'] / MIB:,.0f}", _judged(share, 0.1, ".1%", bold)]
             pairs = zip(cost["errors"], base["errors"], strict=True)
-            rows[-1] += [_judged(ours, max(1.05 * theirs, 2e-7), ".1e", bold) for ours, theirs in pairs]
+            rows[-1] += [
+                _judged(ours, max(1.05 * theirs, 2e-7), ".1e", bold) for ours, theirs in pairs
+            ]
         lines += table([name, *header], rows)
         if "F.linear_cross_entropy" not in part["variants"]:
-            lines += ["`F.linear_cross_entropy`, which torch has from 2.13 on, was not measured here.", ""]
+            lines += ["`F.linear_cross_entropy` needs torch 2.13 and was not measured.", ""]
     return lines
 
 

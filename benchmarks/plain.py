@@ -1,12 +1,13 @@
-"""The yardstick: a Llama and its training loop in plain PyTorch, without any framework.
+"""Train a Llama in plain PyTorch, as a baseline without a framework.
 
     python benchmarks/plain.py --data FOLDER/shard-00000.bin [--dtype bf16] [--compile] [--fsdp]
     torchrun --standalone --nproc_per_node=2 benchmarks/plain.py --data ...        FSDP2 over gloo
 
-It is what a careful author writes by hand: fused AdamW, torch's own clipping, logits and F.cross_entropy in fp32, token
-ids straight from a memory map; --compile compiles the blocks and the loss. bf16 is what FSDP2's MixedPrecisionPolicy
-does, on one process, too: fp32 parameters, gradients and optimizer state, all computation in bf16 (autocast would keep
-the residual stream in fp32, which is more work). Prints one line of JSON.
+It uses fused AdamW, gradient clipping of torch, F.cross_entropy on fp32 logits, and token ids from
+a memory map. --compile compiles the blocks and the loss. bf16 is mixed precision of FSDP2, also on
+one
+process: fp32 parameters, gradients and optimizer state, and all computation in bf16. Autocast would
+keep the residual stream in fp32, which is more work. Prints one line of JSON.
 """
 
 import argparse
@@ -25,13 +26,13 @@ from torch.nn import functional as F
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of (B, T, H, D) by cos and sin (T, 1, D / 2)."""
+    """Apply rotary embeddings to (B, T, H, D) with cos and sin (T, 1, D / 2)."""
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
 
 
 class Block(nn.Module):
-    """Grouped-query attention and SwiGLU, both pre-norm: (B, T, C) -> (B, T, C)."""
+    """A pre-norm block with grouped-query attention and SwiGLU: (B, T, C) -> (B, T, C)."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__()
@@ -45,8 +46,12 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         h = self.attention_norm(x)
-        q, k, v = (project(h).unflatten(-1, (-1, self.head)) for project in (self.wq, self.wk, self.wv))
-        q, k, v = (y.transpose(1, 2) for y in (rotate(q, cos, sin), rotate(k, cos, sin), v))  # (B, H, T, D)
+        q, k, v = (
+            project(h).unflatten(-1, (-1, self.head)) for project in (self.wq, self.wk, self.wv)
+        )
+        q, k, v = (
+            y.transpose(1, 2) for y in (rotate(q, cos, sin), rotate(k, cos, sin), v)
+        )  # (B, H, T, D)
         h = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = x + self.wo(h.transpose(1, 2).flatten(-2))
         h = self.ffn_norm(x)
@@ -54,7 +59,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """Token ids (B, T) -> logits (B, T, V)."""
+    """A Llama: token ids (B, T) -> logits (B, T, V)."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__()
@@ -81,7 +86,7 @@ def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def batches(options: argparse.Namespace, rank: int, ranks: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """This rank's tokens and labels (B, T) of each step: consecutive pieces of the file."""
+    """Yield tokens and labels (B, T) of this rank for each step, consecutive pieces of the file."""
     ids = np.memmap(options.data, dtype="<u2", mode="r")
     size = options.rows * (options.seq_len + 1)
     for step in range(options.steps):
@@ -92,14 +97,21 @@ def batches(options: argparse.Namespace, rank: int, ranks: int) -> Iterator[tupl
 
 def main(options: argparse.Namespace) -> None:
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    sharded, dtype = options.fsdp or ranks > 1, {"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype]
+    sharded, dtype = (
+        options.fsdp or ranks > 1,
+        {"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype],
+    )
     torch.manual_seed(0)
     model, masters = Llama(options), []
     if options.compile:
         for block in model.blocks:
             block.compile(fullgraph=True)
     if sharded:
-        alone = {} if "MASTER_ADDR" in os.environ else {"store": HashStore(), "rank": 0, "world_size": 1}
+        alone = (
+            {}
+            if "MASTER_ADDR" in os.environ
+            else {"store": HashStore(), "rank": 0, "world_size": 1}
+        )
         dist.init_process_group("gloo", **alone)
         policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
         for module in (*model.blocks, model):
@@ -108,8 +120,13 @@ def main(options: argparse.Namespace) -> None:
         masters = [nn.Parameter(parameter.detach().clone()) for parameter in model.parameters()]
         model.to(dtype)
     trained = masters or list(model.parameters())
-    decayed, not_decayed = ([p for p in trained if (p.ndim > 1) == wanted] for wanted in (True, False))
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": not_decayed, "weight_decay": 0.0}]
+    decayed, not_decayed = (
+        [p for p in trained if (p.ndim > 1) == wanted] for wanted in (True, False)
+    )
+    groups = [
+        {"params": decayed, "weight_decay": 0.1},
+        {"params": not_decayed, "weight_decay": 0.0},
+    ]
     optimizer = torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.95), fused=True)
     loss_fn = torch.compile(mean_loss) if options.compile else mean_loss
     losses, ends = [], []
@@ -131,18 +148,31 @@ def main(options: argparse.Namespace) -> None:
         print(json.dumps({"losses": losses, "ends": ends}), flush=True)
     if sharded:
         dist.barrier()
-        os._exit(0)  # a gloo thread that lets go of a tensor while Python shuts down aborts the process now and then
+        os._exit(
+            0
+        )  # a gloo thread that lets go of a tensor while Python shuts down aborts the process now and then
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", required=True, help="uint16 token ids: the .bin file of `titanlite prepare`")
-    sizes = {"dim": 256, "n_layers": 6, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 640, "vocab_size": 4096}
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data", required=True, help="uint16 token ids: the .bin file of `titanlite prepare`"
+    )
+    sizes = {
+        "dim": 256,
+        "n_layers": 6,
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "ffn_dim": 640,
+        "vocab_size": 4096,
+    }
     for name, default in (sizes | {"seq_len": 256, "rows": 8, "steps": 20}).items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--fsdp", action="store_true", help="FSDP2 on one process, too")
+    parser.add_argument("--fsdp", action="store_true", help="use FSDP2 on one process as well")
     return parser.parse_args()
 
 

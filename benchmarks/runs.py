@@ -1,7 +1,7 @@
-"""Runs of titanlite, plain.py and torchtitan as a user starts them, and what they took; used by the benchmarks here.
+"""Start runs of titanlite, plain.py and torchtitan like a user, and measure them.
 
-Times and memory come from outside of a run, or from what titanlite writes for every user (metrics.jsonl): nothing is
-measured by a hook. One process is `titanlite train` or `python PROGRAM`; two are titanlite's launcher or torchrun.
+Times and memory are measured from outside, or read from metrics.jsonl. No hooks are used. One
+process is `titanlite train` or `python PROGRAM`, and two use the launcher or torchrun.
 """
 
 from __future__ import annotations
@@ -72,21 +72,23 @@ class Measured:
     peak_rss: int
     """Bytes: largest resident set of a single process, that is of a training rank."""
     total_pss: int
-    """Bytes: all processes of the run together, shared pages counted once; sampled twice a second."""
+    """Bytes of all processes, with shared pages counted once, sampled twice a second."""
     first_step: float
     """Seconds from the command to the end of the first step."""
     loss: float
-    """Of the last step; a sign of life, as the two differ in initial weights and in the order of the data."""
+    """Loss of the last step, a plausibility check: initial weights and data order differ."""
 
 
 def prepare_tokens(folder: Path) -> Path:
     """Tokenize the standard library into shards that both sides read; returns their folder."""
-    run_command([sys.executable, "-P", "-m", "titanlite", "prepare", "--out", folder / "shards"], {}, folder)
+    run_command(
+        [sys.executable, "-P", "-m", "titanlite", "prepare", "--out", folder / "shards"], {}, folder
+    )
     return folder / "shards"
 
 
 def write_text(folder: Path) -> Path:
-    """The standard library as JSON lines, which both frameworks read; returns the file, the only one of its folder."""
+    """Write the standard library as JSON lines, and return the file."""
     path = folder / "text" / "stdlib.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
@@ -97,8 +99,7 @@ def write_text(folder: Path) -> Path:
 
 
 def run_titanlite(work: Work, data: Path, cache: Path, options: Sequence[str] = ()) -> Measured:
-    """Train with titanlite's own command, on shards or on JSON lines. `cache` keeps what the compiler made, from run to
-    run."""
+    """Train with the titanlite command on shards or JSON lines. `cache` keeps compiled code."""
     settings: dict[str, object] = {f"model.{name}": getattr(work, name) for name in SHAPE}
     settings |= {
         "training.seq_len": work.seq_len,
@@ -119,28 +120,46 @@ def run_titanlite(work: Work, data: Path, cache: Path, options: Sequence[str] = 
         command = [sys.executable, "-P", "-m", *module, *words, "--job.dump_folder", name]
         launched, peak, total, _ = run_command(command, environment(work, cache), Path(name))
         lines = [json.loads(line) for line in Path(name, "metrics.jsonl").read_text().splitlines()]
-    return _measured(work, [line["step_time"] for line in lines], peak, total, lines[0]["time"] - launched, lines[-1])
+    return _measured(
+        work,
+        [line["step_time"] for line in lines],
+        peak,
+        total,
+        lines[0]["time"] - launched,
+        lines[-1],
+    )
 
 
 def run_plain(work: Work, shards: Path, cache: Path) -> Measured:
     """The same work by plain.py."""
     assert work.accumulate == 1
-    settings: dict[str, object] = {name: getattr(work, name) for name in (*SHAPE, "seq_len", "steps", "dtype")}
+    settings: dict[str, object] = {
+        name: getattr(work, name) for name in (*SHAPE, "seq_len", "steps", "dtype")
+    }
     settings |= {"rows": work.rows // work.ranks, "data": next(shards.glob("*.bin"))}
     words = [word for name, value in settings.items() for word in (f"--{name}", value)]
     words += ["--compile"] * work.compile + ["--fsdp"] * work.fsdp
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={work.ranks}"]
     with tempfile.TemporaryDirectory(prefix="plain-") as name:
-        command = [sys.executable, *(torchrun if work.ranks > 1 else ()), ROOT / "benchmarks" / "plain.py", *words]
+        command = [
+            sys.executable,
+            *(torchrun if work.ranks > 1 else ()),
+            ROOT / "benchmarks" / "plain.py",
+            *words,
+        ]
         launched, peak, total, output = run_command(command, environment(work, cache), Path(name))
     report = json.loads(output.splitlines()[-1])
-    ends = [launched, report["ends"][0], *report["ends"][max(1, work.window - 1) :: work.window]]  # as titanlite logs
+    ends = [
+        launched,
+        report["ends"][0],
+        *report["ends"][max(1, work.window - 1) :: work.window],
+    ]  # as titanlite logs
     times = [(end - start) / work.window for start, end in pairwise(ends)]
     return _measured(work, times, peak, total, ends[1] - launched, {"loss": report["losses"][-1]})
 
 
 def run_torchtitan(work: Work, text: Path, cache: Path) -> Measured:
-    """The same work by torchtitan's own trainer, on the JSON lines beside `text`.
+    """The same work by the torchtitan trainer, on the JSON lines beside `text`.
 
     Raises:
         RuntimeError: it failed, or its model has another number of parameters.
@@ -163,7 +182,9 @@ def run_torchtitan(work: Work, text: Path, cache: Path) -> Measured:
     words += ["--metrics.disable_color_printing", *["--compile.enable"] * work.compile]
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={work.ranks}"]
     alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    variables = environment(work, cache) | {"MODEL": json.dumps({name: getattr(work, name) for name in SHAPE})}
+    variables = environment(work, cache) | {
+        "MODEL": json.dumps({name: getattr(work, name) for name in SHAPE})
+    }
     variables |= {} if work.ranks > 1 else alone
     with tempfile.TemporaryDirectory(prefix="torchtitan-") as name:
         program = [*(torchrun if work.ranks > 1 else ()), ROOT / "benchmarks" / "cpu_torchtitan.py"]
@@ -173,8 +194,13 @@ def run_torchtitan(work: Work, text: Path, cache: Path) -> Measured:
     shape = Architecture(**{name: getattr(work, name) for name in SHAPE})
     if int(size.replace(",", "")) != num_params(shape):
         raise RuntimeError(f"torchtitan trains {size} parameters, titanlite {num_params(shape):,}")
-    steps = re.findall(r"^\[titan\] (\S+ [\d:]+,\d+) .* step: *\d+ +loss: *(\S+)", log, re.MULTILINE)
-    ends = [datetime.strptime(time, "%Y-%m-%d %H:%M:%S,%f").timestamp() for time, _ in steps[:: work.ranks]]
+    steps = re.findall(
+        r"^\[titan\] (\S+ [\d:]+,\d+) .* step: *\d+ +loss: *(\S+)", log, re.MULTILINE
+    )
+    ends = [
+        datetime.strptime(time, "%Y-%m-%d %H:%M:%S,%f").timestamp()
+        for time, _ in steps[:: work.ranks]
+    ]
     ends = [launched, *ends]
     times = [(end - start) / work.window for start, end in pairwise(ends)]
     return _measured(work, times, peak, total, ends[1] - launched, {"loss": float(steps[-1][1])})
@@ -185,12 +211,18 @@ def _measured(
 ) -> Measured:
     """`times`: seconds of step 1, then of one step of each window."""
     warm = times[3 if work.window == 1 else 2 :]
-    return Measured(work.rows * work.seq_len / statistics.median(warm), peak, total, first_step, last["loss"])
+    return Measured(
+        work.rows * work.seq_len / statistics.median(warm), peak, total, first_step, last["loss"]
+    )
 
 
 def environment(work: Work, cache: Path) -> dict[str, str]:
     """Both sides: so many threads, no GPU, the compiler's cache in a folder of their own."""
-    variables = {"OMP_NUM_THREADS": work.threads, "CUDA_VISIBLE_DEVICES": "", "TORCHINDUCTOR_CACHE_DIR": cache}
+    variables = {
+        "OMP_NUM_THREADS": work.threads,
+        "CUDA_VISIBLE_DEVICES": "",
+        "TORCHINDUCTOR_CACHE_DIR": cache,
+    }
     return {name: str(value) for name, value in (variables | {"NGPU": work.ranks}).items()}
 
 
@@ -203,7 +235,10 @@ def run_command(
         RuntimeError: it failed.
     """
     path = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
-    words, variables = [str(word) for word in command], {**os.environ, "PYTHONPATH": path, **variables}
+    words, variables = (
+        [str(word) for word in command],
+        {**os.environ, "PYTHONPATH": path, **variables},
+    )
     out, err = folder / "stdout.txt", folder / "stderr.txt"
     with out.open("w") as output, err.open("w") as errors:
         launched = time.time()
@@ -215,8 +250,11 @@ def run_command(
             pid, status, usage = os.wait4(process.pid, os.WNOHANG)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode != 0:
-        raise RuntimeError(f"{' '.join(words)} ended with {process.returncode}\n{err.read_text()[-4000:]}")
-    # The kernel keeps the largest resident set of the process and of all children that it has waited for.
+        raise RuntimeError(
+            f"{' '.join(words)} ended with {process.returncode}\n{err.read_text()[-4000:]}"
+        )
+    # The kernel keeps the largest resident set of the process and of all children that it has
+    # waited for.
     return launched, usage.ru_maxrss * 1024, total, out.read_text()
 
 
@@ -233,28 +271,38 @@ def pss_of_tree(root: int) -> int:
     return total
 
 
-def write_part(folder: Path, benchmark: str, part: str, result: dict[str, Any], gpu: str = "") -> None:
-    """Put one part into FOLDER/BENCHMARK.json beside those measured before, with when and where it was measured."""
+def write_part(
+    folder: Path, benchmark: str, part: str, result: dict[str, Any], gpu: str = ""
+) -> None:
+    """Add a result to FOLDER/BENCHMARK.json, with time and place of the measurement."""
     folder.mkdir(parents=True, exist_ok=True)
     parts = read_parts(folder, benchmark) | {part: {"about": about(gpu), **result}}
     (folder / f"{benchmark}.json").write_text(json.dumps(parts, indent=1) + "\n")
 
 
 def about(gpu: str = "") -> str:
-    """When, on what and at which commit something is measured: every table of a benchmark says it."""
+    """Describe date, machine and commit of a measurement."""
     model = platform.processor()
     if Path("/proc/cpuinfo").exists():
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), model)
+        model = next(
+            (line.split(":")[1].strip() for line in lines if line.startswith("model name")), model
+        )
     place = f"{gpu or f'{len(os.sched_getaffinity(0))} cores of {model}'}, Python {platform.python_version()}"
-    return f"{time.strftime('%Y-%m-%d', time.gmtime())}, {place}, torch {version('torch')}, {commit()}"
+    return (
+        f"{time.strftime('%Y-%m-%d', time.gmtime())}, {place}, torch {version('torch')}, {commit()}"
+    )
 
 
 def commit() -> str:
     """The commit of the code that is measured, and whether it has been changed since."""
     git = ["git", "-C", str(ROOT)]
-    name = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
-    changes = subprocess.run([*git, "status", "--porcelain", "titanlite"], capture_output=True, check=False).stdout
+    name = subprocess.run(
+        [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout
+    changes = subprocess.run(
+        [*git, "status", "--porcelain", "titanlite"], capture_output=True, check=False
+    ).stdout
     return f"commit {name.strip() or 'unknown'}{' with changes' if changes else ''}"
 
 
@@ -265,6 +313,6 @@ def read_parts(folder: Path, benchmark: str) -> dict[str, Any]:
 
 
 def table(header: list[str], rows: list[list[str]]) -> list[str]:
-    """A Markdown table; the first column is text, the others are numbers. Ends with an empty line."""
+    """Format a Markdown table with text in the first column and numbers in the others."""
     rule = ["---"] + ["---:"] * (len(header) - 1)
     return [*("| " + " | ".join(cells) + " |" for cells in (header, rule, *rows)), ""]

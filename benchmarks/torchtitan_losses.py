@@ -1,12 +1,4 @@
-"""The losses of titanlite and of torchtitan 0.2.2 from the same weights and rows, in fp32 on one CPU process.
-
-    pip install --no-deps torchtitan==0.2.2 torchdata==0.11.0 triton
-    python benchmarks/torchtitan_losses.py [--steps 10]
-
-torchtitan makes the weights, which titanlite imports. titanlite's loader makes the rows. Then each side trains the
-debug model with its own model, loss, clipping, AdamW and schedule, on 8 x 2,048 tokens a step, as torchtitan's debug
-job has them. Weights do not decay, because torchtitan's norms do.
-"""
+"""Compare losses of titanlite and torchtitan 0.2.2 from the same weights and data, in fp32."""
 
 from __future__ import annotations
 
@@ -27,12 +19,21 @@ from torchtitan.models.llama3 import Transformer, TransformerModelArgs  # pyrigh
 import titanlite
 from titanlite.cli import main as command
 
-SHAPE = {"dim": 256, "n_layers": 6, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 4096, "rope_theta": 500000.0}
+SHAPE = {
+    "dim": 256,
+    "n_layers": 6,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "vocab_size": 4096,
+    "rope_theta": 500000.0,
+}
 ADAMW = {"lr": 8e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0, "fused": True}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=10)
     steps = parser.parse_args().steps
     torch.manual_seed(0)
@@ -49,7 +50,9 @@ def main() -> None:
     print(f"largest relative difference: {max(abs(mine / other - 1) for mine, other in pairs):.1e}")
 
 
-def train_titanlite(theirs: torch.nn.Module, folder: Path, steps: int) -> tuple[list[float], list[Any]]:
+def train_titanlite(
+    theirs: torch.nn.Module, folder: Path, steps: int
+) -> tuple[list[float], list[Any]]:
     """The loss of each step, and the microbatch of each."""
     save(theirs.state_dict(), checkpoint_id=str(folder / "theirs"))
     sizes = SHAPE | {"ffn_dim": 640, "max_seq_len": 131072, "rope_scaling_factor": 8}
@@ -87,13 +90,16 @@ def train_titanlite(theirs: torch.nn.Module, folder: Path, steps: int) -> tuple[
 
 
 def train_torchtitan(model: Any, rows: list[Any], steps: int) -> list[float]:
-    """The loss of each step, as torchtitan's train_step computes it."""
+    """The loss of each step, as the torchtitan train_step computes it."""
     optimizers = OptimizersContainer([model], torch.optim.AdamW, ADAMW)
     schedulers = build_lr_schedulers(optimizers, job_config.LRScheduler(warmup_steps=2), steps)
     losses = []
     for batch in rows[:steps]:
         optimizers.zero_grad()
-        loss = cross_entropy_loss(model(batch.input_ids), batch.labels) / (batch.labels != -100).sum().float()
+        loss = (
+            cross_entropy_loss(model(batch.input_ids), batch.labels)
+            / (batch.labels != -100).sum().float()
+        )
         loss.backward()
         clip_grad_norm_(model.parameters(), 1.0, foreach=True)
         optimizers.step()

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# ghost.sh COMMAND...: run a command on GPUs that are not there, with the Python of .venv-ghost (docs/ghost.md).
+# ghost.sh COMMAND...: run a command on GPUs that are not there, with the Python of .venv-ghost (docs/internals/ghost.md).
 #
-# Memory, launches, copies, waits, collectives and errors are those of the GPU. Values mean nothing. Variables:
+# Memory, launches, copies, waits, collectives and errors match a real GPU. Computed values are meaningless. Variables:
 #   GHOST_GPUS=1                              GPUs of this machine
 #   GHOST_GIB=79.1                            memory of each
 #   GHOST_NAME="NVIDIA H100 80GB HBM3"        its name
@@ -10,7 +10,7 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$root/.venv-ghost
 if [[ ! -e $venv/ghost/libcuda.so.1 ]]; then
-    echo "There is no ghost yet: tests/ghost/build.sh installs torch's CUDA wheel (4.7 GB) and builds it." >&2
+    echo "There is no ghost yet: tests/ghost/build.sh installs the torch CUDA wheel (4.7 GB) and builds it." >&2
     exit 2
 fi
 export PATH=$venv/ghost/bin:$venv/bin:$PATH OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}

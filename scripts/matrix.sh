@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run the tests with each torch and each Python that titanlite promises, and print a table.
 #
-#     scripts/matrix.sh FOLDER [--torch "2.11.0 2.13.0"] [--python "3.11 /opt/python3.13"] [PYTEST ARGUMENT ...]
+#     scripts/matrix.sh FOLDER [--torch "2.13.0 2.15.0"] [--python "3.11 /opt/python3.13"] [PYTEST ARGUMENT ...]
 #
 # FOLDER gets an environment for each pair (4 to 6 GB with a CUDA build of torch) and the log of its tests. An existing
 # environment is used again. A Python is a version, looked up as python3.11, or a path. Exit code 1: some pair failed.
@@ -9,19 +9,21 @@ set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 folder="${1:?usage: scripts/matrix.sh FOLDER [--torch VERSIONS] [--python VERSIONS] [PYTEST ARGUMENT ...]}"
 shift
-torches="2.11.0 2.12.0 2.13.0" pythons="3.11 3.12 3.13"
+torches="2.12.1 2.13.0 2.14.1 2.15.0" pythons="3.11 3.12 3.13"
 while [[ "${1-}" == --torch || "${1-}" == --python ]]; do
     [[ "$1" == --torch ]] && torches="$2" || pythons="$2"
     shift 2
 done
 mkdir -p "$folder"
 folder="$(cd "$folder" && pwd)"
+grep -v "^torch==" constraints.txt >"$folder/constraints.txt"
 
 making=""
 trap '[[ -z "$making" ]] || rm -r "$making"' EXIT # so that a half-made environment is not used
 make() { # where, Python, torch
     making="$1"
-    "$2" -m venv "$1" && "$1/bin/python" -m pip install --quiet "torch==$3" --editable '.[dev]' || return
+    "$2" -m venv "$1" && "$1/bin/python" -m pip install --quiet --constraint "$folder/constraints.txt" "torch==$3" --editable '.[dev]' ||
+        return
     making=""
 }
 

@@ -1,10 +1,14 @@
 #!/usr/bin/env bash
-# Create .venv and install titanlite into it, unless that was done for this pyproject.toml.
-# Argument: what pip installs, "." or ".[dev]".
+# Create .venv and install titanlite into it with the package versions of constraints.txt, unless that was
+# done for this pyproject.toml. Argument: what pip installs, "." or ".[dev]".
+#
+# Variables: PYTHON (for .venv, default python3), TITANLITE_CONSTRAINTS (another file of package versions,
+# relative to this repository, or empty for the versions that pip chooses).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 wanted="$1"
-state="$(cksum pyproject.toml) $PWD" # an editable installation holds the path of the folder
+constraints="${TITANLITE_CONSTRAINTS-constraints.txt}"
+state="$(cat pyproject.toml ${constraints:+"$constraints"} | cksum) $PWD" # an editable installation holds the path
 installed() {
     for stamp in ".venv/installed$wanted" ".venv/installed.[dev]"; do # dev includes the rest
         [[ -f "$stamp" && "$(<"$stamp")" == "$state" ]] && return
@@ -31,12 +35,42 @@ if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
     "$python" -m venv --clear .venv || "$python" -m venv --clear --without-pip .venv # Debian's lacks ensurepip
     new=yes
 fi
-bar=off
-[[ -t 2 ]] && bar=on
-install() { # pip says what it downloads, because that takes minutes
-    .venv/bin/python -m pip install --progress-bar "$bar" --disable-pip-version-check "$@" --editable "$wanted" >&2
+log=.venv/install.log
+: >"$log"
+
+# Print the name and size of each download of 100 MB or more when it starts. On a terminal, also
+# print how much of it has arrived.
+show_downloads() {
+    local size='[0-9]{3,}[.][0-9]+ MB|[0-9.]+ GB' shown="" line name bytes
+    while sleep 1 &>/dev/null && kill -0 $$ 2>/dev/null; do
+        line=$(grep -oE "Downloading [^ ]+[.]whl \(($size)\)" "$log" 2>/dev/null | tail -n 1) || continue
+        [[ "$line" != "$shown" ]] && echo "$line"
+        shown="$line"
+        if [[ -t 2 ]]; then
+            name=$(basename "$(cut -d ' ' -f 2 <<<"$line")")
+            bytes=$(find "${TMPDIR:-/tmp}" -name "$name*" -user "$UID" -printf '%s\n' 2>/dev/null |
+                sort -n | tail -n 1) || true
+            printf '%s' "${bytes:+$((bytes / 1000000)) MB have arrived}"$'\r'
+        fi
+    done
 }
-echo "Installing titanlite and its dependencies into .venv (once; PyTorch is large)" >&2
+
+# pip prints three lines for each of 50 packages, so its output is shown only if it fails.
+install() {
+    local options=(--progress-bar off --disable-pip-version-check ${constraints:+--constraint "$constraints"})
+    options+=("$@" --editable "$wanted")
+    PYTHONUNBUFFERED=1 .venv/bin/python -m pip install "${options[@]}" >"$log" 2>&1 && return
+    if grep -qiE '^ *error' "$log"; then
+        sed -n '/^ *[Ee][Rr][Rr][Oo][Rr]/,$p' "$log" >&2
+    else
+        cat "$log" >&2
+    fi
+    return 1
+}
+
+echo "Installing titanlite and its dependencies into .venv (once; PyTorch is large). Log: $log" >&2
+show_downloads >&2 &
+trap 'kill $! 2>/dev/null || true' EXIT
 if ! install; then
     # Without a network: a Python that has all of them lends them, whatever they in turn would like to have.
     [[ -n "$new" ]] && "$python" -c '

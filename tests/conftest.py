@@ -1,4 +1,4 @@
-"""What all tests share: their order, and one thread a process."""
+"""Test order, fixtures and environment variables that all tests share."""
 
 import gc
 import logging
@@ -13,17 +13,27 @@ import pytest
 with suppress(ImportError):  # the checks of a GPU need few packages
     from hypothesis import settings
 
-    settings.register_profile("patient", deadline=None)  # an example is slow where the machine has other work
+    settings.register_profile(
+        "patient", deadline=None
+    )  # an example is slow where the machine has other work
     settings.load_profile("patient")
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: tests run beside each other and their ranks
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no helpers that import torch once more in each rank
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # before torch is imported: tests run beside each other and their ranks
+os.environ.setdefault(
+    "TORCHINDUCTOR_COMPILE_THREADS", "1"
+)  # no helpers that import torch once more in each rank
 
 GHOST = Path(__file__).parents[1] / ".venv-ghost/ghost/libcuda.so.1"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="run the tests marked long, too")
-    parser.addoption("--ghost", action="store_true", help="run the tests on the ghost GPU, all of them, and no others")
+    parser.addoption(
+        "--ghost",
+        action="store_true",
+        help="run the tests on the ghost GPU, all of them, and no others",
+    )
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for the groups
@@ -42,18 +52,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Check the groups: where they do not work, each worker would make what a module shares, unnoticed. Then freeze
-    what is loaded."""
+    """Check that every grouped test has its group, then freeze all loaded objects.
+
+    Without working groups, each worker would create expensive shared fixtures again.
+    """
     if getattr(session.config.option, "loadgroup", False):
-        lost = [item for item in session.items if item.get_closest_marker("xdist_group") and "@" not in item.nodeid]
-        assert not lost, f"{lost[0].nodeid} is in no group: this pytest and this pytest-xdist do not fit together"
+        lost = [
+            item
+            for item in session.items
+            if item.get_closest_marker("xdist_group") and "@" not in item.nodeid
+        ]
+        assert not lost, (
+            f"{lost[0].nodeid} is in no group: this pytest and this pytest-xdist do not fit together"
+        )
     gc.collect()
-    gc.freeze()  # torch and all modules of tests are loaded, and stay: no collection needs to look at them again
+    # torch and all modules of tests are loaded, and stay: no collection needs to look at them again
+    gc.freeze()
 
 
 def order(item: pytest.Item) -> int:
-    """Fast tests first, then slow ones that share what is costly to make, in one worker. Single slow ones come last:
-    they fill what is left of two workers' time."""
+    """Return the sort key of a test: fast tests, then slow groups, then single slow tests.
+
+    Single slow tests come last because they can fill the remaining time of either worker.
+    """
     if item.get_closest_marker("slow") is None:
         return 0
     return 1 if item.get_closest_marker("xdist_group") else 2
@@ -66,10 +87,11 @@ def _has_process_group() -> bool:
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
-    """Commands that a test calls in this process set variables and loggers for a process of their own, and leave a
-    process group when they end with an error. Put all back, because the next test in this worker may be any. They
-    also set the level of torch's handlers, among which are pytest's own: without this, `caplog` would miss all
-    warnings from then on."""
+    """Restore environment variables, loggers and process groups after each test.
+
+    Commands that run in this process change them, including the level of the handlers of torch,
+    among which are those of pytest: without this fixture, `caplog` would miss later warnings.
+    """
     environment, had_group = dict(os.environ), _has_process_group()
     loggers = [logging.getLogger(name) for name in ("titanlite", "py.warnings")]
     before = [(logger.propagate, logger.level, list(logger.handlers)) for logger in loggers]
@@ -91,8 +113,10 @@ def nothing_left_behind() -> Iterator[None]:
 
 @pytest.fixture
 def cpu_seconds() -> Callable[[Callable[[], object]], float]:
-    """`cpu_seconds(call)`: seconds of a CPU that a call and its child processes take, the best of three. They hardly
-    grow when other tests run beside it, as those on the clock do."""
+    """Return a function that measures the CPU seconds of a call and its children, best of three.
+
+    Unlike wall-clock time, CPU time hardly depends on other tests that run at the same time.
+    """
 
     def measure(call: Callable[[], object]) -> float:
         taken = []
@@ -107,7 +131,7 @@ def cpu_seconds() -> Callable[[Callable[[], object]], float]:
 
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A world of one rank, as a run on one process has it."""
+    """Initialize a process group with one rank, as a run on one process has."""
     import torch.distributed as dist  # not by tests that need no torch
 
     rendezvous = tmp_path_factory.mktemp("rendezvous") / "file"

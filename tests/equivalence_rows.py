@@ -1,5 +1,7 @@
-"""Every layout beside one process: what is compared, and with which tolerance. `benchmarks/equivalence.sh` compares
-all rows, the tests a sample."""
+"""The layouts that are compared with one process, and their tolerances.
+
+`benchmarks/equivalence.sh` compares all rows, and the tests compare a sample.
+"""
 
 from collections.abc import Iterable
 from importlib.metadata import version
@@ -16,8 +18,10 @@ RATE = 1e-3
 
 
 class Numbers(NamedTuple):
-    """Largest relative difference of loss and gradient norm at any step, and of the final weights, in updates (an Adam
-    step moves a weight by at most about the learning rate)."""
+    """Largest relative differences of loss and gradient norm, and of final weights in updates.
+
+    One update is the learning rate, about the largest change of a weight in one Adam step.
+    """
 
     loss: float
     norm: float
@@ -25,22 +29,28 @@ class Numbers(NamedTuple):
     largest_weight: float
 
 
-# fp32 sums in another order differ by 1e-7. Where a gradient is nearly zero, Adam divides it by its own size, so that
-# its sign, and with it a whole update, can hang on that rounding. Measured: 0.015 updates at most, 1e-5 in the mean.
+# fp32 sums in another order differ by 1e-7. Where a gradient is nearly zero, Adam divides it by its
+# own size, so that its sign, and with it a whole update, can hang on that rounding. Measured: 0.015
+# updates at most, 1e-5 in the mean.
 EXACT = Numbers(5e-6, 2e-5, 1e-4, 0.1)
-# The norm of many elements: up to two of fp32's last bits. Added up one after the other they made 3e-7 to 8e-7 here.
+# The norm of many elements: up to two of fp32's last bits. Added up one after the other they made
+# 3e-7 to 8e-7 here.
 LARGE_SUMS = Numbers(1e-6, 2e-7, 1e-4, 0.1)
-# bf16 has 8 bits of mantissa, e4m3 4. Each product rounds differently where a tensor is cut, and ten steps add up.
+# bf16 has 8 bits of mantissa, e4m3 4. Each product rounds differently where a tensor is cut, and
+# ten steps add up.
 BF16 = Numbers(1e-4, 1e-3, 0.1, 20.0)
 FP8 = Numbers(1e-4, 1e-3, 1.0, 20.0)
-FP8_AFTER = Numbers(1e-2, 0.3, 1.0, 20.0)  # norms of outputs magnify it; from fp32, one process is 4e-3 and 0.12 away
-# Weights of 8 bits whose roundings hang on the same random bits everywhere: what a sum in another order turns the other
-# way is one weight in thousands, by its last bit (7.8 updates for a weight of 1). fp32 is computed in.
+FP8_AFTER = Numbers(
+    1e-2, 0.3, 1.0, 20.0
+)  # norms of outputs magnify it; from fp32, one process is 4e-3 and 0.12 away
+# Weights of 8 bits whose roundings hang on the same random bits everywhere: what a sum in another
+# order turns the other way is one weight in thousands, by its last bit (7.8 updates for a weight of
+# 1). fp32 is computed in.
 ROUNDED = Numbers(5e-6, 2e-5, 1e-3, 10.0)
 
 
 class Row(NamedTuple):
-    """One variant on a number of ranks; `reference` is a row on one process."""
+    """One job on a number of ranks, compared with the row `reference` on one process."""
 
     name: str
     ranks: int
@@ -49,8 +59,10 @@ class Row(NamedTuple):
     tolerance: Numbers = EXACT
 
 
-def layout(pp: int = 1, replicate: int = 1, cp: int = 1, tp: int = 1, schedule: str = "1F1B") -> dict[str, Any]:
-    """Overrides that lay out the ranks; what is left shards."""
+def layout(
+    pp: int = 1, replicate: int = 1, cp: int = 1, tp: int = 1, schedule: str = "1F1B"
+) -> dict[str, Any]:
+    """Return the options of a layout. The remaining ranks shard the model."""
     degrees = {"pipeline": pp, "context": cp, "tensor": tp}
     keys = {f"{name}_parallel_degree": degree for name, degree in degrees.items()}
     keys |= {"data_parallel_replicate_degree": replicate, "pipeline_parallel_schedule": schedule}
@@ -61,13 +73,23 @@ def local(rows: int) -> dict[str, Any]:
     return {"training": {"local_batch_size": rows}}
 
 
-SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble")
+SCHEDULES = (
+    "1F1B",
+    "GPipe",
+    "Interleaved1F1B",
+    "LoopedBFS",
+    "InterleavedZeroBubble",
+    "ZBVZeroBubble",
+)
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # ranks and overrides
     "fsdp2": (2, merge(layout(), local(4))),
     "replicate2": (2, merge(layout(replicate=2), local(4))),
     "tp2": (2, layout(tp=2)),
     "cp2": (2, layout(cp=2)),
-    **{f"pp2 {schedule}": (2, merge(layout(pp=2, schedule=schedule), local(1))) for schedule in SCHEDULES},
+    **{
+        f"pp2 {schedule}": (2, merge(layout(pp=2, schedule=schedule), local(1)))
+        for schedule in SCHEDULES
+    },
     "fsdp4": (4, merge(layout(), local(2))),
     "hsdp 2x2": (4, merge(layout(replicate=2), local(2))),
     "tp4": (4, layout(tp=4)),
@@ -89,26 +111,44 @@ if tuple(map(int, version("torch").split(".")[:2])) < (2, 13):  # refused by tit
 DOCUMENTS = {"documents": True}
 TIED = {"model": {"tied_embeddings": True}}
 SWITCHES = {
-    "switches": {"model": {"head_dim": 16, "qkv_bias": True, "qk_norm": "head", "sliding_window": 12}},
-    "OLMo 2": {"model": {"qk_norm": "projection", "norm_placement": "after", "no_rope_interval": 2}},
+    "switches": {
+        "model": {"head_dim": 16, "qkv_bias": True, "qk_norm": "head", "sliding_window": 12}
+    },
+    "OLMo 2": {
+        "model": {"qk_norm": "projection", "norm_placement": "after", "no_rope_interval": 2}
+    },
 }  # what other families of models have
-LARGE = {"model": {"vocab_size": 32_000}}  # 4 million gradients: a sum of squares one after the other goes astray
-ONE_GROUP = {"parallelism": {"fsdp_min_num_params": 1_000_000}}  # the default: so small a model is not cut
+LARGE = {
+    "model": {"vocab_size": 32_000}
+}  # 4 million gradients: a sum of squares one after the other goes astray
+ONE_GROUP = {
+    "parallelism": {"fsdp_min_num_params": 1_000_000}
+}  # the default: so small a model is not cut
 SCHEDULING: dict[str, dict[str, Any]] = {  # when and where something is computed, not what
     "accumulation 2": local(2),
     "accumulation 4": local(1),
     "accumulation 4, each reduced": {**local(1), "parallelism": {"fsdp_reduce": "microbatch"}},
     "AC full": {"activation_checkpoint": {"mode": "full"}},
     "AC op": {"activation_checkpoint": {"mode": "selective"}},
-    "AC every 2nd block": {"activation_checkpoint": {"mode": "selective", "selective_ac_option": "2"}},
+    "AC every 2nd block": {
+        "activation_checkpoint": {"mode": "selective", "selective_ac_option": "2"}
+    },
     "CPU offload": {"training": {"enable_cpu_offload": True}},
-    "prefetch": {"parallelism": {"fsdp_forward_prefetch": 1, "fsdp_backward_prefetch": 2}},
+    "CPU offload, accumulation 4, each reduced": {
+        "training": {"enable_cpu_offload": True, "local_batch_size": 1},
+        "parallelism": {"fsdp_reduce": "microbatch"},
+    },
+    "no memory savers": {"parallelism": {"memory_savers": "none"}},
+    "all memory savers": {"parallelism": {"memory_savers": "all"}},
     "two blocks a group": {"parallelism": {"fsdp_min_num_params": 60_000}},
     "one group": ONE_GROUP,
     "reshard never": {"parallelism": {"fsdp_reshard_after_forward": "never"}},
     "reshard always": {"parallelism": {"fsdp_reshard_after_forward": "always"}},
 }
-ALL_GATHER = {"enable_fsdp_float8_all_gather": True, "precompute_float8_dynamic_scale_for_fsdp": True}
+ALL_GATHER = {
+    "enable_fsdp_float8_all_gather": True,
+    "precompute_float8_dynamic_scale_for_fsdp": True,
+}
 COMPILED = {"enable": True, "components": ["model"]}
 BF16_WEIGHTS = {"training": {"dtype": "bfloat16"}, "optimizer": {"stochastic_rounding": True}}
 PRECISION: dict[str, tuple[dict[str, Any], Numbers]] = {
@@ -117,7 +157,10 @@ PRECISION: dict[str, tuple[dict[str, Any], Numbers]] = {
     "float8 tensorwise": ({"float8": {"enable": True}}, FP8),
     "float8 all-gather": ({"float8": {"enable": True} | ALL_GATHER}, FP8),
     "float8 rowwise": ({"float8": {"enable": True, "recipe_name": "rowwise"}}, FP8),
-    "float8 rowwise_with_gw_hp": ({"float8": {"enable": True, "recipe_name": "rowwise_with_gw_hp"}}, FP8),
+    "float8 rowwise_with_gw_hp": (
+        {"float8": {"enable": True, "recipe_name": "rowwise_with_gw_hp"}},
+        FP8,
+    ),
 }
 # The table of combinations: feature -> (overrides, row on one process to compare with, tolerance)
 FEATURES: dict[str, tuple[dict[str, Any], str, Numbers]] = {
@@ -129,7 +172,11 @@ FEATURES: dict[str, tuple[dict[str, Any], str, Numbers]] = {
     "compile": ({"compile": COMPILED}, "one process", EXACT),
     "compile, AC full": ({"compile": COMPILED, **SCHEDULING["AC full"]}, "one process", EXACT),
     "compile, AC op": ({"compile": COMPILED, **SCHEDULING["AC op"]}, "one process", EXACT),
-    "compile, float8 tensorwise": ({"compile": COMPILED, "float8": {"enable": True}}, "float8 tensorwise", FP8),
+    "compile, float8 tensorwise": (
+        {"compile": COMPILED, "float8": {"enable": True}},
+        "float8 tensorwise",
+        FP8,
+    ),
 }
 for mode in ("AC full", "AC op"):
     overrides, tolerance = PRECISION["float8 all-gather"]
@@ -153,41 +200,63 @@ MISTAKES: dict[str, tuple[str, dict[str, Any]]] = {  # planted -> layout, and wh
 
 
 def combined(layout_name: str, feature: str) -> Row:
-    """A cell of the table of combinations."""
+    """Return the row of one layout and one feature."""
     ranks, overrides = LAYOUTS[layout_name]
     extra, reference, tolerance = FEATURES[feature]
     return Row(f"{layout_name}, {feature}", ranks, merge(overrides, extra), reference, tolerance)
 
 
 def all_rows() -> list[Row]:
-    """Every comparison; the rows on one process come first."""
+    """Return all rows, with the rows on one process first."""
     one = merge(layout(), local(8))
     rows = [Row("one process", 1, one)]
     alone = {"documents": DOCUMENTS, "tied": TIED, "vocabulary of 32,000": LARGE}
     rows += [Row(name, 1, merge(one, more), name) for name, more in alone.items()]
-    rows += [Row(name, 1, merge(one, overrides), name) for name, (overrides, _) in PRECISION.items()]
+    rows += [
+        Row(name, 1, merge(one, overrides), name) for name, (overrides, _) in PRECISION.items()
+    ]
     rows += [Row(name, 1, merge(one, overrides)) for name, overrides in SCHEDULING.items()]
     rows += [Row(name, ranks, overrides) for name, (ranks, overrides) in LAYOUTS.items()]
     fsdp2 = LAYOUTS["fsdp2"][1]
-    rows += [Row(f"fsdp2, {name}", 2, merge(fsdp2, over)) for name, over in SCHEDULING.items() if name not in FEATURES]
+    rows += [
+        Row(f"fsdp2, {name}", 2, merge(fsdp2, over))
+        for name, over in SCHEDULING.items()
+        if name not in FEATURES
+    ]
     for like, tolerance, names in (
-        ("documents", EXACT, ("tp2", "cp2", "pp2 1F1B", "pp2 x cp2", "cp2 x tp2", "pp2 x cp2 x tp2")),
+        (
+            "documents",
+            EXACT,
+            ("tp2", "cp2", "pp2 1F1B", "pp2 x cp2", "cp2 x tp2", "pp2 x cp2 x tp2"),
+        ),
         ("tied", EXACT, ("fsdp2", "fsdp4", "tp2", "cp2", "fsdp2 x tp2")),
         ("vocabulary of 32,000", LARGE_SUMS, ("fsdp2", "tp2", "fsdp4", "pp2 x fsdp2")),
     ):
         for name in names:
             ranks, overrides = LAYOUTS[name]
-            rows.append(Row(f"{name}, {like}", ranks, merge(overrides, alone[like]), like, tolerance))
+            rows.append(
+                Row(f"{name}, {like}", ranks, merge(overrides, alone[like]), like, tolerance)
+            )
     for family, switches in SWITCHES.items():
         for more, extra, tolerance in (
             ("", {}, EXACT),
             (", documents", DOCUMENTS, EXACT),
-            (", float8", PRECISION["float8 tensorwise"][0], FP8_AFTER if family == "OLMo 2" else FP8),
+            (
+                ", float8",
+                PRECISION["float8 tensorwise"][0],
+                FP8_AFTER if family == "OLMo 2" else FP8,
+            ),
         ):
             over, like = merge(switches, extra), f"{family}{more}"
             rows.insert(1, Row(like, 1, merge(one, over), like))
-            layouts = {name: LAYOUTS[name] for name in ("fsdp2", "tp2", "cp2", "pp2 1F1B", "pp2 x cp2 x tp2")}
-            rows += [Row(f"{n}, {like}", r, merge(o, over), like, tolerance) for n, (r, o) in layouts.items()]
+            layouts = {
+                name: LAYOUTS[name]
+                for name in ("fsdp2", "tp2", "cp2", "pp2 1F1B", "pp2 x cp2 x tp2")
+            }
+            rows += [
+                Row(f"{n}, {like}", r, merge(o, over), like, tolerance)
+                for n, (r, o) in layouts.items()
+            ]
             compiled = merge(LAYOUTS["tp2"][1], over, {"compile": COMPILED}, SCHEDULING["AC op"])
             rows.append(Row(f"tp2, {like}, compile, AC op", 2, compiled, like, tolerance))
     rows += [combined(a, b) for a in COMBINED for b in FEATURES if (a, b) not in REFUSED]
@@ -206,7 +275,7 @@ def all_rows() -> list[Row]:
 
 
 class Difference(NamedTuple):
-    """From the reference: whether both began with the same weights, and how far they came apart."""
+    """Difference from the reference: equality of initial weights, and largest differences."""
 
     same_start: bool
     numbers: Numbers
@@ -216,7 +285,10 @@ class Difference(NamedTuple):
 
 
 def run(rows: Iterable[Row]) -> dict[str, dict[str, Any]]:
-    """What `train_variants` gives of every row; those on the same number of ranks share them."""
+    """Train all rows, and return the results by name.
+
+    Rows on the same number of ranks share processes.
+    """
     by_ranks: dict[int, dict[str, Any]] = {}
     for row in rows:
         base = {"model": MODEL, "training": TRAINING, "optimizer": {"lr": RATE}}
@@ -229,7 +301,9 @@ def run(rows: Iterable[Row]) -> dict[str, dict[str, Any]]:
 
 def compare(result: dict[str, Any], reference: dict[str, Any]) -> Difference:
     def relative(*names: str) -> float:
-        pairs = [(a, b) for name in names for a, b in zip(result[name], reference[name], strict=True)]
+        pairs = [
+            (a, b) for name in names for a, b in zip(result[name], reference[name], strict=True)
+        ]
         return max(abs(a - b) / abs(b) for a, b in pairs)
 
     def flat(weights: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -237,5 +311,10 @@ def compare(result: dict[str, Any], reference: dict[str, Any]) -> Difference:
 
     assert result["weights"].keys() == reference["weights"].keys()
     updates = (flat(result["weights"]) - flat(reference["weights"])).abs() / RATE
-    numbers = relative("losses", "evaluated"), relative("norms"), updates.mean().item(), updates.max().item()
+    numbers = (
+        relative("losses", "evaluated"),
+        relative("norms"),
+        updates.mean().item(),
+        updates.max().item(),
+    )
     return Difference(result["initial"] == reference["initial"], Numbers(*numbers))

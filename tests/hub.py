@@ -1,11 +1,12 @@
-"""A Hugging Face hub on this machine: the answers that huggingface_hub asks for, and no more."""
+"""A local Hugging Face hub with the endpoints that huggingface_hub uses."""
 
 import hashlib
 import json
 import re
 import threading
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Self
+from typing import Any, Self
 
 REVISION = "0123456789" * 4
 
@@ -18,6 +19,11 @@ class Hub(ThreadingHTTPServer):
         asked: the files that were asked for, each with the first byte.
         cut: a file of which half is sent before the connection ends; once.
         held: a file of which half is sent, and no more. `waits` says that it has come so far.
+        endless: a file that is sent again and again, up to 64 MB.
+        instead: the content that is sent for a file, in place of the one that is listed.
+        tree: what is answered in place of the list of files.
+        link: the page that each page of the list names as the next one.
+        sent: bytes of content that were sent.
     """
 
     daemon_threads = True
@@ -26,6 +32,13 @@ class Hub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Answers)
         self.files, self.gated, self.asked = files, set[str](), list[tuple[str, int]]()
         self.cut, self.held, self.waits, self.ended = "", "", threading.Event(), threading.Event()
+        self.endless, self.instead, self.tree, self.link, self.sent = (
+            "",
+            dict[str, bytes](),
+            b"",
+            "",
+            0,
+        )
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
 
     def __enter__(self) -> Self:
@@ -47,7 +60,11 @@ class Answers(BaseHTTPRequestHandler):
 
     def answer(self, code: int, body: bytes = b"", **headers: str) -> None:
         self.send_response(code)
-        for name, value in {"Content-Length": f"{len(body)}", "X-Repo-Commit": REVISION, **headers}.items():
+        for name, value in {
+            "Content-Length": f"{len(body)}",
+            "X-Repo-Commit": REVISION,
+            **headers,
+        }.items():
             self.send_header(name.replace("_", "-"), value)
         self.end_headers()
         self.wfile.write(body if self.command == "GET" else b"")
@@ -59,21 +76,41 @@ class Answers(BaseHTTPRequestHandler):
         if (files := self.server.files.get(repo)) is None:
             self.answer(404, X_Error_Code="RepoNotFound")
         elif api:
-            rows = [{"type": "file", "path": path, "size": len(files[path]), "oid": path} for path in files]
-            about = {"id": repo.partition("/")[2], "sha": REVISION, "siblings": [], "private": False, "tags": []}
-            self.answer(200, json.dumps(rows if api[2] else about).encode(), Content_Type="application/json")
+            about = {
+                "id": repo.partition("/")[2],
+                "sha": REVISION,
+                "siblings": [],
+                "private": False,
+                "tags": [],
+            }
+            tree = (
+                self.server.tree
+                or json.dumps([listed(path, files[path]) for path in files]).encode()
+            )
+            links = {"Link": f'<{self.server.link}>; rel="next"'} if self.server.link else {}
+            self.answer(
+                200,
+                tree if api[2] else json.dumps(about).encode(),
+                Content_Type="application/json",
+                **links,
+            )
         elif repo in self.server.gated:
             self.answer(401, X_Error_Code="GatedRepo")
         elif file:
-            self.file(file[2], files[file[2]])
+            self.file(file[2], self.server.instead.get(file[2], files[file[2]]))
 
     do_HEAD = do_GET
 
     def file(self, name: str, content: bytes) -> None:
         start = int((re.match(r"bytes=(\d+)-", self.headers.get("Range", "")) or "00")[1])
-        tag, part = f'"{hashlib.sha1(content).hexdigest()}"', f"bytes {start}-{len(content) - 1}/{len(content)}"
+        tag, part = (
+            f'"{hashlib.sha1(content).hexdigest()}"',
+            f"bytes {start}-{len(content) - 1}/{len(content)}",
+        )
         if self.command == "GET":
             self.server.asked.append((name, start))
+        if self.command == "GET" and name == self.server.endless:
+            return self.send_again_and_again(content)
         if self.command == "HEAD" or name not in (self.server.cut, self.server.held):
             return self.answer(206 if start else 200, content[start:], ETag=tag, Content_Range=part)
         self.send_response(200)
@@ -84,3 +121,24 @@ class Answers(BaseHTTPRequestHandler):
             self.server.waits.set()
             self.server.ended.wait()
         self.server.cut, self.close_connection = "", True
+
+    def send_again_and_again(self, content: bytes) -> None:
+        self.close_connection = True
+        self.send_response(200)
+        self.end_headers()
+        with suppress(ConnectionError):
+            while self.server.sent < 64_000_000:
+                self.server.sent += self.wfile.write(content)
+
+
+def listed(path: str, content: bytes) -> dict[str, Any]:
+    """Return the listing of a file: with a Git hash, or with SHA-256 if it is large."""
+    entry: dict[str, Any] = {"type": "file", "path": path, "size": len(content)}
+    if len(content) > 1000:
+        pointer = {
+            "oid": hashlib.sha256(content).hexdigest(),
+            "size": len(content),
+            "pointerSize": 130,
+        }
+        return entry | {"oid": "0" * 40, "lfs": pointer}
+    return entry | {"oid": hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()}

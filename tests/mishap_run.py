@@ -1,13 +1,18 @@
-"""Ranks to which something happens, under titanlite's launcher: `mishap_run.py launch RANKS MISHAP ...` starts it.
+"""Ranks with a failure under the titanlite launcher.
 
-Each runs `mishap_run.py MISHAP ...`: one of MISHAPS, or a mishap of training with the options that follow.
-hang_data: rank 1 never gets the batch of step 5; hang_nccl: the same, and NCCL's flight recorder has a collective that
-it did not join. hang_alone: rank 0, which is alone, waits for its batch until it dies. hang_save: rank 1 never writes
-its part of a checkpoint.
+`mishap_run.py launch RANKS MISHAP ...` starts ranks that run `mishap_run.py MISHAP ...`. MISHAP is
+one of MISHAPS, or one of the following failures during training with the given options:
+
+- hang_data: rank 1 never receives the batch of step 5.
+- hang_nccl: as hang_data, with an NCCL flight recorder entry that rank 1 did not join.
+- hang_alone: rank 0 is alone and waits for its batch.
+- hang_save: rank 1 never writes its part of a checkpoint.
+- stop_after_save: rank 1 stops itself after its first save.
 """
 
 import itertools
 import json
+import logging
 import os
 import signal
 import sys
@@ -26,7 +31,10 @@ late = RANK == 1
 def launch(count: int, *words: str) -> int:
     from titanlite.launch.ranks import Ranks
 
-    seconds, restarts = float(os.environ.get("STOP_SECONDS", "60")), int(os.environ.get("MAX_RESTARTS", "0"))
+    seconds, restarts = (
+        float(os.environ.get("STOP_SECONDS", "60")),
+        int(os.environ.get("MAX_RESTARTS", "0")),
+    )
     hint = "To go on: outputs/\x1b]0;mine\x07"
     return Ranks([__file__, *words], range(count), count, seconds, restarts, lambda: hint).run()
 
@@ -60,13 +68,27 @@ def save() -> None:
     raise StoppedBySignal(f"saved after {len(got)} signal")
 
 
+def lost() -> None:
+    """Rank 1 is killed without a report, and rank 0 reports the failure."""
+    ready()
+    while not Path("go").exists():
+        time.sleep(0.01)
+    if late:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.5)
+    raise RuntimeError("connection reset by peer")
+
+
 def hostile() -> None:
     (folder / "train.log").write_text("run.log")
     (folder / "0.hang.json").write_text(json.dumps([False, 0, "Rank 0 is LATE: x\x1b[2J"]))
     if late and not Path("again").exists():
         Path("again").touch()
-        (folder / "1.json").write_text(json.dumps({"message": "a tensor\x1b[2J named\r\u202e", "time": 0.0}))
-    os._exit(9 if late else 0)
+        (folder / "1.json").write_text(
+            json.dumps({"message": "a tensor\x1b[2J named\r\u202e", "time": 0.0})
+        )
+    if late:
+        os._exit(9)
 
 
 MISHAPS: dict[str, Callable[[], Any]] = {
@@ -76,15 +98,20 @@ MISHAPS: dict[str, Callable[[], Any]] = {
     "save": save,
     "stuck": lambda: (ready(lambda number, frame: None), time.sleep(300)),
     "early": lambda: (ready(), time.sleep(300)),
-    "orphan": lambda: (ready(lambda *_: (Path(f"saved{RANK}").touch(), sys.exit())), time.sleep(300)),
+    "orphan": lambda: (
+        ready(lambda *_: (Path(f"saved{RANK}").touch(), sys.exit())),
+        time.sleep(300),
+    ),
     "hostile": hostile,
+    "lost": lost,
+    "exit": lambda: (ready(), os._exit(0) if late else time.sleep(300)),
 }
 
 
 def train(mishap: str, arguments: list[str]) -> None:
     from torch._C import _distributed_c10d
 
-    from titanlite.checkpoint.dcp import CommittingWriter
+    from titanlite.checkpoint.dcp import CheckpointWriter
     from titanlite.cli import train
     from titanlite.data.loader import Loader
 
@@ -100,13 +127,25 @@ def train(mishap: str, arguments: list[str]) -> None:
         return next_global_batch(loader)
 
     def nccl_table(*_: bool) -> str:
-        """What NCCL's flight recorder would say: rank 1 has joined 6 collectives, the others wait in the seventh."""
-        entry = {"collective_seq_id": 6 if late else 7, "profiling_name": "nccl:all_reduce", "retired": late}
+        """Return an NCCL flight recorder entry of a collective that rank 1 has not joined."""
+        entry = {
+            "collective_seq_id": 6 if late else 7,
+            "profiling_name": "nccl:all_reduce",
+            "retired": late,
+        }
         return json.dumps({"entries": [{**entry, "time_created_ns": 2**62}]})
 
+    def stop_after_save(record: logging.LogRecord) -> bool:
+        if getattr(record.msg, "kind", "") == "save":
+            logging.getLogger("titanlite").removeFilter(stop_after_save)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return True
+
+    if mishap == "stop_after_save" and late:
+        logging.getLogger("titanlite").addFilter(stop_after_save)
     patch.object(Loader, "next_global_batch", late_batch).start()
     if mishap == "hang_save" and late:
-        patch.object(CommittingWriter, "write_data", lambda *_: time.sleep(1000)).start()
+        patch.object(CheckpointWriter, "write_data", lambda *_: time.sleep(1000)).start()
     if mishap == "hang_nccl":
         patch.object(_distributed_c10d, "_dump_nccl_trace_json", nccl_table, create=True).start()
         patch("torch.distributed.is_nccl_available", lambda: True).start()

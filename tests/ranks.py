@@ -1,6 +1,6 @@
-"""Real ranks at little cost: processes that are forked from a server, which has imported torch and titanlite once.
+"""Real ranks at low cost: processes forked from a server that has imported torch and titanlite.
 
-A rank lives for one call. What a test does to its process (environment, compiler, open files) reaches no other test.
+A rank serves one call, so changes to its process do not affect other tests.
 """
 
 from __future__ import annotations
@@ -31,27 +31,29 @@ from titanlite.runtime.process import STORE, leave
 
 if TYPE_CHECKING:
     from titanlite.hooks.hook import Hook
-    from titanlite.train.loop import Trainer
+    from titanlite.train.trainer import Trainer
 
 PRELOADED = [
-    *("titanlite.cli", "titanlite.train.loop", "titanlite.load_run", "pytest"),
+    *("titanlite.cli", "titanlite.train.trainer", "titanlite.load_run", "pytest"),
     *("torch._dynamo", "torch.distributed.pipelining", "torchao.float8"),
 ]
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(PRELOADED)
 PATIENCE = 20.0  # seconds that the other ranks have to end when one has failed
-OPEN: list[World] = []  # those that no test has closed yet, which the next test would find among its processes
+OPEN: list[
+    World
+] = []  # those that no test has closed yet, which the next test would find among its processes
 
 
 class RanksFailed(AssertionError):
-    """Some rank failed, or did not end in time. The text holds what all ranks printed, tracebacks included."""
+    """A rank failed or timed out. The text contains the output of all ranks."""
 
 
 class World:
-    """`count` processes that run `body(*args)`, with the variables that torchrun would set for them.
+    """`count` processes that run `body(*args)` with the environment variables of torchrun.
 
     Attributes:
-        processes: in order of rank.
+        processes: The processes in the order of their ranks.
     """
 
     def __init__(self, count: int, body: Callable[..., Any], *args: Any) -> None:
@@ -62,7 +64,12 @@ class World:
         self._output.touch()
         self.processes = []
         for rank in range(count):
-            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+            place = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": count,
+                "LOCAL_WORLD_SIZE": count,
+            }
             environment = {**os.environ, **{name: str(value) for name, value in place.items()}}
             start = (environment, self._folder.name, body, args)
             self.processes.append(SERVER.Process(target=_run, args=start))
@@ -71,29 +78,33 @@ class World:
 
     @property
     def said(self) -> str:
-        """What all ranks have printed so far, to standard output and standard error."""
+        """Output of all ranks so far."""
         return self._output.read_text(errors="replace")
 
     def wait_for(self, pattern: str, timeout: float = 120) -> None:
-        """Until some rank has printed `pattern`, a regular expression."""
+        """Wait until a rank has printed the regular expression `pattern`."""
         deadline, running = time.monotonic() + timeout, True
         while not re.search(pattern, self.said):
             assert running, f"nobody said {pattern!r}:\n{self.said}"
-            running = time.monotonic() < deadline and any(process.is_alive() for process in self.processes)
+            running = time.monotonic() < deadline and any(
+                process.is_alive() for process in self.processes
+            )
             time.sleep(0.02)
 
     def ended(self, seconds: float) -> bool:
-        """Whether all ranks end within so many seconds from now."""
+        """Return whether all ranks end within `seconds`."""
         deadline = time.monotonic() + seconds
         for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))
         return all(process.exitcode is not None for process in self.processes)
 
     def wait(self, timeout: float = 240) -> list[int]:
-        """The exit codes of the ranks, in order. Once a rank has failed the others have PATIENCE seconds.
+        """Return the exit codes of the ranks.
+
+        After a failure, the other ranks have PATIENCE seconds.
 
         Raises:
-            RanksFailed: Some rank did not end in time. The text says where it was.
+            RanksFailed: If a rank times out. The text contains its stack.
         """
         deadline = time.monotonic() + timeout
         while (
@@ -112,11 +123,14 @@ class World:
         return [process.exitcode for process in self.processes]  # type: ignore[misc]
 
     def results(self) -> list[Any]:
-        """What `body` returned on each rank, once all have ended well."""
-        return [pickle.loads(Path(self._folder.name, str(r)).read_bytes()) for r in range(len(self.processes))]
+        """Return the results of `body` on all ranks."""
+        return [
+            pickle.loads(Path(self._folder.name, str(r)).read_bytes())
+            for r in range(len(self.processes))
+        ]
 
     def close(self) -> None:
-        """Kill what still runs."""
+        """Kill the remaining processes."""
         for process in self.processes:
             process.kill()
             process.join()
@@ -124,10 +138,10 @@ class World:
         OPEN[:] = [world for world in OPEN if world is not self]
 
     def ends_with(self, code: int, timeout: float = 240) -> str:
-        """Wait for the end of all ranks; what they said.
+        """Wait for all ranks, and return their output.
 
         Raises:
-            RanksFailed: A rank ended with another exit code than `code`, or not in time.
+            RanksFailed: If a rank exits with another code than `code` or times out.
         """
         codes = self.wait(timeout)
         if codes != [code] * len(codes):
@@ -139,65 +153,74 @@ class World:
         os.kill(self.processes[rank].pid or 0, number)
 
 
-def run_ranks(count: int, function: Callable[..., Any], *args: Any, timeout: float = 240) -> list[Any]:
-    """Call `function(*args)` on `count` ranks with a gloo process group of their own; what it returns, in order.
+def run_ranks(
+    count: int, function: Callable[..., Any], *args: Any, timeout: float = 240
+) -> list[Any]:
+    """Call `function(*args)` on `count` ranks of a new gloo process group, and return all results.
 
     Raises:
-        RanksFailed: A rank raised something, died, or did not end in `timeout` seconds.
+        RanksFailed: If a rank raises an error, dies, or takes more than `timeout` seconds.
     """
     world = World(count, _in_a_group, function, args)
     world.ends_with(0, timeout)
     return world.results()
 
 
-def start_titanlite(*words: object, ranks: int = 1, before: Callable[[], None] | None = None) -> World:
-    """`titanlite WORDS`, as the launcher runs it on each rank; `before` is called first in each of them."""
+def start_titanlite(
+    *words: object, ranks: int = 1, before: Callable[[], None] | None = None
+) -> World:
+    """Start `titanlite WORDS` on each rank like the launcher, after calling `before` there."""
     return World(ranks, _command, list(map(str, words)), before)
 
 
 def titanlite(*words: object, ranks: int = 1, code: int = 0) -> str:
-    """Run `titanlite WORDS` on each rank, until all have ended with `code`; what they said."""
+    """Run `titanlite WORDS` on each rank, check the exit codes, and return the output."""
     return start_titanlite(*words, ranks=ranks).ends_with(code)
 
 
-def start_small(out: Path, *words: object, ranks: int = 1, before: Callable[[], None] | None = None) -> World:
-    """`titanlite train` of the small job, whose output folder is `out`."""
+def start_small(
+    out: Path, *words: object, ranks: int = 1, before: Callable[[], None] | None = None
+) -> World:
+    """Start `titanlite train` with the small job and the output folder `out`."""
     job = out.with_suffix(".toml")
     job.write_text(SMALL)
     words = ("train", "--job.config_file", job, "--job.dump_folder", out, *words)
     return start_titanlite(*words, ranks=ranks, before=before)
 
 
-def small_trainer(folder: str, hook: Hook, *words: str) -> Trainer:
-    """That job's trainer with a hook more, on the rank that calls; its output folder is `out`."""
+def small_trainer(folder: str, hooks: Hook | list[Hook], *words: str) -> Trainer:
+    """Return a trainer of the small job with additional hooks and the output folder `out`."""
     import torch
 
     from titanlite.load_run import load_run
-    from titanlite.train.loop import Trainer
+    from titanlite.train.trainer import Trainer
 
     job = Path(folder, f"{os.environ['RANK']}.toml")
     job.parent.mkdir(exist_ok=True)
     job.write_text(SMALL)
     words = ("--job.config_file", str(job), "--job.dump_folder", f"{folder}/out", *words)
-    return Trainer(load_run(words, int(os.environ["WORLD_SIZE"])), torch.device("cpu"), [hook])
+    hooks = hooks if isinstance(hooks, list) else [hooks]
+    return Trainer(load_run(words, int(os.environ["WORLD_SIZE"])), torch.device("cpu"), hooks)
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on."""
+    """Return an unused port."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
 
 
 def descendants(pid: int) -> list[int]:
-    """A process, its children and theirs."""
-    found = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False).stdout
+    """Return the IDs of a process and all its descendants."""
+    found = subprocess.run(
+        ["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False
+    ).stdout
     return [pid, *(descendant for child in found.split() for descendant in descendants(int(child)))]
 
 
 @contextlib.contextmanager
 def _one_world_at_a_time() -> Iterator[None]:
-    """Workers of pytest-xdist take turns: more ranks than cores would only slow one another down."""
+    """Let workers of pytest-xdist run their ranks one after the other, so cores are not shared."""
     session = os.environ.get("PYTEST_XDIST_TESTRUNUID")
     if session is None:
         yield
@@ -208,11 +231,13 @@ def _one_world_at_a_time() -> Iterator[None]:
 
 
 def _run(environment: dict[str, str], folder: str, body: Callable[..., Any], args: Any) -> None:
-    """The life of a rank."""
+    """Run `body` in a new rank process."""
     output = os.open(f"{folder}/output", os.O_WRONLY | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(output, stream)
-    sys.stdout, sys.stderr = (os.fdopen(stream, "w", buffering=1, closefd=False) for stream in (1, 2))
+    sys.stdout, sys.stderr = (
+        os.fdopen(stream, "w", buffering=1, closefd=False) for stream in (1, 2)
+    )
     os.environ.clear()
     os.environ.update(environment)
     faulthandler.enable()

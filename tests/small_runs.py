@@ -1,4 +1,4 @@
-"""A run that takes a second: its job, the ways to start it, and what it has measured."""
+"""A small job that trains in a second, and helpers to run it and to read its metrics."""
 
 import json
 import os
@@ -43,7 +43,7 @@ enable_tensorboard = false
 
 
 def start(job_file: Path, folder: Path, *options: str, ranks: int = 1) -> "subprocess.Popen[str]":
-    """`titanlite launch`, as a user starts it."""
+    """Start `titanlite launch`."""
     command = [sys.executable, "-m", "titanlite", "launch", "--job.config_file", str(job_file)]
     return subprocess.Popen(
         [*command, "--job.dump_folder", str(folder), *options],
@@ -55,7 +55,7 @@ def start(job_file: Path, folder: Path, *options: str, ranks: int = 1) -> "subpr
 
 
 def launched(job_file: Path, folder: Path, *options: str, ranks: int = 1, code: int = 0) -> str:
-    """What a run and its launcher said."""
+    """Run a job, check the exit code, and return the output."""
     process = start(job_file, folder, *options, ranks=ranks)
     out, err = process.communicate(timeout=300)
     assert process.returncode == code, out + err
@@ -73,17 +73,17 @@ def wait_for_step(process: "subprocess.Popen[str]", step: int) -> None:
 
 
 def logged(folder: Path) -> dict[int, dict[str, Any]]:
-    """Step -> what metrics.jsonl has of it."""
+    """Return the entries of metrics.jsonl by step."""
     entries = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert len({entry["step"] for entry in entries}) == len(entries), "a step was logged twice"
     return {entry["step"]: entry for entry in entries}
 
 
 def losses(folder: Path) -> dict[int, float]:
-    """Step -> loss."""
+    """Return the loss of each step."""
     return {step: entry["loss"] for step, entry in logged(folder).items()}
 
 
 def as_logged(text: str) -> str:
-    """In train.log all lines of a message but the first are indented."""
+    """Indent all lines of a message but the first, as train.log does."""
     return text.rstrip("\n").replace("\n", "\n    ") + "\n"

@@ -1,12 +1,13 @@
-"""What README and docs/ say is true: their commands and programs run, their links lead somewhere, and the site that is
-made of them is built. Commands run one after the other, as a reader runs them.
+"""Documented commands, programs, outputs and links work, and the documentation site builds.
 
-Training is cut short, unless TITANLITE_TUTORIALS=whole is set. Then a model must also have learned what its page says.
+Training is shortened unless TITANLITE_TUTORIALS=whole is set.
 """
 
 import importlib.util
+import inspect
 import json
 import os
+import pkgutil
 import re
 import runpy
 import shlex
@@ -21,20 +22,26 @@ from ranks import free_port
 from test_package import copy_of_repository
 
 from titanlite.cli import COMMANDS
-from titanlite.config.schema import KEYS
+from titanlite.config.schema import list_keys
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 WHOLE = os.environ.get("TITANLITE_TUTORIALS") == "whole"
-PROGRAMS = {page: re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.S) for page in ROOT.glob("docs/*.md")}
-SHORT = " --training.steps 4 --checkpoint.interval 4 --training.seq_len 64 --training.local_batch_size 1"  # of minutes
+PROGRAMS = {
+    page: re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.S)
+    for page in ROOT.glob("docs/**/*.md")
+}
+# of minutes
+SHORT = " --training.steps 4 --checkpoint.interval 4 --training.seq_len 64 --training.local_batch_size 1"
 SHORT += " --model.n_layers 1"
 
 
 def run(command: str, folder: Path, **variables: str) -> str:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2", **variables}
     words, timeout = ["bash", "-euo", "pipefail", "-c", command], 1800 if WHOLE else 600
-    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, env=environment, timeout=timeout)
+    done = subprocess.run(
+        words, cwd=folder, capture_output=True, text=True, env=environment, timeout=timeout
+    )
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout + done.stderr
 
@@ -46,56 +53,87 @@ def blocks(page: str) -> list[tuple[str, str, str]]:
 
 
 def samples(page: str) -> list[str]:
-    """The output that a page shows: its blocks without a language."""
+    """Return the sample outputs of a page, its blocks without a language."""
     return [text for language, _, text in blocks(page) if not language]
 
 
 def absent(sample: str, said: str) -> list[str]:
-    """Lines of a sample that were not said. Numbers, and bars that are drawn, may be others."""
+    """Return the lines of a sample that are missing in the output, ignoring numbers and bars."""
     masks = {r"\d[\d,.:]*": "0", "[▁-█]+": "█"}
 
     def masked(text: str) -> list[str]:
         for pattern, by in masks.items():
             text = re.sub(pattern, by, text)
-        return [" ".join(line.split()) for line in text.splitlines() if line.strip() not in ("", "...")]
+        return [
+            " ".join(line.split()) for line in text.splitlines() if line.strip() not in ("", "...")
+        ]
 
     return [line for line in masked(sample) if line not in masked(said)]
 
 
 TUTORIALS = {  # and what its commands say
-    "your_text": ["Question: How do I write 8 3 1 1?", "bits/byte", "report.html: "],
-    "two_machines": ["2 x cpu", f"Resumed after step {20 if WHOLE else 4}", "world_size: 2 -> 1"],
-    "hugging_face": ["starting from the weights in model", "from transformers import"],
-    "../extending": ["--signum.beta", "signum.beta: 0.9 -> 0.8 (changes the curve)", "2,5."],
+    "getting_started/your_text": [
+        "Question: How do I write 8 3 1 1?",
+        "bits/byte",
+        "report.html",
+    ],
+    "getting_started/multi_node": [
+        "2 x cpu",
+        f"Resumed after step {20 if WHOLE else 4}",
+        "world_size: 2 -> 1",
+    ],
+    "getting_started/hub_model": ["Starting from the weights in model", "from transformers import"],
+    "reference/plugins": [
+        "--inverse_root.warmup",
+        "inverse_root.warmup: 10 -> 20 (affects training)",
+        "2,5.",
+    ],
+    "reference/plugin_models": ["import"],
+    "reference/plugin_optimizers": ["Finished after step 4"],
+    "reference/plugin_hooks": ["Finished after step 4"],
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TUTORIALS)
 def test_the_files_and_commands_of_a_tutorial_work(name: str, tmp_path: Path) -> None:
-    found = blocks(page := f"tutorials/{name}.md")
+    found = blocks(page := f"{name}.md")
     (tmp_path / "bin").mkdir()
-    for program, words in (("titanlite", f"{sys.executable} -m titanlite"), ("python", sys.executable)):
+    for program, words in (
+        ("titanlite", f"{sys.executable} -m titanlite"),
+        ("python", sys.executable),
+    ):
         (tmp_path / "bin" / program).write_text(f'#!/bin/sh\nexec {words} "$@"\n')
         (tmp_path / "bin" / program).chmod(0o755)
     for title, text in ((title, text) for _, title, text in found if title):
-        short = re.sub(r"(?m)^steps = \d+", "steps = 4", re.sub(r"(?m)^(warmup_steps|freq) = \d+", r"\1 = 2", text))
+        short = re.sub(
+            r"(?m)^steps = \d+",
+            "steps = 4",
+            re.sub(r"(?m)^(warmup_steps|freq) = \d+", r"\1 = 2", text),
+        )
         (tmp_path / title).write_text(text if WHOLE else short)
     commands = "".join(text for language, _, text in found if language == "bash")
-    said = run(commands, tmp_path, PATH=f"{tmp_path}/bin:{os.environ['PATH']}", MASTER_PORT=str(free_port()))
+    said = run(
+        commands,
+        tmp_path,
+        PATH=f"{tmp_path}/bin:{os.environ['PATH']}",
+        MASTER_PORT=str(free_port()),
+    )
     assert [words for words in TUTORIALS[name] if words not in said] == []
     learned = [] if WHOLE else ["Answer: eight thousand three hundred eleven."]
-    assert [line for sample in samples(page) for line in absent(sample, said)] == learned[: len(samples(page))]
-    if name == "two_machines":
-        assert absent(samples("reports.md")[1], said) == []
-    if name == "your_text":
+    assert [line for sample in samples(page) for line in absent(sample, said)] == learned[
+        : len(samples(page))
+    ]
+    if name == "getting_started/multi_node":
+        assert absent(samples("guides/monitoring.md")[1], said) == []
+    if name == "getting_started/your_text":
         assert (tmp_path / "my-model" / "config.json").exists()
         assert "eight thousand three hundred eleven" in said.partition("perplexity")[2] or not WHOLE
 
 
 @pytest.mark.slow
 def test_every_command_of_the_readme_works_in_a_fresh_clone(tmp_path: Path) -> None:
-    """It gets a job, some text, and a hub that has what README asks for."""
+    """The clone contains a job file and text, and a local hub serves the datasets in README."""
     clone = copy_of_repository(tmp_path / "titanlite")
     (clone / "my_job.toml").write_text(README.partition("```toml\n")[2].partition("```")[0])
     (clone / "data").mkdir()
@@ -103,46 +141,68 @@ def test_every_command_of_the_readme_works_in_a_fresh_clone(tmp_path: Path) -> N
     (clone / "data" / "a.jsonl").write_text("\n".join(texts))
     model = {"tokenizer.json": (ROOT / "assets/tokenizer/tokenizer.json").read_bytes()}
     data = {"data/train-0.parquet": b"text"}
-    # Stamped for this folder, so that ./run_train.sh does not install anew; the package is found by PYTHONPATH.
+    # Stamped for this folder, so that ./run_train.sh does not install anew; the package is found by
+    # PYTHONPATH.
     (clone / ".venv").mkdir()
     for entry in (ROOT / ".venv").iterdir():
         if not entry.name.startswith("installed"):
             (clone / ".venv" / entry.name).symlink_to(entry)
-    checksum = subprocess.check_output(["cksum", "pyproject.toml"], cwd=clone, text=True)
+    packages = (clone / "pyproject.toml").read_text() + (clone / "constraints.txt").read_text()
+    checksum = subprocess.check_output(["cksum"], input=packages, text=True)
     (clone / ".venv" / "installed.").write_text(f"{checksum.strip()} {clone}\n")
     blocks = "".join(re.findall(r"```bash\n(.*?)```", README, flags=re.DOTALL))
     lines = [line.split("  #")[0].strip() for line in blocks.replace("\\\n", " ").splitlines()]
     commands = [line for line in lines if line and not line.startswith("#")]
-    with Hub({"models/openai-community/gpt2": model, "datasets/roneneldan/TinyStories": data}) as hub:
-        keys = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1", "PYTHONPATH": str(clone)}
+    with Hub(
+        {"models/openai-community/gpt2": model, "datasets/roneneldan/TinyStories": data}
+    ) as hub:
+        keys = {
+            "HF_ENDPOINT": hub.url,
+            "HF_HUB_OFFLINE": "0",
+            "NO_PROXY": "127.0.0.1",
+            "PYTHONPATH": str(clone),
+        }
         for command in commands:
             if "tensorboard" in command:  # instead of serving: the curves that it finds
-                assert "1_loss/train" in run(f"{command} --inspect", clone, **keys)
+                assert "train/loss" in run(f"{command} --inspect", clone, **keys)
             elif "run_train.sh" in command and "--help" not in command:
                 assert re.search(r"step +4/4|Nothing to do", run(command + SHORT, clone, **keys))
             elif command != "./run_tests.sh" and not command.startswith(("git clone", "cd ")):
                 said = run(command, clone, **keys)
-                assert "watch" not in command or absent(samples("reports.md")[0], said) == []
+                assert (
+                    "watch" not in command or absent(samples("guides/monitoring.md")[0], said) == []
+                )
                 assert all(prompt in said for prompt in re.findall(r"--prompt '([^']*)'", command))
     assert sum("run_train.sh" in command for command in commands) >= 2
 
 
 def test_a_plan_is_as_its_page_shows_it() -> None:
-    """To a tenth, because other versions of torch run other kernels."""
-    page = (ROOT / "docs/planning.md").read_text()
-    said = run(f"{shlex.quote(sys.executable)} -m {page.partition('```bash')[2].partition('```')[0].strip()}", ROOT)
-    shown = samples("planning.md")[0]
+    """Numbers may differ by 10%, because other versions of torch run other kernels."""
+    page = (ROOT / "docs/guides/memory_and_speed.md").read_text()
+    said = run(
+        f"{shlex.quote(sys.executable)} -m {page.partition('```bash')[2].partition('```')[0].strip()}",
+        ROOT,
+    )
+    shown = samples("guides/memory_and_speed.md")[0]
     assert absent(shown, said) == []
-    tables = [[line.rstrip() for line in text.splitlines() if re.search(r"\d\.\d", line)] for text in (shown, said)]
+    tables = [
+        [line.rstrip() for line in text.splitlines() if re.search(r"\d\.\d", line)]
+        for text in (shown, said)
+    ]
     for numbers in zip(*tables, strict=False):  # warnings of libraries come last
-        found, expected = [[float(each) for each in re.findall(r"\d+\.\d+", line)] for line in numbers]
+        found, expected = [
+            [float(each) for each in re.findall(r"\d+\.\d+", line)] for line in numbers
+        ]
         assert found == pytest.approx(expected, rel=0.1, abs=0.02), numbers
 
 
 def test_a_migration_is_as_its_page_shows_it(tmp_path: Path) -> None:
     (tmp_path / "llama3_8b.toml").write_text(OF_02)
-    said = run(f"{shlex.quote(sys.executable)} -m titanlite migrate llama3_8b.toml --out my_8b.toml", tmp_path)
-    assert absent(samples("from_torchtitan.md")[0], said) == []
+    said = run(
+        f"{shlex.quote(sys.executable)} -m titanlite migrate llama3_8b.toml --out my_8b.toml",
+        tmp_path,
+    )
+    assert absent(samples("reference/from_torchtitan.md")[0], said) == []
 
 
 def test_no_page_installs_titanlite_from_where_it_is_not() -> None:
@@ -156,25 +216,46 @@ def test_the_readme_names_files_that_exist() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", sorted(page for page, found in PROGRAMS.items() if found), ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", sorted(page for page, found in PROGRAMS.items() if found), ids=lambda page: page.name
+)
 def test_python_of_the_documentation_runs(page: Path, tmp_path: Path) -> None:
-    """The blocks of a page are one program, in an empty folder."""
+    """All blocks of a page form one program, which runs in an empty folder."""
     (tmp_path / "program.py").write_text("\n".join(PROGRAMS[page]))
     run(f"{shlex.quote(sys.executable)} program.py", tmp_path)
 
 
+def test_the_documented_signatures_are_those_of_the_functions() -> None:
+    documented = next(
+        text for language, _, text in blocks("reference/python.md") if language == "text"
+    ).splitlines()
+    for line in documented:
+        function = pkgutil.resolve_name(line.partition("(")[0])
+        signature = inspect.signature(function)
+        names_only = [each.replace(annotation=each.empty) for each in signature.parameters.values()]
+        plain = signature.replace(parameters=names_only, return_annotation=signature.empty)
+        assert line == f"{function.__module__}.{function.__name__}{plain}"
+
+
 def test_the_reference_has_every_key_with_its_type_default_and_text() -> None:
     page = runpy.run_path(str(ROOT / "scripts" / "docs_site.py"))["keys_page"]()
-    for key, field in KEYS.items():
+    for key, field in list_keys().items():
         assert f"### {key} {{ #{key} }}" in page
         assert (field.description or "").split("`")[0].replace("<", "&lt;") in page
-    assert "### training.seq_len { #training.seq_len }\n\n*a whole number greater than 0; default `" in page
+    assert (
+        "### training.seq_len { #training.seq_len }\n\n*an integer greater than 0; default `"
+        in page
+    )
     assert "### dataset.sources.weight" in page  # of a table in a section
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("material") is None, reason="pip install 'titanlite[docs]'")
-def test_the_site_is_built_without_a_warning_and_asks_for_nothing_on_the_network(tmp_path: Path) -> None:
+@pytest.mark.skipif(
+    importlib.util.find_spec("material") is None, reason="pip install 'titanlite[docs]'"
+)
+def test_the_site_is_built_without_a_warning_and_asks_for_nothing_on_the_network(
+    tmp_path: Path,
+) -> None:
     build = f"{shlex.quote(sys.executable)} -m mkdocs build --strict --site-dir {shlex.quote(str(tmp_path))}"
     assert "WARNING" not in run(build, ROOT, NO_MKDOCS_2_WARNING="1")
     written = {path.relative_to(tmp_path).with_suffix(".md") for path in tmp_path.rglob("*.html")}
@@ -186,3 +267,6 @@ def test_the_site_is_built_without_a_warning_and_asks_for_nothing_on_the_network
     asks += r'|<link[^>]* rel="(stylesheet|preconnect)"[^>]* href="(https?:)?//'
     for page in tmp_path.rglob("*.html"):
         assert not re.search(asks, page.read_text()), page
+    # A page that is opened as a file cannot fetch JSON or start a worker, which the search needs.
+    assert (tmp_path / "search" / "search_index.js").exists()
+    assert "iframe-worker.js" in (tmp_path / "index.html").read_text()

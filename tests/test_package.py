@@ -1,14 +1,18 @@
-"""What is installed from a wheel or a source distribution works by itself, in an empty folder."""
+"""Wheels and source distributions work without the repository."""
 
+import itertools
 import json
 import os
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import titanlite
 
@@ -17,20 +21,66 @@ SHORT = "--training.steps 2 --training.seq_len 32 --training.local_batch_size 1 
 SHORT += "--model.n_layers 1 --lr_scheduler.warmup_steps 1 --metrics.no-enable_tensorboard"
 
 
-def test_all_names_of_the_library_are_there_and_cost_nothing_before_they_are_used() -> None:
+def test_all_names_of_the_python_api_can_be_imported() -> None:
     assert all(getattr(titanlite, name) is not None for name in titanlite.__all__)
     with pytest.raises(AttributeError, match="'titanlite' has no attribute 'Lama'"):
         _ = titanlite.Lama  # pyright: ignore[reportAttributeAccessIssue]
-    program = "import sys, titanlite; print([name for name in sys.modules if name.startswith(('titanlite.', 'torch'))])"
-    # runtime.process sets where compilers keep their code, before torch can be imported; it imports nothing itself
-    assert call([sys.executable, "-c", program], ROOT) == "['titanlite.runtime', 'titanlite.runtime.process']\n"
+
+
+def test_constraints_pin_every_dependency_to_a_supported_version() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    groups = [project["dependencies"], extras["dev"], extras["s3"], extras["wandb"], extras["docs"]]
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+
+    for requirement in map(Requirement, itertools.chain.from_iterable(groups)):
+        if requirement.name not in ("pip", "setuptools"):
+            assert pins[canonicalize_name(requirement.name)] in requirement.specifier
+
+
+IMPORT_TITANLITE = """
+import os, signal, sys
+
+def observe():
+    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+    return dict(os.environ), handlers, signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+before = observe()
+import titanlite
+assert observe() == before
+print([name for name in sys.modules if name.startswith(("titanlite.", "torch"))])
+"""
+
+
+def test_import_changes_no_environment_folder_or_signal_handler(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+
+    imported = call(
+        [sys.executable, "-c", IMPORT_TITANLITE],
+        ROOT,
+        HOME=str(home),
+        XDG_CACHE_HOME=str(home / "cache"),
+        TMPDIR=str(tmp_path),
+    )
+
+    assert imported == "[]\n"
+    assert list(tmp_path.iterdir()) == [home]
+    assert list(home.iterdir()) == []
 
 
 def call(command: list[object], folder: Path, **variables: str) -> str:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"PIP_NO_INDEX": "1", "OMP_NUM_THREADS": "1", **variables}
     ended = subprocess.run(
-        list(map(str, command)), cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
+        list(map(str, command)),
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
@@ -48,8 +98,10 @@ def test_the_containers_are_described_as_the_linter_wants_them() -> None:
 
 
 def copy_of_repository(folder: Path) -> Path:
-    """Tracked files only: a build leaves files beside them."""
-    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    """Copy the tracked files, without build outputs."""
+    tracked = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     for name in filter(None, tracked.split("\0")):
         if os.path.lexists(ROOT / name):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -72,11 +124,13 @@ def build(kind: str, source: Path, out: Path) -> Path:
 
 @pytest.mark.slow
 def test_a_wheel_trains_from_an_empty_folder(tmp_path: Path) -> None:
-    """Built from a source distribution, which is built from the repository: what either lacks, it lacks, too."""
+    """The wheel is built from a source distribution, so both must be complete."""
     (tmp_path / "out").mkdir()
     archive = build("sdist", copy_of_repository(tmp_path / "repository"), tmp_path / "out")
     shutil.unpack_archive(archive, tmp_path / "unpacked", filter="data")
-    wheel = build("wheel", tmp_path / "unpacked" / archive.name.removesuffix(".tar.gz"), tmp_path / "out")
+    wheel = build(
+        "wheel", tmp_path / "unpacked" / archive.name.removesuffix(".tar.gz"), tmp_path / "out"
+    )
     assert wheel.name == f"titanlite-{titanlite.__version__}-py3-none-any.whl"
     files = zipfile.ZipFile(wheel).namelist()
     assert {file.rpartition("train_configs/")[2] for file in files if "train_configs/" in file} == {
@@ -86,16 +140,45 @@ def test_a_wheel_trains_from_an_empty_folder(tmp_path: Path) -> None:
     assert not [file for file in files if file.startswith(("tests", "benchmarks", "assets"))]
 
     site, empty = tmp_path / "site", tmp_path / "empty"
-    call([sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", site, wheel], tmp_path)
+    call(
+        [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", site, wheel],
+        tmp_path,
+    )
     empty.mkdir()
     command, variables = site / "bin" / "titanlite", {"PYTHONPATH": str(site), "NGPU": "1"}
-    where = call([sys.executable, "-P", "-c", "import titanlite; print(titanlite.__file__)"], empty, **variables)
+    where = call(
+        [sys.executable, "-P", "-c", "import titanlite; print(titanlite.__file__)"],
+        empty,
+        **variables,
+    )
     assert where.strip() == str(site / "titanlite" / "__init__.py")
     assert "step 2/2" in call([command, "train", *SHORT.split()], empty, **variables)
     assert (empty / "outputs" / "debug_model" / "checkpoint" / "step-00000002").is_dir()
     report = [command, "report", "outputs/debug_model", "--out", "outputs/page.html"]
-    assert "page.html: 0.1 MB" in call(report, empty, **variables)
-    assert "OK: " in call([command, "check", "--job.config_file", "llama_8b", "--world-size", "8"], empty, **variables)
-    words = ["--job.config_file", "debug_model.toml", "--job.dump_folder", "launched", *SHORT.split()]
+    assert "page.html (0.1 MB)" in call(report, empty, **variables)
+    assert "OK: " in call(
+        [command, "check", "--job.config_file", "llama_8b", "--world-size", "8"], empty, **variables
+    )
+    words = [
+        "--job.config_file",
+        "debug_model.toml",
+        "--job.dump_folder",
+        "launched",
+        *SHORT.split(),
+    ]
     assert "step 2/2" in call([command, "launch", *words], empty, **variables)
     assert sorted(path.name for path in empty.iterdir()) == ["launched", "outputs"]
+
+
+@pytest.mark.slow
+def test_an_editable_installation_works_in_the_parent_folder_of_a_clone(tmp_path: Path) -> None:
+    """Python finds the folder of the clone first and could mistake it for a namespace package."""
+    wheel = build("editable", copy_of_repository(tmp_path / "titanlite"), tmp_path)
+    call([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], tmp_path)
+    (packages,) = tmp_path.glob("venv/lib/python*/site-packages")
+    zipfile.ZipFile(wheel).extractall(packages)
+    python = tmp_path / "venv/bin/python"
+
+    assert "usage: titanlite" in call([python, "-m", "titanlite", "--help"], tmp_path)
+    version = call([python, "-c", "import titanlite; print(titanlite.__version__)"], tmp_path)
+    assert version == f"{titanlite.__version__}\n"

@@ -1,4 +1,4 @@
-"""What lies around does nothing: modules in the current folder, and shared folders that another user made."""
+"""Modules in the current folder and shared folders of other users are never executed."""
 
 import contextlib
 import os
@@ -27,7 +27,7 @@ with titanlite.Trainer(job) as trainer:
 
 @pytest.fixture(scope="module")
 def hostile_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A current folder in which many modules lie that say so when they are imported."""
+    """Create a folder with modules that record their import."""
     folder = tmp_path_factory.mktemp("runs") / "here"
     for name in HOSTILE.replace(",", " ").split():
         file = folder / f"{name}.py" if name != "titanlite" else folder / name / "__init__.py"
@@ -47,7 +47,17 @@ def hostile_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [str(ROOT / "run_train.sh"), *JOB, "--job.dump_folder", "../run"],
         [TITANLITE, "train", *JOB, "--job.dump_folder", "../alone"],
         [TITANLITE, "plan", *JOB, "--gpu", "H100"],
-        [TITANLITE, "profile", *JOB, "--steps", "1", "--warmup", "0", "--job.dump_folder", "../profile"],
+        [
+            TITANLITE,
+            "profile",
+            *JOB,
+            "--steps",
+            "1",
+            "--warmup",
+            "0",
+            "--job.dump_folder",
+            "../profile",
+        ],
         [TITANLITE, "prepare", *JOB, "--out", "../shards"],
         [TITANLITE, "generate", "--checkpoint", "../run", "--prompt", "A", "--max-new-tokens", "2"],
         [TITANLITE, "eval", "--checkpoint", "../run", "--data", "../text.txt"],
@@ -58,13 +68,17 @@ def hostile_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_no_module_of_the_current_folder_is_executed(words, hostile_folder):
     environment = {**os.environ, "NGPU": "2" if "run_train" in words[0] else "1"}
     environment.pop("PYTHONPATH", None)
-    done = subprocess.run(words, cwd=hostile_folder, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        words, cwd=hostile_folder, env=environment, capture_output=True, text=True, check=False
+    )
     assert not (hostile_folder / "EXECUTED").exists(), (hostile_folder / "EXECUTED").read_text()
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 OWN = """
-import os, sys, titanlite
+import os, sys
+from titanlite.runtime.process import set_up_torch
+set_up_torch()
 found = os.stat(os.path.dirname(os.environ["TORCHINDUCTOR_CACHE_DIR"]))
 assert found.st_uid == os.geteuid() and not found.st_mode & 0o077
 assert "torch" not in sys.modules
@@ -72,9 +86,11 @@ print(os.environ["TORCHINDUCTOR_CACHE_DIR"])
 """
 
 
-@pytest.mark.parametrize("home", ["new", "a file", "open to all", "of another user", "named by the user"])
+@pytest.mark.parametrize(
+    "home", ["new", "a file", "open to all", "of another user", "named by the user"]
+)
 def test_compilers_use_a_folder_of_the_users_own(home, tmp_path):
-    """Whoever else could write there would run code as the trainer."""
+    """Another user with write access could otherwise run code in the training process."""
     folder, environment = tmp_path / "titanlite-compiler", dict(os.environ)
     environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
     environment |= {"XDG_CACHE_HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
@@ -84,12 +100,36 @@ def test_compilers_use_a_folder_of_the_users_own(home, tmp_path):
         folder.mkdir()
         folder.chmod(0o777 if home == "open to all" else 0o700)
     if home == "of another user":
-        with contextlib.suppress(PermissionError):  # only root can make one; for others it is their own
+        with contextlib.suppress(
+            PermissionError
+        ):  # only root can make one; for others it is their own
             os.chown(folder, 12345, 12345)
     elif home == "named by the user":
         environment["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "mine")
-    used = Path(subprocess.check_output([sys.executable, "-c", OWN], env=environment, text=True).strip())
+    used = Path(
+        subprocess.check_output([sys.executable, "-c", OWN], env=environment, text=True).strip()
+    )
     assert used.parent.parent == tmp_path
     own = home in ("new", "named by the user") or (home == "of another user" and os.geteuid() != 0)
     assert (used.parent == folder) == own
     assert (used.name == "mine") == (home == "named by the user")
+
+
+@pytest.mark.slow
+def test_compiling_on_a_cpu_leaves_nothing_in_the_shared_temporary_folder(tmp_path):
+    (tmp_path / "job.toml").write_text(SMALL + "[compile]\nenable = true\n")
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    unset = ("TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS")
+    environment = {name: value for name, value in os.environ.items() if name not in unset}
+    environment |= {"XDG_CACHE_HOME": str(tmp_path / "cache"), "TMPDIR": str(temporary)}
+    options = (
+        "--job.config_file job.toml --job.dump_folder run --training.steps 1 --model.n_layers 1"
+    )
+
+    subprocess.run(
+        [TITANLITE, "train", *options.split()], cwd=tmp_path, env=environment, check=True
+    )
+
+    assert list((tmp_path / "cache/titanlite-compiler/inductor").rglob("*.so"))
+    assert os.listdir(temporary) == []

@@ -1,7 +1,7 @@
-"""Train a tiny Llama once for each of many jobs, on the ranks that call this, and say what happened.
+"""Train a tiny Llama for each of several jobs on the calling ranks, and return results.
 
-Many variants share the ranks, because each of them takes a few steps only. Each step uses the same global batch for
-any number of ranks, so results are comparable across world sizes.
+The variants share the ranks because each takes only a few steps. The global batch does not depend
+on the number of ranks, so results are comparable across world sizes.
 """
 
 import hashlib
@@ -21,15 +21,21 @@ from torch.distributed.tensor import DTensor
 from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
 from titanlite.data.batch import GlobalBatch
-from titanlite.optim.loss import IGNORE_INDEX
+from titanlite.model.microbatch import IGNORE_INDEX, Microbatch
 from titanlite.parallel import context
-from titanlite.parallel.forward_backward import Microbatch
 from titanlite.parallel.mesh import build_mesh
-from titanlite.train import loop
+from titanlite.train import trainer as trainer_module
 
 SIZES = {"seq_len": 32, "local_batch_size": 2, "global_batch_size": 8, "steps": 8}
 TINY: dict[str, Any] = {
-    "model": {"dim": 64, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 128, "vocab_size": 96},
+    "model": {
+        "dim": 64,
+        "n_layers": 3,
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "ffn_dim": 128,
+        "vocab_size": 96,
+    },
     "training": {**SIZES, "mixed_precision_param": "float32"},
     "optimizer": {"lr": 2e-3},
     "activation_checkpoint": {"mode": "none"},
@@ -43,24 +49,33 @@ GLOBAL_BATCH = SIZES["global_batch_size"]
 
 
 def all_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Every weight of the whole model in fp32, in order of its name, on every rank."""
-    whole = {name: (p.full_tensor() if isinstance(p, DTensor) else p).detach() for name, p in model.named_parameters()}
-    own = {name: getattr(p, "_tensor", p).float() for name, p in whole.items()}  # without torchao's wrapper
+    """Return all weights of the model in fp32, by name, on every rank."""
+    whole = {
+        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach()
+        for name, p in model.named_parameters()
+    }
+    own = {
+        name: getattr(p, "_tensor", p).float() for name, p in whole.items()
+    }  # without torchao's wrapper
     of_ranks: list[dict[str, Tensor]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(of_ranks, own)
     weights: dict[str, Tensor] = {}
     for of_rank in of_ranks:
         for name, weight in of_rank.items():
-            assert torch.equal(weights.setdefault(name, weight), weight), f"{name} differs between ranks"
+            assert torch.equal(weights.setdefault(name, weight), weight), (
+                f"{name} differs between ranks"
+            )
     return dict(sorted(weights.items()))
 
 
 def weights_hash(weights: dict[str, Tensor]) -> str:
-    return hashlib.sha256(b"".join(weight.numpy().tobytes() for weight in weights.values())).hexdigest()
+    return hashlib.sha256(
+        b"".join(weight.numpy().tobytes() for weight in weights.values())
+    ).hexdigest()
 
 
 def merge(*tables: dict[str, Any]) -> dict[str, Any]:
-    """The tables as one; of two sections, the keys of the later one count."""
+    """Merge option tables. Later values override earlier ones."""
     merged: dict[str, Any] = {}
     for table in tables:
         for key, value in table.items():
@@ -69,12 +84,15 @@ def merge(*tables: dict[str, Any]) -> dict[str, Any]:
 
 
 def global_batch(job: JobConfig, vocab_size: int, documents: bool) -> dict[str, Tensor]:
-    """Rows (GLOBAL_BATCH, T) with ragged masks, so that ranks and microbatches hold different numbers of labels.
+    """Return sequences (GLOBAL_BATCH, T) with masks of different lengths.
 
-    `documents`: each row is packed with documents of 7, 8, 9, ... tokens, none of which sees another.
+    Args:
+        documents: Pack each sequence with documents of 7, 8, 9, ... tokens, attending separately.
     """
     length = job.training.seq_len
-    rows = torch.randint(0, vocab_size, (GLOBAL_BATCH, length + 1), generator=torch.Generator().manual_seed(7))
+    rows = torch.randint(
+        0, vocab_size, (GLOBAL_BATCH, length + 1), generator=torch.Generator().manual_seed(7)
+    )
     labels = rows[:, 1:].clone()
     for k in range(GLOBAL_BATCH):
         labels[k, : 3 * k] = IGNORE_INDEX
@@ -87,7 +105,7 @@ def global_batch(job: JobConfig, vocab_size: int, documents: bool) -> dict[str, 
 
 
 def train(job: JobConfig, documents: bool, mistake: str | None) -> dict[str, Any]:
-    """What the real trainer does with the same rows in each step."""
+    """Run the trainer on the same sequences in each step."""
     run = Run(job, dist.get_world_size())
     mesh = build_mesh(run.degrees, "cpu")
     if mistake == "doubled_data":
@@ -95,17 +113,26 @@ def train(job: JobConfig, documents: bool, mistake: str | None) -> dict[str, Any
     batch, local = global_batch(job, run.arch.vocab_size, documents), job.training.local_batch_size
     mine = {name: values[mesh.data_rank :: mesh.data_degree] for name, values in batch.items()}
     begins = range(0, len(mine["labels"]), local)
-    microbatches = [Microbatch(**{name: rows[i : i + local] for name, rows in mine.items()}) for i in begins]
+    microbatches = [
+        Microbatch(**{name: rows[i : i + local] for name, rows in mine.items()}) for i in begins
+    ]
     share = GlobalBatch(microbatches, int((mine["labels"] != IGNORE_INDEX).sum()))
     loader = Mock(
-        describe=str, sources=[Mock(num_tokens=10**12, describe=str)], stats=dict, next_global_batch=lambda: share
+        describe=str,
+        sources=[Mock(num_tokens=10**12, describe=str)],
+        stats=dict,
+        next_global_batch=lambda: share,
     )
     with ExitStack() as stack:
         stack.enter_context(planted(mistake))
-        stack.enter_context(patch.object(loop, "build_mesh", lambda *_: mesh))
-        stack.enter_context(patch.object(loop, "Loader", lambda *_: loader))
-        log = stack.enter_context(patch.object(loop.Trainer, "log"))
-        trainer = stack.enter_context(loop.Trainer(run, torch.device("cpu"), standard=False))
+        stack.enter_context(patch.object(trainer_module, "build_mesh", lambda *_: mesh))
+        stack.enter_context(
+            patch.object(trainer_module, "Loader", lambda *_args, **_options: loader)
+        )
+        log = stack.enter_context(patch.object(trainer_module.Trainer, "log"))
+        trainer = stack.enter_context(
+            trainer_module.Trainer(run, torch.device("cpu"), standard=False)
+        )
         result = follow(trainer)
         evaluated = trainer.forward_backward.evaluate(microbatches)
         dist.all_reduce(evaluated, group=trainer.mesh.loss_group)
@@ -113,18 +140,29 @@ def train(job: JobConfig, documents: bool, mistake: str | None) -> dict[str, Any
         return result | {"notes": [str(call.args[0]) for call in log.mock_calls]}
 
 
-def follow(trainer: loop.Trainer) -> dict[str, Any]:
-    """Step to the end; what there is to compare."""
+def follow(trainer: trainer_module.Trainer) -> dict[str, Any]:
+    """Train to the end, and return the results to compare."""
     job, model = trainer.job, trainer.model
     initial = weights_hash(all_weights(model))
     seen: dict[str, str] = {}
-    matmul = dict(model.named_modules()).get("layers.0.feed_forward.w1")  # a pipeline has it on one rank
+    matmul = dict(model.named_modules()).get(
+        "layers.0.feed_forward.w1"
+    )  # a pipeline has it on one rank
     if matmul is not None and not job.compile.enable:
-        matmul.register_forward_pre_hook(lambda linear, _: seen.update(computed=str(linear.weight.dtype)))
+        matmul.register_forward_pre_hook(
+            lambda linear, _: seen.update(computed=str(linear.weight.dtype))
+        )
     parameter = next(model.parameters())
-    trainer.optimizer.register_step_pre_hook(lambda *_: seen.update(gradient=str(parameter.grad.dtype)))  # pyright: ignore
+
+    def record_gradient_dtype(*_: object) -> None:
+        assert parameter.grad is not None
+        seen["gradient"] = str(parameter.grad.dtype)
+
+    trainer.optimizer.register_step_pre_hook(record_gradient_dtype)
     logged = [trainer.step() for _ in range(job.training.steps)]
-    moment = next(tensor for key, tensor in trainer.optimizer.state[parameter].items() if key != "step")
+    moment = next(
+        tensor for key, tensor in trainer.optimizer.state[parameter].items() if key != "step"
+    )
     seen |= {"parameter": str(parameter.dtype), "optimizer": str(moment.dtype)}
     weights = all_weights(model)
     return {
@@ -138,16 +176,20 @@ def follow(trainer: loop.Trainer) -> dict[str, Any]:
 
 
 def planted(mistake: str | None) -> AbstractContextManager[Any]:
-    """A layout that computes something else, each in a way that is easy to commit: to see that it is caught."""
+    """Plant a common mistake, which the comparison must detect."""
 
     def gather_without_gradient(x: Tensor, dim: int, group: Any) -> Tensor:
-        """Each rank keeps the gradient of its own keys only: the reduce-scatter is missing."""
-        parts = list(collectives.all_gather_tensor(x.detach(), dim, group).chunk(dist.get_world_size(group), dim))
+        """Omit the reduce-scatter, so each rank keeps only the gradient of its own keys."""
+        parts = list(
+            collectives.all_gather_tensor(x.detach(), dim, group).chunk(
+                dist.get_world_size(group), dim
+            )
+        )
         parts[dist.get_rank(group)] = x
         return torch.cat(parts, dim)
 
     def first_shard(parameter: Tensor, whole: Tensor) -> None:
-        """Every rank of the mesh keeps the same shard, as DTensor's own random initialisation does on a CPU."""
+        """Give every rank the same shard, as random initialization of DTensors on a CPU does."""
         assert isinstance(parameter, DTensor)
         local = parameter.to_local()
         local.copy_(whole[tuple(slice(size) for size in local.shape)])
@@ -156,19 +198,22 @@ def planted(mistake: str | None) -> AbstractContextManager[Any]:
     if mistake in (None, "doubled_data"):
         return nullcontext()
     return {
-        "missing_reduction": patch.object(context.collectives, "all_gather_tensor_autograd", gather_without_gradient),
+        "missing_reduction": patch.object(
+            context.collectives, "all_gather_tensor_autograd", gather_without_gradient
+        ),
         "doubled_shard": patch("titanlite.parallel.init_weights.keep_shard", first_shard),
         "averaged_gradients": patch.object(
             FSDPModule, "set_gradient_divide_factor", lambda self, _: set_factor(self, 2.0)
         ),
-        "local_softmax": patch("titanlite.optim.loss._reduced", lambda x, *_: x),
-        "no spare copies": patch("titanlite.parallel.fsdp.spare_copies", lambda *_: None),  # computes the same
+        "local_softmax": patch("titanlite.optim.losses._all_reduce", lambda x, *_: x),
     }[mistake]
 
 
 def train_variants(variants: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Results by the name of the variant, on the first rank. A variant overrides TINY; "plant" and "documents" are not
-    keys of a job."""
+    """Train all variants, and return the results of the first rank by name.
+
+    A variant overrides TINY. "plant" and "documents" are not job keys.
+    """
     results = {}
     for name, variant in variants.items():
         overrides = dict(variant)

@@ -1,13 +1,21 @@
-"""`python -m titanlite`: the same as the command `titanlite`. The launcher starts each rank this way."""
+"""Run the command `titanlite` as `python -m titanlite`.
 
-import sys
+The launcher starts each rank this way.
+"""
 
-from titanlite.runtime import process
+# The module `signal` takes so long to import that Ctrl-C could interrupt it with a traceback.
+import _signal  # pyright: ignore[reportMissingImports]
+
+_signal.signal(_signal.SIGINT, _signal.SIG_DFL)
+
+import sys  # noqa: E402
+
+from titanlite.runtime import process  # noqa: E402
 
 
 def main() -> None:
     """Run one subcommand and end this process with its exit code."""
-    process.begin()  # before the imports, because a signal can arrive while they run
+    process.begin()  # before the other imports, because a signal can arrive while they run
     from titanlite import cli
 
     process.leave(cli.main(sys.argv[1:]))

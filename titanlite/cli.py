@@ -1,7 +1,8 @@
-"""The command `titanlite`, with one row per subcommand.
+"""Implement the command `titanlite`, which runs one of its subcommands.
 
-Invariant: a user's mistake gives a message on standard error and an exit code, never a traceback. `titanlite --help`
-answers in a tenth of a second, because each command is imported only when it is called.
+Invariant: user errors print a message on standard error and return an exit code, without a
+traceback. `titanlite --help` takes less than a tenth of a second, because the modules of
+subcommands are imported only when they run.
 """
 
 from __future__ import annotations
@@ -15,131 +16,247 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 
 from titanlite.config.errors import GuardError, StoppedBySignal, StoppedUnsaved, UserError
-from titanlite.runtime.logging import drop_output, logged_ranks, note_end, say_end
+from titanlite.runtime import process
+from titanlite.runtime.logging import (
+    drop_output,
+    log_end,
+    logged_ranks,
+    note,
+    record_success,
+    report_end,
+)
 
-# Name -> the module whose `main`, or other function, gets the other words, and one line of help.
+# Name -> "module:function" (default: main), which is called with the options, and a line of help.
 COMMANDS = {
-    "train": ("cli:train", "Train the model that a job file describes, in this process."),
-    "launch": ("launch.launcher:launch", "The same on each GPU, or NGPU processes: what ./run_train.sh starts."),
-    "check": ("commands.check", "Check a job file, for --world-size N ranks, without starting anything."),
-    "plan": ("commands.plan", "Say what a job will take: memory, time, what fits, and the fastest layout."),
-    "profile": ("commands.profile", "Say where the time of a job's step goes, and write a trace for Perfetto."),
-    "watch": ("commands.watch", "Show how a run goes, also from another machine."),
+    "train": ("cli:train", "Train a model in this process."),
+    "launch": ("launch.launcher:launch", "Train with one process per GPU, or NGPU processes."),
+    "check": ("commands.check", "Validate a job for --world-size N ranks without starting it."),
+    "plan": ("commands.plan", "Estimate memory and time of a job, and find the fastest layout."),
+    "prove": ("commands.prove", "Compare a small version of a job with a reference, step by step."),
+    "profile": ("commands.profile", "Profile a few steps of a job, and write a Perfetto trace."),
+    "watch": ("commands.watch", "Show the progress of a run, also from another node."),
     "runs": ("commands.runs", "List the runs in a folder: state, step, loss, speed, age."),
-    "report": ("commands.report", "Write a page about one or several runs, to look at offline."),
-    "replay": ("commands.replay", "Compute a step of a run once more, also one that was skipped."),
-    "generate": ("commands.generate", "Let a checkpoint complete a text."),
-    "eval": ("commands.eval", "Score a checkpoint on texts: perplexity and bits per byte."),
-    "verify": ("commands.verify", "Read checkpoints and say which ones are good."),
-    "import": ("commands.import_", "Make a checkpoint from Hugging Face's, Meta's or torchtitan's weights."),
-    "export": ("commands.export", "Write a checkpoint as a Hugging Face model."),
-    "average": ("commands.average", "Average the weights of checkpoints, which can stand in for a decay."),
-    "migrate": ("commands.migrate", "Turn a job file of torchtitan's into one of titanlite's."),
-    "get": ("commands.get", "Download a tokenizer or data, and print the lines of the job file."),
-    "prepare": ("commands.data:prepare", "Tokenize a job's data once, into shards that training reads."),
-    "data": ("commands.data:data", "`data show --step N`: print the text that a step of a job reads."),
-    "tokenizer": ("commands.data:tokenizer", "`tokenizer train --vocab-size N --out DIR`: a vocabulary from text."),
+    "report": ("commands.report", "Write an offline HTML page about one or several runs."),
+    "replay": ("commands.replay", "Recompute a step of a run, also a skipped one."),
+    "generate": ("commands.generate", "Complete text with a checkpoint."),
+    "eval": ("commands.eval", "Evaluate a checkpoint on text: perplexity and bits per byte."),
+    "verify": ("commands.verify", "Read checkpoints completely, and report damage."),
+    "import": ("commands.import_", "Convert Hugging Face, Meta or torchtitan weights."),
+    "export": ("commands.export", "Convert a checkpoint to a Hugging Face model."),
+    "average": ("commands.average", "Average the weights of checkpoints."),
+    "migrate": ("commands.migrate", "Convert a torchtitan job file."),
+    "get": ("commands.get", "Download a tokenizer or data, and print the keys of a job for it."),
+    "prepare": ("commands.data:prepare", "Tokenize the data of a job once, into shards."),
+    "data": ("commands.data:data", "Print the text of a step: `data show --step N`."),
+    "tokenizer": ("commands.data:tokenizer", "Train a tokenizer: `tokenizer train`."),
 }
-_HEADINGS = {"train": "Train", "watch": "Look", "import": "Convert", "get": "Data"}  # by the first command below it
+_HEADINGS = {"train": "Training", "watch": "Monitoring", "import": "Conversion", "get": "Data"}
+"""First command of each group in the help -> heading of the group."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand and return its exit code: 0, that of a UserError, or 130 after Ctrl-C."""
+    """Run one subcommand, such as `["train", "--training.steps", "10"]`, and return its exit code.
+
+    Args:
+        argv: Name of the subcommand and its options. None: the command line of this process.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     if not os.environ.get("HF_ENDPOINT"):
-        os.environ.pop("HF_ENDPOINT", None)  # empty, which its library would take for an address
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or torch's profiler prints a line at each start and stop
+        # huggingface_hub would use an empty value as the address.
+        os.environ.pop("HF_ENDPOINT", None)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences the torch profiler
     return run_quietly(lambda: _dispatch(words))
 
 
 def _dispatch(words: list[str]) -> object:
-    """Call the subcommand that `words` begin with; returns what it returns, or an exit code."""
+    """Run the subcommand that the first of `words` names.
+
+    Returns:
+        The exit code, or whatever the function of the subcommand returns.
+    """
     if not words or words in (["-h"], ["--help"], ["help"]):
-        print(usage())
+        print(format_usage())
         return 0 if words else 2
-    name, *rest = words
+
+    name, *arguments = words
     if name in ("--version", "-V", "version"):
-        from importlib.metadata import version
-
-        from titanlite import __version__  # from the code that runs: the metadata of a checkout can be older
-
-        print(f"titanlite {__version__}, torch {version('torch')}, Python {sys.version.split()[0]}")
-        return 0
-    if name in ("help", "-h", "--help"):  # `titanlite help check`, `titanlite help training.steps`
-        name, rest = (rest[0], ["--help"]) if rest[0] in COMMANDS else ("train", ["--help", *rest])
+        return _print_version()
+    if name in ("help", "-h", "--help"):
+        topic = arguments[0]
+        if topic in COMMANDS:  # `titanlite help eval`
+            name = topic
+            arguments = ["--help"]
+        else:  # `titanlite help training.steps`
+            name = "train"
+            arguments = ["--help", *arguments]
     if name not in COMMANDS:
-        import difflib
+        return _reject_command(name)
 
-        near = "train ..." if name.startswith("--") else "".join(difflib.get_close_matches(name, COMMANDS, n=1))
-        print(f"titanlite {name}: unknown command; try `titanlite {near or '--help'}`.", file=sys.stderr)
-        return 2
-    if name not in ("train", "launch"):  # until these two have their own handlers, they have nothing to clean up
+    process.set_up_torch()
+    command = _import_command(name)
+    if name not in ("train", "launch"):
+        # Until here, Ctrl-C ends the process silently, because a KeyboardInterrupt during the
+        # import of an extension module can surface as another exception. `train` and `launch`
+        # install their own handlers.
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    module, _, function = COMMANDS[name][0].partition(":")
-    return getattr(importlib.import_module(f"titanlite.{module}"), function or "main")(rest)
+    return command(arguments)
 
 
-def usage() -> str:
-    """The text of `titanlite --help`."""
-    headings = {name: f"\n{heading}\n" for name, heading in _HEADINGS.items()}
-    rows = "\n".join(f"{headings.get(name, '')}  {name:<10}{text}" for name, (_, text) in COMMANDS.items())
-    return (
-        f"usage: titanlite COMMAND ...\n{rows}\n\n"
-        "`titanlite COMMAND --help` or `titanlite help COMMAND` explains the options of a command,\n"
-        "`titanlite help training` a section of a job file, `titanlite help training.steps` one key.\n"
-        "`titanlite --version` names the versions."
-    )
+def _import_command(name: str) -> Callable[[Sequence[str]], object]:
+    """Import and return the function of a subcommand."""
+    location, _ = COMMANDS[name]
+    module_name, _, function_name = location.partition(":")
+    module = importlib.import_module(f"titanlite.{module_name}")
+    return getattr(module, function_name or "main")
+
+
+def _print_version() -> int:
+    from importlib.metadata import version
+
+    # The metadata of an editable installation can be older than the code.
+    from titanlite import __version__
+
+    print(f"titanlite {__version__}, torch {version('torch')}, Python {sys.version.split()[0]}")
+    return 0
+
+
+def _reject_command(name: str) -> int:
+    import difflib
+
+    if name.startswith("--"):
+        suggestion = "train ..."
+    else:
+        similar = difflib.get_close_matches(name, COMMANDS, n=1)
+        suggestion = similar[0] if similar else "--help"
+    message = f"titanlite {name}: unknown command. Try `titanlite {suggestion}`."
+    print(message, file=sys.stderr)
+    return 2
+
+
+def format_usage() -> str:
+    """Return the text of `titanlite --help`, which lists all subcommands in groups."""
+    lines = ["usage: titanlite COMMAND ..."]
+    for name, (_, text) in COMMANDS.items():
+        if name in _HEADINGS:
+            lines += ["", _HEADINGS[name]]
+        lines.append(f"  {name:<10}{text}")
+    lines += [
+        "",
+        "Run `titanlite COMMAND --help` for the options of a command, `titanlite help training` "
+        "for a",
+        "section of a job file, and `titanlite help training.steps` for one key.",
+        "Run `titanlite --version` for the versions.",
+    ]
+    return "\n".join(lines)
 
 
 def run_quietly(command: Callable[[], object]) -> int:
-    """Call `command` and turn the ways in which it can end into an exit code, unless it returns one; a crash of ours
-    keeps its traceback."""
-    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115 - `>&-`
-    for stream in (sys.stdout, sys.stderr):
-        # Write whole lines, into files as well: an unbuffered `print` writes a text and its newline separately, so that
-        # the lines of ranks would mix. A character that the terminal cannot show is written as its number.
-        assert isinstance(stream, io.TextIOWrapper)
-        stream.reconfigure(line_buffering=True, write_through=False, errors="backslashreplace")
+    """Call `command`, and convert each way in which it can end to an exit code.
+
+    - A user error prints its message, and returns the exit code of its class.
+    - An internal error prints a traceback, and returns 1.
+    - Ctrl-C returns 130, and a closed pipe (`titanlite train --help | head`) returns 141.
+    - Anything else returns the integer that `command` returns, or 0.
+    """
+    _set_up_streams()
     try:
-        code = command()
+        result = command()
         sys.stdout.flush()
-        return code if isinstance(code, int) else 0
-    except SystemExit as end:  # tyro raises it after a help or a message
-        return end.code if isinstance(end.code, int) else 0
-    except BrokenPipeError:  # `titanlite train --help | head`
+    except SystemExit as end:  # tyro raises it after a help text or a message
+        result = end.code
+    except BrokenPipeError:
         drop_output(sys.stdout)
         return 141
     except KeyboardInterrupt:
-        note_end("Interrupted: ended at once, without a save.", "stop")
+        log_end("Interrupted: stopped at once, without saving.", "stop")
         return 130
     except Exception as error:
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:  # `> /dev/full`
-            drop_output(sys.stdout)
-            error = UserError("Standard output cannot be written: no space left on the device.")
-        if not isinstance(error, UserError):
-            say_end(traceback.format_exc(), "failure")
-            return 1
-        stopped = isinstance(error, StoppedBySignal | StoppedUnsaved)
-        kind = "stop" if stopped else "guard" if isinstance(error, GuardError) else "refusal"
-        say_end("\n".join([str(error), *getattr(error, "__notes__", ())]), kind)
-        return error.exit_code
+        return _report_error(error)
+
+    exit_code = result if isinstance(result, int) else 0
+    if exit_code == 0:
+        record_success()
+    return exit_code
+
+
+def _set_up_streams() -> None:
+    """Make standard output and error write whole lines, and escape unencodable characters.
+
+    By default, `print` writes a text and its newline separately, so lines of different ranks could
+    mix.
+    """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # the shell closed it with `>&-`
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        assert isinstance(stream, io.TextIOWrapper)
+        stream.reconfigure(line_buffering=True, write_through=False, errors="backslashreplace")
+
+
+def _report_error(error: Exception) -> int:
+    """Print and record the error that ended the command, and return its exit code.
+
+    `titanlite watch` and `titanlite runs` read from the record how the run ended.
+    """
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
+        # As in `titanlite check > /dev/full`.
+        drop_output(sys.stdout)
+        error = UserError("cannot write to standard output: no space left on the device.")
+    if not isinstance(error, UserError):
+        report_end(traceback.format_exc(), "failure")
+        return 1
+
+    if isinstance(error, StoppedBySignal | StoppedUnsaved):
+        kind = "stop"
+    elif isinstance(error, GuardError):
+        kind = "guard"
+    else:
+        kind = "refusal"
+    notes = getattr(error, "__notes__", [])
+    report_end("\n".join([str(error), *notes]), kind, error.step)
+    return error.exit_code
 
 
 def train(argv: Sequence[str]) -> None:
-    """`titanlite train`: check the job for this world, then train. One rank, or one of a launcher's."""
-    from titanlite.load_run import load_run, world_size
+    """Validate a job and train it in this process.
+
+    The process is the only rank, or one of several ranks that a launcher has started, which sets
+    RANK and WORLD_SIZE.
+
+    Args:
+        argv: Options of `titanlite train`.
+
+    Raises:
+        UserError: If the job is invalid, or training ends because of an error that the user can
+            fix.
+    """
+    from titanlite.config.certificate import find_certificate
+    from titanlite.load_run import load_run, read_world_size
     from titanlite.observe.gpus import check_memory
 
-    logged_ranks(ranks := world_size())
-    run = load_run(argv, ranks)
+    world_size = read_world_size()
+    logged_ranks(world_size)  # checks the variable LOG_RANK
+    run = load_run(argv, world_size)
     check_memory(run)
-    gc.set_threshold(20_000, 50, 1000)  # fewer collections, because they take a fifth of the import of torch
-    from titanlite.launch.launcher import output_folder
-    from titanlite.train.loop import train
+    certificate = find_certificate(run)
+    if certificate is not None and os.environ.get("RANK", "0") == "0":
+        path, found = certificate
+        note(f"{path}: {'proven' if found.is_valid else 'NOT proven'} on {found.day()}.")
+
+    # Otherwise garbage collection takes a fifth of the time to import torch.
+    gc.set_threshold(20_000, 50, 1000)
+    from titanlite.launch.output_folder import run_in_output_folder
+    from titanlite.train.trainer import train
 
     gc.freeze()
-    with output_folder(run) if "RANK" not in os.environ else nullcontext():
+
+    def train_here() -> int:
         train(run, argv)
+        return 0
+
+    if "RANK" in os.environ:  # the launcher has prepared the output folder
+        train_here()
+    else:
+        run_in_output_folder(run, train_here)

@@ -1,7 +1,7 @@
-"""Let a checkpoint complete texts: what `titanlite generate` and `titanlite.generate` call.
+"""Generate text with a checkpoint, in one process.
 
-Invariant: the same checkpoint, prompt, settings and seed give the same text. The key-value cache makes a token cheaper
-(one position is computed instead of all) and does not change it. There is one process.
+Invariant: the same checkpoint, prompt, settings and seed give the same text. The key-value cache
+only saves computation, and does not change the text.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,11 +17,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from titanlite.checkpoint.find import job_of, use_newest
-from titanlite.checkpoint.resume import check_tokenizer, load_checked_weights
+from titanlite.checkpoint.find import load_newest, read_job
+from titanlite.checkpoint.load import check_tokenizer, load_weights
+from titanlite.checkpoint.manifest import check_checkpoint
 from titanlite.config.errors import CheckpointError, UserError
 from titanlite.config.options import Generation
-from titanlite.config.registry import resolved
+from titanlite.config.registry import resolve
 from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
@@ -28,220 +30,361 @@ from titanlite.model.attention import LayerCache
 from titanlite.model.llama import Llama
 from titanlite.runtime.logging import note
 
-# Prompt tokens per forward pass. It limits the memory of the logits, of which only the last row is used.
+# Prompt tokens per forward pass. This limits the memory of the logits, of which only those of the
+# last token are used.
 PREFILL_CHUNK = 512
 
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """A trained model with its tokenizer and its job."""
+    """A trained model with its tokenizer and job, as returned by `load_checkpoint`."""
 
     folder: Path
-    """The step folder that the weights were read from."""
+    """Step folder that the weights were loaded from."""
     job: JobConfig
-    """The job that trained it."""
+    """Job that trained the model."""
     tokenizer: Tokenizer
     model: Llama
 
 
 def load_checkpoint(
-    folder: str | os.PathLike[str], device: torch.device | str | None = None, *, ema: bool = False
+    folder: str | os.PathLike[str],
+    device: torch.device | str | None = None,
+    *,
+    ema: bool = False,
+    tokenizer: str | os.PathLike[str] | None = None,
 ) -> LoadedCheckpoint:
-    """Load a checkpoint of titanlite to generate text. The dtype is float32 on a CPU, and that of the training on a
-    GPU.
+    """Load the model and the tokenizer of a checkpoint to generate text.
+
+    The weights are in float32 on a CPU, and in the compute dtype of training on a GPU.
 
     Args:
-        folder: the folder of one step, the folder of all steps, or the output folder of a run. Of several steps, the
-            newest good one is used.
-        device: None: the GPU, if there is one.
-        ema: take the average of the weights.
+        folder: Step folder, checkpoint folder, or output folder of a run. The newest undamaged
+            checkpoint is used.
+        device: Device for the model. None: the GPU if there is one, otherwise the CPU.
+        ema: Whether to use the exponential moving average of the weights.
+        tokenizer: Tokenizer file. None: the tokenizer of the checkpoint.
 
     Raises:
-        UserError: there is no such folder, no tokenizer at the job's path, no average, or the weights are of another
-            model.
-        CheckpointError: no good checkpoint, or its tokenizer has changed since.
+        UserError: If the folder, the tokenizer or the average does not exist, or the weights belong
+            to another model.
+        CheckpointError: If there is no undamaged checkpoint, or its tokenizer has changed.
     """
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    tokenizer_path = None if tokenizer is None else Path(tokenizer)
+    load = partial(_load_step, torch.device(device), ema, tokenizer_path)
+    check = partial(check_checkpoint, verified_on_load=True)
+    return load_newest(Path(folder), load, check=check, log=note)
 
-    def load(step_folder: Path) -> LoadedCheckpoint:
-        job = job_of(step_folder)
-        run = Run(job)
-        tokenizer = load_tokenizer(run.tokenizer_path, run.job)
-        with torch.device("meta"):
-            model: Llama = resolved(run.arch.model)(run.arch)
-        if device.type == "cuda":
-            model.to(getattr(torch, job.training.mixed_precision_param))
-        model.to_empty(device=device)
-        load_checked_weights(step_folder, model, averaged=ema)
-        check_tokenizer(step_folder, tokenizer, job.tokenizer.path, run.arch.vocab_size)
-        return LoadedCheckpoint(step_folder, job, tokenizer, model)
 
-    return use_newest(Path(folder), load, log=note)
+def _load_step(
+    device: torch.device, ema: bool, tokenizer_path: Path | None, step_folder: Path
+) -> LoadedCheckpoint:
+    """Load the checkpoint in `step_folder`. See `load_checkpoint`."""
+    job = read_job(step_folder, tokenizer_path)
+    run = Run(job)
+    tokenizer = load_tokenizer(run.tokenizer_path, job)
+
+    with torch.device("meta"):
+        model: Llama = resolve(run.arch.model)(run.arch)
+    if device.type == "cuda":
+        training = run.resolve_compute_dtype(on_gpu=True).job.training
+        model.to(getattr(torch, training.mixed_precision_param))
+    model.to_empty(device=device)
+
+    load_weights(step_folder, model, averaged=ema)
+    check_tokenizer(step_folder, tokenizer, job.tokenizer.path, run.arch.vocab_size)
+    return LoadedCheckpoint(step_folder, job, tokenizer, model.eval())
 
 
 @dataclass(frozen=True)
 class Completion:
-    """How a prompt goes on."""
+    """The text that a model generated for a prompt."""
 
     prompt: str
     completion: str
     tokens: int
-    """Number of tokens that the model has chosen, without the one that ends a document."""
+    """Number of generated tokens, not counting the token that ends the document."""
     end: Literal["document", "length"]
-    """Why it ended: the model ended the document, or max_new_tokens or the model's max_seq_len."""
+    """Why generation stopped.
+
+    "document": the model generated the token that ends a document. "length": the completion reached
+    max_new_tokens, or the maximum sequence length of the model.
+    """
 
 
 def generate(
     checkpoint: LoadedCheckpoint, prompt: str = "", max_new_tokens: int = 100, **settings: Any
 ) -> Iterator[str]:
-    """Complete a text. Yields a piece of text per token, which may be empty, and at the end the rest.
+    """Complete a prompt, and yield the text piece by piece while it is generated.
 
     Args:
-        settings: Those of `config.options.Generation`: temperature, top_k, seed.
+        checkpoint: Model and tokenizer.
+        prompt: Text to complete. If empty, a new document begins.
+        max_new_tokens: Maximum number of tokens to generate.
+        settings: Fields of `config.options.Generation`: temperature, top_k, seed.
+
+    Yields:
+        Text of each token, which is empty while a character is incomplete, and finally any
+        remaining text. Joined together, the pieces are the completion.
 
     Raises:
-        UserError: a value is not allowed, or the prompt does not fit the model.
-        CheckpointError: raised while it generates: the model's output is not finite.
+        UserError: If a setting is invalid, or the prompt does not fit into the model.
+        CheckpointError: If the output of the model is not finite.
     """
+    # The generator is a separate function, so that invalid arguments raise an error immediately.
     options = Generation(max_new_tokens=max_new_tokens, **settings)
-    decoding = Decoding(prompt, checkpoint.tokenizer, max_new_tokens, checkpoint.model.arch.max_seq_len)
+    max_seq_len = checkpoint.model.arch.max_seq_len
+    decoding = Decoding(prompt, checkpoint.tokenizer, max_new_tokens, max_seq_len)
+    return _generate_pieces(checkpoint, decoding, options)
 
-    def pieces() -> Iterator[str]:
-        shown = 0
-        for _ in _complete(checkpoint, [decoding], options):
-            text = decoding.completion().completion.rstrip("\ufffd")  # the last character may need another token
-            yield text[shown:]
-            shown = len(text)
-        yield decoding.completion().completion[shown:]
 
-    return pieces()
+def _generate_pieces(
+    checkpoint: LoadedCheckpoint, decoding: Decoding, options: Generation
+) -> Iterator[str]:
+    """Generate a completion, and yield the text of each token as soon as it is generated.
+
+    The last item is the text that remains, such as an incomplete character.
+    """
+    num_yielded = 0
+    for _ in _generate_tokens(checkpoint, [decoding], options):
+        text = decoding.completion().completion
+        text = text.rstrip("\ufffd")  # hold back an incomplete character until its next token
+        yield text[num_yielded:]
+        num_yielded = len(text)
+    yield decoding.completion().completion[num_yielded:]
 
 
 def generate_many(
     checkpoint: LoadedCheckpoint, prompts: Sequence[str], max_new_tokens: int = 100, **settings: Any
 ) -> Iterator[Completion]:
-    """Complete several texts, `batch_size` of them at once. Yields their completions in the order of the prompts.
+    """Complete several prompts in batches. See `generate` for the errors.
 
-    A completion does not depend on the other prompts, up to rounding: the sums of a matmul with more rows can be in
-    another order, so two tokens that are equally likely to the last bit can change places.
+    A completion does not depend on the other prompts, except for rounding: a larger matmul can sum
+    in another order, which can swap two tokens that are almost equally likely.
 
-    Args, raises: as `generate`, and the setting batch_size.
+    Args:
+        checkpoint: Model and tokenizer.
+        prompts: Texts to complete.
+        max_new_tokens: Maximum number of tokens to generate for each prompt.
+        settings: Fields of `config.options.Generation`: temperature, top_k, seed, batch_size.
+
+    Yields:
+        Completions in the order of the prompts.
     """
+    # The generator is a separate function, so that invalid arguments raise an error immediately.
     options = Generation(max_new_tokens=max_new_tokens, **settings)
-    most = max_new_tokens, checkpoint.model.arch.max_seq_len
-    decodings = [Decoding(prompt, checkpoint.tokenizer, *most) for prompt in prompts]
+    max_seq_len = checkpoint.model.arch.max_seq_len
+    decodings = [
+        Decoding(prompt, checkpoint.tokenizer, max_new_tokens, max_seq_len) for prompt in prompts
+    ]
+    return _generate_completions(checkpoint, decodings, options)
 
-    def completions() -> Iterator[Completion]:
-        for start in range(0, len(decodings), options.batch_size):
-            batch = decodings[start : start + options.batch_size]
-            for _ in _complete(checkpoint, batch, options):
-                pass
-            yield from (decoding.completion() for decoding in batch)
 
-    return completions()
+def _generate_completions(
+    checkpoint: LoadedCheckpoint, decodings: Sequence[Decoding], options: Generation
+) -> Iterator[Completion]:
+    """Complete the prompts in `decodings` in batches, and yield the completions in order."""
+    for start in range(0, len(decodings), options.batch_size):
+        batch = decodings[start : start + options.batch_size]
+        for _ in _generate_tokens(checkpoint, batch, options):
+            pass  # each step updates the decodings
+        for decoding in batch:
+            yield decoding.completion()
 
 
 class Decoding:
-    """A prompt, and the tokens that complete it so far.
+    """A prompt and the tokens that have been generated for it so far.
+
+    Args:
+        prompt: Text to complete.
+        tokenizer: Tokenizer of the model.
+        max_new_tokens: Maximum number of tokens to generate.
+        max_seq_len: Maximum sequence length of the model.
 
     Attributes:
-        ids: of the prompt, as training would have it at the beginning of a document, and of its completion.
-        limit: the length that `ids` can reach.
+        ids: Token IDs of the prompt and the completion. If the tokenizer has a token that begins a
+            document, it comes first.
+        limit: Length of `ids` at which generation stops.
 
     Raises:
-        UserError: the prompt leaves no room, or it is empty and the tokenizer has no token that begins a document.
+        UserError: If the prompt is too long, or is empty and the tokenizer has no token that begins
+            a document.
     """
 
-    def __init__(self, prompt: str, tokenizer: Tokenizer, max_new_tokens: int, max_seq_len: int) -> None:
-        self._prompt, self._tokenizer, self._document_ended = prompt, tokenizer, False
-        self.ids = ([] if tokenizer.bos_id is None else [tokenizer.bos_id]) + tokenizer.encode(prompt)
+    def __init__(
+        self, prompt: str, tokenizer: Tokenizer, max_new_tokens: int, max_seq_len: int
+    ) -> None:
+        self._prompt = prompt
+        self._tokenizer = tokenizer
+        self._document_ended = False
+        self.ids = tokenizer.encode(prompt)
+        if tokenizer.bos_id is not None:
+            self.ids.insert(0, tokenizer.bos_id)
         self._prompt_size = len(self.ids)
+
         if not self.ids:
-            raise UserError('--prompt "": no token of this tokenizer begins a document; give at least a character.')
+            raise UserError(
+                '--prompt "": no token of this tokenizer begins a document; give at least a '
+                "character."
+            )
         if len(self.ids) >= max_seq_len:
-            raise UserError(f"--prompt has {len(self.ids)} tokens, but at most {max_seq_len - 1} fit into the model.")
+            raise UserError(
+                f"--prompt has {len(self.ids)} tokens, but the model takes at most "
+                f"{max_seq_len - 1}."
+            )
         self.limit = min(len(self.ids) + max_new_tokens, max_seq_len)
 
     @property
-    def goes_on(self) -> bool:
-        """Whether another token is needed."""
+    def is_unfinished(self) -> bool:
+        """Whether the completion needs another token."""
         return not self._document_ended and len(self.ids) < self.limit
 
     def push(self, token: int) -> None:
-        """Add the token that the model has chosen."""
+        """Append a generated token, or end the completion if the token ends the document."""
         if token == self._tokenizer.eos_id:
             self._document_ended = True
         else:
             self.ids.append(token)
 
     def completion(self) -> Completion:
-        """What there is so far. An incomplete character at its end is U+FFFD."""
-        size, decode = self._prompt_size, self._tokenizer.decode
-        # The text of a token can depend on the one before it.
-        text = decode(self.ids[size - 1 :])[len(decode(self.ids[size - 1 : size])) :]
-        return Completion(self._prompt, text, len(self.ids) - size, "document" if self._document_ended else "length")
+        """Return the completion so far. An incomplete character at the end becomes U+FFFD."""
+        # The text of a token can depend on the token before it. Therefore decode the last token of
+        # the prompt as well, and cut off its text.
+        new_ids = self.ids[self._prompt_size :]
+        last_id = self.ids[self._prompt_size - 1]
+        last_text = self._tokenizer.decode([last_id])
+        text = self._tokenizer.decode([last_id, *new_ids])[len(last_text) :]
+        end = "document" if self._document_ended else "length"
+        return Completion(self._prompt, text, len(new_ids), end)
 
 
-def _complete(checkpoint: LoadedCheckpoint, decodings: Sequence[Decoding], options: Generation) -> Iterator[None]:
-    """Add tokens to all of them together. Yields after each token.
+def _generate_tokens(
+    checkpoint: LoadedCheckpoint, decodings: Sequence[Decoding], options: Generation
+) -> Iterator[None]:
+    """Generate tokens for a batch of prompts, and yield after each step.
 
-    Shorter prompts are filled up at their front with positions that no token sees.
+    Each step appends one token to every unfinished completion in `decodings`. Shorter prompts are
+    padded at the front with positions that no token attends to.
+
+    Args:
+        checkpoint: Model and tokenizer.
+        decodings: Prompts to complete, which are updated in place.
+        options: Sampling settings.
     """
-    model, arch = checkpoint.model, checkpoint.model.arch
-    weight = model.get_parameter("tok_embeddings.weight")
-    generators = [torch.Generator().manual_seed(options.seed) for _ in decodings]  # on the CPU, for any device
+    model = checkpoint.model
     longest = max(len(decoding.ids) for decoding in decodings)
-    new = max(decoding.limit - len(decoding.ids) for decoding in decodings)
-    shape = (len(decodings), arch.n_kv_heads, longest + new, arch.head_dim)
-    cache = [LayerCache(shape, weight.dtype, weight.device) for _ in range(arch.n_layers)]
-    filled = torch.tensor([longest - len(decoding.ids) for decoding in decodings], device=weight.device)
-    rows = [[0] * (longest - len(decoding.ids)) + decoding.ids for decoding in decodings]
-    while any(decoding.goes_on for decoding in decodings):
-        # An embedding can have more rows than its tokenizer has ids.
-        logits = _next_logits(model, rows, cache, filled)[:, : checkpoint.tokenizer.vocab_size]
-        rows = [[0] for _ in decodings]
-        for row, decoding in enumerate(decodings):
-            if decoding.goes_on:
-                rows[row] = [choose(logits[row], options.temperature, options.top_k, generators[row])]
-                decoding.push(*rows[row])
+    padding = [longest - len(decoding.ids) for decoding in decodings]
+    max_new_tokens = max(decoding.limit - len(decoding.ids) for decoding in decodings)
+    cache = _create_cache(model, len(decodings), longest + max_new_tokens)
+    # On the CPU, so that a seed gives the same random numbers for any device.
+    generators = [torch.Generator().manual_seed(options.seed) for _ in decodings]
+
+    inputs = [[0] * size + decoding.ids for size, decoding in zip(padding, decodings, strict=True)]
+    while any(decoding.is_unfinished for decoding in decodings):
+        logits = _next_logits(model, inputs, cache, padding)  # (B, V)
+        # The embedding can have more rows than the tokenizer has tokens. Never sample those.
+        logits = logits[:, : checkpoint.tokenizer.vocab_size]
+
+        next_tokens = [0] * len(decodings)
+        for index, decoding in enumerate(decodings):
+            if decoding.is_unfinished:
+                token = sample_token(
+                    logits[index], options.temperature, options.top_k, generators[index]
+                )
+                decoding.push(token)
+                next_tokens[index] = token
+        inputs = [[token] for token in next_tokens]
         yield
 
 
-def _next_logits(model: Llama, rows: list[list[int]], cache: Sequence[LayerCache], filled: Tensor) -> Tensor:
-    """Logits (B, V) of the tokens after `rows`, in fp32 on the CPU. `rows` come after the tokens in `cache`.
+def _create_cache(model: Llama, batch_size: int, max_length: int) -> list[LayerCache]:
+    """Return an empty key-value cache for each layer of a model."""
+    arch = model.arch
+    weight = model.get_parameter("tok_embeddings.weight")
+    shape = (batch_size, arch.n_kv_heads, max_length, arch.head_dim)
+    return [LayerCache(shape, weight.dtype, weight.device) for _ in range(arch.n_layers)]
+
+
+def _next_logits(
+    model: Llama, inputs: list[list[int]], cache: Sequence[LayerCache], padding: list[int]
+) -> Tensor:
+    """Run the model on new tokens, and return the logits for the token after them.
+
+    The keys and values of the new tokens are added to `cache`.
 
     Args:
-        rows: B prompts of equal length.
-        filled: (B,): so many positions at the front of a prompt are no part of it.
+        model: Model.
+        inputs: Token IDs that follow the tokens in `cache`: B lists of equal length.
+        cache: Key-value cache of each layer.
+        padding: Number of padding positions at the front of each of the B prompts.
+
+    Returns:
+        Logits, shape (B, V), in fp32 on the CPU.
     """
-    tokens = torch.tensor(rows, device=filled.device)  # (B, T)
-    # Without cuDNN's kernel, because it makes a new plan for each length of the cache.
-    kernels = sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+    device = model.get_parameter("tok_embeddings.weight").device
+    tokens_BT = torch.tensor(inputs, device=device)
+    padding_B = torch.tensor(padding, device=device)
+    chunk_length = max(1, PREFILL_CHUNK // len(inputs))
+    # Exclude cuDNN's kernel, which builds a new execution plan for each length of the cache.
+    kernels = sdpa_kernel(
+        [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    )
     with torch.inference_mode(), kernels:
-        for chunk in tokens.split(max(1, PREFILL_CHUNK // len(rows)), dim=1):
-            index = torch.arange(cache[0].length + chunk.shape[1], device=filled.device)
-            own = index[cache[0].length :]
-            past = own[:, None] - index
-            seen = (past >= 0) & (index >= filled[:, None, None])  # (B, T, S)
-            seen &= past < (model.arch.sliding_window or len(index))
-            mask = seen | (own[:, None] == index)  # a filled position too, because a softmax over nothing would be NaN
-            logits = model(chunk, (own - filled[:, None]).clamp(min=0), mask[:, None], cache)  # (B, T, V)
-    return logits[:, -1].float().cpu()
+        for chunk_BT in tokens_BT.split(chunk_length, dim=1):
+            index_S = torch.arange(cache[0].length + chunk_BT.shape[1], device=device)
+            index_T = index_S[cache[0].length :]
+            mask_BTS = _attention_mask(index_T, index_S, padding_B, model.arch.sliding_window)
+            positions_BT = (index_T - padding_B[:, None]).clamp(min=0)
+            logits_BTV = model(chunk_BT, positions_BT, mask_BTS[:, None], cache)
+    return logits_BTV[:, -1].float().cpu()
 
 
-def choose(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator | None) -> int:
-    """Sample a token id from logits (V,), or take the most likely one at temperature 0.
+def _attention_mask(
+    index_T: Tensor, index_S: Tensor, padding_B: Tensor, sliding_window: int | None
+) -> Tensor:
+    """Return which keys each query attends to, shape (B, T, S).
+
+    Args:
+        index_T: Positions of the queries in the padded sequence.
+        index_S: Positions of the keys.
+        padding_B: Number of padding positions at the front of each sequence.
+        sliding_window: Number of latest positions that a query attends to. None or 0: all.
+    """
+    distance_TS = index_T[:, None] - index_S
+    is_padding_BS = index_S < padding_B[:, None]
+    mask_BTS = (distance_TS >= 0) & ~is_padding_BS[:, None]
+    if sliding_window:
+        mask_BTS &= distance_TS < sliding_window
+    # Padding attends to itself, because a softmax over nothing is NaN.
+    return mask_BTS | (distance_TS == 0)
+
+
+def sample_token(
+    logits: Tensor, temperature: float, top_k: int, generator: torch.Generator | None
+) -> int:
+    """Sample a token ID from the logits of one position.
+
+    Args:
+        logits: Logits, shape (V,).
+        temperature: Sampling temperature. 0 returns the most likely token.
+        top_k: Number of most likely tokens to sample from. 0 means all tokens.
+        generator: Random number generator on the CPU. None uses the default generator of torch.
 
     Raises:
-        CheckpointError: the logits are not finite.
+        CheckpointError: If the logits are not finite.
     """
     if not logits.isfinite().all():
-        raise CheckpointError("The model's output is not finite: its weights are useless. Take an older checkpoint.")
+        raise CheckpointError("The output of the model is not finite. Use an older checkpoint.")
     if temperature == 0:
         return int(logits.argmax())
-    candidates = torch.arange(len(logits))
+
+    token_ids = torch.arange(len(logits))
     if 0 < top_k < len(logits):
-        logits, candidates = logits.topk(top_k)
+        logits, token_ids = logits.topk(top_k)
     # In fp64 and relative to the maximum, so that no temperature overflows.
-    probabilities = torch.softmax((logits.double() - logits.max()) / temperature, dim=-1)
-    return int(candidates[torch.multinomial(probabilities, 1, generator=generator)])
+    scaled_logits = (logits.double() - logits.max()) / temperature
+    probabilities = torch.softmax(scaled_logits, dim=-1)
+    index = torch.multinomial(probabilities, 1, generator=generator)
+    return int(token_ids[index])

@@ -1,101 +1,168 @@
-"""Continue pretraining: what a job needs to go on from a model, of `--from FOLDER_OR_NAME` on the command line.
+"""Create jobs that start from a pretrained model, for the option `--from FOLDER_OR_NAME`.
 
-Invariant: what the model's files say is the lowest layer of the job: the job file and the command line win over it. A
-model of the hub is downloaded once, so a start again needs no network.
+Invariant: the job file and the command line take precedence over values that follow from the model.
+A model on the Hugging Face Hub is downloaded once, so that later starts need no network.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from titanlite.checkpoint.find import checkpoints_at, known_job
+from titanlite.checkpoint.find import NoTokenizerError, find_checkpoints, read_newest_job
 from titanlite.config.errors import CheckpointError, UserError
-from titanlite.config.files import read_object
+from titanlite.config.files import read_json_object
 from titanlite.config.flavors import Architecture
-from titanlite.config.run import Run
-from titanlite.data.hub import Files
+from titanlite.config.run import LONGEST_DEFAULT_SEQUENCE, Run, model_tables
+from titanlite.config.schema import JobConfig
+from titanlite.data.hub import HubFiles
 from titanlite.model.formats import architecture_from_hf
 from titanlite.observe.flops import num_params
 
 FROM = "--from"
-MOST_TOKENS = 4096
-_CONFIG, _MOST_JSON = "config.json", 1 << 24
+CONFIG = "config.json"
+MAX_CONFIG_BYTES = 1 << 24
+MAX_PEAK_LR = 1e-3
 
 
-def parted(argv: Sequence[str]) -> tuple[str | None, list[str]]:
-    """What `--from` names, if it stands in `argv`, and the other words. Raises UserError: it names nothing."""
-    words = [part for word in argv for part in (word.split("=", 1) if word.startswith(f"{FROM}=") else [word])]
+def split_from_option(argv: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Separate the option `--from` from the other words of a command line.
+
+    Returns:
+        The value of `--from` (None if it is not there), and all other words.
+
+    Raises:
+        UserError: If `--from` has no value, or is given twice.
+    """
+    words: list[str] = []
+    for word in argv:
+        if word.startswith(f"{FROM}="):
+            words += word.split("=", 1)
+        else:
+            words.append(word)
     if FROM not in words:
         return None, words
-    place = words.index(FROM)
-    if words.count(FROM) > 1 or place + 1 == len(words) or words[place + 1].startswith("--"):
-        raise UserError(f"{FROM}: takes one folder, or OWNER/NAME: a model of the Hugging Face hub.")
-    return words[place + 1], words[:place] + words[place + 2 :]
+
+    position = words.index(FROM)
+    value = next(iter(words[position + 1 :]), None)
+    others = words[:position] + words[position + 2 :]
+    if value is None or value.startswith("--") or FROM in others:
+        raise UserError(
+            f"{FROM}: takes one folder, or OWNER/NAME of a model on the Hugging Face Hub."
+        )
+    return value, others
 
 
-def _downloaded(name: str) -> Path:
-    """The folder of the model, where one of the hub is brought to. Raises UserError: it cannot be had."""
-    here = Path(name).expanduser()
-    folder = here if here.exists() else Path("models", name)
-    if (folder / _CONFIG).is_file() or folder == here:
+def _find_folder(name: str) -> Path:
+    """Return the local folder of a model, downloading it from the Hub if needed.
+
+    The model is downloaded to models/OWNER/NAME. Its config is checked first, so that the weights
+    of an unsupported model are not downloaded.
+
+    Args:
+        name: Folder, or OWNER/NAME on the Hugging Face Hub.
+
+    Raises:
+        UserError: If the model is not available or not supported.
+    """
+    local_folder = Path(name).expanduser()
+    if local_folder.exists():
+        return local_folder
+    folder = Path("models", name)
+    is_downloaded = (folder / CONFIG).is_file()  # the config is the last file of a download
+    if is_downloaded:
         return folder
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        raise UserError(f"{FROM} {name}: there is no such folder. OWNER/NAME is a model of the Hugging Face hub.")
-    files = Files("model", name, None, None)
-    if _CONFIG not in files.sizes:
-        raise UserError(f"{FROM} {name}: there is no {_CONFIG} of a model.")
-    files.fetch(folder / ".config", [_CONFIG])
-    _read_architecture(folder / ".config" / _CONFIG)  # before gigabytes of weights that are not computed here
-    files.fetch(folder)  # the config comes last
+        text = "is not a folder, nor OWNER/NAME of a model on the Hugging Face Hub."
+        raise UserError(f"{FROM} {name} {text}")
+
+    files = HubFiles("model", name, None, None)
+    if CONFIG not in files.sizes:
+        raise UserError(f"{FROM} {name}: this repository has no {CONFIG} of a model.")
+    config_folder = folder / ".config"
+    files.fetch(config_folder, [CONFIG])
+    _read_architecture(config_folder / CONFIG)  # raises UserError if it is not supported
+    files.fetch(folder)
     return folder
 
 
 def _read_architecture(path: Path) -> Architecture:
-    return architecture_from_hf(read_object(path, _MOST_JSON))
+    """Return the architecture that a Hugging Face config.json describes."""
+    return architecture_from_hf(read_json_object(path, MAX_CONFIG_BYTES))
 
 
-def tables_of(name: str) -> dict[str, dict[str, Any]]:
-    """The tables of a job that goes on from a model: a Hugging Face folder, OWNER/NAME of the hub, which is brought to
-    the folder models/OWNER/NAME, or a checkpoint or a run of titanlite's.
+def build_job_tables(name: str) -> dict[str, dict[str, Any]]:
+    """Return job sections with suitable defaults to continue pretraining from a model.
 
-    Rows have as many tokens as the model has positions, at most `MOST_TOKENS`. The learning rate is a tenth of the peak
-    with which Llama 3 was trained (https://arxiv.org/abs/2407.21783): 3e-4 for 8B, and for N parameters (8e9 / N)^(1/3)
-    times that, which gives 1.5e-4 for 70B and 8e-5 for 405B; at most 1e-3.
+    They set the architecture, tokenizer, output folder, initial weights, sequence length and
+    learning rate. The sequence length is the context length of the model, but at most 4,096 tokens.
+
+    Args:
+        name: Hugging Face folder, OWNER/NAME on the Hub (downloaded to models/OWNER/NAME), or a
+            checkpoint or output folder of titanlite.
 
     Raises:
-        UserError: it has no model, or one that is not computed here; the message names what prevents it.
+        UserError: If there is no model, or it is not supported.
     """
-    folder = _downloaded(name)
-    path = folder / _CONFIG
-    if path.is_file():
-        arch, files = _read_architecture(path), ("tokenizer.json", "tokenizer.model")
-        file = next((name for name in files if (folder / name).is_file()), files[0])
-        tables = model_tables(arch) | {"tokenizer": {"path": str(folder / file)}}
+    folder = _find_folder(name)
+    is_hf_folder = (folder / CONFIG).is_file()
+    if is_hf_folder:
+        arch = _read_architecture(folder / CONFIG)
+        tokenizer = {"path": str(_find_tokenizer(folder))}
+        output_name = "-".join(folder.resolve().parts[-2:])  # many folders are called final_hf
     else:
-        try:
-            checkpoints_at(folder)
-        except (UserError, CheckpointError):
-            raise UserError(f"{FROM} {folder}: there is no {_CONFIG} of a model, and no checkpoint.") from None
-        run = Run(known_job(folder))
+        run = Run(_read_job(folder))
+        arch = run.arch
         tokenizer = {"path": str(run.tokenizer_path), "name": run.job.tokenizer.name}
-        arch, tables = run.arch, model_tables(run.arch) | {"tokenizer": tokenizer}
-    parts = folder.resolve().parts[-2 if path.is_file() else -1 :]  # many folders of models are called final_hf
-    rate = min(1e-3, 3e-4 * (8e9 / num_params(arch)) ** (1 / 3)) / 10
-    return tables | {
-        "job": {"dump_folder": f"outputs/{'-'.join(parts)}{'' if path.is_file() else '-continued'}"},
-        "training": {"seq_len": min(arch.max_seq_len, MOST_TOKENS)},
-        "optimizer": {"lr": float(f"{rate:.2g}")},
-        "checkpoint": {"initial_load_path": str(folder), "initial_load_in_hf": path.is_file()},
+        output_name = f"{folder.resolve().name}-continued"
+
+    return {
+        **model_tables(arch),
+        "tokenizer": tokenizer,
+        "job": {"dump_folder": f"outputs/{output_name}"},
+        "training": {"seq_len": min(arch.max_seq_len, LONGEST_DEFAULT_SEQUENCE)},
+        "optimizer": {"lr": _choose_learning_rate(num_params(arch))},
+        "checkpoint": {"initial_load_path": str(folder), "initial_load_in_hf": is_hf_folder},
     }
 
 
-def model_tables(arch: Architecture) -> dict[str, dict[str, Any]]:
-    """[model], and the table of a plugin's architecture."""
-    values, names = dataclasses.asdict(arch), {field.name for field in dataclasses.fields(Architecture)}
-    own = {name: value for name, value in values.items() if name not in names}
-    model = {name: value for name, value in values.items() if name in names}
-    return {"model": model} | ({arch.architecture: own} if own else {})
+def _choose_learning_rate(num_parameters: int) -> float:
+    """Return a learning rate for continued pretraining: a tenth of the peak rate of Llama 3.
+
+    The peak learning rate of Llama 3 is 3e-4 for 8B (https://arxiv.org/abs/2407.21783). For N
+    parameters it is scaled by (8e9 / N)^(1/3), up to 1e-3. This fits the published 1.5e-4 for 70B
+    and 8e-5 for 405B.
+    """
+    peak_lr = min(MAX_PEAK_LR, 3e-4 * (8e9 / num_parameters) ** (1 / 3))
+    return float(f"{peak_lr / 10:.2g}")
+
+
+def _find_tokenizer(folder: Path) -> Path:
+    """Return the path of the tokenizer file in a Hugging Face folder.
+
+    If there is none, return the path of tokenizer.json, whose absence is reported later.
+    """
+    for name in ("tokenizer.json", "tokenizer.model"):
+        if (folder / name).is_file():
+            return folder / name
+    return folder / "tokenizer.json"
+
+
+def _read_job(folder: Path) -> JobConfig:
+    """Return the job of the newest checkpoint in a checkpoint or output folder.
+
+    Raises:
+        UserError: If the folder contains neither a model nor a checkpoint.
+    """
+    try:
+        find_checkpoints(folder)
+    except (UserError, CheckpointError):
+        text = f"this folder has neither a {CONFIG} of a model nor a checkpoint."
+        raise UserError(f"{FROM} {folder}: {text}") from None
+    try:
+        return read_newest_job(folder)
+    except NoTokenizerError:
+        # If the job does not set tokenizer.path, the missing file is reported later.
+        return read_newest_job(folder, folder / "tokenizer.json")

@@ -1,7 +1,7 @@
-"""The loss of a checkpoint on any text: what `titanlite eval` and `titanlite.evaluate_text` call.
+"""Evaluate a checkpoint on text, for `titanlite eval` and `titanlite.evaluate_text`.
 
-Invariant: the score is that of the exported model under transformers. Every layout of ranks scores the same tokens with
-the same tokens before them.
+Invariant: the exported model has the same score in transformers. Every parallelism layout scores
+the same tokens with the same context.
 """
 
 from __future__ import annotations
@@ -17,54 +17,64 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titanlite.checkpoint.find import known_job, use_newest
-from titanlite.checkpoint.folder import Ranks
-from titanlite.checkpoint.resume import check_tokenizer, load_checked_weights
+from titanlite.checkpoint.find import find_checkpoints, load_newest, read_newest_job
+from titanlite.checkpoint.load import check_on_all_ranks, check_tokenizer, load_weights
 from titanlite.config.errors import CheckpointError, UserError
-from titanlite.config.mistakes import WrongJob
+from titanlite.config.mistakes import ConfigError
 from titanlite.config.options import Scoring
 from titanlite.config.run import Run, sequence_divisor
 from titanlite.config.schema import JobConfig, Parallelism
-from titanlite.data.sources.files import open_source, source_of_file
+from titanlite.data.sources.files import describe_file, open_source
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.data.validation import TextWindows, window_batches
-from titanlite.load_run import layout_rules, mistake_of, world_size
+from titanlite.load_run import read_world_size
+from titanlite.observe.flops import num_params
 from titanlite.parallel.forward_backward import build_forward_backward
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model
+from titanlite.rules import check_layout, make_mistake
+from titanlite.runtime.rank_group import RankGroup
 from titanlite.runtime.world import process_group
 
-_SAY_EVERY = 30.0  # seconds
+_LOG_SECONDS = 30.0  # seconds between progress messages
 
 
 @dataclass(frozen=True)
 class Score:
-    """How well a model predicts tokens."""
+    """Metrics of how well a model predicts tokens. Lower is better for all of them."""
 
     loss: float
-    """Mean cross entropy, in nats per token."""
+    """Mean cross entropy in nats per token."""
     perplexity: float
     """exp(loss)."""
     bits_per_byte: float
     """Cross entropy in bits per byte of text, which is comparable between tokenizers."""
 
     def __str__(self) -> str:
-        return f"loss {self.loss:.4f}  perplexity {self.perplexity:,.2f}  bits/byte {self.bits_per_byte:.4f}"
+        return (
+            f"loss {self.loss:.4f}  perplexity {self.perplexity:,.2f}  bits/byte "
+            f"{self.bits_per_byte:.4f}"
+        )
 
 
 @dataclass(frozen=True)
 class TextScore(Score):
-    """How well a checkpoint predicts a text."""
+    """Score of a checkpoint on a text, the size of the text, and the settings of the evaluation."""
 
     checkpoint: str
-    """The step folder that the weights were read from."""
+    """Path of the step folder that the weights were loaded from."""
     documents: int
+    """Number of documents."""
     tokens: int
-    """Tokens that were scored: all of each document. The token that begins a document is not among them."""
+    """Number of scored tokens. The first token of each document is context only, and is not
+    scored.
+    """
     bytes: int
-    """UTF-8 bytes of the documents."""
+    """Number of bytes of the documents in UTF-8."""
     window: int
+    """Number of tokens per sequence."""
     stride: int
+    """Number of tokens between the starts of consecutive windows."""
 
 
 def evaluate_text(
@@ -72,110 +82,181 @@ def evaluate_text(
     data: Sequence[str | os.PathLike[str]],
     *,
     parallelism: Parallelism | None = None,
+    tokenizer: str | os.PathLike[str] | None = None,
     log: Callable[[str], None] = lambda line: None,
     **settings: Any,
 ) -> TextScore:
-    """Score a checkpoint on files: .jsonl (also .gz and .zst), .parquet, any other is text. Under torchrun all ranks
-    call it, and all get the score. It starts the world of ranks and ends it.
+    """Evaluate a checkpoint on text files, and return the loss, perplexity and bits per byte.
+
+    Long documents are scored in overlapping windows. Under torchrun, call this function on all
+    ranks. It creates and destroys the process group.
 
     Args:
-        checkpoint: The folder of one step, the folder of all steps, or the output folder of a run.
-        parallelism: The layout of the ranks. None: the weights are sharded over all of them.
-        log: Is called with a line of text now and then.
-        settings: Those of `config.options.Scoring`: window, stride, batch_size, text_column, dtype, ema.
+        checkpoint: Step folder, checkpoint folder, or output folder of a run. The newest undamaged
+            checkpoint is used.
+        data: Files to score: .jsonl (also compressed as .gz or .zst) and .parquet. Other files are
+            read as plain text.
+        parallelism: Layout of the ranks. None: the parameters are sharded over all ranks.
+        tokenizer: Tokenizer file. None: the tokenizer of the checkpoint.
+        log: Receives progress messages.
+        settings: Fields of `config.options.Scoring`: window, stride, batch_size, text_column,
+            dtype, ema.
 
     Raises:
-        UserError: a value is not allowed, a file is missing, or a record cannot be read.
-        CheckpointError: there is no good checkpoint, or the model's output is not finite.
+        UserError: If a setting is invalid, a file is missing, or a record cannot be read.
+        CheckpointError: If there is no usable checkpoint, or the output of the model is not finite.
     """
     if not data or isinstance(data, str):
-        raise UserError("data: a list of files is needed, with one at least.")
-    options, files, saved = Scoring(**settings), [Path(file) for file in data], known_job(Path(checkpoint))
-    window = options.window or saved.training.seq_len
+        raise UserError("data must be a list of at least one file.")
+    options = Scoring(**settings)
+    tokenizer_path = None if tokenizer is None else Path(tokenizer)
+    saved_job = read_newest_job(Path(checkpoint), tokenizer_path)
+    window = options.window or saved_job.training.seq_len
     stride = options.stride or max(1, window // 2)
     if stride >= window:
-        raise UserError(f"--stride {stride}: must be less than the window of {window} tokens, or some are not scored.")
+        raise UserError(f"--stride {stride}: must be less than the window of {window} tokens.")
+
+    files = [Path(file) for file in data]
     try:
-        sources = [open_source(source_of_file(file, options.text_column)) for file in files]
+        sources = [open_source(describe_file(file, options.text_column)) for file in files]
     except UserError as error:
         raise UserError(str(error).replace("dataset.path =", "--data")) from None
-    run = _run_for(saved, options, window, parallelism or Parallelism())
+
+    run = _build_run(saved_job, options, window, parallelism or Parallelism())
     texts = TextWindows(sources, load_tokenizer(run.tokenizer_path, run.job), window, stride)
-    folder, total = _sum_of_losses(run, Path(checkpoint), texts, options.ema, log)
+    folder, total = _sum_losses(run, Path(checkpoint), texts, options.ema, log)
     if not texts.tokens:
-        raise UserError(f"--data {files[0]}: there is no text to score.")
+        raise UserError(f"--data {files[0]}: has no text to score.")
     if not math.isfinite(total):
-        raise CheckpointError(f"{folder}: the model's output is not finite. Take an older checkpoint.")
-    score = vars(make_score(total, texts.tokens, texts.num_bytes))
-    counts = {"documents": texts.documents, "tokens": texts.tokens, "bytes": texts.num_bytes}
-    return TextScore(**score, **counts, checkpoint=str(folder), window=window, stride=stride)
+        problem = "the output of the model is not finite. Use an older checkpoint."
+        raise CheckpointError(f"{folder}: {problem}")
+
+    score = make_score(total, texts.tokens, texts.num_bytes)
+    return TextScore(
+        **vars(score),
+        checkpoint=str(folder),
+        documents=texts.documents,
+        tokens=texts.tokens,
+        bytes=texts.num_bytes,
+        window=window,
+        stride=stride,
+    )
 
 
 def make_score(total: float, tokens: int, num_bytes: int) -> Score:
-    """The score of `total` nats over so many tokens, which stand for so many bytes."""
+    """Return the score of a model on a text.
+
+    Args:
+        total: Cross entropy in nats, summed over all tokens.
+        tokens: Number of scored tokens.
+        num_bytes: Number of bytes of the text in UTF-8.
+    """
     mean = total / tokens
-    perplexity = math.exp(mean) if mean < 700 else math.inf  # beyond, a float overflows
+    perplexity = math.exp(mean) if mean < 700 else math.inf  # a float overflows beyond this
     return Score(mean, perplexity, total / num_bytes / math.log(2))
 
 
-def _run_for(saved: JobConfig, options: Scoring, window: int, parallelism: Parallelism) -> Run:
-    """The run that scores: the saved model on these ranks, without what only training needs.
+def _build_run(saved: JobConfig, options: Scoring, window: int, parallelism: Parallelism) -> Run:
+    """Return the run that evaluates a saved model on the ranks of this process group.
+
+    Args:
+        saved: Job of the checkpoint.
+        options: Settings of the evaluation.
+        window: Number of tokens per sequence.
+        parallelism: Layout of the ranks.
 
     Raises:
-        UserError: the window is longer than the model has positions, or the layout does not fit.
+        UserError: If the window exceeds the maximum sequence length of the model, or the layout is
+            invalid.
     """
-    if window > (most := Run(saved).arch.max_seq_len):
-        raise UserError(f"--window {window}: the model has {most} positions (model.max_seq_len). Name a smaller one.")
-    own = saved.training.mixed_precision_param if torch.cuda.is_available() else "float32"
-    dtype, layout = options.dtype or own, Run(JobConfig(parallelism=parallelism), world_size()).degrees
+    max_window = Run(saved).arch.max_seq_len
+    if window > max_window:
+        raise UserError(f"--window {window}: must be at most model.max_seq_len = {max_window}.")
+
+    world_size = read_world_size()
+    degrees = Run(JobConfig(parallelism=parallelism), world_size).degrees
+    divisor = sequence_divisor(degrees)
+    padded_window = -(-window // divisor) * divisor  # rounded up
+    dtype = options.dtype or _default_dtype(saved)
     training = {
-        "seq_len": -(-window // sequence_divisor(layout)) * sequence_divisor(layout),
+        "seq_len": padded_window,
         "local_batch_size": options.batch_size,
-        "global_batch_size": options.batch_size * layout.data * layout.pipeline,
+        "global_batch_size": options.batch_size * degrees.data * degrees.pipeline,
         "mixed_precision_param": dtype,
         "dtype": dtype,
         "num_threads": saved.training.num_threads,
     }
-    own = {saved.model.architecture, saved.tokenizer.name or ""}  # tables of plugins
-    job = saved.model_dump(include={"job", "model", "tokenizer", "comm", *own})
-    job |= {"parallelism": parallelism, "training": training, "activation_checkpoint": {"mode": "none"}}
-    run = Run(JobConfig.model_validate(job), world_size())
-    if problems := list(layout_rules(run)):
-        raise WrongJob([mistake_of(run, *problem) for problem in problems], "eval")
+
+    plugin_sections = {saved.model.architecture, saved.tokenizer.name or ""}
+    tables = saved.model_dump(include={"job", "model", "tokenizer", "comm", *plugin_sections})
+    tables["parallelism"] = parallelism
+    tables["training"] = training
+    tables["activation_checkpoint"] = {"mode": "none"}
+    run = Run(JobConfig.model_validate(tables), world_size)
+    problems = list(check_layout(run))
+    if problems:
+        raise ConfigError([make_mistake(run, problem) for problem in problems], "eval")
     return run
 
 
-def _sum_of_losses(
+def _default_dtype(saved: JobConfig) -> str:
+    """Return the dtype of an evaluation: the training dtype on a GPU, and float32 on a CPU."""
+    if not torch.cuda.is_available():
+        return "float32"
+    trained_run = Run(saved).resolve_compute_dtype(on_gpu=True)
+    return trained_run.job.training.mixed_precision_param
+
+
+def _sum_losses(
     run: Run, checkpoint: Path, texts: TextWindows, averaged: bool, log: Callable[[str], None]
 ) -> tuple[Path, float]:
-    """The step folder that was scored, and its cross entropy summed over all tokens of `texts`, in nats. All ranks call
-    it together, and each gets the sum. It starts the world of ranks and ends it.
+    """Load a checkpoint, and sum the cross entropy over all tokens of `texts`.
+
+    Call this on all ranks.
 
     Args:
-        run: The model and the layout of the ranks. Its rows have at least the length of a window.
+        run: Run that determines the model and the layout of the ranks.
+        checkpoint: Folder to search for the newest undamaged checkpoint.
+        texts: Windows of text to score. Afterwards its counters show how much was scored.
+        averaged: Whether to use the exponential moving average of the weights.
+        log: Receives progress messages.
+
+    Returns:
+        Step folder of the weights, and the sum in nats.
 
     Raises:
-        UserError: no such folder, or a record that cannot be read.
-        CheckpointError: no good checkpoint, or one of another model or tokenizer.
+        UserError: If the folder does not exist, or a record cannot be read.
+        CheckpointError: If there is no usable checkpoint of this model and tokenizer.
     """
     with process_group(run.job) as device:
         mesh = build_mesh(run.degrees, device.type)
         sharded = build_model(run, mesh, device, log)
         forward_backward = build_forward_backward(sharded, mesh, run, device)
-        ranks = Ranks(run.job.checkpoint.timeout_seconds)
+        ranks = RankGroup(run.job.checkpoint.timeout_seconds)
 
         def load(step_folder: Path) -> Path:
-            load_checked_weights(step_folder, sharded.whole, ranks, averaged)
-            check_tokenizer(step_folder, texts.tokenizer, run.job.tokenizer.path, run.arch.vocab_size)
+            load_weights(step_folder, sharded.whole, ranks, averaged)
+            tokenizer_name = run.job.tokenizer.path
+            check_tokenizer(step_folder, texts.tokenizer, tokenizer_name, run.arch.vocab_size)
             return step_folder
 
-        folder = use_newest(checkpoint, load, check=ranks.check, look=ranks.on_rank0, log=log)
-        log(f"{folder}: {run.job.model.flavor}, {run.job.training.dtype} on {run.world_size} x {device.type}")
-        total, said = torch.zeros((), dtype=torch.float64, device=device), time.monotonic()
+        folder = load_newest(
+            checkpoint,
+            load,
+            check=lambda path: check_on_all_ranks(path, ranks),
+            list_paths=lambda path: ranks.run_on_rank0(lambda: find_checkpoints(path)),
+            log=log,
+        )
+        size = num_params(run.arch)
+        devices = f"{run.world_size} x {device.type}"
+        log(f"{folder}: {size:,} parameters, {run.job.training.dtype} on {devices}")
+
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        last_log = time.monotonic()
         for batch, _ in window_batches(texts, run, mesh.data_rank, device):
             total += forward_backward.evaluate(batch)
-            if time.monotonic() - said > _SAY_EVERY:
-                said = time.monotonic()
+            if time.monotonic() - last_log > _LOG_SECONDS:
+                last_log = time.monotonic()
                 log(f"{texts.documents:,} documents, {texts.tokens:,} tokens")
         dist.all_reduce(total, group=mesh.loss_group)
         ranks.close()

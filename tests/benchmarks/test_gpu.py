@@ -22,7 +22,9 @@ def gpu(out: Path, *options: str, code: int = 0) -> dict[str, Any]:
     """The cases that `benchmarks/gpu.sh` has written."""
     command = ["benchmarks/gpu.sh", *options, "--device", "cpu", "--out", str(out)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    ended = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
     assert ended.returncode == code, ended.stdout + ended.stderr
     return json.loads((out / f"gpu_{options[0]}.json").read_text())
 
@@ -50,7 +52,9 @@ def test_titanlite_measures_a_normal_run_into_the_file_that_is_there(tmp_path: P
 
 @pytest.fixture
 def part(tmp_path: Path) -> script.Part:
-    options = argparse.Namespace(device="cpu", out=tmp_path / "out", seconds=60.0, only=None, pairs=2, cache=None)
+    options = argparse.Namespace(
+        device="cpu", out=tmp_path / "out", seconds=60.0, only=None, pairs=2, cache=None
+    )
     return script.Part("titanlite", options, tmp_path)
 
 
@@ -80,19 +84,47 @@ def test_a_case_is_measured_with_the_first_mode_that_fits(part: script.Part):
 
     result = {}
     script.first_that_fits(part, "8b", script.Work(), script.AC_MODES, run, result)
-    assert (result["work"]["activation_checkpoint"], result["out of memory with"]) == ("full", ["none", "selective"])
+    assert (result["work"]["activation_checkpoint"], result["out of memory with"]) == (
+        "full",
+        ["none", "selective"],
+    )
 
 
 @pytest.mark.slow
 def test_a_profile_has_kernels_idle_time_and_floors(tmp_path: Path):
-    work = replace(script.WORKS["8b bf16 eager"], flavor="debugmodel", tiny=True, rows=2, seq_len=64, steps=100)
-    out, trace, text = tmp_path / "out.json", tmp_path / "trace.json.gz", script.write_text(tmp_path).parent
+    work = replace(
+        script.WORKS["8b bf16 eager"], flavor="debugmodel", tiny=True, rows=2, seq_len=64, steps=100
+    )
+    out, trace, text = (
+        tmp_path / "out.json",
+        tmp_path / "trace.json.gz",
+        script.write_text(tmp_path).parent,
+    )
     options = script.titanlite_options(work, tmp_path / "run", text, own=True)
-    command = [sys.executable, str(ROOT / "benchmarks/gpu_profile.py"), str(out), str(trace), *options]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks/gpu_profile.py"),
+        str(out),
+        str(trace),
+        *options,
+    ]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     subprocess.run(command, env=environment, check=True, timeout=120, capture_output=True)
     found = json.loads(out.read_text())
-    parts = ["batch", "forward", "loss and its gradients", "backward", "clipping", "optimizer", "rest"]
+    parts = [
+        "batch",
+        "forward",
+        "loss and its gradients",
+        "backward",
+        "clipping",
+        "optimizer",
+        "rest",
+    ]
     assert list(found["parts"]) == parts
     assert found["step, ms"] == pytest.approx(sum(part["ms"] for part in found["parts"].values()))
     for part in parts[1:-1]:
@@ -111,8 +143,17 @@ def test_idle_time_is_what_no_kernel_covers():
     def event(name: str, start: float, duration: float, kind: str = "kernel") -> dict[str, Any]:
         return {"ph": "X", "cat": kind, "name": name, "ts": start, "dur": duration}
 
-    events = [event("b", 6, 2), event("a", 0, 4), event("a", 2, 3), event("launch", 0, 100, "cuda_runtime")]
+    events = [
+        event("b", 6, 2),
+        event("a", 0, 4),
+        event("a", 2, 3),
+        event("launch", 0, 100, "cuda_runtime"),
+    ]
     found = device_time([*events, event("copy", 9, 1, "gpu_memcpy")], "cuda")
     assert found["traced, ms"] == pytest.approx(0.010)
     assert found["idle share"] == pytest.approx(0.2)  # from 5 to 6 and from 8 to 9
-    assert [(kernel["name"], kernel["share"]) for kernel in found["kernels"]] == [("a", 0.7), ("b", 0.2), ("copy", 0.1)]
+    assert [(kernel["name"], kernel["share"]) for kernel in found["kernels"]] == [
+        ("a", 0.7),
+        ("b", 0.2),
+        ("copy", 0.1),
+    ]

@@ -1,4 +1,4 @@
-"""The work that torchtitan is given is titanlite's. Both configurations are built, neither is trained."""
+"""The benchmark configurations of titanlite and torchtitan describe the same work."""
 
 import sys
 from collections import Counter
@@ -11,14 +11,16 @@ import torch
 from torch import nn
 
 from titanlite.config.load import load_job
-from titanlite.config.run import architecture
+from titanlite.config.run import build_architecture
 from titanlite.config.schema import JobConfig
 from titanlite.model.llama import Llama
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import gpu_works as gpu  # pyright: ignore[reportMissingImports]
 
-reason = "needs torchtitan 0.2.2 (and triton, which it imports): pip install torchtitan==0.2.2 triton"
+reason = (
+    "needs torchtitan 0.2.2 (and triton, which it imports): pip install torchtitan==0.2.2 triton"
+)
 for package in ("triton", "torchtitan"):
     pytest.importorskip(package, reason=reason)
 
@@ -27,7 +29,7 @@ from torchtitan.models.llama3 import Transformer, llama3_args  # pyright: ignore
 
 
 def both(case: str, tmp_path: Path) -> tuple[JobConfig, Any]:
-    """The configurations as each framework reads them."""
+    """Return the configurations as each framework reads them."""
     work = gpu.COMPARED[case]
     ours = load_job(gpu.titanlite_options(work, tmp_path, tmp_path, own=False))
     file = tmp_path / "job.toml"
@@ -37,19 +39,31 @@ def both(case: str, tmp_path: Path) -> tuple[JobConfig, Any]:
 
 
 def shapes(model: nn.Module) -> Counter[tuple[torch.Size, torch.dtype]]:
-    """How many parameters there are of each shape and dtype."""
+    """Count the parameters of each shape and dtype."""
     return Counter((parameter.shape, parameter.dtype) for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("case", gpu.COMPARED)
 def test_model_dtypes_steps_and_what_is_done_in_them_are_the_same(case: str, tmp_path: Path):
     ours, theirs = both(case, tmp_path)
-    arch, args = architecture(ours.model), llama3_args[theirs.model.flavor]
+    arch, args = build_architecture(ours.model), llama3_args[theirs.model.flavor]
     with torch.device("meta"):
         mine = Llama(arch).to(getattr(torch, ours.training.dtype))
         assert shapes(mine) == shapes(Transformer(args).to(getattr(torch, theirs.training.dtype)))
-    assert (args.norm_eps, args.rope_theta, args.attn_type) == (arch.norm_eps, arch.rope_theta, "sdpa")
-    training = ("steps", "seq_len", "local_batch_size", "global_batch_size", "max_norm", "dtype", "gc_freq")
+    assert (args.norm_eps, args.rope_theta, args.attn_type) == (
+        arch.norm_eps,
+        arch.rope_theta,
+        "sdpa",
+    )
+    training = (
+        "steps",
+        "seq_len",
+        "local_batch_size",
+        "global_batch_size",
+        "max_norm",
+        "dtype",
+        "gc_freq",
+    )
     same = {
         "training": (*training, "mixed_precision_param"),
         "optimizer": ("name", "lr", "beta1", "beta2", "eps", "weight_decay", "implementation"),
@@ -67,6 +81,13 @@ def test_model_dtypes_steps_and_what_is_done_in_them_are_the_same(case: str, tmp
     assert (ours.optimizer.state_dtype, ours.optimizer.stochastic_rounding) == (None, False)
     assert ours.float8.enable == (theirs.model.converters == ["quantize.linear.float8"])
     if ours.float8.enable:
-        assert (ours.float8.recipe_name, theirs.quantize.linear.float8.recipe_name) == ("tensorwise", None)  # the same
-        assert theirs.quantize.linear.float8.filter_fqns == ["output"]  # titanlite never converts it
-        assert ours.float8.min_features <= 1024  # the smallest side of a matrix in 1b and 8b: all are converted
+        assert (ours.float8.recipe_name, theirs.quantize.linear.float8.recipe_name) == (
+            "tensorwise",
+            None,
+        )  # the same
+        assert theirs.quantize.linear.float8.filter_fqns == [
+            "output"
+        ]  # titanlite never converts it
+        assert (
+            ours.float8.min_features <= 1024
+        )  # the smallest side of a matrix in 1b and 8b: all are converted

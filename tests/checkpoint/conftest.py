@@ -1,13 +1,15 @@
+from pathlib import Path
+
 import pytest
 from tiny_run import TinyRun
 
 
 @pytest.fixture
-def two_saved(tmp_path):
-    """A run that saved at steps 2 and 4."""
+def two_saved(tmp_path: Path) -> tuple[Path, TinyRun]:
+    """Return the checkpoint folder of a run that saved at steps 2 and 4, and the run."""
     run = TinyRun()
-    manager = run.manager(tmp_path)
+    checkpoints = run.checkpoints(tmp_path)
     for _ in range(2):
         run.train(2)
-        manager.save(run.step, run.train_state())
+        checkpoints.save(run.step, run.train_state())
     return tmp_path, run

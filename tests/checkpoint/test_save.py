@@ -2,91 +2,165 @@
 
 import dataclasses
 import fcntl
+import os
 import shutil
 import threading
 from importlib.metadata import version
+from unittest.mock import Mock
 
 import pytest
 import torch
-from tiny_run import Checkpoints, TinyRun, assert_equal, load_model_weights, names
+from tiny_run import Checkpoints, TinyRun, assert_equal, list_names, load_model_weights
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
-from titanlite.checkpoint import live_tensors, step_folders
-from titanlite.checkpoint.live_tensors import LiveState
+from titanlite.checkpoint import dcp, save
+from titanlite.checkpoint.dcp import LiveState, model_tensors
+from titanlite.checkpoint.manifest import read_manifest
 from titanlite.config.errors import UserError
 from titanlite.model.llama import Llama
+from titanlite.runtime.folder_lock import lock_folder
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
-def test_a_save_under_way_is_waited_for_and_counted_and_each_says_what_it_is(tmp_path, monkeypatch):
-    run, release, publish = TinyRun(), threading.Event(), step_folders.publish
-    manager = run.manager(tmp_path, async_mode="async")
-    monkeypatch.setattr(step_folders, "publish", lambda *args: release.wait(20) and publish(*args))
-    manager.save(1, run.train_state(1))
-    assert "step-00000001" not in names(tmp_path)
+def test_save_waits_for_the_save_in_progress_and_counts_it(tmp_path, monkeypatch):
+    run, release, publish = TinyRun(), threading.Event(), dcp.publish_checkpoint
+    checkpoints = run.checkpoints(tmp_path, async_mode="async")
+    monkeypatch.setattr(
+        dcp, "publish_checkpoint", lambda *args: release.wait(20) and publish(*args)
+    )
+    checkpoints.save(1, run.train_state(1))
+    assert "step-00000001" not in list_names(tmp_path)
     threading.Timer(0.2, release.set).start()
-    manager.save(2, run.train_state(2))
-    manager.close()
-    assert manager.stats()["save_waits"] >= 1
-    assert names(tmp_path) == ["step-00000001", "step-00000002"]
-    info = step_folders.read_manifest(tmp_path / "step-00000002")["info"]
+    checkpoints.save(2, run.train_state(2))
+    checkpoints.close()
+    assert checkpoints.stats()["save_waits"] >= 1
+    assert list_names(tmp_path) == ["step-00000001", "step-00000002"]
+    info = read_manifest(tmp_path / "step-00000002")["info"]
     assert info["layout"] == {"world_size": 1}
     assert info["architecture"] == dataclasses.asdict(run.model.arch)
     assert info["versions"]["torch"] == version("torch")
 
 
-@pytest.mark.parametrize("cause", ["no memory", "can't start new thread"])
-def test_a_state_that_cannot_be_staged_is_saved_while_training_waits(two_saved, monkeypatch, cause):
+@pytest.mark.parametrize("cause", ["no memory", "can't start new thread", "an unknown type"])
+def test_save_that_cannot_be_staged_is_written_while_training_waits(two_saved, monkeypatch, cause):
     """And the old checkpoints are removed there, too."""
     folder, run = two_saved
     lines: list[str] = []
-    manager = run.manager(folder, lines=lines, async_mode="async", keep_latest_k=2)
-    owner, name = (threading.Thread, "start") if "thread" in cause else (torch.UntypedStorage, "copy_")
-    monkeypatch.setattr(owner, name, lambda *args, **keys: (_ for _ in ()).throw(RuntimeError(cause)))
-    manager.save(6, run.train_state(6))
+    checkpoints = run.checkpoints(folder, lines=lines, async_mode="async", keep_latest_k=2)
+    owner, name = (
+        (threading.Thread, "start") if "thread" in cause else (torch.UntypedStorage, "copy_")
+    )
+    error = KeyError(cause) if "type" in cause else RuntimeError(cause)
+    monkeypatch.setattr(owner, name, Mock(side_effect=error))
+    checkpoints.save(6, run.train_state(6))
     monkeypatch.undo()
-    assert names(folder) == ["step-00000004", "step-00000006"]
-    manager.close()
-    assert lines[0] == f"step 6 is saved while training waits (RuntimeError: {cause})"
-    assert manager.stats()["failed_saves"] == 0
+    assert list_names(folder) == ["step-00000004", "step-00000006"]
+    checkpoints.close()
+    assert lines[0] == f"Saving step 6 while training waits ({type(error).__name__}: {error})"
+    assert checkpoints.stats()["failed_saves"] == 0
 
 
-def test_weights_cast_to_fp8_on_the_way_are_saved_as_they_are(tmp_path):
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+@pytest.mark.parametrize("error", [KeyError("key"), OSError(28, "disk full"), RuntimeError("bug")])
+@pytest.mark.parametrize("place", [(save, "dcp_save"), (dcp, "publish_checkpoint")])
+def test_failed_save_does_not_affect_the_next_one(tmp_path, monkeypatch, mode, error, place):
+    run = TinyRun()
+    checkpoints = run.checkpoints(tmp_path, async_mode=mode)
+    with monkeypatch.context() as patch:
+        patch.setattr(*place, Mock(side_effect=error))
+        checkpoints.save(1, run.train_state(1))
+        checkpoints.saver.wait_until_saved()
+    assert (checkpoints.stats()["failed_saves"], checkpoints.has_saved(1)) == (1, False)
+    assert list_names(tmp_path) == []
+    run.train(1)
+    checkpoints.save(2, run.train_state(2))
+    checkpoints.close()
+    assert (checkpoints.stats()["failed_saves"], checkpoints.has_saved(2)) == (1, True)
+    resumed = TinyRun(seed=99)
+    assert resumed.checkpoints(tmp_path).load() == run.train_state(2)
+    assert_equal(resumed.copy_state(), run.copy_state())
+
+
+def test_failed_removal_of_old_checkpoints_does_not_fail_the_save(two_saved, monkeypatch):
+    folder, run = two_saved
+    checkpoints = run.checkpoints(folder, async_mode="async", keep_latest_k=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(save, "remove_checkpoint", Mock(side_effect=KeyError("key")))
+        checkpoints.save(6, run.train_state(6))
+        checkpoints.saver.wait_until_saved()
+    assert (checkpoints.stats()["failed_saves"], checkpoints.has_saved(6)) == (0, True)
+    checkpoints.save(8, run.train_state(8))
+    checkpoints.close()
+    assert list_names(folder) == ["step-00000008"]
+
+
+def test_save_whose_rename_may_not_be_durable_counts_as_saved(two_saved, monkeypatch, caplog):
+    folder, run = two_saved
+    checkpoints = run.checkpoints(folder, keep_latest_k=1)
+    sync = os.fsync
+
+    def fail_for_the_folder(descriptor: int) -> None:
+        if os.path.samestat(os.fstat(descriptor), folder.stat()):
+            raise OSError(5, "Input/output error")
+        sync(descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail_for_the_folder)
+        checkpoints.save(6, run.train_state(6))
+    assert checkpoints.has_saved(6)
+    assert checkpoints.stats()["failed_saves"] == 0
+    assert str(folder / "step-00000006") in caplog.text  # a warning
+    # The older checkpoints stay until a save is durable, because the new one may be lost.
+    assert list_names(folder) == ["step-00000002", "step-00000004", "step-00000006"]
+
+    checkpoints.save(8, run.train_state(8))
+    assert list_names(folder) == ["step-00000008"]
+
+
+def test_save_with_fp8_all_gather_stores_plain_weights(tmp_path):
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     config = Float8LinearConfig(emulate=True, enable_fsdp_float8_all_gather=True)
     model = Llama(dataclasses.replace(TinyRun().model.arch, n_heads=2, n_kv_heads=2))
     model.init_weights(1)
     expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    convert_to_float8_training(model, config=config, module_filter_fn=lambda module, name: "output" not in name)
+    convert_to_float8_training(
+        model, config=config, module_filter_fn=lambda module, name: "output" not in name
+    )
     fully_shard(model)
     assert any(type(parameter.to_local()) is not torch.Tensor for parameter in model.parameters())  # type: ignore[operator]
-    manager = Checkpoints(tmp_path, LiveState(model))
-    manager.save(0, {"step": 0, "tokens": 0})
+    checkpoints = Checkpoints(tmp_path, LiveState(model))
+    checkpoints.save(0, {"step": 0, "tokens": 0})
     plain = Llama(model.arch)
     load_model_weights(tmp_path, plain)
     assert_equal(dict(plain.state_dict()), expected)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    assert manager.load() == {"step": 0, "tokens": 0}
-    restored = {name: tensor.to_local() for name, tensor in live_tensors.model_tensors(model).items()}  # type: ignore[attr-defined]
+    assert checkpoints.load() == {"step": 0, "tokens": 0}
+    restored = {}
+    for name, tensor in model_tensors(model).items():
+        assert isinstance(tensor, DTensor)
+        restored[name] = tensor.to_local()
     assert_equal(restored, expected)
 
 
-def test_a_run_that_could_not_save_is_told_at_start(tmp_path, monkeypatch):
+def test_run_that_cannot_save_fails_at_the_start(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="file/checkpoint"):
-        TinyRun().manager(tmp_path / "file" / "checkpoint")
+        TinyRun().checkpoints(tmp_path / "file" / "checkpoint")
     if not torch.cuda.is_available():
         with pytest.raises(UserError, match="needs a GPU"):
-            TinyRun().manager(tmp_path, async_mode="async_with_pinned_mem")
-    manager, free = TinyRun().manager(tmp_path), shutil.disk_usage(tmp_path).free
-    manager.folder.check_room(free // 2)
+            TinyRun().checkpoints(tmp_path, async_mode="async_with_pinned_mem")
+    checkpoints, free = TinyRun().checkpoints(tmp_path), shutil.disk_usage(tmp_path).free
+    checkpoints.context.check_free_space(free // 2)
     with pytest.raises(UserError, match=r"takes about .* GB are free"):
-        manager.folder.check_room(2 * free)
+        checkpoints.context.check_free_space(2 * free)
     lines: list[str] = []
-    monkeypatch.setattr(fcntl, "lockf", lambda *args: (_ for _ in ()).throw(OSError(37, "No locks available")))
-    assert step_folders.lock(tmp_path, 0, lines.append) is None
-    assert "its file system has no locks: No locks available" in lines[0]
+    monkeypatch.setattr(
+        fcntl, "lockf", lambda *args: (_ for _ in ()).throw(OSError(37, "No locks available"))
+    )
+    assert lock_folder(tmp_path, 0, lines.append) is None
+    assert "No locks available" in lines[0]

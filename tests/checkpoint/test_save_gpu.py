@@ -1,29 +1,34 @@
-"""Saves of a model on a GPU: each holds the state of its own step, however it travels to the disk."""
+"""Saves of a model on a GPU contain the state of their own step, in all async modes."""
 
 import pytest
 import torch
 import torch.distributed as dist
 from tiny_run import TinyRun, assert_equal
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem"])
-def test_a_save_holds_the_state_of_its_own_step(tmp_path, mode):
-    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+def test_save_contains_the_state_of_its_own_step(tmp_path, mode):
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
     try:
         run = TinyRun(device="cuda")
         run.train(2)
-        manager = run.manager(tmp_path / "saves", async_mode=mode)
-        expected, random_state = run.everything(), torch.cuda.get_rng_state()
-        manager.save(2, run.train_state())
+        checkpoints = run.checkpoints(tmp_path / "saves", async_mode=mode)
+        expected, random_state = run.copy_state(), torch.cuda.get_rng_state()
+        checkpoints.save(2, run.train_state())
         run.train(3)  # changes the live state at once
         torch.rand(1, device="cuda")
-        manager.close()
-        assert manager.stats()["failed_saves"] == 0
+        checkpoints.close()
+        assert checkpoints.stats()["failed_saves"] == 0
         resumed = TinyRun(seed=99, device="cuda")
-        assert resumed.manager(tmp_path / "saves").load() == run.train_state(2)
-        assert_equal(resumed.everything(), expected)
+        assert resumed.checkpoints(tmp_path / "saves").load() == run.train_state(2)
+        assert_equal(resumed.copy_state(), expected)
         assert torch.equal(torch.cuda.get_rng_state(), random_state)
     finally:
         dist.destroy_process_group()

@@ -1,6 +1,7 @@
-"""A training run in miniature: the trainer's own parts on a Llama of two blocks, with rows that depend on the step.
+"""A miniature training run for tests of checkpoints, which saves and resumes within a second.
 
-It reads no data, writes no output folder and logs nothing, so that a test of checkpoints makes several within a second.
+It uses parts of the trainer on a Llama with two blocks. Its sequences depend on the step only. It
+reads no data, writes no output folder and logs nothing.
 """
 
 import os
@@ -10,40 +11,72 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from train_variants import merge
 
-from titanlite.checkpoint import step_folders
-from titanlite.checkpoint.find import use_newest
-from titanlite.checkpoint.folder import CheckpointFolder
-from titanlite.checkpoint.live_tensors import LiveState
-from titanlite.checkpoint.resume import Resumer, load_checked_weights
+from titanlite.checkpoint.dcp import LiveState
+from titanlite.checkpoint.find import load_newest
+from titanlite.checkpoint.load import Resumer, load_weights
+from titanlite.checkpoint.manifest import CheckpointContext, read_manifest
 from titanlite.checkpoint.save import Saver
 from titanlite.config import schema
 from titanlite.config.run import Run
-from titanlite.data.batch import Microbatch
 from titanlite.model.llama import Llama
+from titanlite.model.microbatch import Microbatch
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model
+from titanlite.runtime.rank_group import RankGroup
 from titanlite.train.step import TrainStep
 
-ROWS, TOKENS, VOCABULARY, RATE = 4, 16, 64, 1e-2
+BATCH_SIZE = 4
+SEQ_LEN = 16
+VOCAB_SIZE = 64
+LEARNING_RATE = 1e-2
 JOB: dict[str, dict[str, Any]] = {
-    "model": {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 48, "vocab_size": VOCABULARY},
-    "training": {"seq_len": TOKENS, "global_batch_size": ROWS, "mixed_precision_param": "float32"},
+    "model": {
+        "dim": 32,
+        "n_layers": 2,
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "ffn_dim": 48,
+        "vocab_size": VOCAB_SIZE,
+    },
+    "training": {
+        "seq_len": SEQ_LEN,
+        "global_batch_size": BATCH_SIZE,
+        "mixed_precision_param": "float32",
+    },
     "activation_checkpoint": {"mode": "none"},
 }
 
 
 class Checkpoints:
-    """The checkpoints of one run, saved and resumed as the trainer does it. `keys` are some of [checkpoint]."""
+    """The checkpoints of a run. Keyword arguments are options of section [checkpoint]."""
 
-    def __init__(self, folder, live, *, lines=None, job=None, tokenizer="fingerprint", compare_data=None, **keys):
-        log = [].append if lines is None else lines.append
-        self.folder = CheckpointFolder(schema.Checkpoint(**keys), folder, live, log, job)
-        self.saver = Saver(self.folder)
-        self.save, self.holds, self.stats = self.saver.save, self.saver.holds, self.saver.stats
-        self.resumer = Resumer(self.folder, lambda fingerprint: fingerprint == tokenizer, compare_data)
+    def __init__(
+        self,
+        folder: Path,
+        live: LiveState,
+        *,
+        lines: list[str] | None = None,
+        job: dict[str, Any] | None = None,
+        tokenizer: str = "fingerprint",
+        compare_data: Callable[[dict[str, Any]], Any] | None = None,
+        **keys: Any,
+    ) -> None:
+        self.lines = [] if lines is None else lines
+        config = schema.Checkpoint(**keys)
+        self.ranks = RankGroup(config.timeout_seconds)
+        self.context = CheckpointContext(
+            config, folder, live, self.ranks, lambda line: self.lines.append(str(line)), job
+        )
+        self.context.prepare_folder()
+        self.saver = Saver(self.context)
+        self.save = self.saver.save
+        self.has_saved = self.saver.has_saved
+        self.stats = self.saver.stats
+        self.resumer = Resumer(self.context, lambda other: other == tokenizer, compare_data)
 
     def load(self) -> Any:
         state = self.resumer.load()
@@ -52,69 +85,88 @@ class Checkpoints:
 
     def close(self) -> None:
         self.saver.close()
-        self.folder.ranks.close()
+        self.ranks.close()
 
 
 class TinyRun:
-    """A model, its optimizer and their steps, as the trainer builds and does them. The other keywords are sections of
-    the job: their keys replace those of JOB."""
+    """A model and its optimizer. Keyword arguments are sections that change `JOB`."""
 
     def __init__(self, seed: int = 0, device: str = "cpu", **sections: Mapping[str, Any]) -> None:
-        world, self.step, self.device = dist.get_world_size(), 0, torch.device(device)
-        job = merge(JOB, {"training": {"local_batch_size": ROWS // world, "seed": seed}}, sections)
-        run = Run(schema.JobConfig.model_validate(job), world)
+        world_size = dist.get_world_size()
+        training = {"local_batch_size": BATCH_SIZE // world_size, "seed": seed}
+        job = schema.JobConfig.model_validate(merge(JOB, {"training": training}, sections))
+        run = Run(job, world_size)
+        self.device = torch.device(device)
         self.mesh = build_mesh(run.degrees, device)
-        self.update = TrainStep(run, self.mesh, build_model(run, self.mesh, self.device, lambda _: None), self.device)
-        self.model, self.optimizer = self.update.model, self.update.optimizer
+        model = build_model(run, self.mesh, self.device, lambda line: None)
+        self.train_step = TrainStep(run, self.mesh, model, self.device)
+        self.model = self.train_step.model
+        self.optimizer = self.train_step.optimizer
+        self.step = 0
 
-    def manager(self, folder: Path, **keys: Any) -> Checkpoints:
-        return Checkpoints(folder, LiveState(self.model, self.optimizer), **keys)
+    def checkpoints(self, folder: Path, **keys: Any) -> Checkpoints:
+        live = LiveState(self.model, self.optimizer, self.train_step.new_optimizer)
+        return Checkpoints(folder, live, **keys)
 
     def train_state(self, step: int | None = None) -> dict[str, Any]:
         step = self.step if step is None else step
-        return {"step": step, "tokens": 0, "cursor": {"row": step * ROWS}}
+        return {"step": step, "tokens": 0, "cursor": {"row": step * BATCH_SIZE}}
 
     def train(self, steps: int) -> list[float]:
         losses = []
         for _ in range(steps):
             generator = torch.Generator().manual_seed(1000 + self.step)
-            rows = torch.randint(VOCABULARY, (ROWS, TOKENS + 1), generator=generator).to(self.device)
-            own = rows[self.mesh.data_rank :: self.mesh.data_degree]
-            loss = self.update([Microbatch(own[:, :-1], own[:, 1:])], own[:, 1:].numel(), RATE).loss
+            shape = (BATCH_SIZE, SEQ_LEN + 1)
+            batch = torch.randint(VOCAB_SIZE, shape, generator=generator).to(self.device)
+            sequences = batch[self.mesh.data_rank :: self.mesh.data_degree]
+            inputs = sequences[:, :-1]
+            labels = sequences[:, 1:]
+            microbatches = [Microbatch(inputs, labels)]
+            loss = self.train_step(microbatches, labels.numel(), LEARNING_RATE).loss
             dist.all_reduce(loss)
             losses.append(loss.item())
             self.step += 1
         return losses
 
-    def everything(self) -> dict[str, torch.Tensor]:
-        """Full copies of all weights and optimizer states."""
+    def copy_state(self) -> dict[str, Tensor]:
+        """Return full copies of all weights and optimizer states."""
         tensors = dict(self.model.state_dict())
         for index, state in enumerate(self.optimizer.state.values()):
             tensors |= {f"{index}.{key}": value for key, value in state.items()}
-        return {k: (v.full_tensor() if isinstance(v, DTensor) else v).clone() for k, v in tensors.items()}
+        for name, tensor in tensors.items():
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            tensors[name] = whole.clone()
+        return tensors
+
+    def copy_weights(self) -> dict[str, Tensor]:
+        return {name: tensor for name, tensor in self.copy_state().items() if name[0].isalpha()}
+
+    def has_empty_optimizer(self) -> bool:
+        states = self.optimizer.state.values()
+        return not any(value.any() for state in states for value in state.values())
 
 
-def assert_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
-    assert a.keys() == b.keys()
-    assert not [name for name in a if not torch.equal(a[name], b[name])]
+def assert_equal(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    assert [name for name in actual if not torch.equal(actual[name], expected[name])] == []
 
 
-def weights(run: TinyRun) -> dict[str, torch.Tensor]:
-    return {name: tensor for name, tensor in run.everything().items() if name[0].isalpha()}
+def load_model_weights(
+    path: Path, model: Llama, log: Callable[[str], None] = lambda line: None
+) -> dict[str, Any]:
+    """Load the weights of the newest valid checkpoint, and return `info` of its manifest."""
+    step_folder = load_newest(path, lambda step_folder: load_weights(step_folder, model), log=log)
+    return read_manifest(step_folder)["info"]
 
 
-def load_model_weights(path: Path, model: Llama, log: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
-    """Load the weights of the newest good checkpoint at a path, and return what its manifest says."""
-    return step_folders.read_manifest(use_newest(path, lambda step: load_checked_weights(step, model), log=log))["info"]
-
-
-WAS_HERE = Path("/tmp/titanlite-was-here")
+PROOF = Path("/tmp/titanlite-was-here")
+"""Created when a `Malicious` object is unpickled."""
 
 
 class Malicious:
     def __reduce__(self):
-        return os.system, (f"touch {WAS_HERE}",)
+        return os.system, (f"touch {PROOF}",)
 
 
-def names(folder: Path) -> list[str]:
+def list_names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())

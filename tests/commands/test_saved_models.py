@@ -1,5 +1,4 @@
-"""`titanlite eval`: the loss of a text is that of transformers, in every layout, with each token scored once.
-`titanlite generate`: a completion is what forward passes over the whole text give."""
+"""Commands that read checkpoints: average, eval, export, import, generate and verify."""
 
 import io
 import itertools
@@ -20,18 +19,19 @@ from ranks import World, titanlite
 from torch.nn import functional as F
 
 from titanlite import cli, completion, generate, generate_many, load_checkpoint
-from titanlite.checkpoint.folder import CheckpointFolder
-from titanlite.checkpoint.live_tensors import LiveState
-from titanlite.checkpoint.published import checkpoint_weights
+from titanlite.checkpoint.dcp import LiveState
+from titanlite.checkpoint.huggingface import checkpoint_weights
+from titanlite.checkpoint.manifest import CheckpointContext
 from titanlite.checkpoint.save import Saver
-from titanlite.completion import LoadedCheckpoint, choose
+from titanlite.completion import LoadedCheckpoint, sample_token
 from titanlite.config.errors import CheckpointError
 from titanlite.config.load import PACKAGE, dump_config
-from titanlite.config.run import architecture
+from titanlite.config.run import build_architecture
 from titanlite.config.schema import JobConfig, Parallelism
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.model.llama import Llama
 from titanlite.runtime.process import STORE
+from titanlite.runtime.rank_group import RankGroup
 from titanlite.score import TextScore, evaluate_text
 
 Output = pytest.CaptureFixture[str]
@@ -40,15 +40,29 @@ TOKENIZER = load_tokenizer(MODEL_FILE)
 PROMPTS = ["def f", "import os, sys", "", "class A:", "x"]
 MODEL = {"dim": 32, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 48, "max_seq_len": 64}
 JOB = JobConfig.model_validate(
-    {"job": {"dump_folder": "unused"}, "model": {**MODEL, "vocab_size": 4096}, "training": {"seq_len": 48}}
+    {
+        "job": {"dump_folder": "unused"},
+        "model": {**MODEL, "vocab_size": 4096},
+        "training": {"seq_len": 48},
+    }
 )
-TEXTS = ["def f(x):\n    return x + 1\n" * 20, "import os  # <|end_of_text|><|begin_of_text|>", ""]
-TEXTS += ["größer 数 = 3\n" * 15, "a = [1, 2]\n" * 40]
+TEXTS = [
+    "def f(x):\n    return x + 1\n" * 20,
+    "import os  # <|end_of_text|><|begin_of_text|>",
+    "",
+    "größer 数 = 3\n" * 15,
+    "a = [1, 2]\n" * 40,
+]
+
+
+def change_model(**keys: Any) -> JobConfig:
+    return JOB.model_copy(update={"model": JOB.model.model_copy(update=keys)})
 
 
 def random_model(seed: int, job: JobConfig = JOB) -> Llama:
-    """Weights large enough that its logits are far from equal, and the likeliest token far from a tie."""
-    model, generator = Llama(architecture(job.model)), torch.Generator().manual_seed(seed)
+    """Create a model with weights so large that no two logits are nearly equal."""
+    model = Llama(build_architecture(job.model))
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
@@ -60,16 +74,36 @@ def random_model(seed: int, job: JobConfig = JOB) -> Llama:
 
 
 def save_run(folder: Path, *steps: int, job: JobConfig = JOB) -> Path:
-    """What a run leaves: config.toml, and checkpoints with the weights of `random_model(step)`."""
+    """Write the output folder of a run, with the weights of `random_model(step)` at each step."""
     (folder / "config.toml").write_text(dump_config(job))
     dist.init_process_group("gloo", init_method=f"file://{folder}.rendezvous", rank=0, world_size=1)
     for step in steps:
         live = LiveState(random_model(step, job))
-        checkpoints = CheckpointFolder(job.checkpoint, folder / "checkpoint", live, lambda line: None)
+        context = CheckpointContext(
+            job.checkpoint, folder / "checkpoint", live, RankGroup(60), lambda line: None
+        )
+        context.prepare_folder()
         data = {"version": 1, "tokenizer": TOKENIZER.fingerprint}
-        Saver(checkpoints).save(step, {"step": step, "tokens": 0, "data": data})
+        Saver(context).save(step, {"step": step, "tokens": 0, "data": data})
     dist.destroy_process_group()
     return folder
+
+
+def run(*words: object, code: int = 0) -> None:
+    """Run a command in this process."""
+    assert cli.main([str(word) for word in words]) == code
+
+
+def run_generate(capsys: Output, folder: Path, *words: str, code: int = 0) -> tuple[str, str]:
+    """Run `titanlite generate`, and return standard output and standard error."""
+    run("generate", "--checkpoint", folder, "--max-new-tokens", 12, *words, code=code)
+    out, err = capsys.readouterr()
+    assert "Traceback" not in err
+    return out, " ".join(err.split())
+
+
+def complete(loaded: LoadedCheckpoint, prompt: str, max_new_tokens: int = 30) -> str:
+    return "".join(generate(loaded, prompt, max_new_tokens, temperature=0))
 
 
 @pytest.fixture(scope="module")
@@ -78,67 +112,100 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def loaded(trained: Path) -> LoadedCheckpoint:
+    return load_checkpoint(trained)
+
+
+@pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """All of TEXTS: the first in a text file, the others as JSON lines."""
+    """TEXTS: the first one in a text file, the others as JSON lines."""
     folder = tmp_path_factory.mktemp("data")
-    (folder / "a.txt").write_text(TEXTS[0])
-    (folder / "b.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS[1:]))
-    return [folder / "a.txt", folder / "b.jsonl"]
+    text, lines = folder / "a.txt", folder / "b.jsonl"
+    text.write_text(TEXTS[0])
+    lines.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS[1:]))
+    return [text, lines]
 
 
-def test_the_mean_of_checkpoints_is_a_checkpoint_of_weights(trained: Path, files: list[Path], tmp_path: Path):
-    out, first = tmp_path / "mean", trained / "checkpoint" / "step-00000010"
-    words = "average", first, trained, "--weights", 1, 3, "--out"
-    titanlite(*words, out)
+def test_average_writes_the_weighted_mean_as_a_checkpoint(
+    trained: Path, files: list[Path], tmp_path: Path
+):
+    out = tmp_path / "mean"
+    first = trained / "checkpoint" / "step-00000010"
+
+    titanlite("average", first, trained, "--weights", 1, 3, "--out", out)
+
     mean = load_checkpoint(out)
-    for name, each in mean.model.named_parameters():
-        parts = [random_model(step).get_parameter(name).double() for step in (10, 20)]
-        assert torch.equal(each, ((parts[0] + 3 * parts[1]) / 4).float())
     assert mean.folder == out / "step-00000020"
-    assert min(evaluate_text(trained, files).loss, evaluate_text(out, files).loss) > 0
-    titanlite(*words, out, code=2)  # it is there
-    titanlite(*words[:4], 1, "--out", tmp_path / "other", code=2)
-    narrow = JOB.model_copy(update={"model": JOB.model.model_copy(update={"ffn_dim": 64})})
-    (tmp_path / "narrow").mkdir()
-    save_run(tmp_path / "narrow", 10, job=narrow)
-    said = titanlite("average", trained, tmp_path / "narrow", "--out", tmp_path / "other", code=2)
-    assert "ffn" in said or "feed_forward" in said
-    assert not (tmp_path / "other").exists() or not list((tmp_path / "other").iterdir())
+    for name, weight in mean.model.named_parameters():
+        a, b = (random_model(step).get_parameter(name).double() for step in (10, 20))
+        assert torch.equal(weight, ((a + 3 * b) / 4).float())
+    assert evaluate_text(out, files).loss > 0
+
+
+def test_average_of_unsuitable_checkpoints_is_an_error(
+    trained: Path, tmp_path: Path, capsys: Output
+):
+    other = tmp_path / "other"
+    other.mkdir()
+    save_run(other, 10, job=change_model(ffn_dim=64))
+    used = tmp_path / "used"
+    used.mkdir()
+    (used / "file").touch()
+    out = tmp_path / "out"
+
+    run("average", trained, trained, "--out", used, code=2)
+    run("average", trained, trained, "--weights", 1, "--out", out, code=2)
+    run("average", trained, other, "--out", out, code=2)
+
+    message = capsys.readouterr().err
+    assert "ffn" in message or "feed_forward" in message
+    assert not [*out.glob("*")]
 
 
 def score_by_transformers(folder: Path, length: int, stride: int) -> tuple[float, int]:
-    """Nats and tokens of TEXTS, by the loop of transformers' guide on perplexity."""
+    """Return nats and tokens of TEXTS, computed as in transformers' guide on perplexity."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    total, count = 0.0, 0
+    nats = 0.0
+    num_tokens = 0
     for text in TEXTS:
-        ids = torch.tensor([[tokenizer.bos_token_id, *tokenizer(text, add_special_tokens=False).input_ids]])
-        reached = 1  # the token that begins a document is not scored
+        encoded = tokenizer(text, add_special_tokens=False).input_ids
+        ids = torch.tensor([[tokenizer.bos_token_id, *encoded]])
+        previous_end = 1  # the token that begins a document is not scored
         for begin in range(0, ids.shape[1], stride):
             end = min(begin + length, ids.shape[1])
             with torch.no_grad():
-                logits = model(ids[:, begin:end]).logits[0, reached - 1 - begin : -1].double()
-            total += F.cross_entropy(logits, ids[0, reached:end], reduction="sum").item()
-            count, reached = count + end - reached, end
+                logits = model(ids[:, begin:end]).logits[0].double()
+            scored = logits[previous_end - 1 - begin : -1]
+            labels = ids[0, previous_end:end]
+            nats += F.cross_entropy(scored, labels, reduction="sum").item()
+            num_tokens += end - previous_end
+            previous_end = end
             if end == ids.shape[1]:
                 break
-    return total, count
+    return nats, num_tokens
 
 
 @pytest.mark.slow
-def test_the_loss_is_that_of_transformers_on_the_exported_model(trained: Path, files: list[Path], tmp_path: Path):
+def test_eval_computes_the_loss_of_transformers_on_the_exported_model(
+    trained: Path, files: list[Path], tmp_path: Path
+):
     titanlite("export", "--checkpoint", trained, "--out", tmp_path / "hf", "--dtype", "float32")
-    for length, stride in ((48, 24), (33, 5)):  # the first is what there is without options
-        settings: dict[str, Any] = {} if length == 48 else {"window": length, "stride": stride}
-        ours = asdict(evaluate_text(trained, files, **settings))
-        total, tokens = score_by_transformers(tmp_path / "hf", length, stride)
-        num_bytes = sum(len(text.encode()) for text in TEXTS)
-        assert (ours["documents"], ours["bytes"], ours["tokens"]) == (5, num_bytes, tokens)
-        theirs = [total / tokens, math.exp(total / tokens), total / math.log(2) / num_bytes]
-        found = [ours[name] for name in ("loss", "perplexity", "bits_per_byte")]
-        assert found == pytest.approx(theirs, rel=1e-5)  # fp32 sums in another order
+    num_bytes = sum(len(text.encode()) for text in TEXTS)
+
+    for length, stride in ((48, 24), (33, 5)):
+        is_default = length == 48
+        keys: dict[str, Any] = {} if is_default else {"window": length, "stride": stride}
+        score = evaluate_text(trained, files, **keys)
+        nats, num_tokens = score_by_transformers(tmp_path / "hf", length, stride)
+
+        assert (score.documents, score.bytes, score.tokens) == (5, num_bytes, num_tokens)
+        loss = nats / num_tokens
+        expected = [loss, math.exp(loss), nats / math.log(2) / num_bytes]
+        found = [score.loss, score.perplexity, score.bits_per_byte]
+        assert found == pytest.approx(expected, rel=1e-5)  # fp32 sums in another order
 
 
 LAYOUTS: list[dict[str, Any]] = [
@@ -150,55 +217,53 @@ LAYOUTS: list[dict[str, Any]] = [
 ]
 
 
-def scores_of_layouts(trained: Path, files: list[Path], store: Path) -> list[TextScore]:
-    """Each evaluation has a world of its own."""
+def score_in_layouts(trained: Path, files: list[Path], store: Path) -> list[TextScore]:
     os.environ[STORE] = f"{store}-of-scores"
-    settings: dict[str, Any] = {"window": 37, "stride": 10, "batch_size": 3}
-    parallelisms = map(Parallelism.model_validate, LAYOUTS)
-    return [evaluate_text(trained, files, parallelism=parallelism, **settings) for parallelism in parallelisms]
+    scores = []
+    for layout in LAYOUTS:
+        parallelism = Parallelism.model_validate(layout)
+        score = evaluate_text(
+            trained, files, parallelism=parallelism, window=37, stride=10, batch_size=3
+        )
+        scores.append(score)
+    return scores
 
 
 @pytest.mark.slow
-def test_every_layout_gives_the_score_of_one_process(trained: Path, files: list[Path]) -> None:
-    alone = evaluate_text(trained, files, window=37, stride=10)
-    world = World(4, scores_of_layouts, trained, files)
+def test_eval_computes_the_same_score_in_each_layout(trained: Path, files: list[Path]) -> None:
+    alone = asdict(evaluate_text(trained, files, window=37, stride=10))
+
+    world = World(4, score_in_layouts, trained, files)
     world.ends_with(0)
-    for score in (score for of_rank in world.results() for score in of_rank):
-        assert asdict(score) == pytest.approx(asdict(alone), rel=1e-6)  # fp32 sums in another order
+
+    for score in itertools.chain(*world.results()):
+        assert asdict(score) == pytest.approx(alone, rel=1e-6)  # fp32 sums in another order
 
 
 @pytest.mark.slow
-def test_ngpu_starts_the_ranks_and_json_stands_alone_on_standard_output(trained: Path, files: list[Path]) -> None:
-    command = [sys.executable, "-m", "titanlite", "eval", "--checkpoint", str(trained), "--data", *map(str, files)]
-    words = ["--json", "--parallelism.tensor_parallel_degree", "2"]
+def test_eval_starts_ngpu_ranks_and_prints_only_json(trained: Path, files: list[Path]) -> None:
+    command = [sys.executable, "-m", "titanlite", "eval", "--checkpoint", str(trained), "--data"]
+    command += [*map(str, files), "--json", "--parallelism.tensor_parallel_degree", "2"]
     environment = {**os.environ, "NGPU": "2"}
-    done = subprocess.run([*command, *words], env=environment, capture_output=True, text=True, check=True)
+
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+
     assert "float32 on 2 x cpu" in done.stderr
     alone = evaluate_text(trained, files)
-    assert json.loads(done.stdout)["loss"] == pytest.approx(alone.loss, rel=1e-6)  # fp32 sums in another order
+    loss = json.loads(done.stdout)["loss"]
+    assert loss == pytest.approx(alone.loss, rel=1e-6)  # fp32 sums in another order
 
 
-@pytest.fixture(scope="module")
-def loaded(trained: Path) -> LoadedCheckpoint:
-    return load_checkpoint(trained)
+def test_greedy_text_does_not_depend_on_the_other_prompts_of_a_batch(
+    loaded: LoadedCheckpoint, monkeypatch: pytest.MonkeyPatch
+):
+    expected = [(prompt, complete(loaded, prompt)) for prompt in PROMPTS]
+    assert len({text for _, text in expected}) == len(PROMPTS)
 
-
-def complete(capsys: Output, folder: Path, *words: str, code: int = 0) -> tuple[str, str]:
-    """Standard output and standard error of the command, which ends with `code`."""
-    assert cli.main(["generate", "--checkpoint", str(folder), "--max-new-tokens", "12", *words]) == code
-    out, err = capsys.readouterr()
-    assert "Traceback" not in err
-    return out, " ".join(err.split())
-
-
-def test_greedy_text_is_the_same_whatever_is_beside_it(loaded: LoadedCheckpoint, monkeypatch: pytest.MonkeyPatch):
-    """What it is says the next test."""
-    expected = ["".join(generate(loaded, prompt, 30, temperature=0)) for prompt in PROMPTS]
-    assert len({*expected}) == len(PROMPTS)
     for chunk, size in itertools.product((1, 512), (1, 2, 5)):
         monkeypatch.setattr(completion, "PREFILL_CHUNK", chunk)
-        done = list(generate_many(loaded, PROMPTS, 30, temperature=0, batch_size=size))
-        assert [(text.prompt, text.completion) for text in done] == list(zip(PROMPTS, expected, strict=True))
+        results = generate_many(loaded, PROMPTS, 30, temperature=0, batch_size=size)
+        assert [(result.prompt, result.completion) for result in results] == expected
 
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -212,88 +277,237 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_text_is_that_of_transformers_and_the_weights_come_back(tmp_path: Path, family: str) -> None:
+def test_greedy_text_equals_that_of_transformers(tmp_path: Path, family: str) -> None:
     from transformers import AutoModelForCausalLM
 
-    job = JOB.model_copy(update={"model": JOB.model.model_copy(update=FAMILIES[family])})
-    run, out = save_run(tmp_path, 1, job=job), tmp_path / "hf"
-    assert cli.main(["export", "--checkpoint", str(run), "--out", str(out), "--dtype", "float32"]) == 0
-    theirs: Any = AutoModelForCausalLM.from_pretrained(out)
-    ours = load_checkpoint(run)
+    trained = save_run(tmp_path, 1, job=change_model(**FAMILIES[family]))
+    run("export", "--checkpoint", trained, "--out", tmp_path / "hf", "--dtype", "float32")
+    theirs: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    ours = load_checkpoint(trained)
+
     assert type(theirs).__name__ == family
     for prompt in PROMPTS:
         ids = torch.tensor([[TOKENIZER.bos_id, *TOKENIZER.encode(prompt)]])
-        found = theirs.generate(ids, max_new_tokens=30, do_sample=False, eos_token_id=None)[0, ids.shape[1] :]
-        assert "".join(generate(ours, prompt, 30, temperature=0)) == TOKENIZER.decode(found.tolist())
-    assert cli.main(["import", "--hf", str(out), "--out", str(tmp_path / "back")]) == 0
-    back = checkpoint_weights(tmp_path / "back" / "step-00000000")
-    assert back.arch == architecture(job.model)
-    assert all(torch.equal(back.read(name), weight) for name, weight in random_model(1, job).named_parameters())
+        output = theirs.generate(ids, max_new_tokens=30, do_sample=False, eos_token_id=None)
+        expected = TOKENIZER.decode(output[0, ids.shape[1] :].tolist())
+        assert complete(ours, prompt) == expected
 
 
-def test_sampled_text_depends_on_its_seed_and_on_no_other_prompt(loaded: LoadedCheckpoint) -> None:
-    texts = [list(generate_many(loaded, PROMPTS, 10, seed=5, batch_size=size)) for size in (1, 2, 5)]
-    assert texts[0] == texts[1] == texts[2] != list(generate_many(loaded, PROMPTS, 10, seed=6))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_import_restores_exported_weights(tmp_path: Path, family: str) -> None:
+    job = change_model(**FAMILIES[family])
+    trained = save_run(tmp_path, 1, job=job)
+    hf = tmp_path / "hf"
+
+    run("export", "--checkpoint", trained, "--out", hf, "--dtype", "float32")
+    run("import", "--hf", hf, "--out", tmp_path / "back")
+    shutil.rmtree(hf)  # the checkpoint contains its tokenizer
+
+    imported = load_checkpoint(tmp_path / "back")
+    assert complete(imported, PROMPTS[0]) == complete(load_checkpoint(trained), PROMPTS[0])
+    weights = checkpoint_weights(imported.folder)
+    assert weights.arch == build_architecture(job.model)
+    for name, weight in random_model(1, job).named_parameters():
+        assert torch.equal(weights.read(name), weight)
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an imported Llama and Qwen3, whose tokenizers have different formats."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    folder = tmp_path_factory.mktemp("imported")
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "intermediate_size": 48,
+        "vocab_size": 4224,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+    }
+    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(folder / "llama-hf")
+    Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=16)).save_pretrained(folder / "qwen-hf")
+    for name, suffix in (("llama", ".model"), ("qwen", ".json")):
+        hf = folder / f"{name}-hf"
+        shutil.copy(MODEL_FILE.with_suffix(suffix), hf)
+        run("import", "--hf", hf, "--out", folder / name)
+        shutil.rmtree(hf)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "qwen"])
+def test_every_command_accepts_an_imported_checkpoint(
+    imported: Path, files: list[Path], tmp_path: Path, capsys: Output, name: str
+) -> None:
+    checkpoint = shutil.copytree(imported / name, tmp_path / "moved")
+    text = run_generate(capsys, checkpoint, "--prompt", "def f")[0]
+    score = evaluate_text(checkpoint, files)
+    assert (score.documents, score.window) == (5, 128)
+    # Each command writes a copy of the weights. The learning rate is too small to change them.
+    train = (
+        "--training.steps 1 --training.seq_len 64 --training.global_batch_size 1 "
+        "--training.local_batch_size 1 --optimizer.lr 1e-30 "
+        "--training.mixed_precision_param float32"
+    )
+    hf = tmp_path / "hf"
+    titanlite("average", checkpoint, checkpoint, "--out", tmp_path / "mean")
+    titanlite("export", "--checkpoint", checkpoint, "--out", hf, "--dtype", "float32")
+    titanlite("import", "--hf", hf, "--out", tmp_path / "again")
+    titanlite("train", "--from", checkpoint, "--job.dump_folder", tmp_path / "run", *train.split())
+
+    for copy in ("mean", "again", "run"):
+        assert run_generate(capsys, tmp_path / copy, "--prompt", "def f")[0] == text
+        assert evaluate_text(tmp_path / copy, files, window=128).loss == score.loss
+    assert "steps to replay" in titanlite("replay", checkpoint, "--step", 1, code=2)
+
+
+@pytest.mark.slow
+def test_a_damaged_tokenizer_of_a_checkpoint_is_reported(
+    imported: Path, tmp_path: Path, capsys: Output
+) -> None:
+    checkpoint = shutil.copytree(imported / "llama", tmp_path / "copy")
+    run("verify", checkpoint)
+
+    tokenizer = checkpoint / "step-00000000/tokenizer.model"
+    tokenizer.write_bytes(tokenizer.read_bytes()[:-1])
+
+    run("verify", checkpoint, code=4)
+    run_generate(capsys, checkpoint, code=4)
+
+
+def test_weights_are_imported_without_a_tokenizer_that_does_not_fit(
+    trained: Path, tmp_path: Path, capsys: Output
+):
+    hf = tmp_path / "hf"
+    run("export", "--checkpoint", trained, "--out", hf)
+    (hf / "tokenizer.json").unlink()
+
+    run("import", "--hf", hf, "--out", tmp_path / "bare")
+    assert "--tokenizer FILE" in run_generate(capsys, tmp_path / "bare", code=4)[1]
+
+    words = ["import", "--hf", hf, "--out", tmp_path / "whole", "--tokenizer"]
+    run(*words, hf / "config.json", code=2)
+    run(*words, MODEL_FILE)
+    capsys.readouterr()
+    options = ["--prompt", "def f", "--temperature", "0"]
+    text, _ = run_generate(capsys, tmp_path / "whole", *options)
+
+    tokenizer = ["--tokenizer.path", MODEL_FILE]
+    assert run_generate(capsys, tmp_path / "bare", *options, *tokenizer)[0] == text
+    run("check", "--from", tmp_path / "bare", code=2)
+    run("check", "--from", tmp_path / "bare", *tokenizer)
+
+
+def test_sampled_text_depends_only_on_its_prompt_and_the_seed(loaded: LoadedCheckpoint) -> None:
+    def sample(seed: int, batch_size: int = 8) -> list[str]:
+        results = generate_many(loaded, PROMPTS, 10, seed=seed, batch_size=batch_size)
+        return [result.completion for result in results]
+
+    assert sample(5, 1) == sample(5, 2) == sample(5, 5)
+    assert sample(5) != sample(6)
 
 
 @pytest.mark.parametrize(
     ("temperature", "top_k", "allowed"),
-    [(0, 0, [1]), (1.0, 1, [1]), (1e-310, 0, [1]), (1.0, 2, [1, 3]), (0.5, 0, range(5)), (2.0, 99, range(5))],
+    [
+        (0, 0, [1]),
+        (1.0, 1, [1]),
+        (1e-310, 0, [1]),
+        (1.0, 2, [1, 3]),
+        (0.5, 0, range(5)),
+        (2.0, 99, range(5)),
+    ],
 )
-def test_tokens_are_drawn_from_the_softmax_of_the_allowed(temperature: float, top_k: int, allowed: list[int]) -> None:
-    """0.04: five standard errors of 4,000 draws."""
-    logits, generator = torch.tensor([0.0, 3.0, 1.0, 2.0, -1.0]), torch.Generator().manual_seed(0)
-    chosen = torch.tensor([choose(logits, temperature, top_k, generator) for _ in range(4000)])
+def test_tokens_are_sampled_from_the_softmax_of_the_top_k(
+    temperature: float, top_k: int, allowed: list[int]
+) -> None:
+    logits = torch.tensor([0.0, 3.0, 1.0, 2.0, -1.0])
+    generator = torch.Generator().manual_seed(0)
+    tokens = [sample_token(logits, temperature, top_k, generator) for _ in range(4000)]
+
     expected = torch.zeros(5)
     expected[list(allowed)] = torch.softmax(logits[list(allowed)] / max(temperature, 1e-3), dim=-1)
-    torch.testing.assert_close(torch.bincount(chosen, minlength=5) / 4000.0, expected, atol=0.04, rtol=0.0)
+    frequencies = torch.bincount(torch.tensor(tokens), minlength=5) / 4000.0
+    # 0.04 is five standard errors of 4,000 samples.
+    torch.testing.assert_close(frequencies, expected, atol=0.04, rtol=0.0)
 
 
 @pytest.mark.parametrize("name", ["tokenizer.model", "tokenizer.json"])
 @pytest.mark.parametrize("text", ["def f(x):\n\treturn x", "naïve — 漢字かな 🦜🦜 \ufffd?"])
-def test_pieces_are_whole_characters_and_add_up_to_the_text(loaded, monkeypatch, name: str, text: str) -> None:
-    """A model that says `text`."""
+def test_pieces_are_whole_characters_and_add_up_to_the_text(
+    loaded: LoadedCheckpoint, monkeypatch, name: str, text: str
+) -> None:
     tokenizer = load_tokenizer(MODEL_FILE.with_name(name))
     ids = iter([*tokenizer.encode(text), tokenizer.eos_id])
-    monkeypatch.setattr(completion, "choose", lambda *args: next(ids))
+    monkeypatch.setattr(completion, "sample_token", lambda *args: next(ids))
+
     pieces = list(generate(replace(loaded, tokenizer=tokenizer), "a"))
+
     assert "".join(pieces) == text
-    assert ["\ufffd" in piece for piece in pieces].count(True) == text.count("\ufffd")
+    assert sum("\ufffd" in piece for piece in pieces) == text.count("\ufffd")
 
 
-def test_the_completion_alone_is_on_standard_output(capsys: Output, trained: Path, loaded, monkeypatch) -> None:
-    out, err = complete(capsys, trained, "--prompt", "import os", "--temperature", "0")
-    assert out == "import os" + "".join(generate(loaded, "import os", 12, temperature=0)) + "\n"
-    assert ("step-00000020" in err, "12 tokens" in err) == (True, True)
+def test_generate_prints_only_the_completion_to_standard_output(
+    capsys: Output, trained: Path, loaded: LoadedCheckpoint
+) -> None:
+    greedy = ("--prompt", "import os", "--temperature", "0")
+
+    out, err = run_generate(capsys, trained, *greedy)
+
+    assert out == "import os" + complete(loaded, "import os", 12) + "\n"
+    assert "step-00000020" in err
+    assert "12 tokens" in err
     older = trained / "checkpoint" / "step-00000010"
-    assert complete(capsys, older, "--prompt", "import os", "--temperature", "0")[0] != out
+    assert run_generate(capsys, older, *greedy)[0] != out
+
+
+def test_generate_escapes_control_characters_on_a_terminal(
+    capsys: Output, trained: Path, monkeypatch
+) -> None:
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    assert complete(capsys, trained, "--prompt", "a\x1b[2J")[0].startswith(r"a\x1b[2J")
+
+    assert run_generate(capsys, trained, "--prompt", "a\x1b[2J")[0].startswith(r"a\x1b[2J")
 
 
-def test_prompts_of_a_file_and_of_standard_input(capsys: Output, trained: Path, tmp_path: Path, monkeypatch) -> None:
-    (tmp_path / "a.txt").write_text("def f\n\nimport os\r\n")
-    (tmp_path / "a.jsonl").write_text('"def f"\n{"prompt": "import os"}\n{"prompt": "two\\nlines"}')
-    expected = [complete(capsys, trained, "--prompt", prompt)[0] for prompt in ("def f", "import os")]
-    assert complete(capsys, trained, "--prompts", str(tmp_path / "a.txt"))[0] == "".join(expected)
-    found = complete(capsys, trained, "--prompts", str(tmp_path / "a.jsonl"), "--json")[0].splitlines()
-    done = [json.loads(line) for line in found]
-    assert [f"{one['prompt']}{one['completion']}\n" for one in done[:2]] == expected
-    assert (done[2]["prompt"], done[0]["tokens"], done[0]["end"]) == ("two\nlines", 12, "length")
+def test_generate_reads_prompts_from_files_and_standard_input(
+    capsys: Output, trained: Path, tmp_path: Path, monkeypatch
+) -> None:
+    text, lines = tmp_path / "a.txt", tmp_path / "a.jsonl"
+    text.write_text("def f\n\nimport os\r\n")
+    lines.write_text('"def f"\n{"prompt": "import os"}\n{"prompt": "two\\nlines"}')
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"def f\nimport os\n")))
-    assert complete(capsys, trained, "--prompts", "-")[0] == "".join(expected)
+    expected = ""
+    for prompt in ("def f", "import os"):
+        expected += run_generate(capsys, trained, "--prompt", prompt)[0]
+
+    assert run_generate(capsys, trained, "--prompts", str(text))[0] == expected
+    assert run_generate(capsys, trained, "--prompts", "-")[0] == expected
+    out = run_generate(capsys, trained, "--prompts", str(lines), "--json")[0]
+    results = [json.loads(line) for line in out.splitlines()]
+    found = [f"{result['prompt']}{result['completion']}\n" for result in results[:2]]
+    assert "".join(found) == expected
+    assert results[2]["prompt"] == "two\nlines"
+    assert (results[0]["tokens"], results[0]["end"]) == (12, "length")
 
 
-def test_a_checkpoint_of_another_model_or_tokenizer(capsys: Output, trained: Path, tmp_path: Path) -> None:
-    run = shutil.copytree(trained, tmp_path / "run")
-    (run / "config.toml").write_text(dump_config(JOB).replace("dim = 32", "dim = 64"))
-    assert "does not fit" in complete(capsys, run, code=2)[1]
-    (tmp_path / "other.model").write_bytes(b"".join(MODEL_FILE.read_bytes().splitlines(keepends=True)[:-1]))
-    tokenizer = JOB.tokenizer.model_copy(update={"path": str(tmp_path / "other.model")})
-    (run / "config.toml").write_text(dump_config(JOB.model_copy(update={"tokenizer": tokenizer})))
-    assert "another tokenizer" in complete(capsys, run, code=4)[1]
+def test_a_checkpoint_of_another_model_or_tokenizer_is_an_error(
+    capsys: Output, trained: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(trained, tmp_path / "run")
+    (folder / "config.toml").write_text(dump_config(change_model(dim=64)))
+    assert "does not fit" in run_generate(capsys, folder, code=2)[1]
+
+    other = tmp_path / "other.model"
+    other.write_bytes(b"".join(MODEL_FILE.read_bytes().splitlines(keepends=True)[:-1]))
+    tokenizer = JOB.tokenizer.model_copy(update={"path": str(other)})
+    (folder / "config.toml").write_text(
+        dump_config(JOB.model_copy(update={"tokenizer": tokenizer}))
+    )
+    assert "another tokenizer" in run_generate(capsys, folder, code=4)[1]
 
 
-def test_logits_that_are_no_numbers_are_said_so() -> None:
+def test_logits_that_are_not_finite_are_an_error() -> None:
     with pytest.raises(CheckpointError, match="not finite"):
-        choose(torch.tensor([0.0, math.nan]), 0, 0, None)
+        sample_token(torch.tensor([0.0, math.nan]), 0, 0, None)

@@ -1,4 +1,4 @@
-"""Small documents, and the ranks of one world in one process."""
+"""Small documents, sources and loaders for the tests of the data pipeline."""
 
 import json
 import threading
@@ -12,7 +12,7 @@ import pyarrow.parquet
 import torch
 
 from titanlite.config.run import Run
-from titanlite.config.schema import Comm, Dataset, JobConfig, Training, Validation
+from titanlite.config.schema import Comm, Dataset, DataSource, JobConfig, Training, Validation
 from titanlite.data.loader import Loader
 from titanlite.data.shuffle import permuted
 from titanlite.data.tokenizer import load_tokenizer
@@ -21,17 +21,19 @@ from titanlite.data.validation import ValidationSet
 ROOT = Path(__file__).parents[2]
 TOKENIZER_PATH = ROOT / "assets/tokenizer/tokenizer.model"
 TOKENIZER = load_tokenizer(TOKENIZER_PATH)
+CPU = torch.device("cpu")
 
 
 def some_texts(count, seed=0, words=90, mark=""):
-    """Texts of very different lengths, each of which says its number."""
+    """Return texts of very different lengths. Each one begins with its number."""
     generator = np.random.default_rng(seed)
     return [f"<{mark}{i}> " + "word " * int(generator.integers(0, words)) for i in range(count)]
 
 
 def write_jsonl(path, texts):
-    with pyarrow.output_stream(str(path)) as file:  # compressed as its suffix says
-        file.write("".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(texts)).encode())
+    lines = [json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(texts)]
+    with pyarrow.output_stream(str(path)) as file:  # compresses .gz and .zst files
+        file.write("".join(lines).encode())
     return path
 
 
@@ -40,7 +42,7 @@ def write_parquet(path, texts, **columns):
 
 
 def write_hub(folder, texts, files=6):
-    """A local repository as `datasets` reads it: jsonl files."""
+    """Write a local repository that `datasets` can load."""
     folder.mkdir()
     for i in range(files):
         write_jsonl(folder / f"train-{i}.jsonl", texts[i::files])
@@ -48,10 +50,10 @@ def write_hub(folder, texts, files=6):
 
 
 def hide_bad_records(path, texts, count=1, bad="not json"):
-    """Write `texts` with bad lines that the first look at the data does not see; returns their line numbers."""
+    """Write texts with bad lines that a start does not inspect, and return the line numbers."""
     total = len(texts) + count
-    seen = set(permuted(np.arange(64), total, "sample").tolist())
-    hidden = [number for number in range(100, total) if number not in seen][:count]
+    inspected = permuted(np.arange(64), total, "sample").tolist()
+    hidden = [number for number in range(100, total) if number not in inspected][:count]
     lines = [json.dumps({"text": text}) for text in texts]
     for number in hidden:
         lines.insert(number, bad)
@@ -59,34 +61,51 @@ def hide_bad_records(path, texts, count=1, bad="not json"):
     return [number + 1 for number in hidden]
 
 
-def dataset_of(tmp_path, texts, **keys):
-    return Dataset(source="jsonl", path=str(write_jsonl(tmp_path / "a.jsonl", texts)), num_workers=0, **keys)
+def make_dataset(source, path, **keys):
+    return Dataset(source=source, path=str(path), num_workers=0, **keys)
 
 
-def run_of(dataset, validation=None, dp_size=1, comm=None, **training):
-    """The run of a job that reads `dataset`; the other keywords are keys of [training]."""
+def jsonl_dataset(folder, texts, **keys):
+    return make_dataset("jsonl", write_jsonl(folder / "a.jsonl", texts), **keys)
+
+
+def make_mixture(*sources, **keys):
+    """Create a dataset of (JSON lines file, weight) pairs."""
+    specs = [DataSource(source="jsonl", path=str(path), weight=weight) for path, weight in sources]
+    return Dataset(sources=tuple(specs), num_workers=0, **keys)
+
+
+def make_run(dataset, validation=None, dp_size=1, comm=None, **training):
+    """Create a run that reads `dataset`. Other keywords are keys of [training]."""
     keys = {"seed": 7, "seq_len": 32, "global_batch_size": 24, "local_batch_size": 1, **training}
-    validation, comm = validation or Validation(), Comm(**(comm or {}))
-    return Run(JobConfig(dataset=dataset, comm=comm, validation=validation, training=Training(**keys)), dp_size)
+    job = JobConfig(
+        dataset=dataset,
+        comm=Comm(**(comm or {})),
+        validation=validation or Validation(),
+        training=Training(**keys),
+    )
+    return Run(job, dp_size)
 
 
-def make_loader(dataset, *, tokenizer=TOKENIZER, holdout=0.0, dp_rank=0, dp_group=None, stopping=lambda: False, **keys):
-    """A loader of rank 0 of 1 unless told otherwise."""
-    run = run_of(dataset, Validation(holdout=holdout), **keys)
-    return Loader(run, tokenizer, dp_rank, dp_group, torch.device("cpu"), stopping)
+def make_loader(
+    dataset, *, tokenizer=TOKENIZER, holdout=0.0, dp_rank=0, stopping=lambda: False, **keys
+):
+    run = make_run(dataset, Validation(holdout=holdout), **keys)
+    return Loader(run, tokenizer, dp_rank, None, CPU, stopping)
 
 
 def make_validation(validation, dataset, *, rank=0, size=1, local=3, **keys):
-    """The rows of [validation] on one rank."""
-    run = run_of(dataset, validation, size, local_batch_size=local, **keys)
-    return ValidationSet(run, TOKENIZER, rank, torch.device("cpu"))
+    run = make_run(dataset, validation, size, local_batch_size=local, **keys)
+    return ValidationSet(run, TOKENIZER, rank, CPU)
 
 
-class Ranks:
-    """R loaders of one world, which meet at a barrier in place of a collective."""
+class RankLoaders:
+    """The loaders of all ranks of a run, which exchange state through a barrier."""
 
     def __init__(self, dataset, size, *, local=1, global_batch=24, **keys):
-        self.size, self._values, self._barrier = size, {}, threading.Barrier(size)
+        self.size = size
+        self._values = {}
+        self._barrier = threading.Barrier(size)
         keys |= {"global_batch_size": global_batch, "local_batch_size": local, "dp_size": size}
         self.loaders = [make_loader(dataset, dp_rank=rank, **keys) for rank in range(size)]
         for rank, loader in enumerate(self.loaders):
@@ -96,28 +115,28 @@ class Ranks:
         self._values[rank] = value
         self._barrier.wait()
         gathered = [self._values[r] for r in range(self.size)]
-        self._barrier.wait()  # or the next call could write what another rank has not read yet
+        self._barrier.wait()  # until all ranks have read the values of this call
         return gathered
 
     def batch(self):
-        """The next global batch, rows in their order: (G, 2, T), inputs and labels."""
-        rows = {}
+        """Read the next global batch, and return inputs and labels as (G, 2, T)."""
+        sequences = {}
         for rank, loader in enumerate(self.loaders):
             batch = loader.next_global_batch()
             inputs = torch.cat([micro.input_ids for micro in batch.microbatches])
             labels = torch.cat([micro.labels for micro in batch.microbatches])
             assert batch.num_valid_tokens == (labels != -100).sum()
-            for i, row in enumerate(torch.stack([inputs, labels], dim=1)):
-                rows[rank + i * self.size] = row
-        return torch.stack([rows[k] for k in range(len(rows))])
+            for i, sequence in enumerate(torch.stack([inputs, labels], dim=1)):
+                sequences[rank + i * self.size] = sequence
+        return torch.stack([sequences[k] for k in range(len(sequences))])
 
-    def together(self, call):
-        """What `call` returns for each loader, where ranks wait for each other."""
+    def call(self, function):
+        """Call a function of a loader on all ranks at once, and return the results."""
         with ThreadPoolExecutor(self.size) as threads:
-            return list(threads.map(call, self.loaders))
+            return list(threads.map(function, self.loaders))
 
     def state(self):
-        states = self.together(Loader.state_dict)
+        states = self.call(Loader.state_dict)
         assert all(state == states[0] for state in states)
         return json.loads(json.dumps(states[0]))
 

@@ -1,4 +1,4 @@
-"""Runs whose data is damaged, changes or stands still: the steps that were done are saved, and the file is named."""
+"""Runs whose data changes, is damaged or hangs save their steps and name the file."""
 
 import os
 import re
@@ -8,22 +8,30 @@ from functools import partial
 
 import datasets
 import pytest
-from data_helpers import hide_bad_records, make_loader, run_of, some_texts, write_hub, write_jsonl, write_parquet
+from data_helpers import (
+    hide_bad_records,
+    make_dataset,
+    make_loader,
+    make_run,
+    some_texts,
+    write_hub,
+    write_jsonl,
+    write_parquet,
+)
 from small_runs import SMALL, as_logged, launched, logged, losses, start, wait_for_step
-from test_worker import workers
+from test_worker import find_workers
 
 from titanlite import Trainer, load_job
 from titanlite.config.errors import UserError
-from titanlite.config.schema import Dataset
 from titanlite.data.prepare import prepare
 
 TEXTS = some_texts(400, words=300)
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def originals(tmp_path_factory):
     """Data of each kind."""
-    tmp_path = tmp_path_factory.mktemp("made")
+    tmp_path = tmp_path_factory.mktemp("originals")
     jsonl = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     for i, text in enumerate(TEXTS):
         (tmp_path / f"{i:03}.txt").write_text(text)
@@ -33,7 +41,7 @@ def made(tmp_path_factory):
     write_parquet(tmp_path / "a.parquet", TEXTS)
     write_hub(tmp_path / "hub", TEXTS, files=1)
     datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "arrow")
-    prepare(run_of(Dataset(source="jsonl", path=str(jsonl))), tmp_path / "shards", 1)
+    prepare(make_run(make_dataset("jsonl", jsonl)), tmp_path / "shards", 1)
     return tmp_path
 
 
@@ -47,7 +55,15 @@ def replace(path):
     other.replace(path)
 
 
-@pytest.mark.parametrize("change", [shorten, replace])
+def flip(path):
+    """Change bytes in place, so that the size and an open file descriptor stay as they are."""
+    with path.open("r+b") as file:
+        first = file.read(64)
+        file.seek(0)
+        file.write(bytes(byte ^ 1 for byte in first))
+
+
+@pytest.mark.parametrize("change", [shorten, replace, flip])
 @pytest.mark.parametrize(
     ("source", "path", "name"),
     [
@@ -58,76 +74,117 @@ def replace(path):
         ("huggingface", "hub", "hub/train-0.jsonl"),
         ("arrow", "arrow", "arrow/data-00000-of-00001.arrow"),
         ("shards", "shards", "shards/shard-00000.bin"),
+        ("shards", "shards", "shards/shard-00000.idx"),
     ],
 )
-def test_a_file_that_is_not_what_it_was_is_an_error_that_names_it(made, tmp_path, source, path, name, change):
-    folder = shutil.copytree(made, tmp_path / "copy")
-    path, streaming = str(folder / path), source == "huggingface"
-    loader = make_loader(Dataset(source=source, path=path, streaming=streaming, num_workers=0, max_epochs=3))
+def test_a_file_that_changes_during_a_run_is_an_error_that_names_it(
+    originals, tmp_path, source, path, name, change
+):
+    folder = shutil.copytree(originals, tmp_path / "copy")
+    streaming = source == "huggingface"
+    loader = make_loader(make_dataset(source, folder / path, streaming=streaming, max_epochs=3))
     loader.next_global_batch()
+
     change(folder / name)
-    if source == "shards" and change == replace:
-        return  # it stays open as it was
+
     with pytest.raises(UserError, match=re.escape(name)) as error:
         list(loader)
     assert error.value.exit_code == 2
+
+
+@pytest.mark.parametrize("suffix", ["bin", "idx", "hash"])
+def test_shards_that_change_without_a_new_modification_time_are_an_error(
+    originals, tmp_path, suffix
+):
+    folder = shutil.copytree(originals / "shards", tmp_path / "copy")
+    loader = make_loader(make_dataset("shards", folder, max_epochs=3), holdout=0.1)
+    loader.next_global_batch()
+
+    file = folder / f"shard-00000.{suffix}"
+    before = file.stat()
+    flip(file)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+    with pytest.raises(UserError, match=rf"shard-00000\.{suffix} is altered") as error:
+        list(loader)
+    assert "on_change" not in str(error.value)
 
 
 @pytest.fixture
 def job(tmp_path):
     """The file of a job that reads text.jsonl beside it."""
     write_jsonl(tmp_path / "text.jsonl", TEXTS)
-    (tmp_path / "job.toml").write_text(f'{SMALL}[dataset]\nsource = "jsonl"\npath = "{tmp_path}/text.jsonl"\n')
+    (tmp_path / "job.toml").write_text(
+        f'{SMALL}[dataset]\nsource = "jsonl"\npath = "{tmp_path}/text.jsonl"\n'
+    )
     return tmp_path / "job.toml"
 
 
 def test_data_that_fails_before_the_first_step_leaves_no_checkpoint(job, tmp_path):
     words = ["--job.config_file", str(job), "--job.dump_folder", str(tmp_path / "run")]
     with Trainer(load_job(words)) as trainer:
-        trainer.loader.failure = lambda batches=1: UserError("it cannot be read")
+        trainer.loader.prefetch = lambda num_batches: UserError("it cannot be read")
         with pytest.raises(UserError, match="it cannot be read"):
             trainer.train()
     assert not [*tmp_path.glob("run/checkpoint/step-*")]
 
 
-STILL = r"stood still for 5 seconds in jsonl \S*text\.jsonl, document \d+: \S*text\.jsonl"
+def newest_checkpoint(out):
+    """Return the step of the newest checkpoint of a run."""
+    return max(int(path.name[5:]) for path in out.glob("checkpoint/step-*"))
+
+
+HANG = r"no progress for 5 seconds in jsonl \S*text\.jsonl, document \d+: \S*text\.jsonl"
+CHANGE = r"text\.jsonl has changed while"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("still", "code", "why"), [(True, 1, STILL), (False, 2, r"text\.jsonl has changed while")])
-def test_a_run_whose_reader_stands_still_or_whose_file_becomes_shorter_is_saved(job, tmp_path, still, code, why):
-    options = ("--training.steps", "100000", "--checkpoint.interval", "100000", "--comm.train_timeout_seconds", "10")
-    process = start(job, tmp_path / "run", *options, ranks=2)
+@pytest.mark.parametrize(("hangs", "code", "reason"), [(True, 1, HANG), (False, 2, CHANGE)])
+def test_a_run_whose_worker_hangs_or_whose_file_changes_is_saved(
+    job, tmp_path, hangs, code, reason
+):
+    out = tmp_path / "run"
+    options = "--training.steps 100000 --checkpoint.interval 100000 --comm.train_timeout_seconds 10"
+    process = start(job, out, *options.split(), ranks=2)
     wait_for_step(process, 8)
-    if still:
-        os.kill(workers(process.pid)[1], signal.SIGSTOP)
+
+    if hangs:
+        os.kill(find_workers(process.pid)[1], signal.SIGSTOP)
     else:
         shorten(tmp_path / "text.jsonl")
-    said = "".join(process.communicate(timeout=240))
-    assert process.returncode == code, said
-    assert len(re.findall(why, said)) == 1
-    assert f"The last good step is {max(losses(tmp_path / 'run'))}, saved in" in said
+
+    output = "".join(process.communicate(timeout=240))
+    assert process.returncode == code, output
+    assert len(re.findall(reason, output)) == 1
+    assert newest_checkpoint(out) == max(losses(out))
+
+
+BAD = r"text\.jsonl, line \d+: not valid JSON"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_run_is_saved_before_a_bad_record_ends_it_and_goes_on_where_such_records_are_skipped(job, tmp_path, ranks):
-    run, out, whole = partial(launched, job, ranks=ranks), tmp_path / "run", tmp_path / "whole"
-    lines = hide_bad_records(tmp_path / "text.jsonl", some_texts(200), count=3)
-    bad, skip = r"text\.jsonl, line \d+: not valid JSON", ("--dataset.on_bad_record", "skip")
-    said = run(out, code=2)
+def test_a_run_that_a_bad_record_ends_resumes_if_such_records_are_skipped(job, tmp_path, ranks):
+    train = partial(launched, job, ranks=ranks)
+    out, whole = tmp_path / "run", tmp_path / "whole"
+    bad_lines = hide_bad_records(tmp_path / "text.jsonl", some_texts(200), count=3)
+
+    output = train(out, code=2)
     last = max(losses(out))
     assert 3 < last < 12
-    assert f"The last good step is {last}, saved in" in said
-    assert len(re.findall(bad, said)) == 1
-    reason = said[said.index(re.findall(rf"\S*{bad}", said)[0]) :]
+    assert newest_checkpoint(out) == last
+    assert len(re.findall(BAD, output)) == 1
+    reason = output[output.index(re.findall(rf"\S*{BAD}", output)[0]) :]
     assert (out / "train.log").read_text().endswith(as_logged(reason))
-    assert len(re.findall(bad, run(out, code=2))) == 1
+    assert len(re.findall(BAD, train(out, code=2))) == 1  # it ends at the same step again
     assert max(losses(out)) == last
-    told = run(out, *skip, code=0)
-    run(whole, *skip, code=0)
+
+    skip = ("--dataset.on_bad_record", "skip")
+    output = train(out, *skip, code=0)
+    train(whole, *skip, code=0)
+
     assert losses(out) == losses(whole)
     assert max(losses(out)) == 12
-    found = [int(line) for line in re.findall(r"skipped a record: \S*text\.jsonl, line (\d+)", told)]
-    assert len(set(found)) == len(found) == logged(out)[12]["skipped_records"] > 0
-    assert set(found) <= set(lines)
+    skipped = re.findall(r"[Ss]kipped a record: \S*text\.jsonl, line (\d+)", output)
+    assert len(set(skipped)) == len(skipped) == logged(out)[12]["skipped_records"] > 0
+    assert {int(line) for line in skipped} <= set(bad_lines)

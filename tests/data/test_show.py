@@ -1,86 +1,140 @@
-"""What people see is what training sees."""
+"""`titanlite data show` prints what training reads, and the log describes the sources."""
 
 import re
 
 import pytest
-from data_helpers import TOKENIZER, dataset_of, make_loader, run_of, some_texts, write_jsonl
+from data_helpers import (
+    TOKENIZER,
+    jsonl_dataset,
+    make_dataset,
+    make_loader,
+    make_run,
+    some_texts,
+    write_jsonl,
+)
 from tokenizers import Tokenizer as Library
 from tokenizers import models
 
 from titanlite.cli import main
 from titanlite.config.schema import Dataset, DataSource, DataStage
-from titanlite.data.amounts import measured, table
+from titanlite.data.amounts import describe_sources, measure_source
+from titanlite.data.prepare import prepare
 from titanlite.data.sources.files import open_source
 from titanlite.data.tokenizer import load_tokenizer
 
-SMALL = ["--training.seq_len=32", "--training.local_batch_size=6", "--training.seed=7", "--job.dump_folder=/proc/none"]
+SMALL = (
+    "--training.seq_len=32",
+    "--training.local_batch_size=6",
+    "--training.seed=7",
+    "--job.dump_folder=/proc/none",  # nothing is written
+)
 
 
-def show(capsys, dataset, *words):
-    """What `titanlite data show` prints, and its exit code. It writes nothing, so the output folder may be any."""
-    keys = ["--dataset.source", "jsonl", "--dataset.path", dataset.path, "--dataset.packing", dataset.packing]
-    code = main(["data", "show", *SMALL, *(keys if dataset.path else []), *map(str, words)])
+def show(capsys, dataset, *words, code=0):
+    """Run `titanlite data show`, and return its output."""
+    keys = []
+    if dataset.path:
+        keys = ["--dataset.source", "jsonl", "--dataset.path", dataset.path]
+        keys += ["--dataset.packing", dataset.packing]
+    assert main(["data", "show", *SMALL, *keys, *map(str, words)]) == code
     captured = capsys.readouterr()
-    return captured.err if code else captured.out, code
+    return captured.err if code else captured.out
 
 
 @pytest.mark.parametrize(("packing", "holdout"), [("concat", 0.0), ("best_fit", 0.5)])
-def test_it_shows_the_text_that_training_saw(tmp_path, capsys, packing, holdout):
-    dataset = dataset_of(tmp_path, some_texts(200), packing=packing)
+def test_the_text_that_training_reads_is_shown(tmp_path, capsys, packing, holdout):
+    dataset = jsonl_dataset(tmp_path, some_texts(200), packing=packing)
     loader = make_loader(dataset, global_batch_size=6, holdout=holdout)
     for _ in range(3):
         batch = loader.next_global_batch()
     held_out = ("--validation.holdout", holdout, "--validation.freq", 1) if holdout else ()
-    output, _ = show(capsys, dataset, "--step", 3, *held_out)
-    expected = [row.tolist() for micro in batch.microbatches for row in micro.input_ids]
-    for tokens, shown in zip(expected, output.split("=== step 3, row ")[1:], strict=True):
-        text = "".join(part.split("\n", 1)[1] for part in shown[:-1].split("\n--- ")[1:])
-        assert text.startswith(TOKENIZER.decode(tokens).split("<|end_of_text|><|end_of_text|>")[0])
+
+    output = show(capsys, dataset, "--step", 3, *held_out)
+
+    trained = [ids.tolist() for micro in batch.microbatches for ids in micro.input_ids]
+    shown = output.split("=== step 3, sequence ")[1:]
+    for tokens, sequence in zip(trained, shown, strict=True):
+        segments = sequence[:-1].split("\n--- ")[1:]
+        text = "".join(segment.split("\n", 1)[1] for segment in segments)
+        without_padding = TOKENIZER.decode(tokens).split("<|end_of_text|><|end_of_text|>")[0]
+        assert text.startswith(without_padding)
 
 
-def test_padding_is_no_text(tmp_path, capsys):
-    dataset = dataset_of(tmp_path, ["word " * 18] * 20, packing="best_fit")  # two do not fit into one row
-    output, _ = show(capsys, dataset, "--row", 0)
+def test_padding_is_shown_by_its_length(tmp_path, capsys):
+    two_do_not_fit = ["word " * 18] * 20
+    dataset = jsonl_dataset(tmp_path, two_do_not_fit, packing="best_fit")
+
+    output = show(capsys, dataset, "--sequence", 0)
+
     assert re.search(r"tokens 0 to (\d+)\n.*\n--- \d+ tokens of padding\n$", output, re.DOTALL)
 
 
-def test_places_ranks_and_mistakes_are_named_and_nothing_commands_the_terminal(tmp_path, capsys):
-    heading, place, *_ = show(capsys, Dataset(), "--row", 2)[0].split("\n")
-    assert heading == "=== step 1, row 2, python_stdlib"
-    assert re.fullmatch(r"--- document \d+: .*\.py, bytes 0 to \d+, tokens 0 to 32", place)
-    output, _ = show(capsys, dataset_of(tmp_path, ["\x1b[2J\x9b1m\u202ehidden\r\u2028" * 20]), "--row", 0)
+def test_one_sequence_is_shown_with_its_file_and_offsets(capsys):
+    heading, location, *_ = show(capsys, Dataset(), "--sequence", 2).split("\n")
+
+    assert heading == "=== step 1, sequence 2, python_stdlib"
+    assert re.fullmatch(r"--- document \d+: .*\.py, bytes 0 to \d+, tokens 0 to 32", location)
+    assert show(capsys, Dataset(), "--row", 2).startswith(heading)  # the option's old name
+
+
+def test_control_characters_are_escaped(tmp_path, capsys):
+    dataset = jsonl_dataset(tmp_path, ["\x1b[2J\x9b1m\u202ehidden\r\u2028" * 20])
+
+    output = show(capsys, dataset, "--sequence", 0)
+
     assert r"\x1b[2J\x9b1m\u202ehidden" in output
     assert output.replace("\n", "").isprintable()
-    dataset = dataset_of(tmp_path, some_texts(50))
-    # ranks of one tensor-parallel group read the same
-    output, _ = show(capsys, dataset, "--world-size", 4, "--parallelism.tensor_parallel_degree", 2)
-    assert output.count("=== step 1, row ") == 12
-    output, code = show(capsys, dataset, "--step", 99, "--dataset.max_epochs", 1)
-    assert code == 2
-    assert "step 99" in output
 
 
-def test_the_table_of_sources(tmp_path, caplog, capsys):
+def test_ranks_of_a_tensor_parallel_group_read_the_same_sequences(tmp_path, capsys):
+    dataset = jsonl_dataset(tmp_path, some_texts(50))
+    layout = ("--world-size", 4, "--parallelism.tensor_parallel_degree", 2)
+
+    assert show(capsys, dataset, *layout).count("=== step 1, sequence ") == 12
+
+
+def test_a_step_after_the_end_of_the_data_is_an_error(tmp_path, capsys):
+    dataset = jsonl_dataset(tmp_path, some_texts(50))
+
+    message = show(capsys, dataset, "--step", 99, "--dataset.max_epochs", 1, code=2)
+
+    assert "step 99" in message
+
+
+def test_the_log_shows_share_size_and_epochs_of_each_source(tmp_path, caplog):
     texts = some_texts(200)
-    tokens = sum(len(TOKENIZER.encode(text)) + 2 for text in texts)
-    keys = ["--dataset.source", "jsonl", "--dataset.path", str(write_jsonl(tmp_path / "a.jsonl", texts))]
-    assert main(["prepare", "--out", str(tmp_path / "out"), "--workers", "1", *keys]) == 0
-    assert "documents: 200" in capsys.readouterr().out
-    one = DataSource(source="jsonl", path=str(tmp_path / "a.jsonl"), weight=3.0)
-    two = DataSource(source="shards", path=str(tmp_path / "out"), weight=1.0)
+    num_tokens = sum(len(TOKENIZER.encode(text)) + 2 for text in texts)
+    file = write_jsonl(tmp_path / "a.jsonl", texts)
+    prepare(make_run(make_dataset("jsonl", file)), tmp_path / "out", 1)
+    text = DataSource(source="jsonl", path=str(file), weight=3.0)
+    shards = DataSource(source="shards", path=str(tmp_path / "out"), weight=1.0)
     stage = DataStage(start_step=50, weights=(1.0, 1.0))
-    dataset = Dataset(sources=(one, two), stages=(stage,), num_workers=0)
-    sizes = [measured(source, TOKENIZER) for source in make_loader(dataset).sources]
-    first, second = table(run_of(dataset, global_batch_size=8, steps=100), sizes).split("\n")
-    assert re.match(rf" 37\.5%  shards .*/out: 200 documents, {tokens:,} tokens; ", second)
-    assert f"{0.375 * 100 * 8 * 32 / tokens:,.2f} epochs" in second
-    line = r"^ 62\.5%  jsonl .*/a\.jsonl: 200 documents, about ([\d,]+) tokens, ([\d.]+) bytes a token; \d"
-    ((estimate, width),) = re.findall(line, first)
-    assert float(width) == pytest.approx(sum(map(len, texts)) / (tokens - 400), rel=0.1)
-    assert abs(int(estimate.replace(",", "")) / tokens - 1) < 0.1  # 64 of 200 documents, by bytes
+    dataset = Dataset(sources=(text, shards), stages=(stage,), num_workers=0)
+    run = make_run(dataset, global_batch_size=8, steps=100)
+
+    sizes = [measure_source(source, TOKENIZER) for source in make_loader(dataset).sources]
+    of_text, of_shards = describe_sources(run, sizes).split("\n")
+
+    assert re.match(rf" 37\.5%  shards .*/out: 200 documents, {num_tokens:,} tokens; ", of_shards)
+    assert f"{0.375 * 100 * 8 * 32 / num_tokens:,.2f} epochs" in of_shards
+    match = re.match(
+        r" 62\.5%  jsonl .*/a\.jsonl: 200 documents, about ([\d,]+) tokens, ([\d.]+) bytes per",
+        of_text,
+    )
+    assert match
+    # Estimates from 64 of 200 documents.
+    assert int(match[1].replace(",", "")) == pytest.approx(num_tokens, rel=0.1)
+    bytes_per_token = sum(map(len, texts)) / (num_tokens - 400)
+    assert float(match[2]) == pytest.approx(bytes_per_token, rel=0.1)
     assert not caplog.messages
-    vocabulary = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), *((letter, -1.0) for letter in "abc ")]
+
+
+def test_a_warning_names_characters_that_the_tokenizer_cannot_represent(tmp_path, caplog):
+    vocabulary = [(token, 0.0) for token in ("<unk>", "<s>", "</s>")]
+    vocabulary += [(letter, -1.0) for letter in "abc "]
     Library(models.Unigram(vocabulary, 0, False)).save(str(tmp_path / "tokenizer.json"))
-    poor = dataset_of(tmp_path, ["abc cab " * 20] * 20 + ["caf\u00e9 \u00fcber"])
-    measured(open_source(poor), load_tokenizer(tmp_path / "tokenizer.json"))
+    dataset = jsonl_dataset(tmp_path, ["abc cab " * 20] * 20 + ["café über"])
+
+    measure_source(open_source(dataset), load_tokenizer(tmp_path / "tokenizer.json"))
+
     assert "tokenizer.json cannot represent 5 characters in a sample of jsonl" in caplog.messages[0]

@@ -1,4 +1,4 @@
-"""Each source gives the texts that are there, and what cannot be read is named: file, place, and what to do."""
+"""Each source reads the texts that its files contain, and names the location of bad records."""
 
 import gzip
 import itertools
@@ -9,121 +9,174 @@ from typing import Any
 import datasets
 import numpy as np
 import pytest
-from data_helpers import dataset_of, make_loader, make_validation, some_texts, write_hub, write_jsonl, write_parquet
+from data_helpers import (
+    jsonl_dataset,
+    make_loader,
+    make_validation,
+    some_texts,
+    write_hub,
+    write_jsonl,
+    write_parquet,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
 from titanlite.config.errors import UserError
 from titanlite.config.schema import Dataset, Validation
-from titanlite.data.sources.base import BadRecord
 from titanlite.data.sources.files import find_files, open_source
+from titanlite.data.sources.records import BadRecord
 
 TEXTS = some_texts(60)
 
 
-def texts(source, path, **keys) -> list[Any]:
-    """All documents; for one that cannot be read, what is said about it."""
-    records = open_source(Dataset.model_validate({"source": source, "path": str(path), **keys}))
+def open_path(source, path, **keys):
+    path = None if path is None else str(path)
+    return open_source(Dataset.model_validate({"source": source, "path": path, **keys}))
+
+
+def read_all(source, path, **keys) -> list[Any]:
+    """Return all documents, and the message for each one that cannot be read."""
+    records = open_path(source, path, **keys)
     return [str(record) if isinstance(record, BadRecord) else record for record in records]
 
 
 def test_python_stdlib_is_the_library_without_packages_and_tests():
-    source, files = open_source(Dataset()), find_files(Dataset())
-    names = [file.relative_to(sysconfig.get_paths()["stdlib"]).as_posix() for file in files]
+    files = find_files(Dataset())
+
+    stdlib = sysconfig.get_paths()["stdlib"]
+    names = [file.relative_to(stdlib).as_posix() for file in files]
     assert {"ast.py", "json/decoder.py", "asyncio/tasks.py"} <= set(names)
-    assert not [n for n in names if {"site-packages", "dist-packages", "test", "tests"} & set(n.split("/"))]
-    assert list(source) == [file.read_text(encoding="utf-8") for file in sorted(files)]
+    folders = {folder for name in names for folder in name.split("/")}
+    assert not folders & {"site-packages", "dist-packages", "test", "tests"}
+    texts = [file.read_text(encoding="utf-8") for file in sorted(files)]
+    assert list(open_source(Dataset())) == texts
 
 
-LINE = st.sampled_from([b"", b"  ", b"\t\r", b' {"text":"' + b"y" * 40 + b'"}', rb'{"text":"\n\u2028"}'])
+RECORD = b' {"text":"' + b"y" * 40 + b'"}'
+LINE = st.sampled_from([b"", b"  ", b"\t\r", RECORD, rb'{"text":"\n\u2028"}'])
 
 
-@given(lines=st.lists(LINE), last=st.booleans(), packed=st.booleans())
-def test_lines_are_found_whatever_lies_between_them(tmp_path_factory, lines, last, packed):
-    path = tmp_path_factory.mktemp("lines") / ("a.jsonl.gz" if packed else "a.jsonl")
-    raw = b"\n".join(lines) + b"\n" * last
-    path.write_bytes(gzip.compress(raw) if packed else raw)
+@given(lines=st.lists(LINE), has_end=st.booleans(), is_compressed=st.booleans())
+def test_blank_lines_are_no_documents(tmp_path_factory, lines, has_end, is_compressed):
+    path = tmp_path_factory.mktemp("lines") / ("a.jsonl.gz" if is_compressed else "a.jsonl")
+    raw = b"\n".join(lines) + b"\n" * has_end
+    path.write_bytes(gzip.compress(raw) if is_compressed else raw)
+
     expected = [json.loads(line)["text"] for line in lines if line.strip()]
-    if expected or packed:
-        assert texts("jsonl", path) == expected
+    if expected or is_compressed:
+        assert read_all("jsonl", path) == expected
     else:
-        with pytest.raises(UserError, match="holds no document"):
-            texts("jsonl", path)
+        with pytest.raises(UserError, match="contains no documents"):
+            read_all("jsonl", path)
 
 
-def test_what_holds_the_same_texts_gives_the_same_documents(tmp_path, monkeypatch):
+def test_all_formats_of_the_same_texts_give_the_same_documents(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", TEXTS[:20])
     write_jsonl(tmp_path / "b.jsonl", TEXTS[20:])
     write_jsonl(tmp_path / "a.gz", TEXTS)
     write_jsonl(tmp_path / "a.zst", TEXTS)
     write_parquet(tmp_path / "a.parquet", TEXTS)
     datasets.Dataset.from_dict({"body": TEXTS}).save_to_disk(tmp_path / "one")
-    datasets.DatasetDict({"held": datasets.Dataset.from_dict({"text": TEXTS})}).save_to_disk(tmp_path / "dict")
+    splits = datasets.DatasetDict({"held": datasets.Dataset.from_dict({"text": TEXTS})})
+    splits.save_to_disk(tmp_path / "splits")
+
     for name in ("*.jsonl", "a.gz", "a.zst"):
-        assert texts("jsonl", tmp_path / name) == TEXTS
-    assert texts("parquet", tmp_path / "a.parquet") == TEXTS
-    assert texts("arrow", tmp_path / "one", text_column="body") == TEXTS
-    assert texts("arrow", tmp_path / "dict", split="held") == TEXTS
-    hub, asked, load = write_hub(tmp_path / "hub", TEXTS), [], datasets.load_dataset
-    (hub / "train--.jsonl").touch()  # a stream may begin with an empty file
-    assert texts("huggingface", hub) == texts("huggingface", hub, streaming=True)
-    assert sorted(texts("huggingface", hub)) == sorted(TEXTS)
-    monkeypatch.setattr(
-        "datasets.load_dataset", lambda *a, **k: asked.append((a, k)) or load(str(hub), **{**k, "name": None})
-    )
+        assert read_all("jsonl", tmp_path / name) == TEXTS
+    assert read_all("parquet", tmp_path / "a.parquet") == TEXTS
+    assert read_all("arrow", tmp_path / "one", text_column="body") == TEXTS
+    assert read_all("arrow", tmp_path / "splits", split="held") == TEXTS
+
+
+def test_a_repository_gives_the_same_documents_loaded_or_streamed(tmp_path):
+    hub = write_hub(tmp_path / "hub", TEXTS)
+    (hub / "train--.jsonl").touch()  # a stream can begin with an empty file
+
+    loaded = read_all("huggingface", hub)
+
+    assert sorted(loaded) == sorted(TEXTS)
+    assert read_all("huggingface", hub, streaming=True) == loaded
+
+
+def test_c4_is_streamed_from_its_repository(tmp_path, monkeypatch):
+    hub = write_hub(tmp_path / "hub", TEXTS)
+    load = datasets.load_dataset
+    calls = []
+
+    def load_hub(path, **keys):
+        calls.append((path, keys))
+        return load(str(hub), **{**keys, "name": None})
+
+    monkeypatch.setattr("datasets.load_dataset", load_hub)
+
     assert sorted(open_source(Dataset(source="c4"))) == sorted(TEXTS)  # type: ignore[type-var]
-    assert asked == [(("allenai/c4",), {"name": "en", "split": "train", "streaming": True})]
+    assert calls == [("allenai/c4", {"name": "en", "split": "train", "streaming": True})]
 
 
-@pytest.mark.parametrize("line", ["x" * 99 + "\n", "é" * 999, "日本" * 40_000 + "\n", "\U0001f600" * 50_001])
+@pytest.mark.parametrize(
+    "line", ["x" * 99 + "\n", "é" * 999, "日本" * 40_000 + "\n", "\U0001f600" * 50_001]
+)
 def test_large_text_files_are_cut_at_line_ends_or_else_between_characters(tmp_path, line):
-    whole = line * (300_000 // len(line.encode()) + 1)
-    (tmp_path / "a.txt").write_text(whole, encoding="utf-8", newline="")
+    text = line * (300_000 // len(line.encode()) + 1)
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8", newline="")
     (tmp_path / "b.txt").write_text("file b\n", encoding="utf-8-sig")
-    *parts, last = texts("text", tmp_path / "*.txt")
+
+    *parts, last = read_all("text", tmp_path / "*.txt")
+
     assert last == "file b\n"  # without its byte order mark
-    assert "".join(parts) == whole
+    assert "".join(parts) == text
     sizes = [len(part.encode()) for part in parts]
     assert max(sizes) <= 64 * 1024
-    assert min(sizes[:-1]) > 32 * 1024 or "\n" in line
-    assert len(line) != 100 or all(part.endswith("\n") and len(part) > 64 * 1024 - 100 for part in parts[:-1])
+    if "\n" not in line:
+        assert min(sizes[:-1]) > 32 * 1024
+    if len(line) == 100:
+        assert all(part.endswith("\n") for part in parts[:-1])
+        assert min(sizes[:-1]) > 64 * 1024 - 100
 
 
-def test_a_broken_record_is_named_by_file_and_place(tmp_path):
-    good = b'{"text": "fine"}'
-    lines = {
-        b'{"text": ': "column 9",
-        b'{"text": ' + b"[" * 100_000: "",
-        b"[1]": "jq -c",
-        b'{"body": "x", "id": 1}': "no field 'text' (text_column); there are: 'body', 'id'",
-        b'{"text": null}': "must be a string",
-        b'{"text": "\xff"}': "0xff",
-        rb'{"text": "x\ud83d"}': "\\ud83d",
-    }
-    raw = b"\n\n".join([good, *lines, good])
-    (tmp_path / "a.jsonl").write_bytes(raw)
-    (tmp_path / "a.gz").write_bytes(gzip.compress(raw))
-    for file in (tmp_path / "a.jsonl", tmp_path / "a.gz"):
-        first, *bad, last = texts("jsonl", file)
-        assert first == last == "fine"
-        for number, (said, expected) in enumerate(zip(bad, lines.values(), strict=True), 1):
-            assert f"{file}, line {2 * number + 1}: " in said
-            assert expected in said
+BAD_LINES = {
+    b'{"text": ': "column 9",
+    b'{"text": ' + b"[" * 100_000: "",
+    b"[1]": "jq -c",
+    b'{"body": "x", "id": 1}': "no field 'text' (text_column); there are: 'body', 'id'",
+    b'{"text": null}': "must be a string",
+    b'{"text": "\xff"}': "0xff",
+    rb'{"text": "x\ud83d"}': "\\ud83d",
+}
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.gz"])
+def test_a_bad_line_is_named_by_file_and_line(tmp_path, name):
+    file = tmp_path / name
+    raw = b"\n\n".join([b'{"text": "fine"}', *BAD_LINES, b'{"text": "fine"}'])
+    file.write_bytes(gzip.compress(raw) if name == "a.gz" else raw)
+
+    first, *messages, last = read_all("jsonl", file)
+
+    assert first == last == "fine"
+    for i, (message, reason) in enumerate(zip(messages, BAD_LINES.values(), strict=True)):
+        assert f"{file}, line {2 * i + 3}: " in message
+        assert reason in message
+
+
+def test_a_bad_record_is_named_by_its_location(tmp_path):
     (tmp_path / "latin.txt").write_bytes(b"a\ngr\xfc\xdfe\n")
     write_parquet(tmp_path / "a.parquet", ["fine", None])
     write_hub(tmp_path / "hub", ["fine", None], files=1)
-    for source, name, keys, place in (
-        ("text", "latin.txt", {}, "latin.txt, line 2: "),
-        ("parquet", "a.parquet", {}, "a.parquet, row group 0, row 2: field 'text' must be a string"),
-        ("huggingface", "hub", {"streaming": True}, "part 0, document 1: field 'text' must be a string"),
-        ("huggingface", "hub", {}, "row 1: field 'text' must be a string"),
-    ):
-        assert place in texts(source, tmp_path / name, **keys)[-1]
+
+    def read_last(source, name, **keys):
+        return read_all(source, tmp_path / name, **keys)[-1]
+
+    assert "latin.txt, line 2: " in read_last("text", "latin.txt")
+    problem = ": field 'text' must be a string"
+    assert f"a.parquet, row group 0, row 2{problem}" in read_last("parquet", "a.parquet")
+    streamed = read_last("huggingface", "hub", streaming=True)
+    assert f"part 0, document 1{problem}" in streamed
+    assert f"row 1{problem}" in read_last("huggingface", "hub")
 
 
 @pytest.fixture(scope="module")
 def damaged(tmp_path_factory):
-    """Files of which none can be a source."""
+    """A folder of files that cannot be read."""
     folder = tmp_path_factory.mktemp("damaged")
     noise = [str(np.random.default_rng(i).bytes(99)) for i in range(500)]
     raw = write_jsonl(folder / "a.gz", noise).read_bytes()
@@ -140,45 +193,68 @@ def damaged(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(
-    ("source", "path", "keys", "message"),
-    [
-        *(("jsonl", name, {}, f"{name}.*again") for name in ("short.gz", "middle.gz", "end.gz", "no.zst")),
-        ("parquet", "a.parquet", {"text_column": "body"}, "a.parquet.* no field 'body' .* there are: 'id', 'text'"),
-        *(("parquet", name, {}, name) for name in ("empty.txt", "foot.parquet", "group.parquet")),
-        ("text", ".", {}, r"is a folder; .*/\* names"),
-        ("text", "empty.txt", {}, "empty.txt is empty"),
-        ("text", "", {"path": None}, r"dataset\.path is missing"),
-        ("arrow", "hub", {}, "dataset_"),
-        ("huggingface", "hub", {"text_column": "body"}, r"\['body'\] not in the dataset.*'id', 'text'"),
-        ("huggingface", "hub", {"split": "held"}, r"hub.*split held.*local folder"),
-        ("huggingface", "nobody/nothing", {"path": "nobody/nothing"}, "hub, as there is no such local folder"),
-    ],
-)
-def test_what_cannot_be_read_is_an_error_that_names_it(damaged, monkeypatch, source, path, keys, message):
+NO_BODY = " no field 'body' .* there are: 'id', 'text'"
+UNREADABLE = [
+    ("jsonl", "short.gz", {}, r"short\.gz.*again"),
+    ("jsonl", "middle.gz", {}, r"middle\.gz.*again"),
+    ("jsonl", "end.gz", {}, r"end\.gz.*again"),
+    ("jsonl", "no.zst", {}, r"no\.zst.*again"),
+    ("parquet", "a.parquet", {"text_column": "body"}, f"a.parquet.*{NO_BODY}"),
+    ("parquet", "empty.txt", {}, r"empty\.txt"),
+    ("parquet", "foot.parquet", {}, r"foot\.parquet"),
+    ("parquet", "group.parquet", {}, r"group\.parquet"),
+    ("text", ".", {}, r"is a folder; .*/\* names"),
+    ("text", "empty.txt", {}, "empty.txt is empty"),
+    ("text", None, {}, r"dataset\.path is missing"),
+    ("arrow", "hub", {}, "dataset_"),
+    ("huggingface", "hub", {"text_column": "body"}, f"hub:{NO_BODY}"),
+    ("huggingface", "hub", {"split": "held"}, r"hub.*split held.*local folder"),
+    ("huggingface", "nobody/nothing", {}, "Hub, because no such local folder exists"),
+]
+
+
+@pytest.mark.parametrize(("source", "name", "keys", "message"), UNREADABLE)
+def test_a_source_that_cannot_be_read_is_an_error_that_names_it(
+    damaged, monkeypatch, source, name, keys, message
+):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(damaged)
+
     with pytest.raises(UserError, match=message):
-        list(open_source(Dataset.model_validate({"source": source, "path": str(damaged / path), **keys})))
+        list(open_path(source, name, **keys))
 
 
-def test_the_fingerprint_follows_contents_and_column(tmp_path):
-    found = set()
-    for words in (["one", "two"], ["one", "twO"]):
+def test_the_fingerprint_depends_on_contents_and_column(tmp_path):
+    fingerprints = set()
+    for texts in (["one", "two"], ["one", "twO"]):
         for name, column in itertools.product(("a.jsonl", "a.gz"), ("text", "id")):
-            path = str(write_jsonl(tmp_path / name, words))
-            found.add(open_source(Dataset(source="jsonl", path=path, text_column=column)).fingerprint)
-    assert len(found) == 8
+            path = write_jsonl(tmp_path / name, texts)
+            fingerprints.add(open_path("jsonl", path, text_column=column).fingerprint)
+
+    assert len(fingerprints) == 8
 
 
-def test_the_first_look_ends_a_run_over_what_it_finds(tmp_path):
-    for found, message in (
-        (["x"], r"have 3 tokens together, fewer than one .*training\.seq_len is 32"),
-        ([""] * 50, r"a\.jsonl have 0 tokens together"),
-        ([*TEXTS, None], r'a\.jsonl, line 61: .* or leave .* dataset\.on_bad_record = "skip"'),
-    ):
-        with pytest.raises(UserError, match=message):
-            make_loader(dataset_of(tmp_path, found))
-    make_loader(dataset_of(tmp_path, [""] * 50 + ["word " * 40]))
-    with pytest.raises(UserError, match=r"the held-out documents of jsonl .* have 0 tokens together"):
-        make_validation(Validation(holdout=0.0001), dataset_of(tmp_path, TEXTS))
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        (["x"], r"a\.jsonl.* 3 tokens.*training\.seq_len = 32"),
+        ([""] * 50, r"a\.jsonl.* no text"),
+        ([*TEXTS, None], r'a\.jsonl, line 61: .* dataset\.on_bad_record = "skip"'),
+    ],
+    ids=["too short", "empty", "bad record"],
+)
+def test_unusable_data_is_an_error_before_the_first_step(tmp_path, texts, message):
+    with pytest.raises(UserError, match=message):
+        make_loader(jsonl_dataset(tmp_path, texts))
+
+
+def test_empty_documents_before_the_first_text_are_read(tmp_path):
+    loader = make_loader(jsonl_dataset(tmp_path, [""] * 50 + ["word " * 40]))
+
+    assert loader.prefetch(1) is None
+
+
+def test_a_holdout_without_text_is_an_error(tmp_path):
+    with pytest.raises(UserError, match=r"jsonl .*held-out documents"):
+        make_validation(Validation(holdout=0.0001), jsonl_dataset(tmp_path, TEXTS))

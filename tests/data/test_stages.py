@@ -1,12 +1,12 @@
-"""Stages of a run: other batches, rates and weights from a step on, exact on any layout and after a restart."""
+"""Stages change the batch size, learning rate and weights of a run at a step, on any layout."""
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
-from data_helpers import Ranks, dataset_of, some_texts
+from data_helpers import RankLoaders, jsonl_dataset, some_texts
 from ranks import run_ranks, small_trainer
 from small_runs import SMALL, logged
 
@@ -25,66 +25,84 @@ lr_factor = 0.5
 start_step = 6
 global_batch_size = 4
 """
-ROWS = [4, 4, 8, 8, 8, 8, 4, 4]
+BATCH_SIZES = [4, 4, 8, 8, 8, 8, 4, 4]
+TOKENS = list(accumulate(64 * size for size in BATCH_SIZES))
 
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
-def test_stages_of_the_batch_size_cut_the_same_rows_also_on_other_ranks_in_each_stage(tmp_path, packing):
-    plain = dataset_of(tmp_path, some_texts(150)).model_copy(update={"packing": packing})
-    reference = Ranks(plain, 1)
+def test_stages_with_other_batch_sizes_read_the_same_sequences(tmp_path, packing):
+    plain = jsonl_dataset(tmp_path, some_texts(150), packing=packing)
+    reference = RankLoaders(plain, 1)
     expected = torch.cat([reference.batch() for _ in range(4)])
-    sizes = {0: 8, 2: 16, 3: 24, 5: 4}
-    stages = tuple(DataStage(start_step=start, global_batch_size=size) for start, size in sizes.items())
-    dataset, batches = plain.model_copy(update={"stages": stages}), []
-    ranks = Ranks(dataset, 1)
-    for step, count in enumerate((2, 4, 1, 2, 4, 2, 1)):
+    sizes = {0: 8, 2: 16, 3: 24, 5: 4}  # by first step
+    stages = [DataStage(start_step=step, global_batch_size=size) for step, size in sizes.items()]
+    dataset = plain.model_copy(update={"stages": tuple(stages)})
+
+    ranks = RankLoaders(dataset, 1)
+    batches = []
+    for num_ranks in (2, 4, 1, 2, 4, 2, 1):
         batches.append(ranks.batch())
-        assert len(batches[-1]) == sizes[max(start for start in sizes if start <= step)]
-        ranks = Ranks(dataset, count).load(ranks.state())
-    rows = torch.cat(batches)
-    assert torch.equal(rows, expected[: len(rows)])
+        ranks = RankLoaders(dataset, num_ranks).load(ranks.state())
+
+    assert [len(batch) for batch in batches] == [8, 8, 16, 24, 24, 4, 4]
+    sequences = torch.cat(batches)
+    assert torch.equal(sequences, expected[: len(sequences)])
 
 
-def staged(folder: str) -> None:
-    words = "--model.n_kv_heads 2 --training.local_batch_size 1 --lr_scheduler.total_steps 9 --training.steps"
+RUNS = {
+    "whole": (["8"], "--parallelism.fsdp_min_num_params 0"),
+    "resumed": (["5", "8"], "--parallelism.fsdp_min_num_params 0"),
+    "pipeline": (
+        ["8"],
+        "--parallelism.pipeline_parallel_degree 2 --validation.freq 3 --validation.holdout 0.2",
+    ),
+    "validated": (["8"], "--validation.freq 3 --validation.holdout 0.2"),
+}
+
+
+def train_with_stages(folder: str) -> None:
+    options = (
+        "--model.n_kv_heads 2 --training.local_batch_size 1 --lr_scheduler.total_steps 9 "
+        "--training.steps"
+    )
     with patch("ranks.SMALL", SMALL + STAGES):
-        for name, layout, ends in (
-            ("whole", "--parallelism.fsdp_min_num_params 0", "8"),
-            ("parts", "--parallelism.fsdp_min_num_params 0", "58"),
-            ("pp", "--parallelism.pipeline_parallel_degree 2 --validation.freq 3 --validation.holdout 0.2", "8"),
-            ("validated", "--validation.freq 3 --validation.holdout 0.2", "8"),
-        ):
+        for name, (ends, layout) in RUNS.items():
             for end in ends:
-                with small_trainer(f"{folder}/{name}", Hook(), *layout.split(), *words.split(), end) as trainer:
+                words = [*layout.split(), *options.split(), end]
+                with small_trainer(f"{folder}/{name}", Hook(), *words) as trainer:
                     trainer.train()
 
 
 @pytest.mark.slow
 def test_a_run_in_stages_is_the_same_after_a_resume_and_on_a_pipeline(tmp_path: Path) -> None:
-    run_ranks(2, staged, str(tmp_path))
-    runs = {name: logged(tmp_path / name / "out") for name in ("whole", "parts", "pp", "validated")}
+    run_ranks(2, train_with_stages, str(tmp_path))
+
+    runs = {name: logged(tmp_path / name / "out") for name in RUNS}
     for lines in runs.values():
-        tokens = [0, *(lines[step]["tokens"] for step in range(1, 9))]
-        assert [now - before for before, now in pairwise(tokens)] == [64 * rows for rows in ROWS]
-        shares = [lines[step]["lr"] / (2e-3 * (1 - (step - 3) / 7)) for step in range(4, 9)]
-        assert shares == pytest.approx([1, 1, 0.5, 0.5, 0.5])
+        assert [lines[step]["tokens"] for step in range(1, 9)] == TOKENS
+        factors = [lines[step]["lr"] / (2e-3 * (1 - (step - 3) / 7)) for step in range(4, 9)]
+        assert factors == pytest.approx([1, 1, 0.5, 0.5, 0.5])
     for key in ("loss", "grad_norm", "lr"):
-        assert [line[key] for line in runs["whole"].values()] == [line[key] for line in runs["parts"].values()]
-        # Sums over rows and blocks in another order, in fp32.
-        found = [[line[key] for line in runs[name].values()] for name in ("pp", "validated")]
-        assert found[0] == pytest.approx(found[1], rel=1e-5)
+        values = {name: [line[key] for line in lines.values()] for name, lines in runs.items()}
+        assert values["whole"] == values["resumed"]
+        # fp32 sums over sequences and blocks in another order
+        assert values["pipeline"] == pytest.approx(values["validated"], rel=1e-5)
 
 
 @pytest.mark.parametrize("columns", [45, 100])
-def test_the_schedule_is_drawn_within_the_terminal(tmp_path, monkeypatch, capsys, columns):
+def test_the_plot_of_the_schedule_fits_the_terminal(tmp_path, monkeypatch, capsys, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
+    stages = STAGES.replace("lr_factor = 0.5", "lr_factor = 0.5\nweights = [1, 3]")
+    sources = (
+        '[[dataset.sources]]\n[[dataset.sources]]\nsource = "text"\npath = "LICENSE"\nweight = 0\n'
+    )
     job = tmp_path / "job.toml"
-    job.write_text(SMALL + STAGES.replace("lr_factor = 0.5", "lr_factor = 0.5\nweights = [1, 3]"))
-    with job.open("a") as file:
-        file.write('[[dataset.sources]]\n[[dataset.sources]]\nsource = "text"\npath = "LICENSE"\nweight = 0\n')
+    job.write_text(SMALL + stages + sources)
+
     assert main(["check", "--job.config_file", str(job), "--plot"]) == 0
-    drawn = capsys.readouterr().out.split("learning rate")[1].split("\n")
-    assert max(map(len, drawn)) <= columns
-    named = {line.strip(): below for line, below in pairwise(drawn)}
-    assert named["rows of a step"] == "       8 |  ████"
-    assert named["share of text LICENSE"] == "     75% |     ███████"
+
+    lines = capsys.readouterr().out.split("learning rate")[1].split("\n")
+    assert max(map(len, lines)) <= columns
+    first_line = {title.strip(): below for title, below in pairwise(lines)}
+    assert first_line["global batch size"] == "       8 |  ████"
+    assert first_line["share of text LICENSE"] == "     75% |     ███████"

@@ -1,5 +1,4 @@
-"""Invariants 2 and 4: a run that changes its layout at every restart sees the same data and follows the same curve;
-one that keeps its layout follows it bitwise (on one rank and two: test_kill.py)."""
+"""Changing the layout at restarts keeps data and losses; the same layout resumes bitwise."""
 
 import shutil
 from pathlib import Path
@@ -8,7 +7,7 @@ import pytest
 from ranks import start_small
 from small_runs import losses
 
-from titanlite.checkpoint import step_folders
+from titanlite.checkpoint.manifest import read_manifest
 
 pytestmark = pytest.mark.slow
 
@@ -40,7 +39,15 @@ def test_the_curve_does_not_depend_on_the_layout(tmp_path: Path) -> None:
 
 
 def test_a_pipeline_that_validates_first_resumes_exactly(tmp_path: Path) -> None:
-    options = [*PIPELINE, "--training.steps", "4", "--checkpoint.interval", "2", "--validation.freq", "4"]
+    options = [
+        *PIPELINE,
+        "--training.steps",
+        "4",
+        "--checkpoint.interval",
+        "2",
+        "--validation.freq",
+        "4",
+    ]
     options += ["--validation.holdout", "0.1", "--validation.sequences", "4"]
     straight, resumed = train(tmp_path / "straight", 2, *options), tmp_path / "resumed"
     shutil.copytree(straight, resumed)
@@ -48,6 +55,9 @@ def test_a_pipeline_that_validates_first_resumes_exactly(tmp_path: Path) -> None
     train(resumed, 2, *options)
     assert losses(resumed) == losses(straight)
     last, again = (
-        step_folders.read_manifest(folder / "checkpoint" / "step-00000004")["files"] for folder in (straight, resumed)
+        read_manifest(folder / "checkpoint" / "step-00000004")["files"]
+        for folder in (straight, resumed)
     )
-    assert {name for name in last if last[name] != again[name]} <= {".metadata"}  # it holds a random number
+    assert {name for name in last if last[name] != again[name]} <= {
+        ".metadata"
+    }  # it holds a random number

@@ -1,18 +1,15 @@
-"""Whatever kills a run, at whatever moment: started again, it ends with the bits of a run that nothing disturbed.
+"""A run that is killed at any moment and restarted ends bitwise equal to an undisturbed run.
 
-Each test is one training run with a history of deaths. The points of a save are dealt out to the layouts, so that a
-point is tried on one rank and on two, once with synchronous and once with asynchronous saves; with TITANLITE_KILLS = N,
-as `benchmarks/kill.sh N` sets it, every layout gets every point, and N random moments are spread over them.
-
-The points are reached by wrapping functions of the checkpoint room: nothing in it knows of being killed. SIGKILL to
-oneself is what a dying machine looks like: no handler runs and nothing is flushed.
+Each test is one run that is killed several times. The points of a save are distributed over the
+layouts. With TITANLITE_KILLS=N (see `benchmarks/kill.sh`), every layout is killed at every point
+and N times at random moments. Functions of the checkpoint package are wrapped to reach these
+points. SIGKILL runs no handler and flushes nothing, like a node that fails.
 """
 
 import contextlib
 import functools
 import os
 import random
-import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -23,8 +20,8 @@ import pytest
 from ranks import World, descendants, start_small
 from small_runs import losses
 
-from titanlite.checkpoint import step_folders
-from titanlite.checkpoint.dcp import CommittingWriter
+from titanlite.checkpoint import dcp, manifest
+from titanlite.config.files import INCOMPLETE
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("kill")]
 
@@ -47,7 +44,9 @@ def kill(*_: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def wrap(owner: Any, name: str, before: Callable[..., None], after: Callable[..., None] = lambda *_: None) -> None:
+def wrap(
+    owner: Any, name: str, before: Callable[..., None], after: Callable[..., None] = lambda *_: None
+) -> None:
     original = getattr(owner, name)
 
     def wrapped(*args: Any, **keys: Any) -> Any:
@@ -59,25 +58,24 @@ def wrap(owner: Any, name: str, before: Callable[..., None], after: Callable[...
     setattr(owner, name, wrapped)
 
 
-def kill_within_file(file: step_folders.HashingFile, _data: object) -> None:
+def kill_within_file(file: manifest.HashingFile, _data: object) -> None:
     if file.tell() > 200_000:
         file.flush()
         kill()
 
 
-def kill_within_removal(path: Path) -> None:
-    if path.name.endswith("-removed"):
-        next(path.iterdir()).unlink()
+def kill_within_removal(path: Path, *_: object) -> None:
+    if path.suffix == ".distcp" and (path.parent / INCOMPLETE).exists():
         kill()
 
 
 def kill_between_manifest_and_name(path: Path) -> None:
-    if path.name.startswith(step_folders.UNFINISHED):
+    if path.name.startswith(manifest.TMP_PREFIX):
         kill()
 
 
-def fill_disk_once(file: step_folders.HashingFile, _data: object) -> None:
-    """The first file that grows finds no room."""
+def fill_disk_once(file: manifest.HashingFile, _data: object) -> None:
+    """Fail the first large write with a full disk."""
     if file.tell() > 200_000 and not FULL:
         FULL.append(file.name)
         file.error = OSError(28, "No space left on device")
@@ -85,25 +83,25 @@ def fill_disk_once(file: step_folders.HashingFile, _data: object) -> None:
 
 
 POINTS: dict[str, tuple[Any, ...]] = {  # arguments of `wrap`
-    "before_data": (CommittingWriter, "write_data", kill),
-    "within_file": (step_folders.HashingFile, "write", kill_within_file),
-    "before_manifest": (step_folders, "encode_manifest", kill),
-    "before_rename": (step_folders, "flush", kill_between_manifest_and_name),
-    "after_rename": (step_folders, "publish", lambda *_: None, kill),
-    "during_purge": (shutil, "rmtree", kill_within_removal),
-    "full_disk": (step_folders.HashingFile, "write", fill_disk_once),
+    "before_data": (dcp.CheckpointWriter, "write_data", kill),
+    "within_file": (manifest.HashingFile, "write", kill_within_file),
+    "before_manifest": (manifest, "encode_manifest", kill),
+    "before_rename": (manifest, "sync", kill_between_manifest_and_name),
+    "after_rename": (dcp, "publish_checkpoint", lambda *_: None, kill),
+    "during_purge": (Path, "unlink", kill_within_removal),
+    "full_disk": (manifest.HashingFile, "write", fill_disk_once),
 }
 
 
 def arm(point: str) -> None:
-    """Prepare the calling rank for what happens at `point`, which is POINT:RANK or empty."""
+    """Set up the event on this rank. `point` is POINT:RANK or empty."""
     name, _, rank = point.partition(":")
     if os.environ["RANK"] == rank:
         wrap(*POINTS[name])
 
 
 class Run:
-    """A training run in `folder` that can be started, and ended, again and again."""
+    """A training run in `folder` that can be started and killed repeatedly."""
 
     def __init__(self, folder: Path, ranks: int, mode: str) -> None:
         self.folder = folder
@@ -112,7 +110,9 @@ class Run:
         self.options = [*OPTIONS.split(), "--checkpoint.async_mode", mode]
 
     def start(self, point: str = "") -> World:
-        return start_small(self.folder, *self.options, ranks=self.ranks, before=functools.partial(arm, point))
+        return start_small(
+            self.folder, *self.options, ranks=self.ranks, before=functools.partial(arm, point)
+        )
 
     def finish(self, point: str = "") -> str:
         started = time.monotonic()
@@ -128,7 +128,7 @@ class Run:
         return world.said
 
     def die_after(self, seconds: float) -> bool:
-        """Kill all its processes at a moment; False if there was nothing left to kill."""
+        """Kill all processes of the run after `seconds`. Return False if it had already ended."""
         world = self.start()
         alive = not world.ended(seconds)
         for process in world.processes:
@@ -139,9 +139,11 @@ class Run:
         return alive
 
     def final_state(self) -> dict[str, str]:
-        """The checksums of the last checkpoint's data: weights, optimizer state and random states."""
-        files = step_folders.check_folder(self.folder / "checkpoint" / "step-00000008")["files"]
-        return {name: entry["xxh3_128"] for name, entry in files.items() if name.endswith(".distcp")}
+        """Return the checksums of the data files in the last checkpoint."""
+        files = manifest.check_checkpoint(self.folder / "checkpoint" / "step-00000008")["files"]
+        return {
+            name: entry["xxh3_128"] for name, entry in files.items() if name.endswith(".distcp")
+        }
 
 
 def assert_undisturbed(run: Run, reference: Run) -> None:
@@ -154,7 +156,7 @@ def assert_undisturbed(run: Run, reference: Run) -> None:
 
 @pytest.fixture(scope="module")
 def references(tmp_path_factory):
-    """The undisturbed run on a number of ranks; its saves are synchronous."""
+    """Return the undisturbed run on a number of ranks, with synchronous saves."""
 
     @functools.cache
     def reference(ranks: int) -> Run:
@@ -167,21 +169,30 @@ def references(tmp_path_factory):
 
 @pytest.mark.parametrize("layout", SAMPLE, ids=str)
 def test_killed_at_the_points_of_a_save(tmp_path, layout, references):
-    run, saved, left, folder = Run(tmp_path / "run", *layout), 0, [], tmp_path / "run" / "checkpoint"
+    run, saved, left, folder = (
+        Run(tmp_path / "run", *layout),
+        0,
+        [],
+        tmp_path / "run" / "checkpoint",
+    )
     for point in [*DEALT[0], *DEALT[1]] if LONG else DEALT[LAYOUTS.index(layout) % 2]:
         out = run.die(point.format(last=layout[0] - 1))
-        assert not left or f"removed the unfinished {left[0].name}" in out
+        assert not left or f"Removed the unfinished {left[0].name}" in out
         if point == "during_purge:0":
             saved = max(saved, 2) + 2  # the second checkpoint makes the first one superfluous
         elif point == "after_rename:0":
             saved += 2
         # A checkpoint exists or it does not.
-        assert step_folders.list_checkpoints(folder) == [folder / step_folders.step_name(saved)] * (saved > 0)
-        left = step_folders.list_unfinished(folder)
-        if point.endswith(":0"):  # else the first rank may have had the time to see that a save failed
+        assert manifest.list_checkpoints(folder) == [folder / manifest.step_folder_name(saved)] * (
+            saved > 0
+        )
+        left = manifest.list_unfinished(folder)
+        if point.endswith(
+            ":0"
+        ):  # else the first rank may have had the time to see that a save failed
             assert len(left) == (point != "after_rename:0"), left
     out = run.finish("full_disk:0")
-    assert f"save of step {saved + 2} FAILED (OSError: [Errno 28] No space left on device)" in out
+    assert f"Saving step {saved + 2} FAILED (OSError: [Errno 28] No space left on device)" in out
     assert_undisturbed(run, references(layout[0]))
 
 

@@ -1,6 +1,8 @@
-"""Ranks that hang: the report says who was late, in what and where."""
+"""Hanging ranks end in a report that names the late rank and its location."""
 
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,22 +18,38 @@ OPTIONS += "--checkpoint.timeout_seconds 6"
 
 # Of each mishap: what is said about the late rank, and in what the other one waits for it.
 HANGS = {
-    "hang_data": (["Rank 1 (", "step 5, is LATE", "gloo:", "loop.py", "late_batch"], "gloo:all_gather"),
+    "hang_data": (
+        ["Rank 1 (", "step 5, is LATE", "gloo:", "trainer.py", "late_batch"],
+        "gloo:all_gather",
+    ),
     "hang_save": (["Rank 1 (", "is LATE", "gloo:", "save.py", "mishap_run.py"], "gloo:all_gather"),
-    "hang_nccl": (["Rank 1 (", "is LATE", "nccl:all_reduce number 6,"], "nccl:all_reduce number 7,"),
-    "hang_alone": (["Rank 0 (", "step 5, is LATE", "loop.py", "late_batch"], None),
+    "hang_nccl": (
+        ["Rank 1 (", "is LATE", "nccl:all_reduce number 6,"],
+        "nccl:all_reduce number 7,",
+    ),
+    "hang_alone": (["Rank 0 (", "step 5, is LATE", "trainer.py", "late_batch"], None),
 }
 
 
 def test_a_hang_ends_in_a_report_that_names_the_late_rank(tmp_path: Path) -> None:
-    """Runs that hang take no processor, so they do it at the same time."""
+    """Run all hangs at the same time, because they use no CPU."""
     (tmp_path / "job.toml").write_text(SMALL)
     launchers = {}
     for mishap in HANGS:
-        words = ["launch", "1" if mishap == "hang_alone" else "2", mishap, "--job.config_file", "job.toml"]
+        words = [
+            "launch",
+            "1" if mishap == "hang_alone" else "2",
+            mishap,
+            "--job.config_file",
+            "job.toml",
+        ]
         words += ["--job.dump_folder", mishap, *OPTIONS.split()]
         launchers[mishap] = subprocess.Popen(
-            [sys.executable, WORKER, *words], cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+            [sys.executable, WORKER, *words],
+            cwd=tmp_path,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
         )
     for mishap, launcher in launchers.items():
         said = launcher.communicate(timeout=180)[1]
@@ -40,3 +58,35 @@ def test_a_hang_ends_in_a_report_that_names_the_late_rank(tmp_path: Path) -> Non
         late, rest = re.split(r"^(?=Rank )", said, flags=re.M)[1:3]  # before them, torch may warn
         assert all(text in late for text in texts), said
         assert waits_in is None or f", waits in {waits_in}" in rest, said
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds stopped processes in Linux's /proc")
+def test_a_rank_that_is_stopped_after_a_save_is_reported_while_the_others_wait(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "job.toml").write_text(SMALL)
+    words = [
+        "launch",
+        "2",
+        "stop_after_save",
+        "--job.config_file",
+        "job.toml",
+        "--job.dump_folder",
+        "out",
+    ]
+    options = ["--comm.train_timeout_seconds", "20", "--checkpoint.timeout_seconds", "200"]
+    launcher = subprocess.Popen(
+        [sys.executable, WORKER, *words, *options],
+        cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert launcher.stderr is not None
+
+    lines = []
+    for line in launcher.stderr:  # until the report
+        lines.append(line)
+        if continue_command := re.search(r"Rank 1 is stopped.*kill -CONT (\d+)", line):
+            os.kill(int(continue_command[1]), signal.SIGCONT)
+            break
+
+    assert "Rank 0 (" in lines[-2]
+    assert launcher.wait(timeout=180) == 0

@@ -1,5 +1,4 @@
-"""Who may speak to a run on one machine: nobody on another one. And runs on several machines, which lose a rank, are
-told to stop, or lose a machine."""
+"""Open ports of a run on one node, and failures and signals in runs on several nodes."""
 
 import contextlib
 import os
@@ -16,42 +15,57 @@ import pytest
 from ranks import descendants, free_port
 from small_runs import SMALL, losses
 
+from titanlite.launch.machines import AGENT_SECONDS
+from titanlite.launch.ranks import CRASH_PATIENCE
+
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(sys.platform != "linux", reason="reads the sockets of processes from Linux's /proc"),
+    pytest.mark.skipif(
+        sys.platform != "linux", reason="reads the sockets of processes from Linux's /proc"
+    ),
 ]
 LISTENS = "0A"  # in /proc/net/tcp
 
 
-def launch(folder: Path, *options: str, log: str = "log", **variables: str) -> "subprocess.Popen[str]":
-    """A launcher of a run that goes on until it is told to stop."""
+def launch(
+    folder: Path, *options: str, log: str = "log", **variables: str
+) -> "subprocess.Popen[str]":
+    """Start a launcher whose run continues until it is stopped."""
     (folder / "job.toml").write_text(SMALL)
     command = [sys.executable, "-P", "-m", "titanlite", "launch", "--job.config_file", "job.toml"]
     command += ["--job.dump_folder", "out", "--training.steps", "100000", *options]
     with (folder / log).open("w") as out:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
-        return subprocess.Popen(command, cwd=folder, env=environment, stdout=out, stderr=out, text=True)
+        return subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=out, stderr=out, text=True
+        )
 
 
 def wait_for(pattern: str, folder: Path, running: Sequence["subprocess.Popen[str]"]) -> str:
-    """Until one of the logs has this text, in lines that follow each other; what they have."""
-    while not re.search(pattern, said := "\n".join(log.read_text() for log in sorted(folder.glob("log*"))), re.DOTALL):
+    """Wait until the logs match `pattern`, and return them."""
+    while not re.search(
+        pattern,
+        said := "\n".join(log.read_text() for log in sorted(folder.glob("log*"))),
+        re.DOTALL,
+    ):
         assert all(process.poll() is None for process in running), said
         time.sleep(0.1)
     return said
 
 
 def sockets_of(pid: int) -> set[str]:
-    """Inodes of its open sockets."""
+    """Return the inodes of the open sockets of a process."""
     links = []
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):  # closed meanwhile
             links.append(os.readlink(descriptor))
-    return {link.removeprefix("socket:[").rstrip("]") for link in links if link.startswith("socket:[")}
+    return {
+        link.removeprefix("socket:[").rstrip("]") for link in links if link.startswith("socket:[")
+    }
 
 
 def listening(pids: list[int]) -> set[str]:
-    """Hexadecimal addresses at which these processes listen, or receive datagrams."""
+    """Return hexadecimal addresses at which these processes listen or receive datagrams."""
     inodes = set().union(*(sockets_of(pid) for pid in pids))
     found = set()
     for table in ("tcp", "tcp6", "udp", "udp6"):
@@ -63,17 +77,26 @@ def listening(pids: list[int]) -> set[str]:
 
 
 def is_loopback(address: str) -> bool:
-    """Of a hexadecimal address as /proc shows it: 127.x.x.x or ::1, or one of the first within the second."""
+    """Return whether a hexadecimal address of /proc is 127.x.x.x or ::1, also mapped to IPv6."""
     if len(address) == 8:
         return address.endswith("7F")
-    return address == "00000000000000000000000001000000" or (address[:16], address[-2:]) == ("0" * 16, "7F")
+    return address == "00000000000000000000000001000000" or (address[:16], address[-2:]) == (
+        "0" * 16,
+        "7F",
+    )
 
 
 def test_a_run_on_one_machine_opens_no_port_that_another_can_reach(tmp_path: Path) -> None:
-    cluster = {"MASTER_ADDR": socket.gethostname(), "NCCL_SOCKET_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "eth0"}
-    run = launch(tmp_path, "--checkpoint.async_mode", "async", NGPU="2", **cluster)  # as set for runs on many machines
+    cluster = {
+        "MASTER_ADDR": socket.gethostname(),
+        "NCCL_SOCKET_IFNAME": "eth0",
+        "GLOO_SOCKET_IFNAME": "eth0",
+    }
+    run = launch(
+        tmp_path, "--checkpoint.async_mode", "async", NGPU="2", **cluster
+    )  # as set for runs on many machines
     try:
-        wait_for("saved step 5 ", tmp_path, [run])
+        wait_for("Saved step 5 ", tmp_path, [run])
         pids = descendants(run.pid)
         assert len(pids) > 2
         found = listening(pids)
@@ -84,17 +107,29 @@ def test_a_run_on_one_machine_opens_no_port_that_another_can_reach(tmp_path: Pat
     assert all(is_loopback(address) for address in found)
 
 
-def two_machines(folder: Path, **variables: str) -> list["subprocess.Popen[str]"]:
-    cluster = {"NGPU": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **variables}
-    return [launch(folder, log=f"log{number}", **cluster, NODE_RANK=str(number)) for number in (0, 1)]
+def two_machines(folder: Path, *options: str, **variables: str) -> list["subprocess.Popen[str]"]:
+    cluster = {
+        "NGPU": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        **variables,
+    }
+    return [
+        launch(folder, *options, log=f"log{number}", **cluster, NODE_RANK=str(number))
+        for number in (0, 1)
+    ]
 
 
-def test_a_crash_on_one_machine_restarts_all_and_a_signal_to_one_saves_and_stops_all(tmp_path: Path) -> None:
+def test_a_crash_on_one_machine_restarts_all_and_a_signal_to_one_saves_and_stops_all(
+    tmp_path: Path,
+) -> None:
     running = two_machines(tmp_path, NNODES="2", MAX_RESTARTS="1")
     try:
-        wait_for("saved step 5 ", tmp_path, running)
-        os.kill(descendants(running[1].pid)[2], signal.SIGKILL)  # its launcher's child is a launcher, too
-        said = wait_for(r"Resumed after step.*saved step", tmp_path, running)
+        wait_for("Saved step 5 ", tmp_path, running)
+        os.kill(
+            descendants(running[1].pid)[2], signal.SIGKILL
+        )  # its launcher's child is a launcher, too
+        said = wait_for(r"Resumed after step.*Saved step", tmp_path, running)
         running[1].send_signal(signal.SIGTERM)
         assert [process.wait(120) for process in running] == [75, 75], said
     finally:
@@ -102,7 +137,10 @@ def test_a_crash_on_one_machine_restarts_all_and_a_signal_to_one_saves_and_stops
             process.kill()
     for number in (0, 1):
         said = (tmp_path / f"log{number}").read_text()
-        assert f"To go on after it: NGPU=1 NNODES=2 NODE_RANK={number} MASTER_ADDR=127.0.0.1 MASTER_PORT=" in said
+        assert (
+            f"To resume: NGPU=1 NNODES=2 NODE_RANK={number} MASTER_ADDR=127.0.0.1 MASTER_PORT="
+            in said
+        )
         assert " MAX_RESTARTS=1 titanlite launch --job.config_file job.toml" in said
         assert "frame #" not in said  # no C++ stack of the agent, whose store may end before it
     assert "failed first: SIGKILL" in said  # of the second machine
@@ -112,13 +150,94 @@ def test_a_crash_on_one_machine_restarts_all_and_a_signal_to_one_saves_and_stops
 def test_the_run_goes_on_without_a_machine_that_is_lost(tmp_path: Path) -> None:
     running = two_machines(tmp_path, NNODES="1:2", MAX_RESTARTS="3")
     try:
-        wait_for("saved step 5 ", tmp_path, running)
+        wait_for("Saved step 5 ", tmp_path, running)
         for pid in descendants(running[1].pid):
             os.kill(pid, signal.SIGKILL)
-        wait_for(r" 1 x cpu.*Resumed after step.*saved step", tmp_path, running[:1])
+        wait_for(r" 1 x cpu.*Resumed after step.*Saved step", tmp_path, running[:1])
         running[0].send_signal(signal.SIGTERM)
         assert running[0].wait(120) == 75
     finally:
         for process in running:
             process.kill()
     assert list(losses(tmp_path / "out")) == list(range(1, len(losses(tmp_path / "out")) + 1))
+
+
+def test_a_hook_that_exits_with_0_fails_the_run_on_both_nodes(tmp_path: Path) -> None:
+    hook = """
+import os
+from titanlite import register
+from titanlite.hooks.hook import Hook
+
+@register("hook", "leaving")
+class Leaving(Hook):
+    def after_step(self, step, result):
+        if step == 2 and os.environ["RANK"] == "1":
+            os._exit(0)
+"""
+    (tmp_path / "leaving_hook.py").write_text(hook)
+    plugin = ["--job.plugins", "leaving_hook", "--job.hooks", "leaving"]
+    running = two_machines(tmp_path, *plugin, NNODES="2", PYTHONPATH=str(tmp_path))
+    try:
+        assert [process.wait(180) for process in running] == [1, 1]
+    finally:
+        for process in running:
+            process.kill()
+
+
+@pytest.mark.long
+def test_a_node_that_loses_the_other_ends_soon_after_the_timeout(tmp_path: Path) -> None:
+    """A stopped node looks like a broken link: its connections stay open."""
+    timeouts = ["--comm.train_timeout_seconds", "20", "--checkpoint.timeout_seconds", "20"]
+    running = two_machines(tmp_path, *timeouts, NNODES="2", MAX_RESTARTS="0")
+    lost = []
+    try:
+        wait_for("Saved step 5 ", tmp_path, running)
+        lost = descendants(running[0].pid)
+        for pid in lost:
+            os.kill(pid, signal.SIGSTOP)
+        assert running[1].wait(20 + CRASH_PATIENCE + AGENT_SECONDS + 60) == 1
+    finally:
+        for pid in lost:
+            os.kill(pid, signal.SIGKILL)
+        running[1].kill()
+
+
+def test_the_node_that_has_the_address_hosts_the_store(tmp_path: Path) -> None:
+    """This holds even if the host name resolves to another address, as on Debian."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing
+        except OSError:
+            pytest.skip("this machine has no network")
+        address = probe.getsockname()[0]
+    cluster = {"NGPU": "1", "NNODES": "2", "MASTER_ADDR": address, "MASTER_PORT": str(free_port())}
+    running = [
+        launch(tmp_path, "--training.steps", "2", log=f"log{number}", **cluster)
+        for number in (0, 1)
+    ]
+    try:
+        assert [process.wait(180) for process in running] == [0, 0]
+    finally:
+        for process in running:
+            process.kill()
+
+
+def test_an_address_that_cannot_be_resolved_is_refused_at_once(tmp_path: Path) -> None:
+    run = launch(tmp_path, NGPU="1", NNODES="2", MASTER_ADDR="no-such-node.invalid")
+    assert run.wait(60) == 2
+    assert "no-such-node.invalid" in (tmp_path / "log").read_text()
+
+
+def test_a_node_that_waits_logs_what_is_missing(tmp_path: Path) -> None:
+    cluster = {
+        "NGPU": "1",
+        "NNODES": "1:2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    run = launch(tmp_path, **cluster, NODE_RANK="1")
+    try:
+        said = wait_for("nothing answers at 127.0.0.1", tmp_path, [run])
+    finally:
+        run.kill()
+    assert "1 to 2 nodes" in said

@@ -1,6 +1,6 @@
-"""Killed or told to stop in its first moments, a run leaves no process behind, and ends in silence.
+"""A run that is killed or stopped during startup leaves no process and no traceback.
 
-A sample; `benchmarks/kill.sh` sets TITANLITE_START_UPS to how often each is to be tried.
+`benchmarks/kill.sh` sets TITANLITE_START_UPS to the number of trials.
 """
 
 import contextlib
@@ -19,7 +19,10 @@ import titanlite
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(sys.platform != "linux", reason="finds processes in Linux's /proc; only there none is orphaned"),
+    pytest.mark.skipif(
+        sys.platform != "linux",
+        reason="finds processes in Linux's /proc; only there none is orphaned",
+    ),
 ]
 TRIALS = int(os.environ.get("TITANLITE_START_UPS", "1"))
 SEED = int(os.environ.get("TITANLITE_KILL_SEED", "0"))
@@ -29,20 +32,27 @@ OURS = str(Path(titanlite.__file__).parent)
 
 
 def alive(trial: str) -> list[int]:
-    """Processes of a trial."""
+    """Return the processes of a trial."""
     found = []
     for folder in Path("/proc").iterdir():
         with contextlib.suppress(OSError):  # it has ended, or is another user's
-            if folder.name.isdecimal() and f"{MARK}={trial}\0".encode() in (folder / "environ").read_bytes():
+            if (
+                folder.name.isdecimal()
+                and f"{MARK}={trial}\0".encode() in (folder / "environ").read_bytes()
+            ):
                 found.append(int(folder.name))
     return found
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_the_first_two_seconds_of_a_run_leave_nothing_behind(number: signal.Signals, tmp_path: Path) -> None:
+def test_the_first_two_seconds_of_a_run_leave_nothing_behind(
+    number: signal.Signals, tmp_path: Path
+) -> None:
     (tmp_path / "job.toml").write_text(SMALL)
     words = ["--job.config_file", "job.toml", "--training.steps", "3000"]
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests under nohup would hand on that it is ignored
+    before = signal.signal(
+        signal.SIGHUP, signal.SIG_DFL
+    )  # tests under nohup would hand on that it is ignored
     generator = random.Random(f"{SEED} {number}")
     for part in range(TRIALS):
         seconds = 2.0 * (part + generator.random()) / TRIALS
@@ -50,7 +60,13 @@ def test_the_first_two_seconds_of_a_run_leave_nothing_behind(number: signal.Sign
         launcher = subprocess.Popen(
             [sys.executable, "-P", "-m", "titanlite", "launch", *words],
             cwd=tmp_path,
-            env={**os.environ, "NGPU": "2", "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path), MARK: trial},
+            env={
+                **os.environ,
+                "NGPU": "2",
+                "OMP_NUM_THREADS": "1",
+                "TMPDIR": str(tmp_path),
+                MARK: trial,
+            },
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
@@ -61,7 +77,9 @@ def test_the_first_two_seconds_of_a_run_leave_nothing_behind(number: signal.Sign
         os.killpg(launcher.pid, number) if number == signal.SIGINT else launcher.send_signal(number)
         _, said = launcher.communicate(timeout=PATIENCE)
         if "Traceback" not in said or OURS in said:  # else Ctrl-C has met Python's own start
-            assert launcher.returncode in (75, 128 + number, -number), f"{trial}: {launcher.returncode}\n{said}"
+            assert launcher.returncode in (75, 128 + number, -number), (
+                f"{trial}: {launcher.returncode}\n{said}"
+            )
             assert "Traceback" not in said, f"{trial}\n{said}"
         until = time.monotonic() + PATIENCE
         while left := alive(trial):

@@ -11,9 +11,9 @@ import tomli
 from titanlite import cli
 from titanlite.config.errors import UserError
 from titanlite.config.load import JOB_FILES, PACKAGE, load_job
-from titanlite.config.mistakes import unknown
-from titanlite.config.run import architecture
-from titanlite.config.schema import KEYS, JobConfig
+from titanlite.config.mistakes import describe_unknown_name
+from titanlite.config.run import build_architecture
+from titanlite.config.schema import JobConfig, list_keys
 from titanlite.load_run import load_run
 from titanlite.torchtitan import tables
 from titanlite.torchtitan.migrate import Migration
@@ -93,7 +93,12 @@ checkpoint.interval_type = "steps"
 checkpoint.model_weights_only = false
 float8.enable_float8_linear = true
 """
-JOBS = {"0.2": OF_02, "0.2 varlen": OF_02.replace('"8B"', '"8B_varlen"'), "0.1": OF_01, "0.1 before": BEFORE_01}
+JOBS = {
+    "0.2": OF_02,
+    "0.2 varlen": OF_02.replace('"8B"', '"8B_varlen"'),
+    "0.1": OF_01,
+    "0.1 before": BEFORE_01,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -106,44 +111,102 @@ def migrated(text: str, version: tables.Version | None = None) -> tuple[Migratio
     result = Migration(text.encode(), version)
     content = tomli.loads(result.text)
     JobConfig.model_validate(content)
-    return result, {f"{section}.{key}": value for section, table in content.items() for key, value in table.items()}
+    return result, {
+        f"{section}.{key}": value
+        for section, table in content.items()
+        for key, value in table.items()
+    }
 
 
 def test_each_key_of_torchtitan_is_in_one_table_and_is_answered_with_its_name_here_which_exists():
     for theirs, ours in tables.EQUIVALENT.items():
-        assert theirs in KEYS or ours in unknown(JobConfig, theirs).remedy, theirs
+        assert theirs in list_keys() or ours in describe_unknown_name(JobConfig, theirs).problem, (
+            theirs
+        )
     keys = [*tables.EQUIVALENT, *tables.CONVERTED, *tables.WITHOUT]
     assert len(keys) == len({*keys})
-    assert {*tables.EQUIVALENT.values(), *tables.DEFAULTS} <= KEYS.keys()
+    assert {*tables.EQUIVALENT.values(), *tables.DEFAULTS} <= list_keys().keys()
 
 
 @pytest.mark.parametrize("name", JOBS)
 def test_job_files_of_torchtitan_pass_the_check_and_each_key_is_carried_over_or_named(name: str):
     result, new = migrated(JOBS[name])
-    old = {f"{section}.{key}" for section, table in tomli.loads(JOBS[name]).items() for key in table}
-    named = {*result.renamed, *(key for keys in result.lost.values() for key in keys), "quantize.linear"}
+    old = {
+        f"{section}.{key}" for section, table in tomli.loads(JOBS[name]).items() for key in table
+    }
+    named = {
+        *result.renamed,
+        *(key for keys in result.lost.values() for key in keys),
+        "quantize.linear",
+    }
     assert old - named - {key.partition(" = ")[0] for key in result.added} <= new.keys()
     Path("new.toml").write_text(result.text)
     tokenizer = Path(new["tokenizer.path"])
     tokenizer.parent.mkdir(parents=True)
-    tokenizer.write_bytes((PACKAGE / "assets/tokenizer" / f"tokenizer{tokenizer.suffix}").read_bytes())
+    tokenizer.write_bytes(
+        (PACKAGE / "assets/tokenizer" / f"tokenizer{tokenizer.suffix}").read_bytes()
+    )
     run = load_run(["--job.config_file", "new.toml"], 1 if name.startswith("0.2") else 8)
     assert run.job.float8.enable is run.job.compile.enable is name.startswith("0.1")
     assert run.job.dataset.document_mask is ("varlen" in name)
-    assert (run.arch.rope_scaling_factor, result.version) == ((8.0, "0.2") if name.startswith("0.2") else (1.0, "0.1"))
+    assert (run.arch.rope_scaling_factor, result.version) == (
+        (8.0, "0.2") if name.startswith("0.2") else (1.0, "0.1")
+    )
 
 
-@pytest.mark.parametrize("flavor", tables.TORCHTITAN_FLAVORS)
+FLAVORS = [
+    (model, flavor) for model, flavors in tables.TORCHTITAN_FLAVORS.items() for flavor in flavors
+]
+
+
+@pytest.mark.parametrize(("model", "flavor"), FLAVORS)
 @pytest.mark.parametrize("version", ["0.1", "0.2"])
-def test_a_flavor_is_the_same_model(flavor: str, version: tables.Version):
-    result, _ = migrated(f"[model]\nflavor = '{flavor}'\n[training]\nseq_len = 16384", version)
-    found = asdict(architecture(JobConfig.model_validate(tomli.loads(result.text)).model))
-    wanted = asdict(tables.TORCHTITAN_FLAVORS[flavor]) | {"rope_scaling_factor": 8.0 if version == "0.2" else 1.0}
+def test_a_flavor_is_the_same_model(model: str, flavor: str, version: tables.Version):
+    text = f"[model]\nname = '{model}'\nflavor = '{flavor}'\n[training]\nseq_len = 16384"
+    result, _ = migrated(text, version)
+    found = asdict(build_architecture(JobConfig.model_validate(tomli.loads(result.text)).model))
+    wanted = asdict(tables.TORCHTITAN_FLAVORS[model][flavor])
+    wanted["rope_scaling_factor"] = 8.0 if (model, version) == ("llama3", "0.2") else 1.0
     assert found.pop("max_seq_len") >= 16384
-    assert {key: value for key, value in found.items() if wanted[key] != value} in ({}, {"vocab_size": 4096})
+    assert {key: value for key, value in found.items() if wanted[key] != value} in (
+        {},
+        {"vocab_size": 4096},
+    )
 
 
-DEFAULTS = {"optimizer.lr": 8e-4, "checkpoint.enable": False, "lr_scheduler.warmup_steps": 200, "model.n_heads": 16}
+@pytest.mark.parametrize("size", ["0.6", "1.7"])
+def test_qwen3_jobs_are_migrated(size: str):
+    _, new = migrated(OF_02.replace("llama3", "qwen3").replace('"8B"', f'"{size}B"'))
+    assert new["model.flavor"] == f"qwen3-{size}b"
+    assert not [key for key in new if key.startswith("model.") and key != "model.flavor"]
+
+
+OTHER_FORMATS = {
+    '{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}': "config.json of a Hugging Face model",
+    '{"job": {}, "model": {"name": "llama3"}, "training": {}}': "JSON copy of a torchtitan job",
+    '{"version": "1.0"}': "is JSON",
+    "from torchtitan.trainer import Trainer\n\ndef llama3_8b():\n    return Trainer.Config()\n": "is Python",
+}
+
+
+@pytest.mark.parametrize(("content", "named"), OTHER_FORMATS.items(), ids=OTHER_FORMATS.values())
+def test_files_of_other_formats_are_recognized(
+    content: str, named: str, capsys: pytest.CaptureFixture[str]
+):
+    Path("file").write_text(content)
+    for command in (["migrate", "file"], ["check", "--job.config_file", "file"]):
+        assert cli.main(command) == 2
+        said = capsys.readouterr().err
+        assert named in said
+        assert "line 1" not in said
+
+
+DEFAULTS = {
+    "optimizer.lr": 8e-4,
+    "checkpoint.enable": False,
+    "lr_scheduler.warmup_steps": 200,
+    "model.n_heads": 16,
+}
 DEFAULTS |= {"activation_checkpoint.selective_ac_option": "2", "metrics.enable_tensorboard": False}
 LOADER = "training.dataloader = { num_workers = 4, prefetch_factor = 3 }"
 LONG_WARMUP = "training.steps = 5\nlr_scheduler.warmup_steps = 9\nlr_scheduler.total_steps = 1000"
@@ -151,28 +214,59 @@ VALIDATED = {"validation.source": "c4", "validation.split": "validation", "valid
 HF = "checkpoint.enable = true\ncheckpoint.initial_load_in_hf = true\nmodel.hf_assets_path = 'a'"
 PARTS = 'parallelism.module_fqns_per_model_part = [["tok_embeddings", "layers.0"], ["layers.1", "norm", "output"]]'
 STAGES = "parallelism.pipeline_parallel_degree = 2\nparallelism.data_parallel_shard_degree = 4"
-LAYOUT = {"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2, "enable_async_tensor_parallel": True}
+LAYOUT = {
+    "data_parallel_shard_degree": 2,
+    "tensor_parallel_degree": 2,
+    "enable_async_tensor_parallel": True,
+}
 LAYOUT |= {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "Interleaved1F1B"}
 LAYOUT |= {"pipeline_parallel_split_points": ["layers.40"]}
 ALL_BEFORE_01 = {f"parallelism.{key}": value for key, value in LAYOUT.items()}
-ALL_BEFORE_01 |= {"training.local_batch_size": 2, "training.global_batch_size": 16, "lr_scheduler.warmup_steps": 200}
+ALL_BEFORE_01 |= {
+    "training.local_batch_size": 2,
+    "training.global_batch_size": 16,
+    "lr_scheduler.warmup_steps": 200,
+}
 ALL_BEFORE_01 |= {"float8.enable": True, "float8.min_features": 0}
 SMALL = "model.converters = ['float8']\nfloat8.filter_fqns = ['auto_filter_small_kn']"
-VALUES: list[tuple[str, dict[str, Any]]] = [  # keys of torchtitan's, and those of ours that they become
+VALUES: list[
+    tuple[str, dict[str, Any]]
+] = [  # keys of torchtitan's, and those of ours that they become
     ("", DEFAULTS),
     ("model.converters = ['float8']", {"float8.enable": True, "float8.min_features": 0}),
-    ("[debug]\r\nseed = 5\r\ndeterministic = true", {"training.seed": 5, "training.deterministic": True}),
+    (
+        "[debug]\r\nseed = 5\r\ndeterministic = true",
+        {"training.seed": 5, "training.deterministic": True},
+    ),
     (LOADER, {"dataset.num_workers": 4, "dataset.prefetch": 3}),
     ("lr_scheduler.lr_min = 0.1", {"lr_scheduler.min_lr_factor": 0.1}),
     ("training.steps = 50", {"training.steps": 50, "lr_scheduler.warmup_steps": 50}),
     ("training.steps = 5\nlr_scheduler.warmup_steps = 9", {"lr_scheduler.warmup_steps": 5}),
-    (LONG_WARMUP, {"lr_scheduler.warmup_steps": 9, "lr_scheduler.total_steps": 1000, "training.steps": 5}),
-    ("checkpoint.enable = true", {"checkpoint.enable": True, "checkpoint.last_save_model_only": True}),
-    ("activation_checkpoint.selective_ac_option = 3", {"activation_checkpoint.selective_ac_option": "3"}),
-    ("float8.filter_fqns = 'attention.wk,output'", {"float8.filter_fqns": ["attention.wk", "output"]}),
+    (
+        LONG_WARMUP,
+        {"lr_scheduler.warmup_steps": 9, "lr_scheduler.total_steps": 1000, "training.steps": 5},
+    ),
+    (
+        "checkpoint.enable = true",
+        {"checkpoint.enable": True, "checkpoint.last_save_model_only": True},
+    ),
+    (
+        "activation_checkpoint.selective_ac_option = 3",
+        {"activation_checkpoint.selective_ac_option": "3"},
+    ),
+    (
+        "float8.filter_fqns = 'attention.wk,output'",
+        {"float8.filter_fqns": ["attention.wk", "output"]},
+    ),
     (SMALL, {"float8.filter_fqns": [], "float8.min_features": 1024}),
-    ("training.dataset = 'mine'\ntraining.dataset_path = 'a'", {"dataset.source": "huggingface", "dataset.path": "a"}),
-    ("training.dataset = 'c4'\ntraining.dataset_path = 'a'", {"dataset.config": "en", "dataset.streaming": True}),
+    (
+        "training.dataset = 'mine'\ntraining.dataset_path = 'a'",
+        {"dataset.source": "huggingface", "dataset.path": "a"},
+    ),
+    (
+        "training.dataset = 'c4'\ntraining.dataset_path = 'a'",
+        {"dataset.config": "en", "dataset.streaming": True},
+    ),
     ("validation.enable = true\nvalidation.freq = 7", VALIDATED),
     (HF, {"checkpoint.initial_load_path": "a", "checkpoint.initial_load_in_hf": True}),
     (PARTS, {"parallelism.pipeline_parallel_split_points": ["layers.1"]}),
@@ -181,7 +275,9 @@ VALUES: list[tuple[str, dict[str, Any]]] = [  # keys of torchtitan's, and those 
 ]
 
 
-@pytest.mark.parametrize(("text", "keys"), VALUES, ids=[text.replace("\n", " ")[:60] for text, _ in VALUES])
+@pytest.mark.parametrize(
+    ("text", "keys"), VALUES, ids=[text.replace("\n", " ")[:60] for text, _ in VALUES]
+)
 def test_a_value_becomes(text: str, keys: dict[str, Any]):
     _, found = migrated(text)
     assert {key: found.get(key) for key in keys} == keys
@@ -189,11 +285,12 @@ def test_a_value_becomes(text: str, keys: dict[str, Any]):
 
 LOST = [  # what cannot be carried over, and words of the reason
     ('checkpoint.initial_load_path = "a/step-5"', "titanlite import --torchtitan"),
-    ("checkpoint.load_step = 5", "checkpoint of torchtitan's run"),
-    ('model.converters = ["mx"]', "no such conversion"),
+    ("checkpoint.load_step = 5", "titanlite run resumes from"),
+    ('model.converters = ["mx"]', "only float8.enable"),
     ('model.converters = ["float8"]', "because its logits are computed in chunks"),
-    ("training.fooled = 1", "no key of torchtitan 0.1 or 0.2"),
-    ("parallelism.pipeline_parallel_degree = 2", "training.global_batch_size to 8 times their number"),
+    ("training.steps = 5\ntraining.fooled = 1", "no key of torchtitan 0.1 or 0.2"),
+    ("training.steps = 5\noptimizer.wd = 0.1", "Did you mean optimizer.weight_decay?"),
+    ("parallelism.pipeline_parallel_degree = 2", "training.global_batch_size to 8 times"),
     ("validation.enable = true", "validation.sequences"),
     ('training.dataset = "c4_test"', "python_stdlib"),
 ]
@@ -205,12 +302,26 @@ def test_what_has_no_equivalent_is_named_with_the_reason(text: str, reason: str)
     assert any(reason in found for found in lost), lost
 
 
+def test_a_file_without_any_torchtitan_key_is_rejected(capsys: pytest.CaptureFixture[str]):
+    Path("old.toml").write_text("[optimizer]\nwd = 0.1")
+
+    assert cli.main(["migrate", "old.toml", "--out", "new.toml"]) == 2
+
+    error = capsys.readouterr().err
+    assert "optimizer.wd" in error
+    assert "optimizer.weight_decay" in error
+    assert not Path("new.toml").exists()
+
+
 def test_the_command_writes_a_whole_file_or_prints_it(capsys: pytest.CaptureFixture[str]):
     old, new = Path("old.toml"), Path("made/new.toml")
     old.write_text("[training]\ndataset_path = 'data'\n[checkpoint]\ninitial_load_path = ''")
     assert cli.main(["migrate", "old.toml"]) == 0
     report = capsys.readouterr().err  # of each key of the old file, and of no other
-    assert ("training.dataset ->" in report, "checkpoint.initial_load_path" in report) == (False, True)
+    assert ("training.dataset ->" in report, "checkpoint.initial_load_path" in report) == (
+        False,
+        True,
+    )
     old.write_text(OF_02)
     assert cli.main(["migrate", "old.toml", "--out", "made/new.toml"]) == 0
     assert tomli.loads(new.read_text()) == tomli.loads(EXPECTED)

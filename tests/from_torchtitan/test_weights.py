@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from titanlite.checkpoint.published import checkpoint_weights
+from titanlite.checkpoint.huggingface import checkpoint_weights
 from titanlite.cli import main
 from titanlite.config.flavors import Architecture
 from titanlite.config.schema import Model
@@ -25,7 +25,9 @@ from titanlite.model.llama import Llama
 from titanlite.torchtitan.weights import torchtitan_weights
 
 SIZES: dict[str, Any] = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 48}
-ARCH = Architecture(**SIZES, vocab_size=64, max_seq_len=8192, rope_theta=10000.0, rope_scaling_factor=8.0)
+ARCH = Architecture(
+    **SIZES, vocab_size=64, max_seq_len=8192, rope_theta=10000.0, rope_scaling_factor=8.0
+)
 TOKENS = torch.randint(0, 64, (2, 300), generator=torch.Generator().manual_seed(1))
 TOLERANCE = 1e-5  # of logits of about 4: the channels of a head are added in another order
 
@@ -33,7 +35,8 @@ TOLERANCE = 1e-5  # of logits of about 4: the channels of a head are added in an
 def weights() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     return {
-        name: torch.randn(shape, generator=generator) / (math.sqrt(shape[-1]) if len(shape) > 1 else 1)
+        name: torch.randn(shape, generator=generator)
+        / (math.sqrt(shape[-1]) if len(shape) > 1 else 1)
         for name, shape in parameter_shapes(ARCH).items()
     }
 
@@ -43,15 +46,22 @@ def save(folder: str, kind: str) -> None:
     state: dict[str, Any] = dict(weights())
     if dist.is_initialized():
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        state = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in state.items()}
+        state = {
+            name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in state.items()
+        }
     beside = {
-        "optimizer": {"state.output.weight.exp_avg": torch.zeros(3), "param_groups.output.weight.lr": 0.1},
+        "optimizer": {
+            "state.output.weight.exp_avg": torch.zeros(3),
+            "param_groups.output.weight.lr": 0.1,
+        },
         "train_state": {"step": torch.tensor(5, dtype=torch.int32)},
         "lr_scheduler": {"last_epoch": 5},
         "dataloader": {"dp_rank_0": pickle.dumps({"sample_idx": 3})},
     }
     if kind == "0.1":
-        state = {"model": state | {"freqs_cis": torch.polar(torch.ones(16, 4), torch.ones(16, 4))}} | beside
+        state = {
+            "model": state | {"freqs_cis": torch.polar(torch.ones(16, 4), torch.ones(16, 4))}
+        } | beside
     elif kind == "0.2":
         state |= beside
     dcp_save(state, checkpoint_id=folder)
@@ -65,7 +75,9 @@ def rotated(x: Tensor, factor: float) -> Tensor:
     frequencies = frequencies * share + frequencies / factor * (1 - share)
     angles = torch.arange(x.shape[1])[:, None] * frequencies
     pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
-    return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)[None, :, None]).flatten(-2)
+    return torch.view_as_real(
+        pairs * torch.polar(torch.ones_like(angles), angles)[None, :, None]
+    ).flatten(-2)
 
 
 def logits(factor: float) -> Tensor:
@@ -79,12 +91,19 @@ def logits(factor: float) -> Tensor:
     for layer in range(ARCH.n_layers):
         at = f"layers.{layer}."
         h = norm(x, f"{at}attention_norm")
-        q, k, v = ((h @ w[f"{at}attention.{name}.weight"].T).unflatten(-1, (-1, 8)) for name in ("wq", "wk", "wv"))
+        q, k, v = (
+            (h @ w[f"{at}attention.{name}.weight"].T).unflatten(-1, (-1, 8))
+            for name in ("wq", "wk", "wv")
+        )
         q, k, v = (y.transpose(1, 2) for y in (rotated(q, factor), rotated(k, factor), v))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = x + mixed.transpose(1, 2).flatten(-2) @ w[f"{at}attention.wo.weight"].T
         h, ffn = norm(x, f"{at}ffn_norm"), f"{at}feed_forward."
-        x = x + (F.silu(h @ w[f"{ffn}w1.weight"].T) * (h @ w[f"{ffn}w3.weight"].T)) @ w[f"{ffn}w2.weight"].T
+        x = (
+            x
+            + (F.silu(h @ w[f"{ffn}w1.weight"].T) * (h @ w[f"{ffn}w3.weight"].T))
+            @ w[f"{ffn}w2.weight"].T
+        )
     return norm(x, "norm") @ w["output.weight"].T
 
 
@@ -105,7 +124,9 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
 KINDS = [("0.2", 8.0), ("0.1", 1.0), ("weights", 8.0), ("weights", 1.0)]
 
 
-@pytest.mark.parametrize(("kind", "factor"), [*KINDS, pytest.param("two ranks", 8.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("kind", "factor"), [*KINDS, pytest.param("two ranks", 8.0, marks=pytest.mark.slow)]
+)
 def test_the_logits_are_torchtitans(kind, factor, steps, tmp_path):
     if kind == "two ranks":
         run_ranks(2, save, str(steps / kind), "0.2")
@@ -126,7 +147,9 @@ def test_weights_that_were_gathered_in_fp8_are_read_and_weights_keep_their_dtype
     from torchao.float8.float8_training_tensor import LinearMMConfig
     from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor as Wrapped
 
-    wrapped = {name: Wrapped(w.bfloat16(), LinearMMConfig(), e4m3_dtype) for name, w in weights().items()}
+    wrapped = {
+        name: Wrapped(w.bfloat16(), LinearMMConfig(), e4m3_dtype) for name, w in weights().items()
+    }
     dcp_save(wrapped, checkpoint_id=str(tmp_path))
     found = torchtitan_weights(tmp_path, Model(**SIZES)).read("layers.1.feed_forward.w2.weight")
     assert type(found) is Tensor
@@ -146,11 +169,19 @@ def refused(capsys: pytest.CaptureFixture[str], folder: Path, *words: str) -> st
 WRONG = [  # the checkpoint, the job, and words of the answer
     ("0.2", [], "--job.config_file"),
     ("0.2", ["--flavor", "8B"], "--flavor"),
-    ("0.2", said(n_kv_heads=4, ffn_dim=80), "layers.1.feed_forward.w3.weight: shape (48, 32), expected (80, 32)"),
+    (
+        "0.2",
+        said(n_kv_heads=4, ffn_dim=80),
+        "layers.1.feed_forward.w3.weight: shape (48, 32), expected (80, 32)",
+    ),
     ("0.2", said(n_layers=1), "layers.1.attention.wk.weight: not part of this"),
     ("0.2", said(vocab_size=65), "tok_embeddings.weight: shape (64, 32), expected (65, 32)"),
     ("0.2", said(n_heads=32, n_kv_heads=16), "32 heads"),
-    ("0.1", said(1.0, n_heads=2, n_kv_heads=1), "n_heads"),  # the frequencies in it are for heads of another width
+    (
+        "0.1",
+        said(1.0, n_heads=2, n_kv_heads=1),
+        "n_heads",
+    ),  # the frequencies in it are for heads of another width
     ("0.1", said(8.0), "torchtitan 0.1"),
     ("0.2", said(1.0), "torchtitan 0.2"),
 ]
@@ -170,12 +201,17 @@ BROKEN = [  # a file, and what becomes of its content
     (".metadata", lambda raw: pickle.dumps(Hostile(), protocol=4)),
     (".metadata", lambda raw: raw.replace(b"__0_0.distcp", b"../_0.distcp")),
     ("__0_0.distcp", lambda raw: raw[:-4000]),
-    ("__0_0.distcp", lambda raw: raw[:-200] + bytes(200)),  # the last tensor's, in the place of its archive
+    (
+        "__0_0.distcp",
+        lambda raw: raw[:-200] + bytes(200),
+    ),  # the last tensor's, in the place of its archive
 ]
 
 
 @pytest.mark.parametrize(("name", "change"), BROKEN)
-def test_damage_is_answered_in_words_and_nothing_is_made(name, change, tmp_path, monkeypatch, capsys):
+def test_damage_is_answered_in_words_and_nothing_is_made(
+    name, change, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     save("theirs", "weights")
     file = Path("theirs") / name
@@ -186,13 +222,23 @@ def test_damage_is_answered_in_words_and_nothing_is_made(name, change, tmp_path,
 
 def test_other_folders_and_models_are_named(steps, tmp_path, capsys):
     assert ".metadata" in refused(capsys, tmp_path, *said())
-    assert main(["import", "--torchtitan", str(steps / "0.2"), "--out", str(tmp_path), *said()]) == 0
-    assert "a checkpoint of titanlite's" in refused(capsys, tmp_path / "step-00000000", *said())
-    assert main(["import", "--hf", str(tmp_path), "--out", str(tmp_path / "p"), "--model.flavor", "8b"]) == 2
+    assert (
+        main(["import", "--torchtitan", str(steps / "0.2"), "--out", str(tmp_path), *said()]) == 0
+    )
+    assert "titanlite checkpoint" in refused(capsys, tmp_path / "step-00000000", *said())
+    assert (
+        main(
+            ["import", "--hf", str(tmp_path), "--out", str(tmp_path / "p"), "--model.flavor", "8b"]
+        )
+        == 2
+    )
     assert "--torchtitan" in capsys.readouterr().err
     for name, state in (
         ("layers.0.attention.wq.bias", weights() | {"layers.0.attention.wq.bias": torch.zeros(32)}),
-        ("norm.weight: torch.int32", weights() | {"norm.weight": torch.zeros(32, dtype=torch.int32)}),
+        (
+            "norm.weight: torch.int32",
+            weights() | {"norm.weight": torch.zeros(32, dtype=torch.int32)},
+        ),
         ("tok_embeddings.weight: missing", {"encoder.weight": torch.zeros(1)}),
     ):
         dcp_save(state, checkpoint_id=str(tmp_path / name))

@@ -1,5 +1,6 @@
-"""Damaged and hostile variants of good files, the same for the same number. Weights and tokenizers of others are
-refused in words, or give what their origin gives. Each job file is a valid job or a UserError. All within two seconds.
+"""Damaged and hostile files are rejected with a UserError or loaded correctly, within two seconds.
+
+The mutation depends only on its number. Weights, tokenizers and job files are mutated.
 """
 
 import base64
@@ -20,12 +21,18 @@ import tomlkit
 import torch
 from tokenizers import Tokenizer
 
-from titanlite.checkpoint.published import Weights, export_hf, hf_weights, load_hf_weights, meta_weights
+from titanlite.checkpoint.huggingface import (
+    Weights,
+    export_hf,
+    hf_weights,
+    load_hf_weights,
+    meta_weights,
+)
 from titanlite.config.errors import UserError
 from titanlite.config.flavors import Architecture
 from titanlite.config.load import JOB_FILES, dump_config, load_job
 from titanlite.data.tokenizer import TiktokenTokenizer, load_tokenizer
-from titanlite.data.tokenizer_files import tiktoken_to_json
+from titanlite.data.tokenizer_files import convert_tiktoken
 from titanlite.load_run import load_run
 from titanlite.model.formats import parameter_shapes
 from titanlite.model.llama import Llama
@@ -44,19 +51,23 @@ _VALUES = (
 
 
 def mutant(good: bytes, number: int, is_json: bool = False) -> bytes:
-    """`good` with one to three changes of its bytes, or of the values and keys of its JSON."""
+    """Change one to three bytes of `good`, or values and keys of its JSON."""
     rng = random.Random(number)
     for _ in range(rng.choice((1, 1, 2, 3))):
         try:
             value = json.loads(good) if is_json and rng.random() < 0.7 else None
         except (ValueError, RecursionError):
             continue
-        good = _change_value(value, rng) if value and isinstance(value, dict) else _change_bytes(good, rng)
+        good = (
+            _change_value(value, rng)
+            if value and isinstance(value, dict)
+            else _change_bytes(good, rng)
+        )
     return good
 
 
 def _change_value(root: dict[str, Any], rng: random.Random) -> bytes:
-    """A value somewhere within `root` goes, gets another name, or is replaced, near the root or deep in it."""
+    """Delete, rename or replace a random value within `root`."""
     table: Any = root
     while True:
         key: Any = rng.choice(list(table)) if isinstance(table, dict) else rng.randrange(len(table))
@@ -84,8 +95,11 @@ def _change_bytes(data: bytes, rng: random.Random) -> bytes:
 
 
 def ends_well(number: int, act: Callable[[], object]) -> bool:
-    """Whether `act` ended without an error. Fails the test for any other error than a printable UserError, and for more
-    than two seconds of a processor (not of a clock, because other tests run beside this one)."""
+    """Return whether `act` succeeded.
+
+    Any error other than a printable UserError fails the test, and so do more than two seconds of
+    CPU time. CPU time does not depend on other tests.
+    """
     before, refusal = time.process_time(), ""
     try:
         act()
@@ -94,7 +108,9 @@ def ends_well(number: int, act: Callable[[], object]) -> bool:
     except BaseException as error:
         error.add_note(f"mutant {number}")
         raise
-    assert time.process_time() - before < 2.0, f"mutant {number} took {time.process_time() - before:.1f} s"
+    assert time.process_time() - before < 2.0, (
+        f"mutant {number} took {time.process_time() - before:.1f} s"
+    )
     assert refusal.replace("\n", "x").isprintable(), f"mutant {number}: {refusal!r}"
     assert len(refusal) < 10_000, f"mutant {number}: a message of {len(refusal)} characters"
     return not refusal
@@ -102,31 +118,67 @@ def ends_well(number: int, act: Callable[[], object]) -> bool:
 
 ARCH = Architecture(16, 2, 2, 1, 24, 40, 64, rope_scaling_factor=8.0, rope_original_max_seq_len=16)
 TOKENS = torch.arange(30)[None]
-TEXTS = ("def f(x):\n    return x  # Zürich 日本語 12345\r\n", "don't <|end_of_text|> \ud800 \x00", "", " " * 300)
+TEXTS = (
+    "def f(x):\n    return x  # Zürich 日本語 12345\r\n",
+    "don't <|end_of_text|> \ud800 \x00",
+    "",
+    " " * 300,
+)
 INDEX = "model.safetensors.index.json"
 
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory) -> Path:
-    """A folder of each format."""
+    """Create a valid folder of each format."""
     folder = tmp_path_factory.mktemp("good")
     model = Llama(ARCH)
     model.init_weights(1)
     ends: dict[str, int | None] = {"bos_token_id": 1, "eos_token_id": 2}
-    export_hf(Weights(ARCH, {}, model.get_parameter), folder / "hf", "float32", lambda _: ends, shard_bytes=6000)
+    export_hf(
+        Weights(ARCH, {}, model.get_parameter),
+        folder / "hf",
+        "float32",
+        lambda _: ends,
+        shard_bytes=6000,
+    )
     (folder / "meta").mkdir()
     tensors = {name: value.detach() for name, value in model.named_parameters()}
     torch.save(tensors | {"rope.freqs": torch.ones(4)}, folder / "meta" / "consolidated.00.pth")
-    params = {"dim": 16, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1, "norm_eps": 1e-5, "rope_theta": 500000.0}
-    params |= {"use_scaled_rope": True, "vocab_size": -1, "multiple_of": 256, "ffn_dim_multiplier": 1.3}
+    params = {
+        "dim": 16,
+        "n_layers": 2,
+        "n_heads": 2,
+        "n_kv_heads": 1,
+        "norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+    }
+    params |= {
+        "use_scaled_rope": True,
+        "vocab_size": -1,
+        "multiple_of": 256,
+        "ffn_dim_multiplier": 1.3,
+    }
     (folder / "meta" / "params.json").write_text(json.dumps(params))
     (folder / "tokenizer").mkdir()
-    tokens = [bytes([byte]) for byte in range(256)] + [b"re", b"tu", b"rn", b"retu", b"return", b"  ", b"    ", b"ef"]
+    tokens = [bytes([byte]) for byte in range(256)] + [
+        b"re",
+        b"tu",
+        b"rn",
+        b"retu",
+        b"return",
+        b"  ",
+        b"    ",
+        b"ef",
+    ]
     lines = (f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(tokens))
     (folder / "tokenizer/tokenizer.model").write_text("".join(lines))
-    converted = tiktoken_to_json(TiktokenTokenizer(folder / "tokenizer/tokenizer.model"))
+    converted = convert_tiktoken(TiktokenTokenizer(folder / "tokenizer/tokenizer.model"))
     converted.save(str(folder / "tokenizer/tokenizer.json"))
-    config = {"bos_token": {"content": "<|begin_of_text|>"}, "eos_token": "<|eot_id|>", "model_max_length": 10}
+    config = {
+        "bos_token": {"content": "<|begin_of_text|>"},
+        "eos_token": "<|eot_id|>",
+        "model_max_length": 10,
+    }
     (folder / "tokenizer/tokenizer_config.json").write_text(json.dumps(config))
     return folder
 
@@ -176,8 +228,12 @@ def assert_transformers_agrees(folder: Path, number: int) -> None:
     except Exception:  # a description that it does not take, and that changes nothing
         return
     scale = expected.nan_to_num(0, 0, 0).abs().max()
-    close = torch.isclose(load_hf(folder), expected, rtol=1e-4, atol=float(2e-5 * scale), equal_nan=True)
-    assert close.all() or not expected.isfinite().all(), f"mutant {number}"  # fp32 sums in another order
+    close = torch.isclose(
+        load_hf(folder), expected, rtol=1e-4, atol=float(2e-5 * scale), equal_nan=True
+    )
+    assert close.all() or not expected.isfinite().all(), (
+        f"mutant {number}"
+    )  # fp32 sums in another order
 
 
 FILES = [  # the folder, the files of it that are damaged in turn, and what is done with it
@@ -189,14 +245,18 @@ FILES = [  # the folder, the files of it that are damaged in turn, and what is d
 
 
 @pytest.mark.parametrize("count", [SAMPLE, ALL])
-@pytest.mark.parametrize(("kind", "names", "load"), FILES, ids=[load.__name__ for _, _, load in FILES])
+@pytest.mark.parametrize(
+    ("kind", "names", "load"), FILES, ids=[load.__name__ for _, _, load in FILES]
+)
 def test_a_mutant_is_refused_or_what_its_origin_is(kind, names, load, count, good, tmp_path):
     files = [next((good / kind).glob(name)) for name in names]
     folder, taken = tmp_path / kind, 0
     shutil.copytree(good / kind, folder)
     for number in range(count):
         original = files[number % len(files)]
-        (folder / original.name).write_bytes(mutant(original.read_bytes(), number, original.suffix == ".json"))
+        (folder / original.name).write_bytes(
+            mutant(original.read_bytes(), number, original.suffix == ".json")
+        )
         if ends_well(number, functools.partial(load, folder)):
             taken += 1
             if kind == "hf":
@@ -208,17 +268,32 @@ def test_a_mutant_is_refused_or_what_its_origin_is(kind, names, load, count, goo
 def test_names_never_lead_out_of_the_folder_and_pipes_do_not_wait(tmp_path, good):
     secret = tmp_path / "secret.safetensors"
     shutil.copy(next((good / "hf").glob("*.safetensors")), secret)
-    names = ("../secret.safetensors", str(secret), "", ".", "..", "a/../../secret.safetensors", "\0", "a" * 10**5)
+    names = (
+        "../secret.safetensors",
+        str(secret),
+        "",
+        ".",
+        "..",
+        "a/../../secret.safetensors",
+        "\0",
+        "a" * 10**5,
+    )
     shutil.copytree(good / "hf", tmp_path / "hf")
     for number, name in enumerate(names):
         index = json.loads((good / "hf" / INDEX).read_text())
         index["weight_map"]["model.norm.weight"] = name
         (tmp_path / "hf" / INDEX).write_text(json.dumps(index))
         assert not ends_well(number, lambda: hf_weights(tmp_path / "hf"))
-    traps = {"pipe": os.mkfifo, "folder": os.mkdir, "link": lambda path: path.symlink_to("../moved")}
+    traps = {
+        "pipe": os.mkfifo,
+        "folder": os.mkdir,
+        "link": lambda path: path.symlink_to("../moved"),
+    }
     traps["loop"] = lambda path: path.symlink_to(path.name)
     for kind, load in (("hf", hf_weights), ("meta", meta_weights)):
-        files = sorted(path.name for path in (good / kind).iterdir() if path.name != "generation_config.json")
+        files = sorted(
+            path.name for path in (good / kind).iterdir() if path.name != "generation_config.json"
+        )
         for file, (trap, set_trap) in itertools.product(files, traps.items()):
             folder = tmp_path / f"{kind}-{file}-{trap}"
             shutil.copytree(good / kind, folder)
@@ -228,7 +303,7 @@ def test_names_never_lead_out_of_the_folder_and_pipes_do_not_wait(tmp_path, good
 
 
 def toml_mutant(file: Path, number: int) -> bytes:
-    """The file with other bytes, or the whole job with other keys and values."""
+    """Change bytes of the file, or keys and values of the whole job."""
     if number % 2:
         return mutant(file.read_bytes(), number)
     job = load_job(["--job.config_file", str(file)]).model_dump(mode="json", exclude_none=True)
@@ -240,7 +315,9 @@ def toml_mutant(file: Path, number: int) -> bytes:
 
 
 @pytest.mark.parametrize("count", [SAMPLE, ALL])
-def test_a_mutant_is_a_job_or_a_users_error(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_mutant_is_a_job_or_a_users_error(
+    count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
@@ -251,6 +328,8 @@ def test_a_mutant_is_a_job_or_a_users_error(count: int, tmp_path: Path, monkeypa
 
     files, valid = sorted(JOB_FILES.glob("*.toml")), 0
     for number in range(count):
-        Path("mutant.toml").write_bytes(toml_mutant(files[number % len(files)], number))  # stays if it fails
+        Path("mutant.toml").write_bytes(
+            toml_mutant(files[number % len(files)], number)
+        )  # stays if it fails
         valid += ends_well(number, check)
     assert 0 < valid < count  # mutants that all fail at the same place would prove little

@@ -9,8 +9,8 @@ venv=.venv-ghost
 out=$venv/ghost
 [[ -x $venv/bin/python ]] || "${PYTHON:-python3}" -m venv "$venv"
 pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check)
-"$venv/bin/python" -c 'import torch, sys; sys.exit(torch.__version__ != "2.11.0+cu130")' 2>/dev/null ||
-    "${pip[@]}" torch==2.11.0 # that of PyPI has CUDA 13.0
+"$venv/bin/python" -c 'import torch, sys; sys.exit(not torch.__version__.startswith("2.14.1"))' 2>/dev/null ||
+    "${pip[@]}" torch==2.14.1
 "$venv/bin/python" -c 'import titanlite, hypothesis, pytest' 2>/dev/null || "${pip[@]}" pytest hypothesis --editable .
 
 rm -rf "$out"
@@ -37,8 +37,9 @@ nm "$out"/*.o | awk '$2 == "T" {print $3}' | sort >"$out/have"
 } >"$out/rest.c"
 gcc "${flags[@]}" -I"$source" -fno-builtin -w -c -o "$out/rest.o" "$out/rest.c"
 gcc -shared -Wl,-soname,libcuda.so.1 -o "$out/libcuda.so.1" "$out"/*.o -ldl -lpthread
-gcc "${flags[@]}" -shared -Wl,-soname,libnvrtc.so.13 -o "$out/libnvrtc.so.13" "$source/nvrtc.c"
+gcc "${flags[@]}" -shared -Wl,-soname,libnvrtc.so.13 -Wl,--default-symver -o "$out/libnvrtc.so.13" "$source/nvrtc.c"
 ln -s libcuda.so.1 "$out/libcuda.so" # triton links its launchers against it
+ln -s libcuda.so.1 "$out/libnvidia-ml.so.1"
 cp "$source/nvidia-smi" "$out/bin/"
 rm "$out"/*.o "$out/rest.c" "$out/wanted" "$out/have"
 scripts/ghost.sh python -c 'import torch; print(f"The ghost is an {torch.cuda.get_device_name()}, torch {torch.__version__}")'

@@ -1,8 +1,8 @@
-"""Train a few steps of several jobs on the ghost, one job after the other in the same ranks, and write what they took.
+"""Train several jobs on the ghost GPU in the same ranks, and write measurements.
 
-`torchrun steps.py JOBS.json OUT`. The first file has name -> options. OUT.RANK gets name -> what the last two
-steps of that rank took (see `measure`); the log of the ghost has them between the lines `mark job NAME` and
-`mark end`. None of them is logged, so nothing in them may wait for the device.
+`torchrun steps.py JOBS.json OUT`. JOBS.json maps names to options. OUT.RANK maps names to the
+measurements of the last two steps (see `measure`). The log of the ghost GPU contains these steps
+between the lines `mark job NAME` and the next mark.
 """
 
 import ctypes
@@ -18,27 +18,23 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
 
-from titanlite.hooks.guards import NonFiniteGuard
 from titanlite.load_run import load_run
-from titanlite.train.loop import Trainer
+from titanlite.train.trainer import Trainer
 
 mark = ctypes.CDLL("libcuda.so.1").ghost_mark
 WARM_STEPS, STEPS = 3, 2
 
 
-def read(guard: Any) -> None:
-    """As the guard does, but whatever is read: memory that no kernel wrote has any value."""
-    unread, guard._unread = guard._unread, []
-    torch.stack([result.skipped for _, result in unread]).tolist()
-
-
-NonFiniteGuard._read = read  # pyright: ignore
-
-
 def measure(name: str, options: list[str], folder: Path) -> dict[str, Any]:
-    """Steps before the measured ones compile and allocate. A compiler that compiles anew in later steps is counted."""
+    """Measure the last steps of a job.
+
+    Earlier steps compile and allocate. Recompilations in later steps are counted.
+    """
     counters.clear()
-    run = load_run([*options, "--job.dump_folder", str(folder / name)], world_size=int(os.environ["WORLD_SIZE"]))
+    run = load_run(
+        [*options, "--job.dump_folder", str(folder / name)],
+        world_size=int(os.environ["WORLD_SIZE"]),
+    )
     with Trainer(run) as trainer:
         for _ in range(WARM_STEPS):
             trainer.step()
@@ -58,12 +54,14 @@ def measure(name: str, options: list[str], folder: Path) -> dict[str, Any]:
             "graph_breaks": dict(counters["graph_break"]),
             "allocated": torch.cuda.max_memory_allocated(),
             "reserved": torch.cuda.max_memory_reserved(),
-            "of other streams": sum(part["total_size"] for part in torch.cuda.memory_snapshot() if part["stream"]),
+            "of other streams": sum(
+                part["total_size"] for part in torch.cuda.memory_snapshot() if part["stream"]
+            ),
         }
 
 
 def main(jobs: Path, out: Path) -> None:
-    """All ranks take part; an error of a job is its result, and the next one starts in a new world."""
+    """Run a job on all ranks. An error is its result, and the next job starts in a new world."""
     rank, found = int(os.environ["RANK"]), {}
     mark(f"rank {rank}".encode())
     for name, options in json.loads(jobs.read_text()).items():

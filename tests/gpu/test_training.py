@@ -1,11 +1,13 @@
-"""What only a GPU can show, on small models: FP8, checkpoints, what a step must not wait for, attention's kernels."""
+"""GPU behavior of small models: FP8, checkpoints, host syncs and attention kernels."""
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before cuBLAS is used: sums in one order
+os.environ.setdefault(
+    "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+)  # before cuBLAS is used: sums in one order
 
 import pytest
 import torch
@@ -15,28 +17,43 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from titanlite.config.load import load_job
 from titanlite.model.attention import attention, backend_order, document_mask
-from titanlite.train.loop import Trainer
+from titanlite.train.trainer import Trainer
 
 DEVICE = torch.device("cuda")
 MODEL = {"dim": 256, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 512}
-TRAINING = {"seq_len": 128, "local_batch_size": 4, "steps": 100}  # of which a test runs the first ones
+TRAINING = {
+    "seq_len": 128,
+    "local_batch_size": 4,
+    "steps": 100,
+}  # of which a test runs the first ones
 WORDS = [str(word) for name, value in MODEL.items() for word in (f"--model.{name}", value)]
 WORDS += [str(word) for name, value in TRAINING.items() for word in (f"--training.{name}", value)]
-WORDS += ["--metrics.no-enable_tensorboard", "--lr_scheduler.warmup_steps", "2", "--float8.min_features", "0"]
+WORDS += [
+    "--metrics.no-enable_tensorboard",
+    "--lr_scheduler.warmup_steps",
+    "2",
+    "--float8.min_features",
+    "0",
+]
 EACH_STEP = ("--metrics.log_freq", "1", "--checkpoint.no-enable")
 ALL = ("--compile.enable", "--compile.components", "model", "loss", "optimizer", "clip")
-ALL_GATHER = ("--float8.enable_fsdp_float8_all_gather", "--float8.precompute_float8_dynamic_scale_for_fsdp")
+ALL_GATHER = (
+    "--float8.enable_fsdp_float8_all_gather",
+    "--float8.precompute_float8_dynamic_scale_for_fsdp",
+)
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; a CPU's are in tests/parallel"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="needs a GPU; a CPU's are in tests/parallel"
+    ),
 ]
 
 
 @contextmanager
 def training(folder: Path, *options: str) -> Iterator[Trainer]:
-    """A trainer as `titanlite train` builds it."""
+    """Create a trainer like `titanlite train`."""
     with Trainer(load_job([*WORDS, "--job.dump_folder", str(folder / "run"), *options])) as trainer:
         yield trainer
     torch.use_deterministic_algorithms(False)
@@ -44,32 +61,44 @@ def training(folder: Path, *options: str) -> Iterator[Trainer]:
 
 
 def losses(trainer: Trainer, steps: int) -> list[float]:
-    """Train so many steps, each of which is logged."""
+    """Train `steps` steps and return the losses."""
     entries = [trainer.step() for _ in range(steps)]
     return [entry.loss for entry in entries if entry is not None]
 
 
 def weights(trainer: Trainer) -> list[Tensor]:
-    return [p.to_local().clone() if isinstance(p, DTensor) else p.clone() for p in trainer.model.parameters()]
+    return [
+        p.to_local().clone() if isinstance(p, DTensor) else p.clone()
+        for p in trainer.model.parameters()
+    ]
 
 
 @pytest.mark.parametrize("recipe", [("tensorwise", *ALL_GATHER), ("rowwise",)])
 def test_float8_learns_as_bf16_does(tmp_path: Path, recipe: tuple[str, ...]):
     with training(tmp_path, *EACH_STEP) as trainer:
         expected = losses(trainer, 20)
-    with training(tmp_path, *EACH_STEP, "--float8.enable", "--float8.recipe_name", *recipe) as trainer:
+    with training(
+        tmp_path, *EACH_STEP, "--float8.enable", "--float8.recipe_name", *recipe
+    ) as trainer:
         found = losses(trainer, 20)
     assert found != expected
-    # FP8 keeps 3 bits of a mantissa, and the errors of a sum of 256 products mostly cancel. Of the mean: a row of rare
-    # tokens, which this Python's library may have, makes 6% of a small difference at its step; measured: 0.006 with it.
+    # FP8 keeps 3 bits of a mantissa, and the errors of a sum of 256 products mostly cancel. Of the
+    # mean: a row of rare tokens, which this Python's library may have, makes 6% of a small
+    # difference at its step; measured: 0.006 with it.
     assert sum(found) == pytest.approx(sum(expected), rel=0.01)
     assert "on FP8 hardware" in (tmp_path / "run/train.log").read_text()
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async_with_pinned_mem"])
-def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path: Path, mode: str):
-    """Invariant 4, with kernels that add up in one order."""
-    options = ("--metrics.log_freq", "1", "--training.deterministic", "--checkpoint.async_mode", mode)
+def test_resume_is_bitwise_equal_to_an_uninterrupted_run(tmp_path: Path, mode: str):
+    """With deterministic kernels, a resumed run is bitwise equal."""
+    options = (
+        "--metrics.log_freq",
+        "1",
+        "--training.deterministic",
+        "--checkpoint.async_mode",
+        mode,
+    )
     with training(tmp_path, *options) as trainer:
         losses(trainer, 3)
         trainer.save()
@@ -91,8 +120,10 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path: Path, mode: st
     ],
 )
 def test_a_step_never_waits_for_the_gpu(tmp_path: Path, options: tuple[str, ...]):
-    """Invariant 7. Two steps come first: there kernels are compiled, and the first one is logged."""
-    with training(tmp_path, "--metrics.log_freq", "50", "--checkpoint.no-enable", *options) as trainer:
+    """Two steps compile the kernels and log before the measurement."""
+    with training(
+        tmp_path, "--metrics.log_freq", "50", "--checkpoint.no-enable", *options
+    ) as trainer:
         trainer.step()
         trainer.step()
         torch.cuda.set_sync_debug_mode("error")
@@ -106,7 +137,7 @@ def test_a_step_never_waits_for_the_gpu(tmp_path: Path, options: tuple[str, ...]
 
 
 def heads(dtype: torch.dtype, width: int) -> list[Tensor]:
-    """Queries of four heads, keys and values of two: (2, H, 512, width)."""
+    """Return queries with four heads, and keys and values with two: (2, H, 512, width)."""
     generator = torch.Generator().manual_seed(0)
     drawn = [torch.randn(2, count, 512, width, generator=generator) for count in (4, 2, 2)]
     return [x.to(DEVICE, dtype).requires_grad_() for x in drawn]
@@ -122,13 +153,21 @@ def assert_close(found: list[Tensor], expected: list[Tensor], tolerance: float) 
         assert (a - b).abs().max() <= tolerance * b.abs().max()
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-3), (torch.bfloat16, 2e-2)])  # TF32 has 10 bits
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 2e-3), (torch.bfloat16, 2e-2)]
+)  # TF32 has 10 bits
 @pytest.mark.parametrize("compiled", [False, True])
-def test_flex_attention_of_documents_is_sdpa_with_a_mask(dtype: torch.dtype, tolerance: float, compiled: bool):
+def test_flex_attention_of_documents_is_sdpa_with_a_mask(
+    dtype: torch.dtype, tolerance: float, compiled: bool
+):
     attend = torch.compile(attention, fullgraph=True) if compiled else attention
     inputs = heads(dtype, 64)
     for seed in range(2):  # other documents, the same kernel
-        ids = torch.randint(0, 5, (2, 512), generator=torch.Generator().manual_seed(seed)).sort(dim=1).values
+        ids = (
+            torch.randint(0, 5, (2, 512), generator=torch.Generator().manual_seed(seed))
+            .sort(dim=1)
+            .values
+        )
         expected = with_gradients(attention(*inputs, document_mask(ids).to(DEVICE)), inputs)  # pyright: ignore
         found = with_gradients(attend(*inputs, document_mask(ids.to(DEVICE))), inputs)  # pyright: ignore
         assert_close(found, expected, tolerance)

@@ -3,7 +3,6 @@
 import gzip
 import json
 import re
-from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,10 +15,24 @@ from small_runs import logged
 from titanlite.config.schema import Profiling
 from titanlite.hooks.profiler import Profiler
 
-PAGE = (Path(__file__).parents[2] / "docs/profiling.md").read_text()
+GUIDES = Path(__file__).parents[2] / "docs" / "guides"
+PAGES = (GUIDES / "memory_and_speed.md").read_text() + (GUIDES / "monitoring.md").read_text()
 ALL = [
-    *("--profiling.enable_profiling", "--profiling.enable_memory_snapshot", "--profiling.profile_freq", "6"),
-    *("--profiling.profiler_warmup", "2", "--profiling.profiler_active", "2", "--profiling.profiler_ranks", "0", "1"),
+    *(
+        "--profiling.enable_profiling",
+        "--profiling.enable_memory_snapshot",
+        "--profiling.profile_freq",
+        "6",
+    ),
+    *(
+        "--profiling.profiler_warmup",
+        "2",
+        "--profiling.profiler_active",
+        "2",
+        "--profiling.profiler_ranks",
+        "0",
+        "1",
+    ),
 ]
 
 
@@ -34,7 +47,9 @@ def fill_disk_once() -> None:
 
 
 @pytest.mark.slow
-def test_a_run_has_the_traces_of_its_schedule_and_the_numbers_of_a_run_without(tmp_path: Path) -> None:
+def test_a_run_has_the_traces_of_its_schedule_and_the_numbers_of_a_run_without(
+    tmp_path: Path,
+) -> None:
     """Its disk is full at the first trace, which ends no run."""
     start_small(tmp_path / "plain", ranks=2).ends_with(0)
     said = start_small(tmp_path / "profiled", *ALL, ranks=2, before=fill_disk_once).ends_with(0)
@@ -44,7 +59,10 @@ def test_a_run_has_the_traces_of_its_schedule_and_the_numbers_of_a_run_without(t
     for name in ("loss", "grad_norm", "tokens"):
         assert [line[name] for line in plain.values()] == [line[name] for line in profiled.values()]
     folder = tmp_path / "profiled" / "profile"
-    assert sorted(path.name[:20] for path in folder.iterdir()) == ["step-00000012-rank-0", "step-00000012-rank-1"]
+    assert sorted(path.name[:20] for path in folder.iterdir()) == [
+        "step-00000012-rank-0",
+        "step-00000012-rank-1",
+    ]
     (file,) = folder.glob("step-00000012-rank-1-*.trace.json.gz")
     trace = json.loads(gzip.decompress(file.read_bytes()))
     assert trace["distributedInfo"]["rank"] == 1
@@ -54,12 +72,16 @@ def test_a_run_has_the_traces_of_its_schedule_and_the_numbers_of_a_run_without(t
     events = [json.loads(line) for line in (tmp_path / "profiled" / "events.jsonl").open()]
     assert [event["step"] for event in events if event["event"] == "profile"] == [12]
     start_small(tmp_path / "profiled", *ALL, "--checkpoint.load_step", "5", ranks=2).ends_with(0)
-    assert len([*folder.glob("step-00000012-rank-0-*")]) == 2  # an earlier profile of the step is kept
+    assert (
+        len([*folder.glob("step-00000012-rank-0-*")]) == 2
+    )  # an earlier profile of the step is kept
     assert not [*folder.glob("step-00000006-*")]  # its cycle began before this start
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", re.findall(r"```bash\n(titanlite profile .*)\n```", PAGE), ids=["short", "trace"])
+@pytest.mark.parametrize(
+    "command", re.findall(r"```bash\n(titanlite profile .*)\n```", PAGES), ids=["short", "trace"]
+)
 def test_the_commands_of_the_page_do_what_it_says(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,13 +94,19 @@ def test_the_commands_of_the_page_do_what_it_says(
     if as_json:
         (line,) = [line for line in said.splitlines() if line.startswith("{")]
         (profile,) = json.loads(line)["profiles"]
-        assert (profile["rank"], profile["last_step"], Path(profile["trace"]).name) == (0, 6, trace.name)
+        assert (profile["rank"], profile["last_step"], Path(profile["trace"]).name) == (
+            0,
+            6,
+            trace.name,
+        )
         assert profile["operators"]["aten::mm"] > 0
         said = profile["table"]
     assert "Self CPU" in said
     assert re.search(r"s a step, [\d,]+ tokens/s, [\d.]+ GiB", said)
     assert re.search(r"aten::mm +[\d.]+%", said)
-    assert [path.name for path in (tmp_path / folder).parent.iterdir()] == ["profile"]  # no file of a run
+    assert [path.name for path in (tmp_path / folder).parent.iterdir()] == [
+        "profile"
+    ]  # no file of a run
 
 
 def test_a_gpus_memory_is_written_on_the_schedule_and_where_it_was_not_enough(
@@ -88,12 +116,18 @@ def test_a_gpus_memory_is_written_on_the_schedule_and_where_it_was_not_enough(
     monkeypatch.setattr(memory, "_record_memory_history", lambda max_entries: None)
     monkeypatch.setattr(memory, "_dump_snapshot", lambda path: Path(path).write_bytes(b"blocks"))
     settings = Profiling(enable_memory_snapshot=True, profile_freq=2, profiler_warmup=1)
-    profiler, training = Profiler(settings, tmp_path), SimpleNamespace(rank=0, device=torch.device("cuda"))
-    with ExitStack() as training.opened:
-        profiler.built(training)  # pyright: ignore
-        profiler.started(0)
-        for step in range(1, 4):
-            profiler.after_step(step, None)  # pyright: ignore
-        profiler.failed(torch.OutOfMemoryError())
-    written = sorted(path.name.rpartition("-rank-0-")[0] for path in (tmp_path / "profile").glob("*.memory.pickle"))
+    profiler, trainer = (
+        Profiler(settings, tmp_path),
+        SimpleNamespace(rank=0, device=torch.device("cuda")),
+    )
+    profiler.built(trainer)  # pyright: ignore
+    profiler.started(0)
+    for step in range(1, 4):
+        profiler.after_step(step, None)  # pyright: ignore
+    profiler.failed(torch.OutOfMemoryError())
+    profiler.close()
+    written = sorted(
+        path.name.rpartition("-rank-0-")[0]
+        for path in (tmp_path / "profile").glob("*.memory.pickle")
+    )
     assert written == ["out-of-memory", "step-00000002"]

@@ -38,10 +38,14 @@ def alone(job: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, li
     return folder, trained(job, folder)
 
 
-def test_each_prompt_is_completed_every_few_steps_with_the_text_of_generate(alone: tuple[Path, list[dict]]) -> None:
+def test_each_prompt_is_completed_every_few_steps_with_the_text_of_generate(
+    alone: tuple[Path, list[dict]],
+) -> None:
     folder, samples = alone
     prompts = ["def f", "import os, sys", ""]
-    assert [(line["step"], line["prompt"]) for line in samples] == [(step, p) for step in (4, 8, 12) for p in prompts]
+    assert [(line["step"], line["prompt"]) for line in samples] == [
+        (step, p) for step in (4, 8, 12) for p in prompts
+    ]
     assert all(line["tokens"] == 6 or line["end"] == "document" for line in samples)
     assert "sample after step 8: def f" in (folder / "train.log").read_text()
     words = ("--checkpoint", folder, "--temperature", 0, "--max-new-tokens", 6, "--json")
@@ -55,12 +59,20 @@ def test_training_does_not_notice_and_neither_does_a_resume(
 ) -> None:
     """What is trained again is sampled again, and the old text is kept."""
     folder, samples = alone
-    titanlite("train", "--job.config_file", job, "--job.dump_folder", tmp_path / "none", "--samples.freq", 0)
+    titanlite(
+        "train",
+        "--job.config_file",
+        job,
+        "--job.dump_folder",
+        tmp_path / "none",
+        "--samples.freq",
+        0,
+    )
     assert losses(tmp_path / "none") == losses(folder)  # bitwise
     assert not (tmp_path / "none" / "samples.jsonl").exists()
     assert trained(job, folder, "--checkpoint.load_step", 5) == samples
     assert losses(folder) == losses(tmp_path / "none")
-    aside = (folder / "superseded-1" / "samples.jsonl").read_text().splitlines()
+    aside = (folder / "archived-1" / "samples.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in aside] == [8] * 3 + [12] * 3
 
 

@@ -11,7 +11,9 @@ from titanlite.config.flavors import Architecture
 from titanlite.model.attention import attention, document_mask, flex_document_mask
 from titanlite.model.llama import INIT_STD, Llama
 
-BASE = Architecture(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=101, rope_theta=10000.0)
+BASE = Architecture(
+    dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=101, rope_theta=10000.0
+)
 
 
 def random_model(arch, dtype=torch.float32):
@@ -20,14 +22,20 @@ def random_model(arch, dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) / math.sqrt(parameter.shape[-1]) * 1.5)
+            parameter.copy_(
+                torch.randn(parameter.shape, generator=generator)
+                / math.sqrt(parameter.shape[-1])
+                * 1.5
+            )
             if parameter.ndim == 1:
                 parameter.add_(1.0)
     return model
 
 
 def random_tokens(arch, batch, length):
-    return torch.randint(arch.vocab_size, (batch, length), generator=torch.Generator().manual_seed(1))
+    return torch.randint(
+        arch.vocab_size, (batch, length), generator=torch.Generator().manual_seed(1)
+    )
 
 
 def relative_error(ours, theirs):
@@ -58,7 +66,9 @@ def build(arch, seed=0):
 
 def test_initial_weights_are_truncated_normals_that_shrink_with_depth():
     arch = dataclasses.replace(BASE, dim=256, n_layers=3, ffn_dim=512, vocab_size=1024)
-    shrink = math.sqrt(1 - 6 * math.exp(-4.5) / math.sqrt(2 * math.pi) / math.erf(3 / math.sqrt(2)))  # cut at 3 sigma
+    shrink = math.sqrt(
+        1 - 6 * math.exp(-4.5) / math.sqrt(2 * math.pi) / math.erf(3 / math.sqrt(2))
+    )  # cut at 3 sigma
     for name, parameter in build(arch).named_parameters():
         if "norm" in name:
             assert torch.equal(parameter, torch.ones_like(parameter)), name
@@ -75,7 +85,11 @@ def test_initial_weights_are_truncated_normals_that_shrink_with_depth():
 def test_an_initial_weight_depends_on_seed_and_name_alone():
     """Not on the order of the parameters, nor on what else is in the model or was drawn before."""
     before = torch.get_rng_state()
-    small, large, other = build(BASE), build(dataclasses.replace(BASE, n_layers=3, ffn_dim=64)), build(BASE, seed=1)
+    small, large, other = (
+        build(BASE),
+        build(dataclasses.replace(BASE, n_layers=3, ffn_dim=64)),
+        build(BASE, seed=1),
+    )
     assert torch.equal(torch.get_rng_state(), before)
     for name, parameter in small.named_parameters():
         assert torch.equal(parameter, Llama(BASE).get_parameter(name)), name  # seed 0
@@ -83,7 +97,11 @@ def test_an_initial_weight_depends_on_seed_and_name_alone():
             assert torch.equal(parameter, large.get_parameter(name)), name
         if parameter.ndim == 2:
             assert not torch.equal(parameter, other.get_parameter(name)), name
-    weights = [parameter for name, parameter in small.named_parameters() if name.endswith(("wk.weight", "wv.weight"))]
+    weights = [
+        parameter
+        for name, parameter in small.named_parameters()
+        if name.endswith(("wk.weight", "wv.weight"))
+    ]
     assert all(not torch.equal(one, two) for one, two in itertools.combinations(weights, 2))
 
 
@@ -108,4 +126,6 @@ def test_flex_attention_computes_the_same(window: int) -> None:
     k, v = torch.randn(2, 2, 2, 128, 16, generator=generator)
     expected = attention(q, k, v, document_mask(ids, window))
     # The sums of the softmax run in another order.
-    torch.testing.assert_close(attention(q, k, v, flex_document_mask(ids, window)), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        attention(q, k, v, flex_document_mask(ids, window)), expected, rtol=1e-5, atol=1e-6
+    )

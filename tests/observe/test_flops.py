@@ -25,7 +25,9 @@ def test_tiny_model_by_hand():
 
 @pytest.mark.parametrize("flavor", FLAVORS)
 def test_counts_the_parameters_that_the_model_has(flavor):
-    assert num_params(FLAVORS[flavor]) == sum(map(math.prod, parameter_shapes(FLAVORS[flavor]).values()))
+    assert num_params(FLAVORS[flavor]) == sum(
+        map(math.prod, parameter_shapes(FLAVORS[flavor]).values())
+    )
 
 
 @pytest.mark.parametrize(
@@ -33,7 +35,11 @@ def test_counts_the_parameters_that_the_model_has(flavor):
     [
         ({}, 1, 16),
         ({}, 4, 4),
-        ({"parallelism": {"data_parallel_replicate_degree": 2}}, 4, 8),  # of four ranks two hold the same
+        (
+            {"parallelism": {"data_parallel_replicate_degree": 2}},
+            4,
+            8,
+        ),  # of four ranks two hold the same
         ({"parallelism": {"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2}}, 8, 2),
         ({"training": {"dtype": "bfloat16"}}, 1, 8),
         ({"optimizer": {"state_dtype": "bfloat16"}}, 1, 12),

@@ -45,16 +45,16 @@ def test_people_write_names_as_they_like_and_none_is_taken_for_a_relative():
     assert len(set(names)) == len(names) >= 9
     for name in (*names, "h100", "H100-PCIe", "h100 pcie", "A100-80GB", "RTX-4090"):
         assert find_gpu(name).name.upper().replace(" ", "-") == name.upper().replace(" ", "-")
-    with pytest.raises(UserError, match=r"--gpu A100-80: unknown\. Known are .*H100, "):
+    with pytest.raises(UserError, match=r"--gpu A100-80: unknown\. Use one of .*H100, "):
         find_gpu("A100-80")
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (("bf16 = 100.0", ""), "bf16: "),
-        (("bf16 = 100.0", "bf16 = -1.0"), "bf16 = -1.0: "),
-        (("bf16 = 100.0", "bf17 = 100.0"), "bf17 = 100.0: "),
+        (("bf16 = 100.0", ""), "bf16 is required"),
+        (("bf16 = 100.0", "bf16 = -1.0"), "bf16 must be"),
+        (("bf16 = 100.0", "bf17 = 100.0"), "bf17 is unknown"),
         (("bf16 = 100.0", "bf16 = "), "not valid TOML"),
     ],
 )

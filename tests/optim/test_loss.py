@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from titanlite.optim.loss import IGNORE_INDEX, linear_cross_entropy_sum
+from titanlite.model.microbatch import IGNORE_INDEX
+from titanlite.optim.losses import linear_cross_entropy_sum
 
 ONE = torch.ones(())
 
 
-def inputs(tokens: int, vocab: int, dim: int = 16, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(
+    tokens: int, vocab: int, dim: int = 16, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(2, tokens // 2, dim, generator=generator).to(dtype)
     weight = torch.randn(vocab, dim, generator=generator).to(dtype) * 0.3
@@ -27,7 +30,9 @@ def materialized(hidden: Tensor, weight: Tensor, labels: Tensor, z_loss: float =
     logits = (hidden @ weight.T).flatten(0, 1)
     logits = logits if logits.dtype == torch.float64 else logits.float()
     loss = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
-    return loss + z_loss * (logits.logsumexp(-1).square() * (labels.flatten() != IGNORE_INDEX)).sum()
+    return (
+        loss + z_loss * (logits.logsumexp(-1).square() * (labels.flatten() != IGNORE_INDEX)).sum()
+    )
 
 
 def error(value: Tensor, exact: Tensor) -> float:
@@ -37,8 +42,8 @@ def error(value: Tensor, exact: Tensor) -> float:
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several chunks of tokens, the last one shorter, and several blocks of the vocabulary."""
-    monkeypatch.setattr("titanlite.optim.loss.tokens_per_chunk", lambda *_: 48)
-    monkeypatch.setattr("titanlite.optim.loss.VOCAB_BLOCK", {"cpu": 100})
+    monkeypatch.setattr("titanlite.optim.losses.tokens_per_chunk", lambda *_: 48)
+    monkeypatch.setattr("titanlite.optim.losses.VOCAB_BLOCK", {"cpu": 100})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -55,7 +60,9 @@ def test_as_exact_as_with_all_logits_at_once(
     exact_gradients = torch.autograd.grad(exact, precise)
     usual = materialized(hidden, weight, labels, z_loss)
     usual_gradients = torch.autograd.grad(usual, (hidden, weight))
-    chunked = linear_cross_entropy_sum(hidden, weight, labels, ONE, z_loss=z_loss, compiled=compiled)
+    chunked = linear_cross_entropy_sum(
+        hidden, weight, labels, ONE, z_loss=z_loss, compiled=compiled
+    )
     chunked_gradients = torch.autograd.grad(chunked, (hidden, weight))
     assert chunked.dtype == torch.float32
     # Of the hidden states the same roundings. On CPU a chunk's part of the weight's gradient is rounded to bf16 before
@@ -67,20 +74,32 @@ def test_as_exact_as_with_all_logits_at_once(
         assert error(ours, best) <= most * error(theirs, best) + compiled * 1e-6
 
 
-def test_the_scale_is_in_loss_and_gradients_and_no_label_is_zero_and_an_evaluation_has_no_z_loss() -> None:
+def test_the_scale_is_in_loss_and_gradients_and_no_label_is_zero_and_an_evaluation_has_no_z_loss() -> (
+    None
+):
     hidden, weight, labels = inputs(40, 11)
     whole = linear_cross_entropy_sum(hidden.clone(), weight, labels, ONE)
     expected = torch.autograd.grad(whole, (hidden, weight))
-    scaled = linear_cross_entropy_sum(hidden.clone(), weight, labels, ONE / 4)  # a power of two: exact
+    scaled = linear_cross_entropy_sum(
+        hidden.clone(), weight, labels, ONE / 4
+    )  # a power of two: exact
     assert torch.equal(scaled, whole / 4)
-    for gradient, unscaled in zip(torch.autograd.grad(scaled * 2, (hidden, weight)), expected, strict=True):
+    for gradient, unscaled in zip(
+        torch.autograd.grad(scaled * 2, (hidden, weight)), expected, strict=True
+    ):
         assert torch.equal(gradient, unscaled / 2)
-    nothing = linear_cross_entropy_sum(hidden.clone(), weight, torch.full_like(labels, IGNORE_INDEX), ONE, z_loss=0.1)
+    nothing = linear_cross_entropy_sum(
+        hidden.clone(), weight, torch.full_like(labels, IGNORE_INDEX), ONE, z_loss=0.1
+    )
     assert nothing.item() == 0.0
     assert all(not gradient.any() for gradient in torch.autograd.grad(nothing, (hidden, weight)))
     with torch.no_grad():
-        assert torch.equal(linear_cross_entropy_sum(hidden, weight, labels, ONE, z_loss=0.1), whole.detach())
-    with pytest.raises(RuntimeError, match="inplace"):  # exp needs its result again, which the gradient overwrites
+        assert torch.equal(
+            linear_cross_entropy_sum(hidden, weight, labels, ONE, z_loss=0.1), whole.detach()
+        )
+    with pytest.raises(
+        RuntimeError, match="inplace"
+    ):  # exp needs its result again, which the gradient overwrites
         linear_cross_entropy_sum(hidden.exp(), weight, labels, ONE).backward()
 
 
@@ -89,14 +108,17 @@ def test_a_compiled_softmax_over_a_part_of_the_vocabulary_knows_which_labels_are
     hidden, weight, labels = inputs(48, 100)
     labels = labels.where(labels < 0, labels * 3)
     both = [(c, hidden.clone()) for c in (False, True)]
-    losses = [linear_cross_entropy_sum(x, weight, labels, ONE, first_class=100, compiled=c) for c, x in both]
+    losses = [
+        linear_cross_entropy_sum(x, weight, labels, ONE, first_class=100, compiled=c)
+        for c, x in both
+    ]
     results = [[loss, *torch.autograd.grad(loss, (hidden, weight))] for loss in losses]
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)
 
 
 PEAK = """
 import resource, torch
-from titanlite.optim.loss import linear_cross_entropy_sum
+from titanlite.optim.losses import linear_cross_entropy_sum
 hidden = torch.randn(1, 2048, 32).requires_grad_()
 weight = torch.randn(65536, 32).requires_grad_()
 labels = torch.randint(0, 65536, (1, 2048))
@@ -108,5 +130,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 
 def test_the_logits_of_all_tokens_never_exist() -> None:
     """All logits are 512 MiB in fp32, those of a chunk 128 MiB; the weight's gradient is 8 MiB."""
-    done = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=True, cwd=Path.cwd())
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK], capture_output=True, text=True, check=True, cwd=Path.cwd()
+    )
     assert int(done.stdout) < 220

@@ -35,16 +35,20 @@ def trained(compiled: bool = False, **keys: object) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("keys", "tolerance"),
     [
-        # Kernels may round the square root and the division differently, by an ulp of updates of 3e-4.
+        # Kernels may round the square root and the division differently, by an ulp of updates of
+        # 3e-4.
         ({"implementation": "fused"}, 1e-6),
         ({"implementation": "foreach"}, 1e-6),
         pytest.param({"compiled": True}, 1e-6, marks=pytest.mark.slow),
-        # The moments have 8 bits: a step of 3e-4 is right to 2^-8 of itself, or two of them after the square root.
+        # The moments have 8 bits: a step of 3e-4 is right to 2^-8 of itself, or two of them after
+        # the square root.
         ({"state_dtype": "bfloat16"}, 2 * 3e-4 * 2**-7),
     ],
 )
 def test_implementations_agree(keys: dict[str, Any], tolerance: float) -> None:
-    torch.testing.assert_close(trained(**keys), trained(implementation="for-loop"), rtol=0, atol=tolerance)
+    torch.testing.assert_close(
+        trained(**keys), trained(implementation="for-loop"), rtol=0, atol=tolerance
+    )
 
 
 def test_small_updates_are_lost_by_rounding_but_not_by_chance() -> None:
@@ -80,7 +84,10 @@ def updates_of_shards() -> list[bool]:
         with torch.no_grad():
             for parameter, full in zip(model.parameters(), whole.parameters(), strict=True):
                 full.copy_(torch.randn(full.shape, generator=generator))
-                full.grad, parameter.grad = torch.randn(full.shape, generator=generator).bfloat16(), parameter.clone()
+                full.grad, parameter.grad = (
+                    torch.randn(full.shape, generator=generator).bfloat16(),
+                    parameter.clone(),
+                )
                 keep_shard(parameter, full)
                 keep_shard(parameter.grad, full.grad)
         for part in (model, whole):

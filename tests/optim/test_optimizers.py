@@ -10,16 +10,19 @@ from torch.distributed.tensor import DTensor
 from train_variants import all_weights, weights_hash
 
 from titanlite.config.schema import ParameterGroup
-from titanlite.hooks.hook import Hook, Training
+from titanlite.hooks.hook import Hook
 from titanlite.load_run import load_run
 from titanlite.parallel.init_weights import keep_shard
-from titanlite.train.loop import Trainer
+from titanlite.train.trainer import Trainer
 
 MODEL = "--model.n_heads 4 --model.n_kv_heads 2 --training.local_batch_size 1 --parallelism.fsdp_min_num_params 0"
-MODEL += " --training.max_norm 0 --lr_scheduler.decay_ratio 0 --checkpoint.interval 3 --optimizer.name "
+MODEL += (
+    " --training.max_norm 0 --lr_scheduler.decay_ratio 0 --checkpoint.interval 3 --optimizer.name "
+)
 FP8 = "--float8.enable --float8.emulate --float8.min-features 0 --float8.enable-fsdp-float8-all-gather"
 HSDP, TP, PP = (
-    f"--parallelism.{name}_degree 2" for name in ("data_parallel_replicate", "tensor_parallel", "pipeline_parallel")
+    f"--parallelism.{name}_degree 2"
+    for name in ("data_parallel_replicate", "tensor_parallel", "pipeline_parallel")
 )
 LAYOUTS = {2: ["", TP, "--training.enable_cpu_offload", FP8], 4: ["", HSDP, f"{PP} {TP}"]}
 TINY = "--model.n_layers 2 --model.dim 64 --training.seq_len 16 --lr_scheduler.warmup_steps 0 --optimizer.name"
@@ -33,8 +36,8 @@ def whole(tensor: torch.Tensor | None) -> torch.Tensor:
 class Drawn(Hook):
     """Gradients are random numbers of the step and the parameter: sums over ranks would round differently."""
 
-    def built(self, training: Training) -> None:
-        self.training, self.named = training, dict(training.model.named_parameters())
+    def built(self, trainer: Trainer) -> None:
+        self.trainer, self.named = trainer, dict(trainer.model.named_parameters())
 
     def gradients(self, step: int) -> None:
         for name, parameter in self.named.items():
@@ -58,17 +61,22 @@ def test_muon_gives_the_same_bits_on_any_layout(tmp_path: Path) -> None:
     muon = "Muon --model.ffn_dim 88 --training.steps 3 --checkpoint.no-enable "
     (alone,) = run_ranks(1, weights_after, f"{tmp_path}/1", [muon])[0]
     for ranks, layouts in LAYOUTS.items():
-        found = run_ranks(ranks, weights_after, f"{tmp_path}/{ranks}", [muon + layout for layout in layouts])
+        found = run_ranks(
+            ranks, weights_after, f"{tmp_path}/{ranks}", [muon + layout for layout in layouts]
+        )
         assert found == [[alone] * len(layouts)] * ranks
 
 
 @pytest.mark.slow
 def test_each_is_resumed_bit_for_bit_on_another_number_of_ranks(tmp_path: Path) -> None:
-    sizes = "--model.n_layers 1 --model.dim 256 --model.ffn_dim 256 --training.steps"  # with rows of whole blocks
+    # with rows of whole blocks
+    sizes = "--model.n_layers 1 --model.dim 256 --model.ffn_dim 256 --training.steps"
     jobs = [f"{name} {sizes}" for name in ("Muon", "AdamW8bit")]
     found = run_ranks(1, weights_after, f"{tmp_path}/straight", [f"{words} 4" for words in jobs])
     for ranks, steps in (2, 2), (1, 3), (2, 4):
-        resumed = run_ranks(ranks, weights_after, f"{tmp_path}/resumed", [f"{words} {steps}" for words in jobs])
+        resumed = run_ranks(
+            ranks, weights_after, f"{tmp_path}/resumed", [f"{words} {steps}" for words in jobs]
+        )
     assert resumed == found * 2
 
 
@@ -76,40 +84,73 @@ class BesideTorchs(Drawn):
     """torch's Muon does the same steps with the same gradients."""
 
     def started(self, step: int) -> None:
-        self.begin = {n: whole(p) for n, p in self.named.items() if p.ndim == 2 and n.startswith("layers.")}
-        self.theirs = {name: torch.nn.Parameter(value.clone()) for name, value in self.begin.items()}
-        self.muon = torch.optim.Muon(self.theirs.values(), weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+        self.begin = {
+            n: whole(p) for n, p in self.named.items() if p.ndim == 2 and n.startswith("layers.")
+        }
+        self.theirs = {
+            name: torch.nn.Parameter(value.clone()) for name, value in self.begin.items()
+        }
+        self.muon = torch.optim.Muon(
+            self.theirs.values(), weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
+        )
 
     def before_update(self, *_: object) -> None:
         for name, parameter in self.theirs.items():
             parameter.grad = whole(self.named[name].grad)
-        self.muon.param_groups[0]["lr"] = self.training.optimizer.param_groups[0]["lr"]
+        self.muon.param_groups[0]["lr"] = self.trainer.optimizer.param_groups[0]["lr"]
         self.muon.step()
 
 
 def test_muon_on_one_process_is_torchs(tmp_path: Path) -> None:
-    """torch rounds the momentum's product and sum once, ours twice. Where the last bit of fp32 so differs next to the
-    middle of two values in bfloat16, the direction differs by 2^-8 of an element, which matmuls spread."""
+    """torch rounds the momentum's product and sum once, ours twice.
+
+    Where the last bit of fp32 so differs next to the middle of two values in bfloat16, the
+    direction differs by 2^-8 of an element, which matmuls spread.
+    """
     hook = BesideTorchs()
-    with Trainer(load_run([*TINY.split(), "Muon", "--job.dump_folder", str(tmp_path)], 1), None, [hook]) as trainer:
+    with Trainer(
+        load_run([*TINY.split(), "Muon", "--job.dump_folder", str(tmp_path)], 1), None, [hook]
+    ) as trainer:
         for _ in range(4):
             trainer.step()
         for name, theirs in hook.theirs.items():
-            assert (whole(hook.named[name]) - theirs).norm() < 2**-6 * (theirs - hook.begin[name]).norm()
+            assert (whole(hook.named[name]) - theirs).norm() < 2**-6 * (
+                theirs - hook.begin[name]
+            ).norm()
 
 
-@pytest.mark.parametrize(("name", "decayed"), [("AdamW", True), ("Muon", False), ("AdamW8bit", True)])
+@pytest.mark.parametrize(
+    ("name", "decayed"), [("AdamW", True), ("Muon", False), ("AdamW8bit", True)]
+)
 def test_groups_have_their_rates_and_decays(tmp_path: Path, name: str, decayed: bool) -> None:
     job = load_run([*TINY.split(), name, "--job.dump_folder", str(tmp_path)], 1).job
     still = ParameterGroup(params=("tok_embeddings.*", "layers.0.*"), lr_factor=0.0)
     rest = ParameterGroup(params=("layers.1.*", "norm.weight", "output.weight"), weight_decay=0.3)
-    tables = {"optimizer": job.optimizer.model_copy(update={"groups": (still, rest), "decay_embeddings": decayed})}
+    tables = {
+        "optimizer": job.optimizer.model_copy(
+            update={"groups": (still, rest), "decay_embeddings": decayed}
+        )
+    }
     with Trainer(job.model_copy(update=tables), standard=False) as trainer:
         before = {key: whole(parameter) for key, parameter in trainer.model.named_parameters()}
         trainer.step()
         for key, parameter in trainer.model.named_parameters():
             assert torch.equal(whole(parameter), before[key]) == still.claims(key)
-        groups, names = trainer.optimizer.param_groups, {p: key for key, p in trainer.model.named_parameters()}
-        decays = {names[parameter]: group["weight_decay"] for group in groups for parameter in group["params"]}
-        exempt = [key for key in decays if still.claims(key) and ("norm" in key or not (decayed or "layers" in key))]
-        assert decays == {key: 0.0 if key in exempt else 0.1 if still.claims(key) else 0.3 for key in names.values()}
+        groups, names = (
+            trainer.optimizer.param_groups,
+            {p: key for key, p in trainer.model.named_parameters()},
+        )
+        decays = {
+            names[parameter]: group["weight_decay"]
+            for group in groups
+            for parameter in group["params"]
+        }
+        exempt = [
+            key
+            for key in decays
+            if still.claims(key) and ("norm" in key or not (decayed or "layers" in key))
+        ]
+        assert decays == {
+            key: 0.0 if key in exempt else 0.1 if still.claims(key) else 0.3
+            for key in names.values()
+        }

@@ -5,28 +5,37 @@ from typing import Any
 import pytest
 
 from titanlite.config import schema
-from titanlite.optim.schedule import learning_rate
+from titanlite.optim.schedule import wsd_learning_rate
 
 PEAK = 2.0
 
 # What torchtitan 0.2.2's own scheduler gives in ten steps, as shares of the peak.
 OF_TORCHTITAN: list[tuple[dict[str, Any], list[float]]] = [
     ({"warmup_steps": 2}, [0.5, 1, 1, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125]),
-    ({"warmup_steps": 2, "min_lr_factor": 0.1}, [0.5, 1, 1, 0.8875, 0.775, 0.6625, 0.55, 0.4375, 0.325, 0.2125]),
+    (
+        {"warmup_steps": 2, "min_lr_factor": 0.1},
+        [0.5, 1, 1, 0.8875, 0.775, 0.6625, 0.55, 0.4375, 0.325, 0.2125],
+    ),
     (
         {"warmup_steps": 3, "decay_ratio": 0.5, "decay_type": "cosine", "min_lr_factor": 0.1},
         [1 / 3, 2 / 3, 1, 1, 1, 1, 0.914058, 0.689058, 0.410942, 0.185942],
     ),
-    ({"warmup_steps": 0, "decay_ratio": 0.4, "decay_type": "sqrt"}, [1, 1, 1, 1, 1, 1, 1, 0.5, 0.292893, 0.133975]),
+    (
+        {"warmup_steps": 0, "decay_ratio": 0.4, "decay_type": "sqrt"},
+        [1, 1, 1, 1, 1, 1, 1, 0.5, 0.292893, 0.133975],
+    ),
     ({"warmup_steps": 4, "decay_ratio": 0.0}, [0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 1, 1]),
-    ({"warmup_steps": 8, "decay_ratio": 1.0}, [0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1, 1, 0.5]),
+    (
+        {"warmup_steps": 8, "decay_ratio": 1.0},
+        [0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1, 1, 0.5],
+    ),
     ({"warmup_steps": 10}, [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1]),
 ]
 
 
 def rates(total: int, **keys: Any) -> list[float]:
     config = schema.LRScheduler.model_validate(keys)
-    return [learning_rate(step, PEAK, config, total) for step in range(1, total + 1)]
+    return [wsd_learning_rate(step, PEAK, config, total) for step in range(1, total + 1)]
 
 
 @pytest.mark.parametrize(("keys", "shares"), OF_TORCHTITAN)

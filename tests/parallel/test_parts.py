@@ -1,4 +1,4 @@
-"""The parts of a parallel model, each by itself: recomputation, chunks and masks, FP8 casts, process groups, memory."""
+"""Parts of a parallel model: activation checkpointing, context masks, FP8 casts, process groups."""
 
 import os
 from collections import Counter
@@ -19,7 +19,7 @@ from titanlite.config import schema
 from titanlite.config.flavors import Architecture
 from titanlite.config.run import Degrees
 from titanlite.model.llama import Llama
-from titanlite.parallel.context import context_mask, flex_context_mask, own_chunks
+from titanlite.parallel.context import context_mask, flex_context_mask, local_chunks
 from titanlite.parallel.float8 import convert_to_float8
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.recompute import apply_activation_checkpointing
@@ -30,7 +30,7 @@ ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 
 
 class OpCount(TorchDispatchMode):
-    """Counts operators that really run."""
+    """Counts the operators that run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,12 +44,16 @@ class OpCount(TorchDispatchMode):
 def count(mode: str, option: str = "op") -> tuple[Counter[str], torch.Tensor]:
     model = Llama(Architecture(32, BLOCKS, 2, 1, 64, vocab_size=48))
     model.init_weights(0)
-    config = schema.ActivationCheckpoint.model_validate({"mode": mode, "selective_ac_option": option})
+    config = schema.ActivationCheckpoint.model_validate(
+        {"mode": mode, "selective_ac_option": option}
+    )
     if mode != "none":
         apply_activation_checkpointing(model, config)
     with OpCount() as counter:
         model(torch.arange(24).view(2, 12)).square().mean().backward()
-    return counter.ops, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    return counter.ops, torch.cat(
+        [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+    )
 
 
 @pytest.mark.parametrize(
@@ -73,38 +77,51 @@ def test_recomputes_what_the_mode_says(
 @pytest.mark.parametrize("documents", [False, True])
 def test_the_context_mask_of_a_gpu_is_that_of_a_cpu(rank: int, documents: bool) -> None:
     group: Any = SimpleNamespace(get_local_rank=lambda: rank, size=lambda: 2)  # of a device mesh
-    assert own_chunks(torch.arange(8)[None], group)[0].tolist() == [[0, 1, 6, 7], [2, 3, 4, 5]][rank]  # equal work
+    assert (
+        local_chunks(torch.arange(8)[None], group)[0].tolist() == [[0, 1, 6, 7], [2, 3, 4, 5]][rank]
+    )  # equal work
     tokens = torch.zeros(2, 16, dtype=torch.int64)
     ids = torch.stack((torch.arange(16) // 5, torch.arange(16) // 7)) if documents else None
     flex = create_mask(flex_context_mask(tokens, ids, group).mask_mod, 2, 1, 8, 16, device="cpu")
     dense: Any = context_mask(tokens, ids, group)
     if dense is None:  # causal
-        dense = own_chunks(torch.ones(16, 16, dtype=torch.bool).tril(), group, dim=0)[None, None]
+        dense = local_chunks(torch.ones(16, 16, dtype=torch.bool).tril(), group, dim=0)[None, None]
     assert torch.equal(flex, dense.expand(2, 1, 8, 16))
 
 
-def test_the_cast_of_weights_to_fp8_is_compiled_with_the_model_and_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cast_of_weights_to_fp8_is_compiled_with_the_model_and_is_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def cast() -> torch.Tensor:
         weight = torch.randn(48, 32, generator=torch.Generator().manual_seed(0))
         wrapped = fsdp_utils.WeightWithDynamicFloat8CastTensor(
-            weight, LinearMMConfig(), torch.float8_e4m3fn, precomputed_scale=448 / weight.abs().max().float()
+            weight,
+            LinearMMConfig(),
+            torch.float8_e4m3fn,
+            precomputed_scale=448 / weight.abs().max().float(),
         )
         (data,), _ = wrapped.fsdp_pre_all_gather(None)
         return data.view(torch.uint8)
 
     eager, expected = fsdp_utils.hp_tensor_and_scale_to_float8, cast()
     monkeypatch.setattr(fsdp_utils, "hp_tensor_and_scale_to_float8", eager)  # restored at the end
-    keys = {"enable_fsdp_float8_all_gather": True, "precompute_float8_dynamic_scale_for_fsdp": True, "min_features": 0}
+    keys = {
+        "enable_fsdp_float8_all_gather": True,
+        "precompute_float8_dynamic_scale_for_fsdp": True,
+        "min_features": 0,
+    }
     for compiled in (False, True):
         with torch.device("meta"):
             model = torch.nn.Sequential(torch.nn.Linear(16, 16, bias=False))
-        convert_to_float8(model, schema.Float8.model_validate({"enable": True, **keys}), lambda _: None, compiled)
+        convert_to_float8(
+            model, schema.Float8.model_validate({"enable": True, **keys}), lambda _: None, compiled
+        )
         assert (fsdp_utils.hp_tensor_and_scale_to_float8 is eager) == (not compiled)
     assert torch.equal(cast(), expected)
 
 
 def switched_on() -> tuple[bool, bool]:
-    """What the compiler looks at once async tensor parallelism is enabled for a group, here one on the CPU."""
+    """Enable async tensor parallelism, and return the settings that the compiler reads."""
     import torch._inductor.config as inductor_config
     from torch.distributed._symmetric_memory import is_symm_mem_enabled_for_group
     from torch.distributed.device_mesh import init_device_mesh
@@ -112,7 +129,9 @@ def switched_on() -> tuple[bool, bool]:
     mesh = init_device_mesh("cpu", (1,))
     on_gpus: Any = SimpleNamespace(device_type="cuda", get_group=mesh.get_group)
     enable_async_tensor_parallel(on_gpus)
-    return inductor_config._micro_pipeline_tp, is_symm_mem_enabled_for_group(mesh.get_group().group_name)
+    return inductor_config._micro_pipeline_tp, is_symm_mem_enabled_for_group(
+        mesh.get_group().group_name
+    )
 
 
 @pytest.mark.slow
@@ -125,22 +144,30 @@ LAYOUTS = [(1, 1, 2, 1, 2), (1, 1, 2, 2, 1), (2, 1, 1, 1, 2), (1, 2, 2, 1, 1)]
 
 
 def groups_of_meshes() -> list[tuple[set[str], set[str]]]:
-    """For each layout the names of the groups that the mesh lists, and of those that torch has, on this rank."""
+    """Return for each layout the groups that the mesh lists and the groups that torch has."""
     names, store = [], distributed_c10d._get_default_store()
     for number, degrees in enumerate(LAYOUTS):
         dist.barrier()
         dist.destroy_process_group()
         dist.init_process_group(
-            "gloo", store=PrefixStore(f"layout {number}", store), rank=int(os.environ["RANK"]), world_size=4
+            "gloo",
+            store=PrefixStore(f"layout {number}", store),
+            rank=int(os.environ["RANK"]),
+            world_size=4,
         )
         groups = build_mesh(Degrees(*degrees), "cpu").groups
-        names.append(tuple({group.group_name for group in some} for some in (groups, distributed_c10d._world.pg_map)))
+        names.append(
+            tuple(
+                {group.group_name for group in some}
+                for some in (groups, distributed_c10d._world.pg_map)
+            )
+        )
     return names
 
 
 @pytest.mark.slow
 def test_the_mesh_knows_every_process_group_that_was_made_for_it() -> None:
-    """A time-out must reach each."""
+    """A timeout must reach every group."""
     for of_rank in run_ranks(4, groups_of_meshes):
         for listed, existing in of_rank:
             assert listed == existing

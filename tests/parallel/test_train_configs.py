@@ -1,5 +1,4 @@
-"""Every job file in train_configs/ is built, parallelized and stepped on the ranks that it is for, on tensors without
-data, by the plan: one process stands for any rank of 512."""
+"""Every job file in train_configs/ runs a step on fake tensors of any rank."""
 
 import json
 import re
@@ -33,8 +32,18 @@ def test_a_job_file_steps_on_the_gpus_it_is_for_and_fits(name: str) -> None:
     words = ["--quick", "--json", "--gpu", "H100", "--world-size", WORLD[name]]
     flavor = name.partition("_")[2].removesuffix("_float8")
     if name.startswith("fineweb_"):  # whose text and tokenizer are not there
-        words += ["--dataset.source", "python_stdlib", "--dataset.path", "None", "--model.vocab_size"]
-        words += [FLAVORS[flavor].vocab_size, "--tokenizer.path", "assets/tokenizer/tokenizer.model"]
+        words += [
+            "--dataset.source",
+            "python_stdlib",
+            "--dataset.path",
+            "None",
+            "--model.vocab_size",
+        ]
+        words += [
+            FLAVORS[flavor].vocab_size,
+            "--tokenizer.path",
+            "assets/tokenizer/tokenizer.model",
+        ]
     said = titanlite("plan", *words, "--job.config_file", CONFIGS / f"{name}.toml")
     plan = json.loads(said[said.index('{"job"') :].splitlines()[0])
     assert plan["peak"] + plan["allowance"] < plan["memory"]

@@ -55,16 +55,30 @@ def test_rank_0_appends_to_its_files_even_if_the_terminal_shows_another_rank(
         warnings.warn("look at this", stacklevel=1)
     setup_logging(1, log_file).info(Event("rank 1", "save", 1))
     lines = [line for line in log_file.read_text().splitlines() if line.startswith("[")]
-    assert [line.rpartition("] ")[2] for line in lines if "WARNING" not in line] == ["first run", "second run"]
-    assert sum("WARNING: " in line and "look at this" in line for line in lines) == 1  # Python says it once
+    assert [line.rpartition("] ")[2] for line in lines if "WARNING" not in line] == [
+        "first run",
+        "second run",
+    ]
+    assert (
+        sum("WARNING: " in line and "look at this" in line for line in lines) == 1
+    )  # Python says it once
     assert re.match(r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\] \[rank 0\]", lines[0])
     assert "first run" not in capsys.readouterr().out
     assert not (tmp_path / "run" / EVENTS_FILE).exists()
 
 
-def test_a_message_cannot_command_the_terminal_or_pretend_to_be_another_line(tmp_path: Path, capsys: Output):
+def test_a_log_does_not_follow_a_link_that_takes_its_place(tmp_path: Path):
+    logger = setup_logging(0, tmp_path / LOG_FILE)
+    (tmp_path / LOG_FILE).symlink_to(tmp_path / "elsewhere")
+    logger.info("a line")
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_message_cannot_command_the_terminal_or_pretend_to_be_another_line(
+    tmp_path: Path, capsys: Output
+):
     description = "mine\x1b[2J\r\u2028\n[12:00:00] step 9  loss 0.0\n[2026-01-01 12:00:00] saved\u202e\x85\ud800"
-    setup_logging(0, tmp_path / LOG_FILE).info(Event(description, "save", 5, took=0.5))
+    setup_logging(0, tmp_path / LOG_FILE).info(Event(description, "save", 5, {"took": 0.5}))
     for text in (capsys.readouterr().out, (tmp_path / LOG_FILE).read_text()):
         lines = text.rstrip("\n").split("\n")
         assert [line.startswith("[") for line in lines] == [True, False, False]
@@ -95,6 +109,8 @@ def test_what_cannot_be_written_is_said_once_counted_and_stops_nothing(
     out, err = capsys.readouterr()
     said = (folder / LOG_FILE).read_text() if full == "standard output" else out
     assert err == ""
-    assert said.count("The run goes on, but cannot write to") == (2 if full.startswith("the") else 1)  # a file each
+    assert said.count("The run continues, but cannot write to") == (
+        2 if full.startswith("the") else 1
+    )  # a file each
     assert all(f"saved step {step}\n" in said for step in range(3))
     assert failed_writes() >= (1 if full == "standard output" else 3)

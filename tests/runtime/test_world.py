@@ -1,28 +1,60 @@
 """The world of ranks: one after the other in a process, and one that nobody has described."""
 
+import os
 import re
+import resource
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from ranks import World
+from small_runs import SMALL
 
-from titanlite import cli
+from titanlite import Trainer, UserError, cli, load_job
+from titanlite.config.schema import JobConfig
+from titanlite.runtime.process import STORE
+from titanlite.runtime.rank_group import RankGroup
+from titanlite.runtime.world import gathered, process_group
 
 
 @pytest.mark.slow
 def test_the_programs_of_the_documentation_run_on_two_ranks_of_torchrun(tmp_path: Path) -> None:
     """They start one world after the other in a process, each of which resumes, or scores, what the one before made."""
-    page = (Path(__file__).parents[2] / "docs/python.md").read_text()
-    (tmp_path / "program.py").write_text("\n".join(re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)))
+    page = (Path(__file__).parents[2] / "docs/reference/python.md").read_text()
+    (tmp_path / "program.py").write_text(
+        "\n".join(re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL))
+    )
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     ended = subprocess.run(
-        [*torchrun, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+        [*torchrun, "program.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "2 x cpu" in ended.stdout
     assert ended.stdout.count("step 6: loss") == 2
     assert (tmp_path / "outputs/python-hf/config.json").exists()
+
+
+@pytest.mark.slow
+def test_a_second_open_trainer_is_refused_and_the_first_one_still_trains(tmp_path: Path) -> None:
+    World(1, open_two_trainers, tmp_path).ends_with(0)
+
+
+def open_two_trainers(folder: Path, store: Path) -> None:
+    (folder / "job.toml").write_text(SMALL)
+    job = load_job(
+        ["--job.config_file", f"{folder}/job.toml", "--job.dump_folder", f"{folder}/out"]
+    )
+    with Trainer(job) as first:
+        with pytest.raises(UserError, match="Trainer"):
+            Trainer(job)
+        first.step()
+    assert first.steps_done == 1
 
 
 def test_a_world_that_no_launcher_has_described_is_answered_in_words(
@@ -33,3 +65,33 @@ def test_a_world_that_no_launcher_has_described_is_answered_in_words(
     monkeypatch.delenv("MASTER_PORT", raising=False)
     assert cli.main(["train"]) == 2
     assert "MASTER_PORT" in capsys.readouterr().err
+
+
+def count_sockets(store: Path) -> int:
+    """Use the groups of a training and of its checkpoints, and count the sockets of this rank."""
+    os.environ[STORE] = str(store)
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard_limit))
+    before = sum_of_sockets()
+    with process_group(JobConfig()):
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard_limit, hard_limit)
+        ranks = RankGroup(timeout_seconds=60)
+        gathered("training")
+        ranks.gather("checkpoint")
+        sockets = sum_of_sockets() - before
+        ranks.close()
+    return sockets
+
+
+def sum_of_sockets() -> int:
+    files = Path("/proc/self/fd").iterdir()
+    return sum(os.readlink(file).startswith("socket:") for file in files if file.is_symlink())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="counts in /proc")
+def test_a_rank_connects_only_to_the_ranks_that_it_exchanges_data_with() -> None:
+    """Groups that connect all with all would have 16 sockets on each of eight ranks."""
+    world = World(8, count_sockets)
+    world.ends_with(0)
+    assert max(world.results()) <= 9

@@ -1,132 +1,600 @@
-"""DCP's writer and reader of files, bound to the commit protocol.
+"""Read and write tensors with torch.distributed.checkpoint (DCP), and name the tensors of a run.
 
-Invariant: reading a checkpoint runs no code that the checkpoint brings along, and opens no file but its own.
+Invariant: Reading a checkpoint runs no code from it and opens no file outside of its folder.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import math
+import os
 import pickle
 import warnings
-from collections.abc import Callable, Generator
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint.metadata as stored
-from torch import Tensor
+import torch.distributed.checkpoint.metadata as dcp_metadata
+import xxhash
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter, _StorageInfo
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.filesystem import (
+    FileSystem,
+    FileSystemReader,
+    FileSystemWriter,
+    _StorageInfo,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+)
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transform_subclass
 
-from titanlite.checkpoint import step_folders
-from titanlite.checkpoint.live_tensors import AVERAGES
-from titanlite.config.errors import CheckpointError, UserError
-from titanlite.config.mistakes import short
+from titanlite import __version__
+from titanlite.checkpoint.manifest import (
+    EMA,
+    INDEX,
+    OLD_HOOK_NAMES,
+    TMP_PREFIX,
+    Entry,
+    HashingFile,
+    open_file,
+    publish_checkpoint,
+    step_folder_name,
+    sync,
+)
+from titanlite.config.errors import CheckpointError, Damage, UserError
+from titanlite.config.flavors import Architecture
+from titanlite.config.mistakes import shorten
+from titanlite.model.llama import Llama
+from titanlite.optim.adamw import local_shard
 
-warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # DCP's, which works on one process, too
+# DCP also works in a process without a process group, and warns about it.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
-INDEX = ".metadata"
-Index = dict[str, stored.TensorStorageMetadata]
+AVERAGES = f"hooks.{EMA}."
+"""Prefix of the averages of the weights (EMA)."""
+WEIGHTS = ("model.", AVERAGES)
+"""Prefixes of weights and of their averages."""
+_CHECKSUM = "xxh3_128"
+"""Attribute of DCP's `_StorageInfo` with the checksum of a chunk. Other readers ignore it."""
+
+Index = dict[str, dcp_metadata.TensorStorageMetadata]
 """The tensors of a checkpoint by name."""
 
-_NAMES = {
-    "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
-    "torch.serialization": {"_get_layout"},
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.distributed.checkpoint.metadata": {
-        *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "ChunkStorageMetadata"),
-        *("TensorProperties", "_MEM_FORMAT_ENCODING", "BytesStorageMetadata"),
-    },
-    "pathlib": {"PosixPath"},  # of other programs
-    "pathlib._local": {"PosixPath"},
-}
+
+# Tensors of a run
 
 
-class CommittingWriter(FileSystemWriter):
-    """Writes one checkpoint: each rank its files, with checksums taken on the way; rank 0 publishes at the end.
+@dataclasses.dataclass(frozen=True)
+class LiveState:
+    """The model, the optimizer and the hooks in the memory of this rank, to save or to load into.
 
-    Publishing happens in `finish`, which DCP calls on one rank after all ranks have written. So a save is committed
-    the same way from the step loop and from a thread.
+    Attributes:
+        model: The model, sharded or not. Its parameters may be offloaded to the CPU.
+        optimizer: Optimizer of `model`; None to save and load only weights.
+        new_optimizer: Builds another optimizer for the same parameters, to reset `optimizer`.
+        hook_tensors: Returns the tensors of the run's hooks, keyed by "<hook name>.<tensor name>".
+        prepare_hooks: Called before hook tensors are loaded, with the sizes of the saved tensors
+            and the saved `state_dict` of each hook.
+    """
+
+    model: Llama
+    optimizer: torch.optim.Optimizer | None = None
+    new_optimizer: Callable[[], torch.optim.Optimizer] | None = None
+    hook_tensors: Callable[[], dict[str, Tensor]] = dict
+    prepare_hooks: Callable[[Mapping[str, torch.Size], Mapping[str, Any]], None] = (
+        lambda sizes, states: None
+    )
+
+    def tensors(
+        self, *, optimizer: bool = True, hooks: bool = True, rng: bool = False
+    ) -> dict[str, Tensor]:
+        """Return the tensors to save or to load into, by their names in a checkpoint.
+
+        The names do not depend on the parallel layout. Examples are
+        "model.layers.3.attention.wq.weight" and "optimizer.layers.3.attention.wq.weight.exp_avg".
+        The tensors share memory with the model, the optimizer and the hooks, so a load changes
+        these in place. Random states are copies.
+
+        Args:
+            optimizer: Include the optimizer state, "optimizer.*".
+            hooks: Include the tensors of hooks, "hooks.*".
+            rng: Include the states of this rank's random generators, "rng.*".
+        """
+        tensors = {f"model.{name}": tensor for name, tensor in model_tensors(self.model).items()}
+        if optimizer and self.optimizer is not None:
+            tensors |= _optimizer_tensors(self.model, self.optimizer)
+        if hooks:
+            for name, tensor in self.hook_tensors().items():
+                tensors[f"hooks.{name}"] = plain(tensor)
+        if rng:
+            tensors[f"rng.cpu.{dist.get_rank()}"] = torch.get_rng_state()
+            if torch.cuda.is_available():
+                tensors[f"rng.cuda.{dist.get_rank()}"] = torch.cuda.get_rng_state()
+        return tensors
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and persistent buffers of a model by name, without autograd.
+
+    Tied tensors appear once, under their first name. FSDP reshards parameters that are still
+    gathered, because this function calls `state_dict`.
+    """
+    tensors = {}
+    seen = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            tensors[name] = plain(tensor)
+    return tensors
+
+
+def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return the optimizer state, keyed by "optimizer.<parameter name>.<state key>"."""
+    parameter_names: dict[Tensor, str] = {
+        parameter: name for name, parameter in model.named_parameters()
+    }
+    tensors = {}
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            name = f"optimizer.{parameter_names[parameter]}.{key}"
+            assert isinstance(value, Tensor), f"{name} is not a tensor: {type(value)}"
+            tensors |= _split_quantized(name, value)
+    return tensors
+
+
+def _split_quantized(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """Return an optimizer state as ordinary tensors that DCP can save.
+
+    A state of torchao's 8-bit optimizers becomes two tensors, "<name>.codes" and "<name>.scale".
+    Any other state stays one tensor.
+    """
+    shard: Any = local(tensor)
+    is_quantized = hasattr(shard, "codes")
+    if not is_quantized or not isinstance(tensor, DTensor):
+        return {name: plain(tensor)}
+
+    # The tensor is sharded by rows, and each row has its own scales.
+    num_rows = shard.shape[0]
+    local_parts = {"codes": shard.codes, "scale": shard.scale.view(num_rows, -1)}
+    tensors: dict[str, Tensor] = {}
+    for key, part in local_parts.items():
+        tensors[f"{name}.{key}"] = DTensor.from_local(
+            part,
+            tensor.device_mesh,
+            tensor.placements,
+            run_check=False,
+            shape=torch.Size((tensor.shape[0], part.shape[1])),
+            stride=part.stride(),
+        )
+    return tensors
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """Return a view of a tensor without autograd and without torchao's FP8 wrapper class.
+
+    torchao wraps weights that FSDP gathers in FP8. Checkpoints contain ordinary tensors instead, so
+    they can be loaded with or without FP8. The result shares memory with `tensor`.
+    """
+    tensor = tensor.detach()
+    if not is_traceable_wrapper_subclass(local(tensor)):
+        return tensor
+    if not isinstance(tensor, DTensor):
+        return local_shard(tensor)
+    # DTensor.from_local would move an offloaded tensor to the device of the mesh.
+    return transform_subclass(tensor, lambda _name, shard: local_shard(shard))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's shard if `tensor` is a DTensor, or else `tensor` itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether a tensor has no NaN or infinity."""
+    if tensor.sum().isfinite():  # usually decides, and allocates no memory
+        return True
+    return bool(tensor.isfinite().all())
+
+
+def manifest_info(arch: Architecture, train_state: dict[str, Any], **extra: Any) -> dict[str, Any]:
+    """Return the `info` entry of a checkpoint's manifest, which describes the model and the run.
+
+    Args:
+        arch: Architecture of the model.
+        train_state: Training state that is not a tensor, such as step and data position.
+        extra: Further keys, which override the defaults.
+
+    Returns:
+        A dictionary with the keys "train_state", "job", "layout", "versions" and "architecture",
+        and the keys of `extra`.
+    """
+    info = {
+        "train_state": train_state,
+        "job": None,
+        "layout": {"world_size": 1},
+        "versions": library_versions(),
+        "architecture": dataclasses.asdict(arch),
+    }
+    return info | extra
+
+
+@cache
+def library_versions() -> dict[str, str]:
+    """Return the versions of titanlite, torch, torchao and numpy, for the manifest.
+
+    The result is cached, because the lookup takes 5 ms and opens files.
+    """
+    libraries = {name: version(name) for name in ("torch", "torchao", "numpy")}
+    return {"titanlite": __version__} | libraries
+
+
+# Writing
+
+
+class CheckpointWriter(FileSystemWriter):
+    """Writes a checkpoint with DCP, and publishes its folder when all ranks have written.
+
+    DCP calls `write_data` on every rank. When all ranks have returned, it passes their results to
+    `finish` on rank 0, which publishes the checkpoint.
+
+    Args:
+        folder: Parent of the step folder.
+        step: The step to save.
+        token: Part of the name of the temporary folder, the same on all ranks.
+        info: JSON value to store in the manifest.
     """
 
     def __init__(self, folder: Path, step: int, token: str, info: dict[str, Any]) -> None:
-        # There is one thread, because DCP loses the exceptions of all but the first. It does not copy ahead, because
-        # DCP would wait for the stream of the training at each tensor, though all tensors are on the CPU already.
-        self.unfinished = folder / f"{step_folders.UNFINISHED}{step_folders.step_name(step)}-{token}"
-        super().__init__(self.unfinished, sync_files=True, thread_count=1, per_thread_copy_ahead=0)
-        self.step, self.info = step, info
-        self.target = folder / step_folders.step_name(step)
-        self.fs = _CheckpointFiles()
+        name = step_folder_name(step)
+        self.tmp_folder = folder / f"{TMP_PREFIX}{name}-{token}"
+        super().__init__(self.tmp_folder)
+        self.step = step
+        self.info = info
+        self.target = folder / name
+        self.fs = _HashingFileSystem()
+
+    def add_file(self, name: str, content: bytes) -> None:
+        """Write a file that is not a tensor, such as the tokenizer, into the checkpoint.
+
+        Args:
+            name: Name of the file in the step folder.
+            content: Content of the file.
+        """
+        self.tmp_folder.mkdir(parents=True, exist_ok=True)
+        path = self.tmp_folder / name
+        with self.fs.create_stream(path, "wb") as file:
+            file.write(content)
+        sync(path)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        results: list[WriteResult] = super().write_data(plan, planner).wait() if plan.items else []
-        for name, entry in self.fs.written.items():  # travels to rank 0 among DCP's own results
-            results.append(WriteResult(stored.MetadataIndex(name), entry["size"], cast(Any, entry)))
+        """Write this rank's tensors to one file, or to one file per tensor.
+
+        Args:
+            plan: DCP's list of the tensors and shards that this rank writes.
+            planner: Returns the data of each of them.
+
+        Returns:
+            A completed future of the results, which DCP sends to `finish` on rank 0: a WriteResult
+            with the position and checksum of each tensor, and a _FileResult for each file.
+        """
+        if self.single_file_per_rank:
+            items_of_files = [plan.items] if plan.items else []
+        else:
+            items_of_files = [[item] for item in plan.items]
+
+        results: list[WriteResult] = []
+        for number, items in enumerate(items_of_files):
+            name = f"{plan.storage_data.prefix}{number}.distcp"
+            results += self._write_file(name, items, planner)
+        for name, entry in self.fs.written.items():
+            index = dcp_metadata.MetadataIndex(name)
+            results.append(_FileResult(index, entry["size"], entry))
+
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
 
-    def finish(self, metadata: stored.Metadata, results: list[list[WriteResult]]) -> None:
-        of_ranks = [result for of_rank in results for result in of_rank]
-        files = {result.index.fqn: result.storage_data for result in of_ranks if isinstance(result.storage_data, dict)}
-        super().finish(metadata, [[result for result in of_ranks if not isinstance(result.storage_data, dict)]])
-        step_folders.publish(self.unfinished, self.step, {**files, INDEX: self.fs.written[INDEX]}, self.info)
+    def _write_file(
+        self, name: str, items: list[WriteItem], planner: SavePlanner
+    ) -> list[WriteResult]:
+        """Write tensors to a file and sync it. Return position and checksum of each tensor."""
+        results: list[WriteResult] = []
+        with self.fs.create_stream(self.tmp_folder / name, "wb") as file:
+            for item in items:
+                tensor = cast(Tensor, planner.resolve_data(item)).detach().cpu()
+                is_view = tensor.untyped_storage().nbytes() != tensor.nbytes
+                if is_view:
+                    tensor = tensor.clone()  # torch.save would write the whole storage of a view
+                torch.save(tensor, file)
+                offset, length, checksum = file.end_chunk()
+                info = _StorageInfo(name, offset, length)
+                vars(info)[_CHECKSUM] = checksum
+                results.append(WriteResult(item.index, length, info))
+            os.fsync(file.fileno())
+        return results
 
-    def storage_meta(self) -> stored.StorageMeta:
-        return stored.StorageMeta(save_id=self.save_id)  # without the path: a checkpoint can be moved
+    def finish(self, metadata: dcp_metadata.Metadata, results: list[list[WriteResult]]) -> None:
+        """Write DCP's index and the manifest, and publish the step folder. DCP calls it on rank 0.
+
+        Args:
+            metadata: DCP's description of all tensors.
+            results: Results of `write_data` of each rank.
+        """
+        entries: dict[str, Entry] = {}
+        tensor_results = []
+        for rank_results in results:
+            for result in rank_results:
+                if isinstance(result, _FileResult):
+                    entries[result.index.fqn] = result.storage_data
+                else:
+                    tensor_results.append(result)
+
+        super().finish(metadata, [tensor_results])  # writes the index
+        entries[INDEX] = self.fs.written[INDEX]
+        publish_checkpoint(self.tmp_folder, self.step, entries, self.info)
+
+    def storage_meta(self) -> dcp_metadata.StorageMeta:
+        """Return DCP's description of the storage.
+
+        It contains no path, so that folders can be moved.
+        """
+        return dcp_metadata.StorageMeta(save_id=self.save_id)
+
+
+class _FileResult(WriteResult):
+    """Carries the name, size and checksum of a file that a rank has written to rank 0.
+
+    Rank 0 adds them to the manifest of the checkpoint. The class derives from WriteResult, because
+    DCP accepts no other type as the result of `write_data`.
+
+    The attribute `index` contains the name of the file, and `storage_data` its manifest entry.
+    """
+
+
+class _HashingFileSystem(FileSystem):
+    """DCP's local file system, which also computes the checksums of the files that it writes.
+
+    Attributes:
+        written: Manifest entries of the files written so far.
+    """
+
+    def __init__(self) -> None:
+        self.written: dict[str, Entry] = {}
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Generator[HashingFile, None, None]:
+        with HashingFile(Path(path)) as file:
+            try:
+                yield file
+            except RuntimeError as error:
+                raise file.error or error from None
+            name = Path(path).name.removesuffix(".tmp")  # DCP renames the index
+            self.written[name] = file.entry()
+
+
+# Reading
 
 
 class SafeReader(FileSystemReader):
-    """Reads a checkpoint whose files are verified, or that another program wrote.
+    """Reads a checkpoint with DCP, without running code from it, and verifies checksums.
+
+    DCP's own reader unpickles the index, which can execute arbitrary code.
 
     Args:
-        wanted: of another program's checkpoint, the names of the tensors to read. Other entries may be anything.
+        path: Folder of the checkpoint.
+        files: Entries of the files in the manifest. Files without chunk checksums must have been
+            verified before. Empty for checkpoints of other programs.
+        is_wanted: Returns whether to read the tensor with a given name. Other entries of the index
+            are ignored and may be of any kind.
 
     Attributes:
-        index: the tensors by name.
+        index: Description (size, dtype, chunks) of each wanted tensor by name.
 
     Raises:
-        CheckpointError: the index cannot be read.
-        Damage: there is none.
+        CheckpointError: If the index cannot be read.
+        Damage: If the index is missing or damaged.
     """
 
-    def __init__(self, path: Path, wanted: Callable[[str], bool] = lambda name: True) -> None:
+    def __init__(
+        self,
+        path: Path,
+        files: Mapping[str, Entry],
+        is_wanted: Callable[[str], bool] = lambda name: True,
+    ) -> None:
         super().__init__(path)
-        self.fs = _CheckpointFiles()
-        with step_folders.open_file(path / INDEX) as file:
+        self._folder = path
+        with open_file(path / INDEX) as file:
             raw = file.read()
+        if INDEX in files and xxhash.xxh3_128_hexdigest(raw) != files[INDEX]["xxh3_128"]:
+            raise Damage(f"{INDEX}: checksum differs ({len(raw)} bytes)")
+
         try:
-            self._metadata = _parse_index(raw, wanted)
-        except Exception as error:  # bytes that are no index raise any kind of error
-            raise CheckpointError(f"{path / INDEX} cannot be read: {short(reason(error))}") from None
+            self._metadata = _parse_index(raw, is_wanted)
+        except Exception as error:  # arbitrary bytes raise any kind of exception
+            problem = shorten(describe_error(error))
+            raise CheckpointError(f"cannot read {path / INDEX}: {problem}") from None
         self.index = cast(Index, self._metadata.state_dict_metadata)
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> stored.Metadata:
+    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp_metadata.Metadata:
+        """Return the index of the tensors to load. DCP calls this before it reads any data."""
         return self._metadata
 
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Load the parts of tensors that this rank needs into its live tensors.
 
-def weights_of(reader: SafeReader, averaged: bool) -> str:
-    """What the names of the weights begin with in a checkpoint.
+        Each chunk (a saved tensor or shard) is read once, and verified in memory.
+
+        Args:
+            plan: DCP's list of the parts to load.
+            planner: Returns the target of each part.
+
+        Raises:
+            Damage: If the checksum of a chunk differs.
+        """
+        items_by_chunk: dict[dcp_metadata.MetadataIndex, list[ReadItem]] = defaultdict(list)
+        for item in plan.items:
+            items_by_chunk[item.storage_index].append(item)
+        chunks_by_file: dict[str, list[dcp_metadata.MetadataIndex]] = defaultdict(list)
+        for chunk in items_by_chunk:
+            file_name = self.storage_data[chunk].relative_path
+            chunks_by_file[file_name].append(chunk)
+
+        for file_name, chunks in chunks_by_file.items():
+            chunks.sort(key=lambda chunk: self.storage_data[chunk].offset)
+            with open_file(self._folder / file_name) as file:
+                for chunk in chunks:
+                    _load_chunk(file, self.storage_data[chunk], items_by_chunk[chunk], planner)
+
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+
+def _load_chunk(
+    file: BinaryIO, info: _StorageInfo, items: Iterable[ReadItem], planner: LoadPlanner
+) -> None:
+    """Read one chunk (a saved tensor or shard), and copy the requested parts to their targets.
+
+    Args:
+        file: The file that contains the chunk.
+        info: Position and checksum of the chunk.
+        items: The parts to copy.
+        planner: Returns the target of each part.
 
     Raises:
-        UserError: their averages are wanted, and it has none.
+        Damage: If the checksum of the chunk differs.
     """
-    if averaged and not any(name.startswith(AVERAGES) for name in reader.index):
-        problem = f"{reader.path} has no averages of the weights: ema.decay was 0, or it is a mean of checkpoints"
-        raise UserError(f"{problem}. Leave out --ema.")
-    return AVERAGES if averaged else "model."
+    file.seek(info.offset)
+    raw = file.read(info.length)
+    expected = vars(info).get(_CHECKSUM)
+    if expected is not None and xxhash.xxh3_128_digest(raw) != expected:
+        end = info.offset + info.length
+        raise Damage(f"{info.relative_path}: checksum of bytes {info.offset:,} to {end:,} differs")
+
+    chunk = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
+    for item in items:
+        part = slice_tensor(chunk, item.storage_offsets, item.lengths)
+        target = planner.resolve_tensor(item).detach()
+        target.copy_(part)
+        planner.commit_tensor(item, target)
 
 
-class _StandIn:
-    """An object that the index describes: its arguments and its attributes, and nothing that acts."""
+def slice_tensor(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    """Return a view of a rectangular part of a tensor.
+
+    Args:
+        tensor: The tensor.
+        offsets: First index of the part in each dimension.
+        sizes: Size of the part in each dimension.
+    """
+    slices = []
+    for offset, size in zip(offsets, sizes, strict=True):
+        slices.append(slice(offset, offset + size))
+    return tensor[tuple(slices)]
+
+
+def load_tensors(
+    reader: SafeReader, tensors: dict[str, Tensor], group: dist.ProcessGroup | None = None
+) -> None:
+    """Fill tensors in place with their values in a checkpoint.
+
+    Each rank reads only the parts that its shards need, so the layout may differ from the layout of
+    the save. If an error is raised, some tensors may have been overwritten on any rank.
+
+    Args:
+        reader: Reader of the checkpoint.
+        tensors: Tensors to fill, by their names in the checkpoint.
+        group: The ranks that load together; None: this process alone.
+
+    Raises:
+        Damage: On all ranks, if any rank has read damaged bytes.
+        CheckpointError: On all ranks, if any rank cannot read its tensors for another reason.
+    """
+    planner = DefaultLoadPlanner(flatten_state_dict=False)
+    try:
+        dcp_load(
+            tensors,
+            storage_reader=reader,
+            planner=planner,
+            process_group=group,
+            no_dist=group is None,
+        )
+    except CheckpointException as error:
+        causes = [cause for cause, _ in error.failures.values()]
+        if all(isinstance(cause, Damage) for cause in causes):
+            raise Damage(describe_error(error)) from None
+        raise CheckpointError(f"cannot load {reader.path}: {describe_error(error)}") from None
+
+
+def get_weight_prefix(reader: SafeReader, averaged: bool) -> str:
+    """Return the prefix of the names of the weights in a checkpoint, such as "model.".
+
+    Args:
+        reader: Reader of the checkpoint.
+        averaged: Return the prefix of the averages of the weights (EMA) instead.
+
+    Raises:
+        UserError: If `averaged` is true and the checkpoint has no averages.
+    """
+    if not averaged:
+        return "model."
+    if not any(name.startswith(AVERAGES) for name in reader.index):
+        problem = f"{reader.path} has no averaged weights"
+        reason = "ema.decay was 0, or it is an average of checkpoints"
+        raise UserError(f"{problem}: {reason}. Leave out --ema.")
+    return AVERAGES
+
+
+# The index that DCP pickles
+
+
+_ALLOWED_NAMES = {
+    "torch": {
+        "Size",
+        *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
+    },
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "pathlib": {"PosixPath"},  # in checkpoints of other programs
+    "pathlib._local": {"PosixPath"},
+}
+"""Names of classes and functions that a pickled index may contain, by module. `_IndexUnpickler`
+replaces each by a subclass of `_Record`, so none of their code runs."""
+
+
+class _Record:
+    """Placeholder for an object in an untrusted index, which keeps its arguments and attributes.
+
+    Unlike the object itself, it runs no code when it is unpickled.
+    """
 
     def __init__(self, *args: Any) -> None:
         self.args = args
@@ -136,87 +604,127 @@ class _StandIn:
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> type[_StandIn]:
-        if name not in _NAMES.get(module, ()):
-            raise CheckpointError(f"names {module}.{name}, which has no place in a checkpoint")
-        return type(name, (_StandIn,), {})  # a new one each time, so that nothing outlives the reading
+    """Unpickles an index into `_Record` objects, and rejects all names not in `_ALLOWED_NAMES`."""
+
+    def find_class(self, module: str, name: str) -> type[_Record]:
+        if name not in _ALLOWED_NAMES.get(module, ()):
+            raise CheckpointError(f"it contains {module}.{name}, which is not allowed")
+        return type(name, (_Record,), {})
 
 
-def _parse_index(raw: bytes, wanted: Callable[[str], bool]) -> stored.Metadata:
-    """The wanted part of what DCP pickles, as DCP wants it. Raises any kind of error for bytes that are none."""
-    root = _IndexUnpickler(io.BytesIO(raw)).load().state
-    places: dict[stored.MetadataIndex, _StorageInfo] = {}
-    for key, place in root["storage_data"].items():
-        name, at = key.state["fqn"], place.state
-        if wanted(name):
-            if Path(at["relative_path"]).name != at["relative_path"]:
-                raise CheckpointError(f"{at['relative_path']} is no file of this folder")
-            places[stored.MetadataIndex(name, _size(key.state["offset"]))] = _StorageInfo(
-                at["relative_path"], at["offset"], at["length"]
-            )
-    index: Index = {}
-    for name, entry in root["state_dict_metadata"].items():
-        if wanted(name):
-            size, dtype = _size(entry.state["size"]), getattr(torch, entry.state["properties"].state[0].__name__)
-            parts = [part.state for part in entry.state["chunks"]]
-            chunks = [stored.ChunkStorageMetadata(_size(part["offsets"]), _size(part["sizes"])) for part in parts]
-            if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size):
-                raise CheckpointError(f"{name}: its parts do not make the whole")
-            index[name] = stored.TensorStorageMetadata(stored.TensorProperties(dtype=dtype), size, chunks)
-    return stored.Metadata(dict(index), storage_data=places, storage_meta=stored.StorageMeta())
-
-
-def _size(value: _StandIn) -> torch.Size:
-    return torch.Size(*value.args)
-
-
-def load_tensors(reader: SafeReader, tensors: dict[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Read tensors of a checkpoint in place.
+def _parse_index(raw: bytes, is_wanted: Callable[[str], bool]) -> dcp_metadata.Metadata:
+    """Convert the pickled index of a checkpoint to DCP's classes.
 
     Args:
-        group: of the ranks that load together; None: this process alone.
+        raw: Bytes of the index file. Invalid bytes raise any kind of exception.
+        is_wanted: Returns whether to keep the tensor with a given name.
+
+    Returns:
+        The descriptions of the wanted tensors, and the positions of their chunks in the files.
 
     Raises:
-        CheckpointError: on all ranks, if one cannot.
+        CheckpointError: If the index contains a name that is not allowed, or a file outside of the
+            folder.
     """
-    planner = DefaultLoadPlanner(flatten_state_dict=False)
-    try:
-        dcp_load(tensors, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
-    except CheckpointException as error:
-        raise CheckpointError(f"{reader.path} cannot be loaded: {reason(error)}") from None
+    root = _IndexUnpickler(io.BytesIO(raw)).load().state
+    tensors: Index = {}
+    for saved_name, record in root["state_dict_metadata"].items():
+        name = _current_tensor_name(saved_name)
+        if is_wanted(name):
+            tensors[name] = _parse_tensor(name, record)
+
+    chunks: dict[dcp_metadata.MetadataIndex, _StorageInfo] = {}
+    for key, record in root["storage_data"].items():
+        name = _current_tensor_name(key.state["fqn"])
+        if is_wanted(name):
+            index = dcp_metadata.MetadataIndex(name, _to_size(key.state["offset"]))
+            chunks[index] = _parse_chunk_position(record)
+    return dcp_metadata.Metadata(
+        dict(tensors), storage_data=chunks, storage_meta=dcp_metadata.StorageMeta()
+    )
 
 
-def reason(error: BaseException) -> str:
-    """The cause of an error in words. DCP nests causes in its own exception, by rank."""
+def _parse_chunk_position(record: _Record) -> _StorageInfo:
+    """Convert the position of a chunk (a saved tensor or shard): its file, offset and length.
+
+    Raises:
+        CheckpointError: If the file is outside of the folder of the checkpoint.
+    """
+    fields = record.state
+    file_name = fields["relative_path"]
+    if Path(file_name).name != file_name:
+        raise CheckpointError(f"{file_name} is outside of this folder")
+    info = _StorageInfo(file_name, fields["offset"], fields["length"])
+    vars(info)[_CHECKSUM] = fields.get(_CHECKSUM)
+    return info
+
+
+def _parse_tensor(name: str, record: _Record) -> dcp_metadata.TensorStorageMetadata:
+    """Convert the description of a tensor: its size, its dtype, and the position of each chunk.
+
+    Raises:
+        CheckpointError: If the chunks do not add up to the size of the tensor.
+    """
+    size = _to_size(record.state["size"])
+    dtype_record = record.state["properties"].state[0]  # a class with the name of the dtype
+    dtype = getattr(torch, dtype_record.__name__)
+
+    chunks = []
+    num_elements = 0
+    for chunk in record.state["chunks"]:
+        chunk_offsets = _to_size(chunk.state["offsets"])
+        chunk_size = _to_size(chunk.state["sizes"])
+        chunks.append(dcp_metadata.ChunkStorageMetadata(chunk_offsets, chunk_size))
+        num_elements += math.prod(chunk_size)
+    if num_elements != math.prod(size):
+        raise CheckpointError(f"the chunks of {name} do not add up to its size")
+
+    properties = dcp_metadata.TensorProperties(dtype=dtype)
+    return dcp_metadata.TensorStorageMetadata(properties, size, chunks)
+
+
+def _to_size(record: _Record) -> torch.Size:
+    return torch.Size(*record.args)
+
+
+def _current_tensor_name(name: str) -> str:
+    """Return the name that this version uses for a saved tensor.
+
+    titanlite 0.2 and earlier used class names for hooks, so "hooks.Ema.*" becomes "hooks.ema.*".
+    """
+    kind, _, rest = name.partition(".")
+    hook, _, tensor = rest.partition(".")
+    if kind == "hooks" and hook in OLD_HOOK_NAMES:
+        return f"hooks.{OLD_HOOK_NAMES[hook]}.{tensor}"
+    return name
+
+
+# Messages
+
+
+def describe_error(error: BaseException) -> str:
+    """Describe an exception of a save or a load in one line.
+
+    DCP wraps the exceptions of all ranks in a `CheckpointException`. If several ranks raised the
+    same exception, the line contains it once.
+    """
     if isinstance(error, CheckpointException):
-        return "; ".join(sorted({reason(of_rank) for of_rank, _ in error.failures.values()}))
-    if isinstance(error, pickle.UnpicklingError):  # torch adds advice on how to load it all the same
-        return "it holds more than tensors"
-    first = next(iter(str(error).splitlines()), "")
-    return first if isinstance(error, CheckpointError) else f"{type(error).__name__}: {first}"
+        causes = {describe_error(cause) for cause, _ in error.failures.values()}
+        return "; ".join(sorted(causes))
+    if isinstance(error, pickle.UnpicklingError):
+        # The torch message recommends loading the file unsafely.
+        return "it contains more than tensors"
+    lines = str(error).splitlines() or [""]
+    if isinstance(error, CheckpointError):
+        return lines[0]
+    return f"{type(error).__name__}: {lines[0]}"
 
 
-def abridged(lines: list[str], limit: int = 8) -> str:
-    """The first lines of a list for a message."""
-    more = [f"... and {len(lines) - limit} more"] if len(lines) > limit else []
-    return "\n  ".join([*lines[:limit], *more])
+def join_lines(lines: list[str], limit: int = 8) -> str:
+    """Join lines for an error message.
 
-
-class _CheckpointFiles(FileSystem):
-    """DCP's local file system: only regular files are read, and the checksums of those that are written are kept."""
-
-    def __init__(self) -> None:
-        self.written: dict[str, step_folders.Entry] = {}
-
-    @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Generator[Any, None, None]:
-        if mode == "rb":
-            with step_folders.open_file(Path(path)) as file:
-                yield file
-            return
-        with step_folders.HashingFile(Path(path)) as file:
-            try:
-                yield file
-            except RuntimeError as error:
-                raise file.error or error from None
-            self.written[Path(path).name.removesuffix(".tmp")] = file.entry()  # as DCP will rename it
+    If there are more than `limit`, end with "... and N more".
+    """
+    if len(lines) > limit:
+        lines = [*lines[:limit], f"... and {len(lines) - limit} more"]
+    return "\n  ".join(lines)

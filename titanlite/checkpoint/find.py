@@ -1,7 +1,7 @@
-"""Which checkpoints a path stands for, which of them are good, which job trained them, and how a run goes on from them.
+"""Find checkpoints by path, verify them, and read the jobs that trained them.
 
-Invariant: every command and key that asks for a checkpoint takes the same names, and decides here. Nothing on the disk
-is changed, and torch is not needed.
+All commands and job keys that take a checkpoint accept the same paths, which `find_checkpoints`
+resolves. This module changes nothing on disk and does not import torch.
 """
 
 from __future__ import annotations
@@ -10,11 +10,21 @@ import os
 import shlex
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
-from titanlite.checkpoint import step_folders
+from titanlite.checkpoint.manifest import (
+    check_checkpoint,
+    get_step,
+    list_checkpoints,
+    list_set_aside,
+    list_unfinished,
+    parse_manifest,
+    read_manifest,
+)
 from titanlite.config import storage
+from titanlite.config.compute_dtype import ComputeDtype
 from titanlite.config.errors import CheckpointError, Damage, UserError
 from titanlite.config.files import MANIFEST
 from titanlite.config.load import load_job
@@ -22,174 +32,326 @@ from titanlite.config.registry import require_plugins
 from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
 
-# Environment variable: the launcher's command, after the variables that were set for it.
 COMMAND = "TITANLITE_COMMAND"
+"""Environment variable that contains the launcher's command line and the variables set for it, to
+show the user how to resume the run."""
 
 T = TypeVar("T")
 
 
-def checkpoints_at(path: Path) -> list[Path]:
-    """The checkpoints that `path` stands for, by rising step.
+def find_checkpoints(path: Path) -> list[Path]:
+    """Return the step folders at a path, sorted by step. Commands resolve their paths with it.
 
     Args:
-        path: one step folder, also as a link to it or as `.`; the folder of all; or a run's output folder, which holds
-            that folder and the weights in `final`. `~` is the home folder. Of a URL, such as a mirror, a copy of the
-            newest one is taken.
+        path: A step folder, a checkpoint folder, the output folder of a run, or a link to one of
+            them. For a URL, the newest checkpoint is copied to this machine.
 
     Raises:
-        UserError: there is no such folder.
-        CheckpointError: it holds no checkpoint.
+        UserError: If the folder does not exist.
+        CheckpointError: If it contains no checkpoint.
     """
-    path = on_this_machine(path)
-    if not os.path.isdir(path):  # which, unlike Path.is_dir, takes a name of any length
+    path = resolve_url(path)
+    if not os.path.isdir(path):  # unlike Path.is_dir, it accepts names of any length
         problem = "is a file" if os.path.isfile(path) else "does not exist"
-        raise UserError(f"{path}: {problem}. Name the folder of a step, that of all steps, or a run's output folder.")
+        fix = "Pass a step folder, a checkpoint folder, or the output folder of a run."
+        raise UserError(f"{path} {problem}. {fix}")
+
     path = path.resolve()
-    if step_folders.step_of(path) is not None:
+    if get_step(path) >= 0:
         return [path]
-    found = step_folders.list_checkpoints(path) or step_folders.list_checkpoints(*path.glob("*"))
-    if not found:
-        raise CheckpointError(f"{path}: no checkpoint here. A run saves one every checkpoint.interval steps.")
-    return found
+    checkpoints = list_checkpoints(path) or list_checkpoints(*path.glob("*"))
+    if not checkpoints:
+        fix = "A run saves one every checkpoint.interval steps."
+        raise CheckpointError(f"{path} contains no checkpoint. {fix}")
+    return checkpoints
 
 
-def on_this_machine(path: Path) -> Path:
-    """The path, or that of a copy of the newest checkpoint at a URL. Raises UserError: there is none."""
-    if (url := storage.url_of(path)) is None:
+def resolve_url(path: Path) -> Path:
+    """Return a local path for a path or URL. Download the newest checkpoint at a URL.
+
+    Args:
+        path: A local path, in which `~` is expanded, or a URL such as s3://bucket/run.
+
+    Raises:
+        CheckpointError: If there is no checkpoint at the URL.
+        UserError: If the storage fails.
+    """
+    url = storage.as_url(path)
+    if url is None:
         return Path(os.path.expanduser(path))
-    with storage.answered(url):
-        there = storage.listing(*storage.opened(url))
-    steps = [*storage.checkpoints(there), *storage.checkpoints(there, "final/")]
-    if not steps and MANIFEST not in there:
-        raise CheckpointError(f"{url}: no checkpoint here.")
-    newest = max(steps, key=lambda name: int(name.rpartition("-")[2]), default="")
-    return storage.local_copy(f"{url}/{newest}".rstrip("/"))
+
+    with storage.storage_errors(url):
+        file_system, root = storage.open_storage(url)
+        files = storage.list_files(file_system, root)
+    names = storage.find_checkpoints(files) + storage.find_checkpoints(files, "final/")
+    if names:
+        newest = max(names, key=lambda name: get_step(Path(name)))
+        return storage.get_local_copy(f"{url}/{newest}")
+    if MANIFEST in files:
+        return storage.get_local_copy(url)
+    raise CheckpointError(f"{url} contains no checkpoint.")
 
 
-def use_newest(
+def load_newest(
     path: Path,
-    use: Callable[[Path], T],
+    load: Callable[[Path], T],
     *,
-    check: Callable[[Path], object] = step_folders.check_folder,
-    look: Callable[[Callable[[], list[Path]]], list[Path]] = lambda find: find(),
+    check: Callable[[Path], object] = check_checkpoint,
+    list_paths: Callable[[Path], list[Path]] = find_checkpoints,
     log: Callable[[str], None] = lambda line: None,
 ) -> T:
-    """What `use` makes of the newest undamaged one of `checkpoints_at(path)`.
+    """Load the newest valid checkpoint at a path, trying older ones if it is damaged.
 
     Args:
-        use: gets a step folder that is checked.
-        check: another way to call `step_folders.check_folder`, by which ranks share the work.
-        look: calls a function; where ranks choose together, on one of them, as the folder's run may go on meanwhile.
-        log: told of each damaged one that is passed over.
+        path: A path or URL that `find_checkpoints` accepts.
+        load: Loads a step folder that has passed `check`. It raises `Damage` to make this function
+            try the next older checkpoint.
+        check: Verifies a step folder. It raises `Damage` if the checkpoint is damaged.
+        list_paths: Returns the step folders at the path, sorted by step. If several ranks load
+            together, it must list them on one rank only. Otherwise the ranks may see different
+            lists, because a run may add checkpoints at any time.
+        log: Called with one line of text for each damaged checkpoint.
+
+    Returns:
+        The result of `load`.
 
     Raises:
-        UserError: there is no such folder.
-        CheckpointError: none is there, or none that is good, or one cannot be read.
+        UserError: If the folder does not exist.
+        CheckpointError: If there is no valid checkpoint, or one cannot be read now.
     """
-    found: list[str] = []
-    for candidate in reversed(look(lambda: checkpoints_at(path))):
-        if found:
-            log(f"{found[-1]}; taking an older one")
+    problems: list[str] = []
+    for candidate in reversed(list_paths(path)):
+        if problems:
+            log(f"{problems[-1]}; trying an older one")
         try:
             check(candidate)
-            return use(candidate)
+            return load(candidate)
         except Damage as damage:
-            found.append(f"{candidate} is damaged: {damage}")
-    raise CheckpointError("\n".join(found))
+            problems.append(f"{candidate} is damaged: {damage}")
+    raise CheckpointError("\n".join(problems))
 
 
 def verify(folder: Path) -> dict[str, Any]:
-    """Read every byte of a checkpoint, or of all in a folder, and say which ones are good.
+    """Verify all checkpoints at a path by reading every byte, and return a report.
+
+    Args:
+        folder: A path or URL that `find_checkpoints` accepts.
 
     Returns:
-        {"folder", "checkpoints": [{"name", "step", "bytes", "state": "good" | "damaged" | "unreadable", "damage":
-        [...]}], "unfinished": [names], "set_aside": [names]}
+        {"folder", "checkpoints": [{"name", "step", "bytes", "state": "good" | "damaged" |
+        "unreadable", "damage": [...]}], "unfinished": [names], "set_aside": [names]}.
+        "unfinished" lists interrupted saves and removals, "set_aside" lists damaged checkpoints
+        that a run has renamed.
 
     Raises:
-        UserError: there is no such folder.
-        CheckpointError: there is no checkpoint.
+        UserError: If the folder does not exist.
+        CheckpointError: If it contains no checkpoint.
     """
-    home = on_this_machine(folder).resolve()
-    paths = checkpoints_at(home)
-    folders = [] if paths == [home] else sorted({path.parent for path in paths})
-    rows = []
+    root = resolve_url(folder).resolve()
+    paths = find_checkpoints(root)
+    is_step_folder = paths == [root]
+    parents = [] if is_step_folder else sorted({path.parent for path in paths})
+
+    checkpoints = []
     for path in paths:
-        state, damage = "good", []
-        try:
-            step_folders.check_folder(path)
-        except CheckpointError as error:
-            state, damage = "damaged" if isinstance(error, Damage) else "unreadable", [str(error)]
-        size = sum(file.lstat().st_size for file in path.glob("*"))
-        if path.exists():  # else the run goes on, and has removed it meanwhile
-            name, step = os.path.relpath(path, home) if folders else path.name, step_folders.step_of(path)
-            rows.append({"name": name, "step": step, "bytes": size, "state": state, "damage": damage})
+        name = path.name if is_step_folder else os.path.relpath(path, root)
+        report = {"name": name, **_verify_step_folder(path)}
+        if path in list_checkpoints(path.parent):  # otherwise its run has just removed it
+            checkpoints.append(report)
+
+    unfinished: list[str] = []
+    set_aside: list[str] = []
+    for parent in parents:
+        unfinished += [path.name for path in list_unfinished(parent)]
+        set_aside += [path.name for path in list_set_aside(parent)]
     return {
         "folder": str(folder),
-        "checkpoints": rows,
-        "unfinished": [path.name for parent in folders for path in step_folders.list_unfinished(parent)],
-        "set_aside": [path.name for parent in folders for path in step_folders.list_set_aside(parent)],
+        "checkpoints": checkpoints,
+        "unfinished": unfinished,
+        "set_aside": set_aside,
     }
 
 
-def known_job(path: Path) -> JobConfig:
-    """`job_of` the newest of `checkpoints_at(path)` whose manifest can be read. No other file is looked at.
+def _verify_step_folder(path: Path) -> dict[str, Any]:
+    """Verify one checkpoint, and return its entry in the report of `verify`, without the name."""
+    state = "good"
+    damage = []
+    try:
+        check_checkpoint(path)
+    except CheckpointError as error:
+        state = "damaged" if isinstance(error, Damage) else "unreadable"
+        damage = [str(error)]
+    size = sum(file.lstat().st_size for file in path.glob("*"))
+    return {"step": get_step(path), "bytes": size, "state": state, "damage": damage}
+
+
+class NoTokenizerError(CheckpointError):
+    """Raised for a checkpoint without a tokenizer. Its weights were imported without one."""
+
+
+def read_newest_job(path: Path, tokenizer_path: Path | None = None) -> JobConfig:
+    """Return the job of the newest checkpoint at a path. Skip checkpoints with a damaged manifest.
+
+    Args:
+        path: A path or URL that `find_checkpoints` accepts.
+        tokenizer_path: Tokenizer file to use instead of the one in the checkpoint.
 
     Raises:
-        UserError: there is no such folder, or its job needs a plugin that was not loaded.
-        CheckpointError: no checkpoint is there, or none that says which model it has.
+        UserError: If the folder does not exist, or the job needs a plugin that is not loaded.
+        CheckpointError: If no checkpoint describes its model.
     """
-    return use_newest(path, job_of, check=lambda step_folder: None)
+    read = partial(read_job, tokenizer_path=tokenizer_path)
+    return load_newest(path, read, check=lambda step_folder: None)
 
 
-def job_of(step_folder: Path) -> JobConfig:
-    """The job that trained a checkpoint: from its manifest, else from the config.toml of its run.
+def read_job(step_folder: Path, tokenizer_path: Path | None = None) -> JobConfig:
+    """Return the job of a checkpoint, from which its model and tokenizer can be built.
+
+    The job is stored in the manifest or, for imports by old versions, in config.toml of the run. If
+    the tokenizer is part of the checkpoint, `tokenizer.path` of the result points to it.
+
+    Args:
+        step_folder: The checkpoint.
+        tokenizer_path: Tokenizer file to use instead of the one in the checkpoint.
 
     Raises:
-        UserError: it needs a plugin that was not loaded.
-        Damage: the manifest is no good.
-        CheckpointError: it cannot be read, or the job is in neither, as with imported weights.
+        UserError: If the job needs a plugin that is not loaded.
+        Damage: If the manifest is damaged.
+        CheckpointError: If the job cannot be read, or the checkpoint has no job.
+        NoTokenizerError: If the checkpoint has no tokenizer, and `tokenizer_path` is None.
     """
-    job, config = step_folders.read_manifest(step_folder)["info"]["job"], step_folder.parents[1] / "config.toml"
-    if job is None and config.is_file():
-        return load_job(["--job.config_file", str(config)], trusted=False)
-    if job is None:
-        problem = f"{step_folder} does not say which model and tokenizer it has: it was imported. Start a run from it"
-        raise CheckpointError(f"{problem} (checkpoint.initial_load_path), or write its job file to {config}.")
-    read, mistakes = JobConfig.read(job)
-    require_plugins(read.job.plugins, step_folder)
-    # Without keys and choices of earlier versions the job is the same.
-    if found := [each.found for each in mistakes if each.kind not in ("gone", "literal_error")]:
-        raise CheckpointError(f"{step_folder}: its job has keys that this version does not read: {'; '.join(found)}")
-    return read
+    manifest = read_manifest(step_folder)
+    info = manifest["info"]
+    if info["job"] is None:
+        job = _read_job_of_old_import(step_folder)
+        return job if tokenizer_path is None else _replace_tokenizer(job, tokenizer_path)
+
+    data_state = info["train_state"].get("data") or {}
+    is_without_tokenizer = info.get("weights_only") and data_state.get("tokenizer") is None
+    if is_without_tokenizer and tokenizer_path is None:
+        problem = f"{step_folder} has no tokenizer, because its weights were imported without one"
+        remedy = "Add --tokenizer.path FILE, or import them again with --tokenizer FILE."
+        raise NoTokenizerError(f"{problem}. {remedy}")
+
+    job, mistakes = JobConfig.read(info["job"])
+    require_plugins(job.job.plugins, step_folder)
+    # A key or value that only an earlier version had does not change the model.
+    ignored = ("gone", "literal_error")
+    unreadable = [mistake.name for mistake in mistakes if mistake.kind not in ignored]
+    if unreadable:
+        keys = "; ".join(unreadable)
+        raise CheckpointError(f"{step_folder}: this version cannot read keys of its job: {keys}")
+
+    if tokenizer_path is None and job.tokenizer.path in manifest["files"]:
+        tokenizer_path = step_folder / job.tokenizer.path
+    return job if tokenizer_path is None else _replace_tokenizer(job, tokenizer_path)
 
 
-def checkpoint_keys(info: dict[str, Any]) -> dict[str, Any]:
-    """[checkpoint] of the job that saved this."""
+def _replace_tokenizer(job: JobConfig, path: Path) -> JobConfig:
+    """Return `job` with another `tokenizer.path`."""
+    tokenizer = job.tokenizer.model_copy(update={"path": str(path)})
+    return job.model_copy(update={"tokenizer": tokenizer})
+
+
+def _read_job_of_old_import(step_folder: Path) -> JobConfig:
+    """Return the job of a checkpoint without a job in its manifest, from config.toml of its run.
+
+    Raises:
+        CheckpointError: If the output folder has no config.toml.
+    """
+    config = step_folder.parents[1] / "config.toml"
+    if not config.is_file():
+        problem = f"{step_folder} was imported by a version that did not record model and tokenizer"
+        fix = f"Import the weights again, or write their job to {config}."
+        raise CheckpointError(f"{problem}. {fix}")
+    return load_job(["--job.config_file", str(config)], trusted=False)
+
+
+def read_compute_dtype(run: Run) -> ComputeDtype | None:
+    """Return the compute dtype of the newest checkpoint, which a resumed run keeps.
+
+    The checkpoint is in the run's folder, or else at `checkpoint.mirror`.
+
+    Returns:
+        "float32" or "bfloat16". None if there is no checkpoint, or if it cannot be read; loading it
+        later raises the error.
+    """
+    if not run.job.checkpoint.enable:
+        return None
+
+    manifest: dict[str, Any] = {}
+    mirror = run.job.checkpoint.mirror
+    with suppress(UserError):
+        if is_saved(run):
+            folder = run.checkpoint_folder
+            manifest = load_newest(folder, read_manifest, check=lambda step_folder: None)
+        elif mirror is not None:
+            manifest = _read_newest_manifest_at(mirror)
+
+    job = manifest.get("info", {}).get("job") or {}
+    dtype = job.get("training", {}).get("mixed_precision_param")
+    return dtype if dtype in get_args(ComputeDtype) else None
+
+
+def _read_newest_manifest_at(url: str) -> dict[str, Any]:
+    """Return the manifest of the newest checkpoint at a mirror, or {} if there is no checkpoint."""
+    with storage.storage_errors(url):
+        files, root = storage.open_storage(url)
+        names = storage.find_checkpoints(storage.list_files(files, root))
+        if not names:
+            return {}
+        path = f"{root}/{names[-1]}/{MANIFEST}"
+        return parse_manifest(files.cat_file(path), path)
+
+
+def get_checkpoint_keys(info: dict[str, Any]) -> dict[str, Any]:
+    """Return the [checkpoint] section of the job that saved a checkpoint.
+
+    The result is {} if the manifest contains no job.
+
+    Args:
+        info: `info` entry of the checkpoint's manifest.
+    """
     return (info["job"] or {}).get("checkpoint", {})
 
 
-def went_back(checkpoints: Sequence[Path], step: int) -> bool:
-    """Whether the newest of these is of a run that has started from checkpoint.load_step = `step` already."""
+def has_gone_back(checkpoints: Sequence[Path], step: int) -> bool:
+    """Return whether an earlier start has already gone back to the step `checkpoint.load_step`.
+
+    The option `load_step` resumes a run from an earlier checkpoint, and must do so only once. It
+    has been applied if a job with the same `load_step` saved the newest checkpoint, and this
+    checkpoint is of a later step.
+
+    Args:
+        checkpoints: Step folders of the run, sorted by step.
+        step: The value of `load_step`.
+    """
     for path in reversed(checkpoints):
-        with suppress(Damage):  # damaged: the one before tells
-            since = (step_folders.step_of(path) or 0) > step
-            return since and checkpoint_keys(step_folders.read_manifest(path)["info"]).get("load_step") == step
+        try:
+            info = read_manifest(path)["info"]
+        except Damage:
+            continue  # the one before it shows the same
+        return get_step(path) > step and get_checkpoint_keys(info).get("load_step") == step
     return False
 
 
+def is_saved(run: Run) -> bool:
+    """Return whether the run has a checkpoint in its folder, so that its next start resumes."""
+    return run.job.checkpoint.enable and bool(list_checkpoints(run.checkpoint_folder))
+
+
 def resume_hint(run: Run, argv: Sequence[str]) -> str:
-    """The last line of a run that has ended early: its newest checkpoint, and the command that goes on after it.
+    """Return a line that names the newest checkpoint of a run and the command that resumes it.
+
+    It is shown below the error of a run that ended early.
 
     Args:
+        run: The run.
         argv: The words after `titanlite train` or `titanlite launch`.
     """
-    command = " ".join([os.environ.get(COMMAND, "titanlite train"), *map(shlex.quote, argv)])
+    words = [os.environ.get(COMMAND, "titanlite train"), *map(shlex.quote, argv)]
+    command = " ".join(words)
     if not is_saved(run):
         return f"Nothing is saved. To start again: {command}"
-    saved = step_folders.list_checkpoints(run.checkpoint_folder)[-1]
-    return f"The last good step is {step_folders.step_of(saved)}, saved in {saved}. To go on after it: {command}"
-
-
-def is_saved(run: Run) -> bool:
-    """Whether a start of this run would go on from a checkpoint."""
-    return run.job.checkpoint.enable and bool(step_folders.list_checkpoints(run.checkpoint_folder))
+    newest = list_checkpoints(run.checkpoint_folder)[-1]
+    return f"The newest checkpoint is step {get_step(newest)} in {newest}. To resume: {command}"

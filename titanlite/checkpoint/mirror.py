@@ -1,272 +1,695 @@
-"""The mirror of a run's checkpoints: a copy of each at a URL, made while training goes on, from which another machine
-can go on.
+"""Copy the checkpoints of a run to a URL during training, to resume from there on another node.
 
-Invariant: a step there has a manifest only while all of its files are there and whole. The manifest is written last and
-removed first. Training waits for a copy only when the run ends. One that fails costs nothing but itself. What belongs
-to another run is never overwritten.
+The URL (`checkpoint.mirror`) is called the mirror.
+
+Invariant: A step at the mirror has a manifest only while all of its files are complete. The
+manifest is written last and removed first. Training waits for a copy only at the end of the run. A
+failed copy affects nothing else.
+
+Only files of this run are overwritten, renamed or removed: those listed in a manifest that names
+the run. While a checkpoint is being copied or removed, its manifest is called
+`manifest.json.incomplete`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
+import os
 import re
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from functools import partial
+from contextlib import suppress
 from hashlib import file_digest, md5
 from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
 import xxhash
 
-from titanlite.checkpoint import step_folders
-from titanlite.checkpoint.folder import CheckpointFolder
+from titanlite.checkpoint.manifest import (
+    TMP_PREFIX,
+    CheckpointContext,
+    Entry,
+    belongs_to_run,
+    check_checkpoint,
+    get_run_id,
+    get_step,
+    get_validation_loss,
+    holds_run_state,
+    is_titanlite_manifest,
+    list_checkpoints,
+    open_file,
+    parse_manifest,
+    publish_folder,
+    read_manifest,
+    select_outdated,
+    sync,
+)
 from titanlite.config.errors import CheckpointError, Damage, UserError
-from titanlite.config.files import MANIFEST, STEP_FOLDER
-from titanlite.config.storage import PARALLEL, RemotePath, answered, checkpoints, fetch, listing, opened
+from titanlite.config.files import INCOMPLETE, MANIFEST, STEP_FOLDER
+from titanlite.config.storage import (
+    PARALLEL,
+    RemotePath,
+    download_files,
+    find_checkpoints,
+    list_files,
+    open_storage,
+    storage_errors,
+)
 from titanlite.runtime.logging import Event
 
-_PAUSES = (1, 4, 16, 60, None)  # seconds between two tries of a copy
-_BLOCK = 1 << 24  # bytes of a part of an object, of which S3 takes 10,000
-_SLICE = 5  # seconds that ranks wait for the first one at a time
+_RETRY_PAUSES = (1, 4, 16, 60)
+"""Seconds between two attempts to copy a checkpoint."""
+_BLOCK_SIZE = 1 << 24
+"""Bytes of a part of an object. S3 accepts 10,000 parts."""
+_POLL_SECONDS = 5
+"""Longest time for which rank 0 waits for a copy before it reports to the other ranks."""
 
 T = TypeVar("T")
 
 
-def _run_of(path: Path) -> str | None:
-    """Which run has saved a checkpoint; None where its manifest does not say it."""
-    with contextlib.suppress(Damage):
-        return step_folders.read_manifest(path)["info"]["train_state"].get("run")
-
-
 class Mirror:
-    """All ranks create one. They call together what is so marked. Rank 0 alone calls the rest.
+    """Copies the checkpoints of a run to `checkpoint.mirror`, and downloads them at a start.
+
+    All ranks create one, and call `restore`, `begin` and `wait_until_copied` together. Only rank 0
+    accesses the storage. It copies in a background thread.
+
+    The methods identify a checkpoint at the mirror by its name, "step-00000100" or, for the outputs
+    of the last save, "final/step-00000100".
 
     Args:
-        compare: `Resumer.compare`: raises UserError if the job cannot go on from the checkpoint with this manifest.
+        context: Checkpoint folder, options and ranks of the run.
+        check_job: Raises UserError if the job cannot resume from a checkpoint, given its path and
+            manifest; see `Resumer.check_job`.
 
     Attributes:
-        sending: the checkpoint whose copy is under way.
-        failed: names of those whose copy has failed since this start.
+        sending: Local path of the checkpoint that is being copied, or None.
+        failed: Names of the checkpoints that could not be copied since this start.
     """
 
-    def __init__(self, folder: CheckpointFolder, compare: Callable[[PurePath, dict[str, Any]], None]) -> None:
-        self._folder, self._config, self._ranks, self._log = folder, folder.config, folder.ranks, folder.log
-        self._url, self._compare = str(folder.config.mirror).rstrip("/"), compare
-        with answered(self._url):
-            self._storage, self._root = opened(self._url)
+    def __init__(
+        self, context: CheckpointContext, check_job: Callable[[PurePath, dict[str, Any]], None]
+    ) -> None:
+        self._context = context
+        self._folder = context.folder
+        self._config = context.config
+        self._ranks = context.ranks
+        self._log = context.log
+        self._check_job = check_job
+        self._url = str(context.config.mirror).rstrip("/")
+        with storage_errors(self._url):
+            self._storage, self._root = open_storage(self._url)
+
         self.sending: Path | None = None
-        self.failed, self._done = set[str](), set[str]()
-        self._there: dict[str, Any] = {}  # the files at the mirror
-        self._manifests: dict[str, dict[str, Any]] = {}  # of the complete checkpoints at the mirror, by name
-        self._thread, self._last = ThreadPoolExecutor(1, "mirror"), Future[None]()
-        self._lock, self._free, self._ending = threading.Lock(), 0.0, threading.Event()
+        self.failed = set[str]()
+        self._copied = set[str]()  # names of the checkpoints known to be at the mirror
+        # The result of the last `_list_mirror`: all files, and manifests of complete checkpoints.
+        self._files: dict[str, Any] = {}
+        self._manifests: dict[str, dict[str, Any]] = {}
+        self._ignored = set[str]()  # names of steps with unusable manifests
+        self._foreign = set[str]()  # names of steps of other programs
+
+        self._thread = ThreadPoolExecutor(1, "mirror")
+        self._last_update = Future[None]()
+        self._is_ending = threading.Event()
+        self._throttle_lock = threading.Lock()
+        self._next_send_time = 0.0
 
     def restore(self) -> None:
-        """All ranks: bring the newest good checkpoint into the folder if it is newer than what is there; with it the
-        one of `load_step` and, with `keep_best`, the best one. Damaged ones are set aside there.
+        """Download the newest valid checkpoint if it is newer than those in the local folder.
+
+        Also download the checkpoint of `load_step` and, with `keep_best`, the best one. Damaged
+        checkpoints are renamed at the mirror. All ranks call this together, before a run loads its
+        checkpoint.
 
         Raises:
-            UserError: the folder's checkpoints and those of the mirror are of different runs, or the job cannot go on
-                from the mirror's.
-            CheckpointError: the folder is empty and no checkpoint of the mirror is good, or it cannot be read.
+            UserError: If the mirror has checkpoints of another run, or the job cannot resume from
+                them.
+            CheckpointError: If there is no checkpoint in the folder and no valid one at the
+                mirror, or the mirror cannot be read.
         """
-        self._ask(self._restore)
+        self._run_on_rank0(self._restore)
 
     def begin(self, step: int) -> None:
-        """All ranks: the run goes on after `step`. What the mirror has of later steps is set aside, because they are
-        written again. From now on the mirror is brought up to date."""
+        """Start to copy checkpoints in the background, when the run has loaded its checkpoint.
 
-        def on_rank0() -> None:
-            for later in [later for later in self._look() if later > step]:
-                self._set_aside(step_folders.step_name(later), "superseded")
-            self.wake()
+        Checkpoints of later steps at the mirror are renamed, because the run will write these steps
+        again. All ranks call this together.
 
-        self._ask(on_rank0)
+        Args:
+            step: Step of the loaded checkpoint, or 0.
+        """
 
-    def wake(self) -> None:
-        """There may be a new checkpoint in the folder."""
-        self._last = self._thread.submit(self._update)
+        def rename_later() -> None:
+            run_id = self._find_run_id()
+            for mirrored_step, name in self._list_mirror().items():
+                is_own = belongs_to_run(self._manifests[name], run_id)
+                if mirrored_step > step and is_own:
+                    self._set_aside(name, "archived")
+            self.notify()
 
-    def finished(self, alive: Callable[[], None]) -> bool:
-        """All ranks, at the end of a run: wait for the copy under way, for `timeout_seconds` at most, and call `alive`
-        every few seconds. Whether the newest checkpoint is at the mirror."""
-        deadline = time.monotonic() + self._config.timeout_seconds
+        self._run_on_rank0(rename_later)
 
-        def look() -> bool | None:
-            wait([self._last], min(_SLICE, self._config.timeout_seconds / 4))
-            ends = self._last.done() or time.monotonic() > deadline
-            return {self._name(path) for path in self._local()[-1:]} <= self._done if ends else None
+    def notify(self) -> None:
+        """Let the background thread copy all checkpoints that the mirror lacks.
 
-        while (result := self._ask(look)) is None:
-            alive()
-        return result
+        Rank 0 calls this after each save.
+        """
+        self._last_update = self._thread.submit(self._update)
+
+    def wait_until_copied(self, report_alive: Callable[[], None]) -> bool:
+        """Wait until the newest checkpoint is copied, for at most `checkpoint.timeout_seconds`.
+
+        All ranks call this together at the end of the run.
+
+        Args:
+            report_alive: Called every few seconds, so that the wait is not reported as a hang.
+
+        Returns:
+            Whether the newest checkpoint is at the mirror.
+        """
+        timeout = self._config.timeout_seconds
+        deadline = time.monotonic() + timeout
+
+        def poll() -> bool | None:
+            """Return whether the newest checkpoint is copied, or None to continue waiting."""
+            wait([self._last_update], min(_POLL_SECONDS, timeout / 4))
+            is_late = time.monotonic() > deadline
+            if not self._last_update.done() and not is_late:
+                return None
+            checkpoints = self._list_local()
+            return not checkpoints or self._get_name(checkpoints[-1]) in self._copied
+
+        while True:
+            is_copied = self._run_on_rank0(poll)
+            if is_copied is not None:
+                return is_copied
+            report_alive()
 
     def close(self) -> None:
-        """Leave the copy under way as it is. The next start makes it again."""
-        self._ending.set()
+        """Abort the copy in progress. The next start repeats it."""
+        self._is_ending.set()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    # -------------------------------------------------------------------------------------------- what is at the mirror
+    def _run_on_rank0(self, function: Callable[[], T]) -> T:
+        """Call `function` on rank 0, and return its result on all ranks.
 
-    def _ask(self, function: Callable[[], T]) -> T:
-        """All ranks: what rank 0 gets from the storage. Raises CheckpointError: it refuses."""
-        return self._ranks.on_rank0(answered(self._url, CheckpointError)(function))
+        Raises:
+            CheckpointError: On all ranks, if the storage fails.
+        """
+        return self._ranks.run_on_rank0(storage_errors(self._url, CheckpointError)(function))
 
-    def _look(self, run: str | None = None) -> dict[int, str]:
-        """The checkpoints at the mirror that a run resumes from: step -> name, by rising step. A damaged manifest is
-        set aside. Raises UserError: they are of another run than `run`."""
-        self._there, known = listing(self._storage, self._root), self._manifests
-        names, self._manifests = checkpoints(self._there), {}
-        for name in (*names, *checkpoints(self._there, "final/")):
-            place = f"{self._root}/{name}/{MANIFEST}"
-            try:
-                manifest = known.get(name) or step_folders.parse_manifest(self._storage.cat_file(place), place)
-            except Damage as damage:
-                self._set_aside(name, "damaged", damage)
-                continue
-            if run and manifest["info"]["train_state"].get("run", run) != run:
-                text = f"{self._url} holds checkpoints of another run than {self._folder.path}, such as {name}"
-                raise UserError(f"{text}. Choose another checkpoint.mirror, or another job.dump_folder.")
-            self._manifests[name] = manifest
-        return {step_folders.step_of(Path(name)) or 0: name for name in names if name in self._manifests}
+    # Files at the mirror and in the folder
+
+    def _list_mirror(self) -> dict[int, str]:
+        """List the files at the mirror, and read the manifests of complete checkpoints.
+
+        Updates `_files` and `_manifests`. A damaged manifest is logged once and ignored. It is not
+        renamed, because another program may have written it.
+
+        Returns:
+            Names of the complete checkpoints by step, in ascending order, without those in `final`.
+        """
+        self._files = list_files(self._storage, self._root)
+        names = find_checkpoints(self._files)
+        final_names = find_checkpoints(self._files, "final/")
+
+        known = self._manifests
+        self._manifests = {}
+        for name in (*names, *final_names):
+            manifest = known.get(name) or self._read_manifest(name)
+            if manifest is not None:
+                self._manifests[name] = manifest
+        return {get_step(Path(name)): name for name in names if name in self._manifests}
+
+    def _read_manifest(self, name: str) -> dict[str, Any] | None:
+        """Return the manifest of a checkpoint at the mirror, or None if it is damaged."""
+        path = f"{self._root}/{name}/{MANIFEST}"
+        raw = self._storage.cat_file(path)
+        try:
+            return parse_manifest(raw, path)
+        except Damage as damage:
+            if name not in self._ignored:
+                self._log(f"Ignoring {self._url}/{name}: {damage}")
+            self._ignored.add(name)
+            if raw and not is_titanlite_manifest(raw):
+                self._foreign.add(name)
+            return None
+
+    def _list_local(self) -> list[Path]:
+        """Return the complete checkpoints of the run, including the weights in `final`."""
+        final = self._folder.parent / "final"
+        paths = list_checkpoints(self._folder, final)
+        return [path for path in paths if (path / MANIFEST).is_file()]
+
+    def _get_name(self, path: Path) -> str:
+        """Return the name at the mirror of a local checkpoint."""
+        return path.name if path.parent == self._folder else f"final/{path.name}"
+
+    def _get_path(self, name: str) -> Path:
+        """Return the local path of a checkpoint at the mirror."""
+        is_final = name.startswith("final/")
+        return (self._folder.parent if is_final else self._folder) / name
+
+    def _find_run_id(self) -> str | None:
+        """Return the ID of the run that owns the folder; None if no checkpoint has one."""
+        for path in reversed(self._list_local()):
+            with suppress(Damage):
+                run_id = get_run_id(read_manifest(path))
+                if run_id is not None:
+                    return run_id
+        return None
+
+    def _check_run(self, run_id: str | None) -> None:
+        """Check that the mirror has no checkpoints of another run.
+
+        Args:
+            run_id: ID of this run. None (not known yet) skips the check.
+
+        Raises:
+            UserError: If a checkpoint at the mirror has another run ID.
+        """
+        if run_id is None:
+            return
+        for name, manifest in self._manifests.items():
+            if get_run_id(manifest) not in (None, run_id):
+                problem = f"{self._url} has checkpoints of another run than {self._folder}"
+                fix = "Choose another checkpoint.mirror, or another job.dump_folder."
+                raise UserError(f"{problem}, such as {name}. {fix}")
+
+    def _find_best(self) -> str | None:
+        """Return the name of the checkpoint with the lowest validation loss, or None."""
+        lowest = math.inf
+        best = None
+        for name, manifest in self._manifests.items():
+            loss = get_validation_loss(manifest)
+            if loss < lowest:
+                lowest = loss
+                best = name
+        return best
+
+    # Restore
 
     def _restore(self) -> None:
-        local = step_folders.list_checkpoints(self._folder.path)
-        steps = self._look(next(filter(None, map(_run_of, reversed(local))), None))
-        newest = max((step_folders.step_of(path) or 0 for path in local), default=-1)
-        was = any(f"/{MANIFEST}" in path for path in self._there)
-        brought = next((name for step, name in reversed(steps.items()) if step > newest and self._bring(name)), "")
-        more = {steps.get(self._config.load_step, ""), self._best() if self._config.keep_best else ""} - {"", brought}
-        brought = [name for name in more if not (self._folder.path / name).exists() and self._bring(name)] or brought
-        if was and not (local or brought):
-            raise CheckpointError(f"{self._url}: no checkpoint is good. Each has the manifest {MANIFEST}.damaged.")
+        """Download the checkpoints that the local folder needs. Runs on rank 0; see `restore`."""
+        local = list_checkpoints(self._folder)
+        names = self._list_mirror()
+        self._check_run(self._find_run_id())
+        has_checkpoints = self._has_checkpoints()
 
-    def _bring(self, name: str) -> bool:
-        """Copy a checkpoint from the mirror; False if it is damaged, and set aside. Raises UserError before that: the
-        job cannot go on from it."""
-        self._compare(RemotePath(f"{self._url}/{name}"), self._manifests[name])
-        started, unfinished = time.perf_counter(), self._folder.path / f"{step_folders.UNFINISHED}mirror"
-        shutil.rmtree(unfinished, ignore_errors=True)
-        names = (f"{name}/{file}" for file in (MANIFEST, *self._manifests[name]["files"]))
-        files = {file: self._there[file]["size"] for file in names if file in self._there}
-        (unfinished / name).mkdir(parents=True)
-        fetch(self._storage, self._root, files, unfinished)
+        newest_local_step = get_step(local[-1]) if local else -1
+        is_downloaded = self._download_newest(names, newest_local_step)
+
+        needed = {names.get(self._config.load_step)}
+        if self._config.keep_best:
+            needed.add(self._find_best())
+        for name in needed:
+            # `_manifests` lacks a checkpoint that `_download_newest` found damaged.
+            if name in self._manifests and not self._get_path(name).exists():
+                is_downloaded |= self._download(name)
+
+        if has_checkpoints and not local and not is_downloaded:
+            problem = f"{self._url} has no valid checkpoint"
+            reason = f"Each has a damaged {MANIFEST}, or one that was renamed to {MANIFEST}.damaged"
+            raise CheckpointError(f"{problem}. {reason} or {MANIFEST}.archived.")
+
+    def _download_newest(self, names: dict[int, str], local_step: int) -> bool:
+        """Download the newest valid checkpoint if it is newer than those in the local folder.
+
+        Args:
+            names: Names of the checkpoints at the mirror by step, in ascending order.
+            local_step: The newest step in the local folder, or -1.
+
+        Returns:
+            Whether a checkpoint was downloaded.
+
+        Raises:
+            UserError: If no run can resume from the checkpoint, because it contains imported
+                weights.
+        """
+        for step, name in reversed(names.items()):
+            if step <= local_step:
+                return False
+            if not holds_run_state(self._manifests[name]):
+                url = f"{self._url}/{name}"
+                problem = f"{url} contains imported weights, not a checkpoint of a run"
+                fix = f'To start from it, set checkpoint.initial_load_path = "{url}"'
+                raise UserError(f"{problem}. Choose another checkpoint.mirror. {fix}.")
+            if self._download(name):
+                return True
+        return False
+
+    def _has_checkpoints(self) -> bool:
+        """Return whether titanlite wrote a manifest at the mirror, valid, damaged or renamed."""
+        for path in self._files:
+            name, _, file = path.rpartition("/")
+            is_manifest = file.startswith(MANIFEST) and file != INCOMPLETE
+            if is_manifest and name not in self._foreign:
+                return True
+        return False
+
+    def _download(self, name: str) -> bool:
+        """Download a checkpoint to the local folder and verify it.
+
+        A damaged checkpoint is renamed at the mirror, so that an older one is downloaded instead.
+
+        Args:
+            name: Name of the checkpoint at the mirror.
+
+        Returns:
+            Whether the checkpoint is valid and now in the local folder.
+
+        Raises:
+            UserError: If the job cannot resume from it. Then nothing is downloaded.
+        """
+        manifest = self._manifests[name]
+        self._check_job(RemotePath(f"{self._url}/{name}"), manifest)
+        started = time.perf_counter()
+        tmp_folder = self._folder / f"{TMP_PREFIX}mirror-{self._context.token}"
+        shutil.rmtree(tmp_folder, ignore_errors=True)  # left by a damaged checkpoint
+
+        sizes = {}  # in bytes, by path relative to the mirror
+        for file in (MANIFEST, *manifest["files"]):
+            path = f"{name}/{file}"
+            if path in self._files:
+                sizes[path] = self._files[path]["size"]
+        (tmp_folder / name).mkdir(parents=True)
+        download_files(self._storage, self._root, sizes, tmp_folder)
         try:
-            step_folders.check_folder(unfinished / name)
+            check_checkpoint(tmp_folder / name)
         except Damage as damage:
-            self._set_aside(name, "damaged", damage)
+            self._set_aside(name, "damaged", str(damage))
             return False
-        for file in files:
-            step_folders.flush(unfinished / file)
-        step_folders.appear(unfinished / name, self._folder.path / name)
-        unfinished.rmdir()
-        self._log(f"brought {name} from {self._url} in {time.perf_counter() - started:.1f} s")
+
+        for path in sizes:
+            sync(tmp_folder / path)
+        target = self._get_path(name)
+        target.parent.mkdir(exist_ok=True)
+        publish_folder(tmp_folder / name, target)
+        shutil.rmtree(tmp_folder)
+        seconds = time.perf_counter() - started
+        self._log(f"Downloaded {name} from {self._url} in {seconds:.1f} s")
         return True
 
-    def _best(self) -> str:
-        """The name of what has the lowest validation loss, or ""."""
-        losses = {name: step_folders.validation_loss(manifest) for name, manifest in self._manifests.items()}
-        return min((name for name in losses if losses[name] < math.inf), key=losses.__getitem__, default="")
+    def _set_aside(self, name: str, reason: str, damage: str = "") -> None:
+        """Rename the manifest of a checkpoint at the mirror, so that no reader finds it.
 
-    def _set_aside(self, name: str, reason: str, why: object = "") -> None:
-        """Rename a manifest, so that no reader takes its step for a checkpoint."""
-        manifest = f"{self._root}/{name}/{MANIFEST}"
-        self._storage.copy(manifest, f"{manifest}.{reason}")
-        self._storage.rm_file(manifest)
-        self._manifests.pop(name, None)
-        self._log(f"{self._url}/{name} is {reason}: renamed its manifest to {MANIFEST}.{reason}. {why}".rstrip(". "))
+        Args:
+            name: Name of the checkpoint.
+            reason: Suffix of the new name of the manifest, "damaged" or "archived".
+            damage: Description of the damage, for the log.
+        """
+        renamed = f"{MANIFEST}.{reason}"
+        self._rename_manifest(name, renamed)
+        detail = f" ({damage})" if damage else ""
+        self._log(f"{self._url}/{name} is {reason}{detail}: renamed its manifest to {renamed}")
 
-    # -------------------------------------------------------------------------------------------------- in the thread
+    def _rename_manifest(self, name: str, new_name: str) -> None:
+        """Rename the manifest of a checkpoint at the mirror by a copy and a removal."""
+        folder = f"{self._root}/{name}"
+        self._storage.copy(f"{folder}/{MANIFEST}", f"{folder}/{new_name}")
+        self._storage.rm_file(f"{folder}/{MANIFEST}")
+        del self._manifests[name]
 
-    def _local(self) -> list[Path]:
-        """The complete checkpoints of the folder, and the weights in `final`, by rising step."""
-        found = step_folders.list_checkpoints(self._folder.path, self._folder.path.parent / "final")
-        return [path for path in found if (path / MANIFEST).is_file()]
-
-    def _name(self, path: Path) -> str:
-        return path.name if path.parent == self._folder.path else f"final/{path.name}"
+    # Copies, in the thread
 
     def _update(self) -> None:
-        """Copy what the mirror lacks, the newest first."""
-        tried = set(self._done)
-        while left := [path for path in self._local() if self._name(path) not in tried]:
-            tried.add(self._name(left[-1]))
-            self.sending = left[-1].resolve()
-            self._send(left[-1], self._name(left[-1]))
+        """Copy the checkpoints that the mirror lacks, the newest first."""
+        tried = set(self._copied)
+        while True:
+            # List again after each copy, because the run saves and removes checkpoints meanwhile.
+            missing = [path for path in self._list_local() if self._get_name(path) not in tried]
+            if not missing:
+                break
+            path = missing[-1]
+            tried.add(self._get_name(path))
+            self.sending = path.resolve()
+            self._send(path)
         self.sending = None
 
-    def _send(self, path: Path, name: str) -> None:
-        step, started, url = step_folders.step_of(path), time.perf_counter(), f"{self._url}/{name}"
-        for pause in _PAUSES:
-            try:
-                with answered(url, CheckpointError):
-                    if self._copy(path, name):
-                        self._log(Event(f"copied {url} in {time.perf_counter() - started:.1f} s", "mirror", step))
-                    self._done.add(name)
-                    return self._purge()
-            except UserError as error:
-                if self._ending.is_set() or not (path / MANIFEST).is_file():
-                    return  # the run ends, or the checkpoint was removed meanwhile
-                if pause is None or not isinstance(error, CheckpointError) or self._ending.wait(pause):
-                    if name not in self.failed:
-                        self._log(Event(f"the copy of {name} FAILED ({error})", "failed mirror", step))
-                    return self.failed.add(name)
+    def _send(self, path: Path) -> None:
+        """Copy a checkpoint with retries, and remove outdated checkpoints at the mirror.
+
+        Log the result. A failure is counted in `failed` and affects nothing else.
+
+        Args:
+            path: The local step folder.
+        """
+        name = self._get_name(path)
+        for pause in (*_RETRY_PAUSES, None):
+            error = self._try_to_send(path, name)
+            is_removed = not (path / MANIFEST).is_file()
+            if error is None or is_removed or self._is_ending.is_set():
+                return
+
+            # Other errors, such as files of another run, need the user.
+            is_temporary = isinstance(error, CheckpointError)
+            should_retry = is_temporary and pause is not None
+            if should_retry and not self._is_ending.wait(pause):
+                continue
+            if name not in self.failed:
+                text = f"Copying {name} to the mirror FAILED ({error})"
+                self._log(Event(text, "failed mirror", get_step(path)))
+            self.failed.add(name)
+            return
+
+    def _try_to_send(self, path: Path, name: str) -> UserError | None:
+        """Copy a checkpoint once, and remove outdated checkpoints at the mirror.
+
+        Args:
+            path: The local step folder.
+            name: Name of the checkpoint at the mirror.
+
+        Returns:
+            The error if this failed, otherwise None. A failure of the storage is a CheckpointError.
+        """
+        url = f"{self._url}/{name}"
+        started = time.perf_counter()
+        try:
+            with storage_errors(url, CheckpointError):
+                is_new = self._copy(path, name)
+                if is_new:
+                    seconds = time.perf_counter() - started
+                    text = f"Copied {url} in {seconds:.1f} s"
+                    self._log(Event(text, "mirror", get_step(path)))
+                self._copied.add(name)
+                self._remove_outdated()
+        except UserError as error:
+            return error
+        return None
 
     def _copy(self, path: Path, name: str) -> bool:
-        """Make the mirror's copy of a checkpoint; False if it is there."""
-        self._look(_run_of(path))
-        raw, at = (path / MANIFEST).read_bytes(), f"{self._root}/{name}"
-        files = step_folders.parse_manifest(raw, path / MANIFEST)["files"]
+        """Copy the files of a checkpoint to the mirror, its manifest last.
+
+        Args:
+            path: The local step folder.
+            name: Name of the checkpoint at the mirror.
+
+        Returns:
+            False if the same checkpoint is already at the mirror, so nothing was copied.
+
+        Raises:
+            UserError: If another run uses the mirror, or files of other programs are in the way.
+        """
+        raw = (path / MANIFEST).read_bytes()
+        files = parse_manifest(raw, path / MANIFEST)["files"]
+        folder = f"{self._root}/{name}"
+        run_id = self._find_run_id()
+        self._list_mirror()
+        self._check_run(run_id)
         if name in self._manifests:
-            if self._storage.cat_file(f"{at}/{MANIFEST}") == raw:
+            mirrored = self._storage.cat_file(f"{folder}/{MANIFEST}")
+            if mirrored == raw:
                 return False
-            if path.parent == self._folder.path:  # what a run leaves in `final` it may write again
-                raise UserError(f"{at} is another one: is the run started twice? Stop one, or name another mirror.")
-            self._storage.rm_file(f"{at}/{MANIFEST}")
-            del self._manifests[name]
+            is_final = path.parent != self._folder
+            if not is_final:  # only `final` is written again with the same name
+                problem = f"{folder} has other content. The run may have been started twice"
+                fix = "Stop one of them, or choose another checkpoint.mirror."
+                raise UserError(f"{problem}. {fix}")
+            self._remove(name)
+        elif not self._may_write(name, files, run_id):
+            problem = f"{folder} contains files that this run did not write"
+            raise UserError(f"{problem}. Move them, or choose another checkpoint.mirror.")
+
+        # A manifest under its final name would make readers take the copy for complete.
+        self._storage.pipe_file(f"{folder}/{INCOMPLETE}", raw)
         with ThreadPoolExecutor(PARALLEL) as pool:
-            list(pool.map(lambda file: self._copy_file(path / file, f"{at}/{file}", files[file]), files))
-        self._storage.pipe_file(f"{at}/{MANIFEST}", raw)
+            copies = [
+                pool.submit(self._copy_file, path / file, f"{folder}/{file}", entry)
+                for file, entry in files.items()
+            ]
+        for copy in copies:
+            copy.result()
+        self._storage.pipe_file(f"{folder}/{MANIFEST}", raw)
+        self._storage.rm_file(f"{folder}/{INCOMPLETE}")
         return True
 
-    def _copy_file(self, path: Path, to: str, entry: step_folders.Entry) -> None:
-        """Copy a file and look whether it has arrived. S3 tells the MD5 of each part; elsewhere it is read again."""
-        sent, parts, back = xxhash.xxh3_128(), list[bytes](), None
-        with step_folders.open_file(path) as file, self._storage.open(to, "wb", block_size=_BLOCK) as out:
-            for block in iter(partial(file.read, _BLOCK), b""):
+    def _may_write(self, name: str, files: Iterable[str], run_id: str | None) -> bool:
+        """Return whether a copy would overwrite only files of this run.
+
+        Args:
+            name: Name of the checkpoint at the mirror.
+            files: Names of the files to write.
+            run_id: ID of this run.
+        """
+        if not any(f"{name}/{file}" in self._files for file in (MANIFEST, *files)):
+            return True
+
+        # A manifest of this run, complete or renamed, shows that the run wrote the files.
+        for path in self._files:
+            if path.startswith(f"{name}/{MANIFEST}"):
+                raw = self._storage.cat_file(f"{self._root}/{path}")
+                if _is_manifest_of(run_id, raw):
+                    return True
+        return False
+
+    def _copy_file(self, path: Path, target: str, entry: Entry) -> None:
+        """Copy a file to the mirror, and verify the copy.
+
+        S3 reports the MD5 of each part as an ETag, which is compared. From other storages, the copy
+        is read back.
+
+        Args:
+            path: The local file.
+            target: Path of the copy in the storage.
+            entry: Manifest entry of the file, with its size and checksum.
+
+        Raises:
+            OSError: If the copy differs from the manifest.
+        """
+        checksum = xxhash.xxh3_128()
+        part_md5s: list[bytes] = []
+        with (
+            open_file(path) as file,
+            self._storage.open(target, "wb", block_size=_BLOCK_SIZE) as out,
+        ):
+            while block := file.read(_BLOCK_SIZE):
                 self._throttle(len(block))
-                sent.update(block)
-                parts.append(md5(block, usedforsecurity=False).digest())
+                checksum.update(block)
+                part_md5s.append(md5(block, usedforsecurity=False).digest())
                 out.write(block)
-        info, whole = self._storage.info(to), md5(b"".join(parts), usedforsecurity=False).hexdigest()
-        if (info.get("ETag") or "").strip('"') not in (f"{whole}-{len(parts)}", *(p.hex() for p in parts[:1])):
-            with self._storage.open(to, "rb", block_size=_BLOCK) as file:
-                back = file_digest(file, xxhash.xxh3_128)
-        if info["size"] != entry["size"] or {entry["xxh3_128"]} != {x.hexdigest() for x in (sent, back) if x}:
-            raise OSError(f"{path.name} is not there as it was saved")
+
+        expected = entry["xxh3_128"]
+        info = self._storage.info(target)
+        is_intact = info["size"] == entry["size"] and checksum.hexdigest() == expected
+        etag = (info.get("ETag") or "").strip('"')
+        if is_intact and etag not in _possible_etags(part_md5s):
+            with self._storage.open(target, "rb", block_size=_BLOCK_SIZE) as copy:
+                is_intact = file_digest(copy, xxhash.xxh3_128).hexdigest() == expected
+        if not is_intact:
+            raise OSError(f"the copy of {path.name} differs from the checkpoint")
 
     def _throttle(self, size: int) -> None:
-        """Wait until so many bytes may be sent. Raises InterruptedError: the run ends first."""
-        with self._lock:
-            begin = max(self._free, time.monotonic())
-            self._free = begin + size * 8e-6 / (self._config.mirror_mbps or math.inf)
-        if self._ending.wait(max(0.0, begin - time.monotonic())):
+        """Wait until `size` bytes may be sent without exceeding `checkpoint.mirror_mbps`.
+
+        Raises:
+            InterruptedError: If the run ends while this waits.
+        """
+        with self._throttle_lock:
+            start = max(self._next_send_time, time.monotonic())
+            bytes_per_second = (self._config.mirror_mbps or math.inf) * 1e6 / 8
+            self._next_send_time = start + size / bytes_per_second
+        if self._is_ending.wait(max(0.0, start - time.monotonic())):
             raise InterruptedError("the run has ended")
 
-    def _purge(self) -> None:
-        """Keep there what is kept in the folder, and remove what is left of a copy that was cut short."""
-        steps, local = self._look(), {self._name(path) for path in self._local()}
-        doomed = {steps[step] for step in step_folders.outdated([*steps], self._config)}
-        doomed -= {self._best()} if self._config.keep_best else set()
-        places = re.compile(f"((?:final/)?{STEP_FOLDER.pattern})/")  # deeper ones may be another run's
-        begun = {place[1] for place in map(places.match, self._there) if place}
-        described = {path.rpartition("/")[0] for path in self._there if f"/{MANIFEST}" in path}
-        for name in doomed | (begun - described - local):
-            if name in self._manifests:
-                self._storage.rm_file(f"{self._root}/{name}/{MANIFEST}")
-            self._storage.rm(f"{self._root}/{name}", recursive=True)
+    # Removals, in the thread
+
+    def _remove_outdated(self) -> None:
+        """Remove the checkpoints at the mirror that the job's retention options do not keep.
+
+        Also delete leftovers of interrupted copies and removals. Runs after each copy.
+        """
+        run_id = self._find_run_id()
+        own_names = {}  # by step
+        for step, name in self._list_mirror().items():
+            if belongs_to_run(self._manifests[name], run_id):
+                own_names[step] = name
+
+        best = self._find_best() if self._config.keep_best else None
+        outdated = set()
+        for step in select_outdated(list(own_names), self._config):
+            if own_names[step] != best:
+                outdated.add(own_names[step])
+        for name in outdated:
+            self._remove(name)
+
+        # The listing is from before these removals, so skip the steps that they have deleted.
+        local_names = {self._get_name(path) for path in self._list_local()}
+        for name in self._list_incomplete():
+            if name not in outdated:
+                self._clean_up(name, run_id, is_local=name in local_names)
+
+    def _list_incomplete(self) -> list[str]:
+        """Return the steps at the mirror whose manifest is marked as incomplete.
+
+        A copy or a removal of these steps is in progress, or was interrupted.
+        """
+        pattern = re.compile(f"((?:final/)?{STEP_FOLDER.pattern})/{re.escape(INCOMPLETE)}")
+        matches = [pattern.fullmatch(path) for path in self._files]
+        return [match[1] for match in matches if match is not None]
+
+    def _clean_up(self, name: str, run_id: str | None, *, is_local: bool) -> None:
+        """Delete the files that an interrupted copy or removal of a checkpoint left at the mirror.
+
+        Args:
+            name: Name of the checkpoint.
+            run_id: ID of this run. Files of other runs stay.
+            is_local: Whether the checkpoint exists locally. If so, it stays, because it will be
+                copied again.
+        """
+        path = f"{self._root}/{name}/{INCOMPLETE}"
+        if name in self._manifests:  # interrupted at the end of a copy
+            self._storage.rm_file(path)
+        elif not is_local:  # otherwise it will be copied again
+            with suppress(Damage):
+                manifest = parse_manifest(self._storage.cat_file(path), path)
+                if belongs_to_run(manifest, run_id):
+                    self._delete(name, manifest["files"])
+
+    def _remove(self, name: str) -> None:
+        """Remove a complete checkpoint from the mirror, its manifest first.
+
+        If the removal is interrupted, `_clean_up` completes it.
+        """
+        files = self._manifests[name]["files"]
+        self._rename_manifest(name, INCOMPLETE)
+        self._delete(name, files)
+
+    def _delete(self, name: str, files: Iterable[str]) -> None:
+        """Delete the given files of a step, and its incomplete manifest.
+
+        All other files are kept.
+        """
+        folder = f"{self._root}/{name}"
+        present = [f"{folder}/{file}" for file in files if f"{name}/{file}" in self._files]
+        with ThreadPoolExecutor(PARALLEL) as pool:
+            list(pool.map(self._storage.rm_file, present))
+        self._storage.rm_file(f"{folder}/{INCOMPLETE}")
+        if self._url.startswith(("file:", "local:")):  # on object stores, rmdir may delete files
+            with suppress(OSError):  # not empty
+                os.rmdir(folder)
+
+
+def _is_manifest_of(run_id: str | None, raw: bytes) -> bool:
+    """Return whether a given run wrote a manifest, even if the manifest is damaged.
+
+    Args:
+        run_id: ID of the run.
+        raw: Content of the manifest.
+    """
+    try:
+        return belongs_to_run(parse_manifest(raw, MANIFEST), run_id)
+    except Damage:
+        return run_id is not None and run_id.encode() in raw  # run IDs are random
+
+
+def _possible_etags(part_md5s: list[bytes]) -> list[str]:
+    """Return the ETags that S3 may assign to an object that was uploaded in parts.
+
+    Args:
+        part_md5s: MD5 of each part, in order.
+    """
+    combined = md5(b"".join(part_md5s), usedforsecurity=False).hexdigest()
+    return [f"{combined}-{len(part_md5s)}", *(part.hex() for part in part_md5s[:1])]

@@ -1,18 +1,21 @@
-"""Save the live state of a run: in the step loop or beside it, what the last save is asked to leave, and remove old
-checkpoints.
+"""Save the checkpoints of a run, in the training loop or in a background thread.
 
-Invariant: one save is under way at a time, with the values of the moment at which `save` was called; one that fails
-costs nothing but itself.
+Also remove outdated checkpoints, link the best one, and write the outputs of the last save.
+
+Invariant: One save is in progress at a time. It contains the values at the time of the call of
+`save`. A failed save affects nothing else.
 """
 
 from __future__ import annotations
 
-import contextlib
+import json
 import math
+import os
 import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,250 +26,498 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from titanlite.checkpoint import live_tensors, step_folders
-from titanlite.checkpoint.dcp import CommittingWriter, reason
-from titanlite.checkpoint.folder import CheckpointFolder
+from titanlite.checkpoint.dcp import (
+    WEIGHTS,
+    CheckpointWriter,
+    describe_error,
+    library_versions,
+    manifest_info,
+)
+from titanlite.checkpoint.huggingface import checkpoint_weights, export_hf
+from titanlite.checkpoint.manifest import (
+    BEST_LINK,
+    EXPORT_MARKER,
+    CheckpointContext,
+    belongs_to_run,
+    check_checkpoint,
+    get_step,
+    get_validation_loss,
+    has_titanlite_manifest,
+    list_checkpoints,
+    read_manifest,
+    remove_checkpoint,
+    replace_link,
+    select_outdated,
+    set_aside,
+    step_folder_name,
+    sync,
+)
 from titanlite.checkpoint.mirror import Mirror
-from titanlite.checkpoint.published import checkpoint_weights, export_hf
 from titanlite.config.errors import CheckpointError, Damage, UserError
-from titanlite.config.files import MANIFEST
 from titanlite.runtime.logging import Event
 
 
 class Saver:
-    """All ranks create one, and call each method together. It logs from other threads, too.
+    """Saves weights, optimizer state and hook state of a run as checkpoints.
+
+    All ranks create one, and call each method together.
 
     Args:
-        write_tokenizer: for `last_save_in_hf`: puts the tokenizer's files into a folder, returns its special ids.
-        saved: called with the step once its checkpoint is known to be complete on all ranks.
-        mirror: is told of each checkpoint.
+        context: Checkpoint folder, options, live state and ranks of the run.
+        write_tokenizer: Writes the tokenizer's files into a folder and returns its special token
+            IDs, for `checkpoint.last_save_in_hf`.
+        on_saved: Called with the step when its checkpoint is complete on all ranks.
+        mirror: Copies each checkpoint to the URL `checkpoint.mirror`.
 
     Attributes:
-        loaded_step: the step that the live state was loaded from, if it was. Who loads it sets this.
+        loaded_step: Step of the checkpoint from which the run resumed, or None. The caller sets it
+            after loading.
 
     Raises:
-        UserError: the async mode needs a GPU.
+        UserError: If the async mode needs a GPU and there is none.
     """
 
     def __init__(
         self,
-        folder: CheckpointFolder,
+        context: CheckpointContext,
         write_tokenizer: Callable[[Path], dict[str, int | None]] = lambda folder: {},
-        saved: Callable[[int], None] = lambda step: None,
+        on_saved: Callable[[int], None] = lambda step: None,
         mirror: Mirror | None = None,
     ) -> None:
         self.loaded_step: int | None = None
+        self._context = context
+        self._folder = context.folder
+        self._live = context.live
+        self._config = context.config
+        self._ranks = context.ranks
+        self._log = context.log
+        self._write_tokenizer = write_tokenizer
+        self._on_saved = on_saved
         self._mirror = mirror
-        self._folder, self._live, self._write_tokenizer, self._saved = folder, folder.live, write_tokenizer, saved
-        self._config, self._ranks, self._log = folder.config, folder.ranks, folder.log
-        self._begun = self._failed = self._waits = 0
-        self._last_step: int | None = None  # of the newest save that is known to be complete
+
+        self._run_id: str | None = None
+        self._is_from_this_run: dict[Path, bool] = {}  # by checkpoint; read from the manifests
+        self._num_started = 0
+        self._num_failed = 0
+        self._num_waits = 0
+        self._saved_step: int | None = None  # of the newest complete save
         self._failed_step: int | None = None  # of the newest save, if it failed
-        self._pending: tuple[int, Future[bool]] | None = None  # step; whether this rank has seen it end well
-        self._thread = ThreadPoolExecutor(1, "checkpoint")  # writes beside the training
-        live_tensors.library_versions()  # opens files, of which there may be too many when a save needs them
-        self._copies: list[Future[Any]] = []  # those that are made beside the next step
-        self._pinned = self._config.async_mode == "async_with_pinned_mem"
-        if self._pinned and not torch.cuda.is_available():
-            raise UserError('checkpoint.async_mode = "async_with_pinned_mem" needs a GPU. Use "async" on a CPU.')
-        staging = StagingOptions(self._pinned, False, self._pinned, self._pinned)
-        self._stager = None if self._config.async_mode == "disabled" else DefaultStager(staging)
-        if self._pinned and self._live.optimizer is not None:
-            self._live.optimizer.register_step_pre_hook(lambda *_: wait(self._copies) and None)
+        # The save in progress: its step, and whether it succeeds on this rank.
+        self._pending: tuple[int, Future[bool]] | None = None
 
-    def holds(self, step: int) -> bool:
-        """Whether the live state of this step was loaded from a checkpoint or is known to be in one, and nothing that
-        the newest `save` was to write for it is missing."""
-        return step in (self.loaded_step, self._last_step) and step != self._failed_step
-
-    def stats(self) -> dict[str, int]:
-        """Counters for the metrics, alike on all ranks: saves that failed, and those that found the one before still
-        under way."""
-        return {"failed_saves": self._failed, "save_waits": self._waits}
-
-    def improves(self, loss: float) -> bool:
-        """Whether no checkpoint has such a low validation loss, and `checkpoint.keep_best` so asks for a save."""
-
-        def is_lowest() -> bool:
-            try:
-                return loss < self._find_best()[0]
-            except CheckpointError:  # one cannot be read now, and a save too many costs least
-                return True
-
-        self.settle()  # because a save in a thread talks to the other ranks, too
-        return self._ranks.on_rank0(is_lowest)
-
-    def link_best(self) -> None:
-        """With `checkpoint.keep_best`, let the link `best` lead to the best checkpoint. Without one there is no link.
-
-        Raises:
-            CheckpointError: a manifest cannot be read now.
-        """
-        if self._config.keep_best:
-            self._ranks.on_rank0(self._link_best)
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._copies: list[
+            Future[dict[str, Tensor]]
+        ] = []  # copies to pinned memory, while the next step runs
+        self._stager: DefaultStager | None = None
+        self._is_pinned = self._config.async_mode == "async_with_pinned_mem"
+        if self._is_pinned and not torch.cuda.is_available():
+            problem = 'checkpoint.async_mode = "async_with_pinned_mem" needs a GPU'
+            raise UserError(f'{problem}. Use "async" on a CPU.')
+        if self._config.async_mode != "disabled":
+            self._stager = self._new_stager()
+        library_versions()  # fill its cache now, because it opens files
 
     def save(self, step: int, train_state: dict[str, Any], *, last: bool = False) -> None:
-        """Save the live state as `step-<step>`; does nothing if it is saved already.
+        """Save the current state as checkpoint `step-<step>`, unless that step is saved already.
 
-        With an async mode it returns once the state is staged; a save still under way is waited for first. A failure
-        (disk full, permission) is logged and counted in `stats`; the run goes on.
+        With an async mode, the method returns when the state has been staged (copied, or queued to
+        be copied), and a thread writes the files. A failed save is logged and counted in `stats`,
+        and the run continues.
 
         Args:
-            train_state: small JSON value (data cursor, tokens seen), equal on all ranks; `Resumer.load` returns it.
-            last: the run ends here: what `checkpoint.last_save_*` ask for is done. Of a state that is saved already,
-                the older checkpoints are removed that a kill has left.
+            step: The step that has just been completed.
+            train_state: Small JSON value, equal on all ranks. `Resumer.load` returns it at a
+                resume.
+            last: Whether the run ends here. If so, follow the options `checkpoint.last_save_*`,
+                such as saving only the weights, and wait until the checkpoint is complete.
         """
-        self.settle()
+        self.wait_until_saved()  # one save at a time; returns at once if the caller has waited
+        self._run_id = train_state.get("run")
         weights_only = last and self._config.last_save_model_only
-        folder = self._folder.path.parent / "final" if weights_only else self._folder.path
-        path = folder / step_folders.step_name(step)
-        arch, layout = self._live.model.arch, {"world_size": self._ranks.size}
-        info = live_tensors.manifest_info(arch, train_state, job=self._folder.job, layout=layout)
         if weights_only:
-            if not self._ranks.on_rank0(lambda: self._keep_or_supersede(path, step)):
-                named = self._live.tensors().items()
-                weights = {name: each for name, each in named if name.startswith(live_tensors.WEIGHTS)}
-                self._write(step, weights, info | {"weights_only": True}, folder)
-        elif not self.holds(step):
-            self._write(step, self._live.tensors(rng=True), info, folder)
+            path = self._folder.parent / "final" / step_folder_name(step)
+            is_needed = self._ranks.run_on_rank0(lambda: self._prepare_output_path(path, step))
+        else:
+            path = self._folder / step_folder_name(step)
+            is_needed = not self.has_saved(step)
+
+        if is_needed:
+            info = manifest_info(
+                self._live.model.arch,
+                train_state,
+                job=self._context.job,
+                layout={"world_size": self._ranks.size},
+            )
+            if weights_only:
+                info["weights_only"] = True
+            writer = CheckpointWriter(path.parent, step, self._new_token(), info)
+            self._start_save(writer, self._get_tensors(weights_only))
+
         if last:
-            self.settle()
-            self.purge()
-            asked = self._config.last_save_in_hf and step != self._failed_step
-            if asked and not self._ranks.on_rank0(lambda: self._export(path, step)):
-                self._fail(step)
+            self.wait_until_saved()
+            self.remove_outdated()
+            if self._config.last_save_in_hf and step != self._failed_step:
+                is_exported = self._ranks.run_on_rank0(lambda: self._export(path, step))
+                if not is_exported:
+                    self._count_failure(step)
 
-    def purge(self) -> None:
-        """Remove what is no longer kept, such as what was under way to the mirror when its time came."""
-        self._ranks.on_rank0(self._purge)
+    def has_saved(self, step: int) -> bool:
+        """Return whether the state after `step` is on disk, because it was loaded or saved.
 
-    def settle(self) -> None:
-        """Wait for the save under way, if there is one, and agree with all ranks on how it ended. `stats` and `holds`
-        then know it."""
+        The result is False if the newest save of this step, or one of its exports, failed.
+        """
+        return step in (self.loaded_step, self._saved_step) and step != self._failed_step
+
+    def stats(self) -> dict[str, int]:
+        """Return how many saves failed, and how often training waited for an earlier save.
+
+        Both numbers are metrics, and equal on all ranks.
+        """
+        return {"failed_saves": self._num_failed, "save_waits": self._num_waits}
+
+    def wait_until_saved(self) -> None:
+        """Wait until the save in progress ends, and call `on_saved` if it succeeded on all ranks.
+
+        Do nothing if no save is in progress.
+        """
         if self._pending is None:
             return
-        (step, complete), self._pending = self._pending, None
-        if not complete.done():
-            self._waits += 1
-            self._log(f"waiting for the save of step {step}, which is still under way")
-        if all(self._ranks.gather(complete.result())):
-            self._last_step, self._failed_step = step, None
-            self._saved(step)
+        step, result = self._pending
+        self._pending = None
+        if not result.done():
+            self._num_waits += 1
+            self._log(f"Waiting for the save of step {step}, which is still in progress")
+
+        has_succeeded_on_ranks = self._ranks.gather(result.result())
+        if all(has_succeeded_on_ranks):
+            self._saved_step = step
+            self._failed_step = None
+            self._on_saved(step)
         else:
-            self._fail(step)
+            self._count_failure(step)
+
+    def wait_for_copies(self) -> None:
+        """Wait until the asynchronous copies of the state are complete. Weights may change then."""
+        wait(self._copies)
 
     def close(self) -> None:
-        """Wait for the save under way."""
-        self.settle()
+        """Wait for the save in progress, and stop the background thread."""
+        self.wait_until_saved()
         self._thread.shutdown()
         if self._stager is not None:
             self._stager.close()
 
-    def _fail(self, step: int) -> None:
-        self._failed += 1
+    def _new_token(self) -> str:
+        """Return a unique part for the name of a temporary folder, the same on all ranks."""
+        self._num_started += 1
+        return f"{self._context.token}-{self._num_started}"
+
+    def _count_failure(self, step: int) -> None:
+        self._num_failed += 1
         self._failed_step = step
 
-    def _write(self, step: int, tensors: dict[str, Tensor], info: dict[str, Any], folder: Path) -> None:
-        """Write a checkpoint, or stage it and leave the writing to the thread."""
-        self._begun += 1
-        writer = CommittingWriter(folder, step, f"{self._folder.token}-{self._begun}", info)
-        started, save = time.perf_counter(), None
-        if self._stager is not None:
-            try:
-                if self._pinned:
-                    torch.cuda.current_stream().synchronize()  # the copies are made in a stream of their own
-                staged = self._stager.stage(tensors)
-                self._copies = [staged] if isinstance(staged, Future) else []
-                save = self._thread.submit(self._save, writer, staged, started, time.perf_counter() - started)
-            except (OSError, RuntimeError, MemoryError) as error:  # the other ranks meet this one all the same
-                self._thread = ThreadPoolExecutor(1, "checkpoint")  # in the one before, the call may still wait
-                self._log(Event(f"step {step} is saved while training waits ({reason(error)})", "foreground", step))
-        if save is None:
-            save = Future()
-            save.set_result(self._save(writer, tensors, started))
-        self._pending = step, save
-        if self._stager is None:
-            self.settle()
+    # One save
 
-    def _save(self, writer: CommittingWriter, tensors: Any, started: float, blocked: float | None = None) -> bool:
-        """In whichever thread: write and publish, say so, and remove old checkpoints.
+    def _get_tensors(self, weights_only: bool) -> dict[str, Tensor]:
+        """Return the tensors to save, by name. They share memory with the model."""
+        if not weights_only:
+            return self._live.tensors(rng=True)
+        tensors = self._live.tensors(optimizer=False)
+        return {name: tensor for name, tensor in tensors.items() if name.startswith(WEIGHTS)}
+
+    def _new_stager(self) -> DefaultStager:
+        options = StagingOptions(
+            use_pinned_memory=self._is_pinned,
+            use_shared_memory=False,
+            use_async_staging=self._is_pinned,
+            use_non_blocking_copy=self._is_pinned,
+        )
+        return DefaultStager(options)
+
+    def _start_save(self, writer: CheckpointWriter, tensors: dict[str, Tensor]) -> None:
+        """Save tensors in the background thread, or in this thread without an async mode.
+
+        The result becomes the save in progress, which `wait_until_saved` waits for.
+
+        Args:
+            writer: Writer of the checkpoint.
+            tensors: The state to save, by name.
+        """
+        started = time.perf_counter()
+        if self._stager is None:
+            self._save_now(writer, tensors, started)
+            self.wait_until_saved()
+            return
+
+        try:
+            copies = self._stage(self._stager, tensors)
+            waited = time.perf_counter() - started
+            result = self._thread.submit(self._write_and_publish, writer, copies, started, waited)
+            self._pending = writer.step, result
+        except Exception as error:
+            # Write in this thread instead, because the other ranks' saves wait for this rank.
+            text = f"Saving step {writer.step} while training waits ({describe_error(error)})"
+            self._log(Event(text, "foreground", writer.step))
+            # A new executor, because the old one may have queued the save before it failed.
+            self._thread = ThreadPoolExecutor(1, "checkpoint")
+            self._save_now(writer, tensors, started)
+
+    def _save_now(
+        self, writer: CheckpointWriter, tensors: dict[str, Tensor], started: float
+    ) -> None:
+        """Write a checkpoint in this thread. Its result becomes the save in progress."""
+        result = Future[bool]()
+        result.set_result(self._write_and_publish(writer, tensors, started))
+        self._pending = writer.step, result
+
+    def _stage(
+        self, stager: DefaultStager, tensors: dict[str, Tensor]
+    ) -> dict[str, Tensor] | Future[dict[str, Tensor]]:
+        """Copy tensors to CPU memory, so that training can change the originals during the save.
 
         Returns:
-            Whether it is complete. It is not if any rank failed.
+            The copies, by name. If they go to pinned memory, a future of the copies, which are made
+            while the next step runs; `wait_for_copies` waits for this future.
+        """
+        if self._is_pinned:
+            torch.cuda.current_stream().synchronize()  # the stager copies on another stream
+        if torch.__version__ < "2.13":  # supports only one call of stage()
+            stager.close()
+            stager = self._stager = self._new_stager()
+        copies = stager.stage(tensors)
+        self._copies = [copies] if isinstance(copies, Future) else []
+        return copies
+
+    def _write_and_publish(
+        self,
+        writer: CheckpointWriter,
+        tensors: dict[str, Tensor] | Future[dict[str, Tensor]],
+        started: float,
+        waited: float | None = None,
+    ) -> bool:
+        """Write and publish a checkpoint, log the result, and remove outdated checkpoints.
+
+        Runs in the training loop or in the background thread. Any exception is logged and fails
+        only this save.
+
+        Args:
+            writer: Writer of the checkpoint.
+            tensors: The state, or a future of its copies.
+            started: Start of the save, by `time.perf_counter`.
+            waited: Seconds for which training waited; None if it waits for the whole save.
+
+        Returns:
+            Whether the checkpoint is complete. It is incomplete if any rank failed.
         """
         try:
-            staged = tensors.result() if isinstance(tensors, Future) else tensors
+            state = self._wait_for_state(tensors)
             planner = DefaultSavePlanner(flatten_state_dict=False)
-            dcp_save(staged, storage_writer=writer, planner=planner, process_group=self._ranks.group)
-        except (CheckpointException, OSError, RuntimeError, MemoryError) as error:
+            group = self._ranks.group
+            # DCP calls `writer.write_data` on each rank. When all ranks have written their files,
+            # it calls `writer.finish` on rank 0, which publishes the checkpoint.
+            dcp_save(state, storage_writer=writer, planner=planner, process_group=group)
+        except (Exception, CheckpointException) as error:  # the latter is a BaseException
             if self._ranks.rank == 0:
-                self._log(Event(f"save of step {writer.step} FAILED ({reason(error)})", "failed save", writer.step))
-                shutil.rmtree(writer.unfinished, ignore_errors=True)
+                text = f"Saving step {writer.step} FAILED ({describe_error(error)})"
+                self._log(Event(text, "failed save", writer.step))
+                shutil.rmtree(writer.tmp_folder, ignore_errors=True)
             return False
-        waited = "" if blocked is None else f", of which training waited {blocked:.2f} s"
-        text = f"saved step {writer.step} to {writer.target} in {time.perf_counter() - started:.1f} s{waited}"
+
+        seconds = time.perf_counter() - started
+        note = "" if waited is None else f", of which training waited {waited:.2f} s"
+        text = f"Saved step {writer.step} to {writer.target} in {seconds:.1f} s{note}"
         self._log(Event(text, "save", writer.step))
         if self._ranks.rank == 0:
-            self._purge()
+            self._is_from_this_run[writer.target] = True
+            self._remove_outdated()
             if self._mirror is not None:
-                self._mirror.wake()
+                self._mirror.notify()
         return True
 
-    def _purge(self) -> None:
-        """On rank 0: remove the oldest checkpoints beyond keep_latest_k, but for the best. The newest, known to be
-        good, is never among them. A folder without a manifest is none of a run's, and is not counted."""
-        try:
-            found = step_folders.list_checkpoints(self._folder.path)
-            complete = {step_folders.step_of(path) or 0: path for path in found if (path / MANIFEST).is_file()}
-            if self._config.keep_best:
-                self._link_best()
-            best = (self._folder.path / step_folders.BEST).resolve()
-        except (OSError, CheckpointError) as error:  # the best one is not known, and could be among them
-            return self._log(f"no old checkpoint is removed: {error}")
-        in_use = (best, self._mirror and self._mirror.sending)
-        for path in (complete[step] for step in step_folders.outdated([*complete], self._config)):
+    def _wait_for_state(
+        self, tensors: dict[str, Tensor] | Future[dict[str, Tensor]]
+    ) -> dict[str, Tensor]:
+        """Return the tensors to write. If they are copied asynchronously, wait for the copies.
+
+        Args:
+            tensors: The state itself, or a future of its copies.
+
+        Raises:
+            CheckpointError: On all ranks, if copying failed on any rank. If only that rank raised
+                an error, the other ranks would wait for it in `dcp_save`.
+        """
+        error = tensors.exception() if isinstance(tensors, Future) else None
+        problem = "" if error is None else f"copying the state failed: {describe_error(error)}"
+        problems = [text for text in self._ranks.gather(problem) if text]
+        if problems:
+            raise CheckpointError(problems[0])
+        return tensors.result() if isinstance(tensors, Future) else tensors
+
+    # Old checkpoints and the best one
+
+    def remove_outdated(self) -> None:
+        """Remove checkpoints that `keep_latest_k` and `keep_every_n_steps` do not keep.
+
+        Checkpoints in use stay: the best one, and one that is being copied to the mirror.
+        """
+        self._ranks.run_on_rank0(self._remove_outdated)
+
+    def is_best(self, loss: float) -> bool:
+        """Return whether a validation loss is lower than the loss of every saved checkpoint.
+
+        Called after a validation, to decide whether to save the weights.
+        """
+
+        def is_lowest() -> bool:
             try:
-                if path.resolve() not in in_use:
-                    step_folders.remove(path)
-            except OSError as error:
-                self._log(f"could not remove the old checkpoint {path.name}: {error}")
+                return loss < self._find_best()[0]
+            except CheckpointError:  # a manifest cannot be read now; an extra save costs little
+                return True
+
+        self.wait_until_saved()  # because the thread also communicates with the other ranks
+        return self._ranks.run_on_rank0(is_lowest)
+
+    def update_best_link(self) -> None:
+        """Point the symbolic link `best` to the checkpoint with the lowest validation loss.
+
+        Do nothing unless the job sets `checkpoint.keep_best`.
+
+        Raises:
+            CheckpointError: If a manifest cannot be read now.
+        """
+        if self._config.keep_best:
+            self._ranks.run_on_rank0(self._update_best_link)
+
+    def _remove_outdated(self) -> None:
+        """Remove the outdated checkpoints of this run. Runs on rank 0.
+
+        A checkpoint stays if it is the best one, or if it is being copied to the mirror. A failure
+        is logged, because it must not fail a complete save.
+        """
+        try:
+            checkpoints = self._list_own()
+            if self._config.keep_best:
+                self._update_best_link()
+            best = (self._folder / BEST_LINK).resolve()
+            # The newest checkpoint must survive a power failure before older ones are removed.
+            sync(self._folder)
+        except Exception as error:  # any of them could be the best one, or the only durable one
+            self._log(f"Not removing old checkpoints: {describe_error(error)}")
+            return
+
+        in_use: set[Path | None] = {best}
+        if self._mirror is not None:
+            in_use.add(self._mirror.sending)
+        outdated_steps = select_outdated([get_step(path) for path in checkpoints], self._config)
+        for path in checkpoints:
+            if get_step(path) not in outdated_steps or path.resolve() in in_use:
+                continue
+            try:
+                remove_checkpoint(path)
+            except Exception as error:
+                self._log(f"Could not remove the old {path.name}: {describe_error(error)}")
+
+    def _list_own(self) -> list[Path]:
+        """Return the checkpoints that this run saved, sorted by step.
+
+        The folder may also contain imported weights or checkpoints of other runs, which are never
+        removed.
+        """
+        paths = list_checkpoints(self._folder)
+        for path in paths:
+            if path not in self._is_from_this_run:
+                try:
+                    is_own = belongs_to_run(read_manifest(path), self._run_id)
+                except Damage:
+                    is_own = False
+                self._is_from_this_run[path] = is_own
+        return [path for path in paths if self._is_from_this_run[path]]
 
     def _find_best(self) -> tuple[float, Path | None]:
-        """The lowest validation loss of the checkpoints, and the one that has it, the earlier one of two equal ones."""
-        lowest, best = math.inf, None
-        for path in step_folders.list_checkpoints(self._folder.path, self._folder.path.parent / "final"):
-            with contextlib.suppress(Damage):  # it is no candidate
-                if (loss := step_folders.validation_loss(step_folders.read_manifest(path))) < lowest:
-                    lowest, best = loss, path
+        """Find the checkpoint with the lowest validation loss, including weights in `final`.
+
+        Returns:
+            The loss, and the earliest checkpoint that has it. Infinity and None if no checkpoint
+            has a validation loss.
+        """
+        lowest = math.inf
+        best = None
+        final = self._folder.parent / "final"
+        for path in list_checkpoints(self._folder, final):
+            with suppress(Damage):
+                loss = get_validation_loss(read_manifest(path))
+                if loss < lowest:
+                    lowest = loss
+                    best = path
         return lowest, best
 
-    def _link_best(self) -> None:
-        link, (loss, best) = self._folder.path / step_folders.BEST, self._find_best()
+    def _update_best_link(self) -> None:
+        """Point the link `best` to the best checkpoint, or remove the link. Runs on rank 0."""
+        link = self._folder / BEST_LINK
+        if os.path.lexists(link) and not link.is_symlink():
+            raise UserError(f"{link} is not a link, so it cannot point to the best one. Move it.")
+
+        loss, best = self._find_best()
         if best is None:
             link.unlink(missing_ok=True)
         elif link.resolve() != best.resolve():
-            step_folders.point(link, best)
-            self._log(f"{best.name} has the lowest validation loss so far, {loss:.4f}: {link} leads to it")
+            replace_link(link, best)
+            text = f"{best.name} has the lowest validation loss so far, {loss:.4f}"
+            self._log(f"{text}: {link} points to it")
 
-    def _keep_or_supersede(self, path: Path, step: int) -> bool:
-        """On rank 0: whether an earlier start wrote this and nothing was trained since. Else it makes room."""
-        keep = path.exists() and step == self.loaded_step
-        if keep:
-            self._log(f"{path} exists already and is kept")
-        elif path.exists():
-            self._log(f"{path} is of an earlier run: renamed to {step_folders.set_aside(path, 'superseded').name}")
-        return keep
+    # Outputs of the last save
+
+    def _prepare_output_path(self, path: Path, step: int) -> bool:
+        """Return whether the run must write its final output to `path`. Runs on rank 0.
+
+        If an earlier start of this run has written the output, and no step was trained since, the
+        output is kept. If steps were trained since, the old output is renamed. A path that another
+        program wrote is never changed, and writing to it fails.
+
+        Args:
+            path: Path of the output: a step folder in `final`, or `final_hf`.
+            step: The last step.
+        """
+        if not path.exists():
+            return True
+        if step == self.loaded_step:
+            self._log(f"Keeping {path}, which exists already")
+            return False
+
+        is_export = (path / EXPORT_MARKER).is_file()
+        if is_export or has_titanlite_manifest(path):
+            renamed = set_aside(path, "archived")
+            self._log(f"Renamed {path} of an earlier start to {renamed.name}")
+        return True
 
     def _export(self, path: Path, step: int) -> bool:
-        """On rank 0: write the last checkpoint for transformers, from the disk, so that no rank has to gather. False if
-        that failed."""
+        """Export the last checkpoint to `final_hf` in Hugging Face format. Runs on rank 0.
+
+        The weights are read from disk, so that no rank has to gather them in memory.
+
+        Args:
+            path: Step folder of the last checkpoint.
+            step: The last step.
+
+        Returns:
+            Whether the export succeeded. A failure is logged.
+        """
         out = path.parents[1] / "final_hf"
+
+        def write_small_files(folder: Path) -> dict[str, int | None]:
+            marker = {"run": self._run_id, "step": step}
+            (folder / EXPORT_MARKER).write_text(json.dumps(marker) + "\n")
+            return self._write_tokenizer(folder)
+
         try:
-            if not self._keep_or_supersede(out, step):
-                step_folders.check_folder(path)
-                export_hf(checkpoint_weights(path), out, self._config.export_dtype, self._write_tokenizer)
-                self._log(f"wrote {out} for transformers, {self._config.export_dtype}")
+            if self._prepare_output_path(out, step):
+                check_checkpoint(path, verified_on_load=True)
+                dtype = self._config.export_dtype
+                weights = checkpoint_weights(path)
+                export_hf(weights, out, dtype, write_small_files, token=self._context.token)
+                self._log(f"Exported step {step} to {out} in Hugging Face format ({dtype})")
         except (OSError, UserError) as error:
-            self._log(f"writing {out} FAILED ({error})")
+            self._log(f"Writing {out} FAILED ({error})")
             return False
         return True

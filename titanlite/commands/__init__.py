@@ -1,2 +1,1 @@
-"""The commands of titanlite. Each parses its options, calls a function that a Python program can call, too, and
-prints."""
+"""The commands of titanlite. Each one parses its options, calls a public function, and prints."""

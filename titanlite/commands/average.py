@@ -1,62 +1,97 @@
-"""`titanlite average`: the mean of the weights of several checkpoints."""
+"""`titanlite average`: average the weights of several checkpoints."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated
 
 import tyro
 from pydantic import Field, PositiveFloat
 
 from titanlite.config.errors import CheckpointError, UserError
 from titanlite.config.files import make_folder
-from titanlite.config.options import OptionPath, Options, parse
+from titanlite.config.options import OptionPath, Options, parse_options
 from titanlite.runtime.logging import note
 
 
 class Average(Options):
-    """Average the weights of checkpoints of one model. The result holds weights only: eval, generate, export and
-    checkpoint.initial_load_path take it. One tensor at a time is in memory."""
+    """Average the weights of checkpoints of the same model.
 
-    checkpoints: Annotated[tuple[OptionPath, ...], Field(strict=False, min_length=2), tyro.conf.Positional]
-    """Folders of steps, such as outputs/my_job/checkpoint/step-*. Of a folder with several steps, the newest good one
-    is used."""
+    The result contains weights only. You can pass it to eval, generate, export and
+    checkpoint.initial_load_path. Memory holds one tensor at a time.
+    """
+
+    checkpoints: Annotated[
+        tuple[OptionPath, ...], Field(strict=False, min_length=2), tyro.conf.Positional
+    ]
+    """Step folders, such as outputs/my_job/checkpoint/step-*. A folder with several steps stands
+    for its newest undamaged checkpoint."""
     out: OptionPath
-    """Folder in which the checkpoint is made. It has the number and the job of the newest one that is averaged."""
+    """Folder for the new checkpoint, which gets the step and the job of the newest input."""
     weights: Annotated[tuple[PositiveFloat, ...], Field(strict=False)] = ()
-    """One number for each checkpoint, in their order: its share of the mean is this by the sum of all. Left out: all
-    count the same."""
+    """One weight per checkpoint, in the same order. They need not add up to 1. Default: equal
+    weights."""
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the command.
+    """Run `titanlite average`: write a checkpoint with the mean of several checkpoints' weights.
+
+    Args:
+        argv: Arguments after the name of the command.
 
     Raises:
-        UserError: a wrong option, no such folder, or checkpoints of different models or tokenizers.
-        CheckpointError: no usable checkpoint.
+        UserError: If an option is invalid, or the checkpoints have different models or tokenizers.
+        CheckpointError: If a checkpoint is damaged or missing.
     """
-    options = parse(Average, argv, "average")
-    count, factors = len(options.checkpoints), options.weights or (1.0,) * len(options.checkpoints)
+    options = parse_options(Average, argv, "average")
+    count = len(options.checkpoints)
+    factors = options.weights or (1.0,) * count
     if len(factors) != count:
-        raise UserError(f"--weights: {len(factors)} numbers for {count} checkpoints. Give one for each.")
-    if options.out.is_dir() and any(options.out.iterdir()):  # it can be a run, which would resume from the mean
-        raise UserError(f"--out {options.out}: is not empty. Name a new folder.")
-    from titanlite.checkpoint import step_folders
-    from titanlite.checkpoint.find import job_of, use_newest
+        raise UserError(
+            f"--weights: {len(factors)} weights for {count} checkpoints. Pass one for each."
+        )
+    if options.out.is_dir() and any(options.out.iterdir()):
+        # If the folder belongs to a run, the run would resume from the average.
+        raise UserError(f"--out {options.out}: is not empty. Choose a new folder.")
 
-    paths = [use_newest(path, lambda step_folder: step_folder, log=note) for path in options.checkpoints]
-    from titanlite.checkpoint.published import checkpoint_weights, import_weights, mean_of
+    from titanlite.checkpoint.find import load_newest, read_job
+    from titanlite.checkpoint.huggingface import average_weights, checkpoint_weights, import_weights
+    from titanlite.checkpoint.manifest import read_manifest
+    from titanlite.data.tokenizer import load_tokenizer
 
-    manifests = [step_folders.read_manifest(path) for path in paths]
-    tokenizers = [(each["info"]["train_state"].get("data") or {}).get("tokenizer") for each in manifests]
-    if odd := [path for path, tokenizer in zip(paths, tokenizers, strict=True) if tokenizer != tokenizers[0]]:
-        raise UserError(f"{odd[0]} was trained with another tokenizer than {paths[0]}. Take others.")
-    mean = mean_of(paths, [checkpoint_weights(path) for path in paths], factors)
-    step, newest = max((manifest["step"], path) for manifest, path in zip(manifests, paths, strict=True))
-    kept: dict[str, Any] = {"train_state": {"data": {"tokenizer": tokenizers[0]}}}
-    with suppress(CheckpointError):  # imported weights have no job
-        kept["job"] = job_of(newest).model_dump(mode="json")
-    origin = f"the mean of {', '.join(map(str, paths))}, weights {', '.join(f'{each:g}' for each in factors)}"
-    path = import_weights(make_folder(options.out), mean, origin, step, **kept)
+    paths = [load_newest(path, lambda folder: folder, log=note) for path in options.checkpoints]
+    manifests = [read_manifest(path) for path in paths]
+    fingerprints = []
+    for path, manifest in zip(paths, manifests, strict=True):
+        data_state = manifest["info"]["train_state"].get("data") or {}
+        fingerprints.append(data_state.get("tokenizer"))
+        if fingerprints[-1] != fingerprints[0]:
+            raise UserError(
+                f"{path} was trained with another tokenizer than {paths[0]}. Choose checkpoints of "
+                "one tokenizer."
+            )
+
+    steps = [manifest["step"] for manifest in manifests]
+    step, newest = max(zip(steps, paths, strict=True))
+    job = None
+    tokenizer = None
+    with suppress(CheckpointError):  # Imported weights without a tokenizer have no job.
+        job = read_job(newest)
+        if Path(job.tokenizer.path).parent == newest:
+            tokenizer = load_tokenizer(job.tokenizer.path, job)
+
+    mean = average_weights(paths, [checkpoint_weights(path) for path in paths], factors)
+    weights = ", ".join(f"{factor:g}" for factor in factors)
+    origin = f"average of {', '.join(map(str, paths))}, weights {weights}"
+    path = import_weights(
+        make_folder(options.out),
+        mean,
+        origin,
+        step=step,
+        job=job,
+        tokenizer=tokenizer,
+        tokenizer_fingerprint=fingerprints[0],
+    )
     print(f"Wrote {path}: {origin}")

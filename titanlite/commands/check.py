@@ -1,4 +1,4 @@
-"""`titanlite check`: reports what training would refuse, without starting anything."""
+"""`titanlite check`: check a job without starting it."""
 
 from __future__ import annotations
 
@@ -6,69 +6,139 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from shutil import get_terminal_size
 
-from titanlite.checkpoint.find import is_saved, known_job
-from titanlite.checkpoint.job_diff import compare_jobs, say_changes
-from titanlite.config.errors import counted, printable
-from titanlite.config.options import OptionRanks, Options, parse_beside_job
+from titanlite.checkpoint.find import is_saved, read_newest_job
+from titanlite.config.errors import format_count, printable
+from titanlite.config.job_diff import compare_jobs, report_changes
+from titanlite.config.options import OptionRanks, Options, parse_options_and_job
 from titanlite.config.run import Run
-from titanlite.data.amounts import looked_at, toy_note
+from titanlite.data.amounts import explain_toy_run, inspect_data
+from titanlite.data.documents import source_specs
 from titanlite.data.mixture import source_shares
-from titanlite.data.stream import source_specs
 from titanlite.data.tokenizer import load_tokenizer
-from titanlite.load_run import load_run, world_size
+from titanlite.load_run import load_run, read_world_size
 from titanlite.observe.gpus import check_memory
-from titanlite.optim.schedule import rate_of
+from titanlite.optim.schedule import learning_rate_at
+from titanlite.rules import find_suspicious_values
 
-_MARGIN = 10  # characters on the left of a curve
+_MARGIN = 10  # width of the labels to the left of a curve, in characters
+_BARS = " ▁▂▃▄▅▆▇█"
 
 
 class Check(Options):
-    """Check a job and print OK or all of its mistakes, without starting anything."""
+    """Check a job without starting it, and print OK or all of its mistakes."""
 
     world_size: OptionRanks | None = None
-    """Number of ranks: the processes of all machines together, on any devices. Left out: the environment variable
-    WORLD_SIZE, or 1 without it, on this machine."""
+    """Number of ranks, that is, processes on all nodes together. Default: the environment variable
+    WORLD_SIZE, or 1."""
     plot: bool = False
-    """Draw the learning rate over the steps, and what [[dataset.stages]] change: the rows of a step, and the share of
-    each source in them."""
+    """Plot the learning rate, and what [[dataset.stages]] change: the global batch size and the
+    share of each source."""
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the subcommand. Raises UserError: the job or an option is wrong."""
-    options, words = parse_beside_job(Check, argv, "check")
-    ranks = options.world_size or world_size()
-    run = load_run(words, ranks)
+    """Run `titanlite check`: validate a job and its data without starting it, and print OK.
+
+    Args:
+        argv: Arguments after the name of the command: options, and overrides of the job.
+
+    Raises:
+        UserError: If the job, its data or an option is invalid.
+    """
+    options, words = parse_options_and_job(Check, argv, "check")
+    world_size = options.world_size or read_world_size()
+    run = load_run(words, world_size)
     check_memory(run, elsewhere=options.world_size is not None)
+
+    condition = ""
+    if is_saved(run):
+        _check_changes(run)
+        # Only the start of a run compares the data position in the checkpoint.
+        condition = f", if {run.checkpoint_folder} has the same data, seq_len and tokenizer"
     tokenizer = load_tokenizer(run.tokenizer_path, run.job)
-    if saved := is_saved(run):  # a start compares the data and the tokenizer, too
-        jobs = known_job(run.checkpoint_folder), run.job
-        before, now = (job.model_dump(mode="json") | {"model": asdict(Run(job).arch)} for job in jobs)
-        say_changes(run.checkpoint_folder, compare_jobs(before, now, ([], [])), lambda line: None)
-    note = toy_note(run, tokenizer, looked_at(run, tokenizer))
-    proviso = f", if data, seq_len and tokenizer are those of {run.checkpoint_folder}" if saved else ""
-    print(printable(f"OK: {run.job.job.config_file or 'the job'} can start on {counted(ranks, 'rank')}{proviso}."))
-    if note:
-        print(printable(f"\n{note}"))
+    toy_note = explain_toy_run(run, tokenizer, inspect_data(run, tokenizer))
+
+    name = run.job.job.config_file or "the job"
+    ranks = format_count(world_size, "rank")
+    print(printable(f"OK: {name} can start on {ranks}{condition}."))
+    for line in find_suspicious_values(run):
+        print(printable(f"Warning: {line}"))
+    if toy_note:
+        print(printable(f"\n{toy_note}"))
     if options.plot:
-        print(f"\n{plot(run, get_terminal_size().columns)}")
+        width = get_terminal_size().columns
+        print(f"\n{plot_schedule(run, width)}")
 
 
-def plot(run: Run, width: int) -> str:
-    """The schedule of a run, in lines of at most so many characters."""
-    steps, specs = run.job.training.steps, source_specs(run.job.dataset)
-    columns = min(steps, max(_MARGIN, width - _MARGIN))
-    done = [column * steps // columns for column in range(columns)]
-    shares = zip(*(source_shares(run.job.dataset, step).tolist() for step in done), strict=True)
-    curves = [("learning rate", "{:.2e}", 8, [rate_of(run.job, step + 1) for step in done])]
-    curves += [("rows of a step", "{:,}", 4, [run.batch_size(step) for step in done])]
-    curves += [(f"share of {s.source} {s.path or ''}", "{:.0%}", 2, of) for s, of in zip(specs, shares, strict=True)]
-    lines = list[str]()
-    for name, form, height, values in curves:
-        top, changes = max(values), len({*values}) > 1
-        lines.append(f"{'':{_MARGIN}}{name}{'' if changes else f': {form.format(top)} in each step'}"[:width])
-        for row in reversed(range(height if changes else 0)):
-            levels = (round(8 * (value / top * height - row)) for value in values)
-            label = form.format(top) if row == height - 1 else "" if row else "0"
-            drawn = "".join(" ▁▂▃▄▅▆▇█"[max(0, min(8, level))] for level in levels)
-            lines.append(f"{label:>{_MARGIN - 2}} |{drawn}".rstrip())
-    return "\n".join([*lines, f"{'step':>{_MARGIN - 2}}  1{f'{steps:,}':>{max(6, columns - 1)}}"])
+def _check_changes(run: Run) -> None:
+    """Check that the job can resume from its newest checkpoint.
+
+    Raises:
+        UserError: If a setting has changed that must stay the same when a run resumes.
+    """
+    saved_job = read_newest_job(run.checkpoint_folder)
+    before, now = (
+        job.model_dump(mode="json") | {"model": asdict(Run(job).arch)}
+        for job in (saved_job, run.job)
+    )
+    changes = compare_jobs(before, now, ([], []))
+    report_changes(run.checkpoint_folder, changes, lambda line: None)
+
+
+def plot_schedule(run: Run, width: int) -> str:
+    """Plot the learning rate, batch size and source shares over all training steps as text.
+
+    Columns are steps, from 1 to training.steps. A value that never changes takes only one line.
+
+    Args:
+        run: The validated run.
+        width: Maximum number of characters per line.
+    """
+    num_steps = run.job.training.steps
+    num_columns = min(num_steps, max(_MARGIN, width - _MARGIN))
+    steps = [column * num_steps // num_columns for column in range(num_columns)]
+
+    learning_rates = [learning_rate_at(run.job, step + 1) for step in steps]
+    batch_sizes = [run.batch_size(step) for step in steps]
+    lines = _plot_curve("learning rate", learning_rates, "{:.2e}", height=8)
+    lines += _plot_curve("global batch size", batch_sizes, "{:,}", height=4)
+    shares_by_step = [source_shares(run.job.dataset, step).tolist() for step in steps]
+    for i, spec in enumerate(source_specs(run.job.dataset)):
+        name = f"share of {spec.source} {spec.path or ''}"
+        shares = [all_shares[i] for all_shares in shares_by_step]
+        lines += _plot_curve(name, shares, "{:.0%}", height=2)
+
+    axis_label = "step".rjust(_MARGIN - 2)
+    last_step = f"{num_steps:,}".rjust(max(6, num_columns - 1))
+    lines.append(f"{axis_label}  1{last_step}")
+    return "\n".join(line[:width] for line in lines)
+
+
+def _plot_curve(name: str, values: Sequence[float], label_format: str, *, height: int) -> list[str]:
+    """Draw values as vertical bars from 0 to their maximum, below a title.
+
+    A curve that does not change is a single line of text.
+
+    Args:
+        name: Title.
+        values: Values of the columns from left to right, 0 or greater.
+        label_format: Format of the label at the maximum, such as "{:.2e}".
+        height: Number of lines of the bars.
+
+    Returns:
+        Lines of text.
+    """
+    maximum = max(values)
+    title = f"{'':{_MARGIN}}{name}"
+    if min(values) == maximum:
+        return [f"{title}: {label_format.format(maximum)} in each step"]
+
+    labels = {height - 1: label_format.format(maximum), 0: "0"}
+    lines = [title]
+    for row in reversed(range(height)):  # row 0 is at the bottom
+        bars = ""
+        for value in values:
+            filled_eighths = round(8 * (value / maximum * height - row))
+            bars += _BARS[max(0, min(8, filled_eighths))]
+        label = labels.get(row, "").rjust(_MARGIN - 2)
+        lines.append(f"{label} |{bars}".rstrip())
+    return lines

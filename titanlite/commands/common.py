@@ -1,6 +1,7 @@
-"""What commands share: how they print, and how they start further ranks.
+"""Functions that several commands use to print results and to start ranks.
 
-Invariant: with --json, standard output has one JSON object and nothing else, from the first rank only.
+Invariant: With --json, standard output contains one JSON object and nothing else, printed by the
+first rank only.
 """
 
 from __future__ import annotations
@@ -8,25 +9,76 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 
 def is_first_rank() -> bool:
-    """Whether this process speaks for all ranks."""
+    """Return whether this process is rank 0, which prints the output of all ranks.
+
+    A process that was not started by torchrun counts as rank 0.
+    """
     return os.environ.get("RANK", "0") == "0"
 
 
 def print_result(value: Mapping[str, Any], text: str, as_json: bool) -> None:
-    """Print a command's result on the first rank: as strict JSON, where what is not finite is a text, or as `text`."""
-    if is_first_rank():
-        strict = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in value.items()}
-        print(json.dumps(strict, allow_nan=False) if as_json else text)
+    """Print the result of a command on rank 0, as text or as one line of JSON.
+
+    Args:
+        value: The result as a dictionary, for --json. Infinite and NaN numbers are printed as
+            strings, because JSON has no such numbers.
+        text: The same result as text to read.
+        as_json: Print `value` instead of `text`.
+    """
+    if not is_first_rank():
+        return
+    if not as_json:
+        print(text)
+        return
+
+    json_value = {}
+    for key, item in value.items():
+        is_special_number = isinstance(item, float) and not math.isfinite(item)
+        json_value[key] = str(item) if is_special_number else item
+    print(json.dumps(json_value, allow_nan=False))
+
+
+def format_table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Format rows of cells as a plain text table with aligned columns.
+
+    On a terminal, cells are cropped to its width. In a file or a pipe, they are complete.
+
+    Args:
+        names: Title of each column. The title line is omitted if all titles are empty.
+        rows: Rows with one cell per column.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*names, box=None, pad_edge=False, show_header=any(names))
+    for column in table.columns:
+        column.no_wrap = True
+    for row in rows:
+        table.add_row(*row)
+
+    width = None if sys.stdout.isatty() else 10_000
+    console = Console(width=width, markup=False, emoji=False, highlight=False)
+    with console.capture() as capture:
+        console.print(table)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 
 def start_ranks(command: str, argv: Sequence[str]) -> None:
-    """If NGPU asks for several processes, and this is not one of them: run `titanlite COMMAND` on them in place of this
-    one, which ends with their exit code."""
+    """Start NGPU processes that run the same command, wait for them, and exit with their exit code.
+
+    Returns without effect if the environment variable NGPU is 1 or missing, or if this process is
+    already one of the started processes (WORLD_SIZE is set).
+
+    Args:
+        command: Name of the command, such as "eval".
+        argv: Arguments of the command.
+    """
     if os.environ.get("NGPU", "1") != "1" and "WORLD_SIZE" not in os.environ:
         from titanlite.launch.launcher import launch_command
 

@@ -1,4 +1,4 @@
-"""`titanlite prepare`, `data show` and `tokenizer train`: tokenize data once, look at it, make a vocabulary of it."""
+"""`titanlite prepare`, `data show` and `tokenizer train`."""
 
 from __future__ import annotations
 
@@ -7,27 +7,37 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, ClassVar
 
+import tyro
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from titanlite.config.errors import UserError, counted, printable
-from titanlite.config.mistakes import shown
-from titanlite.config.options import OptionPath, OptionRanks, Options, parse_beside_job
+from titanlite.config.errors import UserError, format_count, printable
+from titanlite.config.mistakes import format_value
+from titanlite.config.options import OptionPath, OptionRanks, Options, parse_options_and_job
 from titanlite.config.run import Run
 from titanlite.load_run import load_data_job, load_run
 
+_VOCABULARY_MULTIPLE = 128  # suits the matrix units of GPUs
+
 
 class Prepare(Options):
-    """Tokenize the data of a job once, into shards that training reads."""
+    """Tokenize the data of a job once, and write shards for training."""
 
     out: OptionPath
-    """Folder for the shards. The work of an interrupted `prepare` in this folder is kept and continued."""
+    """Folder for the shards. An interrupted `prepare` is resumed if you pass its folder."""
     workers: Annotated[PositiveInt, Field(le=1024)] | None = None
-    """Number of threads that tokenize. Left out: one per core of the machine."""
+    """Number of threads that tokenize. Default: one per core."""
 
 
 def prepare(argv: Sequence[str]) -> None:
-    """Run the subcommand. Raises UserError: the job or an option is wrong, or the shards cannot be written."""
-    options, words = parse_beside_job(Prepare, argv, "prepare")
+    """Run `titanlite prepare`: tokenize the data of a job and write it as shards.
+
+    Args:
+        argv: Arguments after the name of the command: options, and overrides of the job.
+
+    Raises:
+        UserError: If the job or an option is invalid, or the shards cannot be written.
+    """
+    options, words = parse_options_and_job(Prepare, argv, "prepare")
     run = load_run(words, world_size=1, trains=False)
     from titanlite.data.prepare import prepare as write_shards
 
@@ -35,87 +45,134 @@ def prepare(argv: Sequence[str]) -> None:
 
 
 class Show(Options):
-    """Print the rows of one global batch, with the documents that they consist of and their text."""
+    """Print the sequences of one global batch: their documents and their text."""
 
     step: PositiveInt = 1
-    """Number of the global batch; the first one is 1."""
-    row: NonNegativeInt | None = None
-    """Number of one row of the batch, counted from 0. Left out: all rows."""
+    """Number of the global batch, counted from 1."""
+    sequence: Annotated[NonNegativeInt | None, tyro.conf.arg(aliases=["--row"])] = None
+    """Index of a sequence in the batch, counted from 0. Default: all sequences."""
     world_size: OptionRanks = 1
-    """Number of ranks of the run. It decides the global batch size if training.global_batch_size is -1."""
+    """Number of ranks of the run. It determines the batch size if training.global_batch_size is
+    -1."""
 
 
 def data(argv: Sequence[str]) -> None:
-    """Run the subcommand. Raises UserError: the job or an option is wrong, or the data cannot be read."""
-    options, words = parse_beside_job(Show, argv[1:] if argv[:1] == ["show"] else argv, "data show")
-    print(show_step(load_run(words, options.world_size, trains=False), options.step, options.row))
+    """Run `titanlite data show`: print the documents and the text of one global batch.
 
-
-def show_step(run: Run, step: int, row: int | None) -> str:
-    """The rows of global batch `step` (the first one is 1), or one of them: which documents they are made of, from
-    which token on, and their text with its control characters escaped. Where the text is not prepared, everything up
-    to there is tokenized first.
+    Args:
+        argv: Arguments after `titanlite data`. The word "show" is optional.
 
     Raises:
-        UserError: there is no such step or row, or the data cannot be read.
+        UserError: If the job or an option is invalid, or the data cannot be read.
     """
-    from titanlite.data.stream import BatchReader, OutOfData, training_data
+    argv = argv[1:] if argv[:1] == ["show"] else argv
+    options, words = parse_options_and_job(Show, argv, "data show")
+    run = load_run(words, options.world_size, trains=False)
+    print(show_step(run, options.step, options.sequence))
+
+
+def show_step(run: Run, step: int, index: int | None = None) -> str:
+    """Return a text with the documents, token ranges and decoded text of a global batch.
+
+    Control characters are escaped. Unless the data was prepared, all text before the step must be
+    tokenized first, so late steps take long.
+
+    Args:
+        run: The run.
+        step: Number of the step that trains on the batch, counted from 1.
+        index: Index of a sequence in the batch, counted from 0. Default: all sequences.
+
+    Raises:
+        UserError: If the step or the sequence does not exist, or the data cannot be read.
+    """
+    from titanlite.data.stream import OutOfData, SequenceReader, open_training_data
     from titanlite.data.tokenizer import load_tokenizer
 
     if step > run.job.training.steps:
         raise UserError(f"--step {step}: the run has {run.job.training.steps} (training.steps)")
-    data, lines = training_data(run, load_tokenizer(run.tokenizer_path, run.job)), list[str]()
-    if row is not None and row >= run.batch_size(step - 1):
-        raise UserError(f"--row {row}: its global batch has the rows 0 to {run.batch_size(step - 1) - 1}")
+    batch_size = run.batch_size(step - 1)
+    if index is not None and index >= batch_size:
+        raise UserError(f"--sequence {index}: the batch has the sequences 0 to {batch_size - 1}")
+
+    tokenizer = load_tokenizer(run.tokenizer_path, run.job)
+    data = open_training_data(run, tokenizer)
     for _ in range(step - 1):
         data.mixture.next_batch()
     try:
-        rows = BatchReader(data).next_batch()
+        sequences = SequenceReader(data).next_batch()
     except OutOfData as error:
         raise UserError(f"step {step} does not exist: {error}") from None
-    for found in rows if row is None else [rows[row]]:
-        source, start = data.sources[found.source], 0
-        lines.append(f"=== step {step}, row {found.k}, {source.name}")
-        for part, document, offset, length in found.segments.tolist():
-            lines.append(f"--- {source.where(part, document)}, tokens {offset} to {offset + length - 1}")
-            lines.append(data.tokenizer.tokenizer.decode(found.tokens[start : start + length].tolist()))
+
+    lines = []
+    for sequence in sequences if index is None else [sequences[index]]:
+        source = data.sources[sequence.source]
+        lines.append(f"=== step {step}, sequence {sequence.index}, {source.name}")
+        start = 0
+        for part, document, offset, length in sequence.segments.tolist():
+            location = source.where(part, document)
+            lines.append(f"--- {location}, tokens {offset} to {offset + length - 1}")
+            lines.append(tokenizer.decode(sequence.tokens[start : start + length].tolist()))
             start += length
-        if start < len(found.tokens):
-            lines.append(f"--- {len(found.tokens) - start} tokens of padding")
+        num_padding = len(sequence.tokens) - start
+        if num_padding:
+            lines.append(f"--- {num_padding} tokens of padding")
     return printable("\n".join(lines))
 
 
 class Train(Options):
-    """Train a byte-level BPE on the data of a job, with Llama 3's split pattern and special tokens."""
+    """Train a byte-level BPE with Llama 3's split pattern on the data of a job."""
 
     dropped: ClassVar = {
-        "data": (None, "is gone: the keys of a job name the text, as in --dataset.source jsonl --dataset.path FILE."),
-        "text_column": (None, "is gone: --dataset.text_column."),
-        "holdout": (None, "is gone: compare the bits per byte of validations with each tokenizer."),
+        "data": (None, "was removed. Use --dataset.source and --dataset.path instead."),
+        "text_column": (None, "was removed. Use --dataset.text_column instead."),
+        "holdout": (None, "was removed. Compare the bits per byte of validation instead."),
     }
 
     vocab_size: Annotated[int, Field(gt=512, lt=1 << 24)]
-    """Number of ids: the 256 bytes, the tokens that BPE merges from them, and Llama 3's 256 special tokens."""
+    """Number of ids: 256 bytes, the tokens that BPE merges from them, and Llama 3's 256 special
+    tokens."""
     out: OptionPath
-    """Folder for tokenizer.json and tokenizer.model, which give the same ids. Neither may exist there yet."""
+    """Folder for tokenizer.json and tokenizer.model, which give the same ids. Neither may exist
+    yet."""
     max_bytes: PositiveInt = 1_000_000_000
-    """Largest amount of text to read. It is read in random order if the source allows that, and from a mix by its
-    weights. Training needs several times this memory."""
+    """Maximum amount of text to read: in random order if the source supports it, and from a mixture
+    in proportion to the weights. Training needs several times as much memory."""
 
 
 def tokenizer(argv: Sequence[str]) -> None:
-    """Run the subcommand. Raises UserError: an option is wrong, or the text cannot be read or is too little."""
-    options, words = parse_beside_job(Train, argv[1:] if argv[:1] == ["train"] else argv, "tokenizer train")
+    """Run `titanlite tokenizer train`: train a tokenizer on the data of a job.
+
+    Args:
+        argv: Arguments after `titanlite tokenizer`. The word "train" is optional.
+
+    Raises:
+        UserError: If an option is invalid, or the text cannot be read or is too small.
+    """
+    argv = argv[1:] if argv[:1] == ["train"] else argv
+    options, words = parse_options_and_job(Train, argv, "tokenizer train")
     from titanlite.data.tokenizer_files import train_tokenizer
 
     job = load_data_job(words)
-    made = train_tokenizer(job.dataset, options.out, options.vocab_size, options.max_bytes, job)
-    read = f"{counted(made.documents, 'document')} ({made.num_bytes:,} bytes, {made.bytes_per_token:.2f} a token)"
-    wrote = f"Wrote {made.tiktoken} and {made.json}: {options.vocab_size:,} ids, from {read}."
-    print(printable(f"{wrote}\nA job that uses it needs\n\n{tokenizer_tables(made.json, options.vocab_size)}"))
+    vocab_size = options.vocab_size
+    trained = train_tokenizer(job.dataset, options.out, vocab_size, options.max_bytes, job)
+
+    documents = format_count(trained.documents, "document")
+    text = f"{documents} ({trained.num_bytes:,} bytes, {trained.bytes_per_token:.2f} per token)"
+    files = f"{trained.tiktoken} and {trained.json}"
+    print(printable(f"Wrote {files}: {vocab_size:,} ids, trained on {text}."))
+    lines = format_job_lines(trained.json, vocab_size)
+    print(printable(f"To use it, add these lines to a job file:\n\n{lines}"))
 
 
-def tokenizer_tables(path: Path, vocab_size: int) -> str:
-    """The part of a job file that uses the tokenizer `path`."""
-    rows = -(-vocab_size // 128) * 128  # a multiple that suits the matrix units
-    return f"[tokenizer]\npath = {shown(str(path))}\n\n[model]\nvocab_size = {rows}"
+def format_job_lines(tokenizer_path: Path, vocab_size: int) -> str:
+    """Return the lines of a job file that select a tokenizer and a matching model.vocab_size.
+
+    The vocabulary size of the model is rounded up to a multiple of 128.
+
+    Args:
+        tokenizer_path: Path of the tokenizer file.
+        vocab_size: Number of ids of the tokenizer.
+    """
+    num_rows = -(-vocab_size // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
+    path = format_value(str(tokenizer_path))
+    return f"[tokenizer]\npath = {path}\n\n[model]\nvocab_size = {num_rows}"

@@ -1,4 +1,4 @@
-"""`titanlite eval`: how well a checkpoint predicts a text."""
+"""`titanlite eval`: evaluate a checkpoint on texts."""
 
 from __future__ import annotations
 
@@ -8,49 +8,83 @@ from typing import Annotated
 
 from pydantic import Field
 
-from titanlite.checkpoint.find import checkpoints_at
+from titanlite.checkpoint.find import find_checkpoints
 from titanlite.commands.common import is_first_rank, print_result, start_ranks
-from titanlite.config.errors import UserError, counted
+from titanlite.config.errors import UserError, format_count
 from titanlite.config.load import load_job
-from titanlite.config.options import AsJson, CheckpointOptions, OptionPath, Scoring, parse_beside_job
+from titanlite.config.options import (
+    AsJson,
+    OptionPath,
+    Scoring,
+    TextModelOptions,
+    parse_options_and_job,
+)
+from titanlite.config.schema import Parallelism
 from titanlite.runtime.logging import note
 
-LAYOUT_KEYS = (
-    "`--parallelism.*` lays out the ranks, as in a job: `titanlite help parallelism` explains the keys. Without them "
-    "the weights are sharded over all ranks."
+_LAYOUT_HELP = (
+    "To choose the layout of the ranks, pass `--parallelism.*` as in a job; `titanlite help "
+    "parallelism` lists the options. By default, the weights are sharded over all ranks."
 )
 
 
-class Eval(Scoring, CheckpointOptions):
-    """Score a checkpoint on texts: perplexity, and bits per byte. Start several ranks with NGPU=N or with torchrun."""
+class Eval(Scoring, TextModelOptions):
+    """Compute the perplexity and bits per byte of texts.
+
+    To start several ranks, use NGPU=N or torchrun.
+    """
 
     checkpoint: OptionPath
-    """The folder of one step (.../step-00000100), the folder of all steps, the output folder of a run, or .../best. Of
-    several steps, the newest good one is used."""
+    """A step folder (.../step-00000100), the folder of all steps, the output folder of a run, or
+    .../best. If there are several steps, the newest undamaged one is used."""
     data: Annotated[tuple[OptionPath, ...], Field(strict=False, min_length=1)]
-    """Files: .jsonl (also .gz and .zst), .parquet; any other is read as text."""
+    """Files: .jsonl (also .gz and .zst) or .parquet. All others are read as text."""
     as_json: AsJson = False
     """Print one JSON object and nothing else."""
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the command.
+    """Run `titanlite eval`: print the perplexity and bits per byte of a checkpoint on texts.
+
+    Args:
+        argv: Arguments after the name of the command.
 
     Raises:
-        UserError: a wrong option, no such folder or file, or a record that cannot be read.
-        CheckpointError: no usable checkpoint, or its output is not finite.
+        UserError: If an option is invalid, or a file does not exist or cannot be read.
+        CheckpointError: If no checkpoint can be used, or its output is not finite.
     """
-    options, words = parse_beside_job(Eval, argv, "eval", LAYOUT_KEYS)
-    flags = [word.partition("=")[0] for word in words if word.startswith("--")]
-    if strange := [flag for flag in flags or words if not flag.startswith("--parallelism.")]:
-        raise UserError(f"{strange[0]}: unknown option of `titanlite eval`; `titanlite eval --help` lists them.")
-    parallelism = load_job(words).parallelism
-    checkpoints_at(options.checkpoint)
+    options, words = parse_options_and_job(Eval, argv, "eval", _LAYOUT_HELP)
+    parallelism = _load_layout(words)
+    find_checkpoints(options.checkpoint)
     start_ranks("eval", argv)
-    from titanlite.score import evaluate_text  # torch, which a wrong option does not wait for
 
-    settings = options.model_dump(include=set(Scoring.model_fields))
-    log = note if is_first_rank() else lambda line: None
-    score = evaluate_text(options.checkpoint, options.data, parallelism=parallelism, log=log, **settings)
-    read = f"{counted(score.documents, 'document')}, {score.tokens:,} tokens, {score.bytes:,} bytes"
-    print_result(asdict(score), f"{read}\n{score}", options.as_json)
+    from titanlite.score import evaluate_text  # slow, because it imports torch
+
+    score = evaluate_text(
+        options.checkpoint,
+        options.data,
+        parallelism=parallelism,
+        tokenizer=options.tokenizer_path,
+        log=note if is_first_rank() else lambda line: None,
+        **options.model_dump(include=set(Scoring.model_fields)),
+    )
+    documents = format_count(score.documents, "document")
+    amount = f"{documents}, {score.tokens:,} tokens, {score.bytes:,} bytes"
+    print_result(asdict(score), f"{amount}\n{score}", options.as_json)
+
+
+def _load_layout(words: Sequence[str]) -> Parallelism:
+    """Parse the options of `titanlite eval` that select a parallel layout.
+
+    Args:
+        words: Command-line options such as "--parallelism.tensor_parallel_degree" and "2".
+
+    Raises:
+        UserError: If `words` contain another option, or a value is invalid.
+    """
+    for index, word in enumerate(words):
+        is_value = index > 0 and not word.startswith("--")
+        if not is_value and not word.startswith("--parallelism."):
+            flag = word.partition("=")[0]
+            raise UserError(f"{flag}: unknown option; `titanlite eval --help` lists all options.")
+    return load_job(words).parallelism

@@ -1,79 +1,137 @@
-"""`titanlite export`: a checkpoint in Hugging Face's format.
+"""`titanlite export`: convert a checkpoint to a Hugging Face model.
 
-Invariant: the exported model computes the same as the trained one. If it would not, the export is refused.
+Invariant: The exported model computes the same as the trained one, or the export fails.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Literal, cast
+from typing import TYPE_CHECKING, Literal
 
+from titanlite.commands.common import print_result
 from titanlite.config.errors import CheckpointError, UserError
 from titanlite.config.files import make_folder
-from titanlite.config.options import AsJson, CheckpointOptions, OptionPath, parse
+from titanlite.config.options import AsJson, CheckpointOptions, OptionPath, parse_options
 from titanlite.config.run import Run
 from titanlite.runtime.logging import note
 
+if TYPE_CHECKING:
+    from titanlite.data.tokenizer import Tokenizer
+
 
 class Export(CheckpointOptions):
-    """Write a checkpoint as a Hugging Face model, which transformers loads without titanlite."""
+    """Convert a checkpoint to a Hugging Face model, which transformers loads without titanlite."""
 
     checkpoint: OptionPath
-    """The folder of one step, the folder of all steps, or the output folder of a run. Of several steps, the newest good
-    one is used."""
+    """A step folder, the folder of all steps, or the output folder of a run. If there are several
+    steps, the newest undamaged one is used."""
     out: OptionPath
     """Folder to create for the model."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Dtype of the exported weights."""
+    """Data type of the exported weights."""
     tokenizer: OptionPath | None = None
-    """Tokenizer file. Left out: that of the training job."""
+    """Tokenizer file. Default: that of the training job."""
     ema: bool = False
-    """Take the average of the weights: see `titanlite help ema`."""
+    """Export the moving average of the weights; see `titanlite help ema`."""
     as_json: AsJson = False
     """Print one JSON object and nothing else."""
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the subcommand. Raises as `export`."""
-    options = parse(Export, argv, "export")
-    path = export(options.checkpoint, options.out, options.dtype, options.tokenizer, options.ema)
-    size = sum(file.stat().st_size for file in options.out.iterdir())
-    report = {"checkpoint": str(path), "out": str(options.out), "dtype": options.dtype, "bytes": size}
-    text = f"""Wrote {path} to {options.out} ({options.dtype}, {size / 1e9:.2f} GB). Load it with
-  transformers.AutoModelForCausalLM.from_pretrained("{options.out}")"""
-    print(json.dumps(report) if options.as_json else text)
+    """Run `titanlite export`: convert a checkpoint to a Hugging Face model and print its size.
+
+    Args:
+        argv: Arguments after the name of the command.
+
+    Raises:
+        UserError: If an option is invalid, the output folder exists or cannot be created, or no
+            tokenizer is known.
+        CheckpointError: If no checkpoint can be used.
+    """
+    options = parse_options(Export, argv, "export")
+    out = options.out
+    step_folder = export(options.checkpoint, out, options.dtype, options.tokenizer, options.ema)
+
+    num_bytes = sum(file.stat().st_size for file in out.iterdir())
+    result = {
+        "checkpoint": str(step_folder),
+        "out": str(out),
+        "dtype": options.dtype,
+        "bytes": num_bytes,
+    }
+    text = (
+        f"Wrote {step_folder} to {out} ({options.dtype}, {num_bytes / 1e9:.2f} GB). To load it:\n"
+        f'  transformers.AutoModelForCausalLM.from_pretrained("{out}")'
+    )
+    print_result(result, text, options.as_json)
 
 
 def export(
-    checkpoint: Path, out: Path, dtype: str = "bfloat16", tokenizer: Path | None = None, ema: bool = False
+    checkpoint: Path,
+    out: Path,
+    dtype: str = "bfloat16",
+    tokenizer: Path | None = None,
+    ema: bool = False,
 ) -> Path:
-    """Make a folder that transformers loads without titanlite. The arguments are those of `Export`.
+    """Convert a checkpoint to a Hugging Face model folder.
+
+    Args:
+        checkpoint: A step folder, the folder of all steps, or the output folder of a run. The
+            newest undamaged step is used.
+        out: Folder to create for the model.
+        dtype: Data type of the exported weights: "float32", "bfloat16" or "float16".
+        tokenizer: Tokenizer file. Default: the tokenizer of the training job.
+        ema: Export the exponential moving average of the weights.
 
     Returns:
-        The step folder that the weights are from.
+        The step folder from which the weights were read.
 
     Raises:
-        UserError: the folder exists or cannot be made, or no tokenizer is known.
-        CheckpointError: there is no good checkpoint.
+        UserError: If `out` exists or cannot be created, or no tokenizer is known.
+        CheckpointError: If no checkpoint can be used.
     """
-    from titanlite.checkpoint.find import checkpoints_at, job_of, use_newest
+    from titanlite.checkpoint.find import find_checkpoints, load_newest
 
-    checkpoints_at(checkpoint)  # of which a mistake does not wait for torch
-    from titanlite.checkpoint.published import checkpoint_weights, export_hf
+    find_checkpoints(checkpoint)  # reports a wrong path before torch is imported
+    from titanlite.checkpoint.huggingface import checkpoint_weights, export_hf
+    from titanlite.checkpoint.manifest import check_checkpoint
     from titanlite.data.tokenizer import load_tokenizer
     from titanlite.data.tokenizer_files import write_tokenizer
 
-    def use(step_folder: Path) -> Path:
-        try:
-            run = Run(job_of(step_folder)) if tokenizer is None else None
-        except CheckpointError as unknown:
-            raise UserError(f"{unknown} Or name the tokenizer: --tokenizer FILE.") from None
-        words = load_tokenizer(run.tokenizer_path, run.job) if run else load_tokenizer(cast(Path, tokenizer))
-        source = checkpoint_weights(step_folder, ema)
+    def export_step(step_folder: Path) -> Path:
+        if tokenizer is None:
+            loaded = _load_saved_tokenizer(step_folder)
+        else:
+            loaded = load_tokenizer(tokenizer)
+        weights = checkpoint_weights(step_folder, ema)
+        max_seq_len = weights.arch.max_seq_len
         make_folder(out.parent)
-        export_hf(source, out, dtype, lambda folder: write_tokenizer(words, folder, source.arch.max_seq_len))
+        export_hf(weights, out, dtype, lambda folder: write_tokenizer(loaded, folder, max_seq_len))
         return step_folder
 
-    return use_newest(checkpoint, use, log=note)
+    check = partial(check_checkpoint, verified_on_load=True)
+    return load_newest(checkpoint, export_step, check=check, log=note)
+
+
+def _load_saved_tokenizer(step_folder: Path) -> Tokenizer:
+    """Load the tokenizer that a checkpoint was trained with.
+
+    Args:
+        step_folder: Folder of the checkpoint.
+
+    Raises:
+        UserError: If the checkpoint was imported without a tokenizer, or it cannot be loaded.
+    """
+    from titanlite.checkpoint.find import NoTokenizerError, read_job
+    from titanlite.data.tokenizer import load_tokenizer
+
+    try:
+        job = read_job(step_folder)
+    except NoTokenizerError:
+        problem = f"{step_folder} has no tokenizer, because it was imported without one"
+        raise UserError(f"{problem}. Pass --tokenizer FILE.") from None
+    except CheckpointError as error:
+        raise UserError(f"{error} Or pass --tokenizer FILE to export.") from None
+    return load_tokenizer(Run(job).tokenizer_path, job)

@@ -1,95 +1,167 @@
-"""`titanlite generate`: let a checkpoint complete texts."""
+"""`titanlite generate`: complete texts with a checkpoint."""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from titanlite.checkpoint.find import checkpoints_at
+from titanlite.checkpoint.find import find_checkpoints
 from titanlite.config.errors import UserError, printable
 from titanlite.config.files import read_file
-from titanlite.config.options import AsJson, CheckpointOptions, Generation, OptionPath, parse
+from titanlite.config.options import (
+    AsJson,
+    Generation,
+    OptionPath,
+    TextModelOptions,
+    parse_options,
+)
+from titanlite.observe.flops import num_params
 from titanlite.runtime.logging import note
 
-MOST_BYTES = 1 << 28  # of a file of prompts
+if TYPE_CHECKING:
+    from titanlite.completion import Completion
+
+_MAX_BYTES = 1 << 28  # maximum size of a file of prompts
 
 
-class Generate(Generation, CheckpointOptions):
-    """Let a checkpoint complete texts. Prompts and completions go to standard output, all else to standard error."""
+class Generate(Generation, TextModelOptions):
+    """Complete texts with a checkpoint.
+
+    Prompts and completions go to standard output, everything else to standard error.
+    """
 
     checkpoint: OptionPath
-    """The folder of one step (.../step-00000100), the folder of all steps, or the output folder of a run. Of several
-    steps, the newest good one is used."""
+    """A step folder (.../step-00000100), the folder of all steps, or the output folder of a run. If
+    there are several steps, the newest undamaged one is used."""
     prompt: str = ""
-    """Text to complete. Empty: the beginning of a new document."""
+    """Text to complete. Default: the beginning of a new document."""
     prompts: OptionPath | None = None
-    """A file of prompts, or - for standard input: one on each line. In a .jsonl file a line is a JSON text, or an
-    object with the key "prompt", so that a prompt can have several lines."""
+    """File with one prompt per line, or - for standard input. Each line of a .jsonl file is a JSON
+    string, or an object with the key "prompt", so prompts can contain line breaks."""
     ema: bool = False
-    """Take the average of the weights: see `titanlite help ema`."""
+    """Use the moving average of the weights; see `titanlite help ema`."""
     as_json: AsJson = False
-    """Print one JSON object for each prompt, on a line of its own, and nothing else."""
+    """Print one line with a JSON object per prompt and nothing else."""
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the command.
+    """Run `titanlite generate`: complete prompts with a checkpoint and print the completions.
+
+    Args:
+        argv: Arguments after the name of the command.
 
     Raises:
-        UserError: a wrong option, no such folder or file, or a prompt that does not fit the model.
-        CheckpointError: no usable checkpoint.
+        UserError: If an option is invalid, a file does not exist, or a prompt does not fit the
+            model.
+        CheckpointError: If no checkpoint can be used.
     """
-    options = parse(Generate, argv, "generate")
-    prompts = [options.prompt] if options.prompts is None else read_prompts(options.prompts)
+    options = parse_options(Generate, argv, "generate")
     if options.prompts is not None and options.prompt:
-        raise UserError("--prompt and --prompts: give one of them.")
-    checkpoints_at(options.checkpoint)
-    from titanlite.completion import generate, generate_many, load_checkpoint  # torch: a mistake does not wait for it
+        raise UserError("--prompt and --prompts: pass only one of them.")
+    prompts = [options.prompt] if options.prompts is None else read_prompts(options.prompts)
+    find_checkpoints(options.checkpoint)
 
-    loaded = load_checkpoint(options.checkpoint, ema=options.ema)
+    # Importing torch is slow, so invalid options are reported first.
+    from titanlite.completion import generate, generate_many, load_checkpoint
+
+    loaded = load_checkpoint(options.checkpoint, ema=options.ema, tokenizer=options.tokenizer_path)
     weight = loaded.model.get_parameter("tok_embeddings.weight")
     dtype = str(weight.dtype).removeprefix("torch.")
-    note(f"{loaded.folder}: {loaded.job.model.flavor}, {dtype} on {weight.device.type}")
-    settings, tokens, started = options.model_dump(include=set(Generation.model_fields)), 0, time.perf_counter()
-    if options.prompts is None and not options.as_json:  # shown as it comes
-        pieces = generate(loaded, options.prompt, **settings)
+    size = num_params(loaded.model.arch)
+    note(f"{loaded.folder}: {size:,} parameters, {dtype} on {weight.device.type}")
+
+    settings = options.model_dump(include=set(Generation.model_fields))
+    start = time.perf_counter()
+    if options.prompts is None and not options.as_json:
         _write(options.prompt)
-        for tokens, piece in enumerate(pieces):  # noqa: B007  (the last piece is the rest of the text and no token)
-            _write(piece)
-        _write("\n")
+        num_tokens = _write_pieces(generate(loaded, options.prompt, **settings))
     else:
-        for done in generate_many(loaded, prompts, **settings):
-            _write((json.dumps(asdict(done)) if options.as_json else done.prompt + done.completion) + "\n")
-            tokens += done.tokens
-    note(f"{tokens} tokens, {tokens / (time.perf_counter() - started):,.1f} tokens/s")
+        num_tokens = _write_results(generate_many(loaded, prompts, **settings), options.as_json)
+    speed = num_tokens / (time.perf_counter() - start)
+    note(f"{num_tokens} tokens, {speed:,.1f} tokens/s")
+
+
+def _write_pieces(pieces: Iterable[str]) -> int:
+    """Print each piece of a completion as soon as it is generated.
+
+    Returns:
+        Number of generated tokens.
+    """
+    num_pieces = 0
+    for piece in pieces:
+        _write(piece)
+        num_pieces += 1
+    _write("\n")
+    return num_pieces - 1  # the last piece does not belong to a token
+
+
+def _write_results(results: Iterable[Completion], as_json: bool) -> int:
+    """Print completions with their prompts, and return the number of generated tokens."""
+    num_tokens = 0
+    for result in results:
+        line = json.dumps(asdict(result)) if as_json else result.prompt + result.completion
+        _write(f"{line}\n")
+        num_tokens += result.tokens
+    return num_tokens
 
 
 def read_prompts(path: Path) -> list[str]:
-    """The prompts of a file, or of standard input for `-`. Blank lines are none.
+    """Read the prompts in a file, one per line. Blank lines are skipped.
+
+    Args:
+        path: File of prompts, or `-` for standard input. Each line of a .jsonl file is a JSON
+            string, or an object with the key "prompt".
 
     Raises:
-        UserError: it cannot be read, has no prompt, or a line is not what the name of the file promises.
+        UserError: If the file cannot be read, contains no prompt, or has an invalid line.
     """
-    raw = sys.stdin.buffer.read() if str(path) == "-" else read_file(path, MOST_BYTES)
+    content = sys.stdin.buffer.read() if str(path) == "-" else read_file(path, _MAX_BYTES)
+    is_json = path.suffix == ".jsonl"
     try:
-        prompts: list[Any] = [line.removesuffix("\r") for line in raw.decode().split("\n") if line.strip()]
-        if path.suffix == ".jsonl":
-            values = map(json.loads, prompts)
-            prompts = [value["prompt"] if isinstance(value, dict) else value for value in values]
-        if prompts and all(isinstance(prompt, str) for prompt in prompts):
-            return prompts
-    except (ValueError, KeyError, RecursionError):  # no UTF-8, no JSON
-        pass
-    need = 'a prompt on each line, in UTF-8; in a .jsonl file as a JSON text, or an object with a text "prompt"'
-    raise UserError(f"--prompts {path}: must have {need}.")
+        lines = [line for line in content.decode().split("\n") if line.strip()]
+        prompts = [_parse_prompt(line, is_json) for line in lines]
+    except (ValueError, RecursionError):  # not UTF-8, or an invalid line
+        prompts = []
+
+    if not prompts:
+        raise UserError(
+            f"--prompts {path}: must contain one prompt per line in UTF-8. In a .jsonl file, each "
+            'line must be a JSON string, or an object with a string "prompt".'
+        )
+    return prompts
+
+
+def _parse_prompt(line: str, is_json: bool) -> str:
+    """Parse one line of a prompt file.
+
+    Args:
+        line: Text of the line.
+        is_json: Whether the line is a JSON string or an object with the key "prompt".
+
+    Raises:
+        ValueError: If a JSON line contains no prompt.
+    """
+    if not is_json:
+        return line.removesuffix("\r")
+    value = json.loads(line)
+    prompt = value.get("prompt") if isinstance(value, dict) else value
+    if not isinstance(prompt, str):
+        raise ValueError("the prompt must be a string")
+    return prompt
 
 
 def _write(text: str) -> None:
-    """Print a piece of text at once. For a terminal, control characters are escaped, because it would obey them. A
-    file or another program gets the text unchanged, but for the surrogates of an argument that was no UTF-8."""
-    sys.stdout.write(printable(text) if sys.stdout.isatty() else text.encode("utf-8", "replace").decode())
+    """Print a piece of text immediately, without waiting for the end of the line.
+
+    On a terminal, control characters are escaped, because the terminal would execute them. Files
+    and other programs get the text unchanged, except for surrogates, which are not valid UTF-8.
+    """
+    is_terminal = sys.stdout.isatty()
+    text = printable(text) if is_terminal else text.encode("utf-8", "replace").decode()
+    sys.stdout.write(text)
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""`titanlite get`: a tokenizer or data, downloaded, and the lines of the job file that use it."""
+"""`titanlite get`: download a tokenizer or training data."""
 
 from __future__ import annotations
 
@@ -7,53 +7,89 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
+from pydantic import Field
 
-from titanlite.commands.data import tokenizer_tables
+from titanlite.commands.common import format_table
+from titanlite.commands.data import format_job_lines
 from titanlite.config.errors import printable
-from titanlite.config.mistakes import shown
-from titanlite.config.options import OptionPath, Options, parse
-from titanlite.data.hub import ENDINGS, Files, known
+from titanlite.config.mistakes import format_value
+from titanlite.config.options import OptionPath, Options, parse_options
+from titanlite.data.hub import SUFFIXES, HubFiles, load_presets
 from titanlite.data.tokenizer import load_tokenizer
 
 
 class Get(Options):
-    """Download a tokenizer or training data, and print the lines of the job file that use it."""
+    """Download a tokenizer or training data, and print the job file lines that use it."""
 
     kind: Annotated[Literal["tokenizer", "data"], tyro.conf.Positional]
-    """What to get."""
+    """What to download."""
     name: Annotated[str, tyro.conf.Positional] = ""
-    """A known name, or OWNER/NAME: any repository of the hub. Left out: the known names are listed."""
+    """A known name, or the OWNER/NAME of any repository on the Hub. Default: list the known
+    names."""
     out: OptionPath | None = None
-    """Folder for the files. Left out: assets/tokenizer/NAME or data/NAME. What is there already is not fetched again,
-    so after an interruption the same command goes on."""
-    origin: Annotated[str | None, tyro.conf.arg(name="from")] = None
-    """In place of huggingface.co: the URL of a mirror, or a folder that has the files of the repository."""
+    """Folder for the files. Default: assets/tokenizer/NAME or data/NAME. Existing files are not
+    downloaded again, so you can repeat the command after an interruption."""
+    origin: Annotated[Annotated[str, Field(min_length=1)] | None, tyro.conf.arg(name="from")] = None
+    """URL of a mirror of huggingface.co, or a folder that contains the files of the repository."""
     include: str | None = None
-    """Only the files whose path in the repository matches this, for example "en/c4-train.0000*"."""
+    """Download only files whose path in the repository matches this pattern, such as
+    "en/c4-train.0000*"."""
     dry_run: bool = False
-    """List the files and their bytes, and download nothing."""
+    """List the files with their sizes instead of downloading them."""
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the subcommand. Raises UserError: an unknown name, or the files cannot be had or used."""
-    options = parse(Get, argv, "get")
+    """Run `titanlite get`: download a tokenizer or data, and print the job lines that use it.
+
+    Args:
+        argv: Arguments after the name of the command.
+
+    Raises:
+        UserError: If the name is unknown, or the files cannot be downloaded or used.
+    """
+    options = parse_options(Get, argv, "get")
     if not options.name:
-        rows = [{"name": name, **row} for name, row in known().items() if name.startswith(options.kind)]
-        print("\n".join("titanlite get {name:<24}{size:<30}{licence}".format(**row) for row in rows))
+        print(_list_presets(options.kind))
         return
-    files = Files(options.kind, options.name, options.origin, options.include)
-    home = "assets/tokenizer" if options.kind == "tokenizer" else "data"
-    out = options.out or Path(home, (files.repo if "/" in options.name else options.name).rpartition("/")[2])
-    total = f"{sum(files.sizes.values()):,} bytes of {files.repo} in {out} (files: {len(files.sizes)})"
+
+    files = HubFiles(options.kind, options.name, options.origin, options.include)
+    out = options.out or _default_folder(options, files)
+    num_bytes = sum(files.sizes.values())
+    total = f"{num_bytes:,} bytes of {files.repo} in {out} (files: {len(files.sizes)})"
     if options.dry_run:
-        rows = [f"{size:>18,}  {name}" for name, size in files.sizes.items()]
-        print(printable("\n".join([*rows, f"Not downloaded: {total}."])))
+        for path, size in files.sizes.items():
+            print(printable(f"{size:>18,}  {path}"))
+        print(printable(f"Not downloaded: {total}."))
         return
+
     files.fetch(out)
     if options.kind == "tokenizer":
         path = out / next(iter(files.sizes))
-        job = tokenizer_tables(path, load_tokenizer(path).vocab_size)
+        lines = format_job_lines(path, load_tokenizer(path).vocab_size)
     else:
-        path = shown(f"{out}/**/*{files.ending}")
-        job = f'[dataset]\nsource = "{ENDINGS["data"][files.ending]}"\npath = {path}'
-    print(printable(f"{total}. A job that uses them needs\n\n{job}"))
+        source = SUFFIXES["data"][files.suffix]
+        pattern = format_value(f"{out}/**/*{files.suffix}")
+        lines = f'[dataset]\nsource = "{source}"\npath = {pattern}'
+    print(printable(f"{total}. To use them, add these lines to a job file:\n\n{lines}"))
+
+
+def _default_folder(options: Get, files: HubFiles) -> Path:
+    """Return the folder in which files are saved without --out, such as assets/tokenizer/gpt2."""
+    name = files.repo if "/" in options.name else options.name
+    _, _, folder_name = name.rpartition("/")
+    if options.kind == "tokenizer":
+        return Path("assets/tokenizer", folder_name)
+    return Path("data", folder_name)
+
+
+def _list_presets(kind: str) -> str:
+    """Format a table of the known tokenizers or datasets, with the command to download each one.
+
+    Args:
+        kind: "tokenizer" or "data".
+    """
+    rows = []
+    for name, preset in load_presets().items():
+        if name.startswith(kind):
+            rows.append((f"titanlite get {name}", preset["size"], preset["licence"]))
+    return format_table(("command", "size", "license"), rows)

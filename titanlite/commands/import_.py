@@ -1,13 +1,13 @@
-"""`titanlite import`: makes a checkpoint from published weights, to start a run from.
+"""`titanlite import`: convert published weights to a checkpoint.
 
-Invariant: the imported model computes the same as the original. If it would not, the import is refused.
+Invariant: The imported model computes the same as the original, or the import fails.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, ClassVar, cast
+from typing import TYPE_CHECKING, Annotated, ClassVar, cast
 
 import tomlkit
 import tyro
@@ -15,50 +15,163 @@ import tyro
 from titanlite.config.errors import UserError
 from titanlite.config.files import make_folder
 from titanlite.config.load import load_job
-from titanlite.config.options import CheckpointOptions, OptionPath, parse_beside_job
-from titanlite.config.storage import local_copy
-from titanlite.pretrained import model_tables
+from titanlite.config.options import CheckpointOptions, OptionPath, parse_options_and_job
+from titanlite.config.run import Run, model_tables
+from titanlite.config.schema import JobConfig
+from titanlite.config.storage import get_local_copy
+from titanlite.runtime.logging import note
+
+if TYPE_CHECKING:
+    from titanlite.data.tokenizer import Tokenizer
 
 _ORIGIN = tyro.conf.create_mutex_group(required=True)
-_GONE = "flavor torchtitan_version n_heads rope_theta rope_scaling_factor norm_eps max_seq_len".split()  # noqa: SIM905
-_KEYS = "With --torchtitan, a job says which model it is: --job.config_file FILE, or keys such as --model.flavor 8b."
+_DROPPED = (
+    "flavor",
+    "torchtitan_version",
+    "n_heads",
+    "rope_theta",
+    "rope_scaling_factor",
+    "norm_eps",
+    "max_seq_len",
+)
+_KEYS = (
+    "With --torchtitan, describe the model with options of a job: --job.config_file FILE, or keys "
+    "such as --model.flavor 8b."
+)
 
 
 class Import(CheckpointOptions):
-    """Make a checkpoint from published weights."""
+    """Convert published weights to a checkpoint, which all other commands accept."""
 
-    dropped: ClassVar = {name: (None, _KEYS) for name in _GONE}
+    dropped: ClassVar = {name: (None, _KEYS) for name in _DROPPED}
 
     out: OptionPath
-    """Folder of checkpoints in which step-00000000 is made."""
+    """Folder in which the checkpoint step-00000000 is created."""
     hf: Annotated[OptionPath | None, _ORIGIN] = None
     """Hugging Face folder: config.json and .safetensors files."""
     meta: Annotated[OptionPath | None, _ORIGIN] = None
-    """Meta's folder: params.json and consolidated.*.pth files."""
+    """Meta folder: params.json and consolidated.*.pth files."""
     torchtitan: Annotated[OptionPath | None, _ORIGIN] = None
-    """Folder of one step of torchtitan's: .metadata and *.distcp files."""
+    """Step folder of a torchtitan checkpoint: .metadata and *.distcp files."""
+    tokenizer: OptionPath | None = None
+    """Tokenizer file to copy into the checkpoint. Default: tokenizer.json or tokenizer.model of the
+    model folder, or with --torchtitan tokenizer.path of the job."""
 
 
 def main(argv: Sequence[str]) -> None:
-    """`titanlite import --hf DIR | --meta DIR | --torchtitan DIR --out CKPT`: makes a checkpoint of other weights.
+    """Run `titanlite import`: convert published weights to a checkpoint at step 0.
+
+    Afterwards, the lines of a job file that train from this checkpoint are printed.
+
+    Args:
+        argv: Arguments after the name of the command. With --torchtitan, they include the options
+            of a job that describe the model.
 
     Raises:
-        UserError: the folder has no model that is computed here exactly.
+        UserError: If the folder has no model that titanlite computes exactly, or --tokenizer cannot
+            be used.
     """
-    options, words = parse_beside_job(Import, argv, "import", _KEYS)
+    options, words = parse_options_and_job(Import, argv, "import", _KEYS)
     if bool(words) != (options.torchtitan is not None):
-        raise UserError(" ".join([*words[:1], _KEYS, "The other formats say it themselves."]))
-    origin = local_copy(cast(Path, options.hf or options.meta or options.torchtitan))
+        prefix = f"{words[0]}: " if words else ""
+        raise UserError(f"{prefix}{_KEYS} Models in other formats need no description.")
+    origin = get_local_copy(cast(Path, options.hf or options.meta or options.torchtitan))
     if not origin.is_dir():
-        raise UserError(f"{origin}: there is no such folder.")
-    from titanlite.checkpoint.published import hf_weights, import_weights, meta_weights
+        raise UserError(f"{origin}: is not a folder.")
+
+    from titanlite.checkpoint.huggingface import (
+        describing_job,
+        hf_weights,
+        import_weights,
+        meta_weights,
+    )
     from titanlite.torchtitan.weights import torchtitan_weights
 
-    read = meta_weights if options.meta else hf_weights
-    source = torchtitan_weights(origin, load_job(words).model) if options.torchtitan else read(origin)
-    path = import_weights(make_folder(options.out), source, str(origin))
-    print(f"Wrote {path}: {len(source.dtypes)} tensors. A job that starts from it needs\n")
-    tables = model_tables(source.arch) | ({"job": {"plugins": [*options.plugins]}} if options.plugins else {})
-    tokenizers = [name for name in ("tokenizer.json", "tokenizer.model") if (origin / name).is_file()]
-    tables |= {"tokenizer": {"path": str(origin / tokenizers[0])}} if tokenizers else {}
-    print(tomlkit.dumps(tables | {"checkpoint": {"initial_load_path": str(path)}}).rstrip())
+    if options.torchtitan:
+        job = load_job(words)
+        source = torchtitan_weights(origin, job.model)
+        sizes = model_tables(source.arch)["model"]
+        job = job.model_copy(update={"model": job.model.model_copy(update=sizes)})
+    else:
+        source = meta_weights(origin) if options.meta else hf_weights(origin)
+        job = describing_job(source, options.plugins)
+    tokenizer = _load_tokenizer(options.tokenizer, origin, job, source.arch.vocab_size)
+
+    out = make_folder(options.out)
+    path = import_weights(out, source, str(origin), job=job, tokenizer=tokenizer)
+    tables = model_tables(source.arch)
+    if options.plugins:
+        tables["job"] = {"plugins": [*options.plugins]}
+    if tokenizer is not None:
+        tables["tokenizer"] = {"path": str(path / f"tokenizer{tokenizer.path.suffix}")}
+    tables["checkpoint"] = {"initial_load_path": str(path)}
+    print(f"Wrote {path}: {len(source.dtypes)} tensors. To start from it, add to a job file:\n")
+    print(tomlkit.dumps(tables).rstrip())
+
+
+def _load_tokenizer(
+    file: Path | None, origin: Path, job: JobConfig, vocab_size: int
+) -> Tokenizer | None:
+    """Load the tokenizer to copy into the checkpoint.
+
+    Args:
+        file: The file that --tokenizer names, or None for the default tokenizer.
+        origin: The folder of the weights, which can contain the default tokenizer.
+        job: The job that describes the model. If it sets a tokenizer, this one is the default.
+        vocab_size: Number of rows of the embedding, which the tokenizer must not exceed.
+
+    Returns:
+        The tokenizer. None if there is no default tokenizer or it cannot be used, which is logged.
+
+    Raises:
+        UserError: If `file` cannot be used.
+    """
+    if file is not None:
+        try:
+            return _load_fitting_tokenizer(file, job, vocab_size)
+        except UserError as error:
+            raise UserError(f"--tokenizer: {error}") from None
+
+    try:
+        default_file = _find_default_tokenizer(origin, job)
+        return _load_fitting_tokenizer(default_file, job, vocab_size)
+    except UserError as error:
+        note(f"The checkpoint has no tokenizer: {error}")
+        note("To generate or evaluate with it, pass --tokenizer.path FILE.")
+        return None
+
+
+def _find_default_tokenizer(origin: Path, job: JobConfig) -> Path:
+    """Return the path of the tokenizer to use for an import without --tokenizer.
+
+    It is the tokenizer file that the job sets, or else a tokenizer file in the folder `origin`.
+
+    Raises:
+        UserError: If neither exists.
+    """
+    if job.tokenizer.model_fields_set:
+        return Run(job).tokenizer_path
+    for path in (origin / "tokenizer.json", origin / "tokenizer.model"):
+        if path.is_file():
+            return path
+    raise UserError("the folder of the weights has no tokenizer.json or tokenizer.model.")
+
+
+def _load_fitting_tokenizer(path: Path, job: JobConfig, vocab_size: int) -> Tokenizer:
+    """Load a tokenizer and check that the model has an embedding for each of its tokens.
+
+    Args:
+        path: Path of the tokenizer file.
+        job: Job of the imported model.
+        vocab_size: Number of rows of the embedding.
+
+    Raises:
+        UserError: If the tokenizer cannot be loaded or has more than `vocab_size` tokens.
+    """
+    from titanlite.data.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(path, job)
+    if tokenizer.vocab_size > vocab_size:
+        sizes = f"{tokenizer.vocab_size} tokens, but the embedding has {vocab_size} rows"
+        raise UserError(f"{path} has {sizes}.")
+    return tokenizer

@@ -1,4 +1,4 @@
-"""`titanlite migrate`: a job file of torchtitan's as one of ours."""
+"""`titanlite migrate`: convert a torchtitan job file."""
 
 from __future__ import annotations
 
@@ -7,63 +7,86 @@ import sys
 from collections.abc import Sequence
 
 from titanlite.config.errors import UserError, printable
-from titanlite.config.files import read_file, write_whole
-from titanlite.config.options import OptionPath, Options, PositionalPath, parse
+from titanlite.config.files import read_file, write_output
+from titanlite.config.options import OptionPath, Options, PositionalPath, parse_options
 from titanlite.torchtitan.migrate import Migration
 from titanlite.torchtitan.tables import Version
 
-_MOST_BYTES = 1 << 16  # torchtitan's own have 2,000
+_MAX_BYTES = 1 << 16  # torchtitan job files have about 2,000 bytes
 
 
 class Migrate(Options):
-    """Turn a job file of torchtitan 0.1 or 0.2, for a Llama, into one of titanlite's. Each key is carried over, or
-    named with the reason why it is not. Comments stay in the old file."""
+    """Convert a torchtitan 0.1 or 0.2 job file for Llama 3 or Qwen3.
+
+    Each key is kept or renamed, or reported with the reason why it is left out. Comments are not
+    copied.
+    """
 
     file: PositionalPath
-    """torchtitan's job file (TOML)."""
+    """torchtitan job file (TOML)."""
     out: OptionPath | None = None
-    """File to write. Left out: the new file is printed, and the report goes to standard error."""
+    """File to write. Default: print the new file, and print the report to standard error."""
     overwrite: bool = False
     """Replace the file --out if it exists."""
     torchtitan_version: Version | None = None
-    """The version that the file is for. Left out: the keys tell it. Models of 0.2 scale their rotary frequencies, those
-    of 0.1 do not."""
+    """torchtitan version that the file is for. Default: detect it from the keys. Version 0.2 scales
+    the rotary frequencies of Llama 3, version 0.1 does not."""
 
 
 def main(argv: Sequence[str]) -> None:
-    """`titanlite migrate OLD.toml [--out NEW.toml]`.
+    """Run `titanlite migrate`: convert a torchtitan job file, and report the converted keys.
+
+    Args:
+        argv: Arguments after the name of the command.
 
     Raises:
-        UserError: the file is no job of torchtitan's for a Llama, it has wrong values, or the
-            new one exists.
+        UserError: If the file is not a torchtitan job for a supported model or has invalid values,
+            or if the file --out exists.
     """
-    options = parse(Migrate, argv, "migrate")
-    if options.out is not None and os.path.lexists(options.out) and not options.overwrite:
-        raise UserError(f"{options.out} exists already. Name another file, or add --overwrite.")
-    raw = read_file(options.file, _MOST_BYTES)
+    options = parse_options(Migrate, argv, "migrate")
+    out = options.out
+    if out is not None and os.path.lexists(out) and not options.overwrite:
+        raise UserError(f"{out} already exists. Choose another file, or add --overwrite.")
+
+    content = read_file(options.file, _MAX_BYTES)
     try:
-        result = Migration(raw, options.torchtitan_version)
+        migration = Migration(content, options.torchtitan_version)
     except UserError as error:
         raise UserError(f"{options.file}: {error}") from None
-    if options.out is None:
-        print(printable(result.text), end="")  # an escape means the same in TOML
+
+    report = printable(_format_report(migration, options))
+    if out is None:
+        print(printable(migration.text), end="")  # escaped characters mean the same in TOML
+        print(report, file=sys.stderr)
     else:
-        write_whole(options.out, result.text.encode())
-    print(printable(_report(result, options)), file=sys.stderr if options.out is None else sys.stdout)
+        write_output(out, migration.text.encode())
+        print(report)
 
 
-def _report(result: Migration, options: Migrate) -> str:
-    """What became of each key."""
-    where = f"Wrote {options.out}" if options.out else "This job"
-    scaled = "are scaled as in Llama 3.1" if result.version == "0.2" else "are not scaled"
+def _format_report(migration: Migration, options: Migrate) -> str:
+    """Format the report of a conversion, with the renamed, added and omitted keys of the job."""
+    name = f"Wrote {options.out}" if options.out else "This job"
+    is_scaled = migration.rope_scaling_factor != 1.0
+    scaling = "are scaled as in Llama 3.1" if is_scaled else "are not scaled"
+    renamed = [f"{old} -> {new}" for old, new in migration.renamed.items()]
+    added = [f"{key}  ({reason})" for key, reason in migration.added.items()]
+    omitted = [f"{', '.join(keys)}\n      {reason}" for reason, keys in migration.lost.items()]
+
     lines = [
-        f"{where}: {result.carried} keys as they were; comments stay in {options.file}. It is read as a job of "
-        f"torchtitan {result.version}, where rotary frequencies {scaled}."
+        f"{name}: {migration.carried} keys unchanged; comments stay in {options.file}. The file "
+        f"was read as a job for torchtitan {migration.version}, where rotary frequencies {scaling}."
     ]
-    for heading, rows in (
-        ("Under another name:", [f"{old} -> {new}" for old, new in result.renamed.items()]),
-        ("Added, so that the run stays the same:", [f"{key}  ({why})" for key, why in result.added.items()]),
-        ("Left out:", [f"{', '.join(keys)}\n      {reason}" for reason, keys in result.lost.items()]),
-    ):
-        lines += ["", heading, *(f"  {row}" for row in rows)] if rows else []
-    return "\n".join([*lines, "", f"Now: titanlite check --job.config_file {options.out or 'NEW.toml'} --world-size N"])
+    lines += _format_section("Renamed:", renamed)
+    lines += _format_section("Added to keep the run the same:", added)
+    lines += _format_section("Left out:", omitted)
+    job_file = options.out or "NEW.toml"
+    lines += ["", f"Next: titanlite check --job.config_file {job_file} --world-size N"]
+    return "\n".join(lines)
+
+
+def _format_section(heading: str, items: Sequence[str]) -> list[str]:
+    """Format a section of a report: an empty line, the heading and one indented line per item.
+
+    The result is empty if there are no items.
+    """
+    return ["", heading, *(f"  {item}" for item in items)] if items else []

@@ -1,4 +1,4 @@
-"""`titanlite plan`: memory, time and advice for a job, before it runs anywhere."""
+"""`titanlite plan`: estimate the memory and time of a job."""
 
 from __future__ import annotations
 
@@ -7,91 +7,207 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, TextIO
 
 from pydantic import Field
 
+from titanlite.commands.common import format_table
 from titanlite.config.errors import UserError
-from titanlite.config.files import not_writable, write_whole
+from titanlite.config.files import find_write_problem, write_output
 from titanlite.config.load import dump_config
-from titanlite.config.options import AsJson, OptionPath, OptionRanks, Options, parse_beside_job
+from titanlite.config.options import (
+    AsJson,
+    OptionPath,
+    OptionRanks,
+    Options,
+    parse_options_and_job,
+)
 from titanlite.config.run import Run
-from titanlite.load_run import load_run, world_size
+from titanlite.load_run import load_run, read_world_size
 from titanlite.observe.forecast import Forecast
 from titanlite.observe.gpus import GIB, MIB, MOST_GIB, Gpu, device_memory, find_gpu, gpu_of_device
+from titanlite.plan.workers import workers
 from titanlite.runtime.logging import note
+
+_MAX_LISTED = 10  # number of search results to print
 
 
 class Plan(Options):
-    """Say what a job will take before it runs: the peak of memory on each kind of rank, the time of a step, and what
-    makes it fit or go faster. It runs the trainer's own code on tensors without data, so it needs no GPU."""
+    """Estimate peak memory and step time of a job, and find changes that make it fit or run faster.
+
+    The command runs the trainer's code on tensors without data, so it needs no GPU.
+    """
 
     world_size: OptionRanks | None = None
-    """Number of ranks: the processes of all machines together. Left out: the environment variable WORLD_SIZE, or 1
-    without it."""
+    """Number of ranks, that is, processes on all nodes together. Default: the environment variable
+    WORLD_SIZE, or 1."""
     gpu: str | None = None
-    """The device: a name such as H100 or A100-80GB, cpu for this machine's cores, or a TOML file with the numbers of
-    its data sheet. Left out: the GPU of this machine, or H100 if it has none."""
+    """Device: a name such as H100 or A100-80GB, cpu for the cores of this node, or a TOML file with
+    the numbers of a data sheet. Default: the GPU of this node, or H100 if it has none."""
     memory: Annotated[float, Field(gt=0, le=MOST_GIB)] | None = None
-    """GiB of a device (of the machine with --gpu cpu), in place of the number in the table. A million at most."""
+    """Memory of a device in GiB (of the node with --gpu cpu). Default: the number in the table."""
     as_json: AsJson = False
-    """Print one JSON object instead of text."""
+    """Print one JSON object and nothing else."""
     quick: bool = False
-    """Do not look for the largest batch that fits."""
+    """Do not search for the largest batch that fits."""
     remedies: bool = False
-    """List what takes less memory even if the job fits."""
+    """List changes that reduce memory even if the job fits."""
     search: bool = False
-    """Look for the fastest layouts, recomputation, batch sizes and precisions that fit on these ranks."""
+    """Search for the fastest layouts, activation checkpointing, batch sizes and precisions that
+    fit."""
     write: OptionPath | None = None
-    """Search, and write the job file of the fastest to this new file, without [job], which names folder and file of
-    another."""
+    """Search, and write the job file of the fastest result to this new file, without [job]."""
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the subcommand. Raises UserError: the job or an option is wrong."""
-    options, words = parse_beside_job(Plan, argv, "plan")
-    if options.write:
-        taken = os.path.lexists(options.write) and "It exists already. Name another file."
-        if problem := taken or not_writable(options.write.absolute().parent):
-            raise UserError(f"--write {options.write}: {problem}")
-    run = load_run(words, options.world_size or world_size(), trains=False)
-    out = sys.stdout
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # which ends the processes that trace
-    with contextlib.redirect_stdout(sys.stderr):  # libraries may print while they are imported
-        gpu = _chosen_gpu(options.gpu)
-        from titanlite.plan import advice  # torch, which a wrong name does not wait for
+    """Run `titanlite plan`: estimate the memory and step time of a job, or search faster jobs.
 
-        gpu = gpu.model_copy(update={"memory_gib": options.memory or gpu.memory_gib}).of_rank(run.world_size)
-        if gpu.cpu:  # device and host are one memory there
-            run = advice.with_keys(run, {"training.enable_cpu_offload": False})
-        if options.search or options.write:
-            with advice.workers() as pool:
-                found, traced, of = advice.search(run, gpu, pool.map)
-            if not found:
-                raise UserError(f"None of {traced} jobs fits. Take more or larger devices, or a smaller model.")
-            if options.write:
-                job = advice.with_keys(run, found[0][0]).job
-                write_whole(options.write, dump_config(job, without=("job",)).encode())
-            best = [{"options": advice.options(settings), **plan.model_dump()} for settings, plan in found[:10]]
-            result = {"traced": traced, "candidates": of, "best": best}
-            text = json.dumps(result) if options.as_json else _listed(best, f"{traced} of {of}")
-        else:
-
-            def tell(plan: Forecast) -> None:
-                if not options.as_json:
-                    print("\n".join(_described(run, plan)), file=out, flush=True)
-
-            plan = advice.make_plan(run, gpu, options.quick, options.remedies, tell)
-            text = plan.model_dump_json() if options.as_json else _advice(run, plan)
-    print(text, end="\n" if text else "")
-
-
-def _chosen_gpu(name: str | None) -> Gpu:
-    """The device that --gpu names, or the one of this machine, or H100 if it has none.
+    Args:
+        argv: Arguments after the name of the command: options, and overrides of the job.
 
     Raises:
-        UserError: the name or the file is wrong, or this machine's GPU is not in the table.
+        UserError: If the job or an option is invalid, or no job fits.
+    """
+    options, words = parse_options_and_job(Plan, argv, "plan")
+    if options.write is not None:
+        _check_new_file(options.write)
+    run = load_run(words, options.world_size or read_world_size(), trains=False)
+
+    # Handle SIGTERM like Ctrl-C, which also ends the tracing processes.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    out = sys.stdout
+    with contextlib.redirect_stdout(sys.stderr):  # some libraries print when they are imported
+        gpu = _choose_gpu(options.gpu)
+        if options.memory is not None:
+            gpu = gpu.model_copy(update={"memory_gib": options.memory})
+        gpu = gpu.of_rank(run.world_size)
+
+        is_search = options.search or options.write is not None
+        has_many_kinds_of_ranks = run.degrees.pipeline > 2
+        uses_pool = is_search or has_many_kinds_of_ranks
+        with workers() if uses_pool else contextlib.nullcontext() as pool:
+            apply = pool.map if pool else map
+            if is_search:
+                text = _search(options, run, gpu, apply)
+            else:
+                text = _plan(options, run, gpu, apply, out)
+    if text:
+        print(text)
+
+
+def _check_new_file(path: Path) -> None:
+    """Check that the file for the option --write does not exist and can be created.
+
+    Raises:
+        UserError: If the file exists, or its folder is not writable.
+    """
+    if os.path.lexists(path):
+        raise UserError(f"--write {path}: already exists. Choose another file.")
+    problem = find_write_problem(path.absolute().parent)
+    if problem:
+        raise UserError(f"--write {path}: {problem}")
+
+
+def _plan(options: Plan, run: Run, gpu: Gpu, apply: Callable[..., Any], out: TextIO) -> str:
+    """Estimate one job, print the estimate to `out` as soon as it is known, and return advice.
+
+    Advice is a list of changes that make the job fit, or the largest batch size. It takes longer
+    than the estimate, because other jobs must be traced. With --json, nothing is printed, and the
+    result is one JSON object with both.
+
+    Args:
+        options: Options of the command.
+        run: The run to estimate.
+        gpu: The device of each rank.
+        apply: Function like `map` that traces jobs, possibly in several processes.
+        out: Standard output.
+    """
+    from titanlite.plan import advice  # slow, because it imports torch
+
+    def print_plan(plan: Forecast) -> None:
+        if not options.as_json:
+            print(_format_plan(run, plan), file=out, flush=True)
+
+    run = _without_offload_on_cpu(run, gpu)
+    plan = advice.make_plan(run, gpu, options.quick, options.remedies, print_plan, apply)
+    if options.as_json:
+        return plan.model_dump_json()
+    if plan.changes:
+        return "\n  ".join(["Changes that make it fit, cheapest first:", *plan.changes])
+    if not plan.fits:
+        return plan.remedy()
+
+    largest = plan.largest_local_batch_size
+    if largest is None:
+        return ""
+    current = run.job.training.local_batch_size
+    return f"Largest training.local_batch_size that fits: {largest} (now {current})."
+
+
+def _search(options: Plan, run: Run, gpu: Gpu, apply: Callable[..., Any]) -> str:
+    """Search for the fastest variants of a job that fit into memory.
+
+    With --write, the fastest one is also written as a job file.
+
+    Args:
+        options: Options of the command.
+        run: The run to vary.
+        gpu: The device of each rank.
+        apply: Function like `map` that traces jobs, possibly in several processes.
+
+    Returns:
+        The 10 fastest variants as a table, or as JSON with --json.
+
+    Raises:
+        UserError: If no variant fits.
+    """
+    from titanlite.plan import advice
+
+    run = _without_offload_on_cpu(run, gpu)
+    results, num_traced, num_candidates = advice.search(run, gpu, apply)
+    if not results:
+        remedy = "Use more or larger devices, or a smaller model."
+        raise UserError(f"None of {num_traced} jobs fits. {remedy}")
+    if options.write:
+        fastest_settings, _ = results[0]
+        fastest_job = advice.with_keys(run, fastest_settings).job
+        write_output(options.write, dump_config(fastest_job, without=("job",)).encode())
+
+    best = []
+    for settings, plan in results[:_MAX_LISTED]:
+        best.append({"options": advice.format_options(settings), **plan.model_dump()})
+    if options.as_json:
+        return json.dumps({"traced": num_traced, "candidates": num_candidates, "best": best})
+
+    devices = f"{best[0]['world_size']} x {best[0]['gpu']}"
+    title = f"Fastest of {num_traced} traced jobs (of {num_candidates} candidates) on {devices}"
+    rows = [_format_result(plan) for plan in best]
+    table = format_table(("tokens/s", "MFU", "peak GiB", "job"), rows)
+    return f"{title}\n\n{table}"
+
+
+def _without_offload_on_cpu(run: Run, gpu: Gpu) -> Run:
+    """Return the run without CPU offload if it is planned for a CPU.
+
+    Moving tensors to CPU memory saves nothing there. Runs on GPUs are returned unchanged.
+    """
+    from titanlite.plan import advice
+
+    return advice.with_keys(run, {"training.enable_cpu_offload": False}) if gpu.cpu else run
+
+
+def _choose_gpu(name: str | None) -> Gpu:
+    """Return the GPU or CPU for which `titanlite plan` makes its estimates.
+
+    Without --gpu, it is the GPU of this node, or an H100 if the node has no GPU.
+
+    Args:
+        name: Value of --gpu: "cpu", the name of a GPU, or the path of a TOML file. None without it.
+
+    Raises:
+        UserError: If the name or the file is invalid, or the GPU of this node is not in the table.
     """
     if name == "cpu":
         from titanlite.plan.roofline import this_cpu
@@ -99,45 +215,62 @@ def _chosen_gpu(name: str | None) -> Gpu:
         return this_cpu()
     if name is not None:
         return find_gpu(name)
-    device, memory = device_memory()
-    if device is None:
-        note("This machine has no GPU, so the plan is for H100. --gpu names another.")
+
+    device_name, num_bytes = device_memory()
+    if device_name is None:
+        note("This node has no GPU, so the plan is for H100. To choose another, pass --gpu.")
         return find_gpu("H100")
-    if (gpu := gpu_of_device(device)) is None:
-        raise UserError(f"This machine's GPU, {device}, is not in the table. Name one that is like it with --gpu.")
-    return gpu.model_copy(update={"memory_gib": memory / GIB})
+    gpu = gpu_of_device(device_name)
+    if gpu is None:
+        problem = f"The GPU of this node, {device_name}, is not in the table."
+        raise UserError(f"{problem} Pass a similar one with --gpu.")
+    return gpu.model_copy(update={"memory_gib": num_bytes / GIB})
 
 
-def _described(run: Run, plan: Forecast) -> Iterator[str]:
-    """The plan as text."""
-    yield f"{plan.job} on {plan.world_size} x {plan.gpu}\n\nMemory at the peak, in {plan.moment}, GiB"
-    sizes = dict(sorted(plan.kinds.items(), key=lambda kind: -kind[1]))
-    sizes |= {"allocator and libraries (allowance)": plan.allowance, "in host memory": plan.host}
-    sizes |= {f"tensors of rank {rank}": peak for rank, peak in plan.peaks.items()}
-    yield from (f"  {name:<36}{size / GIB:>10.3f}" for name, size in sizes.items() if size >= MIB)
-    fits = "fits" if plan.fits else "DOES NOT FIT"
-    yield f"  {f'together, of {plan.memory / GIB:.1f}: {fits}':<36}{plan.needs / GIB:>10.3f}"
-    yield f"\nTime of a step, s (by the numbers of {plan.gpu}; a roofline, right to a third)"
-    parts = plan.parts | {"(communication behind other work)": plan.hidden_seconds, "step": plan.step_seconds}
-    yield from (f"  {name:<36}{seconds:>10.4f}{seconds / plan.step_seconds:>7.0%}" for name, seconds in parts.items())
+def _format_plan(run: Run, plan: Forecast) -> str:
+    """Format the estimate of a job as two tables: peak memory in GiB and step time in seconds."""
+    lines = [f"{plan.job} on {plan.world_size} x {plan.gpu}", ""]
+    lines += _format_memory(plan)
+    lines += ["", f"Step time, s (roofline of {plan.gpu}, accurate to about a third)"]
+    parts = {**plan.parts, "(hidden communication)": plan.hidden_seconds, "step": plan.step_seconds}
+    for name, seconds in parts.items():
+        share = seconds / plan.step_seconds
+        lines.append(f"  {name:<36}{seconds:>10.4f}{share:>7.0%}")
+
     days = plan.step_seconds * run.job.training.steps / 86400
-    yield f"  {plan.tokens_per_second:,.0f} tokens/s per device, MFU {plan.mfu:.1%}, {days:,.2f} days for all steps\n"
-
-
-def _advice(run: Run, plan: Forecast) -> str:
-    if plan.changes:
-        return "\n  ".join(["What makes it fit, cheapest first:", *plan.changes])
-    if not plan.fits:
-        return plan.remedy()
-    largest, rows = plan.largest_local_batch_size, run.job.training.local_batch_size
-    return f"Largest training.local_batch_size that fits: {largest} (it is {rows})." if largest is not None else ""
-
-
-def _listed(best: Sequence[Mapping[str, Any]], traced: str) -> str:
-    """What a search has found, as text."""
-    lines = [f"The best of the {traced} jobs that were traced, for {best[0]['world_size']} x {best[0]['gpu']}"]
-    lines.append(f"\n{'tokens/s':>10}{'MFU':>7}{'peak GiB':>10}   job")
-    for plan in best:
-        words = " ".join(plan["options"]) or "(as it is)"
-        lines.append(f"{plan['tokens_per_second']:>10,.0f}{plan['mfu']:>7.1%}{plan['peak'] / GIB:>10.1f}   {words}")
+    speed = f"{plan.tokens_per_second:,.0f} tokens/s per device, MFU {plan.mfu:.1%}"
+    lines += [f"  {speed}, {days:,.2f} days for all steps", ""]
     return "\n".join(lines)
+
+
+def _format_memory(plan: Forecast) -> list[str]:
+    """Format the peak memory as table lines in GiB, with the largest kinds of tensors first."""
+    sizes = dict(sorted(plan.kinds.items(), key=lambda item: item[1], reverse=True))
+    sizes["allocator and libraries (allowance)"] = plan.allowance
+    sizes["in CPU memory"] = plan.host
+    for rank, peak in plan.peaks.items():
+        sizes[f"tensors of rank {rank}"] = peak
+
+    lines = [f"Peak memory, in {plan.moment}, GiB"]
+    for name, size in sizes.items():
+        if size >= MIB:
+            lines.append(f"  {name:<36}{size / GIB:>10.3f}")
+    verdict = "fits" if plan.fits else "DOES NOT FIT"
+    total_name = f"total, of {plan.memory / GIB:.1f}: {verdict}"
+    lines.append(f"  {total_name:<36}{plan.needs / GIB:>10.3f}")
+    return lines
+
+
+def _format_result(plan: Mapping[str, Any]) -> tuple[str, ...]:
+    """Format one result of a search as table cells.
+
+    Returns:
+        Tokens per second, MFU, peak memory in GiB, and changed options, such as "412,000", "43.1%".
+    """
+    speed = f"{plan['tokens_per_second']:,.0f}"
+    return (
+        speed,
+        f"{plan['mfu']:.1%}",
+        f"{plan['peak'] / GIB:.1f}",
+        " ".join(plan["options"]) or "(unchanged)",
+    )

@@ -1,4 +1,4 @@
-"""`titanlite profile`: where the time of a job's step goes."""
+"""`titanlite profile`: measure which operations take the time of a training step."""
 
 from __future__ import annotations
 
@@ -9,35 +9,48 @@ from typing import Annotated
 from pydantic import Field, NonNegativeInt
 
 from titanlite.commands.common import print_result, start_ranks
-from titanlite.config.options import AsJson, OptionPath, Options, parse_beside_job
-from titanlite.load_run import load_run, world_size
+from titanlite.config.options import AsJson, OptionPath, Options, parse_options_and_job
+from titanlite.load_run import load_run, read_world_size
 
 
 class Profile(Options):
-    """Train a few steps of a job and say where their time goes. Start several ranks with NGPU=N or with torchrun.
+    """Train a few steps of a job and profile them. Use NGPU=N or torchrun to start several ranks.
 
-    It trains fresh weights on the job's data, and touches no file of a run. `--profiling.profiler_ranks` chooses ranks,
-    and `--profiling.enable_memory_snapshot` adds what is in memory.
+    Profiling trains new weights on the data of the job and changes no file of a run. Pass
+    `--profiling.profiler_ranks` to select ranks, and `--profiling.enable_memory_snapshot` to record
+    memory.
     """
 
     steps: Annotated[int, Field(ge=1, le=1000)] = 3
-    """Steps that are profiled. A trace grows with them."""
+    """Number of steps to profile. The size of a trace grows with it."""
     warmup: NonNegativeInt = 3
-    """Steps before them. The first one is slow, and compiles what is to be compiled."""
+    """Number of steps before them. The first step compiles the model and is slow."""
     out: OptionPath | None = None
-    """Traces go to the folder `profile` in this folder. Left out: job.dump_folder."""
+    """Folder in which traces are written to the subfolder `profile`. Default: job.dump_folder."""
     as_json: AsJson = False
     """Print one JSON object and nothing else."""
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the command. Raises UserError: the job or an option is wrong, or the job cannot be run here."""
-    options, words = parse_beside_job(Profile, argv, "profile")
-    start_ranks("profile", argv)
-    run = load_run(words, world_size(), trains=options.out is None)
+    """Run `titanlite profile`: train a few steps, and print their slowest operations.
 
-    from titanlite.train.profile_steps import profile_steps  # torch, which a wrong job does not wait for
+    Args:
+        argv: Arguments after the name of the command: options, and overrides of the job.
+
+    Raises:
+        UserError: If the job or an option is invalid.
+    """
+    options, words = parse_options_and_job(Profile, argv, "profile")
+    start_ranks("profile", argv)
+    run = load_run(words, read_world_size(), trains=options.out is None)
+
+    # Importing torch is slow, so invalid options are reported first.
+    from titanlite.train.profile_steps import profile_steps
 
     profiles = profile_steps(run, options.steps, options.warmup, options.out)
-    text = [f"rank {own.rank}\n{own.table}\nOpen in https://ui.perfetto.dev: {own.trace}" for own in profiles]
-    print_result({"profiles": list(map(asdict, profiles))}, "\n".join(text), options.as_json)
+    lines = []
+    for profile in profiles:
+        lines.append(f"rank {profile.rank}\n{profile.table}")
+        lines.append(f"To view the trace, open it in https://ui.perfetto.dev: {profile.trace}")
+    result = {"profiles": [asdict(profile) for profile in profiles]}
+    print_result(result, "\n".join(lines), options.as_json)

@@ -1,60 +1,104 @@
-"""`titanlite replay`: a step of a run once more, to look into it."""
+"""`titanlite replay`: compute a step of a run again."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from pydantic import PositiveInt
 
 from titanlite.commands.common import print_result, start_ranks
 from titanlite.config.errors import UserError
-from titanlite.config.options import AsJson, Options, PositionalPath, parse_beside_job
-from titanlite.load_run import load_run, world_size
+from titanlite.config.options import AsJson, Options, PositionalPath, parse_options_and_job
+from titanlite.load_run import load_run, read_world_size
 from titanlite.observe.logged_step import json_line
 
 
 class Replay(Options):
-    """Compute a step of a run once more, also one that was skipped, and compare its loss with the logged one.
+    """Compute a step of a run again, and compare its loss with the logged one.
 
-    Weights, optimizer and rows come from the newest checkpoint before the step; the steps between are computed, too.
-    Start as many ranks as the run had, with NGPU=N or with torchrun: then the loss has the same bits. No file changes.
+    The command loads the newest checkpoint before the step, and computes the steps in between as
+    well. You can also replay a skipped step. If you start as many ranks as the run had, with NGPU=N
+    or torchrun, the loss is bitwise identical. No file of the run changes.
     """
 
     dir: PositionalPath
-    """The run's output folder."""
+    """Output folder of the run."""
     step: PositiveInt
-    """Number of the step; the first one is 1."""
+    """Number of the step, counted from 1."""
     as_json: AsJson = False
     """Print one JSON object and nothing else."""
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the command. Raises UserError: no such run or step, or a job that cannot run here."""
-    options, words = parse_beside_job(Replay, argv, "replay")
-    config, metrics = options.dir / "config.toml", options.dir / "metrics.jsonl"
+    """Run `titanlite replay`: compute a step again and compare its loss with the logged one.
+
+    Args:
+        argv: Arguments after the name of the command.
+
+    Raises:
+        UserError: If the run or the step does not exist, or the job cannot run on this node.
+    """
+    options, words = parse_options_and_job(Replay, argv, "replay")
+    config = options.dir / "config.toml"
     if not config.is_file():
-        raise UserError(f"{config} does not exist. Name the output folder of a run.")
+        raise UserError(
+            f"{config} does not exist. Pass the output folder of a run: a checkpoint alone, such "
+            "as an imported one, has no steps to replay."
+        )
     start_ranks("replay", argv)
     words = ["--job.config_file", str(config), "--job.dump_folder", str(options.dir), *words]
-    run = load_run(words, world_size(), trusted=False, trains=False)
-    lines = map(json.loads, metrics.read_text(encoding="utf-8").splitlines()) if metrics.is_file() else ()
-    logged = next((line for line in lines if line["step"] == options.step), None)
+    run = load_run(words, read_world_size(), trusted=False, trains=False)
+    logged = _read_logged_step(options.dir / "metrics.jsonl", options.step)
 
-    from titanlite.train.replay import replay  # torch, which a wrong option does not wait for
+    from titanlite.train.replay import replay  # slow, because it imports torch
 
-    now, before = (
-        {key: line.get("nonfinite", {}).get(key, line[key]) for key in ("loss", "grad_norm")} if line else None
-        for line in (json.loads(json_line(replay(run, options.step)[-1].model_dump())), logged)
-    )
-    words = "that step was not logged" if before is None else "as logged, bit for bit"
-    if before not in (None, now):
-        words = f"NOT as logged: {_shown(before)}. On other ranks, devices or packages sums are rounded differently"
-    result = {"step": options.step, "now": now, "logged": before}
-    print_result(result, f"step {options.step}  {_shown(now)}, {words}", options.as_json)
+    metrics = replay(run, options.step)[-1]
+    now = _select_numbers(json.loads(json_line(metrics.model_dump())))
+    if logged is None:
+        verdict = "this step was not logged"
+    elif logged == now:
+        verdict = "bitwise identical to the logged step"
+    else:
+        verdict = (
+            f"DIFFERENT from the logged step: {_format_numbers(logged)}. Sums are rounded "
+            "differently with other ranks, devices or packages"
+        )
+    text = f"step {options.step}  {_format_numbers(now)}, {verdict}"
+    result = {"step": options.step, "now": now, "logged": logged}
+    print_result(result, text, options.as_json)
 
 
-def _shown(numbers: dict[str, Any] | None) -> str:
-    """As a line of the log has them; what is not finite is a text."""
-    return "loss {loss:.4f}  grad_norm {grad_norm:.3f}".format(**{k: float(v) for k, v in (numbers or {}).items()})
+def _read_logged_step(metrics: Path, step: int) -> dict[str, Any] | None:
+    """Read the logged loss and gradient norm of a step, for a comparison with the recomputed ones.
+
+    Args:
+        metrics: Path of the run's metrics.jsonl.
+        step: Number of the step, counted from 1.
+
+    Returns:
+        A dictionary with the keys "loss" and "grad_norm", or None if the step was not logged.
+    """
+    if not metrics.is_file():
+        return None
+    for line in metrics.read_text(encoding="utf-8").splitlines():
+        logged = json.loads(line)
+        if logged["step"] == step:
+            return _select_numbers(logged)
+    return None
+
+
+def _select_numbers(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Extract the loss and gradient norm from a line of metrics.jsonl.
+
+    Infinite and NaN values are returned as strings, because JSON has no such numbers.
+    """
+    nonfinite = line.get("nonfinite", {})
+    return {key: nonfinite.get(key, line[key]) for key in ("loss", "grad_norm")}
+
+
+def _format_numbers(numbers: Mapping[str, Any]) -> str:
+    """Format the loss and gradient norm of a step, such as "loss 2.8130  grad_norm 0.941"."""
+    return f"loss {float(numbers['loss']):.4f}  grad_norm {float(numbers['grad_norm']):.3f}"

@@ -1,4 +1,4 @@
-"""`titanlite report`: one page about one or several runs."""
+"""`titanlite report`: write a page about runs."""
 
 from __future__ import annotations
 
@@ -11,32 +11,45 @@ import tyro
 from pydantic import Field
 
 from titanlite.config.errors import UserError
-from titanlite.config.files import write_whole
-from titanlite.config.options import OptionPath, Options, parse
+from titanlite.config.files import write_output
+from titanlite.config.options import OptionPath, Options, parse_options
 from titanlite.report.page import make_page
 
 
 class Report(Options):
-    """Write one HTML page about one or several runs, which needs no network and can be sent to others.
+    """Write a single HTML page about one or more runs, which can be viewed offline and shared.
 
-    It has the curves, events, samples, configuration and environment of each run, and what differs.
+    It shows the curves, events, samples, configuration and environment of each run, and their
+    differences.
     """
 
     dirs: Annotated[list[OptionPath], tyro.conf.Positional, Field(max_length=50)]
-    """Output folders of runs, 50 at most."""
+    """Output folders of up to 50 runs."""
     out: OptionPath = Path("report.html")
-    """The page."""
+    """File to write."""
     overwrite: bool = False
-    """Replace the file --out if it exists."""
+    """Replace the file if it exists."""
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the subcommand. Raises UserError: no run has written to a folder, or the page cannot be written."""
-    options = parse(Report, argv, "report")
+    """Run `titanlite report`: write an HTML page about one or more runs.
+
+    Args:
+        argv: Arguments after the name of the command.
+
+    Raises:
+        UserError: If a folder contains no run, or the page cannot be written.
+    """
+    options = parse_options(Report, argv, "report")
+    out = options.out
     if not options.dirs:
-        raise UserError("titanlite report DIR ...: name the output folders of runs, which `titanlite runs` lists.")
-    if os.path.lexists(options.out) and not options.overwrite:
-        raise UserError(f"--out {options.out}: is there already. Name another file, or add --overwrite.")
-    page = make_page([*{path.resolve(): path for path in options.dirs}.values()]).encode()  # each once
-    write_whole(options.out, page)
-    print(f"{options.out}: {len(page) / 1e6:.1f} MB. Open it in a browser.")
+        raise UserError(
+            "titanlite report DIR ...: pass output folders of runs, which `titanlite runs` lists."
+        )
+    if os.path.lexists(out) and not options.overwrite:
+        raise UserError(f"--out {out}: already exists. Choose another file, or add --overwrite.")
+
+    unique_folders = {path.resolve(): path for path in options.dirs}.values()
+    page = make_page(list(unique_folders)).encode()
+    write_output(out, page)
+    print(f"Wrote {out} ({len(page) / 1e6:.1f} MB). Open it in a browser.")

@@ -1,49 +1,81 @@
-"""`titanlite runs`: the runs in a folder."""
+"""`titanlite runs`: list the runs in a folder."""
 
 from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from titanlite.commands.common import print_result
+from titanlite.commands.common import format_table, print_result
 from titanlite.config.errors import one_line
-from titanlite.config.mistakes import short
-from titanlite.config.options import AsJson, Options, PositionalPath, parse
+from titanlite.config.mistakes import shorten
+from titanlite.config.options import AsJson, Options, PositionalPath, parse_options
 from titanlite.report.run_files import list_runs
 
-_HEAD = ("run", "state", "step", "of", "loss", "tokens/s", "last word", "why")
+_COLUMNS = ("run", "state", "step", "of", "loss", "tokens/s", "last update", "exit reason")
+_NARROW_COLUMNS = ("run", "state", "step", "exit reason")
+_MIN_WIDTH = 100  # terminal width in characters that fits all columns
 
 
 class Runs(Options):
-    """List the runs in a folder and the folders in it, the latest first: state, step, loss, speed, age."""
+    """List the runs in a folder, latest first: state, step, loss, speed and age."""
 
     dir: PositionalPath = Path("outputs")
-    """Where to look, three folders deep."""
+    """Folder to search, three levels deep."""
     as_json: AsJson = False
     """Print one JSON object and nothing else."""
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the subcommand. Raises UserError: there is no such folder, or no run in it."""
-    options = parse(Runs, argv, "runs")
-    rows = list_runs(options.dir)
-    table: list[tuple[str, ...]] = [_HEAD, *map(_cells, rows)]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    if sys.stdout.isatty() and sum(widths[:-1]) + 2 * len(widths) > shutil.get_terminal_size().columns:
-        table, widths = [(*cells[:3], cells[-1]) for cells in table], [*widths[:3], 0]
-    lines = ["  ".join(map(str.ljust, cells, widths)).rstrip() for cells in table]
-    problems = [f"{one_line(row['run'])}: {one_line(problem)}" for row in rows for problem in row["problems"]]
-    print_result({"runs": rows}, "\n".join([*lines, *problems]), options.as_json)
+    """Run `titanlite runs`: print a table of the runs in a folder.
+
+    Args:
+        argv: Arguments after the name of the command.
+
+    Raises:
+        UserError: If the folder does not exist or contains no run.
+    """
+    options = parse_options(Runs, argv, "runs")
+    is_narrow = sys.stdout.isatty() and shutil.get_terminal_size().columns < _MIN_WIDTH
+    columns = _NARROW_COLUMNS if is_narrow else _COLUMNS
+
+    runs = list_runs(options.dir)
+    rows = []
+    problems = []
+    for run in runs:
+        cells = _format_cells(run)
+        rows.append([cells[column] for column in columns])
+        for problem in run["problems"]:
+            problems.append(f"{one_line(run['run'])}: {one_line(problem)}")
+
+    text = "\n".join([format_table(columns, rows), *problems])
+    print_result({"runs": runs}, text, options.as_json)
 
 
-def _cells(row: dict[str, Any]) -> tuple[str, ...]:
-    def shown(key: str, form: str) -> str:
-        return "-" if row[key] is None else form.format(row[key])
+def _format_cells(run: Mapping[str, Any]) -> dict[str, str]:
+    """Format the state of a run as one row of the table of `titanlite runs`.
 
-    age = "-" if row["age"] is None else f"{timedelta(seconds=round(row['age']))} ago"
-    numbers = shown("total_steps", "{:,}"), shown("loss", "{:.4f}"), shown("tps", "{:,.0f}")
-    return one_line(row["run"]), row["state"], f"{row['step']:,}", *numbers, age, short(one_line(row["reason"]))
+    Returns:
+        Column title, such as "loss" -> text. Unknown values are "-".
+    """
+
+    def format_number(key: str, template: str) -> str:
+        value = run[key]
+        return "-" if value is None else template.format(value)
+
+    age = "-"
+    if run["age"] is not None:
+        age = f"{timedelta(seconds=round(run['age']))} ago"
+    return {
+        "run": one_line(run["run"]),
+        "state": run["state"],
+        "step": format_number("step", "{:,}"),
+        "of": format_number("total_steps", "{:,}"),
+        "loss": format_number("loss", "{:.4f}"),
+        "tokens/s": format_number("tps", "{:,.0f}"),
+        "last update": age,
+        "exit reason": shorten(one_line(run["exit_reason"])),
+    }

@@ -1,42 +1,56 @@
-"""`titanlite verify`: reads checkpoints and says which ones are good."""
+"""`titanlite verify`: check checkpoints for damage."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from titanlite.checkpoint.find import verify
 from titanlite.config.errors import CheckpointError, printable
-from titanlite.config.options import AsJson, Options, PositionalPath, parse
+from titanlite.config.options import AsJson, Options, PositionalPath, parse_options
 
 
 class Verify(Options):
-    """Read every byte of the checkpoints in a folder and say which ones are good."""
+    """Read every byte of the checkpoints in a folder, and report which ones are damaged."""
 
     dir: PositionalPath
-    """One step folder, the folder of all checkpoints, or a run's output folder."""
+    """A step folder, the folder of all steps, or the output folder of a run."""
     as_json: AsJson = False
     """Print one JSON object and nothing else."""
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the subcommand.
+    """Run `titanlite verify`: read all checkpoints in a folder and print which are damaged.
+
+    Args:
+        argv: Arguments after the name of the command.
 
     Raises:
-        CheckpointError: nothing to verify, or a checkpoint is damaged or unreadable; the report is printed before.
+        CheckpointError: If there is no checkpoint, or one is damaged or cannot be read. The report
+            is printed first.
     """
-    options = parse(Verify, argv, "verify")
+    options = parse_options(Verify, argv, "verify")
     report = verify(options.dir)
     if options.as_json:
         print(json.dumps(report, indent=2))
     else:
-        for row in report["checkpoints"]:
-            lines = [f"{row['name']}  {row['bytes'] / 1e9:10.3f} GB  {row['state']}", *row["damage"]]
-            print(printable("\n    ".join(lines)))
-        for name in report["unfinished"]:
-            print(printable(f"{name}  unfinished, removed at the next start"))
-        for name in report["set_aside"]:
-            print(printable(f"{name}  set aside earlier"))
-    if bad := [row["name"] for row in report["checkpoints"] if row["state"] != "good"]:
-        share = f"{len(bad)} of {len(report['checkpoints'])} checkpoints"
-        raise CheckpointError(f"{share} damaged or unreadable: {', '.join(bad)}")
+        print(printable("\n".join(_format_report(report))))
+
+    checkpoints = report["checkpoints"]
+    bad = [checkpoint["name"] for checkpoint in checkpoints if checkpoint["state"] != "good"]
+    if bad:
+        count = f"{len(bad)} of {len(checkpoints)} checkpoints"
+        raise CheckpointError(f"{count} damaged or unreadable: {', '.join(bad)}")
+
+
+def _format_report(report: Mapping[str, Any]) -> list[str]:
+    """Format the result of a verification: one line for each checkpoint, followed by its damage."""
+    lines = []
+    for checkpoint in report["checkpoints"]:
+        size = f"{checkpoint['bytes'] / 1e9:10.3f} GB"
+        lines.append(f"{checkpoint['name']}  {size}  {checkpoint['state']}")
+        lines += [f"    {damage}" for damage in checkpoint["damage"]]
+    lines += [f"{name}  unfinished, removed at the next start" for name in report["unfinished"]]
+    lines += [f"{name}  set aside earlier" for name in report["set_aside"]]
+    return lines

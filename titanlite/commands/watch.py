@@ -1,4 +1,4 @@
-"""`titanlite watch`: how a run goes, from its files."""
+"""`titanlite watch`: monitor a run."""
 
 from __future__ import annotations
 
@@ -6,37 +6,49 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 
-from titanlite.config.options import Options, PositionalPath, parse
+from titanlite.config.options import Options, PositionalPath, parse_options
 from titanlite.report.run_files import read_status
 from titanlite.runtime.logging import is_live_terminal
 
 
 class Watch(Options):
-    """Show how a run goes until it ends: state, progress, loss, speed, last events. Of a run that has ended, once.
+    """Show the progress of a run until it ends: state, step, loss, speed and recent events.
 
-    Only its files are read, so it can run on another machine. Ctrl-C ends the watching, not the run.
+    Only its files are read, so you can run this on another node. Ctrl-C does not stop the run.
     """
 
     dir: PositionalPath
-    """The run's output folder."""
+    """Output folder of the run."""
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the subcommand. Raises UserError: no run has written to the folder."""
+    """Run `titanlite watch`: print the progress of a run every second until the run ends.
+
+    A terminal shows a live view. Otherwise, only lines that have changed are printed.
+
+    Args:
+        argv: Arguments after the name of the command.
+
+    Raises:
+        UserError: If the folder contains no run.
+    """
     from titanlite.report.view import View
 
-    folder, said = parse(Watch, argv, "watch").dir, list[str]()
-    with View(auto_refresh=False) if is_live_terminal() else nullcontext() as live:
+    folder = parse_options(Watch, argv, "watch").dir
+    previous_lines: list[str] = []
+    with View(auto_refresh=False) if is_live_terminal() else nullcontext() as view:
         while True:
             status = read_status(folder)
-            if live is not None:
-                live.update(status.text(), refresh=True)
+            if view is not None:
+                view.update(status.to_text(), refresh=True)
             else:
-                lines = status.lines()
+                lines = status.to_lines()
                 for line in lines:
-                    if line not in said:
+                    if line not in previous_lines:
                         print(line)
-                said = lines
-            if status.state not in ("running", "stale"):
+                previous_lines = lines
+
+            has_ended = status.state not in ("running", "stale")
+            if has_ended:
                 return
             time.sleep(1.0)

@@ -1,71 +1,98 @@
-"""Errors that the user can correct. Each is printed as one message without a traceback, and has an exit code."""
+"""Define errors that users can fix, with their exit codes, and make text safe to print.
+
+Commands print the message of a `UserError` without a traceback.
+"""
 
 import re
 
-# Environment variable that the launcher sets to a folder. A worker that fails writes the reason there, to <rank>.json.
-# A worker that hangs writes there where it hangs, to <rank>.hang.json.
 ERROR_FOLDER = "TITANLITE_ERROR_FOLDER"
+"""Environment variable with the folder in which ranks report problems to the launcher.
 
+A failing rank writes its error there as RANK.json, and a hanging rank its stack as RANK.hang.json.
+"""
 
-# Characters that control a terminal, end a line, change the direction of writing, or are invisible: the control
-# characters except tab and line feed, Unicode's line and paragraph separators, its bidirectional controls, its tags,
-# and surrogates, which are no text.
+# Control characters except tab and line feed, line and paragraph separators, bidirectional
+# controls, tags, and surrogates. They can control a terminal, forge lines, or hide text.
 _UNSAFE = re.compile(
-    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufff9-\ufffb\U000e0000-\U000e007f]"
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"
+    r"\ud800-\udfff\ufff9-\ufffb\U000e0000-\U000e007f]"
 )
 
 
 def printable(text: str) -> str:
-    """`text` made safe for a terminal or a log: control characters become escapes such as \\x1b.
+    """Escape control characters in `text`, so that it is safe to print in a terminal or log.
 
-    Line feeds and tabs stay. Text that is already escaped does not change.
+    Line feeds and tabs are kept. Escaping twice has the same result as escaping once.
     """
-    return _UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return _UNSAFE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def one_line(text: str) -> str:
-    """`printable` text without line feeds, so that no part of it looks like a separate line."""
+    """Escape control characters and line feeds in `text`, so that it takes exactly one line."""
     return printable(text).replace("\n", "\\n")
 
 
-def counted(number: int, noun: str) -> str:
-    """Such as "1 rank" and "1,024 ranks"."""
-    return f"{number:,} {noun}{'s' * (number != 1)}"
+def format_count(number: int, noun: str) -> str:
+    """Format a number with its noun, such as "1 rank" or "1,024 ranks"."""
+    plural = "" if number == 1 else "s"
+    return f"{number:,} {noun}{plural}"
 
 
 class UserError(Exception):
-    """A wrong job file, command or input. The message says what was found, what is allowed, and what to do."""
+    """An error that the user can fix, such as an invalid job file, option or input file.
+
+    The message describes the problem and how to fix it.
+
+    Attributes:
+        exit_code: Exit code of a command that raises the error.
+        step: Number of completed optimizer steps, if the error ended training.
+    """
 
     exit_code = 2
+    step: int | None = None
 
     def __str__(self) -> str:
-        return printable(super().__str__())  # because it quotes the content of files
+        """Return the message with control characters escaped, because it quotes files."""
+        return printable(super().__str__())
 
 
 class GuardError(UserError):
-    """A guard stopped the run (non-finite loss)."""
+    """Raised when a guard ([guards] in the job) stops the run, such as after a non-finite loss."""
 
     exit_code = 3
 
 
 class CheckpointError(UserError):
-    """There is no usable checkpoint, or the last step could not be saved."""
+    """Raised if there is no usable checkpoint, or if the state of the last step was not saved."""
 
     exit_code = 4
 
 
 class Damage(CheckpointError):
-    """The content of a checkpoint is damaged. The message names the file. Another checkpoint may be good."""
+    """Raised if a checkpoint is damaged. The message names the damaged file.
+
+    Callers can try an older checkpoint.
+    """
 
 
 class StoppedBySignal(UserError):
-    """A signal stopped the run after it was saved. A new start continues it."""
+    """Raised when a signal has stopped the run after a save.
+
+    The next start resumes from the save.
+    """
 
     exit_code = 75
 
 
 class StoppedUnsaved(UserError):
-    """A signal stopped a run that saves nothing. The exit code is that of a process that was ended by the signal."""
+    """Raised when a signal has stopped a run that does not save checkpoints.
+
+    The exit code is 128 + the signal number, as for a process that the signal has killed.
+
+    Args:
+        message: Message for the user.
+        number: Number of the signal.
+    """
 
     def __init__(self, message: str, number: int) -> None:
         super().__init__(message)

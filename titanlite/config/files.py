@@ -1,7 +1,8 @@
-"""Safe reading of files that others wrote. Their size is limited, and their content is checked before it is used.
+"""Read files from untrusted sources safely, and write files atomically.
 
-Invariant: only regular files are opened, because reading a pipe can block for ever. Never more than a limit is read. A
-file name that stands in a file never leads out of its folder. A fault of a file is a UserError that names the file.
+Invariant: only regular files are opened, because reading a pipe can block forever. Reads are
+limited in size. A file name that comes from the content of another file can never lead out of its
+folder. Every problem with a file is reported as a UserError that names the file.
 """
 
 from __future__ import annotations
@@ -13,41 +14,42 @@ import tempfile
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, RootModel, ValidationError
+from pydantic import BaseModel, RootModel, ValidationError
 
 from titanlite.config.errors import UserError
-from titanlite.config.mistakes import explain, short
+from titanlite.config.mistakes import explain_error, shorten
 
 STEP_FOLDER = re.compile(r"step-(\d{8,})")
-"""Name of a checkpoint's folder."""
+"""Pattern for the name of a checkpoint folder, such as "step-00000100"."""
 MANIFEST = "manifest.json"
-"""The file that makes such a folder a checkpoint."""
-
-
-class FileModel(BaseModel):
-    """Base of models of a file's content. No value is converted, and an unknown key is an error."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
-
+"""Name of the file that makes a step folder a checkpoint. It is written last."""
+INCOMPLETE = f"{MANIFEST}.incomplete"
+"""Name of the manifest while files of the checkpoint are being removed, or copied to a mirror."""
 
 AnyModel = TypeVar("AnyModel", bound=BaseModel)
+exists = os.path.lexists
 
 
 def check_regular(path: Path) -> None:
-    """Raises a UserError if `path` is no regular file: a folder, a pipe, a device, or not there."""
+    """Check that `path` is a regular file.
+
+    Raises:
+        UserError: If it does not exist, or is a folder, a pipe or a device.
+    """
     try:
-        regular = stat.S_ISREG(os.stat(path).st_mode)
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        raise UserError(f"cannot read {path}: {getattr(error, 'strerror', error)}") from None
-    if not regular:
-        raise UserError(f"{path} is a folder, a pipe or a device; expected a file.")
+        is_regular = stat.S_ISREG(os.stat(path).st_mode)
+    except (OSError, ValueError) as error:  # ValueError: the name contains NUL
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"cannot read {path}: {reason}") from None
+    if not is_regular:
+        raise UserError(f"{path} must be a file, but is a folder, a pipe or a device.")
 
 
 def read_file(path: Path, limit: int) -> bytes:
-    """The content of a regular file of at most `limit` bytes.
+    """Read a regular file of at most `limit` bytes.
 
     Raises:
-        UserError: there is no such file, it is a folder, a pipe or a device, or it is larger.
+        UserError: If `path` is not a regular file, or is larger.
     """
     check_regular(path)
     try:
@@ -56,100 +58,138 @@ def read_file(path: Path, limit: int) -> bytes:
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     if len(content) > limit:
-        raise UserError(f"{path} is larger than {limit:,} bytes, which no such file is.")
+        raise UserError(f"{path} is larger than {limit:,} bytes, the limit for this kind of file.")
     return content
 
 
-def not_writable(folder: Path) -> str | None:
-    """Why no file can be made in `folder`; None if one can. `folder` need not exist yet.
+def find_write_problem(folder: Path) -> str | None:
+    """Return why no files can be created in `folder`, or None if files can be created.
 
-    It is tried out, because permissions say nothing about /proc, a full disk or the root user of another machine.
+    The function creates and removes a temporary folder to find out. Permission bits do not show
+    whether a disk is full, or whether the root user may write to a network file system or /proc.
+
+    Args:
+        folder: Folder to check. If it does not exist, its nearest existing parent is checked.
     """
-    nearest = next(parent for parent in (folder, *folder.parents) if os.path.lexists(parent))
-    real = Path(os.path.realpath(nearest))
-    for parent in (real, *real.parents):
-        if STEP_FOLDER.fullmatch(parent.name) and os.path.lexists(parent / MANIFEST):
-            return f"{parent} is a checkpoint, and nothing is written into one. Name another folder."
+    parents = (folder, *folder.parents)
+    existing_parent = next(parent for parent in parents if os.path.lexists(parent))
+
+    real_path = Path(os.path.realpath(existing_parent))
+    for parent in (real_path, *real_path.parents):
+        is_checkpoint = STEP_FOLDER.fullmatch(parent.name) and os.path.lexists(parent / MANIFEST)
+        if is_checkpoint:
+            return f"{parent} is a checkpoint, which must not change. Choose another folder."
+
     try:
-        os.rmdir(tempfile.mkdtemp(prefix=".titanlite-", dir=nearest))
+        temporary_folder = tempfile.mkdtemp(prefix=".titanlite-", dir=existing_parent)
+        os.rmdir(temporary_folder)
     except OSError as error:
-        return f"{nearest} cannot be written to: {error.strerror}. Name another folder."
+        return f"{existing_parent} is not writable: {error.strerror}. Choose another folder."
     return None
 
 
 def make_folder(path: Path) -> Path:
-    """Make a folder for the output of a command.
+    """Create the folder `path` and its parents for the output of a command, and return it.
 
     Raises:
-        UserError: `path` is a file or under one, or cannot be written to.
+        UserError: If `path` is a file or inside one, or is not writable.
     """
-    if problem := not_writable(path.absolute()):
-        raise UserError(f"{path} cannot be made: {problem}")
+    problem = find_write_problem(path.absolute())
+    if problem:
+        raise UserError(f"cannot create {path}: {problem}")
     path.mkdir(parents=True, exist_ok=True)
     return path
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all; its folder is made, and a file of this name is replaced.
+def write_output(path: Path, content: bytes) -> None:
+    """Write an output file of a command atomically, creating its folder if needed.
+
+    An existing file is replaced.
 
     Raises:
-        UserError: `path` is no regular file, or cannot be written.
+        UserError: If `path` is not a regular file, or cannot be written.
     """
     if os.path.lexists(path):
         check_regular(path)
     make_folder(path.parent)
     try:
-        put(path, content)
+        write_atomically(path, content)
     except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}. Name another file.") from None
+        raise UserError(
+            f"cannot write {path}: {error.strerror}. Choose another file name."
+        ) from None
 
 
-def put(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all, into a folder that is there. Raises OSError: it cannot be written."""
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file in an existing folder, so that readers see either the old or the new content.
+
+    Raises:
+        OSError: If the file cannot be written.
+    """
     unfinished = path.with_name(f".{path.name}.unfinished")
     unfinished.write_bytes(content)
     os.replace(unfinished, path)
 
 
 def parse_json(path: Path, content: bytes, model: type[AnyModel], kind: str = "") -> AnyModel:
-    """The JSON text `content` of the file `path` as a `model`.
+    """Parse and validate the content of a JSON file.
 
     Args:
-        kind: what the file should be, for the message.
+        path: Path of the file, for the error message.
+        content: JSON text.
+        model: Pydantic model of the expected content.
+        kind: Kind of file for the error message, such as "a manifest".
 
     Raises:
-        UserError: it is not JSON, or not as `model` requires. The message names up to ten wrong values.
+        UserError: If the content is not JSON or does not fit `model`. The message lists up to ten
+            mistakes.
     """
     try:
         return model.model_validate_json(content)
     except ValidationError as failure:
-        raise UserError(f"{path}: {f'not {kind}: ' if kind else ''}{explain(model, failure)}") from None
+        expectation = f"not {kind}: " if kind else ""
+        raise UserError(f"{path}: {expectation}{explain_error(model, failure)}") from None
 
 
-def read_object(path: Path, limit: int) -> dict[str, Any]:
-    """The JSON object in a file, whatever it holds. Raises UserError as `read_file`, and where it is none."""
+def read_json_object(path: Path, limit: int) -> dict[str, Any]:
+    """Read a file that contains one JSON object, whose keys are not validated.
+
+    Raises:
+        UserError: If the file cannot be read, exceeds `limit` bytes, or is not a JSON object.
+    """
     return parse_json(path, read_file(path, limit), RootModel[dict[str, Any]]).root
 
 
-def file_inside(folder: Path, name: str) -> Path:
-    """The regular file called `name` in `folder`.
+def find_file_inside(folder: Path, name: str) -> Path:
+    """Return the path of the file `name` in `folder`, and reject links to other folders.
 
-    A link is followed if it ends in the folder, or in the `blobs` of Hugging Face's cache, whose folders
-    `snapshots/REVISION` consist of such links.
+    Symbolic links are allowed within the folder. In a Hugging Face cache, whose folders
+    snapshots/REVISION contain links to the folder "blobs", links to that folder are allowed as
+    well.
+
+    Args:
+        folder: Folder that must contain the file.
+        name: File name, which may come from an untrusted file.
 
     Raises:
-        UserError: `name` is no plain file name, the link leads out of the folder, or it is no regular file.
+        UserError: If `name` is not a plain file name, the link leads elsewhere, or there is no such
+            regular file.
     """
+    is_special_name = name in ("", ".", "..")
+    if is_special_name or "/" in name or "\0" in name or len(name) > 255:
+        text = f"{shorten(repr(name))} is not the name of a file in this folder."
+        raise UserError(f"{folder}: {text}")
+
     path = folder / name
-    if name in ("", ".", "..") or "/" in name or "\0" in name or len(name) > 255:
-        raise UserError(f"{folder}: {short(repr(name))} is not the name of a file in this folder.")
-    target, home = Path(os.path.realpath(path)), folder.resolve()
-    blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else None
-    if not target.is_relative_to(home) and target.parent != blobs:
-        text = "Name the folder that holds the files, or copy them."
-        raise UserError(f"{path} is a link that leaves its folder, to {target}. {text}")
+    target = Path(os.path.realpath(path))
+    real_folder = folder.resolve()
+    is_in_folder = target.is_relative_to(real_folder)
+    is_in_hugging_face_cache = (
+        real_folder.parent.name == "snapshots"
+        and target.parent == real_folder.parent.parent / "blobs"
+    )
+    if not is_in_folder and not is_in_hugging_face_cache:
+        remedy = "Use the folder that contains the files, or copy them."
+        raise UserError(f"{path} is a link to {target}, outside of its folder. {remedy}")
     check_regular(path)
     return path
-
-
-exists = os.path.lexists

@@ -1,30 +1,35 @@
-"""The named architectures.
+"""Named model architectures, called flavors, such as "8b" for Llama 3.1 8B.
 
-Invariant: no torch here, so that a job file can be checked in a fraction of a second.
+Invariant: this module does not import torch, so that jobs are validated quickly.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import re
 from typing import Any, ClassVar, Literal
 
 SWITCHES = ("qkv_bias", "qk_norm", "norm_placement", "sliding_window", "no_rope_interval")
-"""Fields in which other families of models differ from Llama."""
+"""Fields of `Architecture` in which other model families differ from Llama."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """Every number that defines a model; the fields are explained in `titanlite.config.schema.Model`.
+    """Shape of a model. `titanlite.config.schema.Model` explains the fields.
 
-    The number of heads must divide dim if head_dim is 0, which stands for dim / n_heads.
+    If `head_dim` is 0, it becomes dim / n_heads.
 
-    A model of a plugin has a subclass, whose further fields are the keys of its own table. It names what the model is
-    made of, and corrects the counts below, from which follow plans, MFU and the checks of memory.
+    A plugin with another architecture registers a subclass. The additional fields of the subclass
+    become the keys of its own job section. The subclass must also override the parameter counts
+    below, which determine plans, MFU and memory checks.
 
     Attributes:
-        model: place of the module, a class on `Llama`.
-        tensor_parallel: place of the function that gives the plan of its blocks: see `parallel.tensor.block_plan`.
-        families: place of the models of transformers that compute the same: see `model.formats.FAMILIES`.
+        model: Location ("module:name") of the module class, a subclass of `Llama`.
+        tensor_parallel: Location of the function that returns the tensor-parallel plan of a block.
+            See `parallel.tensor.block_plan`.
+        families: Location of the list of equivalent `transformers` models. See
+            `model.formats.FAMILIES`.
     """
 
     model: ClassVar[str] = "titanlite.model.llama:Llama"
@@ -54,62 +59,74 @@ class Architecture:
     architecture: str = "llama"
 
     def __post_init__(self) -> None:
-        if not self.head_dim:  # what does not divide becomes an odd width, which is refused
-            width = -1 if self.dim % self.n_heads else self.dim // self.n_heads
-            object.__setattr__(self, "head_dim", width)
+        """Set head_dim to dim / n_heads if it is 0, or to -1 if dim is not divisible by n_heads.
+
+        A rule reports the value -1 as an invalid shape.
+        """
+        if not self.head_dim:
+            divides = self.dim % self.n_heads == 0
+            object.__setattr__(self, "head_dim", self.dim // self.n_heads if divides else -1)
 
     @property
     def switches(self) -> dict[str, Any]:
-        """What is not as in a Llama: name of the field -> value."""
-        fields = [field for field in dataclasses.fields(self) if field.name in SWITCHES]
-        return {each.name: getattr(self, each.name) for each in fields if getattr(self, each.name) != each.default}
+        """Fields in `SWITCHES` whose values differ from Llama, with their values."""
+        differences = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name in SWITCHES and value != field.default:
+                differences[field.name] = value
+        return differences
 
     @property
     def q_dim(self) -> int:
-        """Width of all queries of a token."""
+        """Total width of the queries of all heads."""
         return self.n_heads * self.head_dim
 
     @property
     def kv_dim(self) -> int:
-        """Width of all keys of a token, and of all values."""
+        """Total width of the keys of all heads, which equals the total width of the values."""
         return self.n_kv_heads * self.head_dim
 
     def attended(self, seq_len: int) -> float:
-        """Number of tokens that a token of a row attends to, in the mean: half of the row without a window."""
+        """Return the mean number of tokens that a token attends to in a causal sequence.
+
+        A sliding window reduces this number. It determines the FLOPs of attention.
+
+        Args:
+            seq_len: Sequence length in tokens.
+        """
         window = min(seq_len, self.sliding_window or seq_len)
         return window - window * window / (2 * seq_len)
 
     @property
-    def parameter_names(self) -> list[str]:
-        """The names of all parameters."""
-        biased = [f"attention.{name}" for name in ("wq", "wk", "wv")]
-        weights = [*biased, "attention.wo", *(f"feed_forward.w{i}" for i in (1, 2, 3)), "attention_norm", "ffn_norm"]
-        weights += ["attention.q_norm", "attention.k_norm"] * (self.qk_norm != "none")
-        block = [f"{name}.weight" for name in weights] + [f"{name}.bias" for name in biased] * self.qkv_bias
-        names = [f"layers.{i}.{name}" for i in range(self.n_layers) for name in block]
-        return ["tok_embeddings.weight", *names, "norm.weight", *["output.weight"] * (not self.tied_embeddings)]
-
-    @property
     def block_matrices(self) -> int:
-        """Weights of the matrices of a block: those that a token is multiplied with."""
+        """Number of parameters in the weight matrices of one block."""
         return self.dim * (2 * self.q_dim + 2 * self.kv_dim + 3 * self.ffn_dim)
 
     @property
     def block_vectors(self) -> int:
-        """Weights of the norms and biases of a block."""
-        qk_norms = {"none": 0, "head": 2 * self.head_dim, "projection": self.q_dim + self.kv_dim}[self.qk_norm]
-        return 2 * self.dim + self.qkv_bias * (self.q_dim + 2 * self.kv_dim) + qk_norms
+        """Number of parameters in the norms and biases of one block."""
+        qk_norms = {"none": 0, "head": 2 * self.head_dim, "projection": self.q_dim + self.kv_dim}
+        biases = self.q_dim + 2 * self.kv_dim if self.qkv_bias else 0
+        return 2 * self.dim + biases + qk_norms[self.qk_norm]
 
 
 _QWEN: dict[str, Any] = {"norm_eps": 1e-6, "rope_theta": 1e6}
 _QWEN3 = _QWEN | {"vocab_size": 151936, "max_seq_len": 40960, "head_dim": 128, "qk_norm": "head"}
-_SMOLLM3: dict[str, Any] = {"norm_eps": 1e-6, "rope_theta": 5e6, "tied_embeddings": True, "no_rope_interval": 4}
+_SMOLLM3: dict[str, Any] = {
+    "norm_eps": 1e-6,
+    "rope_theta": 5e6,
+    "tied_embeddings": True,
+    "no_rope_interval": 4,
+}
 _OLMO2: dict[str, Any] = {"vocab_size": 100352, "max_seq_len": 4096, "norm_eps": 1e-6}
 _OLMO2 |= {"qk_norm": "projection", "norm_placement": "after"}
 FLAVORS = {
-    # 6 million parameters. The heads have a width of 64, because attention kernels on a CPU are four times faster with
-    # 64 than with 16.
-    "debugmodel": Architecture(256, 6, 4, 2, 640, vocab_size=4096, max_seq_len=8192, rope_theta=10000.0),
+    # 6 million parameters. Heads have a width of 64, because CPU attention kernels are four times
+    # faster than with 16.
+    "debugmodel": Architecture(
+        256, 6, 4, 2, 640, vocab_size=4096, max_seq_len=8192, rope_theta=10000.0
+    ),
     "150m": Architecture(640, 16, 10, 2, 1728, max_seq_len=8192, tied_embeddings=True),
     # Llama 3.2 (tied embeddings, context extended 32 times) and Llama 3.1 (8 times).
     "1b": Architecture(2048, 16, 32, 8, 8192, rope_scaling_factor=32.0, tied_embeddings=True),
@@ -120,11 +137,21 @@ FLAVORS = {
     "llama2-7b": Architecture(4096, 32, 32, 32, 11008, 32000, 4096, rope_theta=1e4),
     "mistral-7b": Architecture(4096, 32, 32, 8, 14336, 32768, 32768, rope_theta=1e6),  # v0.3
     "mistral-nemo": Architecture(5120, 40, 32, 8, 14336, 131072, rope_theta=1e6, head_dim=128),
-    "smollm2-135m": Architecture(576, 30, 9, 3, 1536, 49152, 8192, rope_theta=1e5, tied_embeddings=True),
-    "smollm2-360m": Architecture(960, 32, 15, 5, 2560, 49152, 8192, rope_theta=1e5, tied_embeddings=True),
-    "smollm2-1.7b": Architecture(2048, 24, 32, 32, 8192, 49152, 8192, rope_theta=1.3e5, tied_embeddings=True),
-    "qwen2.5-0.5b": Architecture(896, 24, 14, 2, 4864, 151936, 32768, **_QWEN, tied_embeddings=True, qkv_bias=True),
-    "qwen2.5-1.5b": Architecture(1536, 28, 12, 2, 8960, 151936, **_QWEN, tied_embeddings=True, qkv_bias=True),
+    "smollm2-135m": Architecture(
+        576, 30, 9, 3, 1536, 49152, 8192, rope_theta=1e5, tied_embeddings=True
+    ),
+    "smollm2-360m": Architecture(
+        960, 32, 15, 5, 2560, 49152, 8192, rope_theta=1e5, tied_embeddings=True
+    ),
+    "smollm2-1.7b": Architecture(
+        2048, 24, 32, 32, 8192, 49152, 8192, rope_theta=1.3e5, tied_embeddings=True
+    ),
+    "qwen2.5-0.5b": Architecture(
+        896, 24, 14, 2, 4864, 151936, 32768, **_QWEN, tied_embeddings=True, qkv_bias=True
+    ),
+    "qwen2.5-1.5b": Architecture(
+        1536, 28, 12, 2, 8960, 151936, **_QWEN, tied_embeddings=True, qkv_bias=True
+    ),
     "qwen2.5-7b": Architecture(3584, 28, 28, 4, 18944, 152064, **_QWEN, qkv_bias=True),
     "qwen3-0.6b": Architecture(1024, 28, 16, 8, 3072, **_QWEN3, tied_embeddings=True),
     "qwen3-1.7b": Architecture(2048, 28, 16, 8, 6144, **_QWEN3, tied_embeddings=True),
@@ -135,6 +162,61 @@ FLAVORS = {
     "olmo2-7b": Architecture(4096, 32, 32, 32, 11008, **_OLMO2),
 }
 
-# These flavors are no published models, so they take the tokenizer's vocabulary, in multiples of 128. The size above
-# holds for jobs that were saved without one.
+HUB_NAMES = {
+    "meta-llama/Llama-3.2-1B": "1b",
+    "meta-llama/Llama-3.2-3B": "3b",
+    "meta-llama/Llama-3.1-8B": "8b",
+    "meta-llama/Llama-3.1-70B": "70b",
+    "meta-llama/Llama-3.1-405B": "405b",
+    "meta-llama/Llama-2-7b": "llama2-7b",
+    "meta-llama/Llama-2-7b-hf": "llama2-7b",
+    "mistralai/Mistral-7B-v0.3": "mistral-7b",
+    "mistralai/Mistral-Nemo-Base-2407": "mistral-nemo",
+    "HuggingFaceTB/SmolLM2-135M": "smollm2-135m",
+    "HuggingFaceTB/SmolLM2-360M": "smollm2-360m",
+    "HuggingFaceTB/SmolLM2-1.7B": "smollm2-1.7b",
+    "HuggingFaceTB/SmolLM3-3B": "smollm3-3b",
+    "Qwen/Qwen2.5-0.5B": "qwen2.5-0.5b",
+    "Qwen/Qwen2.5-1.5B": "qwen2.5-1.5b",
+    "Qwen/Qwen2.5-7B": "qwen2.5-7b",
+    "Qwen/Qwen3-0.6B": "qwen3-0.6b",
+    "Qwen/Qwen3-1.7B": "qwen3-1.7b",
+    "Qwen/Qwen3-4B": "qwen3-4b",
+    "Qwen/Qwen3-8B": "qwen3-8b",
+    "allenai/OLMo-2-0425-1B": "olmo2-1b",
+    "allenai/OLMo-2-1124-7B": "olmo2-7b",
+}
+"""Model on the Hugging Face Hub -> flavor with the same architecture."""
+
+# These flavors are not published models, so their vocabulary size follows the tokenizer. The size
+# above is for jobs that were saved without one.
 FITTED_TO_TOKENIZER = ("debugmodel", "150m")
+
+
+def find_flavor(name: str) -> str:
+    """Return the flavor for a name that a user wrote, such as "8b" or "meta-llama/Llama-3.1-8B".
+
+    Names in `HUB_NAMES` are accepted with or without the owner, with suffixes such as -Instruct,
+    and in any case.
+
+    Raises:
+        ValueError: If the name is unknown. The message suggests the most similar flavor.
+    """
+    flavors = {flavor: flavor for flavor in FLAVORS}  # accepted name -> flavor
+    for hub_name, flavor in HUB_NAMES.items():
+        _, _, model_name = hub_name.rpartition("/")
+        flavors[hub_name.lower()] = flavor
+        flavors[model_name.lower()] = flavor
+
+    lower_name = name.lower()
+    if lower_name in flavors:
+        return flavors[lower_name]
+    base_name = re.sub(r"-(instruct|base|hf)$", "", lower_name)
+    if base_name in flavors:
+        return flavors[base_name]
+
+    _, _, base_model_name = base_name.rpartition("/")
+    similar = difflib.get_close_matches(base_model_name, flavors, n=1)
+    suggestion = f" Did you mean {flavors[similar[0]]}?" if similar else ""
+    known = ", ".join(FLAVORS)
+    raise ValueError(f"is not the name of a flavor.{suggestion} Flavors are {known}")

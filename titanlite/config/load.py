@@ -1,247 +1,463 @@
-"""Reads a job file and the command line into one validated `JobConfig`.
+"""Load a job from a job file and the command line.
 
-Invariant: all mistakes are collected and reported together, and only files are read. A value on the command line wins
-over the file, and a value in the file wins over the default of the schema.
+A job is the complete configuration of a training run. The command line takes precedence over the
+job file, and the job file over the defaults of the schema.
+
+Invariant: all mistakes are collected and reported together. Loading a job only reads files and
+never writes any.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import sys
 import typing
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import tomli
 import tomlkit
-from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
 from titanlite.config.errors import UserError
 from titanlite.config.files import read_file
-from titanlite.config.mistakes import COMMAND_LINE, Mistake, WrongJob, shown, table_within, types_in, unknown, wrapped
-from titanlite.config.registry import Registry, load_plugins, require_plugins
-from titanlite.config.schema import KEYS, SECTIONS, JobConfig
-from titanlite.config.storage import local_copy
+from titanlite.config.mistakes import (
+    COMMAND_LINE,
+    ConfigError,
+    Mistake,
+    describe_unknown_name,
+    find_table_model,
+    find_types,
+    format_value,
+)
+from titanlite.config.other_formats import parse_toml
+from titanlite.config.registry import load_plugins, require_plugins
+from titanlite.config.schema import RENAMED_KEYS, SECTIONS, JobConfig, list_keys, rename_keys
+from titanlite.config.storage import get_local_copy
 
 PACKAGE = Path(__file__).resolve().parents[1]
-JOB_FILES = (PACKAGE / "train_configs").resolve()  # in the repository a link to the folder beside the package
+JOB_FILES = (PACKAGE / "train_configs").resolve()  # a link to the folder in the repository
 DEFAULT_JOB_FILE = "debug_model.toml"
-MOST_BYTES = 1 << 22  # of a job file; one with a mix of 10,000 sources has 1 MB
+MAX_JOB_FILE_BYTES = 1 << 22  # a mixture of 10,000 sources takes 1 MB
 CONFIG_FILE = "job.config_file"
 PLUGINS = "job.plugins"
-HELP = "--help"
+DEFAULT = "default"
+
+Tables = dict[str, Any]
+"""Sections of a job as in a TOML job file: section -> key -> value."""
 
 
-class Draft(NamedTuple):
-    """What was read, together with the mistakes in it.
+class ParsedJob(NamedTuple):
+    """A job read from a job file and a command line, with the mistakes in them.
 
     Attributes:
-        job: A valid job: each wrong value is replaced by its default.
-        mistakes: What is wrong.
-        origins: "section.key" -> where its value was set: the file, the command line, or "default".
-        file: The job file.
+        job: The job, in which invalid values are replaced by their defaults.
+        mistakes: Invalid values. The job must not be used if there are any.
+        origins: Where each key was set: "section.key" -> path of the job file, `COMMAND_LINE` or
+            `DEFAULT`.
+        lines: Line of the job file that sets each key or table, by full name.
+        source: Path of the job file, or another description of where the job comes from, such as
+            "--from".
     """
 
     job: JobConfig
     mistakes: Sequence[Mistake]
-    origins: dict[str, str]
-    file: str
+    origins: Mapping[str, str]
+    lines: Mapping[str, int]
+    source: str
+
+    def error(self, mistakes: Sequence[Mistake]) -> ConfigError:
+        """Return an error that lists `mistakes`, each with its file and line."""
+        places = {name: f"{self.source}:{line}" for name, line in self.lines.items()}
+        for key, origin in self.origins.items():
+            if origin != self.source:
+                places[key] = origin
+        return ConfigError(mistakes, self.source, places)
+
+
+class Arguments(NamedTuple):
+    """Parsed command line of a command that takes the keys of a job as options.
+
+    Attributes:
+        values: Values by "section.key", with the types that they would have in a job file.
+        help_topics: Words that follow `--help`. None if the command line has no `--help`.
+        mistakes: Invalid options.
+        renamed: Options that use the former name of a key.
+    """
+
+    values: dict[str, Any]
+    help_topics: list[str] | None
+    mistakes: list[Mistake]
+    renamed: list[str]
 
 
 def load_job(argv: Sequence[str], trusted: bool = True) -> JobConfig:
-    """The job of a command line such as `["--job.config_file", "llama_8b.toml", "--training.steps", "100"]`.
+    """Load the job described by a command line such as `["--job.config_file", "llama_8b.toml"]`.
+
+    This validates each value on its own. `titanlite.load_run.load_run` also applies the rules that
+    involve several keys, the number of ranks or files.
 
     Args:
-        trusted: the job file is its owner's, so the plugins that it names are imported. Those on the command line are
-            in any case.
+        argv: Words of the command line. Numbers are converted to text.
+        trusted: Whether to import the plugins that the job file lists. Plugins on the command line
+            are always imported.
 
     Raises:
-        UserError: anything wrong, all mistakes in one message; or a plugin that is missing.
+        UserError: If a value is invalid (the message lists all mistakes), the job file cannot be
+            read, or a plugin is missing.
     """
-    draft = read_job([str(word) for word in argv], trusted)  # a program may give numbers
-    if draft.mistakes:
-        raise WrongJob(draft.mistakes, draft.file, draft.origins)
-    return draft.job
+    parsed = parse_job([str(word) for word in argv], trusted)
+    if parsed.mistakes:
+        raise parsed.error(parsed.mistakes)
+    return parsed.job
 
 
-def read_job(
-    argv: Sequence[str], trusted: bool = True, below: Callable[[], dict[str, dict[str, Any]]] | None = None
-) -> Draft:
-    """Reads everything and collects the mistakes. If `argv` asks for the help, it is printed and the process exits with
-    0.
+def parse_job(
+    argv: Sequence[str],
+    trusted: bool = True,
+    build_base: Callable[[], Mapping[str, Tables]] | None = None,
+) -> ParsedJob:
+    """Read the job file and the command line, and collect the mistakes in both instead of raising.
+
+    If `argv` contains `--help`, print the help and exit with code 0.
 
     Args:
-        trusted: see `load_job`.
-        below: gives the tables over which the file wins, once all plugins are there. Then no file is needed.
+        argv: Words of the command line.
+        trusted: Whether to import the plugins that the job file lists, as in `load_job`.
+        build_base: Returns sections whose values replace the defaults of the schema, for example
+            those that follow from the pretrained model of `--from`. Called after plugins are
+            imported. If it is passed, the command line need not name a job file.
 
     Raises:
-        UserError: the job file cannot be read, or a plugin that it names cannot be imported.
+        UserError: If the job file cannot be read, or one of its plugins cannot be imported.
     """
-    values, _ = _command_line(argv)
-    needs_file = below is None or CONFIG_FILE in values
-    path, raw = _read_file(str(values.get(CONFIG_FILE, DEFAULT_JOB_FILE))) if needs_file else (Path("--from"), {})
-    table = raw.get("job", {})
-    named = values.get(PLUGINS, table.get("plugins", ()) if isinstance(table, dict) else ())
-    if isinstance(named, list) and all(isinstance(name, str) for name in named):  # otherwise it is a mistake
-        load_plugins(named) if trusted or PLUGINS in values else require_plugins(named, path)
-    values, mistakes = _command_line(argv)  # once more, because plugins have keys
-    origins = dict.fromkeys(KEYS, "default")
-    origins |= {f"{name}.{key}": str(path) for name, table in raw.items() if isinstance(table, dict) for key in table}
-    if isinstance(raw.setdefault("job", {}), dict) and needs_file:  # a saved config.toml names its original
-        raw["job"].setdefault("config_file", str(path))
-    for section, table in below().items() if below else ():
-        if isinstance(raw.setdefault(section, {}), dict) and not (section == "job" and needs_file):
-            raw[section] = table | raw[section]
-    if HELP in values:
-        _print_help(JobConfig.read(raw if CONFIG_FILE in values else {})[0], values[HELP])
-    values.pop(CONFIG_FILE, None)
-    for key, value in values.items():
+    arguments = parse_arguments(argv)
+    has_file = build_base is None or CONFIG_FILE in arguments.values
+    tables: Tables = {}
+    lines: dict[str, int] = {}
+    source = "--from"
+    if has_file:
+        path = find_job_file(str(arguments.values.get(CONFIG_FILE, DEFAULT_JOB_FILE)))
+        tables, lines = _read_job_file(path)
+        source = str(path)
+
+    _load_plugins_of(tables, arguments.values, trusted, source)
+    arguments = parse_arguments(argv)  # parse again, because plugins have added keys
+    _warn_about_renamed_keys([*arguments.renamed, *rename_keys(tables)])
+    origins = _find_origins(tables, arguments, source)
+
+    if has_file:
+        _add_defaults(tables, {"job": {"config_file": source}})
+    if build_base is not None:
+        base = build_base()
+        if has_file:  # the job file determines the output folder
+            base = {name: table for name, table in base.items() if name != "job"}
+        _add_defaults(tables, base)
+    if arguments.help_topics is not None:
+        from titanlite.config.help import print_help
+
+        job, _ = JobConfig.read(tables if CONFIG_FILE in arguments.values else {})
+        print_help(job, arguments.help_topics)
+        sys.exit(0)
+
+    for key, value in arguments.values.items():
         section, name = key.split(".")
-        if isinstance(table := raw.setdefault(section, {}), dict):  # otherwise it is a mistake, which is found below
+        table = tables.setdefault(section, {})
+        if key != CONFIG_FILE and isinstance(table, dict):  # otherwise `read` reports a mistake
             table[name] = value
-    job, wrong = JobConfig.read(raw)
-    origins |= dict.fromkeys([*values, *(each.key for each in mistakes)], COMMAND_LINE)
-    return Draft(job, [*mistakes, *wrong], origins, str(path))
+    job, mistakes = JobConfig.read(tables)
+    return ParsedJob(job, [*arguments.mistakes, *mistakes], origins, lines, source)
 
 
-def _read_file(name: str) -> tuple[Path, dict[str, Any]]:
-    """The file `name` as given, in ./train_configs, or in titanlite's own train_configs, and its content. The suffix
-    .toml may be missing. Raises UserError: there is none, or it is no TOML."""
-    home = os.path.expanduser(name)
-    places = [folder / file for folder in (Path(), Path("train_configs"), JOB_FILES) for file in (home, f"{home}.toml")]
-    path = next(filter(os.path.isfile, places), None)
-    if path is None:
-        known = ", ".join(sorted(file.stem for file in JOB_FILES.glob("*.toml")))
-        text = f"no such file here, in ./train_configs/ or in {JOB_FILES}/. Known there: {known}."
-        raise UserError(f"{CONFIG_FILE} = {shown(name)}: {text}")
+def _find_origins(tables: Tables, arguments: Arguments, source: str) -> dict[str, str]:
+    """Return where each key was set, as in `ParsedJob.origins`.
+
+    Args:
+        tables: Sections of the job file.
+        arguments: The command line.
+        source: Path of the job file.
+    """
+    origins = dict.fromkeys(list_keys(), DEFAULT)
+    for section, table in tables.items():
+        if isinstance(table, dict):
+            origins |= {f"{section}.{key}": source for key in table}
+    for key in (*arguments.values, *(mistake.key for mistake in arguments.mistakes)):
+        if key != CONFIG_FILE:
+            origins[key] = COMMAND_LINE
+    return origins
+
+
+def _add_defaults(tables: Tables, defaults: Mapping[str, Tables]) -> None:
+    """Add the keys in `defaults` to `tables` in place. Keys that are set already keep their values.
+
+    A section that is not a table is skipped, because the schema reports it later.
+    """
+    for section, table in defaults.items():
+        current = tables.setdefault(section, {})
+        if isinstance(current, dict):
+            tables[section] = table | current
+
+
+def _load_plugins_of(tables: Tables, values: Mapping[str, Any], trusted: bool, source: str) -> None:
+    """Import the plugins that a job lists, or check that they were imported already.
+
+    Importing a plugin runs its code, so a job from an untrusted source, such as a checkpoint,
+    cannot trigger an import. Plugins on the command line are always imported.
+
+    Args:
+        tables: Sections of the job file.
+        values: Values from the command line, by "section.key".
+        trusted: Whether plugins listed in `tables` may be imported.
+        source: Name of the job file for error messages.
+
+    Raises:
+        UserError: If a plugin cannot be imported, or an untrusted job needs one that is not
+            imported.
+    """
+    names: Any = []
+    job_section = tables.get("job")
+    if PLUGINS in values:
+        names = values[PLUGINS]
+    elif isinstance(job_section, dict):
+        names = job_section.get("plugins", [])
+
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        return  # validation reports the mistake later
+    if trusted or PLUGINS in values:
+        load_plugins(names)
+    else:
+        require_plugins(names, source)
+
+
+def find_job_file(name: str) -> Path:
+    """Return the path of the job file called `name`, which may omit the suffix .toml.
+
+    Searches the current folder, ./train_configs, and the job files that are installed with
+    titanlite, in this order.
+
+    Raises:
+        UserError: If there is no such file.
+    """
+    expanded = os.path.expanduser(name)
+    for folder in (Path(), Path("train_configs"), JOB_FILES):
+        for file in (folder / expanded, folder / f"{expanded}.toml"):
+            if os.path.isfile(file):
+                return file
+    known = ", ".join(sorted(file.stem for file in JOB_FILES.glob("*.toml")))
+    raise UserError(
+        f"{CONFIG_FILE} = {format_value(name)} is not a file here, in ./train_configs/ or in "
+        f"{JOB_FILES}/. Files there: {known}."
+    )
+
+
+def _read_job_file(path: Path) -> tuple[Tables, dict[str, int]]:
+    """Read a job file.
+
+    Returns:
+        The sections of the job, and the line number of each key for error messages.
+
+    Raises:
+        UserError: If the file cannot be read or is not TOML.
+    """
+    content = read_file(path, MAX_JOB_FILE_BYTES)
     try:
-        return path, tomli.loads(read_file(path, MOST_BYTES).decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:  # no UTF-8, no TOML, a number of 5,000 digits, or lists 400 deep
-        raise UserError(f"{path} is not valid TOML in UTF-8, as a job file must be: {error}.") from None
+        return parse_toml(content), find_key_lines(content.decode("utf-8-sig"))
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from None
 
 
-def _command_line(argv: Sequence[str]) -> tuple[dict[str, Any], list[Mistake]]:
-    """The values of the options by key, as a job file would have them, and what is wrong."""
+def find_key_lines(text: str) -> dict[str, int]:
+    """Return the line number of each key and table in a TOML text, so that errors can point to it.
+
+    Tables in a list are numbered, for example "dataset.sources.0.path".
+    """
+    lines: dict[str, int] = {}
+    table_counts: Counter[str] = Counter()  # number of [[table]] headers so far, by name
+    table = ""
+    for number, line in enumerate(text.splitlines(), start=1):
+        header = re.match(r"\s*(\[\[?)\s*([\w.-]+)\s*\]", line)  # [table] or [[table]]
+        assignment = re.match(r"\s*([\w.-]+)\s*=", line)  # key = value
+        if header:
+            brackets, table = header.groups()
+            lines.setdefault(table, number)
+            if brackets == "[[":
+                index = table_counts[table]
+                table_counts[table] += 1
+                table = f"{table}.{index}"
+                lines[table] = number
+        elif assignment:
+            key = assignment[1]
+            full_name = f"{table}.{key}" if table else key
+            lines.setdefault(full_name, number)
+    return lines
+
+
+def parse_arguments(argv: Sequence[str]) -> Arguments:
+    """Parse the options of a command line, each of which sets a key of a job.
+
+    For example, `--training.steps 100` sets "training.steps" to 100. Invalid options become
+    mistakes in the result instead of exceptions.
+    """
     values: dict[str, Any] = {}
+    help_topics = None
     mistakes: list[Mistake] = []
-    options: list[list[str]] = []  # each with the words after it
-    for word in argv:
-        word = word.encode(errors="replace").decode()  # what is no UTF-8 could not be written down
+    renamed: list[str] = []
+
+    stray_words, options = _split_options(argv)
+    for word in stray_words:
+        problem = f"is not an option. To pass a job file, write --{CONFIG_FILE} {word}."
+        mistakes.append(Mistake(word, word, "", problem))
+
+    keys = list_keys()
+    for flag, words in options:
+        if flag in ("-h", "--help"):
+            help_topics = words
+            continue
+        name = _flag_to_name(flag)
+        if name in RENAMED_KEYS:
+            renamed.append(name)
+        try:
+            key, value = _parse_option(flag, words, keys)
+            values[key] = value
+        except ValueError as error:
+            mistakes.append(Mistake(flag, flag, "", str(error)))
+    return Arguments(values, help_topics, mistakes, renamed)
+
+
+def _split_options(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, list[str]]]]:
+    """Split a command line into options.
+
+    Returns:
+        The words before the first option, and each option as a pair of its flag and the words that
+        follow the flag. For example, both `--a.b=1` and `--a.b 1` give ("--a.b", ["1"]).
+    """
+    stray_words: list[str] = []
+    options: list[tuple[str, list[str]]] = []
+    for argument in argv:
+        # Replace undecodable bytes, which cannot be written to config.toml.
+        word = argument.encode(errors="replace").decode()
         if word.startswith("--") or word == "-h":
-            options.append([HELP] if word == "-h" else word.split("=", 1))
+            flag, has_value, value = word.partition("=")
+            options.append((flag, [value] if has_value else []))
         elif options:
-            options[-1].append(word)
+            _, words = options[-1]
+            words.append(word)
         else:
-            mistakes.append(Mistake(word, word, f"belongs to no option; a job file comes after --{CONFIG_FILE}."))
-    for flag, *given in options:
-        name = flag[2:].replace("-", "_")
-        name = "config_file" if name == "config" else name  # or dataset.config would be proposed
-        name = name[3:].replace(".", ".no_", 1) if name.startswith("no_") else name  # --no-compile.enable
-        key = name if name in KEYS else name.replace(".no_", ".", 1)
-        field = KEYS.get(key)
-        kinds = types_in(field.annotation) if field else set()
-        if flag == HELP:
-            values[HELP] = given
-        elif key in SECTIONS:
-            keys = ", ".join(f"{flag}.{key}" for key in SECTIONS[key].model_fields)
-            mistakes.append(Mistake(flag, flag, f"is a section, whose keys are {keys}."))
-        elif field is None or (key != name and bool not in kinds):
-            mistakes.append(unknown(JobConfig, name if field else key)._replace(key=flag, found=flag))
-        elif bool in kinds and not given:
-            values[key] = key == name
-        elif typing.get_origin(field.annotation) is tuple:
-            values[key] = [_value(word, kinds) for word in given]
-        elif bool not in kinds and len(given) == 1:
-            values[key] = _value(given[0], kinds)
-        else:
-            wanted = f"no value: alone true, false is --{key.replace('.', '.no-')}" if bool in kinds else "one value"
-            mistakes.append(Mistake(flag, " ".join([flag, *given]), f"takes {wanted}. {field.description}"))
-    return values, mistakes
+            stray_words.append(word)
+    return stray_words, options
 
 
-def _value(word: str, kinds: set[type]) -> Any:
-    """The value that a job file would have for a word, or the word itself, which the schema then refuses."""
-    if word == "None" and type(None) in kinds:  # as the help writes it
+def _flag_to_name(flag: str) -> str:
+    """Return the name in a flag, for example "compile.enable" for "--compile.enable"."""
+    return flag.removeprefix("--").replace("-", "_")
+
+
+def _find_key(flag: str, keys: Mapping[str, Any]) -> tuple[str, bool]:
+    """Find the key that a flag of the command line sets.
+
+    Returns:
+        The full name of the key, which may not exist, and whether the flag negates it. For example,
+        both "--no-compile.enable" and "--compile.no-enable" give ("compile.enable", True).
+    """
+    name = _flag_to_name(flag)
+    if name == "config":  # otherwise dataset.config would be suggested
+        name = "config_file"
+    name = RENAMED_KEYS.get(name, name)
+    if name.startswith("no_"):
+        name = name.removeprefix("no_").replace(".", ".no_", 1)
+    if name in keys:
+        return name, False
+
+    key = name.replace(".no_", ".", 1)
+    return key, key != name
+
+
+def _parse_option(flag: str, words: list[str], keys: Mapping[str, Any]) -> tuple[str, Any]:
+    """Convert one option of the command line to a key and its value.
+
+    Args:
+        flag: The option as written, such as "--training.steps".
+        words: Words that follow the option.
+        keys: All keys of a job, from `list_keys`.
+
+    Raises:
+        ValueError: If the option is invalid. The message is the rest of a sentence that starts with
+            the flag, such as "is unknown."
+    """
+    key, is_negated = _find_key(flag, keys)
+    if key in SECTIONS:
+        options = ", ".join(f"{flag}.{name}" for name in SECTIONS[key].model_fields)
+        raise ValueError(f"is a section. Its keys are {options}.")
+    if key not in keys:
+        raise ValueError(describe_unknown_name(JobConfig, key).problem)
+
+    annotation = keys[key].annotation
+    types = find_types(annotation)
+    if is_negated and bool not in types:
+        name = key.replace(".", ".no_", 1)
+        raise ValueError(describe_unknown_name(JobConfig, name).problem)
+    if find_table_model(annotation):
+        raise ValueError(f"is a list of tables. Write [[{key}]] in a job file.")
+
+    if bool in types:
+        if words:
+            off = key.replace(".", ".no-")
+            raise ValueError(f"takes no value. Write --{key} or --{off}.")
+        return key, not is_negated
+    if typing.get_origin(annotation) is tuple:
+        return key, [_parse_value(word, types) for word in words]
+    if len(words) != 1:
+        raise ValueError(f"must have one value, not {' '.join(words) or 'none'}.")
+    return key, _parse_value(words[0], types)
+
+
+def _warn_about_renamed_keys(former_keys: Collection[str]) -> None:
+    """Log a warning with the new name of each key in `former_keys`, on rank 0 only."""
+    if os.environ.get("RANK", "0") != "0":
+        return
+    for key in former_keys:
+        logging.getLogger("titanlite").warning(f"{key} is now called {RENAMED_KEYS[key]}.")
+
+
+def _parse_value(word: str, types: set[type]) -> Any:
+    """Convert a word of the command line to one of `types`.
+
+    A word that fits none of the types is returned as text, and the schema then reports it.
+    """
+    if word == "None" and type(None) in types:
         return None
-    for kind in kinds & {int, float}:
-        with suppress(ValueError):
-            return kind(word)
+    for number_type in (int, float):
+        if number_type in types:
+            with suppress(ValueError):
+                return number_type(word)
     return word
 
 
-_TEXT = """usage: titanlite train [--from FOLDER_OR_NAME] [--SECTION.KEY VALUE ...]
+def dump_config(job: JobConfig, without: Collection[str] = ()) -> str:
+    """Format a job as TOML, for example for the config.toml in the output folder.
 
-Train the model that a job file describes: `--job.config_file FILE`. Without one, debug_model.toml is trained. `launch`
-does so on each GPU, or in NGPU=N processes. `--from` goes on from a model, a folder or OWNER/NAME on the Hugging Face
-hub, and needs no job file: [model], the tokenizer, the length of rows and the learning rate follow from the model,
-unless the file or the command line has them. Each key below can be given on the command line, too, and wins over the
-file. `--help SECTION` explains the keys of a section, `--help KEY` one key, and `--help all` all."""
-
-
-def _print_help(job: JobConfig, topics: Sequence[str]) -> None:
-    """Print what is asked for, then exit 0.
+    Loading the text gives an equal job.
 
     Args:
-        job: Its values are shown.
-        topics: sections ("training") and keys ("training.steps", "steps") to explain, or "all". Empty: the keys are
-            listed.
-
-    Raises:
-        UserError: there is no such section or key.
+        job: Job to format.
+        without: Names of sections to omit.
     """
-    asked = {topic.removeprefix("--").replace("-", "_") for topic in topics}
-    for name in asked - {"all"}:
-        if not any(name in (key, *key.split(".")) for key in KEYS):
-            raise UserError(f"{name}: {unknown(JobConfig, name).remedy}")
-    if not asked:
-        print(wrapped(_TEXT), end="\n\n")
-    for section, model in SECTIONS.items():
-        if not asked or asked & {section, "all"}:
-            print(wrapped(f"[{section}] {model.__doc__}"), end="\n\n" if asked else "\n")
-        if not asked:
-            print(wrapped(", ".join(model.model_fields), 6), end="\n\n")
-        for name, field in model.model_fields.items():
-            if asked & {section, "all", name, f"{section}.{name}"}:
-                _print_key(f"{section}.{name}", field, getattr(getattr(job, section), name))
-    sys.exit(0)
-
-
-def _print_key(key: str, field: FieldInfo, value: Any, flag: str = "--") -> None:
-    """A key with its type, its text and its value. The keys of a table that stands in the file only have no flag."""
-    table = table_within(field.annotation)
-    names = [_words(each) for each in field.metadata if isinstance(each, Registry)]
-    words = " ".join(dict.fromkeys(names[0] if names else _words(field.annotation)))
-    words = f"{flag}{key} {words}{' ...' * (typing.get_origin(field.annotation) is tuple)}"
-    words = f"--{key}, --{key.replace('.', '.no-')}" if words == f"--{key} BOOL" else words
-    default = "required" if value is PydanticUndefined else f"default: {shown(value) if value is not None else value}"
-    print(f"[[{key}]]" if table else words)
-    print(wrapped(f"{field.description}{'' if table else f' ({default})'}", 6), end="\n\n")
-    for name, inner in table.model_fields.items() if table else ():
-        _print_key(f"{key}.{name}", inner, inner.default, "")
-
-
-def _words(annotation: Any) -> list[str]:
-    """What a value of a key may be: choices, or types."""
-    if isinstance(annotation, Registry):
-        return ["|".join(annotation)] if [*annotation] else []
-    if typing.get_origin(annotation) is typing.Literal:
-        return ["|".join(map(str, typing.get_args(annotation)))]
-    if parts := typing.get_args(annotation):
-        parts = [part for part in parts if isinstance(part, Registry)] or parts
-        return [word for part in parts for word in _words(part)]
-    return [annotation.__name__.upper()] if isinstance(annotation, type) and annotation is not type(None) else []
-
-
-def dump_config(job: JobConfig, without: Collection[str] = ()) -> str:
-    """The job as TOML, but for some sections. A file with this text gives an equal `JobConfig` when it is loaded."""
     return tomlkit.dumps(job.model_dump(exclude_none=True, exclude={*without}))
 
 
 def resolve_path(path: str) -> Path:
-    """The path itself if it is absolute or exists in the current folder, otherwise the path within titanlite's own
-    folder. Of a tokenizer at a URL that of a copy. Raises UserError: there is none."""
-    here = local_copy(os.path.expanduser(path), beside="tokenizer_config.json")
-    return here if here.exists() or not (PACKAGE / here).exists() else PACKAGE / here
+    """Return the local path of the tokenizer that `path` names.
+
+    Args:
+        path: Path or URL. A relative path that does not exist in the current folder is looked up in
+            the titanlite package. A file at a URL is downloaded to the cache.
+
+    Raises:
+        UserError: If the URL cannot be read.
+    """
+    local_path = get_local_copy(os.path.expanduser(path), beside="tokenizer_config.json")
+    packaged_path = PACKAGE / local_path
+    return packaged_path if packaged_path.exists() and not local_path.exists() else local_path

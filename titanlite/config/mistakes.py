@@ -1,8 +1,8 @@
-"""The messages about wrong values: the place, the value, what is allowed, and what to do. `synonyms.toml` beside this
-file has the names that other trainers give to our keys.
+"""Describe invalid values: where they are set, what is wrong, and how to fix it.
 
-Invariant: a wrong value gets the same message whether it comes from a job file, the command line, a Python program or
-another file. All wrong values of a job are reported together.
+Invariant: an invalid value gets the same message whether it comes from a job file, the command
+line, Python, or another file. All mistakes in a job are reported together. `synonyms.toml` lists
+the names that other trainers use for the titanlite keys.
 """
 
 from __future__ import annotations
@@ -13,143 +13,327 @@ import re
 import shutil
 import textwrap
 import typing
-from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import tomli
 from pydantic import BaseModel, ValidationError
 
-from titanlite.config.errors import UserError, counted
+from titanlite.config.errors import UserError
+from titanlite.config.registry import SECTIONS
 
 COMMAND_LINE = "command line"
+_SYNONYMS = Path(__file__).with_name("synonyms.toml")
+# Parts of pydantic's messages, and what titanlite writes instead.
+_PHRASES = {
+    "Value error, ": "",
+    "Input should be ": "must be ",
+    "Tuple should ": "must ",
+    "String should ": "must ",
+    "Field required": "is required",
+    "a valid integer": "an integer",
+    "a valid string": "a string",
+    "a valid number": "a number",
+    "a valid boolean": "true or false",
+    "a valid tuple": "a list",
+    "a valid dictionary": "a table",
+    "greater than or equal to": "at least",
+    "less than or equal to": "at most",
+}
 
 
 class Mistake(NamedTuple):
-    """One wrong value of a job.
+    """One invalid value in a job, in the options of a command, or in a file.
 
     Attributes:
-        key: "section.key"; the section alone if all of it is wrong; empty if the job is no table.
-        found: What was found, as it would be written in a job file.
-        remedy: What is allowed instead.
-        kind: pydantic's name of the error, or "gone" for a key that an earlier version had.
+        key: "section.key", or only the section if all of it is invalid. Empty if the job is not a
+            table.
+        name: Full name for the message, such as dataset.sources.0.path, [modle] or --step.
+        value: The value as written in a job file. Empty if the message does not need it.
+        problem: Rest of the sentence that starts with the name, such as "must be an integer."
+        kind: Type of the pydantic error, such as "extra_forbidden", or "gone" for a key of an
+            earlier version.
     """
 
     key: str
-    found: str
-    remedy: str
+    name: str
+    value: str
+    problem: str
     kind: str = ""
 
+    def describe(self) -> str:
+        """Return the error message.
 
-class WrongJob(UserError):
-    """A job, or the options of a command, that cannot be used. The message has all its mistakes under one heading, each
-    with the place where it is: that of its key in `origins`, or `file`. `mistakes` lists them."""
+        For example: training.steps must be an integer, got "five".
+        """
+        if not self.value:
+            return f"{self.name} {self.problem}"
+        value = shorten(self.value)
+        if not self.problem.startswith("must "):
+            return f"{self.name} = {value} {self.problem}"
+        requirement, stop, remedy = re.fullmatch(
+            r"(.*?)(\.(?= )|\.?$)(.*)", self.problem, re.DOTALL
+        ).groups()  # type: ignore[union-attr]
+        return f"{self.name} {requirement}, got {value}{stop or '.'}{remedy}"
 
-    def __init__(self, mistakes: Sequence[Mistake], file: str, origins: Mapping[str, str] | None = None) -> None:
-        lines = [f"{counted(len(mistakes), 'mistake')}:"]
+
+class ConfigError(UserError):
+    """A job, or the options of a command, are invalid.
+
+    The message lists all mistakes, one per line.
+
+    Args:
+        mistakes: All mistakes.
+        source: File, or another description of where the values come from.
+        places: "section.key" -> file and line that set the key, or "command line". Keys that are
+            missing here were set in `source`.
+    """
+
+    def __init__(
+        self, mistakes: Sequence[Mistake], source: str, places: Mapping[str, str] | None = None
+    ) -> None:
+        lines = []
         for mistake in mistakes:
-            lines.append(f"  {(origins or {}).get(mistake.key, file)}: {short(mistake.found)}")
-            lines.append(textwrap.fill(mistake.remedy, 110, initial_indent=" " * 6, subsequent_indent=" " * 6))
+            place = _find_place(mistake, places or {}) or source
+            lines.append(f"{place}: {mistake.describe()}")
+        if len(lines) > 1:
+            lines = [f"{len(lines)} mistakes:", *(f"  {line}" for line in lines)]
         super().__init__("\n".join(lines))
         self.mistakes = mistakes
 
 
-def shown(value: object) -> str:
-    """A value as it would be written in TOML. TOML has no null; None becomes the word none."""
+def _find_place(mistake: Mistake, places: Mapping[str, str]) -> str | None:
+    """Return where the key of a mistake was set, for example "train.toml:14".
+
+    If this is unknown, return where the nearest table around the key begins, or else None.
+
+    Args:
+        mistake: The mistake.
+        places: File and line of each key and table, by its name.
+    """
+    name = mistake.name if mistake.name.startswith(f"{mistake.key}.") else mistake.key
+    while name:
+        if name in places:
+            return places[name]
+        name = name.rpartition(".")[0]
+    return None
+
+
+def format_value(value: object) -> str:
+    """Format a value as in TOML. TOML has no None, so None becomes the word none."""
     if value is None:
         return "none"
-    return repr(value) if isinstance(value, float) else json.dumps(value, default=str, ensure_ascii=False)
+    if isinstance(value, float):
+        return repr(value)
+    return json.dumps(value, default=str, ensure_ascii=False)
 
 
-def mistake(whole: type[BaseModel], error: Any) -> Mistake:
-    """What a pydantic error says. `whole` is the model of the job, of the options of a command, or of a file."""
-    place, value, model = [*map(str, error["loc"])], error["input"], whole
-    key, given = ".".join(place[:2]), [] if error["type"] == "missing" else [shown(value)]
-    found = " = ".join([*filter(None, [".".join(place)]), *given])
-    if getattr(whole, "place", "") == COMMAND_LINE:
-        found = " ".join([f"--{place[0].replace('_', '-')}", *given])
-    text = error["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-    text, about = text.replace("valid tuple", "list").replace("valid dictionary", "table"), ""
-    text = text.replace("Tuple should", "must").partition(" after validation")[0]
-    text = "is not of the form that is needed" if error["type"] == "string_pattern_mismatch" else text
-    for name in place:
-        if field := model.model_fields.get(name):
-            about, model = field.description or "", table_within(field.annotation) or model
-        elif answer := getattr(model, "dropped", {}).get(name):
-            return Mistake(key, found, answer[1], "gone")
-        elif error["type"] == "extra_forbidden" and not name.isdecimal():
-            found = f"[{key}]" if isinstance(value, dict) else found
-            return Mistake(key, found, _near(whole, model, place[: place.index(name) + 1], place[-1]), error["type"])
-    return Mistake(key, found, f"{text}. {_hint(text, value, place)}{about}", error["type"])
+def build_mistake(root: type[BaseModel], error: Any) -> Mistake:
+    """Convert a pydantic error to a `Mistake` with a clearer message.
+
+    For unknown names and values, the message suggests the most similar valid one.
+
+    Args:
+        root: Model that was validated: a job, the options of a command, or the content of a file.
+        error: One of the errors in `ValidationError.errors()`.
+    """
+    kind = error["type"]
+    location = [str(part) for part in error["loc"]]  # for example ["dataset", "sources", "0"]
+    key = ".".join(location[:2])
+    name = ".".join(location)
+    if hasattr(root, "name_on_command_line"):
+        name = root.name_on_command_line(location[0])  # type: ignore[attr-defined]
+    value = "" if kind == "missing" else format_value(error["input"])
+
+    model = root
+    for depth, part in enumerate(location, start=1):
+        dropped_keys = getattr(model, "dropped", {})
+        is_list_index = part.isdecimal()
+        if part in model.model_fields or _is_job_section(model, part):
+            model = _get_inner_model(model, part)
+        elif part in dropped_keys:
+            _, problem = dropped_keys[part]
+            return Mistake(key, name, value, problem, "gone")
+        elif kind == "extra_forbidden" and not is_list_index:
+            problem = _suggest_name(root, model, location[:depth], location[-1])
+            is_table = isinstance(error["input"], dict)
+            return Mistake(key, f"[{key}]" if is_table else name, "", problem, kind)
+
+    problem = _rephrase(error["msg"])
+    hint = _suggest_value(problem, error["input"], location)
+    return Mistake(key, name, value, f"{problem}.{hint}", kind)
 
 
-def _hint(text: str, value: object, place: Sequence[str]) -> str:
-    """What was meant, where the value shows it: one of the words in `text`, a list, or a whole number."""
-    if isinstance(value, float) and "integer" in text and value.is_integer():
-        return f"Write {value:.0f}. "
+def _rephrase(message: str) -> str:
+    """Return a message of pydantic in the words of titanlite, such as "must be an integer"."""
+    text = re.sub(r" (after validation|or instance of).*", "", message)
+    for phrase, replacement in _PHRASES.items():
+        text = text.replace(phrase, replacement)
+    return text
+
+
+def _is_job_section(model: type[BaseModel], name: str) -> bool:
+    """Return whether `model` is a job and `name` one of its sections, including plugin sections."""
+    return model.model_config.get("extra") == "allow" and name in SECTIONS
+
+
+def _get_inner_model(model: type[BaseModel], name: str) -> type[BaseModel]:
+    """Return the model of the table or list of tables called `name` in `model`.
+
+    If `name` is neither of them, return `model` itself.
+    """
+    if _is_job_section(model, name):
+        return SECTIONS[name]
+    return find_table_model(model.model_fields[name].annotation) or model
+
+
+def _suggest_value(problem: str, value: object, location: Sequence[str]) -> str:
+    """Return a sentence that suggests the value that was probably meant, or an empty string.
+
+    Args:
+        problem: Error message, which can list the allowed values.
+        value: Invalid value.
+        location: Names of the sections and keys that lead to the value.
+    """
+    if isinstance(value, float) and "integer" in problem and value.is_integer():
+        return f" Write {value:.0f}."
     if not isinstance(value, str):
         return ""
-    if "," in value and place[-1].isdecimal():
+
+    is_list_item = bool(location) and location[-1].isdecimal()
+    if is_list_item and "," in value:
         words = re.findall(r"[^\s,\[\]]+", value)
-        return f"A list is {' '.join(words)} on the command line, and [{', '.join(words)}] in a file. "
-    known = {word.lower(): word for word in re.findall(r"[\w.-]+", text) if text.startswith("must be ")}
-    return "".join(f"Did you mean {known[word]}? " for word in difflib.get_close_matches(value.lower(), known, n=1))
+        on_command_line = " ".join(words)
+        in_file = ", ".join(words)
+        return f" Write a list as {on_command_line} on the command line, and [{in_file}] in a file."
+
+    if not problem.startswith("must be "):
+        return ""
+    choices = {word.lower(): word for word in re.findall(r"[\w.-]+", problem)}
+    similar = difflib.get_close_matches(value.lower(), choices, n=1)
+    return f" Did you mean {choices[similar[0]]}?" if similar else ""
 
 
-def unknown(whole: type[BaseModel], name: str) -> Mistake:
-    """What is said about a name such as "training.stepz" that no key of `whole` has."""
-    return mistake(whole, {"loc": name.split("."), "input": None, "type": "extra_forbidden", "msg": ""})
+def describe_unknown_name(root: type[BaseModel], name: str) -> Mistake:
+    """Return the mistake for a name that is not a key of `root`, such as "training.stepz"."""
+    error = {"loc": name.split("."), "input": None, "type": "extra_forbidden"}
+    return build_mistake(root, error)
 
 
-def explain(model: type[BaseModel], failure: ValidationError) -> str:
-    """The first ten mistakes of a file in one line."""
-    found = (mistake(model, error) for error in failure.errors(include_url=False)[:10])
-    return "; ".join(f"{short(each.found)}: {each.remedy.strip().rstrip('.')}" for each in found)
+def explain_error(model: type[BaseModel], failure: ValidationError) -> str:
+    """Describe the first ten mistakes in a file in one line.
+
+    Args:
+        model: Model of the content of the file.
+        failure: Error that pydantic raised for the content.
+    """
+    descriptions = []
+    for error in failure.errors(include_url=False)[:10]:
+        is_whole_file = not error["loc"]  # for example invalid JSON
+        text = error["msg"] if is_whole_file else build_mistake(model, error).describe()
+        descriptions.append(text.rstrip("."))
+    return "; ".join(descriptions)
 
 
-def short(text: str) -> str:
-    """The text, cut if it is long."""
+def shorten(text: str) -> str:
+    """Return `text`, cut after 160 characters if it is longer."""
     return text if len(text) <= 160 else text[:160] + "..."
 
 
-def wrapped(text: str, indent: int = 0) -> str:
-    """Each paragraph of a text in lines that fit a terminal, of at most 110 characters."""
-    width, margin = min(110, shutil.get_terminal_size().columns), " " * indent
-    fill = partial(textwrap.fill, width=max(40, width), initial_indent=margin, subsequent_indent=margin)
-    return "\n\n".join(fill(" ".join(part.split()), break_on_hyphens=False) for part in text.split("\n\n"))
+def wrap_text(text: str, indent: int = 0) -> str:
+    """Break each paragraph into lines that fit the terminal, but of at most 100 characters.
+
+    Args:
+        text: Paragraphs separated by empty lines.
+        indent: Number of spaces in front of each line.
+    """
+    columns = min(100, shutil.get_terminal_size().columns)
+    paragraphs = [" ".join(part.split()) for part in text.split("\n\n")]
+    wrapper = textwrap.TextWrapper(
+        width=max(40, columns),
+        initial_indent=" " * indent,
+        subsequent_indent=" " * indent,
+        break_on_hyphens=False,
+    )
+    return "\n\n".join(wrapper.fill(paragraph) for paragraph in paragraphs)
 
 
-def _near(whole: type[BaseModel], model: type[BaseModel], place: list[str], last: str) -> str:
-    """The message about an unknown name at `place`, in the table `model`. It says what a key is called here that has
-    the name `last` elsewhere, or the most similar known name, of any section."""
-    known = [field.alias or name for name, field in model.model_fields.items()]
-    sections = {name: getattr(field.annotation, "model_fields", ()) for name, field in whole.model_fields.items()}
-    synonyms = tomli.loads(Path(__file__).with_name("synonyms.toml").read_text(encoding="utf-8"))
-    keys = [key for key, words in synonyms.items() if last in words.split()]
-    near = [key for key in keys if key.partition(".")[0] in sections or "=" in key]
-    near = near or [".".join([*place[:-1], name]) for name in difflib.get_close_matches(place[-1], known, n=1)]
-    near = near or [f"{section}.{last}" for section, keys in sections.items() if last in keys]
-    return f"unknown; did you mean {' or '.join(near[:3])}?" if near else f"unknown; there are {', '.join(known)}."
+def _suggest_name(
+    root: type[BaseModel], model: type[BaseModel], location: list[str], last: str
+) -> str:
+    """Return an explanation for an unknown name that suggests a known name.
+
+    The suggestion is the first of these that exists:
+
+    - the key that has the name in other trainers, according to `synonyms.toml`;
+    - the key of the same table with the most similar name;
+    - keys with this name in other tables.
+
+    Args:
+        root: Model of the whole job.
+        model: Model of the table that contains the unknown name.
+        location: Names that lead to the unknown name, which is the last of them.
+        last: Last part of the full name that the user wrote.
+    """
+    tables = _list_tables(root)
+    known_names = [field.alias or name for name, field in model.model_fields.items()]
+    if model is root:
+        known_names += [name for name in tables if name not in known_names]
+
+    candidates = _find_synonyms(last, {*root.model_fields, *tables})
+    if not candidates:
+        similar = difflib.get_close_matches(location[-1], known_names, n=1)
+        candidates = [".".join([*location[:-1], name]) for name in similar]
+    if not candidates:
+        candidates = [
+            f"{name}.{last}" for name, table in tables.items() if last in table.model_fields
+        ]
+
+    if candidates:
+        return f"is unknown. Did you mean {' or '.join(candidates[:3])}?"
+    return f"is unknown. Known names are {', '.join(known_names)}."
 
 
-def without(job: Mapping[str, Any], wrong: Iterable[Mistake]) -> dict[str, Any]:
-    """The tables of a job without the keys and sections of these mistakes."""
-    keys, tables = {mistake.key for mistake in wrong}, {}
-    for section in [name for name in job if name not in keys]:
-        tables[section] = {key: value for key, value in job[section].items() if f"{section}.{key}" not in keys}
+def _list_tables(root: type[BaseModel]) -> dict[str, type[BaseModel]]:
+    """Return the models of the tables in `root` by name, including the sections of plugins."""
+    tables: dict[str, type[BaseModel]] = {}
+    for name, field in root.model_fields.items():
+        table = find_table_model(field.annotation)
+        if table is not None:
+            tables[name] = table
+    is_job = root.model_config.get("extra") == "allow"
+    if is_job:
+        tables.update(SECTIONS)
     return tables
 
 
-def types_in(annotation: Any) -> set[type]:
-    """The types that an annotation is made of: of tuple[int, ...] | None, int and NoneType."""
+def _find_synonyms(word: str, root_names: set[str]) -> list[str]:
+    """Return the keys that are called `word` in other trainers, according to `synonyms.toml`.
+
+    Args:
+        word: The unknown name.
+        root_names: Names at the top level of the model. Only keys that exist in it are returned.
+    """
+    synonyms = tomli.loads(_SYNONYMS.read_text(encoding="utf-8"))
+    keys = []
+    for key, words in synonyms.items():
+        is_in_root = key.partition(".")[0] in root_names or "=" in key
+        if is_in_root and word in words.split():
+            keys.append(key)
+    return keys
+
+
+def find_types(annotation: Any) -> set[type]:
+    """Return the types in an annotation, such as {int, NoneType} for `tuple[int, ...] | None`."""
     if typing.get_origin(annotation) is Literal:
         return {type(value) for value in typing.get_args(annotation)}
     if parts := typing.get_args(annotation):
-        return set().union(*map(types_in, parts))
+        return set().union(*map(find_types, parts))
     return {annotation} if isinstance(annotation, type) else set()
 
 
-def table_within(annotation: Any) -> type[BaseModel] | None:
-    """The model of a list of tables such as tuple[DataSource, ...]."""
-    return next((kind for kind in types_in(annotation) if issubclass(kind, BaseModel)), None)
+def find_table_model(annotation: Any) -> type[BaseModel] | None:
+    """Return the pydantic model in an annotation such as `tuple[DataSource, ...]`, or None."""
+    models = [kind for kind in find_types(annotation) if issubclass(kind, BaseModel)]
+    return models[0] if models else None

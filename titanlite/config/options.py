@@ -1,32 +1,39 @@
-"""The options of a command, declared as a class. A field is an option, its docstring is the help, its type is the rule.
+"""Define the options of commands as classes, in which each field is an option.
 
-Invariant: a wrong option ends with exit code 2, and with a UserError or tyro's own message. Only a command that runs
-imports this module, because importing tyro and pydantic takes a tenth of a second.
+The docstring of a field is its help text.
+
+Invariant: an invalid option ends the command with exit code 2, by a UserError or a message of tyro.
+Commands import this module only when they run, because importing tyro and pydantic takes a tenth of
+a second.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, TypeVar
 
 import tyro
 from pydantic import AfterValidator, Field
+from pydantic.fields import FieldInfo
 from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from titanlite.config.errors import UserError
-from titanlite.config.mistakes import COMMAND_LINE, types_in, wrapped
+from titanlite.config.mistakes import COMMAND_LINE, find_types, wrap_text
 from titanlite.config.registry import load_plugins
 from titanlite.config.run import MOST_RANKS
-from titanlite.config.schema import Whole, usable_path
+from titanlite.config.schema import Whole, check_path
 
-JOB_KEYS = "Every key of a job is an option, too: `titanlite train --help` explains them."
+JOB_KEYS = "Every key of a job is also an option. Run `titanlite train --help` for a list."
 
-# A file or a folder. A leading ~ is expanded, and a name that the system does not accept is refused.
-OptionPath = Annotated[Path, Field(strict=False), AfterValidator(lambda path: Path(usable_path(str(path))))]
+# A path. A leading ~ is expanded, and names that no file system accepts are rejected.
+OptionPath = Annotated[
+    Path, Field(strict=False), AfterValidator(lambda path: Path(check_path(str(path))))
+]
 
-# The same where it stands without the name of an option.
+# A path as a positional argument.
 PositionalPath = Annotated[OptionPath, tyro.conf.Positional]
 
 # The option --json.
@@ -35,114 +42,215 @@ AsJson = Annotated[bool, tyro.conf.arg(name="json")]
 # A number of ranks.
 OptionRanks = Annotated[PositiveInt, Field(le=MOST_RANKS)]
 
-_STYLE = (tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)  # --json alone; PATH, and not {None}|PATH
+_STYLE = (
+    tyro.conf.FlagCreatePairsOff,
+    tyro.conf.DisallowNone,
+)  # --json alone; PATH, and not {None}|PATH
 
 
 class Options(Whole):
-    """Base of the options of a command."""
+    """Base class for the options of a command."""
 
-    place: ClassVar[str] = COMMAND_LINE
+    source: ClassVar[str] = COMMAND_LINE
+
+    @classmethod
+    def name_on_command_line(cls, field: str) -> str:
+        """Return the name of a field in the help: "--step", or "PATH" for a positional argument."""
+        metadata = cls.model_fields[field].metadata
+        if tyro.conf.Positional in metadata:
+            return field.upper()
+        names = [item.name for item in metadata if getattr(item, "name", None)]  # tyro.conf.arg
+        return f"--{names[0] if names else field.replace('_', '-')}"
 
 
 class CheckpointOptions(Options):
-    """Base of the options of a command that reads a checkpoint or a model folder, which never cause an import."""
+    """Base class for the options of a command that reads a checkpoint or a model folder.
+
+    If the model needs plugins, the user must name them with --job.plugins, because the content of a
+    checkpoint never causes an import.
+    """
 
     plugins: Annotated[tuple[str, ...], Field(strict=False), tyro.conf.arg(name="job.plugins")] = ()
     """Plugins that the checkpoint was trained with, to import before it is read."""
 
 
+class TextModelOptions(CheckpointOptions):
+    """Base class for the options of a command that reads or writes text with a checkpoint."""
+
+    tokenizer_path: Annotated[OptionPath | None, tyro.conf.arg(name="tokenizer.path")] = None
+    """Tokenizer file, which a checkpoint needs if it was imported without one. Default: the
+    tokenizer of the checkpoint."""
+
+
 AnyOptions = TypeVar("AnyOptions", bound=Options)
 
 
-def parse(options: type[AnyOptions], argv: Sequence[str], command: str) -> AnyOptions:
-    """The options of `titanlite COMMAND`. If `argv` asks for the help, it is printed and the process exits.
+def parse_options(options: type[AnyOptions], argv: Sequence[str], command: str) -> AnyOptions:
+    """Parse the options of `titanlite COMMAND`. If they contain --help, print the help and exit.
+
+    Args:
+        options: Class of the options.
+        argv: Words of the command line after the command.
+        command: Name of the command, such as "generate".
 
     Raises:
-        UserError: an option that is unknown or missing, or a value that is not allowed.
-        SystemExit: 2 after a message about a malformed option.
+        UserError: If an option is unknown, missing or invalid.
+        SystemExit: With code 2, after tyro has printed a message about a malformed option.
     """
-    own, words = parse_beside_job(options, argv, command, "")
+    parsed, words = parse_options_and_job(options, argv, command, "")
     if words:
-        raise UserError(f"{words[0]}: unknown; `titanlite {command} --help` lists all options.")
-    return own
+        raise UserError(f"{words[0]} is unknown. Run `titanlite {command} --help` for all options.")
+    return parsed
 
 
-def parse_beside_job(
+def parse_options_and_job(
     options: type[AnyOptions], argv: Sequence[str], command: str, keys: str = JOB_KEYS
 ) -> tuple[AnyOptions, list[str]]:
-    """As `parse`, for a command that also takes keys of a job, as `keys` explains. Returns its own options, and all
-    other words."""
+    """Parse the options of a command that also accepts the keys of a job. See `parse_options`.
+
+    Args:
+        options: Class of the options.
+        argv: Words of the command line after the command.
+        command: Name of the command, such as "plan".
+        keys: Text for the help that explains the keys of a job.
+
+    Returns:
+        The options, and the remaining words, which set keys of a job.
+    """
     prog = f"titanlite {command}"
-    if {"-h", "--help"} & {*argv}:  # tyro would print this as one long line
-        print(wrapped(f"{options.__doc__}\n\n{keys}".strip()), end="\n\n")
-    _check_flags(options, argv, prog)
-    own, words = tyro.cli(options, args=[*argv], prog=prog, description="", config=_STYLE, return_unknown_args=True)
-    load_plugins(getattr(own, "plugins", ()))
-    flags = [f"--{name.replace('_', '-')}" for name in options.model_fields]
-    for word in words:  # a key of a job has a dot
-        near = difflib.get_close_matches(word.partition("=")[0], flags, n=1)
-        if word.startswith("--") and "." not in word and near:
-            raise UserError(f"{word}: unknown option of `{prog}`; did you mean {near[0]}?")
-    return own, words
+    if "-h" in argv or "--help" in argv:
+        # tyro would print the description in one long line.
+        print(wrap_text(f"{options.__doc__}\n\n{keys}".strip()), end="\n\n")
+    else:
+        _check_required(options, argv, prog)
+    _check_repeated_or_dropped(options, argv)
+    _check_numbers(options, argv)
+
+    parsed, words = tyro.cli(
+        options, args=[*argv], prog=prog, description="", config=_STYLE, return_unknown_args=True
+    )
+    load_plugins(getattr(parsed, "plugins", ()))
+
+    flags = _list_flags(options)
+    for word in words:
+        is_key = "." in word
+        if is_key or not word.startswith("--"):
+            continue
+        similar = difflib.get_close_matches(word.partition("=")[0], flags, n=1)
+        if similar:
+            raise UserError(f"{word}: unknown option of `{prog}`. Did you mean {similar[0]}?")
+    return parsed, words
 
 
-def _check_flags(options: type[Options], argv: Sequence[str], prog: str) -> None:
-    """Raises UserError: an option of an earlier version, with what to use instead, one that stands there twice or is
-    missing, or a value that is no number: of the last two tyro would speak in terms of the other words and of types."""
-    flags = [word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")]
-    fields = {f"--{name.replace('_', '-')}": field for name, field in options.model_fields.items()}
+def _list_flags(options: type[Options]) -> dict[str, FieldInfo]:
+    """Return the fields of a class of options by their flags, such as "--max-new-tokens"."""
+    return {f"--{name.replace('_', '-')}": field for name, field in options.model_fields.items()}
+
+
+def _check_required(options: type[Options], argv: Sequence[str], prog: str) -> None:
+    """Check that no required option is missing.
+
+    tyro checks this as well, but its message does not explain the missing option.
+
+    Raises:
+        UserError: If an option is missing. The message contains its description.
+    """
+    given = {_normalize_flag(word) for word in argv}
+    for flag, field in _list_flags(options).items():
+        is_positional = tyro.conf.Positional in field.metadata
+        if field.is_required() and not is_positional and flag not in given:
+            raise UserError(f"{flag} is required by `{prog}`. {field.description}")
+
+
+def _check_repeated_or_dropped(options: type[Options], argv: Sequence[str]) -> None:
+    """Check that no option is repeated, or has been removed from titanlite.
+
+    Raises:
+        UserError: If there is such an option.
+    """
+    fields = _list_flags(options)
+    flags = [_normalize_flag(word) for word in argv if word.startswith("--")]
     for flag in flags:
-        if gone := options.dropped.get(flag[2:].replace("-", "_")):
-            raise UserError(f"{flag}: {gone[1]}")
-        if flags.count(flag) > 1 and flag in fields:
-            raise UserError(f"{flag}: stands there twice. Give it once, with all of its values.")
-    for flag, field in fields.items() if not {"-h", "--help"} & {*argv} else ():
-        if field.is_required() and flag not in flags and tyro.conf.Positional not in field.metadata:
-            raise UserError(f"{flag}: `{prog}` needs it. {field.description}")
-    for word, after in zip(argv, [*argv, "--"][1:], strict=True):
+        name = flag.removeprefix("--").replace("-", "_")
+        if name in options.dropped:
+            _, problem = options.dropped[name]
+            raise UserError(f"{flag}: {problem}")
+        if flag in fields and flags.count(flag) > 1:
+            raise UserError(f"{flag} is repeated. Write it once, with all of its values.")
+
+
+def _check_numbers(options: type[Options], argv: Sequence[str]) -> None:
+    """Check that each option that takes a number has one, because tyro's own message is unclear.
+
+    Raises:
+        UserError: If the value of such an option is not a number.
+    """
+    fields = _list_flags(options)
+    for word, next_word in pairwise([*argv, "--"]):
         flag, has_value, value = word.partition("=")
-        value, field = value if has_value else after, fields.get(flag.replace("_", "-"))
-        if field and (kinds := types_in(field.annotation) & {int, float}) and not value.startswith("--"):
-            try:
-                min(kinds, key=lambda kind: kind is int)(value)
-            except ValueError:
-                kind = "whole number" if kinds == {int} else "number"
-                raise UserError(f"{flag} {value}: must be a {kind}. {field.description}") from None
+        if not has_value:
+            value = next_word
+        field = fields.get(_normalize_flag(flag))
+        if field is None or value.startswith("--"):
+            continue
+
+        types = find_types(field.annotation)
+        if float in types:
+            if not _is_number(value, float):
+                raise UserError(f"{flag} {value}: must be a number.")
+        elif int in types and not _is_number(value, int):
+            raise UserError(f"{flag} {value}: must be an integer.")
+
+
+def _is_number(text: str, number_type: type[int] | type[float]) -> bool:
+    """Return whether `text` can be converted to `number_type`."""
+    try:
+        number_type(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _normalize_flag(word: str) -> str:
+    """Return the flag in a word such as "--batch_size=8", with dashes: "--batch-size"."""
+    return word.partition("=")[0].replace("_", "-")
 
 
 class Generation(Options):
-    """How texts are completed."""
+    """Sampling of completions."""
 
     dropped: ClassVar = {
-        "stop": (None, "is gone: cut the text at what you look for."),
-        "top_p": (None, "is gone: --top-k and --temperature narrow the sampling."),
+        "stop": (None, "was removed. Cut the completion yourself."),
+        "top_p": (None, "was removed. Use --top-k and --temperature."),
     }
 
     max_new_tokens: PositiveInt = 100
-    """Longest completion, in tokens. It ends earlier if the model ends the document or reaches its max_seq_len."""
+    """Maximum number of tokens of a completion. It ends earlier at the end of the document, or at
+    the maximum sequence length of the model."""
     temperature: NonNegativeFloat = 0.8
-    """0: take the most likely token each time. 1: sample from the model's probabilities. Higher: more random."""
+    """Sampling temperature. 0: always the most likely token."""
     top_k: NonNegativeInt = 50
     """Sample from the k most likely tokens only. 0: from all."""
     seed: Annotated[int, Field(ge=0, lt=2**64)] = 0
-    """Seed of the sampling. It is that of each prompt, so a completion does not depend on the other prompts."""
+    """Seed of the sampling, the same for each prompt."""
     batch_size: PositiveInt = 8
-    """Prompts that are completed at once."""
+    """Number of prompts to complete at once."""
 
 
 class Scoring(Options):
-    """How a text is scored."""
+    """Evaluation of text."""
 
     window: Annotated[int, Field(ge=2)] | None = None
-    """Tokens that the model sees at once. Left out: training.seq_len of its job."""
+    """Number of tokens per sequence. If omitted, training.seq_len of the checkpoint."""
     stride: PositiveInt | None = None
-    """Tokens from the beginning of one window to that of the next, less than a window. A token has at least window -
-    stride tokens before it. Left out: half a window."""
+    """Number of tokens between the starts of two windows. Each token is scored with at least window
+    - stride tokens before it. If omitted, half a window."""
     batch_size: PositiveInt = 8
-    """Windows per forward pass of a rank."""
+    """Number of windows per forward pass of a rank."""
     text_column: str = "text"
-    """Name of the field that holds the text, in .jsonl and .parquet."""
+    """Name of the field that contains the text in .jsonl and .parquet files."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Dtype of weights and computation. Left out: float32 on a CPU, and that of the training on a GPU."""
+    """Dtype of weights and computation. If omitted, float32 on a CPU, and that of training on a
+    GPU."""
     ema: bool = False
-    """Take the average of the weights: see `titanlite help ema`."""
+    """Use the exponential moving average of the weights: see `titanlite help ema`."""

@@ -1,152 +1,266 @@
-"""What a job can name: one registry of each kind, for titanlite's own things and for those of plugins.
+"""Registries of the components that a job can select by name.
 
-Invariant: titanlite's own things stand here by the place where they are, "module:name", and are imported when they are
-first used. So a job is checked without torch. A plugin is imported only if the job's owner names it: in a job file, on
-the command line, or by `load_plugins`. What a checkpoint or a model folder says never causes an import.
+These are architectures, optimizers, learning rate schedules, losses, data sources, tokenizers,
+metrics loggers and hooks. Plugins can register more of each.
+
+Invariant: built-in entries are registered as "module:name" and imported on first use, so that a job
+can be validated without torch. Plugins are loaded only if the user asks for it: in the job file, on
+the command line, or with `load_plugins`. The content of a checkpoint or model folder never causes
+an import.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import pkgutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic_core import core_schema
 
 from titanlite.config.errors import UserError, one_line
-from titanlite.config.mistakes import shown
-
-if TYPE_CHECKING:
-    from titanlite.config.schema import Section
+from titanlite.config.models import Section
 
 T = TypeVar("T")
-Kind = Literal["architecture", "optimizer", "schedule", "source", "tokenizer", "writer", "hook"]
+Kind = Literal[
+    "architecture", "optimizer", "schedule", "loss", "source", "tokenizer", "metrics_logger", "hook"
+]
+RENAMED_KINDS: dict[str, Kind] = {"writer": "metrics_logger"}
+"""Former name of a kind of entry, which plugins can still use -> current name."""
 ENTRY_POINTS = "titanlite.plugins"
-"""The group in which an installed package offers plugins: name -> module."""
-
-
-class Registry:
-    """Name -> thing. As the annotation of a text, such as `Annotated[str, SOURCES]`, it refuses other names.
-
-    Args:
-        own: titanlite's things.
-    """
-
-    def __init__(self, **own: str) -> None:
-        self._things: dict[str, Any] = dict(own)
-        self._sections: set[str] = set()  # names of things with keys of their own, which are those of their tables
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._things)
-
-    def __getitem__(self, name: str) -> Any:
-        return resolved(self._things[name])
-
-    def make(self, name: str, tables: object, *inputs: Any) -> Any:
-        """Call the thing, with its table of the job behind the other inputs if it has one."""
-        return self[name](*inputs, *([getattr(tables, name)] if name in self._sections else ()))
-
-    def add(self, name: str, thing: Any, section: type[Section] | None) -> None:
-        """Raises ValueError: the name, or that of its table, is taken."""
-        from titanlite.config.schema import add_section  # which has registries in it
-
-        if name in self._things:
-            raise ValueError(f"{name} is registered already: {self._things[name]}")
-        if section is not None:
-            add_section(name, section)
-            self._sections.add(name)
-        self._things[name] = thing
-
-    def known(self, name: str) -> str:
-        """The name. Raises ValueError: there is no such thing."""
-        if name not in self._things:
-            there = f"must be one of {', '.join(self)}" if self._things else "must be the name of a registered one"
-            raise ValueError(f"{there}; a plugin (job.plugins) can bring others")
-        return name
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> core_schema.CoreSchema:
-        return core_schema.no_info_after_validator_function(self.known, handler(source))
-
-
-_FILES = "titanlite.data.sources.files:"
-REGISTRIES: dict[Kind, Registry] = {
-    "architecture": Registry(llama="titanlite.config.flavors:Architecture"),
-    "optimizer": Registry(
-        **{name: f"titanlite.optim.build:{name.lower()}" for name in ("AdamW", "Muon", "AdamW8bit", "Lion", "SGD")}
-    ),
-    "schedule": Registry(wsd="titanlite.optim.schedule:learning_rate"),
-    "source": Registry(
-        **dict.fromkeys(("python_stdlib", "jsonl", "text"), f"{_FILES}FileSpans"),
-        **{"parquet": f"{_FILES}Parquet", "shards": "titanlite.data.sources.shards:Shards"},
-        **dict.fromkeys(("arrow", "huggingface", "c4"), f"{_FILES}open_datasets"),
-    ),
-    "tokenizer": Registry(
-        tiktoken="titanlite.data.tokenizer:TiktokenTokenizer",
-        huggingface="titanlite.data.tokenizer:HuggingFaceTokenizer",
-    ),
-    "writer": Registry(json="titanlite.observe.writers:JsonLines", tensorboard="titanlite.observe.writers:TensorBoard"),
-    "hook": Registry(),
-}
-ARCHITECTURES, OPTIMIZERS, SCHEDULES, SOURCES, TOKENIZERS, WRITERS, HOOKS = REGISTRIES.values()
+"""Entry point group in which installed packages declare their plugins."""
+SECTIONS: dict[str, type[Section]] = {}
+"""Job section -> its model. `titanlite.config.schema` adds the built-in sections, and `register`
+adds the sections of plugins.
+"""
 _loaded: set[str] = set()
 
 
-def resolved(thing: Any) -> Any:
-    """What stands at a place such as "module:name"; anything else is the thing itself."""
-    return pkgutil.resolve_name(thing) if isinstance(thing, str) else thing
+class Registry:
+    """Entries of one kind, such as all optimizers, by name.
+
+    A registry can also be used as an annotation. A pydantic field of type `Annotated[str, SOURCES]`
+    accepts only the names of registered data sources.
+
+    Args:
+        built_in: Built-in entries, name -> "module:name".
+    """
+
+    def __init__(self, **built_in: str) -> None:
+        self._entries: dict[str, Any] = dict(built_in)
+        self._names_with_section: set[str] = set()
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the registered names."""
+        return iter(self._entries)
+
+    def __getitem__(self, name: str) -> Any:
+        """Return the entry called `name`, importing it on first use."""
+        return resolve(self._entries[name])
+
+    def make(self, name: str, tables: object, *inputs: Any) -> Any:
+        """Call the entry called `name`, and return the result.
+
+        Args:
+            name: Name of the entry.
+            tables: The job. If the entry was registered with its own section, that section of the
+                job is passed as the last argument.
+            inputs: Arguments of the entry.
+        """
+        if name in self._names_with_section:
+            inputs = (*inputs, getattr(tables, name))
+        return self[name](*inputs)
+
+    def add(self, name: str, entry: Any, section: type[Section] | None) -> None:
+        """Register an entry.
+
+        Args:
+            name: Name by which a job selects the entry.
+            entry: The entry, or "module:name" to import it on first use.
+            section: Model of the job section [name] with the keys of the entry, or None.
+
+        Raises:
+            ValueError: If the name, or the section of that name, is already registered.
+        """
+        if name in self._entries:
+            raise ValueError(f"{name} is registered already: {self._entries[name]}")
+        if section is not None and (name in SECTIONS or not name.isidentifier()):
+            raise ValueError(f"[{name}] is a table of a job already, or not a valid name")
+
+        self._entries[name] = entry
+        if section is not None:
+            SECTIONS[name] = section
+            self._names_with_section.add(name)
+
+    def check_name(self, name: str) -> str:
+        """Return `name` unchanged if it is registered.
+
+        Raises:
+            ValueError: If it is not registered. The message lists the registered names.
+        """
+        if name not in self._entries:
+            names = f"one of {', '.join(self)}" if self._entries else "a registered name"
+            raise ValueError(f"must be {names}. Plugins (job.plugins) can register more")
+        return name
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: Callable[[Any], Any]
+    ) -> core_schema.CoreSchema:
+        """Make pydantic validate fields annotated with this registry with `check_name`."""
+        return core_schema.no_info_after_validator_function(self.check_name, handler(source))
+
+
+ARCHITECTURES = Registry(llama="titanlite.config.flavors:Architecture")
+OPTIMIZERS = Registry(
+    AdamW="titanlite.optim.build:adamw",
+    Muon="titanlite.optim.build:muon",
+    AdamW8bit="titanlite.optim.build:adamw8bit",
+    Lion="titanlite.optim.build:lion",
+    SGD="titanlite.optim.build:sgd",
+)
+SCHEDULES = Registry(wsd="titanlite.optim.schedule:wsd_learning_rate")
+LOSSES = Registry(
+    cross_entropy="titanlite.optim.losses:CrossEntropy",
+    reference="titanlite.optim.losses:Reference",
+)
+SOURCES = Registry(
+    python_stdlib="titanlite.data.sources.files:FileSpans",
+    jsonl="titanlite.data.sources.files:FileSpans",
+    text="titanlite.data.sources.files:FileSpans",
+    parquet="titanlite.data.sources.files:Parquet",
+    shards="titanlite.data.sources.shards:Shards",
+    arrow="titanlite.data.sources.files:open_datasets",
+    huggingface="titanlite.data.sources.files:open_datasets",
+    c4="titanlite.data.sources.files:open_datasets",
+)
+TOKENIZERS = Registry(
+    tiktoken="titanlite.data.tokenizer:TiktokenTokenizer",
+    huggingface="titanlite.data.tokenizer:HuggingFaceTokenizer",
+)
+METRICS_LOGGERS = Registry(
+    json="titanlite.observe.metrics_loggers:JsonLines",
+    tensorboard="titanlite.observe.metrics_loggers:TensorBoard",
+)
+HOOKS = Registry()
+REGISTRIES: dict[Kind, Registry] = {
+    "architecture": ARCHITECTURES,
+    "optimizer": OPTIMIZERS,
+    "schedule": SCHEDULES,
+    "loss": LOSSES,
+    "source": SOURCES,
+    "tokenizer": TOKENIZERS,
+    "metrics_logger": METRICS_LOGGERS,
+    "hook": HOOKS,
+}
+
+
+def resolve(entry: Any) -> Any:
+    """Import an entry given as "module:name". Return any other entry unchanged."""
+    return pkgutil.resolve_name(entry) if isinstance(entry, str) else entry
 
 
 def register(kind: Kind, name: str, section: type[Section] | None = None) -> Callable[[T], T]:
-    """A decorator for what a plugin brings. docs/extending.md says what a thing of each kind must be.
+    """Return a decorator with which a plugin registers a class or function.
+
+    docs/reference/plugins.md describes the interface of each kind.
 
     Args:
-        name: what a job calls it.
-        section: keys of its own, which stand in the table [name] of a job. The thing gets it as its last input.
+        kind: Kind of entry, such as "optimizer" or "hook".
+        name: Name by which a job selects the entry.
+        section: Model of the keys of the entry, which a job sets in the section [name]. The entry
+            receives the section as its last argument.
 
     Raises:
-        ValueError: the name, or that of its table, is taken, or there is no such kind.
+        ValueError: If `kind` is unknown. The decorator raises it if the name is already registered.
     """
+    kind = RENAMED_KINDS.get(kind, kind)
     if kind not in REGISTRIES:
-        raise ValueError(f"kind = {kind!r} must be one of {', '.join(REGISTRIES)}")
+        known_kinds = ", ".join(REGISTRIES)
+        raise ValueError(f"kind = {kind!r} must be one of {known_kinds}")
+    registry = REGISTRIES[kind]
 
-    def add(thing: T) -> T:
-        REGISTRIES[kind].add(name, thing, section)
-        return thing
+    def decorate(entry: T) -> T:
+        registry.add(name, entry, section)
+        return entry
 
-    return add
+    return decorate
 
 
 def load_plugins(names: Iterable[str]) -> None:
-    """Import plugins, each by the name of its module or of an entry point of the group titanlite.plugins. They register
-    what they have. Raises UserError: one is not there, or cannot be imported."""
+    """Import plugins, which register their entries while they are imported.
+
+    Plugins that are already loaded are skipped.
+
+    Args:
+        names: Names of modules, or of entry points in the group titanlite.plugins.
+
+    Raises:
+        UserError: If a plugin does not exist or its import fails.
+    """
     for name in names:
-        if name in _loaded:
-            continue
-        offered = {entry.name: entry.value for entry in entry_points(group=ENTRY_POINTS)}
-        path, given = [*sys.path], [os.path.abspath(p) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
-        try:
-            # `python -m titanlite` would search the current folder, which can be anybody's.
-            sys.path[:] = [each for each in path if os.path.abspath(each) != os.getcwd() or os.getcwd() in given]
-            importlib.import_module(offered.get(name, name))
-        except (Exception, SystemExit) as error:  # it runs code of the plugin
-            why, there = one_line(str(error) or repr(error)).rstrip("."), ", ".join(offered) or "none"
-            raise UserError(
-                f"job.plugins: the plugin {shown(name)} cannot be imported: {why}. It must be a module on Python's "
-                f"path (PYTHONPATH, or an installed package), or a name that installed packages offer: {there}."
-            ) from error
-        finally:
-            sys.path[:] = path
-        _loaded.add(name)
+        if name not in _loaded:
+            _import_plugin(name)
+            _loaded.add(name)
 
 
-def require_plugins(names: Iterable[str], what: object) -> None:
-    """Raises UserError unless the owner of this command has named these plugins, which `what` says it needs."""
-    if missing := [name for name in names if name not in _loaded]:
+def _import_plugin(name: str) -> None:
+    """Import a plugin. See `load_plugins`."""
+    modules = {entry.name: entry.value for entry in entry_points(group=ENTRY_POINTS)}
+    try:
+        with _without_current_folder():
+            importlib.import_module(modules.get(name, name))
+    except (Exception, SystemExit) as error:  # importing runs the plugin's code
+        reason = one_line(str(error) or repr(error)).rstrip(".")
         raise UserError(
-            f"{what} needs the plugin{'s' * (len(missing) > 1)} {', '.join(missing)}, and no checkpoint or folder may "
-            f"cause an import. If you trust them, add --job.plugins {' '.join(missing)} (in Python: load_plugins)."
-        )
+            f'job.plugins: cannot import the plugin "{name}": {reason}. It must be a module on '
+            "PYTHONPATH or in an installed package, or one of the names that installed packages "
+            f"offer: {', '.join(modules) or 'none'}."
+        ) from error
+
+
+@contextlib.contextmanager
+def _without_current_folder() -> Iterator[None]:
+    """Remove the current folder from Python's module search path during the `with` block.
+
+    `python -m titanlite` searches the current folder first, where anyone may have written files. If
+    PYTHONPATH contains the folder, the user trusts it, so it is kept.
+    """
+    folders = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    is_trusted = os.getcwd() in map(os.path.abspath, folders)
+    before = list(sys.path)
+    if not is_trusted:
+        sys.path[:] = [folder for folder in before if os.path.abspath(folder) != os.getcwd()]
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+
+
+def require_plugins(names: Iterable[str], user: object) -> None:
+    """Check that plugins have been loaded.
+
+    Jobs from checkpoints and model folders name plugins that they need. Such a job must not cause
+    an import, so the user has to load these plugins.
+
+    Args:
+        names: Names of the plugins that are needed.
+        user: Path of the checkpoint, or another name of what needs the plugins, for the error
+            message.
+
+    Raises:
+        UserError: If a plugin has not been loaded.
+    """
+    missing = [name for name in names if name not in _loaded]
+    if not missing:
+        return
+    plural = "s" if len(missing) > 1 else ""
+    pronoun = "them" if len(missing) > 1 else "it"
+    raise UserError(
+        f"{user} needs the plugin{plural} {', '.join(missing)}. Checkpoints and folders cannot "
+        f"load plugins. If you trust {pronoun}, add --job.plugins {' '.join(missing)} (in Python: "
+        "load_plugins)."
+    )

@@ -1,34 +1,64 @@
-"""What a job means for a world of ranks. Each value that follows from the job and the world size is derived here only.
+"""Derive from a job and a number of ranks all values that the rest of the program needs.
 
-Invariant: a `Run` is immutable and does not use torch. `titanlite.load_run` makes it and refuses a job that breaks a
-rule. All other code takes the `Run` or a part of it, and never derives such a value again.
+A `Run` combines both: it knows, for example, the model architecture, the parallelism degrees, the
+pipeline stages and the batch sizes.
+
+Invariant: a `Run` is immutable and does not import torch. `titanlite.load_run` creates it and
+rejects invalid jobs. All other code takes the `Run` as an argument and never derives these values a
+second time.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from titanlite.config import schema
+from titanlite.config.compute_dtype import ComputeDtype, fast_compute_dtype
 from titanlite.config.flavors import FLAVORS, Architecture
 from titanlite.config.load import resolve_path
 from titanlite.config.registry import ARCHITECTURES
+from titanlite.config.stages import (
+    LOGIT_BYTES,
+    LOSS_TOKENS,
+    PieceCosts,
+    activation_values,
+    balanced_cuts,
+    piece_times,
+)
 
 MOST_RANKS = 1_000_000
-"""More ranks than any machine has. A larger number is a mistake."""
+"""Maximum number of ranks. A larger number is reported as a mistake."""
 ONE_STAGE_A_RANK = ("1F1B", "GPipe")
+"""Pipeline schedules that run exactly one stage on each rank."""
 V_SHAPED = ("ZBVZeroBubble",)  # rank r runs stages r and n - 1 - r
-SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble")  # compute gradients of weights later than those of inputs
-FLOPS_PER_BYTE = 300  # of an H100: its bf16 FLOP/s divided by its memory bandwidth
+SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble")
+"""Pipeline schedules that compute the gradients of the weights later than those of the
+activations.
+"""
+LONGEST_DEFAULT_SEQUENCE = 4096
+"""Upper limit, in tokens, for the default sequence length of a job that starts from a pretrained
+model.
+"""
+SMALL_GRADIENTS = 2**28
+"""Size up to which unsharded gradients count as small for `fsdp_reduce = "auto"`, in bytes."""
 
 
 @dataclass(frozen=True)
 class Degrees:
-    """How many ranks lie along each dimension of the world; outermost first, as ranks are numbered."""
+    """Number of ranks along each dimension of the device mesh, outermost dimension first.
+
+    Attributes:
+        pipeline: Pipeline-parallel degree.
+        replicate: Number of model replicas that are kept in sync by all-reduce (DDP or HSDP).
+        shard: Number of ranks that the parameters are sharded over (FSDP).
+        context: Context-parallel degree: ranks that share each sequence.
+        tensor: Tensor-parallel degree.
+    """
 
     pipeline: int
     replicate: int
@@ -38,25 +68,27 @@ class Degrees:
 
     @property
     def data(self) -> int:
-        """Number of parts of a global batch; each is read by other ranks."""
+        """Data-parallel degree: the number of parts that a global batch is split into."""
         return self.replicate * self.shard
 
     @property
     def world(self) -> int:
-        """Number of all ranks."""
+        """Total number of ranks, the product of all degrees."""
         return self.pipeline * self.data * self.context * self.tensor
 
 
 @dataclass(frozen=True)
 class Run:
-    """A job on `world_size` ranks.
+    """A job together with the number of ranks that run it, and all values derived from both.
 
-    A value is derived when it is first read. So a `Run` can be made of a job that is not valid yet, and the rules read
-    only those values that exist.
+    Values are derived on first access. This allows rules to read some values of a job whose other
+    values are not valid yet.
 
     Attributes:
-        job: The job file and the command line, with the values that depend on other files filled in.
-        world_size: Number of ranks: the processes of all machines together.
+        job: The merged job file and command line, including values that depend on other files, such
+            as the vocabulary size. `training.mixed_precision_param` may still be "auto"; call
+            `resolve_compute_dtype` to replace it by a dtype.
+        world_size: Number of ranks, over all nodes.
     """
 
     job: schema.JobConfig
@@ -64,44 +96,88 @@ class Run:
 
     @cached_property
     def arch(self) -> Architecture:
-        """The flavor with the overrides of the job. Raises KeyError for an unknown flavor."""
-        return architecture(self.job.model, self.job)
+        """Model architecture: the flavor that the job names, with the overrides of the job."""
+        return build_architecture(self.job.model, self.job)
 
     @cached_property
     def degrees(self) -> Degrees:
-        """Number of ranks along each dimension of the world. data_parallel_shard_degree = -1 becomes what the other
-        degrees leave, at least 1."""
-        config, shard = self.job.parallelism, self.job.parallelism.data_parallel_shard_degree
+        """Number of ranks along each dimension of the device mesh.
+
+        `data_parallel_shard_degree = -1` is replaced by `world_size` divided by the product of the
+        other degrees, rounded down but at least 1.
+        """
+        config = self.job.parallelism
         pipeline, replicate = config.pipeline_parallel_degree, config.data_parallel_replicate_degree
         context, tensor = config.context_parallel_degree, config.tensor_parallel_degree
-        left = max(1, self.world_size // (pipeline * replicate * context * tensor))
-        return Degrees(pipeline, replicate, left if shard == -1 else shard, context, tensor)
+        shard = config.data_parallel_shard_degree
+        if shard == -1:
+            shard = max(1, self.world_size // (pipeline * replicate * context * tensor))
+        return Degrees(pipeline, replicate, shard, context, tensor)
 
     @cached_property
     def stages(self) -> list[range]:
-        """The blocks of each pipeline stage: cut at `pipeline_parallel_split_points`, or so that all stages cost the
-        same. Without a pipeline there is one stage with all blocks."""
-        config, pipeline = self.job.parallelism, self.degrees.pipeline
-        if pipeline == 1:
-            return [range(self.arch.n_layers)]
-        per_rank = 1 if config.pipeline_parallel_schedule in ONE_STAGE_A_RANK else 2
-        cuts = [int(point.removeprefix("layers.")) for point in config.pipeline_parallel_split_points]
-        cuts = cuts or balanced_cuts(self.arch, self.job.training.seq_len, pipeline * per_rank)
-        return [range(first, end) for first, end in pairwise([0, *cuts, self.arch.n_layers])]
+        """Block indices of each pipeline stage, for example [range(0, 3), range(3, 6)].
+
+        The stages follow `pipeline_parallel_split_points` if they are set. Otherwise the blocks are
+        distributed so that the slowest stage is as fast as possible. Without pipeline parallelism,
+        one stage contains all blocks.
+        """
+        num_layers = self.arch.n_layers
+        num_ranks = self.degrees.pipeline
+        if num_ranks == 1:
+            return [range(num_layers)]
+
+        cuts = self.pipeline_cuts
+        if not cuts:
+            num_stages = num_ranks * self.stages_per_rank
+            times = piece_times(self.arch, self.job.training.seq_len)
+            cuts = balanced_cuts(times, stage_memory(self, num_stages), num_layers)
+
+        boundaries = [0, *cuts, num_layers]
+        return [range(first, end) for first, end in pairwise(boundaries)]
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Number of stages that the pipeline schedule runs on each rank by default."""
+        return 1 if self.job.parallelism.pipeline_parallel_schedule in ONE_STAGE_A_RANK else 2
+
+    @property
+    def pipeline_cuts(self) -> list[int]:
+        """First blocks of stages 1, 2, ... that the job sets, or an empty list.
+
+        For example, the split points ["layers.3", "layers.6"] give [3, 6].
+        """
+        points = self.job.parallelism.pipeline_parallel_split_points
+        return [int(point.removeprefix("layers.")) for point in points]
 
     @property
     def global_batch_size(self) -> int:
-        """Rows of one optimizer step, over all ranks, unless a stage says otherwise."""
+        """Default number of sequences per optimizer step, summed over all ranks.
+
+        The stages of [[dataset.stages]] can override it. Use `batch_size` for the value at a step.
+        """
         size = self.job.training.global_batch_size
         return self.job.training.local_batch_size * self.degrees.data if size == -1 else size
 
     def batch_size(self, done: int) -> int:
-        """Rows of the optimizer step after `done` steps, over all ranks."""
-        return self.job.dataset.staged(lambda stage: stage.global_batch_size, done, self.global_batch_size)
+        """Return the global batch size of the step that follows `done` completed steps.
+
+        Args:
+            done: Number of completed optimizer steps.
+
+        Returns:
+            Number of sequences, summed over all ranks.
+        """
+        return self.job.dataset.get_stage_value("global_batch_size", done, self.global_batch_size)
 
     @property
-    def rows(self) -> list[tuple[int, int]]:
-        """The parts of the run in which no stage begins: how many steps are done before each, and its rows."""
+    def sequence_counts(self) -> list[tuple[int, int]]:
+        """Number of training sequences in each part of the run.
+
+        A part ends where a data stage starts.
+
+        Each element is a pair: the number of steps before the part, and its number of sequences.
+        """
         starts = {0, *(stage.start_step for stage in self.job.dataset.stages)}
         steps = self.job.training.steps
         ends = pairwise([*sorted(start for start in starts if start < steps), steps])
@@ -109,101 +185,241 @@ class Run:
 
     @property
     def microbatches(self) -> int:
-        """Forward passes of a data-parallel rank in one optimizer step."""
+        """Number of microbatches (forward passes) per optimizer step on each data-parallel rank."""
         return self.global_batch_size // (self.job.training.local_batch_size * self.degrees.data)
+
+    @cached_property
+    def fsdp_reduce(self) -> Literal["step", "microbatch"]:
+        """When gradients are reduced: once per optimizer step, or after each microbatch.
+
+        This is `parallelism.fsdp_reduce` with "auto" resolved. Reducing once per step saves
+        communication, but each rank must keep unsharded gradients until the last microbatch. "auto"
+        therefore chooses:
+
+        - "step" with pipeline parallelism, or if the parameters are not sharded, because a
+          reduction per microbatch would not save memory;
+        - "step" if gradients are reduced in another dtype than the parameters have, because the sum
+          would be rounded after each microbatch;
+        - "microbatch" if there is more than one microbatch and the unsharded gradients take more
+          than `SMALL_GRADIENTS` bytes, otherwise "step".
+        """
+        setting = self.job.parallelism.fsdp_reduce
+        if setting != "auto":
+            return setting
+
+        training = self.job.training
+        is_sharded = self.degrees.shard * self.degrees.context > 1 or training.enable_cpu_offload
+        would_round = training.dtype != training.mixed_precision_reduce
+        if self.degrees.pipeline > 1 or not is_sharded or would_round:
+            return "step"
+
+        largest_batch = max(self.batch_size(first_step) for first_step, _ in self.sequence_counts)
+        has_microbatches = largest_batch > training.local_batch_size * self.degrees.data
+        matrices = self.arch.n_layers * self.arch.block_matrices
+        embeddings = 2 * self.arch.vocab_size * self.arch.dim
+        gradient_bytes = 4 * (matrices + embeddings) // self.degrees.tensor
+        if has_microbatches and gradient_bytes > SMALL_GRADIENTS:
+            return "microbatch"
+        return "step"
 
     @property
     def data_seed(self) -> int:
-        """Seed of the order of the training data."""
+        """Random seed for the data order: `dataset.seed`, or else `training.seed`."""
         seed = self.job.dataset.seed
         return self.job.training.seed if seed is None else seed
 
     @property
     def validation_seed(self) -> int:
-        """Seed of the choice of documents to validate on. With validation.holdout they come from the training data, so
-        its seed is used."""
-        seed = self.job.dataset.seed if self.job.validation.holdout > 0 else self.job.validation.seed
+        """Random seed that selects the validation documents.
+
+        With `validation.holdout`, validation documents come from the training data, so this is the
+        seed of the training data. Otherwise it is `validation.seed` or, if that is not set,
+        `training.seed`.
+        """
+        has_holdout = self.job.validation.holdout > 0
+        seed = self.job.dataset.seed if has_holdout else self.job.validation.seed
         return self.job.training.seed if seed is None else seed
 
     @property
     def tokenizer_path(self) -> Path:
-        """Path of the tokenizer."""
+        """Local path of the tokenizer. A tokenizer at a URL is downloaded to the cache first."""
         return resolve_path(self.job.tokenizer.path)
 
     @property
     def dump_folder(self) -> Path:
-        """Folder of all outputs."""
+        """Output folder of the run, which contains checkpoints, metrics and logs."""
         return Path(self.job.job.dump_folder)
 
     @property
     def checkpoint_folder(self) -> Path:
-        """Folder that contains a folder per saved step."""
+        """Folder that contains the checkpoints, for example "outputs/llama/checkpoint"."""
         return self.dump_folder / self.job.checkpoint.folder
 
+    def resolve_compute_dtype(self, on_gpu: bool, resumed: ComputeDtype | None = None) -> Run:
+        """Return a run in which `training.mixed_precision_param` is a dtype instead of "auto".
+
+        The dtype depends on the hardware, so it is only known after the ranks have started. If the
+        job already names a dtype, the run is returned unchanged.
+
+        Args:
+            on_gpu: Whether the ranks compute on GPUs.
+            resumed: Compute dtype of the checkpoint that the run resumes from, which is kept. None
+                for a new run.
+        """
+        training = self.job.training
+        if training.mixed_precision_param != "auto":
+            return self
+        dtype = resumed or fast_compute_dtype(on_gpu)
+        training = training.model_copy(update={"mixed_precision_param": dtype})
+        return replace(self, job=self.job.model_copy(update={"training": training}))
+
     def compiles(self, component: schema.Component) -> bool:
-        """Whether the job asks to compile this component."""
+        """Return whether the job compiles `component`, for example "model" or "loss"."""
         return self.job.compile.enable and component in self.job.compile.components
 
     @property
     def state_dtype(self) -> Literal["float32", "bfloat16"]:
-        """Dtype of the optimizer's two moments."""
+        """Dtype in which the optimizer stores its moments."""
         return self.job.optimizer.state_dtype or self.job.training.dtype
 
 
 def sequence_divisor(degree: Degrees) -> int:
-    """The number that must divide the length of a row: each context rank has two chunks of it, and the tensor ranks
-    divide the part of a context rank."""
-    return math.lcm(2 * degree.context if degree.context > 1 else 1, degree.context * degree.tensor)
+    """Return the number that must divide the sequence length, for the given parallelism degrees.
 
-
-def piece_costs(arch: Architecture, seq_len: int) -> tuple[float, float, float]:
-    """Cost of the embedding, of one block and of the output, in forward FLOPs per token.
-
-    The embedding has no matmul. Its cost is the memory traffic of its dense gradient (V x C in fp32, once per row),
-    converted to the FLOPs that the device could do in the same time, and divided by 3, because a step costs as much as
-    three forward passes.
+    Context parallelism splits a sequence into two chunks per rank to balance the causal mask.
+    Tensor parallelism then splits the tokens of each context-parallel rank.
     """
-    embedding = 4 * arch.vocab_size * arch.dim * FLOPS_PER_BYTE / (3 * seq_len)
-    block = 2 * arch.block_matrices + 4 * arch.attended(seq_len) * arch.q_dim  # attention: scores and weighted sum
-    return embedding, block, 2.0 * arch.dim * arch.vocab_size
+    context_chunks = 2 * degree.context if degree.context > 1 else 1
+    return math.lcm(context_chunks, degree.context * degree.tensor)
 
 
-def balanced_cuts(arch: Architecture, seq_len: int, stages: int) -> list[int]:
-    """First blocks of the stages 1, 2, ... that minimise the cost of the most expensive stage. Every stage has a block.
+def stage_memory(run: Run, num_stages: int) -> list[PieceCosts]:
+    """Estimate the memory of the embedding, a block and the output, for each pipeline stage.
 
-    Among equal solutions the smallest sum of squared costs is taken, so that the first and the last stage, which have
-    the embedding and the output, do not get a surplus block.
+    `balanced_cuts` uses the estimates to choose stages that fit into memory. A stage keeps the
+    activations of all microbatches that are in flight, which have passed forward but not backward.
+
+    Args:
+        run: Run that determines the model, the degrees and the dtypes.
+        num_stages: Total number of pipeline stages.
+
+    Returns:
+        Bytes of the embedding, of one block and of the output layer, for each stage.
     """
-    embedding, block, output = piece_costs(arch, seq_len)
-    layers = arch.n_layers
-    assert stages <= layers
+    arch = run.arch
+    degrees = run.degrees
+    training = run.job.training
 
-    # best[n]: (highest cost of a stage, sum of squared costs, cuts) of the stages so far, over the first n blocks
-    best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [])}
-    for stage in range(stages):
-        extra = (embedding if stage == 0 else 0) + (output if stage == stages - 1 else 0)
-        following: dict[int, tuple[float, float, list[int]]] = {}
-        for done, (dearest, squares, cuts) in best.items():
-            for end in range(done + 1, layers - (stages - 1 - stage) + 1):
-                here = (end - done) * block + extra
-                candidate = (max(dearest, here), squares + here * here, [*cuts, end])
-                if end not in following or candidate[:2] < following[end][:2]:
-                    following[end] = candidate
-        best = following
-    return best[layers][2][:-1]
+    bytes_per_parameter = _bytes_per_parameter(run)
+    block_parameters = arch.block_matrices * bytes_per_parameter
+    embedding = arch.vocab_size * arch.dim * bytes_per_parameter
+
+    num_tokens = training.local_batch_size * training.seq_len / degrees.context
+    activations = 2 * _kept_activations(run) * num_tokens  # of one block and microbatch, in bf16
+    logits = LOGIT_BYTES * min(num_tokens, LOSS_TOKENS) * arch.vocab_size / degrees.tensor
+
+    memory = []
+    for stage in range(num_stages):
+        in_flight = _microbatches_in_flight(run, stage)
+        block = block_parameters + in_flight * activations
+        memory.append(PieceCosts(embedding, block, output=embedding + logits))
+    return memory
+
+
+def _bytes_per_parameter(run: Run) -> float:
+    """Return the bytes per parameter that a rank uses in a step with pipeline parallelism.
+
+    This is the sum of:
+
+    - the rank's shards of the parameter, the gradient and two optimizer moments;
+    - the unsharded parameter and gradient, which a rank keeps until the last microbatch.
+    """
+    bytes_of = {"float32": 4, "bfloat16": 2}
+    sharded = 2 * bytes_of[run.job.training.dtype] + 2 * bytes_of[run.state_dtype]
+    unsharded = bytes_of["bfloat16"] + bytes_of["float32"]
+    num_shards = run.degrees.shard * run.degrees.context
+    return (sharded / num_shards + unsharded) / run.degrees.tensor
+
+
+def _kept_activations(run: Run) -> float:
+    """Return how many values per token a block keeps for its backward pass."""
+    all_values = activation_values(run.arch, run.degrees.tensor)
+    mode = run.job.activation_checkpoint.mode
+    if mode == "none":
+        return all_values
+    if mode == "full":
+        return run.arch.dim / run.degrees.tensor
+    return 0.4 * all_values
+
+
+def _microbatches_in_flight(run: Run, stage: int) -> int:
+    """Return how many microbatches have activations in the memory of `stage` at the same time.
+
+    Under 1F1B, earlier stages keep more microbatches than later ones. GPipe keeps all.
+    """
+    schedule = run.job.parallelism.pipeline_parallel_schedule
+    if schedule == "GPipe":
+        return run.microbatches
+    if schedule == "1F1B":
+        return min(run.degrees.pipeline - stage, run.microbatches)
+    return min(run.degrees.pipeline, run.microbatches)
 
 
 def stage_rank(stage: int, stages: int, pipeline: int, schedule: str) -> int:
-    """The pipeline rank that runs a stage."""
+    """Return the pipeline rank that runs pipeline stage number `stage`.
+
+    Args:
+        stage: Index of the stage, from 0.
+        stages: Total number of stages.
+        pipeline: Pipeline-parallel degree.
+        schedule: Name of the schedule. V-shaped schedules give each rank one stage from each end of
+            the model; all others assign stages round-robin.
+    """
     if schedule in V_SHAPED:
         return min(stage, stages - 1 - stage)
     return stage % pipeline
 
 
-def architecture(model: schema.Model, job: schema.JobConfig | None = None) -> Architecture:
-    """The flavor with the job file's overrides applied, and the keys of the architecture's own table. A width of heads
-    that is dim / n_heads follows these two."""
-    names, flavor = [field.name for field in fields(Architecture)], FLAVORS[model.flavor]
-    values = asdict(flavor) | {"head_dim": 0 if flavor.q_dim == flavor.dim else flavor.head_dim}
-    values |= {name: getattr(model, name) for name in names if getattr(model, name) is not None}
-    return ARCHITECTURES[model.architecture](**values | dict(getattr(job, model.architecture, ())))
+def build_architecture(model: schema.Model, job: schema.JobConfig | None = None) -> Architecture:
+    """Return the model architecture that a job describes: its flavor with the overrides in [model].
+
+    If the flavor derives `head_dim` as dim / n_heads, `head_dim` is derived again from the
+    overridden values.
+
+    Args:
+        model: The [model] section.
+        job: Job that contains the section of a plugin architecture, whose keys are passed to the
+            architecture as well. Can be None for built-in architectures.
+    """
+    flavor = FLAVORS[model.flavor]
+    values = asdict(flavor)
+    if flavor.q_dim == flavor.dim:
+        values["head_dim"] = 0  # derive it from the overridden values
+
+    for field in fields(Architecture):
+        override = getattr(model, field.name)
+        if override is not None:
+            values[field.name] = override
+
+    plugin_section = getattr(job, model.architecture, None)
+    if plugin_section is not None:
+        values |= dict(plugin_section)
+    architecture_class = ARCHITECTURES[model.architecture]
+    return architecture_class(**values)
+
+
+def model_tables(arch: Architecture) -> dict[str, dict[str, Any]]:
+    """Return the job sections that describe `arch`, the inverse of `build_architecture`.
+
+    Returns:
+        Section name -> key -> value: [model] and, for a plugin architecture with its own keys, the
+        section of the plugin.
+    """
+    model_keys = {field.name for field in fields(Architecture)}
+    values = asdict(arch)
+    tables = {"model": {name: value for name, value in values.items() if name in model_keys}}
+
+    plugin_keys = {name: value for name, value in values.items() if name not in model_keys}
+    if plugin_keys:
+        tables[arch.architecture] = plugin_keys
+    return tables

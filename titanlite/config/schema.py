@@ -1,704 +1,906 @@
-"""Every key of a job file: its type, its constraint, its default and why the default is what it is.
+"""All keys of a job file with their types, constraints, defaults and help texts.
 
-Invariant: a `JobConfig` is immutable, and each single value in it is valid on its own. Rules that span keys,
-the world size or files are in `titanlite.load_run`.
+Invariant: a `JobConfig` is immutable, and each value in it is valid on its own. Rules that involve
+several keys, the world size or files are in `titanlite.rules`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import ConfigDict, Field, ValidationError, ValidationInfo
 from pydantic.fields import FieldInfo
-from pydantic.functional_validators import AfterValidator, ModelWrapValidatorHandler, model_validator
+from pydantic.functional_validators import (
+    AfterValidator,
+    ModelWrapValidatorHandler,
+    model_validator,
+)
 from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from titanlite.config.files import FileModel
-from titanlite.config.flavors import FLAVORS
-from titanlite.config.mistakes import Mistake, WrongJob, mistake, without
-from titanlite.config.registry import ARCHITECTURES, HOOKS, OPTIMIZERS, SCHEDULES, SOURCES, TOKENIZERS, WRITERS
+from titanlite.config.flavors import find_flavor
+from titanlite.config.mistakes import ConfigError, Mistake, build_mistake
+from titanlite.config.models import Section
+from titanlite.config.registry import (
+    ARCHITECTURES,
+    HOOKS,
+    LOSSES,
+    METRICS_LOGGERS,
+    OPTIMIZERS,
+    SCHEDULES,
+    SECTIONS,
+    SOURCES,
+    TOKENIZERS,
+)
 
 
-def usable_path(path: str) -> str:
-    """The path with a leading ~ expanded. Raises ValueError: no system accepts it."""
+def check_path(path: str) -> str:
+    """Return `path` with a leading ~ replaced by the home folder.
+
+    Raises:
+        ValueError: If no file system accepts the path, or the path contains an environment
+            variable, which only a shell would replace.
+    """
     path = os.path.expanduser(path)
     if "\0" in path or any(len(name.encode()) > 255 for name in path.split("/")):
-        raise ValueError("is no path: it has a NUL byte, or a name of more than 255 bytes")
+        raise ValueError("is not a path: it has a NUL byte, or a name of more than 255 bytes")
+    expanded = os.path.expandvars(path)
+    if expanded != path or re.search(r"(^|/)\$\{?[A-Za-z_]", path):
+        remedy = f"Write {expanded}" if expanded != path else "Write the path itself"
+        raise ValueError(f"has an environment variable, and only a shell expands these. {remedy}")
     return path
 
 
-def _or_of_job_file(folder: str, info: ValidationInfo) -> str:
-    return folder or f"outputs/{Path(info.data.get('config_file') or 'python').stem}"
+def _default_dump_folder(folder: str, info: ValidationInfo) -> str:
+    if folder:
+        return folder
+    job_file = info.data.get("config_file") or "python"
+    return f"outputs/{Path(job_file).stem}"
 
 
-def _auto_or_positive(value: int) -> int:
+def _check_auto_or_positive(value: int) -> int:
     if value != -1 and value < 1:
         raise ValueError("must be at least 1, or -1 for automatic")
     return value
 
 
-def _known_flavor(name: str) -> str:
-    if name not in FLAVORS:
-        raise ValueError(f"must be one of {', '.join(FLAVORS)}")
+def _check_unique(names: tuple[str, ...]) -> tuple[str, ...]:
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"has {name} more than once. List each name once")
+    return names
+
+
+def _check_block(name: str) -> str:
+    if not re.fullmatch(r"layers\.[0-9]{1,9}", name):
+        raise ValueError("must be the name of a block, such as layers.4")
     return name
 
 
-AutoInt = Annotated[int, AfterValidator(_auto_or_positive)]
-PathText = Annotated[str, AfterValidator(usable_path)]
+def _check_ac_option(value: str) -> str:
+    if not re.fullmatch(r"op|[1-9][0-9]*", value):
+        raise ValueError('must be "op" or a number from 1, such as "2"')
+    return value
+
+
+T = TypeVar("T")
+ListOf = Annotated[tuple[T, ...], Field(strict=False)]
+"""Type of a list. It is a list in TOML, and a tuple in a section, so that the section is
+immutable.
+"""
+AutoInt = Annotated[int, AfterValidator(_check_auto_or_positive)]
+PathText = Annotated[str, AfterValidator(check_path)]
 Steps = Annotated[int, Field(gt=0, le=10**9)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 BelowOne = Annotated[float, Field(ge=0.0, lt=1.0)]
-Names = Annotated[tuple[str, ...], Field(strict=False)]  # TOML has lists; a frozen section holds a tuple
-Blocks = Annotated[tuple[Annotated[str, Field(pattern=r"^layers\.[0-9]{1,9}$")], ...], Field(strict=False)]
+Block = Annotated[str, AfterValidator(_check_block)]
 Component = Literal["model", "loss", "optimizer", "clip"]
-NEVER_READ = "is no longer a key, because nothing read it. Remove it."
 
 
 def _never_read(**defaults: object) -> dict[str, tuple[object, str]]:
-    """Keys that an earlier version accepted but never read, as `Section.dropped` has them."""
-    return {key: (default, NEVER_READ) for key, default in defaults.items()}
+    """Return entries of `Section.dropped` for keys that were accepted but never used.
 
-
-class Section(FileModel):
-    """Base of all sections: immutable, closed to unknown keys, without silent conversions ("8" is not 8)."""
-
-    # Validated anew, because `model_copy(update=...)` does not validate.
-    model_config = ConfigDict(use_attribute_docstrings=True, revalidate_instances="always")
-
-    dropped: ClassVar[dict[str, tuple[object, str]]] = {}
-    """Keys that earlier versions had: name -> (its default, the answer to any other value: what to use instead). Jobs
-    that these versions saved name each key, so one that has its default is read as if it were not there."""
-    on_resume: ClassVar[Literal["harmless", "changes the curve", "refused"]] = "changes the curve"
-    """What a resume says of a change in a section that a plugin brings."""
-
-    @classmethod
-    def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        for field in cls.model_fields.values():  # whose text has the lines of its docstring
-            field.description = " ".join((field.description or "").split())
-
-    @model_validator(mode="before")
-    @classmethod
-    def _forget_dropped(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
-            return values
-        return {k: v for k, v in values.items() if k not in cls.dropped or v != cls.dropped[k][0]}
+    Args:
+        defaults: Former default of each key. A job that still has this value is accepted.
+    """
+    message = "is no longer a key, because nothing read it. Remove it."
+    return {key: (default, message) for key, default in defaults.items()}
 
 
 class Job(Section):
-    """What this run is and where its outputs go."""
+    """Name, outputs and plugins of the run."""
 
-    dropped: ClassVar = {"plan": (False, "is gone: `titanlite profile` measures a few steps.")}
+    dropped: ClassVar = {"plan": (False, "was removed. Run `titanlite profile` instead.")}
 
     config_file: PathText | None = None
     """Job file (TOML). A bare name is looked up in the current folder, then in train_configs/."""
-    dump_folder: Annotated[PathText, AfterValidator(_or_of_job_file)] = Field(default="", validate_default=True)
-    """Folder of all outputs. Empty: outputs/<name of the job file>, so that two job files never mix their outputs. A
-    job that is made in Python gets outputs/python."""
+    dump_folder: Annotated[PathText, AfterValidator(_default_dump_folder)] = Field(
+        default="", validate_default=True
+    )
+    """Folder for all outputs. If empty, outputs/NAME with the name of the job file, or
+    outputs/python for a job that is created in Python."""
     description: str = ""
-    """Free text, shown in the first line of the log."""
-    plugins: Names = ()
-    """Python modules to import before all else is read, or names under which installed packages offer them (entry
-    points of the group titanlite.plugins). They register what other keys can name. See docs/extending.md."""
-    hooks: Annotated[tuple[Annotated[str, HOOKS], ...], Field(strict=False)] = ()
-    """Registered hooks of plugins that the training loop calls, in this order, after its own."""
+    """Description of the run, logged at the start."""
+    plugins: ListOf[str] = ()
+    """Plugins to import before the rest of the job is read: Python modules, or names that installed
+    packages offer as entry points in the group titanlite.plugins. See docs/reference/plugins.md."""
+    hooks: Annotated[ListOf[Annotated[str, HOOKS]], AfterValidator(_check_unique)] = ()
+    """Hooks of plugins to run in the training loop, in this order, after the built-in hooks."""
+    require_certificate: bool = False
+    """Start only if `titanlite prove` has written a certificate for this job to the folder `proof`
+    in job.dump_folder."""
 
 
 class Model(Section):
-    """The architecture. A key that is left out has the flavor's value."""
+    """Model architecture. Keys that you omit have the values of the flavor."""
 
-    dropped: ClassVar = {"name": (None, "is a key of torchtitan's: `titanlite migrate FILE` converts its job files.")}
+    dropped: ClassVar = {
+        "name": (
+            None,
+            "is a key of torchtitan. Convert the job file with `titanlite migrate FILE`.",
+        )
+    }
+    advanced: ClassVar = (
+        "norm_eps",
+        "rope_theta",
+        "rope_scaling_factor",
+        "rope_low_freq_factor",
+        "rope_high_freq_factor",
+        "rope_original_max_seq_len",
+        "head_dim",
+        "qkv_bias",
+        "qk_norm",
+        "norm_placement",
+        "sliding_window",
+        "no_rope_interval",
+    )
 
     architecture: Annotated[str, ARCHITECTURES] = "llama"
-    """What is built: titanlite's own model, or a registered one of a plugin, which has the keys here, too."""
-    flavor: Annotated[str, AfterValidator(_known_flavor)] = "debugmodel"
-    """A name in titanlite/config/flavors.py, such as debugmodel, 150m, 8b or qwen2.5-0.5b."""
+    """Model class: the built-in one, or one that a plugin registered. Plugins use the keys of this
+    section and of their own section."""
+    flavor: Annotated[str, AfterValidator(find_flavor)] = "debugmodel"
+    """Name of a model size in titanlite/config/flavors.py, such as debugmodel, 150m, 8b or
+    qwen2.5-0.5b, or name of such a model on the Hugging Face Hub, such as
+    meta-llama/Llama-3.1-8B."""
     dim: PositiveInt | None = None
     """Width of the residual stream."""
     n_layers: PositiveInt | None = None
     """Number of transformer blocks."""
     n_heads: PositiveInt | None = None
-    """Number of query heads. Without head_dim it must divide dim."""
+    """Number of query heads. It must divide dim unless head_dim is set."""
     n_kv_heads: PositiveInt | None = None
     """Number of key and value heads (grouped-query attention). It must divide n_heads."""
     ffn_dim: PositiveInt | None = None
-    """Inner width of the SwiGLU feed-forward network."""
+    """Hidden width of the SwiGLU feed-forward network."""
     vocab_size: PositiveInt | None = None
-    """Rows of the embedding, at least as many as the tokenizer has tokens. Left out: the flavor's number; for
-    debugmodel and 150m the number of tokens, rounded up to a multiple of 128."""
+    """Number of rows of the embedding, at least the vocabulary size of the tokenizer. If omitted,
+    the value of the flavor; for debugmodel and 150m, the vocabulary size rounded up to a multiple
+    of 128."""
     max_seq_len: PositiveInt | None = None
-    """Longest sequence that the model has positions for, in tokens."""
+    """Maximum sequence length of the model, in tokens."""
     norm_eps: PositiveFloat | None = None
     """Epsilon of RMSNorm."""
     rope_theta: PositiveFloat | None = None
-    """Base of the rotary position embedding's frequencies."""
+    """Base of the RoPE frequencies."""
     rope_scaling_factor: Annotated[float, Field(ge=1.0)] | None = None
-    """Llama 3.1 frequency scaling: by how many times the context was extended. 1 means no scaling."""
+    """Factor by which Llama 3.1 frequency scaling extends the context. 1: no scaling."""
     rope_low_freq_factor: PositiveFloat | None = None
-    """Frequencies that make fewer turns than this within the original context are divided by the full scaling
-    factor."""
+    """Frequencies with fewer turns than this in the original context are divided by the full
+    scaling factor."""
     rope_high_freq_factor: PositiveFloat | None = None
-    """Frequencies that make more turns than this within the original context are not scaled."""
+    """Frequencies with more turns than this in the original context are not scaled."""
     rope_original_max_seq_len: PositiveInt | None = None
-    """Length of the context before it was extended, in tokens."""
+    """Context length before the extension, in tokens."""
     tied_embeddings: bool | None = None
-    """Use the embedding matrix as the output projection, too."""
+    """Share the embedding matrix with the output projection."""
     head_dim: PositiveInt | None = None
-    """Width of a head, an even number. Left out: the flavor's; if that is dim / n_heads, it follows these two."""
+    """Width of a head, an even number. If omitted, the value of the flavor, or dim / n_heads if
+    that is how the flavor defines it."""
     qkv_bias: bool | None = None
-    """Add a bias to queries, keys and values, as Qwen2 does."""
+    """Add a bias to queries, keys and values, as in Qwen2."""
     qk_norm: Literal["none", "head", "projection"] | None = None
-    """RMSNorm of queries and keys before the rotary embedding: of each head alone, as Qwen3 does, or of all heads
-    together, as OLMo 2 does."""
+    """RMSNorm of queries and keys before RoPE: per head, as in Qwen3, or over all heads
+    (projection), as in OLMo 2."""
     norm_placement: Literal["before", "after"] | None = None
-    """before: attention and feed-forward get a normalised input. after: their outputs are normalised before they are
-    added to the residual stream, as OLMo 2 does."""
+    """Where a block normalizes. before: the inputs of attention and feed-forward network. after:
+    their outputs, before they are added to the residual stream, as in OLMo 2."""
     sliding_window: NonNegativeInt | None = None
-    """A token attends to so many tokens, itself included, as in the first Mistral 7B. 0: to all tokens before it."""
+    """Number of most recent tokens that a token attends to, itself included, as in the first
+    Mistral 7B. 0: all preceding tokens."""
     no_rope_interval: NonNegativeInt | None = None
-    """Each n-th block has no rotary positions, as in SmolLM3, where n is 4. 0: all blocks have them."""
+    """Every n-th block has no RoPE, as in SmolLM3, where n is 4. 0: all blocks have it."""
 
 
 class Tokenizer(Section):
-    """The tokenizer file."""
+    """Tokenizer file."""
 
     name: Annotated[str, TOKENIZERS] | None = None
-    """The format, or a registered tokenizer of a plugin. Left out: huggingface for a file that ends in .json, otherwise
-    tiktoken."""
+    """Tokenizer format, or a tokenizer that a plugin registered. If omitted, huggingface for a path
+    that ends in .json, and tiktoken otherwise."""
     path: PathText = "assets/tokenizer/tokenizer.model"
-    """A tokenizer.model in tiktoken's format (Llama 3), or a Hugging Face tokenizer.json. The default has 4,096 tokens
-    and was trained on Python source. It comes with titanlite, so that a fresh machine can train. Also a URL."""
+    """Path or URL of a tokenizer.model in tiktoken format (Llama 3) or a Hugging Face
+    tokenizer.json. The default is included in titanlite. It has 4,096 tokens and was trained on
+    Python source code."""
 
 
 class Training(Section):
-    """The length, the batch and the numerics of the run."""
+    """Length, batch size and numerics of the run."""
+
+    advanced: ClassVar = (
+        "z_loss",
+        "mixed_precision_reduce",
+        "dtype",
+        "init_dtype",
+        "enable_cpu_offload",
+        "deterministic",
+        "gc_freq",
+        "num_threads",
+    )
 
     steps: Steps = 10000
     """Number of optimizer steps."""
     seq_len: PositiveInt = 2048
-    """Tokens per row. A row is one training sequence."""
+    """Sequence length in tokens."""
     local_batch_size: PositiveInt = 8
-    """Rows per forward pass of one data-parallel rank (a microbatch)."""
+    """Number of sequences per forward pass of a data-parallel rank (a microbatch)."""
     global_batch_size: AutoInt = -1
-    """Rows per optimizer step, over all ranks. -1: local_batch_size times the data-parallel degree. With a larger
-    multiple of that number, gradients are accumulated over several forward passes."""
+    """Number of sequences per optimizer step, over all ranks. -1: local_batch_size times the
+    data-parallel degree. A larger multiple of that accumulates gradients over several forward
+    passes."""
     max_norm: NonNegativeFloat = 1.0
-    """Gradients are scaled down so that their total L2 norm is at most this. 0: no clipping. Llama was trained with
-    1."""
+    """Maximum L2 norm of all gradients. Larger gradients are scaled down. 0: no clipping."""
+    loss: Annotated[str, LOSSES] = "cross_entropy"
+    """Training loss. cross_entropy: fused with the output projection, so that only a part of the
+    logits is in memory at a time. reference: plain cross entropy of all logits, for comparison; it
+    needs much more memory. Plugins can register more. Validation always reports the cross
+    entropy."""
     z_loss: NonNegativeFloat = 0.0
-    """Weight of the z-loss: this times log(Z)^2 is added to the loss of each token, where Z is the denominator of the
-    softmax. It keeps the logits from growing until they overflow bfloat16. PaLM used 1e-4. 0: none. The validation loss
-    never contains it."""
-    mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
-    """Dtype in which FSDP all-gathers parameters and in which the model computes. bfloat16 halves the traffic and is
-    computed by the tensor cores."""
+    """Weight of the z-loss, log(Z)^2 per token with the softmax denominator Z, which keeps logits
+    from growing. PaLM used 1e-4. 0: none. The validation loss does not include it."""
+    mixed_precision_param: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Dtype of computation and of all-gathered parameters. auto: bfloat16 on GPUs and on CPUs with
+    bfloat16 instructions (AVX512-BF16, AMX or ARM bf16), float32 on other CPUs, where bfloat16 is
+    many times slower. A resumed run keeps the dtype of its checkpoint."""
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
-    """Dtype in which gradients are reduced over the ranks. float32 is the default because sums over many ranks lose
-    bits in bfloat16."""
+    """Dtype of gradient reduction. Sums over many ranks lose precision in bfloat16."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the sharded parameters, gradients and optimizer state. bfloat16 halves their memory, but updates that
-    are small beside the weight are rounded away: see optimizer.stochastic_rounding."""
+    """Dtype of sharded parameters, gradients and optimizer state. bfloat16 halves their memory, but
+    rounds small updates away: see optimizer.stochastic_rounding."""
     init_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype in which weights are initialised and sharded before they are cast to `dtype`. bfloat16 halves the peak
-    memory of the start-up. It loses nothing when the weights that are loaded were published in bfloat16."""
+    """Dtype in which weights are initialized and sharded before the cast to dtype. bfloat16 halves
+    peak memory at startup, without loss for loaded weights that were published in bfloat16."""
     enable_cpu_offload: bool = False
-    """Keep sharded parameters, gradients and optimizer state in host memory. This is slow, but larger models fit."""
+    """Keep sharded parameters, gradients and optimizer state in CPU memory. Slow, but fits larger
+    models."""
     seed: Seed = 0
-    """Seed of the initial weights and, unless dataset.seed says otherwise, of the data order."""
+    """Seed of the initial weights and, unless dataset.seed is set, of the data order."""
     deterministic: bool = False
-    """Use only kernels that give the same bits each time. They are slower on a GPU. Runs on a CPU are always
+    """Use deterministic kernels only. They are slower on a GPU. CPU runs are always
     deterministic."""
     gc_freq: PositiveInt = 50
-    """Steps between two of Python's garbage collections. All ranks collect at the same step, because a rank that
-    collects alone makes all others wait."""
+    """Number of steps between Python garbage collections. All ranks collect at the same step, so
+    that they do not wait for each other."""
     num_threads: Annotated[int, Field(ge=0, le=1024)] = 0
-    """CPU threads per process. 0: the value of OMP_NUM_THREADS if it is set, otherwise the cores of the machine divided
-    by the number of its processes."""
+    """Number of CPU threads per process. 0: OMP_NUM_THREADS if it is set, otherwise the number of
+    cores divided by the number of processes on the node."""
 
 
 class TextSource(Section):
     """A source of documents."""
 
     source: Annotated[str, SOURCES] = "python_stdlib"
-    """python_stdlib: the .py files of the running interpreter's standard library. jsonl: files with one JSON object per
-    line, also .gz and .zst. text: plain UTF-8 files. parquet: Parquet files. arrow: a folder that `datasets` saved to
-    disk. huggingface: anything that `datasets` loads. c4: allenai/c4 in English, streamed by `datasets`. shards: a
-    folder that `titanlite prepare` made. A plugin can bring others."""
+    """Kind of source. python_stdlib: .py files of Python's standard library. jsonl: files with one
+    JSON object per line, also .gz and .zst. text: plain UTF-8 files. parquet: Parquet files. arrow:
+    a folder that `datasets` saved. huggingface: anything that `datasets` loads. c4: English
+    allenai/c4, streamed by `datasets`. shards: a folder that `titanlite prepare` created. Plugins
+    can register more."""
     path: PathText | None = None
-    """jsonl, text and parquet: a file or a glob, for example "data/*.jsonl". arrow and shards: a folder. huggingface:
-    an id on the hub, or a local folder. All but huggingface: also a URL, such as "s3://bucket/data/*.jsonl"."""
+    """Where the data is. jsonl, text and parquet: a file or a glob pattern such as "data/*.jsonl".
+    arrow and shards: a folder. huggingface: a dataset on the Hub or a local folder. All but
+    huggingface also take a URL such as "s3://bucket/data/*.jsonl"."""
     config: str | None = None
-    """huggingface: name of the dataset's configuration."""
+    """Name of the dataset configuration (huggingface)."""
     split: str = "train"
-    """huggingface and arrow: name of the split."""
+    """Name of the split (huggingface and arrow)."""
     text_column: str = "text"
-    """Name of the field that holds the text."""
+    """Name of the field that contains the text."""
     streaming: bool = False
-    """huggingface: read the data during training instead of downloading it first."""
+    """Read the data during training instead of downloading it first (huggingface)."""
 
 
 class ValidationSource(TextSource):
-    """One source of a mix to validate on."""
+    """One source of a validation mixture."""
 
     dropped = _never_read(max_epochs=0)
 
     weight: NonNegativeFloat = 1.0
-    """Share of the rows that come from this source, relative to the weights of the other sources."""
+    """Share of sequences from this source, relative to the weights of the other sources."""
 
 
 class DataSource(ValidationSource):
-    """One source of a mix."""
+    """One source of a mixture."""
 
     dropped: ClassVar = {}
 
     max_epochs: NonNegativeInt = 0
-    """The run ends, with a checkpoint, once it has read this source this many times. 0: it never ends because of the
-    data. Above 0, each rank tokenizes the whole source to know where it ends; only the length of shards is known."""
+    """End the run with a checkpoint after this many passes over this source. 0: no limit. With a
+    limit, each rank tokenizes the whole source in advance to find its length, except for shards."""
 
 
 class DataStage(Section):
-    """Other data, batches or rates from some step on, for example to anneal on better data. A key that is left out
-    stays as it was in the stage before. `titanlite check --plot` draws them."""
+    """Change of data, batch size or learning rate from a step on, for example for annealing.
+
+    Keys that you omit keep the values of the stage before. `titanlite check --plot` draws all
+    stages.
+    """
 
     start_step: NonNegativeInt
-    """The stage begins after this step: its first global batch is that of the next one."""
-    weights: Annotated[tuple[NonNegativeFloat, ...] | None, Field(strict=False)] = None
-    """One weight per source, in the order of dataset.sources."""
+    """Number of steps before the stage begins."""
+    weights: ListOf[NonNegativeFloat] | None = None
+    """Weight of each source, in the order of dataset.sources."""
     global_batch_size: PositiveInt | None = None
-    """Rows per optimizer step, over all ranks: several stages make a warm-up of the batch size. It replaces
+    """Number of sequences per optimizer step, over all ranks, instead of
     training.global_batch_size."""
     lr_factor: PositiveFloat | None = None
-    """The learning rate is that of [lr_scheduler] times this."""
+    """Factor for the learning rate of [lr_scheduler]."""
 
 
 class Dataset(TextSource):
-    """Where the text comes from, and in which order it is read. The keys here describe one source. For a mix, use
-    [[dataset.sources]]."""
+    """Training data and its order.
+
+    The keys of this section describe one source. For a mixture, use [[dataset.sources]].
+    """
 
     dropped = _never_read(weight=1.0)
+    advanced: ClassVar = (
+        "config",
+        "split",
+        "streaming",
+        "seed",
+        "on_change",
+        "on_bad_record",
+        "num_workers",
+        "prefetch",
+    )
 
     max_epochs: NonNegativeInt = 0
-    """The run ends, with a checkpoint, once it has read this source this many times. 0: it never ends because of the
-    data. Above 0, each rank tokenizes the whole source to know where it ends; only the length of shards is known."""
-    sources: Annotated[tuple[DataSource, ...], Field(strict=False)] = ()
-    """The sources of a mix, each a table [[dataset.sources]], instead of the keys of one source. Job file only."""
-    stages: Annotated[tuple[DataStage, ...], Field(strict=False)] = ()
-    """Changes of the weights of the sources, of the batch size and of the learning rate during the run, each a table
-    [[dataset.stages]]. Job file only."""
+    """End the run with a checkpoint after this many passes over the source. 0: no limit. With a
+    limit, each rank tokenizes the whole source in advance to find its length, except for shards."""
+    sources: ListOf[DataSource] = ()
+    """Sources of a mixture, each as a table [[dataset.sources]]. They replace the keys of one
+    source."""
+    stages: ListOf[DataStage] = ()
+    """Changes of source weights, batch size and learning rate during the run, each as a table
+    [[dataset.stages]]."""
     seed: Seed | None = None
-    """Seed of the data order. Left out: training.seed."""
+    """Seed of the data order. If omitted, training.seed."""
     packing: Literal["concat", "best_fit"] = "concat"
-    """concat: documents are joined and cut into rows, so that no token is lost. best_fit: a document that fits into a
-    row is never cut, and the rest of each row is padding."""
+    """How documents fill sequences. concat: documents are joined and cut, so that no token is lost.
+    best_fit: documents that fit into a sequence are never cut, and the rest of a sequence is
+        padding."""
     document_mask: bool = False
-    """Each token attends to its own document only, positions restart with each document, and the last token of a
-    document does not predict the next document."""
+    """Restrict attention to tokens of the same document, restart positions at each document, and do
+    not predict the first token of the next document."""
     on_change: Literal["error", "warn"] = "error"
-    """What to do when a run is resumed and its data has changed. error: stop. warn: continue with the new data from the
-    same position."""
+    """What to do if the data has changed when a run resumes. error: stop. warn: continue with the
+    new data at the same position. Prepared shards must not change."""
     on_bad_record: Literal["error", "skip"] = "error"
-    """What to do with a record that cannot be read, because it is not JSON, has no text or is not Unicode. error: stop
-    the run and save the steps before it. skip: leave the record out, name it once in the log and count it in the
-    metrics."""
+    """What to do with a record that is not JSON, has no text, or is not Unicode. error: save, then
+    stop the run. skip: leave it out, log it once, and count it in the metrics."""
     num_workers: NonNegativeInt = 1
-    """Background processes per rank that read and tokenize. One delivers millions of tokens per second. 0: the trainer
-    itself reads."""
+    """Number of background processes per rank that read and tokenize. One process delivers millions
+    of tokens per second. 0: read in the training process."""
     prefetch: PositiveInt = 2
-    """Number of global batches that each background process may prepare in advance."""
+    """Number of global batches that each background process prepares in advance."""
 
-    def staged(self, key: Callable[[DataStage], Any], done: int, default: Any) -> Any:
-        """The value of a key of a stage for the step after `done` steps. Before a stage has it: `default`."""
-        stages = sorted(self.stages, key=lambda stage: stage.start_step)
-        found = (key(stage) for stage in reversed(stages) if stage.start_step <= done)
-        return next((value for value in found if value is not None), default)
+    def get_stage_value(self, key: str, done: int, default: Any) -> Any:
+        """Return the value that the data stages set for a key, after `done` completed steps.
+
+        Later stages override earlier ones, and a stage that omits the key keeps the value of the
+        stage before.
+
+        Args:
+            key: Field of `DataStage`, such as "global_batch_size".
+            done: Number of completed optimizer steps.
+            default: Value to return if no stage that has started sets the key.
+        """
+        value = default
+        for stage in sorted(self.stages, key=lambda stage: stage.start_step):
+            if stage.start_step <= done and getattr(stage, key) is not None:
+                value = getattr(stage, key)
+        return value
 
 
 class Validation(TextSource):
-    """The loss on data that is never trained on. The keys here describe one source. For a mix, use
-    [[validation.sources]]."""
+    """Validation loss on data that is not trained on.
 
-    dropped = _never_read(weight=1.0, max_epochs=0, stages=[], document_mask=False)
-    dropped |= _never_read(on_change="error", num_workers=1, prefetch=2)
+    The keys of this section describe one source. For a mixture, use [[validation.sources]].
+    """
+
+    dropped = _never_read(
+        weight=1.0,
+        max_epochs=0,
+        stages=[],
+        document_mask=False,
+        on_change="error",
+        num_workers=1,
+        prefetch=2,
+    )
+    advanced: ClassVar = ("config", "split", "streaming", "seed", "packing", "on_bad_record")
 
     freq: NonNegativeInt = 0
-    """Steps between two validations. One more is done before the first step, and one at the end. 0: no validation."""
+    """Number of steps between validations. The run also validates before the first step and at the
+    end.
+    0: no validation."""
     sequences: PositiveInt = 64
-    """Rows per validation, each of training.seq_len tokens. The number of ranks does not change it."""
+    """Number of sequences per validation, each of training.seq_len tokens, over all ranks."""
     holdout: BelowOne = 0.0
-    """Share of the documents of [dataset] to validate on. They are chosen by a hash of each document and are never
-    trained on, not even with freq = 0. Above 0, the keys of the data in this section are not used. 0: validate on the
-    data that this section names."""
-    sources: Annotated[tuple[ValidationSource, ...], Field(strict=False)] = ()
-    """The sources of a mix, each a table [[validation.sources]], instead of the keys of one source. Job file only."""
+    """Fraction of the documents in [dataset] to validate on instead of a separate source. A hash of
+    each document selects them, and they are never trained on, even with freq = 0."""
+    sources: ListOf[ValidationSource] = ()
+    """Sources of a mixture, each as a table [[validation.sources]]. They replace the keys of one
+    source."""
     seed: Seed | None = None
-    """Seed of the choice of documents. Left out: training.seed."""
+    """Seed for the selection of documents. If omitted, training.seed."""
     packing: Literal["concat", "best_fit"] = "concat"
-    """As dataset.packing."""
+    """How documents fill sequences: see dataset.packing."""
     on_bad_record: Literal["error", "skip"] = "error"
-    """As dataset.on_bad_record."""
+    """What to do with a bad record: see dataset.on_bad_record."""
 
 
 class ParameterGroup(Section):
-    """Parameters with a learning rate or a weight decay of their own."""
+    """Parameters with their own learning rate or weight decay."""
 
-    params: Annotated[Names, Field(min_length=1)]
-    """Names of parameters, or patterns with * and ?, such as ["tok_embeddings.*", "layers.*.attention.w?.weight"]. Each
-    parameter of the model must be in exactly one of the tables, and each pattern must fit one."""
+    params: Annotated[ListOf[str], Field(min_length=1)]
+    """Names of parameters, or patterns with * and ?, such as ["tok_embeddings.*",
+    "layers.*.attention.w?.weight"]. Each parameter of the model must be in exactly one group, and
+    each pattern must match a parameter."""
     lr_factor: NonNegativeFloat = 1.0
-    """The learning rate is this times that of the step."""
+    """Factor for the learning rate."""
     weight_decay: NonNegativeFloat | None = None
-    """Weight decay of these parameters, norms and embeddings included. Left out: what they have without tables."""
+    """Weight decay, also of norms and embeddings. If omitted, optimizer.weight_decay with its
+    exceptions."""
 
     def claims(self, name: str) -> bool:
-        """Whether a parameter is in this group."""
+        """Return whether the parameter called `name` matches one of the patterns of this group."""
         return any(fnmatchcase(name, pattern) for pattern in self.params)
 
 
 class Optimizer(Section):
-    """The rule by which gradients change weights; the numbers are AdamW's, with the defaults of the Llama papers."""
+    """Optimizer. The defaults are the AdamW settings of the Llama papers."""
+
+    advanced: ClassVar = (
+        "eps",
+        "momentum",
+        "decay_embeddings",
+        "implementation",
+        "state_dtype",
+        "stochastic_rounding",
+        "groups",
+    )
 
     name: Annotated[str, OPTIMIZERS] = "AdamW"
-    """The algorithm. Muon is for the matrices of the blocks; AdamW then updates embedding, output, norms and biases.
-    AdamW8bit is torchao's: moments of 8 bits. SGD has momentum."""
+    """Optimizer. Muon updates the matrices of the blocks, and AdamW all other parameters.
+    AdamW8bit, from torchao, has moments of 8 bits. SGD has momentum."""
     lr: PositiveFloat = 3e-4
     """Peak learning rate."""
     beta1: BelowOne = 0.9
     """Decay of the first moment per step."""
     beta2: BelowOne = 0.95
-    """Decay of the second moment per step. With 0.95 a spike is forgotten in about 20 steps, with 0.999 in about
+    """Decay of the second moment per step. 0.95 averages over about 20 steps, 0.999 over about
     1,000."""
     eps: PositiveFloat = 1e-8
-    """Added to the square root of the second moment, so that the update is never divided by 0."""
+    """Term added to the square root of the second moment to avoid division by zero."""
     momentum: BelowOne = 0.95
-    """Decay of the momentum per step, of Muon's matrices and of SGD. Other algorithms do not read it."""
+    """Decay of the momentum per step. Only Muon and SGD use it."""
     weight_decay: NonNegativeFloat = 0.1
-    """Decoupled weight decay of all matrices. The weights of norms are never decayed."""
+    """Decoupled weight decay of all matrices. Norms are never decayed."""
     decay_embeddings: bool = True
-    """Apply weight decay to the embedding, too."""
+    """Apply weight decay to the embedding."""
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
-    """fused is the fastest on CPU and GPU. The others are there for comparison: with them the host waits for a GPU in
-    each step, because it must know whether the step is skipped (see [guards]). stochastic_rounding, another state_dtype
-    and a compiled optimizer have an implementation of their own."""
+    """Implementation of AdamW. fused is the fastest. foreach and for-loop are for comparison, and
+    synchronize with the GPU in each step. stochastic_rounding, a different state_dtype and a
+    compiled optimizer use their own implementation."""
     state_dtype: Literal["float32", "bfloat16"] | None = None
-    """Dtype of the two moments. Left out: training.dtype. bfloat16 halves their memory. With a beta above 0.99 it needs
-    stochastic_rounding, because without it small changes of a moment are rounded away. If it differs from
-    training.dtype, the update is compiled on a GPU (see compile.components)."""
+    """Dtype of the optimizer moments. If omitted, training.dtype. bfloat16 halves their memory, and
+    needs stochastic_rounding with a beta above 0.99. If it differs from training.dtype, the update
+    is compiled on a GPU."""
     stochastic_rounding: bool = False
-    """Round weights and moments that are kept in bfloat16 (training.dtype, state_dtype) up or down at random, so that
-    small updates are not lost. The random bits depend on the step and the element only: they are the same on any number
-    of ranks and after a restart. The update is compiled on a GPU (see compile.components)."""
-    groups: Annotated[tuple[ParameterGroup, ...], Field(strict=False)] = ()
-    """Rates and decays of groups of parameters, each a table [[optimizer.groups]]. With tables, every parameter must be
-    in exactly one. Job file only."""
+    """Round bfloat16 weights and moments up or down at random, so that small updates are not lost.
+    The random bits depend on step and element only, so they are the same for any number of ranks
+    and after a resume. The update is compiled on a GPU."""
+    groups: ListOf[ParameterGroup] = ()
+    """Parameter groups, each as a table [[optimizer.groups]]. With groups, each parameter must be
+    in exactly one."""
 
 
 class LRScheduler(Section):
-    """Warmup, then a stable rate, then decay (WSD): a pure function of the step."""
+    """Learning rate schedule: warmup, constant learning rate, then decay (WSD)."""
 
     name: Annotated[str, SCHEDULES] = "wsd"
-    """The schedule. A registered one of a plugin is given the keys here, too."""
+    """Schedule. A schedule of a plugin also gets the keys of this section."""
     warmup_steps: NonNegativeInt | None = None
-    """Steps in which the rate rises linearly from 0 to its peak. Left out: 200, or a tenth of training.steps if that is
-    less."""
+    """Number of steps in which the learning rate rises linearly to its peak. If omitted, 200, but
+    at most a tenth of training.steps."""
     total_steps: Steps | None = None
-    """Steps of the whole schedule, where training.steps are only its first ones. Left out: training.steps."""
+    """Number of steps of the whole schedule, if the run trains only the first training.steps of
+    them. If omitted, training.steps."""
     decay_ratio: Fraction | None = None
-    """Share of all steps that decay takes; it is at the end of the run. Left out: all steps after warmup."""
+    """Fraction of all steps, at the end of the run, in which the learning rate decays. If omitted,
+    all steps after warmup."""
     decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
     """Shape of the decay."""
     min_lr_factor: Fraction = 0.0
-    """Rate at which decay ends, right after the last step, as a share of the peak rate."""
+    """Learning rate at the end of the decay, as a fraction of the peak."""
+
+
+_ONE_GROUP_IS_PREFETCHED = "was removed. FSDP prefetches one group. Remove it."
 
 
 class Parallelism(Section):
-    """How the ranks of the world are laid out."""
+    """Layout of the ranks."""
+
+    dropped: ClassVar = {
+        "fsdp_forward_prefetch": (0, _ONE_GROUP_IS_PREFETCHED),
+        "fsdp_backward_prefetch": (0, _ONE_GROUP_IS_PREFETCHED),
+    }
+    advanced: ClassVar = (
+        "fsdp_reshard_after_forward",
+        "fsdp_min_num_params",
+        "fsdp_reduce",
+        "memory_savers",
+        "enable_fsdp_symmetric_memory",
+        "enable_async_tensor_parallel",
+        "pipeline_parallel_split_points",
+    )
 
     data_parallel_replicate_degree: PositiveInt = 1
-    """Number of replicas of the sharded model (HSDP). Parameters are gathered within a replica, and gradients are
-    reduced across the replicas."""
+    """Number of replicas of the sharded model (HSDP). Parameters are all-gathered within a replica,
+    and gradients are reduced over all replicas."""
     data_parallel_shard_degree: AutoInt = -1
-    """Number of ranks that the parameters of a replica are sharded over (FSDP2). -1: all ranks that the other degrees
-    leave."""
+    """Number of ranks to shard the parameters of a replica over (FSDP2). -1: all ranks that the
+    other degrees leave."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Whether gathered parameters are freed after the forward pass and gathered again for the backward pass. always:
-    yes. never: no. default: yes, with two exceptions. The last group (norm and output) stays, because the backward pass
-    begins with it. All blocks stay if they are so small that they share one group, or if there is a single rank and
-    they have fewer than 16 times fsdp_min_num_params together."""
+    """Whether to free unsharded parameters after the forward pass, and to all-gather them again for
+    the backward pass. default: yes, except for the last group (norm and output), for blocks that
+    are so small that they share one group, and for a single rank whose blocks have fewer than 16
+    times fsdp_min_num_params."""
     fsdp_min_num_params: NonNegativeInt = 1_000_000
-    """Consecutive blocks are grouped until a group has this many parameters, and each group has one all-gather and one
-    reduction. A model with fewer parameters has one group. 0: each block is a group, however small it is."""
-    fsdp_reduce: Literal["step", "microbatch"] = "step"
-    """When gradients are reduced. step: once per step, with the last microbatch; until then each rank keeps the
-    gradients of all parameters, 4 bytes per parameter. microbatch: after each microbatch, so that a rank keeps its
-    shard of the gradients only; the traffic grows with the number of microbatches."""
-    fsdp_forward_prefetch: NonNegativeInt = 0
-    """Number of groups of blocks whose all-gather is issued ahead of the current group in the forward pass. 0: one,
-    as FSDP's own implicit order has it."""
-    fsdp_backward_prefetch: NonNegativeInt = 0
-    """Number of groups of blocks whose all-gather is issued ahead in the backward pass. 0: FSDP's own implicit prefetch
-    of one group."""
+    """Minimum number of parameters of an FSDP group, which has one all-gather and one reduction.
+    Small consecutive blocks share a group. 0: each block is a group."""
+    fsdp_reduce: Literal["auto", "step", "microbatch"] = "auto"
+    """When to reduce gradients. step: once, with the last microbatch; until then each rank keeps
+    all gradients, 4 bytes per parameter. microbatch: after each microbatch, so that a rank keeps
+    only its shard, with more traffic. auto: step if it takes at most 256 MiB more, or if gradients
+    are not sharded, have a lower precision than the reduction, or belong to a pipeline; otherwise
+    microbatch."""
+    memory_savers: Literal["none", "safe", "all"] = "safe"
+    """Savings of GPU memory beyond plain FSDP2. Results are bitwise the same. none: plain FSDP2 and
+    torch. safe: those that cannot make a step longer. all: also those that let the GPU wait, for a
+    time that has not been measured on a real GPU."""
+    enable_fsdp_symmetric_memory: bool = False
+    """Run the collectives of FSDP in symmetric memory of NCCL. Needs GPUs, parameters that are
+    sharded over several ranks, torch 2.13 and memory_savers = "none"."""
     tensor_parallel_degree: PositiveInt = 1
-    """Number of ranks that share every matmul. Between the matmuls each rank has a part of the sequence (sequence
-    parallelism), and the loss is computed over shards of the vocabulary. The computation waits for this traffic, so
-    keep the degree within one machine."""
+    """Number of ranks that share each matmul, with sequence parallelism and loss parallelism. Keep
+    it within a node, because computation waits for the communication."""
     enable_async_tensor_parallel: bool = False
-    """Overlap the traffic of tensor parallelism with its matmuls, through symmetric memory. Needs compile.enable and a
-    GPU."""
+    """Overlap tensor-parallel communication with matmuls through symmetric memory. Needs
+    compile.enable and a GPU."""
     context_parallel_degree: PositiveInt = 1
-    """Number of ranks that share every row. Each rank has one chunk from the front of the row and one from the back, so
-    that all ranks have the same work in causal attention. The ranks gather each other's keys and values."""
+    """Number of ranks that share each sequence. Each rank has a chunk from the front and one from
+    the back, which balances causal attention. The ranks all-gather keys and values."""
     pipeline_parallel_degree: PositiveInt = 1
-    """Number of ranks that the blocks are spread over. The microbatches of a step pass through them one after the
-    other. There are global_batch_size / data-parallel degree / local_batch_size of them."""
+    """Number of pipeline ranks. A step has global_batch_size / data-parallel degree /
+    local_batch_size microbatches."""
     pipeline_parallel_schedule: Literal[
         "1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble"
     ] = "1F1B"
-    """Order of forward and backward passes. 1F1B and GPipe have one stage per rank. The others have two, or as many as
-    pipeline_parallel_split_points gives. The zero bubble schedules delay the gradients of weights."""
-    pipeline_parallel_split_points: Blocks = ()
-    """First block of each stage except the first stage, such as ["layers.4", "layers.8"]. Empty: the stages have equal
-    cost, with the embedding and the output included."""
+    """Pipeline schedule. 1F1B and GPipe have one stage per rank. The others have two, or as many as
+    pipeline_parallel_split_points defines. Zero bubble schedules delay the gradients of weights."""
+    pipeline_parallel_split_points: ListOf[Block] = ()
+    """First block of each stage but the first, such as ["layers.4", "layers.8"]. If empty, stages
+    are balanced for speed, without more memory than an even split."""
 
 
 class ActivationCheckpoint(Section):
-    """Save activation memory by recomputing activations in the backward pass."""
+    """Activation checkpointing: recompute activations in the backward pass to save memory."""
 
     mode: Literal["none", "selective", "full", "memory_budget"] = "selective"
-    """none: keep all activations. full: keep only the input of each block. selective: see selective_ac_option.
-    memory_budget: the compiler chooses what to keep; needs compile.enable."""
-    selective_ac_option: Annotated[str, Field(pattern=r"^(op|[1-9][0-9]*)$")] = "op"
-    """op: keep the results of attention and of every second matmul except the last, which is not needed again, and
-    recompute the rest. A number n: every n-th block keeps its input only and is recomputed."""
+    """What to recompute. none: nothing. full: everything but the inputs of blocks. selective: see
+    selective_ac_option. memory_budget: the compiler chooses; needs compile.enable."""
+    selective_ac_option: Annotated[str, AfterValidator(_check_ac_option)] = "op"
+    """What mode "selective" keeps. op: the results of attention and of every second matmul. A
+    number n: every n-th block is recomputed in full."""
     memory_budget: Fraction = 0.5
-    """For mode memory_budget: share of the activation memory that may be kept. 0: everything is recomputed. 1: nothing
-    is."""
+    """Fraction of activation memory that mode "memory_budget" may keep."""
 
 
 class Compile(Section):
-    """torch.compile."""
+    """Compilation with torch.compile."""
 
     enable: bool = False
-    """Compile the listed components. The first step then takes half a minute or more."""
-    components: Annotated[tuple[Component, ...], Field(strict=False)] = ("model", "loss")
-    """model: the transformer blocks (one compilation serves all of them), and the cast of weights before an FP8
-    all-gather. loss: the softmax and the gradient of the loss. optimizer: the update, by titanlite's own AdamW instead
-    of torch's fused one. clip: the gradient norm. optimizer.stochastic_rounding and optimizer.state_dtype need
-    titanlite's own AdamW. On a GPU it is compiled even if enable is false, because without compilation it needs 72
-    kernels per tensor."""
+    """Compile the components below. The first step then takes half a minute or more."""
+    components: ListOf[Component] = ("model", "loss")
+    """What to compile. model: the transformer blocks, all in one compilation, and the FP8 cast of
+    weights. loss: softmax and gradient of the loss. optimizer: the update. clip: the gradient norm.
+    On a GPU, the update is always compiled with optimizer.stochastic_rounding or a different
+    optimizer.state_dtype, because it needs 72 kernels per tensor otherwise."""
 
 
 class Float8(Section):
-    """FP8 matmuls by torchao's Float8Linear."""
+    """FP8 matmuls with torchao's Float8Linear."""
+
+    advanced: ClassVar = (
+        "precompute_float8_dynamic_scale_for_fsdp",
+        "min_features",
+        "filter_fqns",
+        "emulate",
+    )
 
     enable: bool = False
-    """Convert the linear layers to Float8Linear."""
+    """Convert linear layers to Float8Linear."""
     recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
-    """tensorwise: one scale per tensor, the fastest. rowwise: one scale per row, more accurate. rowwise_with_gw_hp: as
-    rowwise, with the gradient of the weights in high precision."""
+    """Scaling recipe. tensorwise: one scale per tensor, the fastest. rowwise: one scale per row,
+    more accurate. rowwise_with_gw_hp: like rowwise, with weight gradients in high precision."""
     enable_fsdp_float8_all_gather: bool = False
-    """All-gather weights in FP8, which is half the traffic of bfloat16. It has an effect with recipe_name =
-    "tensorwise" only."""
+    """All-gather weights in FP8, half the traffic of bfloat16. Needs recipe_name = "tensorwise"."""
     precompute_float8_dynamic_scale_for_fsdp: bool = False
-    """Compute the scales of all weights with one all-reduce after the optimizer step. It has an effect with
-    enable_fsdp_float8_all_gather only."""
+    """Compute the scales of all weights with one all-reduce after the optimizer step. Needs
+    enable_fsdp_float8_all_gather."""
     min_features: NonNegativeInt = 1024
-    """Layers with fewer inputs or outputs than this stay in high precision, because casting their tensors costs about
-    as much as the faster matmul saves. 0: all layers are converted."""
-    filter_fqns: Names = ()
-    """Layers whose name contains one of these texts stay in high precision. The output projection always does, because
-    it is sensitive and its logits are computed in chunks."""
+    """Minimum number of inputs and outputs of a layer to convert. For smaller layers, casting costs
+    as much as FP8 saves. 0: convert all layers."""
+    filter_fqns: ListOf[str] = ()
+    """Parts of the names of layers that keep high precision. The output projection always does."""
     emulate: bool = False
-    """Emulate FP8 in high precision. Hardware without FP8 does so always, and the log says it."""
+    """Emulate FP8 in high precision. This is automatic, and logged, on hardware without FP8."""
 
 
 class Checkpoint(Section):
     """Saving and resuming."""
 
-    dropped: ClassVar = {"create_seed_checkpoint": (False, "is gone: each layout starts from the same weights anyway.")}
+    dropped: ClassVar = {
+        "create_seed_checkpoint": (
+            False,
+            "was removed, because all layouts start from the same weights.",
+        )
+    }
+    advanced: ClassVar = (
+        "folder",
+        "keep_every_n_steps",
+        "exclude_from_loading",
+        "last_save_model_only",
+        "export_dtype",
+        "timeout_seconds",
+        "mirror_mbps",
+    )
 
     enable: bool = True
-    """Save every `interval` steps and at the end. At the start, resume from the newest checkpoint."""
+    """Save every `interval` steps and at the end, and resume from the newest checkpoint at
+    startup."""
     folder: PathText = "checkpoint"
     """Folder of the checkpoints inside job.dump_folder."""
     interval: PositiveInt = 500
-    """Steps between two saves. A crash loses at most this many steps."""
+    """Number of steps between saves."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
-    """disabled: training stops while a checkpoint is written. async (also in place of "process" of titanlite 0.2):
-    training stops only for a copy to host memory, and a thread writes the copy; the host needs memory for one more
-    copy of weights and optimizer state.
-    async_with_pinned_mem: as async, but the copy is made during the next step; needs a GPU."""
+    """How to write checkpoints. disabled: training stops during the write. async: training stops
+    only for a copy to CPU memory, which a thread writes; this takes CPU memory for another copy of
+    weights and optimizer state. async_with_pinned_mem: like async, but copies during the next step;
+    needs a GPU."""
     keep_latest_k: NonNegativeInt = 10
-    """Number of newest checkpoints to keep. Older ones are removed after a save. 0: all are kept."""
+    """Number of newest checkpoints to keep. 0: keep all."""
     keep_every_n_steps: NonNegativeInt = 0
-    """Checkpoints whose step is a multiple of this are never removed, whatever keep_latest_k says. 0: there are
-    none."""
+    """Keep checkpoints whose step is a multiple of this, regardless of keep_latest_k. 0: none."""
     keep_best: bool = False
-    """Never remove the checkpoint with the lowest validation loss. The link `best` in the folder leads to it. A
-    validation with a lower loss than all before is followed by a save, so choose validation.freq with that in mind. The
-    weights before the first step do not count."""
+    """Keep the checkpoint with the lowest validation loss, and link it as `best`. Each validation
+    with a new lowest loss is followed by a save."""
     load_step: Annotated[int, Field(ge=-1)] = -1
-    """Go back to the checkpoint of this step, once. Later checkpoints are renamed. Another start with the same value
-    resumes from what was saved since. -1: resume from the newest checkpoint."""
-    exclude_from_loading: Annotated[tuple[Literal["optimizer", "data", "rng"], ...], Field(strict=False)] = ()
-    """Parts of a checkpoint that are not loaded, once: the optimizer's state, the position in the data, the random
-    state. They start afresh. A checkpoint that was saved with the same value is loaded whole."""
+    """Step to go back to, once. Later checkpoints are renamed. The next start with the same value
+    resumes from the newest checkpoint. -1: resume from the newest checkpoint."""
+    exclude_from_loading: ListOf[Literal["optimizer", "data", "rng", "hooks"]] = ()
+    """Parts of a checkpoint to reset instead of loading them, once: optimizer state, data position,
+    random state, or state of hooks, such as averaged weights and spike history. Checkpoints that
+    were saved with the same value are loaded completely."""
     initial_load_path: PathText | None = None
-    """Checkpoint whose weights a new run starts from, at step 0: the folder of one step, the folder of all steps, or
-    the output folder of a run. Also a URL. It is ignored if there is a checkpoint to resume from."""
+    """Checkpoint whose weights a new run starts from, at step 0: a step folder, a checkpoint
+    folder, the output folder of a run, or a URL. Ignored if there is a checkpoint to resume
+    from."""
     initial_load_in_hf: bool = False
-    """initial_load_path is a Hugging Face folder. Each rank reads only its own slices of the .safetensors files."""
+    """Whether initial_load_path is a Hugging Face folder. Each rank reads only its part of the
+    files."""
     last_save_model_only: bool = False
-    """The save after the last step has the weights only, a third of the size. It is written to `final` beside the
-    folder, so that no run resumes from it."""
+    """Save only the weights after the last step, in the folder `final` in job.dump_folder. No run
+    resumes from it."""
     last_save_in_hf: bool = False
-    """After the last step, also write `final_hf` beside the folder, in the format that transformers loads."""
+    """Also export the model after the last step to `final_hf` in job.dump_folder, for
+    transformers."""
     export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Dtype of the weights in `final_hf`. float32 is exact; bfloat16 halves the size."""
+    """Dtype of the weights in `final_hf`."""
     timeout_seconds: PositiveInt = 1800
-    """Longest wait for the slowest rank in a save, a load or an export, in seconds. A rank that takes longer counts as
-    lost."""
+    """Maximum number of seconds to wait for the slowest rank in a save, load or export."""
     mirror: PathText | None = None
-    """URL of a folder, such as "s3://bucket/my_run", that gets a copy of each checkpoint while training goes on. A
-    start whose own folder is empty, or older, goes on from there. S3 needs the package s3fs; any other storage that
-    fsspec reads will do, too."""
+    """URL of a folder, such as "s3://bucket/my_run", to copy each checkpoint to during training. If
+    that folder has a newer checkpoint than the run, the run resumes from it. S3 needs the package
+    s3fs. Other storage that fsspec supports also works."""
     mirror_mbps: NonNegativeFloat = 0.0
-    """Megabits a second that the copies to the mirror may take. 0: as many as they can."""
+    """Maximum bandwidth of copies to the mirror, in megabits per second. 0: no limit."""
 
 
 class Metrics(Section):
-    """What is measured and where it is written."""
+    """Metrics and metrics loggers."""
 
     log_freq: PositiveInt = 10
-    """Steps between two log lines. The host waits for the device once per line."""
+    """Number of steps between log lines. Each line synchronizes with the GPU once."""
     enable_tensorboard: bool = True
-    """Write TensorBoard files to <dump_folder>/tb."""
+    """Write TensorBoard files to `tb` in job.dump_folder."""
     enable_wandb: bool = False
-    """Send TensorBoard's curves to Weights & Biases (pip install 'wandb>=0.19'). Its environment variables say
-    where: WANDB_PROJECT, WANDB_ENTITY, WANDB_MODE=offline for files in <dump_folder>/wandb only."""
-    writers: Annotated[tuple[Annotated[str, WRITERS], ...], Field(strict=False)] = ()
-    """Further places for the numbers: registered writers of plugins."""
-    details: Annotated[tuple[Literal["gradients", "updates"], ...], Field(strict=False)] = ()
-    """More numbers of a logged step, each by group of parameters, such as attention.wq of all blocks. For what "float8"
-    of titanlite 0.2 told, compare the loss with that of a run without float8. In logged steps they read what they
-    measure once more, and need an all-reduce. gradients: the norm before clipping, and in
-    TensorBoard a histogram over the blocks. updates: the norm of the update, without weight decay, as a share of that
-    of the weights; it needs memory for three copies of the largest weight of a rank."""
+    """Log to Weights & Biases (pip install 'wandb>=0.19'). Set WANDB_PROJECT and WANDB_ENTITY in
+    the environment, or WANDB_MODE=offline to write to `wandb` in job.dump_folder only."""
+    loggers: ListOf[Annotated[str, METRICS_LOGGERS]] = ()
+    """Additional metrics loggers, which plugins register."""
+    details: ListOf[Literal["gradients", "updates"]] = ()
+    """Additional metrics of logged steps per kind of parameter, such as attention.wq of all blocks.
+    gradients: norms before clipping, and histograms over the blocks in TensorBoard. updates: norm
+        of the update without weight decay, relative to the weights; takes memory for three copies
+        of the largest weight of a rank."""
 
 
 class Profiling(Section):
-    """Where the time and the memory of a step go. Files are written to <dump_folder>/profile."""
+    """Traces of time and memory, written to `profile` in job.dump_folder."""
 
     enable_profiling: bool = False
-    """Trace steps on the schedule below, for Perfetto, and log which operators take the most time."""
+    """Trace steps for Perfetto on the schedule below, and log the slowest operators."""
     profile_freq: Steps = 10
-    """A cycle of the schedule, in steps. Its last steps are the warm-up and the traced steps."""
+    """Number of steps of a cycle. It ends with the warmup and traced steps."""
     profiler_warmup: NonNegativeInt = 3
-    """Steps before the traced ones in which the profiler runs and keeps nothing, because its own first steps are
-    slow."""
+    """Number of steps before the traced ones in which the profiler runs without recording."""
     profiler_active: PositiveInt = 1
-    """Steps that are traced in a cycle."""
+    """Number of steps to trace in a cycle."""
     profiler_repeat: NonNegativeInt = 0
-    """Cycles of a start of the run, after which the schedule ends. 0: it goes on to the end."""
-    profiler_ranks: Annotated[tuple[NonNegativeInt, ...], Field(strict=False)] = (0,)
-    """Ranks that are traced. One tells most; traces of two show which one waits for the other. Empty: all ranks."""
+    """Number of cycles. 0: until the end of the run."""
+    profiler_ranks: ListOf[NonNegativeInt] = (0,)
+    """Ranks to trace. Empty: all ranks."""
     enable_memory_snapshot: bool = False
-    """Show what is in memory, on the same schedule and ranks: each allocation, in the trace. On a GPU also the
-    allocator's blocks with their history, for pytorch.org/memory_viz, and also when any rank runs out of memory."""
+    """Record memory allocations on the same schedule and ranks in the trace. On a GPU, also write a
+    snapshot for pytorch.org/memory_viz, also when a rank runs out of memory."""
 
 
 class Samples(Section):
-    """Prompts that the model completes during training, for a person to read."""
+    """Prompts to complete during training."""
 
     freq: NonNegativeInt = 0
-    """Steps between two times. The completions go to the log, to TensorBoard and to samples.jsonl. 0: never."""
-    prompts: Names = ()
-    """Texts to complete, such as ["def __init__(self", "import os"]. An empty text is the beginning of a document."""
+    """Number of steps between samples. They are logged, and written to TensorBoard and
+    samples.jsonl. 0: never."""
+    prompts: ListOf[str] = ()
+    """Prompts, such as ["def __init__(self", "import os"]. An empty prompt starts a new
+    document."""
     max_new_tokens: PositiveInt = 50
-    """Longest completion, in tokens. All ranks compute each token together, by a forward pass over the whole text, so
-    this many passes are made. It ends earlier if the model ends the document, or at training.seq_len."""
+    """Maximum number of tokens of a completion. Each token takes a forward pass over the whole text
+    on all ranks. A completion ends earlier at the end of the document or at training.seq_len."""
     temperature: NonNegativeFloat = 0.8
-    """0: take the most likely token each time. 1: sample from the model's probabilities. Higher: more random."""
+    """Sampling temperature. 0: always the most likely token."""
     top_k: NonNegativeInt = 50
     """Sample from the k most likely tokens only. 0: from all."""
     seed: Seed = 0
-    """Seed of the sampling, the same at each step and for each prompt."""
+    """Seed of the sampling, the same for each step and prompt."""
 
 
 class Guards(Section):
-    """What a run does where its numbers go wrong."""
+    """Anomaly detection and recovery."""
+
+    advanced: ClassVar = ("max_roll_backs", "spike_deviations", "spike_history", "compare_every")
 
     max_skipped: NonNegativeInt = 3
-    """Steps in a row that may be skipped. A step whose loss or gradient is not finite changes neither weights nor
-    optimizer; the log names it, and the run goes on. One more than this ends the run with exit code 3, because then
-    the cause is not a single batch. 0: the first one ends it."""
+    """Maximum number of consecutive skipped steps. A step with a non-finite loss or gradient
+    changes neither weights nor optimizer state. One more skipped step stops the run with exit code
+    3."""
     on_spike: Literal["warn", "skip", "roll_back"] = "warn"
-    """What to do with a step whose loss or gradient norm is a spike. warn: the log names it, and the metrics count it.
-    skip: it changes neither weights nor optimizer, too, and counts for max_skipped. roll_back: once the host knows of
-    it, with the next line of the log, save or validation, weights and optimizer become those of the newest checkpoint.
-    The steps since then count as done, so their data is passed over."""
+    """What to do with a step whose loss or gradient norm is a spike. warn: log and count it. skip:
+    also skip it, which counts for max_skipped. roll_back: at the next log line, save or validation,
+    restore weights and optimizer state of the newest checkpoint, and continue with the data after
+    the spike."""
     max_roll_backs: NonNegativeInt = 3
-    """How often a run goes back. One more spike ends it with exit code 3. The newest checkpoint stays."""
+    """Maximum number of rollbacks. One more spike stops the run with exit code 3."""
     spike_deviations: PositiveFloat = 10.0
-    """A number is a spike if it is above the median of the last steps by more than this many deviations. A deviation
-    is 1.4826 times the median distance from the median, and at least 1% of the median."""
+    """A value is a spike if it exceeds the median of recent steps by this many deviations. A
+    deviation is 1.4826 times the median distance from the median, and at least 1% of the median."""
     spike_history: Annotated[int, Field(ge=3, le=10_000)] = 100
-    """Number of last steps that a step is compared with. Skipped ones are left out. The first so many steps of a run
-    are no spikes."""
+    """Number of recent steps to compare with, without skipped steps. Spike detection starts after
+    this many steps."""
     compare_every: PositiveInt = 1000
-    """Steps between two comparisons of weights that several ranks hold: those of HSDP's replicas, and the norms of
-    tensor ranks. If a bit differs, the run ends with exit code 3 and names the rank and its machine. The host waits for
-    the device, which reads the weights once."""
+    """Number of steps between checks for silent data corruption, which compare the replicas of
+    HSDP, and norms of tensor-parallel ranks. A difference stops the run with exit code 3 and names
+    rank and node."""
 
 
 class Ema(Section):
-    """An exponential moving average of the weights. Checkpoints have it, and `titanlite eval`, `generate` and `export`
-    take it with --ema."""
+    """Exponential moving average of the weights.
+
+    Checkpoints contain it, and `titanlite eval`, `generate` and `export` use it with --ema.
+    """
 
     decay: BelowOne = 0.0
-    """Share of the average that a step keeps, such as 0.999: it then covers about the last 1 / (1 - decay) steps. It
-    takes 4 bytes per parameter, sharded as the weights are. 0: none."""
+    """Decay per step, such as 0.999, which averages over about 1 / (1 - decay) steps. Takes 4 bytes
+    per parameter, sharded like the weights. 0: no average."""
 
 
 class Comm(Section):
-    """Process groups."""
+    """Process groups and timeouts."""
 
     init_timeout_seconds: PositiveInt = 300
-    """Longest wait in seconds for all ranks to start, and for any collective of the first step, in which kernels are
-    compiled."""
+    """Maximum number of seconds to wait for all ranks to start, and for collectives of the first
+    step, which compiles kernels."""
     train_timeout_seconds: PositiveInt = 100
-    """Longest wait in seconds for any collective of a later step. If one takes longer, a rank is lost or hangs."""
+    """Maximum number of seconds for a collective of a later step, before a rank counts as lost."""
     preemption_seconds: PositiveInt = 3600
-    """Seconds that ranks have to finish their step and save after a signal asked them to stop. Then they are killed.
-    The default, an hour, is enough for the largest checkpoints. With a scheduler that kills by itself it can stay."""
+    """Number of seconds that ranks have to finish their step and save after a stop signal, before
+    they are killed."""
 
 
 class Whole(Section):
-    """Base of what is read as a whole: a job, or the options of a command.
+    """Base class of a job and of command options, whose errors list all mistakes at once.
 
     Raises:
-        WrongJob: values that are not allowed, all of them in one message.
+        ConfigError: If any value is invalid.
     """
 
-    place: ClassVar[str] = "JobConfig"  # where they are
+    source: ClassVar[str] = "JobConfig"
+    """Where the values come from, for error messages."""
 
     @model_validator(mode="wrap")
     @classmethod
-    def _in_words(cls, values: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
+    def _raise_config_error(cls, values: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
         try:
             return validate(values)
         except ValidationError as failure:
             errors = failure.errors(include_url=False)
-            raise WrongJob([mistake(cls, error) for error in errors], cls.place) from None
+            mistakes = [build_mistake(cls, error) for error in errors]
+            raise ConfigError(mistakes, cls.source) from None
+
+
+RENAMED_KEYS = {"metrics.writers": "metrics.loggers"}
+"""Former name of a key -> current name. Jobs with the former name can still be read."""
+
+
+def rename_keys(tables: dict[str, Any]) -> list[str]:
+    """Replace former names of keys by their current names, in place.
+
+    If a job sets a key under both names, both are kept. Validation then reports the former name as
+    unknown.
+
+    Args:
+        tables: Sections of a job: section -> key -> value.
+
+    Returns:
+        Former names of the replaced keys. Keys with an empty value are left out.
+    """
+    renamed = []
+    for former_key, key in RENAMED_KEYS.items():
+        section, former_name = former_key.split(".")
+        _, name = key.split(".")
+        table = tables.get(section)
+        if not isinstance(table, dict) or former_name not in table or name in table:
+            continue
+
+        value = table[former_name]
+        others = {other: table[other] for other in table if other != former_name}
+        tables[section] = {**others, name: value}
+        if value:
+            renamed.append(former_key)
+    return renamed
 
 
 class JobConfig(Whole):
-    """One training run."""
+    """One training run. Plugins can add tables, which are attributes like the others."""
 
-    dropped: ClassVar = {"dry_run": (None, "is gone: `titanlite profile` measures a few steps of a job.")}
+    model_config = ConfigDict(extra="allow")  # for tables of plugins; others are rejected below
+    dropped: ClassVar = {"dry_run": (None, "was removed. Run `titanlite profile` instead.")}
 
     job: Job = Job()
     model: Model = Model()
@@ -720,28 +922,94 @@ class JobConfig(Whole):
     ema: Ema = Ema()
     comm: Comm = Comm()
 
+    @model_validator(mode="wrap")
+    @classmethod
+    def _raise_config_error(cls, values: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
+        """Validate the sections of plugins like built-in sections, and reject unknown sections."""
+        errors: list[Any] = []
+        plugin_sections: dict[str, Section] = {}
+        if isinstance(values, dict | cls):
+            values = cls.without_dropped_defaults(dict(values))
+            rename_keys(values)
+            plugin_sections, errors = cls._take_plugin_sections(values)
+            for name, table in values.items():
+                if isinstance(name, str) and name not in cls.model_fields:
+                    errors.append({"type": "extra_forbidden", "loc": (name,), "input": table})
+
+        job = None
+        try:
+            job = validate(values)
+        except ValidationError as failure:
+            errors += failure.errors(include_url=False)
+        if errors or job is None:
+            mistakes = [build_mistake(cls, error) for error in errors]
+            raise ConfigError(mistakes, cls.source)
+        job.__pydantic_extra__ = plugin_sections
+        return job
+
+    @classmethod
+    def _take_plugin_sections(cls, values: dict[str, Any]) -> tuple[dict[str, Section], list[Any]]:
+        """Remove the sections of plugins from `values`, and validate them.
+
+        Returns:
+            The valid sections by name, and the errors of pydantic for the others.
+        """
+        sections: dict[str, Section] = {}
+        errors: list[Any] = []
+        for name, model in SECTIONS.items():
+            if name in cls.model_fields:
+                continue
+            table = values.pop(name, {})
+            try:
+                sections[name] = model.model_validate(table)
+            except ValidationError as failure:
+                for error in failure.errors(include_url=False):
+                    errors.append(error | {"loc": (name, *error["loc"])})
+        return sections, errors
+
     @classmethod
     def read(cls, tables: dict[str, Any]) -> tuple[Self, Sequence[Mistake]]:
-        """The job of these tables, with a default in place of each wrong value, and what is wrong."""
+        """Validate the sections of a job, and replace invalid values by their defaults.
+
+        Unlike direct construction, this does not raise an error, so that mistakes in single values
+        can be reported together with broken rules.
+
+        Args:
+            tables: Sections of the job: section -> key -> value.
+
+        Returns:
+            The job, and the mistakes in `tables`.
+        """
         try:
             return cls.model_validate(tables), ()
-        except WrongJob as wrong:
-            return cls.model_validate(without(tables, wrong.mistakes)), wrong.mistakes
+        except ConfigError as error:
+            invalid_keys = {mistake.key for mistake in error.mistakes}
+            valid_tables = _remove_keys(tables, invalid_keys)
+            return cls.model_validate(valid_tables), error.mistakes
 
 
-SECTIONS: dict[str, type[Section]] = {name: field.annotation for name, field in JobConfig.model_fields.items()}  # type: ignore[misc]
-"""Section -> its model."""
-KEYS: dict[str, FieldInfo] = {
-    f"{name}.{key}": field for name, section in SECTIONS.items() for key, field in section.model_fields.items()
-}
-"""section.key -> its annotation and its help."""
+def _remove_keys(tables: dict[str, Any], keys: set[str]) -> dict[str, Any]:
+    """Return `tables` without the sections and keys in `keys` ("section" or "section.key")."""
+    remaining = {}
+    for section, table in tables.items():
+        if section in keys:
+            continue
+        remaining[section] = {
+            key: value for key, value in table.items() if f"{section}.{key}" not in keys
+        }
+    return remaining
 
 
-def add_section(name: str, section: type[Section]) -> None:
-    """Let jobs have a table more, from now on. Raises ValueError: the name is taken or is none."""
-    if name in SECTIONS or not name.isidentifier():
-        raise ValueError(f"[{name}] is a table of a job already, or no name for one")
-    JobConfig.model_fields[name] = FieldInfo.from_annotated_attribute(section, section())
-    JobConfig.model_rebuild(force=True)
-    SECTIONS[name] = section
-    KEYS.update({f"{name}.{key}": field for key, field in section.model_fields.items()})
+SECTIONS.update({name: field.annotation for name, field in JobConfig.model_fields.items()})  # type: ignore[misc]
+
+
+def list_keys() -> dict[str, FieldInfo]:
+    """Return the schema of each key of a job by its full name, such as "training.steps".
+
+    The result includes the keys of plugins that are loaded.
+    """
+    return {
+        f"{name}.{key}": field
+        for name, section in SECTIONS.items()
+        for key, field in section.model_fields.items()
+    }

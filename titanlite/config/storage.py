@@ -1,8 +1,10 @@
-"""Files at a URL: those of any storage that fsspec reads, such as s3://, gs:// or file://.
+"""Access files at URLs, in any storage that fsspec supports, such as s3://, gs:// or file://.
 
-Invariant: a copy on this machine, of a file or of a block of one, is whole, or it has another name. It is kept under
-what identifies its original (its ETag, or size and time), so that an original that has changed is copied again.
-Credentials and addresses are the storage's own settings, never a job's.
+Downloaded files, and blocks of files, are cached on the local disk.
+
+Invariant: a file in the cache is either complete or has a temporary name. The cache is keyed by the
+version of the remote file (its ETag, or size and time), so that changed files are downloaded again.
+Credentials and endpoints are settings of the storage, and never keys of a job.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cache, lru_cache
@@ -23,190 +25,354 @@ from typing import Any
 import xxhash
 
 from titanlite.config.errors import UserError, one_line
-from titanlite.config.files import MANIFEST, STEP_FOLDER, make_folder, write_whole
+from titanlite.config.files import MANIFEST, STEP_FOLDER, make_folder, write_output
 
-CACHE, LIMIT = "TITANLITE_CACHE", "TITANLITE_CACHE_GB"
-"""Environment variables: the folder of the copies, and what the blocks in it may take."""
+CACHE = "TITANLITE_CACHE"
+"""Environment variable with the folder of the cache."""
+LIMIT = "TITANLITE_CACHE_GB"
+"""Environment variable with the maximum size of the cached blocks, in GB."""
 PARALLEL = 8
-"""Files, or blocks of one, that are copied at a time."""
+"""Number of files to download at once."""
 BLOCK = 1 << 20
-"""Bytes of a file that come together. A larger block would take longer than the request."""
+"""Bytes per block. For larger blocks, the transfer would take longer than the request."""
 _SETS = 64
 _URL = re.compile(r"([a-z][a-z0-9+]+):/+(.+)")
-_IDENTITY = ("ETag", "etag", "md5Hash", "content_md5", "mtime", "LastModified", "last_modified", "created")
-_REMEDY = """Is the name right? Credentials and address come from the settings of the storage, for S3 such as \
-AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_ENDPOINT_URL."""
+# Fields in the metadata of a storage that change with the content.
+_VERSION_FIELDS = (
+    "ETag",
+    "etag",
+    "md5Hash",
+    "content_md5",
+    "mtime",
+    "LastModified",
+    "last_modified",
+    "created",
+)
+_REMEDY = (
+    "Check the name, and the settings of the storage: for S3, AWS_ACCESS_KEY_ID, "
+    "AWS_SECRET_ACCESS_KEY and AWS_ENDPOINT_URL."
+)
 
 
 class RemotePath(PurePosixPath):
-    """The place of a file at a URL, which is its text."""
+    """Path of a file at a URL. Converting it to a string gives the URL."""
 
     def __str__(self) -> str:
-        return url_of(super().__str__()) or super().__str__()
+        """Return the URL."""
+        return as_url(super().__str__()) or super().__str__()
 
 
-def url_of(path: str | PurePath | None) -> str | None:
-    """The URL that `path` is, also where a `Path` has made one slash of two; None: it is none."""
-    if found := _URL.fullmatch(str(path)):
-        return f"{found[1]}://{'/' if found[1] in ('file', 'local') else ''}{found[2]}"
-    return None
+def as_url(path: str | PurePath | None) -> str | None:
+    """Return `path` as a URL, or None if it is a local path.
+
+    `pathlib` merges the slashes of "s3://bucket/file" to "s3:/bucket/file". This function restores
+    them.
+    """
+    match = _URL.fullmatch(str(path))
+    if match is None:
+        return None
+    scheme, rest = match.groups()
+    root = "/" if scheme in ("file", "local") else ""
+    return f"{scheme}://{root}{rest}"
 
 
 @contextmanager
-def answered(url: str, kind: type[UserError] = UserError) -> Iterator[None]:
-    """Raises `kind`: what a storage refuses, in words."""
+def storage_errors(url: str, kind: type[UserError] = UserError) -> Iterator[None]:
+    """Convert exceptions in the `with` block to one-line errors that name the URL.
+
+    Args:
+        url: URL for the message.
+        kind: Class of the error.
+
+    Raises:
+        UserError: Or its subclass `kind`, if the storage fails or a local file cannot be accessed.
+    """
     try:
         yield
     except UserError:
         raise
-    except Exception as error:  # each storage has errors of its own
-        what = "is not there" if isinstance(error, FileNotFoundError) else f"fails with {type(error).__name__}"
-        remedy = "" if isinstance(error, ImportError | ValueError) else f" {_REMEDY}"  # no package; no such scheme
-        raise kind(f"{url} {what} ({one_line(str(error))}).{remedy}") from None
+    except Exception as error:  # each storage has its own exception types
+        raise kind(_describe_failure(url, error)) from None
 
 
-def opened(url: str) -> tuple[Any, str]:
-    """The storage of a URL, and the path in it."""
+def _describe_failure(url: str, error: Exception) -> str:
+    """Return a message that names the URL and the error, with a remedy if a setting can help."""
+    if isinstance(error, FileNotFoundError):
+        problem = "does not exist"
+    else:
+        problem = f"failed with {type(error).__name__}"
+    message = f"{url} {problem} ({one_line(str(error))})."
+
+    is_local = url.startswith(("file:", "local:")) or getattr(error, "filename", None) is not None
+    if is_local:
+        return message
+    if isinstance(error, ImportError | ValueError):  # a missing package, or an unknown scheme
+        return message
+    return f"{message} {_REMEDY}"
+
+
+def open_storage(url: str) -> tuple[Any, str]:
+    """Return the fsspec file system for a URL, and the path of the URL in that file system."""
     from fsspec.core import url_to_fs
 
-    makes_folders = {"auto_mkdir": True} if url.startswith(("file:", "local:")) else {}
-    return url_to_fs(url, use_listings_cache=False, **makes_folders)
+    is_local = url.startswith(("file:", "local:"))
+    options = {"auto_mkdir": True} if is_local else {}
+    return url_to_fs(url, use_listings_cache=False, **options)
 
 
-def identity(info: Mapping[str, Any]) -> tuple[int, str]:
-    """Size of a file, and what changes with its content."""
-    return info["size"], next((str(info[key]) for key in _IDENTITY if info.get(key)), "")
+def file_version(info: Mapping[str, Any]) -> tuple[int, str]:
+    """Return a value that changes whenever the content of a remote file changes.
+
+    Args:
+        info: Metadata of the file from fsspec.
+
+    Returns:
+        Size of the file in bytes, and its ETag, hash or modification time ("" if the storage has
+        none).
+    """
+    for field in _VERSION_FIELDS:
+        if info.get(field):
+            return info["size"], str(info[field])
+    return info["size"], ""
 
 
-def problem(url: str, *, write: bool = False) -> str | None:
-    """Why nothing can be had from a URL, or no file can be written and removed below it; None: it works."""
+def find_storage_problem(url: str, *, write: bool = False) -> str | None:
+    """Return why a URL cannot be accessed, or None if it can be accessed.
+
+    Args:
+        url: URL of a file or folder.
+        write: Whether to write and delete a small test file instead of reading metadata.
+    """
     try:
-        with answered(url):
-            storage, root = opened(url)
+        with storage_errors(url):
+            storage, root = open_storage(url)
             if write:
-                storage.pipe_file(probe := f"{root}/.titanlite-{secrets.token_hex(4)}", b"titanlite")
+                probe = f"{root}/.titanlite-{secrets.token_hex(4)}"
+                storage.pipe_file(probe, b"titanlite")
                 storage.cat_file(probe)
                 storage.rm_file(probe)
             else:
                 storage.info(root)
     except UserError as error:
         return str(error)
+    return None
 
 
-def matching(pattern: str) -> list[RemotePath]:
-    """The files of a URL that may have glob characters, sorted. Raises UserError: the storage refuses."""
-    with answered(pattern):
-        storage, path = opened(pattern)
-        if not (found := storage.glob(path, detail=True)):
-            storage.info(path.partition("/")[0] or "/")  # or a bucket that is not there would be one without files
-        return [RemotePath(storage.unstrip_protocol(path)) for path in _files(found)]
+def glob_files(pattern: str) -> list[RemotePath]:
+    """Return the files that match a URL such as "s3://bucket/*.jsonl", sorted.
+
+    Raises:
+        UserError: If the storage fails.
+    """
+    with storage_errors(pattern):
+        storage, path = open_storage(pattern)
+        matches = storage.glob(path, detail=True)
+        if not matches:
+            storage.info(path.partition("/")[0] or "/")  # fails if the bucket does not exist
+        return [RemotePath(storage.unstrip_protocol(file)) for file in _select_files(matches)]
 
 
-def listing(storage: Any, root: str, deep: bool = True) -> dict[str, dict[str, Any]]:
-    """The files in a folder, and below it: the path from there, and what the storage says of it."""
-    found = _files(storage.find(root, maxdepth=None if deep else 1, detail=True))
-    return {path.removeprefix(root).lstrip("/"): info for path, info in found.items()}
-
-
-def _files(found: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Without folders, for which consoles keep empty objects. s3fs finds even the folder that it looks into, if the
-    first file comes meanwhile."""
-    return {path: found[path] for path in sorted(found) if found[path]["type"] == "file" and path[-1] != "/"}
-
-
-def checkpoints(there: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """The folders of a `listing` that are checkpoints, because they have a manifest, by rising step. Their names are
-    that of a step, after `prefix`."""
-    found = filter(None, map(re.compile(f"({prefix}{STEP_FOLDER.pattern})/{MANIFEST}").fullmatch, there))
-    return [each[1] for each in sorted(found, key=lambda each: int(each[2]))]
-
-
-def fetch(storage: Any, root: str, sizes: Mapping[str, int], to: Path) -> None:
-    """Copy files below `root` to the same places below `to`, each whole or not at all.
+def list_files(storage: Any, root: str, deep: bool = True) -> dict[str, dict[str, Any]]:
+    """List the files in a folder of a storage.
 
     Args:
-        sizes: path -> bytes.
+        storage: File system of fsspec.
+        root: Path of the folder.
+        deep: Whether to include subfolders.
+
+    Returns:
+        Path relative to the folder -> metadata of the file.
     """
+    entries = storage.find(root, maxdepth=None if deep else 1, detail=True)
+    files = _select_files(entries)
+    return {path.removeprefix(root).lstrip("/"): info for path, info in files.items()}
 
-    def copy(path: str) -> None:
-        (to / path).parent.mkdir(parents=True, exist_ok=True)
-        unfinished = (to / path).with_name(f".{(to / path).name}.unfinished")
+
+def _select_files(entries: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return only the files among listed entries, sorted by path.
+
+    Folders are left out, as are the empty objects that web consoles create for folders. s3fs can
+    list even the searched folder itself.
+    """
+    files = {}
+    for path in sorted(entries):
+        if entries[path]["type"] == "file" and not path.endswith("/"):
+            files[path] = entries[path]
+    return files
+
+
+def find_checkpoints(files: Iterable[str], prefix: str = "") -> list[str]:
+    """Return the paths of all checkpoints among listed files, in ascending order of their steps.
+
+    A checkpoint is a folder such as "step-00000100" that contains a manifest.
+
+    Args:
+        files: Paths of files, from `list_files`.
+        prefix: Regular expression for the part of the path in front of the step folder.
+    """
+    pattern = re.compile(f"({prefix}{STEP_FOLDER.pattern})/{MANIFEST}")
+    folders = []
+    for file in files:
+        match = pattern.fullmatch(file)
+        if match:
+            folders.append((int(match[2]), match[1]))
+    return [folder for _, folder in sorted(folders)]
+
+
+def download_files(storage: Any, root: str, sizes: Mapping[str, int], to: Path) -> None:
+    """Download files from a folder of a storage, each of them atomically.
+
+    Args:
+        storage: File system of fsspec.
+        root: Folder in the storage.
+        sizes: Path of each file relative to `root` -> expected size in bytes.
+        to: Local folder, in which the files get the same relative paths.
+
+    Raises:
+        OSError: If a file does not have the expected size.
+        ValueError: If a path leads out of the folder.
+    """
+    for path in sizes:
+        if ".." in path.split("/"):
+            raise ValueError(f"{path} leaves the folder")
+
+    def download(path: str) -> None:
+        target = to / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = target.with_name(f".{target.name}.unfinished")
         storage.get_file(f"{root}/{path}", str(unfinished))
-        if (found := unfinished.stat().st_size) != sizes[path]:
-            raise OSError(f"{path}: {found:,} of {sizes[path]:,} bytes came")
-        unfinished.rename(to / path)
 
-    if bad := [path for path in sizes if ".." in path.split("/")]:
-        raise ValueError(f"{bad[0]} leaves the folder")
+        num_bytes = unfinished.stat().st_size
+        if num_bytes != sizes[path]:
+            raise OSError(f"{path}: received {num_bytes:,} of {sizes[path]:,} bytes")
+        unfinished.rename(target)
+
     with ThreadPoolExecutor(PARALLEL) as pool:
-        list(pool.map(copy, sizes))
+        for _ in pool.map(download, sizes):  # raises the first error of a download
+            pass
 
 
-def _cache() -> Path:
+def _get_cache_folder() -> Path:
+    """Return the folder of the cache, ~/.cache/titanlite unless TITANLITE_CACHE is set."""
     return Path(os.environ.get(CACHE) or "~/.cache/titanlite").expanduser().absolute()
 
 
-@lru_cache(maxsize=32)  # as documents are smaller than a block
-def block(url: str, version: tuple[int, str], number: int) -> bytes:
-    """A block of a file at a URL, from the cache if it is there. Processes of a machine take turns, so that each comes
-    once. The cache is divided into sets, as a processor's is, so that few files are looked at to make room in one: what
-    was not used for the longest time goes.
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a cache folder during the `with` block. Other processes wait for it."""
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@lru_cache(maxsize=32)  # documents are smaller than a block
+def read_block(url: str, version: tuple[int, str], number: int) -> bytes:
+    """Return a block of a file at a URL, from the cache if possible.
+
+    Processes of a node take turns, so that each block is downloaded once. The cache is divided into
+    sets, as in a set-associative CPU cache, so that only a few files are inspected to evict a
+    block. Least recently used blocks are evicted first.
 
     Args:
-        version: the `identity` of the file.
+        url: URL of the file.
+        version: Expected version of the file, from `file_version`.
+        number: Index of the block, from 0. A block has `BLOCK` bytes, except for the last one.
 
     Raises:
-        UserError: the storage or the disk refuses, or the file has another version by now.
+        UserError: If the storage or the disk fails, or the file has changed.
     """
-    start, end = number * BLOCK, min((number + 1) * BLOCK, version[0])
-    name = xxhash.xxh3_64_intdigest(repr([url, version, number]).encode())
-    folder = make_folder(_cache() / "blocks" / str(name % _SETS))
-    with answered(url), (folder / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    file_size, _ = version
+    start = number * BLOCK
+    end = min(start + BLOCK, file_size)
+    cache_id = xxhash.xxh3_64_intdigest(repr([url, version, number]).encode())
+    folder = make_folder(_get_cache_folder() / "blocks" / str(cache_id % _SETS))
+    cached_file = folder / str(cache_id)
+
+    with storage_errors(url), _locked(folder):
         with suppress(FileNotFoundError):
-            if len(raw := (folder / str(name)).read_bytes()) == end - start:  # a power cut can have left less
-                os.utime(folder / str(name))
-                return raw
-        storage, path = opened(url)
-        raw = storage.cat_file(path, start=start, end=end)
-        if identity(storage.info(path)) != version:  # afterwards, because it can change until then
-            raise UserError(f"{url} has changed while it was read. Start again: dataset.on_change decides.")
-        held = sorted(folder.glob("[0-9]*"), key=lambda file: file.stat().st_mtime)
-        room = (len(held) * BLOCK * _SETS + shutil.disk_usage(folder).free) / 2  # half of the disk's, without a limit
-        most = max(1, int((float(os.environ.get(LIMIT) or 0) * 1e9 or room) / BLOCK / _SETS))
-        for file in held[: max(0, len(held) + 1 - most)]:
-            file.unlink()
-        write_whole(folder / str(name), raw)
-    return raw
+            block = cached_file.read_bytes()
+            if len(block) == end - start:  # a power failure can leave a shorter file
+                os.utime(cached_file)  # marks it as recently used
+                return block
+
+        storage, path = open_storage(url)
+        block = storage.cat_file(path, start=start, end=end)
+        if file_version(storage.info(path)) != version:  # checked last, to cover the download
+            remedy = "Start again: dataset.on_change decides what to do."
+            raise UserError(f"{url} changed while it was read. {remedy}")
+        _make_room(folder)
+        write_output(cached_file, block)
+    return block
+
+
+def _make_room(folder: Path) -> None:
+    """Evict the least recently used blocks of a set in the cache, to make room for a new block.
+
+    Args:
+        folder: Folder of the set.
+    """
+    blocks = sorted(folder.glob("[0-9]*"), key=lambda file: file.stat().st_mtime)
+    limit = float(os.environ.get(LIMIT) or 0) * 1e9
+    if not limit:  # half of the disk space that is free or used by the cache
+        used = len(blocks) * BLOCK * _SETS
+        limit = (used + shutil.disk_usage(folder).free) / 2
+    max_blocks = max(1, int(limit / BLOCK / _SETS))
+    num_evicted = max(0, len(blocks) + 1 - max_blocks)
+    for file in blocks[:num_evicted]:
+        file.unlink()
 
 
 @cache
-def local_copy(path: str | Path, beside: str = "", *, deep: bool = False) -> Path:
-    """The path itself, or that of a copy of what is at a URL: a file, or the files of a folder. What was copied before
-    is not copied again. Processes of a machine take turns.
+def get_local_copy(path: str | Path, beside: str = "", *, deep: bool = False) -> Path:
+    """Return a local path for `path`, after downloading it to the cache if it is a URL.
+
+    Processes of a node take turns, so that each file is downloaded once.
 
     Args:
-        beside: name of a file in the same folder, which is copied, too, if it is there.
-        deep: the folders in a folder as well.
+        path: Local path, which is returned unchanged, or URL of a file or folder.
+        beside: Name of another file in the same folder that is downloaded as well, if it exists.
+        deep: Whether to include the subfolders of a folder.
 
     Raises:
-        UserError: it is not there, or cannot be copied.
+        UserError: If the URL does not exist or cannot be downloaded.
     """
-    if (url := url_of(path)) is None:
+    url = as_url(path)
+    if url is None:
         return Path(path)
-    with answered(url):
-        storage, root = opened(url)
-        folder, name = os.path.split(root) if storage.isfile(root) else (root, "")
-        files = [each for each in (name, beside) if name and each and storage.exists(f"{folder}/{each}")]
-        there = {each: storage.info(f"{folder}/{each}") for each in files} or listing(storage, folder, deep)
-        if not there:
+
+    with storage_errors(url):
+        storage, root = open_storage(url)
+        if storage.isfile(root):
+            folder, name = os.path.split(root)
+            files = {name: storage.info(root)}
+            if beside and storage.exists(f"{folder}/{beside}"):
+                files[beside] = storage.info(f"{folder}/{beside}")
+        else:
+            folder, name = root, ""
+            files = list_files(storage, folder, deep)
+        if not files:
             raise FileNotFoundError("no files")
-        known = repr([url, *sorted((path, *identity(info)) for path, info in there.items())])
-        cached = make_folder(_cache() / xxhash.xxh3_64_hexdigest(known.encode())) / folder.rpartition("/")[2]
-        with (cached.parent / ".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if sizes := {path: info["size"] for path, info in there.items() if not (cached / path).exists()}:
-                amount = f"{len(sizes)} files, {sum(sizes.values()) / 1e9:.3f} GB"
-                logging.getLogger("titanlite").info(f"copying {amount}, from {url} to {cached}")
-                fetch(storage, folder, sizes, cached)
-    return cached / name
+
+        cache_folder = _make_version_folder(url, files)
+        copy = cache_folder / folder.rpartition("/")[2]
+        with _locked(cache_folder):
+            missing = {
+                file: info["size"] for file, info in files.items() if not (copy / file).exists()
+            }
+            if missing:
+                amount = f"{len(missing)} files, {sum(missing.values()) / 1e9:.3f} GB"
+                logging.getLogger("titanlite").info(f"Copying {amount} from {url} to {copy}")
+                download_files(storage, folder, missing, copy)
+    return copy / name
+
+
+def _make_version_folder(url: str, files: Mapping[str, Mapping[str, Any]]) -> Path:
+    """Create and return the cache folder for the current versions of the files at a URL.
+
+    Args:
+        url: The URL.
+        files: Path of each file -> its metadata from fsspec.
+    """
+    versions = sorted((file, *file_version(info)) for file, info in files.items())
+    key = xxhash.xxh3_64_hexdigest(repr([url, *versions]).encode())
+    return make_folder(_get_cache_folder() / key)

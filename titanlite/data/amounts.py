@@ -1,6 +1,6 @@
-"""How much text a run has, how often it reads it, and what is said where that or the vocabulary is a toy.
+"""Estimates of how much text a run has, how often the run reads it, and whether it is enough.
 
-Invariant: torch is not imported. `titanlite check` answers at once, so it guesses by one block of a large source.
+This module does not import torch, so `titanlite check` starts quickly.
 """
 
 from __future__ import annotations
@@ -15,107 +15,247 @@ import numpy as np
 
 from titanlite.config.run import Run
 from titanlite.config.schema import TextSource
-from titanlite.config.storage import url_of
-from titanlite.data.hub import known
+from titanlite.config.storage import as_url
+from titanlite.data.documents import DocumentTokenizer, inspect_source, source_specs
+from titanlite.data.hub import load_presets
 from titanlite.data.mixture import source_shares
-from titanlite.data.sources.base import File, RandomAccess, Source
+from titanlite.data.sources.base import File, RandomAccess, RemoteFile, Source
 from titanlite.data.sources.files import COMPRESSIONS, find_files, open_quickly
-from titanlite.data.stream import DocumentTokenizer, look_into, source_specs
 from titanlite.data.tokenizer import Tokenizer
 
-# Up to here, text that is read again teaches almost as much as new text: "Scaling Data-Constrained Language Models"
-# (Muennighoff et al., 2023).
-MOST_EPOCHS = 4
-LEAST_VOCABULARY = 1 / 16  # of the rows of the embedding
-_SAMPLE_DOCUMENTS, _SAMPLE_BYTES = 64, 1 << 16
+# Up to this many epochs, repeated text teaches almost as much as new text: "Scaling
+# Data-Constrained Language Models" (Muennighoff et al., 2023).
+MAX_EPOCHS = 4
+_MIN_VOCABULARY = 1 / 16  # smallest tokenizer without a warning, as a share of embedding rows
+_SAMPLE_DOCUMENTS = 64
+_SAMPLE_BYTES = 1 << 16
+_MAX_CHARACTERS = 1 << 22  # counting this many characters takes a tenth of a second
 
 
-class Size(NamedTuple):
-    """How large a source is. None: unknown."""
+class SourceSize(NamedTuple):
+    """Description and estimated size of a data source."""
 
-    contents: str
-    """What is said about the source."""
+    description: str
+    """Name of the source and its number of documents, for messages."""
     tokens: int | None = None
+    """Number of tokens, or None if it is unknown."""
     bytes_per_token: float | None = None
+    """Average UTF-8 bytes per token, or None if it is unknown or the source has no text."""
 
 
-def measured(source: Source, tokenizer: Tokenizer) -> Size:
-    """The size of an open source; of text by a sample of 64 documents, of which those of a sequential source are the
-    first. Warns of characters that the tokenizer loses."""
+def measure_source(source: Source, tokenizer: Tokenizer) -> SourceSize:
+    """Estimate the number of tokens of an open source from a sample of 64 documents.
+
+    Logs a warning if the tokenizer cannot represent characters of the sample.
+    """
     if source.num_tokens:
-        return Size(source.describe(), source.num_tokens)
-    numbers = source.sample() if isinstance(source, RandomAccess) else []
-    few = map(source.record, numbers) if isinstance(source, RandomAccess) else islice(source, _SAMPLE_DOCUMENTS)
-    texts = [record for record in few if isinstance(record, str)]
-    characters = sorted(set("".join(texts)))
-    if lost := [c for c in characters if not c.isspace() and c not in tokenizer.decode(tokenizer.encode(c))]:
-        some = f"{len(lost):,} characters in a sample of {source.name}, such as {', '.join(map(repr, lost[:5]))}"
-        logging.getLogger("titanlite").warning("%s cannot represent %s", tokenizer.path, some)
-    tokens, num_bytes = (sum(map(len, map(of, texts))) for of in (tokenizer.encode_array, str.encode))
-    width, tokens = num_bytes / max(1, tokens), tokens + 2 * len(texts)  # bos and eos
+        return SourceSize(source.describe(), source.num_tokens)
+
+    if isinstance(source, RandomAccess):
+        numbers = source.sample()
+        records = [source.record(number) for number in numbers]
+    else:
+        numbers = []
+        records = list(islice(source, _SAMPLE_DOCUMENTS))
+    texts = [record for record in records if isinstance(record, str)]
+    _warn_of_lost_characters(source, tokenizer, texts)
+
+    text_tokens = sum(len(tokenizer.encode_array(text)) for text in texts)
+    num_bytes = sum(len(text.encode()) for text in texts)
+    bytes_per_token = num_bytes / max(1, text_tokens)
+    sample_tokens = text_tokens + 2 * len(texts)  # with BOS and EOS
+
     if isinstance(source, RandomAccess):
         sizes = source.sizes()  # tokens per byte vary less than tokens per document
-        return Size(source.describe(), tokens * int(sizes.sum()) // int(sizes[numbers].sum()), width)
-    return Size(source.describe(), tokens * (source.num_documents or 0) // max(1, len(texts)), width)
+        num_tokens = sample_tokens * int(sizes.sum()) // int(sizes[numbers].sum())
+    elif source.num_documents is not None:
+        num_tokens = sample_tokens * source.num_documents // max(1, len(texts))
+    else:
+        sample_characters = max(1, sum(len(text) for text in texts))
+        num_tokens = _count_characters(source) * sample_tokens // sample_characters or None
+    return SourceSize(source.describe(), num_tokens, bytes_per_token)
 
 
-def guessed(spec: TextSource, tokenizer: Tokenizer) -> Size:
-    """About the size of local text that is not opened. Raises UserError: a file cannot be read."""
-    name, files = f"{spec.source} {spec.path or ''}".rstrip(), find_files(spec)
-    is_plain = spec.source in ("python_stdlib", "text", "jsonl") and not url_of(spec.path)
-    if not is_plain or any(file.suffix in COMPRESSIONS for file in files):
-        return Size(name)
-    with File(files[len(files) // 2]).open() as stream:
-        raw = stream.read(_SAMPLE_BYTES)  # JSON with its keys, so rather too many tokens
-    tokens = len(tokenizer.encode_array(raw.decode(errors="ignore")))
-    return Size(name, sum(file.stat().st_size for file in files) * tokens // max(1, len(raw)))
+def _warn_of_lost_characters(source: Source, tokenizer: Tokenizer, texts: list[str]) -> None:
+    """Log a warning if `texts` contain characters that decoding does not restore.
+
+    A tokenizer without byte fallback replaces unknown characters, for example Chinese ones.
+    """
+    lost = []
+    for character in sorted(set("".join(texts))):
+        decoded = tokenizer.decode(tokenizer.encode(character))
+        if not character.isspace() and character not in decoded:
+            lost.append(character)
+    if lost:
+        examples = ", ".join(map(repr, lost[:5]))
+        logging.getLogger("titanlite").warning(
+            f"{tokenizer.path} cannot represent {len(lost):,} characters in a sample of "
+            f"{source.name}, such as {examples}"
+        )
 
 
-def looked_at(run: Run, tokenizer: Tokenizer) -> list[Size]:
-    """The sizes of a run's sources, after the look into them and into those of the validation that a start takes:
-    measured if that takes no time, guessed otherwise. Raises UserError as `open_sources`."""
-    sizes, job = list[Size](), run.job
-    for validation in (False, True) if job.validation.freq else (False,):
-        documents = DocumentTokenizer.of_run(run, tokenizer, validation)
-        for spec in source_specs(getattr(job, documents.section)):
-            if source := open_quickly(spec, job):
-                look_into(source, documents, job.training.seq_len)
-            counted = source if source and source.num_documents else None
-            sizes.append(measured(counted, tokenizer) if counted else guessed(spec, tokenizer))
-    return sizes[: len(source_specs(job.dataset))]
+def _count_characters(source: Source) -> int:
+    """Count the characters of a small local source. Return 0 for large or remote sources.
+
+    Counting stops at 4 Mi characters, so that it takes a tenth of a second at most.
+    """
+    if not source.files or any(isinstance(file, RemoteFile) for file in source.files):
+        return 0
+
+    total = 0
+    for record in source:
+        total += len(record) if isinstance(record, str) else _SAMPLE_BYTES
+        if total > _MAX_CHARACTERS:
+            return 0
+    return total
 
 
-def reads(run: Run, sizes: Sequence[Size]) -> list[tuple[float, float]]:
-    """Of each source: its share of the rows, and how often a run reads it, which is 0 where that is unknown."""
-    dones, rows = zip(*run.rows, strict=True)
-    shares = (np.array(rows) @ [source_shares(run.job.dataset, done) for done in dones] / sum(rows)).tolist()
-    tokens = sum(rows) * run.job.training.seq_len / (1 - run.job.validation.holdout)
-    return [(share, share * tokens / (size.tokens or math.inf)) for share, size in zip(shares, sizes, strict=True)]
+def _guess_size(spec: TextSource, tokenizer: Tokenizer) -> SourceSize:
+    """Guess the number of tokens of local text files from one block of 64 KiB.
+
+    This is a fallback for sources that are too large to open quickly. For compressed and remote
+    files and for other formats, the number of tokens is unknown.
+
+    Args:
+        spec: Table of the job file that describes the source.
+        tokenizer: Tokenizer of the run.
+
+    Raises:
+        UserError: If a file cannot be read.
+    """
+    name = f"{spec.source} {spec.path or ''}".rstrip()
+    files = find_files(spec)
+    is_text = spec.source in ("python_stdlib", "text", "jsonl")
+    is_compressed = any(file.suffix in COMPRESSIONS for file in files)
+    if not is_text or is_compressed or as_url(spec.path):
+        return SourceSize(name)
+
+    middle_file = files[len(files) // 2]
+    with File(middle_file).open() as stream:
+        # For JSON lines, the keys count as text, so the result is too high.
+        sample = stream.read(_SAMPLE_BYTES)
+    sample_tokens = len(tokenizer.encode_array(sample.decode(errors="ignore")))
+    num_bytes = sum(file.stat().st_size for file in files)
+    return SourceSize(name, num_bytes * sample_tokens // max(1, len(sample)))
 
 
-def table(run: Run, sizes: Sequence[Size]) -> str:
-    """What a start shows of each source: its share, size and epochs."""
+def inspect_data(run: Run, tokenizer: Tokenizer) -> list[SourceSize]:
+    """Open and inspect the training and validation data, and estimate the size of each source.
+
+    `titanlite check` calls this function to find mistakes in the data that would stop a run at
+    startup. Sources that take more than a second to open are not opened.
+
+    Args:
+        run: The run to check.
+        tokenizer: Tokenizer of the run.
+
+    Returns:
+        The sizes of the training sources: measured if they were opened, otherwise guessed.
+
+    Raises:
+        UserError: If a source is missing, has too little text, or contains a record in the sample
+            that cannot be read.
+    """
+    sizes = []
+    has_validation = run.job.validation.freq > 0
+    for validation in (False, True) if has_validation else (False,):
+        documents = DocumentTokenizer.for_run(run, tokenizer, validation=validation)
+        for spec in source_specs(getattr(run.job, documents.section)):
+            source = open_quickly(spec, run.job)
+            if source is None:
+                size = SourceSize(spec.source)
+            else:
+                inspect_source(source, documents, run.job.training.seq_len)
+                size = measure_source(source, tokenizer)
+            sizes.append(size if size.tokens else _guess_size(spec, tokenizer))
+
+    num_training_sources = len(source_specs(run.job.dataset))
+    return sizes[:num_training_sources]
+
+
+def _compute_epochs(run: Run, sizes: Sequence[SourceSize]) -> list[tuple[float, float]]:
+    """Compute how much of the training data each source supplies, and how often it is read.
+
+    Args:
+        run: The run, which determines the weights of the sources and the number of steps.
+        sizes: Sizes of the training sources.
+
+    Returns:
+        One pair per source: its share of all training sequences (0 to 1), and the number of epochs,
+        which is 0 if the size is unknown.
+    """
+    start_steps, num_sequences = zip(*run.sequence_counts, strict=True)  # of each stage
+    stage_shares = [source_shares(run.job.dataset, step) for step in start_steps]
+    shares = np.array(num_sequences) @ stage_shares / sum(num_sequences)
+
+    # Held-out documents are part of each epoch, but not of the training sequences.
+    trained_fraction = 1 - run.job.validation.holdout
+    num_tokens = sum(num_sequences) * run.job.training.seq_len / trained_fraction
+    result = []
+    for share, size in zip(shares.tolist(), sizes, strict=True):
+        epochs = share * num_tokens / size.tokens if size.tokens else 0.0
+        result.append((share, epochs))
+    return result
+
+
+def describe_sources(run: Run, sizes: Sequence[SourceSize]) -> str:
+    """Return the lines for the log that describe the training sources of a run.
+
+    Each line contains the share of the source, its size, bytes per token and number of epochs.
+    """
     lines = []
-    for (line, tokens, width), (share, epochs) in zip(sizes, reads(run, sizes), strict=True):
-        line += f", about {tokens:,} tokens" if tokens and width else ""
-        line += f", {width:.2f} bytes a token" if width else ""
-        lines.append(f"{share:6.1%}  {line}" + (f"; {epochs:,.2f} epochs in this run" if tokens else ""))
+    epochs_of_sources = _compute_epochs(run, sizes)
+    for size, (share, epochs) in zip(sizes, epochs_of_sources, strict=True):
+        line = f"{share:6.1%}  {size.description}"
+        if size.bytes_per_token:
+            if size.tokens:
+                line += f", about {size.tokens:,} tokens"
+            line += f", {size.bytes_per_token:.2f} bytes per token"
+        if size.tokens:
+            line += f"; {epochs:,.2f} epochs in this run"
+        lines.append(line)
     return "\n".join(lines)
 
 
-def toy_note(run: Run, tokenizer: Tokenizer, sizes: Sequence[Size]) -> str:
-    """What is said, so that nobody overlooks it, where the data or the vocabulary is too small for the run. Empty if
-    neither is."""
-    lines, rows, specs = list[str](), run.arch.vocab_size, source_specs(run.job.dataset)
-    for spec, (text, tokens, _), (_, epochs) in zip(specs, sizes, reads(run, sizes), strict=True):
-        if epochs > MOST_EPOCHS and not spec.max_epochs:
-            lines += [f"{text}: this run reads all of it {epochs:,.1f} times, because it has about {tokens:,} tokens."]
-            lines += [f"After {MOST_EPOCHS} times there is little left to learn from a text. For more text:"]
-            lines += ["    titanlite get data fineweb-edu-10bt"]
-    if (ids := tokenizer.vocab_size) <= LEAST_VOCABULARY * rows:
-        lines += [f"{run.job.tokenizer.path} has {ids:,} tokens, and the model has rows for {rows:,}"]
-        lines += ["(model.vocab_size). The others are never trained. For a tokenizer that fits:"]
-        fits = [name for name, row in known().items() if row.get("tokens", math.inf) <= rows]
-        lines += [f"    titanlite get {['tokenizer gpt2', *fits][-1]}"]
-    lines = [f"{' THIS RUN TRAINS A TOY ':=^56}", *lines, "`titanlite get` prints the lines for a job file.", "=" * 56]
-    return "\n".join(lines) if len(lines) > 3 else ""
+def explain_toy_run(run: Run, tokenizer: Tokenizer, sizes: Sequence[SourceSize]) -> str:
+    """Return a warning if the data or the vocabulary is too small for the run, otherwise "".
+
+    The text is too small if it is read more than `MAX_EPOCHS` times. The vocabulary is too small if
+    most rows of the embedding belong to no token. The warning contains the commands that download
+    more data or a larger tokenizer.
+    """
+    lines = []
+    specs = source_specs(run.job.dataset)
+    epochs_of_sources = _compute_epochs(run, sizes)
+    for spec, size, (_, epochs) in zip(specs, sizes, epochs_of_sources, strict=True):
+        if epochs > MAX_EPOCHS and not spec.max_epochs:
+            steps = max(1, int(run.job.training.steps * MAX_EPOCHS / epochs))
+            lines += [
+                f"{size.description}: about {size.tokens:,} tokens, read {epochs:,.1f} times.",
+                f"After {MAX_EPOCHS} epochs, a model learns little more. To get more text:",
+                "    titanlite get data fineweb-edu-10bt",
+                f"{steps:,} steps read this text {MAX_EPOCHS} times: --training.steps {steps}",
+            ]
+
+    num_embeddings = run.arch.vocab_size
+    if tokenizer.vocab_size <= _MIN_VOCABULARY * num_embeddings:
+        lines += [
+            f"{run.job.tokenizer.path} has {tokenizer.vocab_size:,} tokens, but the model has "
+            f"{num_embeddings:,}",
+            "(model.vocab_size), so most of its embeddings are never trained. To get a tokenizer:",
+            f"    titanlite get {_propose_tokenizer(num_embeddings)}",
+        ]
+
+    if not lines:
+        return ""
+    title = f"{' THIS RUN TRAINS A TOY ':=^56}"
+    return "\n".join([title, *lines, "`titanlite get` prints the lines for a job file.", "=" * 56])
+
+
+def _propose_tokenizer(num_embeddings: int) -> str:
+    """Return the last tokenizer in hub.toml whose vocabulary fits, such as "tokenizer gpt2"."""
+    proposal = "tokenizer gpt2"
+    for name, preset in load_presets().items():
+        if preset.get("tokens", math.inf) <= num_embeddings:
+            proposal = name
+    return proposal

@@ -1,4 +1,4 @@
-"""Rows as the tensors that a training step reads."""
+"""Converting packed sequences to the input and label tensors of a training or evaluation step."""
 
 from __future__ import annotations
 
@@ -11,80 +11,154 @@ import torch
 from torch import Tensor
 
 from titanlite.config.run import Run, sequence_divisor
-from titanlite.data.stream import Row
-from titanlite.parallel.forward_backward import Microbatch
+from titanlite.data.stream import PackedSequence
+from titanlite.model.microbatch import IGNORE_INDEX, Microbatch
 
-IGNORED = -100
-"""The label of a position where nothing is to be predicted."""
-_LENGTH_UNIT = 64  # rows of unequal texts are padded to a multiple of this, so that there are few shapes
+LENGTH_MULTIPLE = 64  # evaluation pads to multiples of this length to get few different shapes
 
 
 class GlobalBatch(NamedTuple):
-    """This rank's share of the rows of one optimizer step."""
+    """The microbatches that this rank computes in one optimizer step."""
 
     microbatches: list[Microbatch]
     num_valid_tokens: int
-    """Labels in this rank's rows that are not -100."""
+    """Number of labels in this rank's sequences that are not IGNORE_INDEX."""
 
 
-def make_microbatch(rows: list[Row], document_mask: bool, device: torch.device) -> tuple[Microbatch, np.ndarray]:
-    """The rows on the device, and their labels in host memory, (B, T)."""
-    tokens = np.stack([row.tokens for row in rows]).astype(np.int64)  # (B, T + 1)
-    arrays, labels = {"input_ids": tokens[:, :-1]}, tokens[:, 1:].copy()
-    used = [int(row.segments[:, 3].sum()) for row in rows]
-    for label, size in zip(labels, used, strict=True):
-        label[max(0, size - 1) :] = IGNORED  # padding
+def make_microbatch(
+    sequences: list[PackedSequence], document_mask: bool, device: torch.device
+) -> tuple[Microbatch, np.ndarray]:
+    """Convert packed sequences to input and label tensors on `device`, without a host sync.
+
+    Padding gets the label IGNORE_INDEX. With `document_mask`, the microbatch also contains document
+    ids and positions, so that attention stays within each document, and the first token of a
+    document is not a label.
+
+    Args:
+        sequences: B sequences of T + 1 tokens.
+        document_mask: Restrict attention to the tokens of the same document.
+        device: Device of the tensors.
+
+    Returns:
+        The microbatch, and a copy of its labels in CPU memory, shape (B, T).
+    """
+    tokens = np.stack([sequence.tokens for sequence in sequences]).astype(np.int64)  # (B, T + 1)
+    labels = tokens[:, 1:].copy()  # (B, T)
+    sizes = [int(sequence.segments[:, 3].sum()) for sequence in sequences]  # without padding
+    for i, size in enumerate(sizes):
+        first_padding_label = max(0, size - 1)
+        labels[i, first_padding_label:] = IGNORE_INDEX
+
+    arrays = {"input_ids": tokens[:, :-1], "labels": labels}
     if document_mask:
-        ids, positions = np.empty_like(tokens, dtype=np.int32), np.empty_like(tokens)
-        for i, (row, size) in enumerate(zip(rows, used, strict=True)):
-            lengths = np.append(row.segments[:, 3], tokens.shape[1] - size)  # the padding is a document of its own
-            ids[i] = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
-            positions[i] = np.arange(tokens.shape[1]) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        labels[positions[:, 1:] == 0] = IGNORED  # no document predicts the next one
-        arrays |= {"document_ids": ids[:, :-1], "positions": positions[:, :-1]}
-    arrays["labels"] = labels
-    tensors = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
-    if device.type == "cuda":  # so that the copies overlap with the step that is running
-        tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
-    return Microbatch(**{name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}), labels
+        document_ids, positions = _compute_documents(sequences, sizes)
+        # A document does not predict the first token of the next document.
+        labels[positions[:, 1:] == 0] = IGNORE_INDEX
+        arrays["document_ids"] = document_ids[:, :-1]
+        arrays["positions"] = positions[:, :-1]
+
+    tensors: dict[str, Tensor] = {}
+    for name, array in arrays.items():
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        if device.type == "cuda":
+            tensor = tensor.pin_memory()  # the copy overlaps with the step in progress
+        tensors[name] = tensor.to(device, non_blocking=True)
+    return Microbatch(**tensors), labels
+
+
+def _compute_documents(
+    sequences: list[PackedSequence], sizes: list[int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Compute which document each token belongs to, and its position in that document.
+
+    Args:
+        sequences: B sequences of T + 1 tokens.
+        sizes: Number of tokens of each sequence before the padding.
+
+    Returns:
+        Document ids (int32) and positions (int64), each of shape (B, T + 1). Document ids count
+        from 0 in each sequence. Padding counts as a separate document.
+    """
+    length = len(sequences[0].tokens)
+    document_ids = np.empty((len(sequences), length), dtype=np.int32)
+    positions = np.empty((len(sequences), length), dtype=np.int64)
+    for i, (sequence, size) in enumerate(zip(sequences, sizes, strict=True)):
+        num_padding = length - size
+        lengths = np.append(sequence.segments[:, 3], num_padding)  # of each document
+        starts = np.cumsum(lengths) - lengths
+        document_ids[i] = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+        positions[i] = np.arange(length) - np.repeat(starts, lengths)
+    return document_ids, positions
 
 
 class Window(NamedTuple):
-    """Tokens that the model sees at once. It predicts the last `scored` of them."""
+    """A sequence of tokens that evaluation passes to the model, and the number of them to score."""
 
     tokens: np.ndarray
-    """(n,) of any integer type, n >= 2."""
-    scored: int
-    """At least 1 and less than n, because a token that follows nothing is not predicted."""
+    """(n,) integers, n >= 2."""
+    num_scored: int
+    """Number of tokens at the end that are predicted, 1 to n - 1."""
 
 
 def padded_length(run: Run, longest: int) -> int:
-    """The length of rows that hold texts of at most `longest` tokens, which is at most training.seq_len. A pipeline and
-    a compiled model have one length only, that of training."""
-    job, unit = run.job, math.lcm(_LENGTH_UNIT, sequence_divisor(run.degrees))
-    one_shape = run.degrees.pipeline > 1 or job.compile.enable or job.float8.enable
-    return job.training.seq_len if one_shape else min(job.training.seq_len, -(-longest // unit) * unit)
+    """Return the sequence length to which evaluation pads texts of at most `longest` tokens.
+
+    The result is a multiple of 64 and of the number of shards into which a sequence is split, but
+    at most training.seq_len. Few different lengths mean few different kernel shapes. Pipelines and
+    compiled models support only one shape, so the result is always training.seq_len for them.
+    """
+    seq_len = run.job.training.seq_len
+    has_one_shape = run.job.compile.enable or run.job.float8.enable
+    if has_one_shape or run.degrees.pipeline > 1:
+        return seq_len
+    multiple = math.lcm(LENGTH_MULTIPLE, sequence_divisor(run.degrees))
+    return min(seq_len, math.ceil(longest / multiple) * multiple)
 
 
-def padded_microbatch(windows: Sequence[Window], rows: int, length: int, device: torch.device) -> Microbatch:
-    """The windows as the first of so many rows. What lies behind the end of a window has no label, and no token that is
-    scored sees it."""
-    inputs, labels = np.zeros((rows, length), dtype=np.int64), np.full((rows, length), IGNORED, dtype=np.int64)
-    for row, (tokens, scored) in enumerate(windows):
-        last = len(tokens) - 1
-        inputs[row, :last] = tokens[:-1]
-        labels[row, last - scored : last] = tokens[last + 1 - scored :]
+def padded_microbatch(
+    windows: Sequence[Window], batch_size: int, length: int, device: torch.device
+) -> Microbatch:
+    """Pad windows on the right and stack them to a microbatch of shape (batch_size, length).
+
+    If there are fewer than `batch_size` windows, the remaining sequences contain only padding.
+    Padding has the label IGNORE_INDEX, and no scored token attends to it.
+
+    Args:
+        windows: Windows of at most `length` + 1 tokens.
+        batch_size: Number of sequences in the microbatch.
+        length: Number of input tokens per sequence.
+        device: Device of the tensors.
+    """
+    inputs = np.zeros((batch_size, length), dtype=np.int64)
+    labels = np.full((batch_size, length), IGNORE_INDEX, dtype=np.int64)
+    for i, (tokens, num_scored) in enumerate(windows):
+        end = len(tokens) - 1
+        inputs[i, :end] = tokens[:-1]
+        labels[i, end - num_scored : end] = tokens[-num_scored:]
     return Microbatch(torch.from_numpy(inputs).to(device), torch.from_numpy(labels).to(device))
 
 
-def blank_microbatch(rows: int, seq_len: int, document_mask: bool, device: torch.device) -> Microbatch:
-    """Rows of token 0 that predict token 0, for a step that is done for its memory and its time only.
+def blank_microbatch(
+    batch_size: int, seq_len: int, document_mask: bool, device: torch.device
+) -> Microbatch:
+    """Create a microbatch of zeros, to measure the memory or time of a step without data.
 
-    With `document_mask` a row is one document. The mask has its full size in any case.
+    With `document_mask`, each sequence is a single document. The document mask has the same shape
+    as for real data.
+
+    Args:
+        batch_size: Number of sequences.
+        seq_len: Number of tokens per sequence.
+        document_mask: Include document ids and positions.
+        device: Device of the tensors.
     """
 
-    def blank(dtype: torch.dtype) -> Tensor:
-        return torch.zeros((rows, seq_len), dtype=dtype, device=device)
+    def zeros(dtype: torch.dtype) -> Tensor:
+        return torch.zeros((batch_size, seq_len), dtype=dtype, device=device)
 
-    ids, positions = (blank(torch.int32), blank(torch.int64)) if document_mask else (None, None)
-    return Microbatch(blank(torch.int64), blank(torch.int64), ids, positions)
+    return Microbatch(
+        input_ids=zeros(torch.int64),
+        labels=zeros(torch.int64),
+        document_ids=zeros(torch.int32) if document_mask else None,
+        positions=zeros(torch.int64) if document_mask else None,
+    )

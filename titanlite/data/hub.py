@@ -1,162 +1,444 @@
-"""Tokenizers and data from a Hugging Face hub, a mirror of it, or a folder: what `titanlite get` brings.
+"""Downloading tokenizers, data and models from the Hugging Face Hub, a mirror, or a local folder.
 
-Invariant: a file appears under its name when it is whole. So the same command goes on where one ended early, and files
-that are there are not fetched again.
+Invariant: A file gets its final name only after its size and checksum were compared with the values
+that the Hub states. Existing files are never overwritten: identical files are kept, and a different
+file of the same name makes the download fail. An interrupted download resumes with the first
+missing file. Nothing is written outside of the output folder, and nothing is read beyond the stated
+size of a file.
 """
 
 from __future__ import annotations
 
 import difflib
+import hashlib
 import os
 import re
 import shutil
+import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from fnmatch import filter as matching
+from fnmatch import filter as filter_names
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import tomli
+from pydantic import BaseModel, Field, NonNegativeInt, RootModel, ValidationError
 
 from titanlite.config.errors import UserError, one_line
 from titanlite.config.files import make_folder
-from titanlite.config.mistakes import short
+from titanlite.config.mistakes import explain_error, shorten
 from titanlite.data.tokenizer import CONFIG
 from titanlite.runtime.logging import note
 
-ENDINGS = {
+SUFFIXES = {
     "tokenizer": {"tokenizer.json": "", "tokenizer.model": ""},
     "model": {".safetensors": ""},
-    "data": {".parquet": "parquet", ".jsonl": "jsonl", ".gz": "jsonl", ".zst": "jsonl", ".txt": "text"},
+    "data": {
+        ".parquet": "parquet",
+        ".jsonl": "jsonl",
+        ".gz": "jsonl",
+        ".zst": "jsonl",
+        ".txt": "text",
+    },
 }
-"""What the name of a file ends in, the best first, and the dataset.source that reads it."""
+"""File suffixes that titanlite reads, for each kind of download in order of preference.
 
+The values for "data" are the dataset.source with which a job reads such files."""
 
-_REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w.-]+(?<!\.json)(?<!\.model)")  # and no file
+_MODEL_FILES = (  # in download order: a folder that contains config.json is complete
+    "model.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    CONFIG,
+    "config.json",
+)
+_MAX_PAGES = 1000  # limit for listing a repository; the Hub lists 1,000 files per page
+# OWNER/NAME, but not the path of a tokenizer file
+_REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w.-]+(?<!\.json)(?<!\.model)")
 
 
 @cache
-def known() -> dict[str, dict[str, Any]]:
-    """What has a name here, such as "tokenizer gpt2" or "data c4"; hub.toml explains its values."""
+def load_presets() -> dict[str, dict[str, Any]]:
+    """Return the entries of hub.toml, which describe well-known tokenizers and datasets.
+
+    The keys contain kind and name, such as "tokenizer gpt2" or "data c4".
+    """
     kinds = tomli.loads(Path(__file__).with_name("hub.toml").read_text(encoding="utf-8"))
     return {f"{kind} {name}": row for kind, rows in kinds.items() for name, row in rows.items()}
 
 
-def remedy(kind: str, path: str, rows: int = 0) -> str:
-    """The command that gets what a job names by `path`, if it has a name here; of a tokenizer also if it is OWNER/NAME,
-    or one of so many ids has a name. Otherwise empty."""
-    found = [asked for part in Path(path).parts if (asked := f"{kind} {part}") in known()]
-    if kind == "tokenizer" and not found:
-        fits = [name for name, row in known().items() if row.get("tokens") == rows]
-        found = [f"tokenizer {path}"] if _REPOSITORY.fullmatch(path) else fits
-    part = known().get(found[0], {}).get("part") if found else None
-    return f"; `titanlite get {found[0]}` downloads it{f', and {part}' if part else ''}" if found else ""
+def propose_download(kind: str, path: str, vocab_size: int = 0) -> str:
+    """Return the end of an error message with the command that downloads a missing file.
 
-
-class Files:
-    """Files of a tokenizer, or of data.
+    For example: "; `titanlite get tokenizer gpt2` downloads it". Returns an empty string if no
+    command is known.
 
     Args:
-        name: that of hub.toml, or OWNER/NAME: a repository of the hub.
-        origin: None: the hub, or the mirror that HF_ENDPOINT names. Otherwise the URL of a mirror, or a folder.
-        include: pattern of their paths; None: that of hub.toml, or what titanlite can read.
+        kind: "tokenizer" or "data".
+        path: Path of the missing file in the job. A folder in it can have the name of a preset.
+        vocab_size: Number of ids of the tokenizer to propose if `path` contains no known name.
+    """
+    presets = load_presets()
+    names = [f"{kind} {part}" for part in Path(path).parts]
+    targets = [name for name in names if name in presets]
+    if kind == "tokenizer" and not targets:
+        if _REPOSITORY.fullmatch(path):
+            targets = [f"tokenizer {path}"]
+        else:
+            targets = [name for name, row in presets.items() if row.get("tokens") == vocab_size]
+    if not targets:
+        return ""
+
+    target = targets[0]
+    other_download = presets.get(target, {}).get("part")
+    proposal = f"; `titanlite get {target}` downloads it"
+    return f"{proposal}, and {other_download}" if other_download else proposal
+
+
+class LfsPointer(BaseModel, strict=True, frozen=True):
+    """The metadata that the Hub lists for a file in Git LFS (large file storage)."""
+
+    oid: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    """SHA-256 of the content."""
+
+
+class TreeEntry(BaseModel, strict=True, frozen=True):
+    """A file or a folder in a repository, as the Hub's API lists it."""
+
+    type: str
+    path: str
+    size: NonNegativeInt = 0
+    """In bytes."""
+    oid: str = ""
+    """Git's hash of the content, or of the pointer if the file is in Git LFS."""
+    lfs: LfsPointer | None = None
+
+    @property
+    def checksum(self) -> str:
+        """Checksum of the file in hexadecimal, or "" if the Hub does not report one.
+
+        For files in Git LFS, this is a SHA-256. For other files, it is Git's SHA-1.
+        """
+        if self.lfs is not None:
+            return self.lfs.oid
+        return self.oid if re.fullmatch("[0-9a-f]{40}", self.oid) else ""
+
+    def matches(self, path: Path) -> bool:
+        """Return whether a local file has the size and the checksum of this entry.
+
+        If the Hub does not report a checksum, only the size is compared.
+        """
+        if not path.is_file() or path.stat().st_size != self.size:
+            return False
+        if not self.checksum:
+            return True
+
+        digest = hashlib.sha256() if self.lfs else hashlib.sha1(b"blob %d\0" % self.size)
+        with path.open("rb") as file:
+            hashlib.file_digest(file, lambda: digest)
+        return digest.hexdigest() == self.checksum
+
+
+class HubFiles:
+    """Lists and downloads the files of a tokenizer, a dataset or a model in a repository.
+
+    Only files that titanlite can read are selected, such as .parquet files of a dataset.
 
     Attributes:
-        sizes: path -> bytes.
-        ending: the key of `ENDINGS`.
-
-    Raises:
-        UserError: no such name, files or folder, or the hub cannot be reached or refuses.
+        repo: OWNER/NAME of the repository.
+        sizes: Size of each file in bytes, by its path in the repository.
+        suffix: The key of `SUFFIXES` with which all files end, such as ".parquet".
     """
 
     def __init__(self, kind: str, name: str, origin: str | None, include: str | None) -> None:
-        row = _row(f"{kind} {name}")
-        self._kind, self.repo, self._origin, there = kind, row["repo"], origin, dict[str, int]()
-        self._folder = None if origin is None or re.match("https?://", origin) else Path(origin)
-        self._place: dict[str, Any] = {"repo_type": "dataset" if kind == "data" else "model"}
-        if self._folder is None:
-            with self._answered():
-                from huggingface_hub import HfApi
-                from huggingface_hub.hf_api import RepoFile
+        """List the files of a repository and select those to download.
 
-                api = HfApi(endpoint=origin)
-                self._place["revision"] = api.repo_info(self.repo, **self._place).sha
-                tree = api.list_repo_tree(self.repo, recursive=True, **self._place)
-                there = {entry.path: entry.size for entry in tree if isinstance(entry, RepoFile)}
-        elif origin and self._folder.is_dir():
-            files = [path for path in self._folder.rglob("*.*") if path.is_file()]  # a folder can be called x.parquet
-            there = {str(path.relative_to(self._folder)): path.stat().st_size for path in files}
-        else:
-            raise UserError(f"--from {origin}: is no URL, and there is no such folder.")
-        pattern, ends = include or row.get("files", "*"), ENDINGS[kind]
-        names = sorted(matching(there, pattern), key=lambda name: (name.count("/"), name))
-        self.ending = next((end for end in ends if any(name.endswith(end) for name in names)), "")
-        if not self.ending:
-            other = ' With source = "huggingface", `datasets` reads other kinds.' if kind == "data" else ""
-            found = f"has nothing that matches {pattern} and ends in {', '.join(ends)}"
-            raise UserError(f"{self.repo} {found}; there: {short(', '.join(there)) or 'no file'}.{other}")
-        names = [name for name in names if name.endswith(self.ending)]
-        if kind == "tokenizer":  # the one at the top, and what says which of its tokens begin and end a document
-            names = [name for name in (names[0], names[0].replace(self.ending, CONFIG)) if name in there]
-        elif kind == "model":  # those that say what it is come last: then all of it is there
-            says = "model.safetensors.index.json", "tokenizer.json", "tokenizer.model", CONFIG, "config.json"
-            names = [name for name in names if "/" not in name] + [name for name in says if name in there]
+        Args:
+            kind: "tokenizer", "data" or "model".
+            name: A name in hub.toml, or OWNER/NAME of a repository on the Hub.
+            origin: URL of a mirror, or a local folder with a copy of the repository. Default: the
+                Hub, or the mirror in HF_ENDPOINT.
+            include: Pattern that paths must match. Default: the pattern in hub.toml, or all files
+                that titanlite can read.
+
+        Raises:
+            UserError: If the name, file or folder does not exist, or if the Hub cannot be reached,
+                denies access or returns a malformed list.
+        """
+        preset = _find_preset(kind, name)
+        self.repo = preset["repo"]
+        self._kind = kind
+        self._origin = origin
+        self._folder = None if origin is None or re.match("https?://", origin) else Path(origin)
+        self._location: dict[str, Any] = {"repo_type": "dataset" if kind == "data" else "model"}
+        mirror = "HF_ENDPOINT" if kind == "model" else "--from URL"
+        self._remedy = (
+            f"Run the command again, set a mirror with {mirror}, or use a local copy with "
+            "--from FOLDER."
+        )
+
+        entries = self._list_hub() if self._folder is None else _list_folder(self._folder)
+        pattern = include or preset.get("files", "*")
+        matching = sorted(filter_names(entries, pattern), key=lambda name: (name.count("/"), name))
+        self.suffix = _choose_suffix(kind, matching)
+        if not self.suffix:
+            suffixes = ", ".join(SUFFIXES[kind])
+            existing = shorten(", ".join(entries)) or "no files"
+            remedy = ""
+            if kind == "data":
+                remedy = ' With source = "huggingface", `datasets` can read other formats.'
+            raise UserError(
+                f"{self.repo} has no file that matches {pattern} and ends with {suffixes}. It has "
+                f"{existing}.{remedy}"
+            )
+
+        names = [name for name in matching if name.endswith(self.suffix)]
+        if kind == "tokenizer":  # the topmost file, and the file with its BOS and EOS tokens
+            config = names[0].replace(self.suffix, CONFIG)
+            names = [names[0], config] if config in entries else names[:1]
+        elif kind == "model":
+            names = [name for name in names if "/" not in name]
+            names += [name for name in _MODEL_FILES if name in entries]
         elif pattern == "*":
             names = [name for name in names if "train" in name] or names
-        self.sizes = {name: there[name] for name in names}
+        self._entries = {name: entries[name] for name in names}
+        self.sizes = {name: entry.size for name, entry in self._entries.items()}
 
     def fetch(self, out: Path, names: Sequence[str] = ()) -> None:
-        """Bring those that are not in `out` yet, of all or of these `names`. Raises UserError: the folder cannot be
-        written, or the hub cannot be reached or refuses."""
-        make_folder(out)
-        with self._answered():
-            for name, size in [(name, self.sizes[name]) for name in names or self.sizes]:
-                if (out / name).is_file() and (out / name).stat().st_size == size:
-                    continue
-                note(f"{name} ({size:,} bytes)")  # a terminal gets a bar, too
-                if self._folder is None:  # in this thread, so that Ctrl-C ends it at once
-                    from huggingface_hub import hf_hub_download
+        """Download the files that are missing in `out`, and verify their checksums.
 
-                    hf_hub_download(self.repo, name, local_dir=out, endpoint=self._origin, **self._place)
-                else:
-                    (out / name).parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copyfile(self._folder / name, unfinished := (out / name).with_suffix(".unfinished"))
-                    os.replace(unfinished, out / name)
+        Args:
+            out: Output folder, which is created if necessary.
+            names: Paths in the repository of the files to download. Default: all selected files.
+
+        Raises:
+            UserError: If `out` cannot be written or contains a different file of the same name, if
+                the Hub cannot be reached or denies access, or if a file does not match its
+                checksum.
+        """
+        make_folder(out)
+        with (
+            self._convert_errors(),
+            tempfile.TemporaryDirectory(prefix=".titanlite-get-", dir=out) as unfinished,
+        ):
+            for name in names or self._entries:
+                self._fetch_file(self._entries[name], out / name, Path(unfinished))
+
+    def _fetch_file(self, entry: TreeEntry, target: Path, unfinished: Path) -> None:
+        """Download one file unless it exists, verify it, and move it to its final name.
+
+        Args:
+            entry: The file in the repository.
+            target: Final path of the file.
+            unfinished: Temporary folder on the same file system as `target`.
+
+        Raises:
+            UserError: If another file has the name `target`, or the download fails or does not
+                match the checksum.
+        """
+        name = entry.path
+        if entry.matches(target):
+            return
+        if os.path.lexists(target):
+            problem = f"{target} differs from {name} in {self.repo}"
+            raise UserError(f"{problem}. Move it away, or choose another folder with --out.")
+
+        note(f"{name} ({entry.size:,} bytes)")
+        if self._folder is not None:
+            path = Path(shutil.copyfile(self._folder / name, unfinished / "file"))
+        else:
+            path = self._download(entry, unfinished)
+            if not entry.checksum:
+                note(f"{name}: the Hub states no checksum, so only the size was verified.")
+        if not entry.matches(path):
+            expected = f"the size ({entry.size:,} bytes) and checksum that the Hub states"
+            problem = f"{self.repo}: {name} does not have {expected}, and was discarded"
+            raise UserError(f"{problem}. {self._remedy}")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        os.rename(path, target)
+
+    def _list_hub(self) -> dict[str, TreeEntry]:
+        """Return the files of the newest revision on the Hub, by their path in the repository.
+
+        The revision is stored in the object, so that all files are downloaded from the same
+        revision.
+
+        Raises:
+            UserError: If the Hub cannot be reached, denies access or returns a malformed list.
+        """
+        with self._convert_errors():
+            from huggingface_hub import HfApi
+
+            api = HfApi(endpoint=self._origin)
+            revision = api.repo_info(self.repo, **self._location).sha or "main"
+            self._location["revision"] = revision
+            kind = self._location["repo_type"]
+            url = f"{api.endpoint}/api/{kind}s/{self.repo}/tree/{revision}"
+            entries = self._read_pages(url)
+            return {entry.path: entry for entry in entries if entry.type == "file"}
+
+    def _read_pages(self, url: str) -> Iterator[TreeEntry]:
+        """Yield the entries of a list of files on the Hub, which consists of linked pages.
+
+        Args:
+            url: URL of the list.
+
+        Raises:
+            UserError: If a page is malformed, or there are too many pages.
+        """
+        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
+
+        query = "recursive=true"
+        queries: set[str] = set()
+        while query:
+            if query in queries or len(queries) == _MAX_PAGES:
+                raise UserError(f"{url}: the list of files does not end. {self._remedy}")
+            queries.add(query)
+            response = http_backoff("GET", f"{url}?{query}", headers=build_hf_headers())
+            hf_raise_for_status(response)
+            try:
+                yield from _parse_page(response.content)
+            except ValueError as error:
+                problem = f"{url}: the list of files is malformed: {error}"
+                raise UserError(f"{problem}. {self._remedy}") from None
+
+            # Use only the query of the next link, so that it cannot lead to another host.
+            next_link = response.links.get("next", {}).get("url", "")
+            query = urlsplit(next_link).query
+
+    def _download(self, entry: TreeEntry, folder: Path) -> Path:
+        """Download a file into `folder`, and return its path.
+
+        The download runs in this thread, so that Ctrl-C ends it immediately.
+
+        Raises:
+            UserError: If the file is longer than the Hub states.
+        """
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.utils import tqdm
+
+        too_long = UserError(
+            f"{self.repo}: {entry.path} is longer than {entry.size:,} bytes. {self._remedy}"
+        )
+
+        class LimitedBar(tqdm):
+            """A progress bar that stops the download at the stated size."""
+
+            received = 0
+
+            def update(self, n: float | None = 1) -> bool | None:
+                self.received += n or 0
+                if self.received > entry.size:
+                    raise too_long
+                return super().update(n)
+
+        options = {"endpoint": self._origin, "tqdm_class": LimitedBar, **self._location}
+        return Path(hf_hub_download(self.repo, entry.path, local_dir=folder, **options))
 
     @contextmanager
-    def _answered(self) -> Iterator[None]:
-        """Raises UserError: what a hub refuses, with what to do about it."""
+    def _convert_errors(self) -> Iterator[None]:
+        """Convert exceptions of the huggingface_hub library to UserError with a remedy."""
         from huggingface_hub import constants
         from huggingface_hub.utils import GatedRepoError, RepositoryNotFoundError
 
         hub = (self._origin or constants.ENDPOINT).rstrip("/")
-        page = f"{hub}/{'datasets/' if self._kind == 'data' else ''}{self.repo}"
-        token = f"make a token on {hub}/settings/tokens, and give it by `hf auth login` or the variable HF_TOKEN"
+        prefix = "datasets/" if self._kind == "data" else ""
+        page = f"{hub}/{prefix}{self.repo}"
+        tokens = f"{hub}/settings/tokens"
+        login = f"create a token on {tokens} and pass it with `hf auth login` or HF_TOKEN"
         try:
-            with warnings.catch_warnings(action="ignore"):  # of a full disk, which is answered below
+            with warnings.catch_warnings(action="ignore"):  # a full disk is reported below
                 yield
+        except UserError:
+            raise
         except GatedRepoError:
-            raise UserError(f"{self.repo} is for those who accept its licence: do so on {page}, {token}.") from None
+            problem = f"{self.repo}: you must accept its license on {page}, then {login}."
+            raise UserError(problem) from None
         except RepositoryNotFoundError:
-            raise UserError(f"{page} is not there, or it is private: then {token}.") from None
-        except Exception as error:  # each version of the library has errors of its own, and its HTTP client others
-            why = short(one_line(str(error.__cause__ or error) or repr(error)))
-            if "No space left" in why:
-                raise UserError(f"{self.repo}: {why}. Free some space, or name another folder by --out.") from None
-            mirror = "HF_ENDPOINT" if self._kind == "model" else "--from URL"
-            ways = f"name a mirror by {mirror}, or a folder with a copy of it by --from FOLDER"
-            raise UserError(f"{page} cannot be had: {why.rstrip('.')}. Start this again, {ways}.") from None
+            problem = f"{page} does not exist or is private. If it is private, {login}."
+            raise UserError(problem) from None
+        except Exception as error:  # the client and its HTTP library have a dozen exception types
+            text = str(error.__cause__ or error) or repr(error)
+            cause = shorten(one_line(text)).rstrip(".")
+            if "No space left" in cause:
+                remedy = "Free some space, or choose another folder with --out."
+                raise UserError(f"{self.repo}: {cause}. {remedy}") from None
+            raise UserError(f"{page} cannot be downloaded: {cause}. {self._remedy}") from None
 
 
-def _row(asked: str) -> dict[str, Any]:
-    """What is known of "KIND NAME". Raises UserError: nothing."""
-    kind, name = asked.split(" ", 1)
-    name = re.sub("^https?://[^/]+/(datasets/)?|/(tree|blob)/.*", "", name)  # the address of its page
-    if asked in known() or _REPOSITORY.fullmatch(name):
-        return known().get(asked, {"repo": name})
-    near = difflib.get_close_matches(name.lower(), [each.split()[1] for each in known()], n=1)
-    near = [f"did you mean `titanlite get {each}`?" for each in known() if each.split()[1] in near]
-    there = f"there are {', '.join(each.split()[1] for each in known() if each.startswith(kind))}."
-    raise UserError(f"titanlite get {asked}: unknown; {(near or [there])[0]} OWNER/NAME is any repository of the hub.")
+def _choose_suffix(kind: str, names: Sequence[str]) -> str:
+    """Return the preferred suffix that occurs in `names`, or "" if titanlite cannot read any file.
+
+    The order of preference is the order of the suffixes for `kind` in `SUFFIXES`.
+    """
+    for suffix in SUFFIXES[kind]:
+        if any(name.endswith(suffix) for name in names):
+            return suffix
+    return ""
+
+
+def _list_folder(folder: Path) -> dict[str, TreeEntry]:
+    """Return the files in a local copy of a repository, by their path in the copy.
+
+    Raises:
+        UserError: If `folder` is not a folder.
+    """
+    if not folder.is_dir():
+        raise UserError(f"--from {folder}: is neither a folder nor a URL.")
+
+    entries = {}
+    for path in folder.rglob("*.*"):
+        if path.is_file():  # a folder can be called x.parquet
+            name = str(path.relative_to(folder))
+            entries[name] = TreeEntry(type="file", path=name, size=path.stat().st_size)
+    return entries
+
+
+def _parse_page(content: bytes) -> list[TreeEntry]:
+    """Parse one page of the list of files that the Hub's API returns.
+
+    Raises:
+        ValueError: If the page is malformed, or contains a path outside of the repository.
+    """
+    model = RootModel[list[TreeEntry]]
+    try:
+        entries = model.model_validate_json(content).root
+    except ValidationError as failure:
+        raise ValueError(shorten(explain_error(model, failure))) from None
+
+    for entry in entries:
+        if {"", ".", ".."} & {*entry.path.split("/")} or "\0" in entry.path:
+            raise ValueError(f"{shorten(repr(entry.path))} is not a path within a folder")
+    return entries
+
+
+def _find_preset(kind: str, name: str) -> Mapping[str, Any]:
+    """Return the entry of hub.toml called `name`, or a new entry for a repository OWNER/NAME.
+
+    Args:
+        kind: "tokenizer", "data" or "model".
+        name: Name in hub.toml, OWNER/NAME of a repository, or the URL of its page.
+
+    Raises:
+        UserError: If `name` is none of them. The message proposes a similar name.
+    """
+    presets = load_presets()
+    preset = presets.get(f"{kind} {name}")
+    if preset is not None:
+        return preset
+    name = re.sub("^https?://[^/]+/(datasets/)?|/(tree|blob)/.*", "", name)  # the URL of its page
+    if _REPOSITORY.fullmatch(name):
+        return {"repo": name}
+
+    keys = {key.split()[1]: key for key in presets}  # by name
+    similar = difflib.get_close_matches(name.lower(), keys, n=1)
+    if similar:
+        proposal = f"did you mean `titanlite get {keys[similar[0]]}`?"
+    else:
+        known = ", ".join(key.split()[1] for key in presets if key.startswith(kind))
+        proposal = f"known names are {known}."
+    problem = f"titanlite get {kind} {name}: unknown name; {proposal}"
+    raise UserError(f"{problem} You can also pass the OWNER/NAME of any repository on the Hub.")

@@ -1,14 +1,20 @@
-"""Global batches for one data-parallel rank, and the one small state that resumes them on any number of ranks.
+"""The training data of one data-parallel rank, which can be resumed on any number of ranks.
 
-Invariant: row k of a global batch depends on the seed, the sources, the tokenizer, seq_len, packing and the batches
-before it. It never depends on the number of ranks, the local batch size, the workers or restarts.
+The classes are nested iterators, from the inside out: a `Source` yields documents,
+`DocumentTokenizer` yields tokens, a packer yields sequences, `SequenceReader` selects the sequences
+of this rank, a `Worker` reads ahead in another process, and `Loader` yields global batches.
+
+Invariant: Sequence k of a global batch depends only on the seed, the sources, the tokenizer,
+seq_len, packing and the batches before it. It never depends on the number of ranks, the local batch
+size, the number of workers, or restarts.
 """
 
 from __future__ import annotations
 
-import itertools
+import logging
+import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -19,28 +25,38 @@ import torch.distributed as dist
 from titanlite.config.errors import CheckpointError, UserError
 from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
-from titanlite.data.batch import IGNORED, GlobalBatch, make_microbatch
-from titanlite.data.stream import BatchReader, OutOfData, Place, Row, StreamPosition, report_skipped, training_data
+from titanlite.data.amounts import MAX_EPOCHS
+from titanlite.data.batch import GlobalBatch, make_microbatch
+from titanlite.data.documents import log_skipped_records
+from titanlite.data.packing import DocumentPosition, StreamPosition
+from titanlite.data.sources.base import Source
+from titanlite.data.stream import (
+    OutOfData,
+    PackedSequence,
+    ReaderShard,
+    SequenceReader,
+    open_training_data,
+)
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.data.worker import Worker
+from titanlite.model.microbatch import IGNORE_INDEX
+from titanlite.runtime.logging import LOGGER_NAME
 from titanlite.runtime.world import gathered
 
-_MOST_REPORTED = 100  # reasons of skipped records that a rank hands over at once: thousands of ranks may do so
-_STATE_VERSION = 2
+# Skipped records that a rank reports at once. There may be thousands of ranks.
+MAX_REPORTED = 100
+STATE_VERSION = 2
 
 
 class Loader:
-    """Global batches of one source or a mix.
+    """Yields this rank's data for each optimizer step, and saves and restores the data position.
 
-    Args:
-        run: says which data, in which order, and how many rows a rank reads. What validation.holdout keeps for
-            validation is left out.
-        dp_rank: which of the run's data-parallel ranks this one is.
-        dp_group: the process group of these ranks; None if this is the only one.
-        stopping: whether the run is told to stop; asked several times a second while this waits for data.
+    The trainer creates one loader per data-parallel rank. The data is a single source or a mixture
+    of several. Documents that `validation.holdout` keeps for validation are left out.
 
-    Raises:
-        UserError: a source is missing, empty, or smaller than one row.
+    Attributes:
+        global_batch_size: Number of sequences per optimizer step, summed over all ranks.
+        sources: The opened sources, in the order of the job file.
     """
 
     def __init__(
@@ -50,184 +66,402 @@ class Loader:
         dp_rank: int,
         dp_group: dist.ProcessGroup | None,
         device: torch.device,
-        stopping: Callable[[], bool] = lambda: False,
+        is_stopping: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._job, self._device, self._stopping = run.job, device, stopping
-        self._dp_rank, self._dp_size, self._dp_group = dp_rank, run.degrees.data, dp_group
+        """Open all sources and read a sample of each one, so that mistakes are reported at startup.
+
+        No data worker starts yet; see `start`.
+
+        Args:
+            run: The run whose [dataset] is read.
+            tokenizer: Tokenizer of the run.
+            dp_rank: Index of this data-parallel rank.
+            dp_group: Process group of the data-parallel ranks. None if there is only one.
+            device: Device to which microbatches are copied.
+            is_stopping: Function that returns whether the run is about to stop. Called several
+                times per second while the loader waits for data.
+
+        Raises:
+            UserError: If a source is missing, empty, or smaller than one sequence.
+        """
+        self._job = run.job
+        self._device = device
+        self._is_stopping = is_stopping
+        self._dp_rank = dp_rank
+        self._dp_size = run.degrees.data
+        self._dp_group = dp_group
         self.global_batch_size = run.global_batch_size
-        """Rows of one optimizer step, over all ranks."""
-        self._data = data = training_data(run, tokenizer)
-        self.sources = data.sources
-        holdout = data.tokenizer.holdout
-        self._order = {"seed": data.seed, "seq_len": data.seq_len, "packing": data.packing, "holdout": holdout}
-        self._readers: list[BatchReader] | list[Worker] = []
-        self._ahead: deque[list[Row] | Exception] = deque()  # read already, not yet asked for
-        self._counts = np.zeros(3, dtype=np.int64)  # since the start: labels that are trained on, positions, skipped
-        self._skipped: list[str] = []  # reasons that were not reported yet
-        self._moved: dict[tuple[int, int], StreamPosition] = {}  # positions that only this rank knows
+
+        self._data = open_training_data(run, tokenizer)
+        self.sources = self._data.sources
+        self._order = {
+            "seed": self._data.seed,
+            "seq_len": self._data.seq_len,
+            "packing": self._data.packing,
+            "holdout": self._data.documents.holdout,
+        }
+
+        self._readers: list[SequenceReader] | list[Worker] = []
+        # Batches that were read ahead, and the error of the batch after them.
+        self._prefetched: deque[list[PackedSequence]] = deque()
+        self._read_error: Exception | None = None
+        # Counts of this rank since the process started: valid labels, labels, skipped records.
+        self._counts = np.zeros(3, dtype=np.int64)
+        self._unreported_skips: list[str] = []
+        # Sources for which the warning about repetition was logged.
+        self._repeated_sources: set[int] = set()
+        # Positions of (source, stream) that the other ranks receive in the next _synchronize().
+        self._new_positions: dict[tuple[int, int], StreamPosition] = {}
 
     @classmethod
-    def of_job(cls, job: JobConfig) -> Loader:
-        """The training data of a job in one process, on the CPU. Raises UserError as the class does."""
+    def from_job(cls, job: JobConfig) -> Loader:
+        """Create a loader for one process without distributed ranks, with batches on the CPU.
+
+        Use this function to inspect training data from Python.
+
+        Raises:
+            UserError: If the tokenizer or a source is missing, or a source has too little text.
+        """
         run = Run(job)
-        return cls(run, load_tokenizer(run.tokenizer_path, run.job), 0, None, torch.device("cpu"))
+        tokenizer = load_tokenizer(run.tokenizer_path, run.job)
+        return cls(run, tokenizer, 0, None, torch.device("cpu"))
 
     def __iter__(self) -> Iterator[GlobalBatch]:
-        """The global batches from where the loader stands, until the data ends (never, without dataset.max_epochs)."""
+        """Yield global batches until a source ends.
+
+        Sources end only if dataset.max_epochs is set; otherwise the iterator never stops.
+        """
         with suppress(OutOfData):
             while True:
                 yield self.next_global_batch()
 
     def start(self) -> None:
-        """Start reading ahead in the background. Without this call the first batch starts it."""
+        """Start the data workers, which read batches in the background.
+
+        Call this method early, so that the first batch is ready when the first step needs it.
+        Otherwise reading the first batch starts the workers. Later calls have no effect. With
+        dataset.num_workers = 0 there are no workers, and nothing is read ahead.
+        """
         if self._readers:
             return
-        if workers := self._job.dataset.num_workers:
-            parts = [(self._dp_rank, self._dp_size, number, workers) for number in range(workers)]
-            self._readers = [Worker(self._data, part, self._job, self._stopping) for part in parts]
-        else:
-            self._readers = [BatchReader(self._data, (self._dp_rank, self._dp_size, 0, 1))]
+        num_workers = self._job.dataset.num_workers
+        if num_workers == 0:
+            shard = ReaderShard(self._dp_rank, self._dp_size)
+            self._readers = [SequenceReader(self._data, shard)]
+            return
+
+        workers = []
+        for i in range(num_workers):
+            shard = ReaderShard(self._dp_rank, self._dp_size, i, num_workers)
+            workers.append(Worker(self._data, shard, self._job, self._is_stopping))
+        self._readers = workers
 
     def next_global_batch(self) -> GlobalBatch:
-        """The next optimizer step's rows of this rank, on the device.
+        """Return this rank's sequences for the next optimizer step as microbatches on the device.
+
+        Also advances the data position that `state_dict` returns.
 
         Raises:
-            OutOfData: a source with max_epochs has no further batch; all ranks raise it at the same step.
-            Interrupted: the run was told to stop.
-            UserError: a record cannot be read, or a file has changed.
-            WorkerError: a background process died or stands still.
+            OutOfData: If a source with max_epochs ends before the batch is complete. All ranks
+                raise it at the same step.
+            Interrupted: If the run is stopped while the loader waits for data.
+            UserError: If a record cannot be read, or a file has changed.
+            WorkerError: If a data worker crashed or hangs.
         """
-        self.failure()
-        read = self._ahead[0]
-        if isinstance(read, Exception):
-            raise read
-        self._ahead.popleft()
-        self._data.mixture.next_batch()
-        for row in read:
-            self._moved[row.source, row.stream] = row.position
-            self._skipped += row.skipped
-        local, mask = self._job.training.local_batch_size, self._job.dataset.document_mask
-        batches = [make_microbatch(read[i : i + local], mask, self._device) for i in range(0, len(read), local)]
-        valid = sum(int((labels != IGNORED).sum()) for _, labels in batches)
-        self._counts += (valid, len(read) * self._data.seq_len, sum(len(row.skipped) for row in read))
-        return GlobalBatch([microbatch for microbatch, _ in batches], valid)
+        error = self.prefetch(1)
+        if error is not None:
+            raise error
+        sequences = self._prefetched.popleft()
+        self._data.mixture.next_batch()  # advance the data position
 
-    def failure(self, batches: int = 1) -> Exception | None:
-        """Why this rank cannot read one of its next `batches` global batches; waits until they are read. The other
-        ranks can then be told in time: they would wait in a collective for a rank that ends alone. The end of the data
-        is a failure, too, and so is that the run was told to stop meanwhile; then no further batch is read."""
+        num_skipped = 0
+        for sequence in sequences:
+            self._new_positions[sequence.source, sequence.stream] = sequence.position
+            self._unreported_skips += sequence.skipped
+            num_skipped += len(sequence.skipped)
+
+        local_batch_size = self._job.training.local_batch_size
+        document_mask = self._job.dataset.document_mask
+        microbatches = []
+        num_valid_tokens = 0
+        for start in range(0, len(sequences), local_batch_size):
+            part = sequences[start : start + local_batch_size]
+            microbatch, labels = make_microbatch(part, document_mask, self._device)
+            microbatches.append(microbatch)
+            num_valid_tokens += int((labels != IGNORE_INDEX).sum())
+
+        num_tokens = len(sequences) * self._data.seq_len
+        self._counts += (num_valid_tokens, num_tokens, num_skipped)
+        return GlobalBatch(microbatches, num_valid_tokens)
+
+    def prefetch(self, num_batches: int) -> Exception | None:
+        """Read the next global batches into memory, and return the first error if this fails.
+
+        `next_global_batch` then returns these batches without waiting. Trainers call this function
+        before a step and exchange the errors, because a rank that fails alone would leave the other
+        ranks waiting in a collective.
+
+        Args:
+            num_batches: Number of batches to have in memory, including those read before.
+
+        Returns:
+            The exception that `next_global_batch` will raise for one of the batches, or None. The
+            end of the data (`OutOfData`) and a stop of the run (`Interrupted`) also count as
+            errors.
+        """
         self.start()
-        while len(self._ahead) < batches and not (self._ahead and isinstance(self._ahead[-1], Exception)):
+        while len(self._prefetched) < num_batches and self._read_error is None:
             try:
-                self._ahead.append(sorted(itertools.chain(*(reader.next_batch() for reader in self._readers))))
-            except Exception as error:  # raised when its batch is due
-                self._ahead.append(error)
-        read = itertools.islice(self._ahead, batches)
-        return next((batch for batch in read if isinstance(batch, Exception)), None)
+                self._prefetched.append(self._read_batch())
+            except Exception as error:
+                self._read_error = error
+
+        is_complete = len(self._prefetched) >= num_batches
+        return None if is_complete else self._read_error
+
+    def _read_batch(self) -> list[PackedSequence]:
+        """Return this rank's sequences of one global batch, in ascending order of their index."""
+        sequences = []
+        for reader in self._readers:
+            sequences += reader.next_batch()
+        return sorted(sequences, key=lambda sequence: sequence.index)
 
     def stats(self) -> dict[str, Any]:
-        """What all ranks have read: since they started, the share of the positions that are trained on and the number
-        of records skipped; since the run began, the tokens of the rows of each source and how many times it was read.
-        Reports the records skipped since the last call. All ranks of dp_group call it together."""
-        valid, tokens, skipped = self._meet()
-        names = [source.name for source in self.sources]
-        names = [name if names.count(name) == 1 else f"{name} ({i})" for i, name in enumerate(names)]
-        read = zip(self._data.positions, self.sources, strict=True)
-        epochs = [sum(at.place.turn for at in positions) / source.num_units for positions, source in read]
-        rows = [rows * self._data.seq_len for rows in self._data.mixture.rows]
+        """Return statistics of the data that all ranks have read, and log newly skipped records.
+
+        This is a collective operation: all ranks of the data-parallel group must call it together.
+
+        Returns:
+            A dictionary with these keys:
+
+            - "token_utilization": fraction of positions with a valid label, since this process
+              started
+            - "skipped_records": number of skipped records, since this process started
+            - "source_tokens": number of tokens by source name, since step 1 of the run
+            - "source_epochs": number of epochs by source name, since step 1 of the run
+        """
+        num_valid, num_tokens, num_skipped = self._synchronize()
+
+        epochs = []
+        for source, positions in zip(self.sources, self._data.positions, strict=True):
+            num_read = sum(position.document.turn for position in positions)
+            epochs.append(num_read / source.num_units)
+        if self._dp_rank == 0:
+            self._warn_of_repetition(epochs)
+
+        tokens = [count * self._data.seq_len for count in self._data.mixture.counts]
+        names = self._unique_names()
         return {
-            "utilization": valid / max(1, tokens),
-            "skipped_records": skipped,
-            "source_tokens": dict(zip(names, rows, strict=True)),
+            "token_utilization": num_valid / max(1, num_tokens),
+            "skipped_records": num_skipped,
+            "source_tokens": dict(zip(names, tokens, strict=True)),
             "source_epochs": dict(zip(names, epochs, strict=True)),
         }
 
+    def _unique_names(self) -> list[str]:
+        """Return the names of the sources.
+
+        Names that occur several times get an index, as in "c4 (1)".
+        """
+        names = [source.name for source in self.sources]
+        unique_names = []
+        for i, name in enumerate(names):
+            is_unique = names.count(name) == 1
+            unique_names.append(name if is_unique else f"{name} ({i})")
+        return unique_names
+
+    def _warn_of_repetition(self, epochs: Sequence[float]) -> None:
+        """Log a warning once for each source that has been read `MAX_EPOCHS` times.
+
+        Sources with `max_epochs` are excluded, because their repetition is intended.
+
+        Args:
+            epochs: Number of epochs read so far, one value per source.
+        """
+        for i, (source, spec) in enumerate(zip(self.sources, self._data.specs, strict=True)):
+            if epochs[i] >= MAX_EPOCHS and not spec.max_epochs and i not in self._repeated_sources:
+                self._repeated_sources.add(i)
+                problem = f"{source.name} has been read {epochs[i]:.1f} times; more teaches little."
+                remedy = "Add data, or set dataset.max_epochs to end a run after so many epochs."
+                logging.getLogger(LOGGER_NAME).warning(f"{problem} {remedy}")
+
     def state_dict(self) -> dict[str, Any]:
-        """Where the next global batch begins: a small JSON value, the same for any number of ranks. All ranks of
-        dp_group call it together, because each one knows only the streams that it has read."""
-        self._meet()  # what was skipped before a checkpoint is reported before it
-        state = {"version": _STATE_VERSION, **self._order, "tokenizer": self._data.tokenizer.tokenizer.fingerprint}
+        """Return the data position of the next global batch, to save in a checkpoint.
+
+        The position is a JSON value with a few numbers per stream (at most 64 streams per source),
+        and is the same for any number of ranks. All ranks of the data-parallel group must call this
+        function together, because each rank knows only the positions of the streams that it has
+        read.
+        """
+        self._synchronize()
         sources = []
         for source, positions in zip(self.sources, self._data.positions, strict=True):
-            streams = [[*position.place, position.offset] for position in positions]
-            sources.append({"name": source.name, "fingerprint": source.fingerprint, "streams": streams})
-        return state | {"schedule": self._data.mixture.state_dict(), "sources": sources}
+            # For each stream: turn, window and index of the document, and offset.
+            streams = [[*position.document, position.offset] for position in positions]
+            sources.append(
+                {"name": source.name, "fingerprint": source.fingerprint, "streams": streams}
+            )
+        return {
+            "version": STATE_VERSION,
+            **self._order,
+            "tokenizer": self._data.documents.tokenizer.fingerprint,
+            "schedule": self._data.mixture.state_dict(),
+            "sources": sources,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was saved, on any number of ranks.
+        """Move to the data position of a checkpoint, so that the next batch continues from there.
+
+        The number of ranks may differ from the run that saved the state. If the contents of a
+        source have changed and `dataset.on_change` is "warn", the source continues at the beginning
+        of the document or part that was being read.
+
+        Args:
+            state: A value that `state_dict` returned.
 
         Raises:
-            UserError: `compare` refuses it, or the tokenizer is another one. (A run has been told so before.)
-            CheckpointError: as `compare`.
+            UserError: If the data, its settings or the tokenizer do not match the state.
+            CheckpointError: If the state has a version that this loader cannot read.
         """
-        place, contents = self.compare(state)
-        if not self._data.tokenizer.tokenizer.is_known_as(state["tokenizer"]):
-            place.append("the tokenizer is another one")
-        if place or (contents and self._job.dataset.on_change == "error"):
-            raise UserError(f"cannot go on with the data of the checkpoint: {'; '.join([*place, *contents])}")
+        incompatible, changed = self.compare(state)
+        if not self._data.documents.tokenizer.is_known_as(state["tokenizer"]):
+            incompatible.append("the tokenizer has changed")
+        if incompatible or (changed and self._job.dataset.on_change == "error"):
+            differences = "; ".join([*incompatible, *changed])
+            raise UserError(f"Cannot resume from the checkpoint's data position: {differences}")
+
         self.close()
-        self._moved = {}
+        self._new_positions = {}
         self._data.mixture.load_state_dict(state["schedule"])
-        for i, (rows, saved) in enumerate(zip(self._data.mixture.rows, state["sources"], strict=True)):
-            same, streams = saved["fingerprint"] == self.sources[i].fingerprint, saved["streams"]
-            self._data.positions[i] = [
-                # Rows of the stream so far. A place within a document means nothing if the documents are others.
-                StreamPosition(-(-(rows - v) // len(streams)), Place(*at[: 3 if same else 1]), at[3] if same else 0)
-                for v, at in enumerate(streams)
-            ]
+        counts = self._data.mixture.counts
+        saved_sources = zip(self.sources, state["sources"], counts, strict=True)
+        for i, (source, saved, num_sequences) in enumerate(saved_sources):
+            self._data.positions[i] = _restore_positions(source, saved, num_sequences)
 
     def describe(self) -> str:
-        """One line for the log: what is read."""
+        """Return one line for the log with the name and size of each source."""
         return " + ".join(source.describe() for source in self.sources)
 
     def close(self) -> None:
-        """End the background processes, and forget what was read ahead. The next batch starts them again."""
+        """Stop the data workers and discard the batches that were read ahead.
+
+        The data position is kept: reading another batch starts new workers at that position.
+        """
         for reader in self._readers:
             if isinstance(reader, Worker):
                 reader.close()
         self._readers = []
-        self._ahead.clear()
+        self._prefetched.clear()
+        self._read_error = None
 
     def compare(self, state: dict[str, Any]) -> tuple[list[str], list[str]]:
-        """What differs between this data and that of the run that saved `state`. It decides whether a run can go on
-        with this data; whether it can with the tokenizer, `Tokenizer.is_known_as` says.
+        """List the differences between the data of this loader and the data of a saved state.
+
+        `load_state_dict` uses the result to decide whether the run can resume. The tokenizer is not
+        compared; see `Tokenizer.is_known_as`.
+
+        Args:
+            state: A value that `state_dict` returned.
 
         Returns:
-            One line for each difference: those that make the saved place meaningless, and those of the contents, which
-            dataset.on_change decides about.
+            Two lists of messages, one line per difference:
+
+            - differences with which the saved data position has no meaning, such as another seq_len
+            - sources with changed contents, which are allowed if dataset.on_change is "warn"
 
         Raises:
-            CheckpointError: another version of titanlite wrote it, in a form that this one does not read.
+            CheckpointError: If `state` has a version that this loader cannot read.
         """
-        if (found := state["version"]) != _STATE_VERSION:
-            raise CheckpointError(f"the data state has version {found}; this titanlite reads {_STATE_VERSION}")
-        names = ("the seed of the data order", "training.seq_len", "dataset.packing", "validation.holdout")
-        order = zip(names, self._order.items(), strict=True)
-        place = [f"{name} was {state[key]}, it is now {now}" for name, (key, now) in order if state[key] != now]
-        contents: list[str] = []
-        if (before := len(state["sources"])) != len(self.sources):
-            place.append(f"there were {before} sources, there are now {len(self.sources)}")
-            return place, []
-        for saved, source, positions in zip(state["sources"], self.sources, self._data.positions, strict=True):
-            name, before, now = saved["name"], len(saved["streams"]), len(positions)
-            if before != now and state["holdout"] == self._order["holdout"]:  # which decides their number, too
-                cause = "another dataset.max_epochs, or another number of documents or files"
-                place.append(f"the source {name} was read in {before} streams, {source.name} is in {now}: {cause}")
-            elif saved["fingerprint"] != source.fingerprint:
-                contents.append(f"the source {name} is now {source.name}, with other files, contents or text_column")
-        return place, contents
+        version = state["version"]
+        if version != STATE_VERSION:
+            raise CheckpointError(
+                f"The data state has version {version}; this version of titanlite reads version "
+                f"{STATE_VERSION}."
+            )
 
-    def _meet(self) -> list[int]:
-        """Report what was skipped, learn from the other ranks where their streams stand, and add up the counts."""
-        now, self._skipped = self._skipped[:_MOST_REPORTED], self._skipped[_MOST_REPORTED:]
-        counts, reasons, moved = zip(*self._gather((self._counts.tolist(), now, self._moved)), strict=True)
-        if self._dp_rank == 0:
-            report_skipped(list(itertools.chain(*reasons)))
-        for (source, stream), position in itertools.chain(*(positions.items() for positions in moved)):
-            self._data.positions[source][stream] = max(position, self._data.positions[source][stream])
-        self._moved = {}
-        return [sum(each) for each in zip(*counts, strict=True)]
+        incompatible = []
+        names = {
+            "seed": "the seed of the data order",
+            "seq_len": "training.seq_len",
+            "packing": "dataset.packing",
+            "holdout": "validation.holdout",
+        }
+        for key, name in names.items():
+            if state[key] != self._order[key]:
+                incompatible.append(f"{name} was {state[key]} and is now {self._order[key]}")
+        num_before = len(state["sources"])
+        if num_before != len(self.sources):
+            incompatible.append(f"there were {num_before} sources and are now {len(self.sources)}")
+            return incompatible, []
+
+        changed = []
+        saved_sources = zip(state["sources"], self.sources, self._data.positions, strict=True)
+        for saved, source, positions in saved_sources:
+            name = saved["name"]
+            num_streams_before = len(saved["streams"])
+            # The holdout affects the number of streams, and its change is already reported.
+            same_holdout = state["holdout"] == self._order["holdout"]
+            if num_streams_before != len(positions) and same_holdout:
+                incompatible.append(
+                    f"the source {name} was read in {num_streams_before} streams and {source.name} "
+                    f"is read in {len(positions)}, because dataset.max_epochs or the number of "
+                    "documents or files has changed"
+                )
+            elif saved["fingerprint"] != source.fingerprint:
+                changed.append(
+                    f"the source {name} is now {source.name}, with changed files, contents or "
+                    "text_column"
+                )
+        return incompatible, changed
+
+    def _synchronize(self) -> list[int]:
+        """Exchange stream positions, token counts and skipped records between all ranks.
+
+        The first rank logs the skipped records. Afterwards every rank knows the position of every
+        stream.
+
+        Returns:
+            The sum of `_counts` over all ranks: valid labels, labels, skipped records.
+        """
+        reported_skips = self._unreported_skips[:MAX_REPORTED]
+        self._unreported_skips = self._unreported_skips[MAX_REPORTED:]
+        values_of_ranks = self._gather((self._counts, reported_skips, self._new_positions))
+        self._new_positions = {}
+
+        totals = np.zeros_like(self._counts)
+        for counts, skips, new_positions in values_of_ranks:
+            totals += counts
+            if self._dp_rank == 0:
+                log_skipped_records(skips)
+            for (source, stream), position in new_positions.items():
+                positions = self._data.positions[source]
+                positions[stream] = max(position, positions[stream])
+        return totals.tolist()
 
     def _gather(self, value: Any) -> list[Any]:
-        """The values of all ranks of dp_group."""
+        """Return the `value` of each rank of the data-parallel group, in the order of the ranks."""
         return [value] if self._dp_group is None else gathered(value, self._dp_group)
+
+
+def _restore_positions(
+    source: Source, saved: dict[str, Any], num_sequences: int
+) -> list[StreamPosition]:
+    """Return the position of each stream of a source, as stored in a checkpoint.
+
+    Args:
+        source: The source, whose contents may have changed since the checkpoint was saved.
+        saved: State of the source in the checkpoint; see `Loader.state_dict`.
+        num_sequences: Number of sequences of the source that the run had read at the checkpoint.
+    """
+    is_same = saved["fingerprint"] == source.fingerprint
+    num_streams = len(saved["streams"])
+    positions = []
+    for stream, (turn, window, index, offset) in enumerate(saved["streams"]):
+        # Stream s of V contains the sequences s, s + V, s + 2V, ... of the source.
+        num_read = math.ceil((num_sequences - stream) / num_streams)
+        if is_same:
+            document = DocumentPosition(turn, window, index)
+            positions.append(StreamPosition(num_read, document, offset))
+        else:  # window, index and offset have no meaning in changed files
+            positions.append(StreamPosition(num_read, DocumentPosition(turn)))
+    return positions

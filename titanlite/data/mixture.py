@@ -1,12 +1,7 @@
-"""Which source each sequence of a run comes from.
-
-Invariant: the choice depends on the weights and the step alone. After any number of sequences of a stage, each source
-has had its share of them, less than one sequence more or less.
-"""
+"""Choosing the source of each sequence of a run."""
 
 from __future__ import annotations
 
-import copy
 import math
 from fractions import Fraction
 from typing import Any
@@ -16,95 +11,165 @@ import numpy as np
 from titanlite.config.errors import UserError
 from titanlite.config.schema import Dataset
 
-_STATE = ("step", "rows", "weights", "stage_rows")
-
 
 class Mixture:
-    """The sources of the sequences, batch by batch.
+    """Chooses the source of each sequence of a run, in proportion to the weights of the sources.
 
-    Tijdeman's rule ("The chairman assignment problem", 1980): consider the sources that lag far enough behind their
-    share; take the one that would be the first to lag by a whole sequence. All numbers are whole: nothing is rounded.
+    Invariant: The choice depends only on the weights and the step. A stage is a range of steps with
+    constant weights. After any number of sequences of a stage, the number from each source differs
+    from its exact share by less than one.
+
+    The algorithm is by Tijdeman ("The chairman assignment problem", 1980): among the sources that
+    lag far enough behind their share, choose the one that would be the first to lag by a whole
+    sequence. Weights are integers, so nothing is rounded.
 
     Attributes:
-        step: batches so far.
-        rows: sequences of each source so far.
-        weights: those of the stage.
-        stage_rows: sequences of each source since the stage began.
+        step: Number of batches so far.
+        counts: Number of sequences from each source so far.
+        weights: Weights of the current stage.
+        stage_counts: Number of sequences from each source since the current stage began.
     """
 
     def __init__(self, dataset: Dataset, global_batch_size: int) -> None:
-        self._stages, self._dataset, self._global_batch_size = stage_weights(dataset), dataset, global_batch_size
+        self._stages = stage_weights(dataset)
+        self._dataset = dataset
+        self._global_batch_size = global_batch_size
+        num_sources = max(1, len(dataset.sources))
         self.step = 0
-        self.rows, self.weights = [0] * max(1, len(dataset.sources)), list[int]()
-        self.stage_rows = list(self.rows)
+        self.counts = [0] * num_sources
+        self.weights: list[int] = []
+        self.stage_counts = [0] * num_sources
 
     def next_batch(self) -> list[tuple[int, int]]:
-        """(source, number of the row within it) of each sequence of the next global batch."""
-        weights = _weights(self._stages, self.step)
+        """Choose the sources of the next global batch, and advance by one step.
+
+        Returns:
+            One pair per sequence of the batch: the index of its source, and the index of the
+            sequence in that source (its number over the whole run).
+        """
+        weights = _weights_at(self._stages, self.step)
         if weights != self.weights:
-            self.weights, self.stage_rows = weights, [0] * len(self.rows)
-        total, scale = sum(weights), math.lcm(*filter(None, weights))
-        batch, default = [], self._global_batch_size
-        for _ in range(self._dataset.staged(lambda stage: stage.global_batch_size, self.step, default)):
-            source = self._next_source(total, scale) if len(self.rows) > 1 else 0
-            batch.append((source, self.rows[source]))
-            self.rows[source] += 1
-            self.stage_rows[source] += 1
+            self.weights = weights
+            self.stage_counts = [0] * len(self.counts)
+
+        batch_size = self._dataset.get_stage_value(
+            "global_batch_size", self.step, self._global_batch_size
+        )
+        has_one_source = len(self.counts) == 1
+        batch = []
+        for _ in range(batch_size):
+            source = 0 if has_one_source else self._choose_source()
+            batch.append((source, self.counts[source]))
+            self.counts[source] += 1
+            self.stage_counts[source] += 1
         self.step += 1
         return batch
 
-    def _next_source(self, total: int, scale: int) -> int:
-        length, parts = sum(self.stage_rows) + 1, 2 * len(self.rows) - 2
-        waiting = []
-        for i, weight in enumerate(self.weights):
-            # parts * total times the sequences by which source i lags behind its share
-            lag = parts * (weight * length - self.stage_rows[i] * total)
-            if weight and lag >= total:
-                # Time until source i lags by one: (1 - 1/parts - lag) / weight, multiplied by whole numbers that are
-                # the same for all sources.
-                waiting.append((((parts - 1) * total - lag) * (scale // weight), i))
-        return min(waiting)[1]
+    def _choose_source(self) -> int:
+        """Return the index of the source for the next sequence, by Tijdeman's algorithm.
+
+        A source lags by its exact share of the sequences so far, minus its number of sequences.
+        With n sources, those that lag by at least 1 / (2n - 2) are candidates, and the candidate
+        that would be the first to lag by 1 - 1 / (2n - 2) is chosen. All fractions are multiplied
+        by factors that are common to all sources, so the arithmetic is exact.
+        """
+        total_weight = sum(self.weights)
+        num_sequences = sum(self.stage_counts) + 1  # including the next one
+        parts = 2 * len(self.counts) - 2
+        scale = math.lcm(*(weight for weight in self.weights if weight))
+
+        candidates = []
+        for source, weight in enumerate(self.weights):
+            if weight == 0:
+                continue
+            # The lag in sequences, times `parts * total_weight`.
+            share = weight * num_sequences
+            lag = parts * (share - self.stage_counts[source] * total_weight)
+            if lag >= total_weight:
+                # Number of sequences until the lag reaches its limit, times common factors.
+                largest_lag = (parts - 1) * total_weight
+                deadline = (largest_lag - lag) * (scale // weight)
+                candidates.append((deadline, source))
+        _, source = min(candidates)
+        return source
 
     def state_dict(self) -> dict[str, Any]:
-        """A JSON value."""
-        return {key: copy.copy(getattr(self, key)) for key in _STATE}
+        """Return the progress of the mixture as JSON values, to save in a checkpoint.
+
+        The keys "rows" and "stage_rows" count sequences. They keep their old names so that existing
+        checkpoints can be read.
+        """
+        return {
+            "step": self.step,
+            "rows": self.counts.copy(),
+            "weights": self.weights.copy(),
+            "stage_rows": self.stage_counts.copy(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state`. If the weights have changed since, the sequences of the stage are counted from 0."""
-        for key in _STATE:
-            setattr(self, key, copy.copy(state[key]))
+        """Restore the progress that `state_dict` returned.
+
+        If the weights in the job file differ from the saved ones, `next_batch` starts a new stage,
+        with `stage_counts` of 0.
+        """
+        self.step = state["step"]
+        self.counts = list(state["rows"])
+        self.weights = list(state["weights"])
+        self.stage_counts = list(state["stage_rows"])
 
 
-def source_shares(dataset: Dataset, done: int) -> np.ndarray:
-    """Share of each source in the rows of the step after `done` steps. Raises UserError as `stage_weights`."""
-    weights = _weights(stage_weights(dataset), done)
+def source_shares(dataset: Dataset, step: int) -> np.ndarray:
+    """Return the share of each source in the batch at index `step` (counted from 0).
+
+    For example, weights of 3 and 1 result in [0.75, 0.25].
+
+    Raises:
+        UserError: If a data stage has the wrong number of weights, or only zeros.
+    """
+    weights = _weights_at(stage_weights(dataset), step)
     return np.divide(weights, sum(weights))
 
 
 def stage_weights(dataset: Dataset) -> list[tuple[int, list[int]]]:
-    """First step of each stage and its weights as whole numbers, in the order of the steps. The first stage starts at
-    step 0.
+    """Return the weights of the sources for each stage of a dataset.
+
+    The first stage begins at step 0 with the weights of the sources. Each table in
+    [[dataset.stages]] that sets weights begins another one.
+
+    Returns:
+        One pair per stage, in ascending order of steps: the first step, and the weights as integers
+        in the same proportion.
 
     Raises:
-        UserError: the number of weights is wrong, or all of them are 0.
+        UserError: If a stage has the wrong number of weights or only zeros.
     """
-    first = [source.weight for source in dataset.sources] or [1.0]
-    stages = [(0, first)]
-    stages += [(stage.start_step, list(stage.weights)) for stage in dataset.stages if stage.weights is not None]
-    for start, weights in stages:  # not every caller has the rules of `load_run`
-        if len(weights) != len(first) or not any(weights):
-            need = "one weight for each of [[dataset.sources]] is needed, and one above 0"
-            raise UserError(f"dataset.stages: from step {start} on the weights are {weights}; {need}")
-    return [(start, _whole(weights)) for start, weights in sorted(stages, key=lambda stage: stage[0])]
+    initial = [source.weight for source in dataset.sources] or [1.0]
+    stages = [(0, initial)]
+    for stage in dataset.stages:
+        if stage.weights is not None:
+            stages.append((stage.start_step, list(stage.weights)))
+
+    for start_step, weights in stages:
+        if len(weights) != len(initial) or not any(weights):
+            problem = f"dataset.stages: start_step = {start_step} has weights = {weights}"
+            expected = f"{len(initial)} weights (one per source), at least one above 0"
+            raise UserError(f"{problem}; expected {expected}.")
+    stages.sort(key=lambda stage: stage[0])
+    return [(start_step, _to_integers(weights)) for start_step, weights in stages]
 
 
-def _weights(stages: list[tuple[int, list[int]]], done: int) -> list[int]:
-    return next(weights for start, weights in reversed(stages) if start <= done)
+def _weights_at(stages: list[tuple[int, list[int]]], step: int) -> list[int]:
+    """Return the weights of the last stage that begins at or before `step`."""
+    return next(weights for start_step, weights in reversed(stages) if start_step <= step)
 
 
-def _whole(weights: list[float]) -> list[int]:
-    """The same proportions in whole numbers without a common divisor. 0.1 counts as one tenth: the float is another
-    number."""
-    exact = [Fraction(str(weight)) for weight in weights]
-    scaled = [int(weight * math.lcm(*(w.denominator for w in exact))) for weight in exact]
-    return [weight // math.gcd(*scaled) for weight in scaled]
+def _to_integers(weights: list[float]) -> list[int]:
+    """Scale weights to the smallest integers in the same proportion, such as [0.1, 0.25] to [2, 5].
+
+    Decimals are exact: 0.1 is one tenth instead of the nearest binary fraction.
+    """
+    fractions = [Fraction(str(weight)) for weight in weights]
+    denominator = math.lcm(*(fraction.denominator for fraction in fractions))
+    scaled = [int(fraction * denominator) for fraction in fractions]
+    divisor = math.gcd(*scaled)
+    return [weight // divisor for weight in scaled]

@@ -1,11 +1,11 @@
-"""Tokenize the sources of a job once, into shards.
+"""Tokenizing the sources of a job in advance.
 
-Invariant: the bytes written depend on the sources and the tokenizer alone. The number of threads and interruptions
-change nothing.
+Invariant: The bytes that are written depend only on the sources and the tokenizer, never on the
+number of threads or on interruptions.
 
-Threads tokenize units of about 4 MiB of text, which are written in order; the tokenizers let go of Python's lock while
-they work. `prepare.json` names the shards that are complete, so that a killed run goes on after them. In the end
-`manifest.json` does.
+Threads tokenize units of about 4 MiB of text, because tokenizers release Python's global
+interpreter lock. The units are written in order. `prepare.json` lists the complete shards, so an
+interrupted run can be resumed; `manifest.json` replaces it at the end.
 """
 
 from __future__ import annotations
@@ -15,58 +15,97 @@ import os
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
 from pydantic import RootModel
 
 from titanlite.config.errors import UserError
-from titanlite.config.files import make_folder, parse_json, put, read_file
+from titanlite.config.files import make_folder, parse_json, read_file, write_atomically
 from titanlite.config.run import Run
-from titanlite.data.sources.base import Record, Source, text_hash
-from titanlite.data.sources.shards import FORMAT, MOST_BYTES, Manifest, block_checksums
-from titanlite.data.stream import DocumentTokenizer, open_sources, source_specs
+from titanlite.data.documents import DocumentTokenizer, open_sources, source_specs
+from titanlite.data.sources.base import Source
+from titanlite.data.sources.records import Record, hash_text
+from titanlite.data.sources.shards import FORMAT, MAX_MANIFEST_BYTES, Manifest, block_checksums
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 
 _UNIT_CHARS = 1 << 22
 _UNIT_DOCUMENTS = 4096
-_UNITS_PER_SHARD = 64  # 256 MiB of text: large enough for few files, small enough to lose little when killed
+# A shard of 256 MiB of text: few files, and little work is lost if the process is killed.
+_UNITS_PER_SHARD = 64
 
-_Tokenized = tuple[bytes, list[int], list[int], list[str]]
-"""Tokens of a unit; the length and the `text_hash` of each document (0 for one that was skipped); why documents were
-skipped."""
+
+class _Unit(NamedTuple):
+    """Consecutive documents that one thread tokenizes at once."""
+
+    tokens: bytes
+    lengths: list[int]
+    """Number of tokens of each document, 0 if it was skipped."""
+    hashes: list[int]
+    """`hash_text` of each document, 0 if it was skipped."""
+    skipped: list[str]
+    """Reasons why documents were skipped."""
 
 
 def prepare(run: Run, out: Path, workers: int) -> list[Path]:
-    """Write the shards of the source of `run` to `out`. Each source of a mix gets a folder of its own in `out`. Shards
-    of an interrupted run are kept, and a complete folder is left as it is. Returns the folders.
+    """Tokenize the sources in [dataset] and write the tokens as shards, for `titanlite prepare`.
+
+    Training on shards requires no tokenization. If an earlier call was interrupted, its complete
+    shards are kept and tokenization continues after them. A folder that is already complete is not
+    changed.
 
     Args:
+        run: The run whose [dataset] is tokenized.
+        out: Output folder. Each source of a mixture gets its own folder in it.
         workers: Number of threads that tokenize.
 
+    Returns:
+        The folders of the sources.
+
     Raises:
-        UserError: a source cannot be read, or `out` holds something else.
+        UserError: If a source cannot be read, or `out` cannot be written or contains other files.
     """
-    dataset, skip_bad = run.job.dataset, run.job.dataset.on_bad_record == "skip"
-    tokenizer, specs = load_tokenizer(run.tokenizer_path, run.job), source_specs(dataset)
-    documents = DocumentTokenizer(tokenizer, skip_bad=skip_bad)
+    dataset = run.job.dataset
+    specs = source_specs(dataset)
     if any(spec.source == "shards" for spec in specs):
-        raise UserError("dataset.source is shards: its text is prepared already")
-    folders = [out] if len(specs) == 1 else [out / f"{i}-{spec.source}" for i, spec in enumerate(specs)]
-    sources = open_sources(dataset, documents, 0, run.job)  # all of them, before hours of work on one
+        raise UserError("dataset.source is shards: its text is already prepared")
+
+    tokenizer = load_tokenizer(run.tokenizer_path, run.job)
+    documents = DocumentTokenizer(tokenizer, skip_bad=dataset.on_bad_record == "skip")
+    folders = [out]
+    if len(specs) > 1:
+        folders = [out / f"{i}-{spec.source}" for i, spec in enumerate(specs)]
+
+    # Open all sources first, so that an error is reported before hours of work on one of them.
+    sources = open_sources(dataset, documents, seq_len=0, job=run.job)
     for source, folder in zip(sources, folders, strict=True):
         try:
             _prepare_source(source, folder, documents, workers)
         except OSError as error:
-            raise UserError(f"cannot write shards to {folder}: {error}. Make room, or name another --out.") from None
+            problem = f"cannot write shards to {folder}: {error}"
+            raise UserError(f"{problem}. Free some space, or choose another --out.") from None
     return folders
 
 
-def _prepare_source(source: Source, folder: Path, documents: DocumentTokenizer, workers: int) -> None:
+def _prepare_source(
+    source: Source, folder: Path, documents: DocumentTokenizer, workers: int
+) -> None:
+    """Tokenize one source and write its shards and manifest, or resume an interrupted run.
+
+    Args:
+        source: The opened source.
+        folder: Output folder of this source.
+        documents: Tokenizes the records.
+        workers: Number of threads that tokenize.
+
+    Raises:
+        UserError: If `folder` contains other files, or shards of another source or tokenizer.
+    """
     tokenizer = documents.tokenizer
     header = {
         "format": FORMAT,
@@ -76,83 +115,151 @@ def _prepare_source(source: Source, folder: Path, documents: DocumentTokenizer, 
         "dtype": "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32",
         "on_bad_record": "skip" if documents.skip_bad else "error",
     }
-    done, begun = make_folder(folder) / "manifest.json", folder / "prepare.json"
-    shards = _resume(done if done.exists() else begun, header, tokenizer)
-    if done.exists():
-        print(f"{folder}: complete already")
+    make_folder(folder)
+    manifest = folder / "manifest.json"
+    progress = folder / "prepare.json"
+    if manifest.exists():
+        _read_shards(manifest, header, tokenizer)
+        print(f"{folder}: already complete")
         return
-    if not begun.exists():
-        if any(folder.iterdir()):
-            raise UserError(f"{folder} is not empty and holds no prepared shards. Name another --out.")
-        put(begun, json.dumps({**header, "shards": []}).encode())
-    units = _units(source.documents(sum(shard["documents"] for shard in shards)))
+
+    shards: list[dict[str, Any]] = []
+    if progress.exists():
+        shards = _read_shards(progress, header, tokenizer)
+    elif any(folder.iterdir()):
+        raise UserError(
+            f"{folder} is not empty and contains no prepared shards. Choose another --out."
+        )
+    else:
+        write_atomically(progress, json.dumps({**header, "shards": []}).encode())
+
+    dtype = np.dtype(header["dtype"]).newbyteorder("<")
+    units = _divide(source.documents(sum(shard["documents"] for shard in shards)))
     with ThreadPoolExecutor(workers) as pool:
-        tokenize = partial(_tokenize, documents, np.dtype(header["dtype"]).newbyteorder("<"))
-        results = _in_order((pool.submit(tokenize, unit) for unit in units), 2 * workers)
-        while some := list(islice(results, _UNITS_PER_SHARD)):
-            shards.append(_write_shard(folder, len(shards), some))
-            put(begun, json.dumps({**header, "shards": shards}).encode())
-            print(f"{folder}: shards: {len(shards)}, tokens: {sum(shard['tokens'] for shard in shards):,}", flush=True)
-    put(done, json.dumps({**header, "shards": shards}, indent=1).encode())
-    begun.unlink()
-    counts = (f"{key}: {sum(shard[key] for shard in shards):,}" for key in ("documents", "tokens", "skipped"))
+        tokenize = partial(_tokenize, documents, dtype)
+        futures = (pool.submit(tokenize, unit) for unit in units)
+        results = _read_in_order(futures, max_pending=2 * workers)
+        while group := list(islice(results, _UNITS_PER_SHARD)):
+            shards.append(_write_shard(folder, len(shards), group))
+            write_atomically(progress, json.dumps({**header, "shards": shards}).encode())
+            num_tokens = sum(shard["tokens"] for shard in shards)
+            print(f"{folder}: shards: {len(shards)}, tokens: {num_tokens:,}", flush=True)
+
+    write_atomically(manifest, json.dumps({**header, "shards": shards}, indent=1).encode())
+    progress.unlink()
+    counts = []
+    for key in ("documents", "tokens", "skipped"):
+        counts.append(f"{key}: {sum(shard[key] for shard in shards):,}")
     print(f"{folder}: complete, {', '.join(counts)}")
 
 
-def _resume(path: Path, header: dict[str, Any], tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """The shards that the file `path` names; none if it is not there."""
-    if not path.exists():
-        return []
-    raw = read_file(path, MOST_BYTES)
-    found = parse_json(path, raw, RootModel[dict[str, Any]]).root
-    if tokenizer.is_known_as(found.get("tokenizer", "")):  # an older version may have written another fingerprint
-        found["tokenizer"] = tokenizer.fingerprint
-    if wrong := [key.replace("_", " ") for key in header if found.get(key) != header[key]]:
-        made = f"{path.parent} holds shards made with another {', another '.join(wrong)}"
-        raise UserError(f"{made}. Name another --out, or remove the folder.")
+def _read_shards(path: Path, header: dict[str, Any], tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """Return the entries of the shards that a manifest lists.
+
+    Args:
+        path: manifest.json of complete shards, or prepare.json of an interrupted run.
+        header: Fields that the manifest must have, such as the fingerprints of source and
+            tokenizer.
+        tokenizer: Tokenizer of the job.
+
+    Raises:
+        UserError: If the manifest is damaged, or differs from `header`.
+    """
+    raw = read_file(path, MAX_MANIFEST_BYTES)
+    manifest = parse_json(path, raw, RootModel[dict[str, Any]]).root
+    # The manifest can contain the fingerprint that an older version of titanlite computed.
+    if tokenizer.is_known_as(manifest.get("tokenizer", "")):
+        manifest["tokenizer"] = tokenizer.fingerprint
+    different_fields = []
+    for key, value in header.items():
+        if manifest.get(key) != value:
+            different_fields.append(key.replace("_", " "))
+    if different_fields:
+        listed = ", another ".join(different_fields)
+        problem = f"{path.parent} contains shards made with another {listed}"
+        raise UserError(f"{problem}. Choose another --out, or remove the folder.")
+
     parse_json(path, raw, Manifest, "what titanlite prepare wrote; it is damaged")
-    return list(found["shards"])
+    return list(manifest["shards"])
 
 
-def _units(documents: Iterator[Record]) -> Iterator[list[Record]]:
-    """Documents that are tokenized together."""
-    unit, size = list[Record](), 0
+def _divide(documents: Iterator[Record]) -> Iterator[list[Record]]:
+    """Group consecutive documents into units of about 4 MiB of text, which threads tokenize.
+
+    The boundaries do not depend on the number of threads, so the shards do not depend on it either.
+    """
+    unit: list[Record] = []
+    num_chars = 0
     for record in documents:
         unit.append(record)
-        size += len(record) if isinstance(record, str) else 0
-        if size >= _UNIT_CHARS or len(unit) >= _UNIT_DOCUMENTS:
+        num_chars += len(record) if isinstance(record, str) else 0
+        if num_chars >= _UNIT_CHARS or len(unit) >= _UNIT_DOCUMENTS:
             yield unit
-            unit, size = [], 0
+            unit = []
+            num_chars = 0
     if unit:
         yield unit
 
 
-def _in_order(futures: Iterator[Future[_Tokenized]], most: int) -> Iterator[_Tokenized]:
-    """What they give, in their order. At most `most` are begun before the first of them is taken."""
-    waiting = deque(islice(futures, most))
-    while waiting:
-        yield waiting.popleft().result()
-        waiting.extend(islice(futures, 1))
+def _read_in_order(futures: Iterator[Future[_Unit]], max_pending: int) -> Iterator[_Unit]:
+    """Yield the results of futures in order, with at most `max_pending` of them in progress.
+
+    Args:
+        futures: Iterator that submits a task to a thread pool for each item.
+        max_pending: Number of tasks to submit ahead, which limits memory.
+    """
+    pending = deque(islice(futures, max_pending))
+    while pending:
+        yield pending.popleft().result()
+        pending.extend(islice(futures, 1))
 
 
-def _tokenize(documents: DocumentTokenizer, dtype: np.dtype, records: list[Record]) -> _Tokenized:
-    own = DocumentTokenizer(documents.tokenizer, skip_bad=documents.skip_bad)  # with a list of what it skips
-    tokens = [own.encode(record) for record in records]
-    hashes = [text_hash(record) if isinstance(record, str) else 0 for record in records]
-    return np.concatenate(tokens).astype(dtype).tobytes(), list(map(len, tokens)), hashes, own.skipped
+def _tokenize(documents: DocumentTokenizer, dtype: np.dtype, records: list[Record]) -> _Unit:
+    """Tokenize the records of a unit and hash their texts. Called in a thread."""
+    documents = replace(documents)  # a copy with its own list of skipped records
+    tokens = [documents.encode(record) for record in records]
+    hashes = [hash_text(record) if isinstance(record, str) else 0 for record in records]
+    lengths = [len(document) for document in tokens]
+    return _Unit(np.concatenate(tokens).astype(dtype).tobytes(), lengths, hashes, documents.skipped)
 
 
-def _write_shard(folder: Path, number: int, units: list[_Tokenized]) -> dict[str, Any]:
-    """Returns the shard's entry in the manifest."""
-    raws, *lists = zip(*units, strict=True)
-    raw, (lengths, hashes, skipped) = b"".join(raws), (list(chain.from_iterable(each)) for each in lists)
-    index = np.cumsum(lengths, dtype="<u8").tobytes() + block_checksums(raw).tobytes()
-    hashed = np.array(hashes, dtype="<u8").tobytes()
+def _write_shard(folder: Path, number: int, units: list[_Unit]) -> dict[str, Any]:
+    """Write the .bin, .idx and .hash files of a shard.
+
+    The files are flushed to disk before the function returns.
+
+    Args:
+        folder: Output folder.
+        number: Index of the shard, which determines its name.
+        units: The documents of the shard.
+
+    Returns:
+        The entry of the shard in the manifest.
+    """
+    tokens = b"".join(unit.tokens for unit in units)
+    lengths: list[int] = []
+    hashes: list[int] = []
+    skipped: list[str] = []
+    for unit in units:
+        lengths += unit.lengths
+        hashes += unit.hashes
+        skipped += unit.skipped
+
     name = f"shard-{number:05d}"
-    for suffix, content in ((".bin", raw), (".idx", index), (".hash", hashed)):
-        put(folder / f"{name}{suffix}", content)
-    os.sync()  # they are on the disk before the file that says so
+    ends = np.cumsum(lengths, dtype="<u8")  # index of the token after each document
+    raw_index = ends.tobytes() + block_checksums(tokens).tobytes()
+    raw_hashes = np.array(hashes, dtype="<u8").tobytes()
+    for suffix, content in ((".bin", tokens), (".idx", raw_index), (".hash", raw_hashes)):
+        write_atomically(folder / f"{name}{suffix}", content)
+    os.sync()  # the files must be on disk before the manifest that lists them
+
     for reason in skipped:
         print(f"skipped a record: {reason}")
-    sums = {"index_checksum": xxhash.xxh3_64_hexdigest(index), "hash_checksum": xxhash.xxh3_64_hexdigest(hashed)}
-    return {"name": name, "documents": len(lengths), "tokens": sum(lengths), "skipped": len(skipped), **sums}
+    return {
+        "name": name,
+        "documents": len(lengths),
+        "tokens": sum(lengths),
+        "skipped": len(skipped),
+        "index_checksum": xxhash.xxh3_64_hexdigest(raw_index),
+        "hash_checksum": xxhash.xxh3_64_hexdigest(raw_hashes),
+    }

@@ -1,7 +1,4 @@
-"""The order of documents: a seeded permutation of range(n) that is computed, not stored.
-
-Invariant: `permuted(index, n, key)` maps range(n) onto itself, each value once, and depends on n and key alone.
-"""
+"""Shuffling by a seeded permutation that is computed instead of stored."""
 
 from __future__ import annotations
 
@@ -10,60 +7,91 @@ from functools import lru_cache
 
 import numpy as np
 
-_ROUNDS = 6  # four make a balanced Feistel network indistinguishable from random; two more because they are cheap
+# Four rounds make a balanced Feistel network indistinguishable from random. Two more are cheap.
+FEISTEL_ROUNDS = 6
+MAX_TABLE_SIZE = 1 << 14  # permutations of recent epochs are kept in memory up to this size
 
 
 def permuted(index: np.ndarray, n: int, key: str) -> np.ndarray:
-    """The images of `index`, values in range(n), under a pseudo-random permutation of range(n) in constant memory: a
-    billion documents need no table.
+    """Map indices by a pseudo-random permutation of range(n) that depends only on `n` and `key`.
 
-    A Feistel network permutes range(2^(2b)), the smallest such range that holds range(n), b >= 1. If the image of a
-    number is outside range(n), it is permuted again until it is inside ("cycle walking": Black and Rogaway, Ciphers
-    with arbitrary finite domains, 2002). The larger range has less than 4n numbers, so that this takes fewer than four
-    turns on average.
+    The function needs constant memory: shuffling a billion documents requires no table. A Feistel
+    network permutes range(2 ** (2 * b)) for the smallest b >= 1 with 2 ** (2 * b) >= n. Results
+    outside range(n) are permuted again until they are inside ("cycle walking": Black and Rogaway,
+    Ciphers with Arbitrary Finite Domains, 2002). This takes fewer than four applications on
+    average, because the larger range has fewer than 4n elements.
+
+    Args:
+        index: Integers in range(n).
+        n: Number of permuted integers.
+        key: Seed of the permutation.
 
     Returns:
-        int64 of the same shape.
+        int64 array of the same shape as `index`, with values in range(n).
     """
-    bits = max(1, ((n - 1).bit_length() + 1) // 2)
-    half, mask = np.uint64(bits), np.uint64((1 << bits) - 1)
-    keys = np.frombuffer(hashlib.blake2b(key.encode(), digest_size=8 * _ROUNDS).digest(), dtype="<u8")
+    half_bits = max(1, ((n - 1).bit_length() + 1) // 2)
+    digest = hashlib.blake2b(key.encode(), digest_size=8 * FEISTEL_ROUNDS).digest()
+    round_keys = np.frombuffer(digest, dtype="<u8")
 
-    def turn(value: np.ndarray) -> np.ndarray:
-        left, right = value >> half, value & mask
-        for round_key in keys:
-            left, right = right, left ^ (_mix(right ^ round_key) & mask)
-        return (left << half) | right
-
-    value = turn(index.astype(np.uint64))
-    while (outside := value >= n).any():
-        value[outside] = turn(value[outside])
-    return value.astype(np.int64)
+    values = _feistel(index.astype(np.uint64), half_bits, round_keys)
+    is_outside = values >= n
+    while is_outside.any():
+        values[is_outside] = _feistel(values[is_outside], half_bits, round_keys)
+        is_outside = values >= n
+    return values.astype(np.int64)
 
 
-def _mix(x: np.ndarray) -> np.ndarray:
-    """The finalizer of SplitMix64 (Steele, Lea, Flood 2014): each input bit reaches each output bit."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+def _feistel(values: np.ndarray, half_bits: int, round_keys: np.ndarray) -> np.ndarray:
+    """Permute uint64 values of 2 * `half_bits` bits by a Feistel network.
 
-
-_SMALL = 1 << 14  # up to this n, the permutations of the latest epochs are kept in memory
+    Each round XORs a hash of one half of the bits into the other half, and swaps the halves.
+    """
+    shift = np.uint64(half_bits)
+    mask = np.uint64((1 << half_bits) - 1)
+    left = values >> shift
+    right = values & mask
+    for round_key in round_keys:
+        hashed = _splitmix64(right ^ round_key) & mask
+        left, right = right, left ^ hashed
+    return (left << shift) | right
 
 
 def epoch_order(n: int, seed: int, positions: np.ndarray) -> np.ndarray:
-    """An endless order of n things: a permutation of all of them, then another one, and so on.
+    """Return the items at `positions` of an endless shuffled order of n items.
+
+    Each epoch is a different permutation of all n items. Position p is item p % n in the
+    permutation of epoch p // n. Streams use this order to choose the next document.
+
+    Args:
+        n: Number of items.
+        seed: Seed of the order.
+        positions: Integers, 0 or greater.
 
     Returns:
-        The things at `positions`, int64 of the same shape. Position p is in epoch p // n.
+        int64 array of the same shape as `positions`, with values in range(n).
     """
-    epochs, places = np.divmod(positions, n)
+    epochs, items = np.divmod(positions, n)
     for epoch in np.unique(epochs).tolist():
-        here, key = epochs == epoch, f"{seed} epoch {epoch}"
-        places[here] = _whole(n, key)[places[here]] if n <= _SMALL else permuted(places[here], n, key)
-    return places
+        in_epoch = epochs == epoch
+        key = f"{seed} epoch {epoch}"
+        if n <= MAX_TABLE_SIZE:
+            items[in_epoch] = _permutation_table(n, key)[items[in_epoch]]
+        else:
+            items[in_epoch] = permuted(items[in_epoch], n, key)
+    return items
 
 
 @lru_cache(maxsize=32)
-def _whole(n: int, key: str) -> np.ndarray:
+def _permutation_table(n: int, key: str) -> np.ndarray:
+    """Return a random permutation of the integers below `n`, for the seed `key`.
+
+    The array is cached, because streams read only a few items at a time.
+    """
     return permuted(np.arange(n), n, key)
+
+
+def _splitmix64(x: np.ndarray) -> np.ndarray:
+    """Hash uint64 values with the finalizer of SplitMix64 (Steele, Lea and Flood, 2014)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

@@ -1,441 +1,411 @@
-"""Documents become tokens, and tokens become rows of equal length. Nothing here imports torch, because background
-processes start with this module.
+"""Reading the sequences of global batches from the sources of a job.
 
-A source is read in up to 64 virtual streams. Row i of a source is row i // V of its stream i % V. Rank r of R has the
-rows r, r + R, r + 2R, ... of a global batch. Each stream belongs to one worker of a rank, so that a rank tokenizes a
-document once.
+A source is read in V <= 64 virtual streams, where V does not depend on the number of ranks.
+Sequence i of a source is sequence i // V of stream i % V. Data-parallel rank r of R reads sequences
+r, r + R, r + 2R, ... of a global batch. Each stream belongs to one data worker of one rank, which
+tokenizes each of its documents once.
 
-Invariant: row i of a stream is a pure function of (seed, source, stream, packing, seq_len, i), and the five numbers of
-a `StreamPosition` say where it begins. The contents of a row do not depend on the process that reads it. Together the
-streams of a source have each document once in an epoch. They reach the end of an epoch at different steps, because rows
-are equal in tokens and documents are not.
+Document order, for a source of N documents with random access: stream v of V reads the positions v,
+v + V, v + 2V, ..., and position p is document p % N in the shuffled order of epoch p // N. For a
+sequential source the same holds for its parts (files, row groups). Each part is read from front to
+back in windows of documents, and each window is shuffled.
 
-Random access: there are N documents. Position p = 0, 1, ... means document number p % N in the order of epoch p // N.
-Stream v of V reads the positions v, v + V, v + 2V, ... Sequential sources: the same with parts in place of documents. A
-part is read from its front in windows of neighbours, and each window is shuffled.
+Invariant: Sequence i of a stream is a pure function of (seed, source, stream, packing, seq_len, i),
+and `StreamPosition` describes where it begins. Together, the streams of a source read each document
+once per epoch. Streams complete an epoch at different steps, because sequences have equal length
+and documents do not.
+
+This module does not import torch, so that data workers start quickly.
 """
 
 from __future__ import annotations
 
 import copy
-import logging
-from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, MutableSequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, MutableSequence
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
-from titanlite.config.errors import UserError
 from titanlite.config.run import Run
-from titanlite.config.schema import Dataset, DataSource, JobConfig
+from titanlite.config.schema import Dataset
+from titanlite.data.documents import DocumentTokenizer, open_sources, source_specs
 from titanlite.data.mixture import Mixture
+from titanlite.data.packing import (
+    Document,
+    DocumentPosition,
+    PackedSegments,
+    Segment,
+    StreamPosition,
+    best_fit,
+    concat,
+)
 from titanlite.data.shuffle import epoch_order, permuted
-from titanlite.data.sources.base import BadRecord, Prepared, RandomAccess, Record, Sequential, Source, text_hash
-from titanlite.data.sources.files import open_source
-from titanlite.data.sources.shards import Shards
+from titanlite.data.sources.base import RandomAccess, Sequential, Source
+from titanlite.data.sources.records import Record
 from titanlite.data.tokenizer import Tokenizer
 
 MAX_STREAMS = 64
-"""Changing this number changes the data order of every run. It is a power of two, so that usual numbers of ranks divide
-it: each data-parallel rank then tokenizes only its own streams."""
+"""Maximum number of streams of a source. Changing it would change the data order of every run.
 
-_NO_END = 1 << 48  # more documents than any run reads, and few enough that their positions are 64-bit numbers
-_WINDOW_DOCUMENTS, _WINDOW_CHARS = 1024, 1 << 20  # a window of a sequential source ends when it has one of these
-_WINDOW_ROWS = 64  # best_fit packs the documents of about so many rows at once
+It is a power of two, so that usual numbers of ranks divide it and each data-parallel rank tokenizes
+only its own streams.
+"""
+
+# End of a source without max_epochs: more documents than any run reads, but small enough for
+# 64-bit arithmetic.
+NEVER = 1 << 48
+WINDOW_DOCUMENTS = 1024  # a shuffle window of a sequential source ends at this many documents
+WINDOW_CHARACTERS = 1 << 20  # or at this many characters
 
 
 class OutOfData(Exception):
-    """The epochs of a source are used up: the run is over, cleanly. The message names the source."""
+    """Raised when the last epoch of a source has ended. It ends the run normally.
 
-
-class Place(NamedTuple):
-    """Where a document stands in its stream."""
-
-    turn: int = 0
-    """The stream's turn-th document (random access) or part (sequential), over all epochs."""
-    window: int = 0
-    """Sequential: number of the first document of the window within the part."""
-    index: int = 0
-    """Sequential: which document of the shuffled window."""
-
-
-class StreamPosition(NamedTuple):
-    """Where the next row of a stream begins. The larger of two is the later one."""
-
-    row: int = 0
-    """Number of the row."""
-    place: Place = Place()
-    """concat: the document it begins in. best_fit: the first document of its window."""
-    offset: int = 0
-    """concat: which token of that document. best_fit: which row of the window."""
-
-
-Part = tuple[int, int, int, int]
-Piece = tuple[np.ndarray, tuple[int, int, int, int]]
-"""Tokens of a document, and what a line of `Row.segments` says of them."""
-_At = MutableSequence[int] | memoryview
-
-
-class Document(NamedTuple):
-    """Tokens and where they are from."""
-
-    place: Place
-    next_place: Place
-    part: int
-    """Part of a sequential source; 0 otherwise."""
-    number: int
-    """Number within the source, or within the part."""
-    tokens: np.ndarray
-    """int32, bos and eos included; empty if the document is skipped or held out."""
-
-    def piece(self, offset: int, size: int) -> Piece:
-        """`size` tokens from token `offset` on."""
-        return self.tokens[offset : offset + size], (self.part, self.number, offset, size)
-
-
-class Row(NamedTuple):
-    """One sequence of a batch, and where its stream goes on after it."""
-
-    k: int
-    """Place in the global batch."""
-    tokens: np.ndarray
-    """(T + 1,) int32. Inputs are the first T, labels the last T. Tokens after the last segment are padding."""
-    segments: np.ndarray
-    """(S, 4) int64. Each line is a document or a piece of one: part, document number, offset of the first token in the
-    document, number of tokens."""
-    source: int
-    stream: int
-    position: StreamPosition
-    skipped: list[str]
-    """Why records were left out on the way to this row; in the first epoch only, so that each is reported once."""
-
-
-@dataclass
-class DocumentTokenizer:
-    """Documents to tokens.
-
-    Attributes:
-        holdout: share of the documents that is held out for validation.
-        held_out: whether this is the validation, which reads those and no others.
-        skip_bad: leave out a record that cannot be read; otherwise it is an error.
-        section: of the job file, for messages.
-        skipped: why records were left out. Whoever reports it empties the list.
+    The message names the source.
     """
 
-    tokenizer: Tokenizer
-    holdout: float = 0.0
-    held_out: bool = False
-    skip_bad: bool = False
-    section: str = "dataset"
-    skipped: list[str] = field(default_factory=list, init=False)
 
-    @classmethod
-    def of_run(cls, run: Run, tokenizer: Tokenizer, validation: bool = False) -> DocumentTokenizer:
-        """For what a run trains on, or validates on: the sources in its `section`."""
-        held_out = validation and run.job.validation.holdout > 0
-        section = "validation" if validation and not held_out else "dataset"
-        skip = getattr(run.job, section).on_bad_record == "skip"
-        return cls(tokenizer, run.job.validation.holdout, held_out, skip, section)
+class PackedSequence(NamedTuple):
+    """One training sequence: its tokens, the documents in it, and the stream position after it."""
 
-    def __post_init__(self) -> None:
-        bos = self.tokenizer.bos_id
-        self._begin = np.array([] if bos is None else [bos], dtype=np.int32)
-        self._end = np.array([self.tokenizer.eos_id], dtype=np.int32)
-        self.empty_length = len(self._begin) + len(self._end)  # tokens of a document without text
-
-    def encode(self, record: Record, again: bool = False) -> np.ndarray:
-        """Tokens of a document: bos, text, eos; none if it is held out or skipped.
-
-        Args:
-            again: in an earlier epoch it was skipped already, and reported.
-
-        Raises:
-            BadRecord: it cannot be read, and such records are not skipped.
-        """
-        if isinstance(record, BadRecord):
-            if not self.skip_bad:
-                key = f"{self.section}.on_bad_record"
-                remedy = f"Set {self.section}.text_column" if "(text_column)" in str(record) else "Mend the record"
-                raise BadRecord(f'{record}. {remedy}, or leave such records out by {key} = "skip".')
-            if not again:
-                self.skipped.append(str(record))
-            return self._end[:0]
-        prepared = isinstance(record, Prepared)
-        if self.holdout:
-            found = record.text_hash if prepared else text_hash(record)
-            if (found < self.holdout * 2**64) != self.held_out:
-                return self._end[:0]
-        if prepared:
-            return record.tokens
-        return np.concatenate([self._begin, self.tokenizer.encode_array(record).view(np.int32), self._end])
+    index: int
+    """Index in the global batch."""
+    tokens: np.ndarray
+    """(T + 1,) int32. The first T are inputs, the last T are labels. Padding follows the
+    segments."""
+    segments: np.ndarray
+    """(S, 4) int64, one row per segment of a document: part, document number, offset of the first
+    token in the document, number of tokens."""
+    source: int
+    """Index of the source."""
+    stream: int
+    """Index of the stream in the source."""
+    position: StreamPosition
+    """Position of the stream after this sequence."""
+    skipped: list[str]
+    """Reasons why records were skipped before or within this sequence, in the first epoch only."""
 
 
-# ------------------------------------------------------------------------------------------------------------- packing
+class ReaderShard(NamedTuple):
+    """Selects which sequences of each global batch one `SequenceReader` reads.
 
-Rows = Iterator[tuple[list[Piece], StreamPosition]]
-"""The rows of a stream, and where the row after each begins."""
-_Documents = Callable[[Place], Iterator[Document]]
+    Each global batch is first divided over the data-parallel ranks. The part of a rank is then
+    divided over the data workers of this rank.
+    """
 
-
-def concat(documents: _Documents, length: int, start: StreamPosition) -> Rows:
-    """Documents are joined, and the result is cut into rows of `length` tokens. The last token of a row is also the
-    first token of the next row, so that each token of the stream except the very first is predicted exactly once. Only
-    the last row of a source with max_epochs is shorter."""
-    number, place, last = start  # of the last token that was read, with which the next row begins
-    pieces: list[Piece] = []
-    need, offset = length, last
-    for document in documents(place):
-        size = len(document.tokens)
-        while offset < size:
-            read = min(need, size - offset)
-            pieces.append(document.piece(offset, read))
-            place, last, need = document.place, offset + read - 1, need - read
-            if need:
-                break
-            number += 1
-            yield pieces, StreamPosition(number, place, last)
-            pieces, need, offset = [], length, last
-        offset = 0
-    if need <= length - 2:  # otherwise there are fewer than two tokens: none to predict
-        yield pieces, StreamPosition(number + 1, place, last)
+    rank: int = 0
+    """Data-parallel rank."""
+    num_ranks: int = 1
+    """Number of data-parallel ranks."""
+    worker: int = 0
+    """Index of the data worker in this rank."""
+    num_workers: int = 1
+    """Number of data workers per rank."""
 
 
-def best_fit(documents: _Documents, length: int, start: StreamPosition) -> Rows:
-    """Documents whole in a row where they fit, after "Fewer Truncations Improve Language Modeling" (Ding et al., 2024):
-    a longer one is cut into rows of its own and a rest; then the pieces of a window of documents go, the longest
-    first, each into the row with the least room that is enough."""
-    number, place, index = start
-    stream = documents(place)
-    while True:
-        pieces: list[Piece] = []
-        total, after = 0, place
-        while total < _WINDOW_ROWS * length and (document := next(stream, None)) is not None:
-            size, after = len(document.tokens), document.next_place
-            starts = range(0, max(1, size - 1), length - 1) if size else ()
-            pieces += [document.piece(offset, min(length, size - offset)) for offset in starts]
-            total += size
-        if not pieces:
-            return
-        rows = _fit(pieces, length)
-        # The fullest rows come first. Shuffle them, so that batches are alike.
-        order = permuted(np.arange(len(rows)), len(rows), f"rows {place} {total}").tolist()
-        for i in range(index, len(rows)):
-            number += 1
-            yield rows[order[i]], StreamPosition(number, *((place, i + 1) if i + 1 < len(rows) else (after, 0)))
-        place, index = after, 0
-
-
-def _fit(pieces: list[Piece], length: int) -> list[list[Piece]]:
-    """The pieces of each row."""
-    rows: list[list[Piece]] = []
-    room: list[tuple[int, int]] = []  # (tokens left, row), sorted
-    for piece in sorted(pieces, key=lambda piece: -len(piece[0])):
-        size = len(piece[0])
-        at = bisect_left(room, (size, -1))
-        left, row = room.pop(at) if at < len(room) else (length, len(rows))
-        if row == len(rows):
-            rows.append([])
-        rows[row].append(piece)
-        if left > size:
-            insort(room, (left - size, row))
-    return rows
-
-
-# -------------------------------------------------------------------------------------------------------- global batch
+WHOLE_BATCH = ReaderShard()
 
 
 class PackedDataset:
-    """The sources of a job, open, and where their rows go on.
+    """The opened sources of a job, together with the data position of the next global batch.
 
-    Args:
-        dataset: what the run trains on, or validates on.
+    The loader updates the positions, and every `SequenceReader` starts from them. Instances are
+    pickled to send them to data workers.
 
     Attributes:
-        specs: the tables that name the sources.
-        mixture: of the next global batch.
-        positions: where each stream of each source stands before it.
-
-    Raises:
-        UserError: as `open_sources`.
+        specs: Tables of the job file that describe the sources.
+        sources: The opened sources, in the same order.
+        mixture: Chooses the source of each sequence of the next global batch.
+        positions: For each source and each of its streams, the position before the next global
+            batch.
     """
 
-    def __init__(self, run: Run, dataset: Dataset, tokenizer: DocumentTokenizer, seed: int, batch_size: int) -> None:
-        self.tokenizer, self.seed, self.packing = tokenizer, seed, dataset.packing
+    def __init__(
+        self,
+        run: Run,
+        dataset: Dataset,
+        documents: DocumentTokenizer,
+        seed: int,
+        batch_size: int,
+    ) -> None:
+        """Open the sources of a [dataset] or [validation] section, with all positions at the start.
+
+        Args:
+            run: The run, which determines the sequence length.
+            dataset: Section that describes the sources.
+            documents: Tokenizes records, and selects training or held-out documents.
+            seed: Seed of the document order.
+            batch_size: Number of sequences per global batch.
+
+        Raises:
+            UserError: If a source cannot be opened or has too little text for one sequence.
+        """
+        self.documents = documents
+        self.seed = seed
+        self.packing = dataset.packing
         self.seq_len = run.job.training.seq_len
-        self.specs, self.sources = source_specs(dataset), open_sources(dataset, tokenizer, self.seq_len, run.job)
+        self.specs = source_specs(dataset)
+        self.sources = open_sources(dataset, documents, self.seq_len, run.job)
         self.mixture = Mixture(dataset, batch_size)
-        self.positions = [
-            [StreamPosition()] * _num_streams(source, spec.max_epochs, tokenizer.holdout)
-            for source, spec in zip(self.sources, self.specs, strict=True)
-        ]
+        self.positions: list[list[StreamPosition]] = []
+        for source, spec in zip(self.sources, self.specs, strict=True):
+            num_streams = _count_streams(source, spec.max_epochs, documents.holdout)
+            self.positions.append([StreamPosition()] * num_streams)
 
 
-def training_data(run: Run, tokenizer: Tokenizer) -> PackedDataset:
-    """What a run trains on, without what validation.holdout keeps. Raises UserError as `open_sources`."""
-    documents = DocumentTokenizer.of_run(run, tokenizer)
+def open_training_data(run: Run, tokenizer: Tokenizer) -> PackedDataset:
+    """Open the sources in [dataset] at the beginning of the data order.
+
+    Documents that are held out for validation are excluded.
+
+    Raises:
+        UserError: If a source cannot be opened or has too little text for one sequence.
+    """
+    documents = DocumentTokenizer.for_run(run, tokenizer)
     return PackedDataset(run, run.job.dataset, documents, run.data_seed, run.global_batch_size)
 
 
-def _num_streams(source: Source, max_epochs: int, holdout: float) -> int:
-    """V of a source: a power of two, at most its number of documents or parts, because more streams would read the same
-    text at the same time. With max_epochs it is 1: then each rank sees by itself where the source ends, and no stream
-    has text left when another one ends."""
-    if max_epochs:
-        return 1
-    units = source.num_units
-    if holdout and isinstance(source, RandomAccess):
-        units = max(1, units // 8)  # or a stream without a document in an epoch reads those of others
-    return min(MAX_STREAMS, 1 << (units.bit_length() - 1))
+def _count_streams(source: Source, max_epochs: int, holdout: float) -> int:
+    """Return the number of virtual streams in which a source is read.
 
-
-class BatchReader:
-    """Global batches, one after the other: a part of the rows of each.
+    The result is a power of two, at most `MAX_STREAMS` and at most the number of documents (or
+    parts, for a sequential source). It must not depend on the number of ranks, because it
+    determines the data order.
 
     Args:
-        part: number of the data-parallel rank, how many ranks there are, number of the worker on it, how many workers.
-        at: numbers of the source, the part and the document that are being read.
+        source: The opened source.
+        max_epochs: Option of the source. If it is set, the result is 1. Every rank then finds the
+            end of the source by itself, and no stream still has text when another stream ends.
+        holdout: Fraction of the documents that is held out for validation.
+    """
+    if max_epochs:
+        return 1
+
+    num_units = source.num_units
+    if holdout and isinstance(source, RandomAccess):
+        # Use fewer streams, so that it is unlikely that all documents of a stream are held out.
+        num_units = max(1, num_units // 8)
+    largest_power_of_two = 1 << (num_units.bit_length() - 1)
+    return min(MAX_STREAMS, largest_power_of_two)
+
+
+class SequenceReader:
+    """Reads, tokenizes and packs the sequences of each global batch that belong to one shard.
+
+    A reader runs in the trainer, or in a data worker if dataset.num_workers is positive.
+
+    Args:
+        data: The opened sources, and the positions from which to read.
+        shard: Data-parallel rank and data worker whose sequences are read. Default: all sequences.
+        progress: Three integers that the reader sets to the indices of the source, the part and the
+            document being read, so that another process can report where the reader hangs.
     """
 
-    def __init__(self, data: PackedDataset, part: Part = (0, 1, 0, 1), at: _At | None = None) -> None:
-        self._data, self._part, self._at = data, part, [0, 0, 0] if at is None else at
-        self._mixture = copy.deepcopy(data.mixture)  # because a reader is ahead of whoever trains on its rows
-        self._open: dict[tuple[int, int], Rows] = {}
+    def __init__(
+        self,
+        data: PackedDataset,
+        shard: ReaderShard = WHOLE_BATCH,
+        progress: MutableSequence[int] | memoryview | None = None,
+    ) -> None:
+        self._data = data
+        self._shard = shard
+        self._progress = [0, 0, 0] if progress is None else progress
+        # A copy, because a reader runs ahead of the training step.
+        self._mixture = copy.deepcopy(data.mixture)
+        self._streams: dict[tuple[int, int], PackedSegments] = {}
 
-    def next_batch(self) -> list[Row]:
-        """The rows of the next global batch.
+    def next_batch(self) -> list[PackedSequence]:
+        """Read this shard's sequences of the next global batch, in ascending order of their index.
 
         Raises:
-            OutOfData: a source with max_epochs ends within the batch. All ranks see it, because each of them reads all
-                rows of such a source.
-            UserError: a record cannot be read.
+            OutOfData: If a source with `max_epochs` ends within the batch. All ranks raise it,
+                because all of them read every sequence of such a source.
+            UserError: If a record cannot be read.
         """
-        rank, ranks, worker, workers = self._part
-        rows = []
-        for k, (source, number) in enumerate(self._mixture.next_batch()):
+        rank, num_ranks, worker, num_workers = self._shard
+        sequences = []
+        for index, (source, number) in enumerate(self._mixture.next_batch()):
             stream = number % len(self._data.positions[source])
-            own, mine = k % ranks == rank, (source + stream // ranks) % workers == worker
-            if mine and (own or self._data.specs[source].max_epochs):
-                row = self.read(source, number, k)
-                if own:
-                    rows.append(row)
-        return rows
+            stream_worker = (source + stream // num_ranks) % num_workers
+            if stream_worker != worker:
+                continue
 
-    def read(self, source: int, number: int, k: int) -> Row:
-        """Row `number` of a source. Rows of a stream are asked for in ascending order."""
-        data, length = self._data, self._data.seq_len + 1
-        wanted, stream = divmod(number, len(data.positions[source]))
-        if (source, stream) not in self._open:
-            pack = best_fit if data.packing == "best_fit" else concat
-            documents = partial(self._documents, source, stream)
-            self._open[source, stream] = pack(documents, length, data.positions[source][stream])
-        self._at[0] = source
-        data.tokenizer.skipped.clear()
-        for pieces, position in self._open[source, stream]:
-            if position.row > wanted:
-                segments = np.array([segment for _, segment in pieces], dtype=np.int64)
-                tokens = [piece for piece, _ in pieces]
-                if missing := length - sum(map(len, tokens)):
-                    tokens.append(np.full(missing, data.tokenizer.tokenizer.eos_id, dtype=np.int32))
-                tokens = np.concatenate(tokens).astype(np.int32, copy=False)
-                return Row(k, tokens, segments, source, stream, position, data.tokenizer.skipped.copy())
-            # A row of another rank, because the number of ranks does not divide V. What was skipped is for that rank
-            # to report.
-            data.tokenizer.skipped.clear()
+            is_own = index % num_ranks == rank
+            has_end = bool(self._data.specs[source].max_epochs)
+            if is_own:
+                sequences.append(self.read(source, number, index))
+            elif has_end:
+                self.read(source, number, index)  # only to find the end of the source
+        return sequences
+
+    def read(self, source: int, number: int, index: int) -> PackedSequence:
+        """Read one sequence of a source.
+
+        The sequences of a stream must be read in ascending order. Sequences of the stream in
+        between are read and discarded.
+
+        Args:
+            source: Index of the source.
+            number: Index of the sequence in the source, counted over the whole run.
+            index: Index of the sequence in its global batch, which is stored in the result.
+
+        Raises:
+            OutOfData: If the last epoch of the source has ended.
+            UserError: If a record cannot be read.
+        """
+        data = self._data
+        number_in_stream, stream = divmod(number, len(data.positions[source]))
+        if (source, stream) not in self._streams:
+            self._streams[source, stream] = self._open_stream(source, stream)
+
+        self._progress[0] = source
+        skipped = data.documents.skipped  # filled while the stream is read
+        skipped.clear()
+        for segments, position in self._streams[source, stream]:
+            is_wanted = position.sequence > number_in_stream
+            if is_wanted:
+                return PackedSequence(
+                    index=index,
+                    tokens=self._join(segments),
+                    segments=np.array([segment.origin for segment in segments], dtype=np.int64),
+                    source=source,
+                    stream=stream,
+                    position=position,
+                    skipped=skipped.copy(),
+                )
+            # This sequence belongs to another rank, which reports its skipped records. It happens
+            # only if the number of ranks does not divide the number of streams.
+            skipped.clear()
+
+        name = data.sources[source].name
         epochs = data.specs[source].max_epochs
-        raise OutOfData(f"{data.sources[source].name} has no more rows (dataset.max_epochs = {epochs})")
+        raise OutOfData(f"{name} has no more sequences (dataset.max_epochs = {epochs})")
 
-    def _documents(self, number: int, stream: int, start: Place) -> Iterator[Document]:
-        """The documents of a stream of source `number` from `start` on, a place that it had before."""
-        data, source, turn = self._data, self._data.sources[number], start.turn
-        count, streams = source.num_units, len(data.positions[number])
-        end = data.specs[number].max_epochs * count or _NO_END
-        record = source.record if isinstance(source, RandomAccess) else None
-        # Many turns are permuted at once, because numpy's cost is per call; at most as many as an epoch has.
-        block = max(8, min(256, count // streams))
-        while turn * streams + stream < end:
-            positions = np.arange(turn, turn + block) * streams + stream
-            for unit in epoch_order(count, data.seed, positions[positions < end]).tolist():
-                position = turn * streams + stream
-                if record is not None:
-                    self._at[2] = unit
-                    tokens = data.tokenizer.encode(record(unit), position >= count)
-                    yield Document(Place(turn), Place(turn + 1), 0, unit, tokens)
-                else:
-                    assert isinstance(source, Sequential)
-                    yield from self._shuffled(source, unit, position, start if turn == start.turn else Place(turn))
+    def _open_stream(self, source: int, stream: int) -> PackedSegments:
+        """Start packing the documents of a stream at its current position in the dataset."""
+        data = self._data
+        pack = best_fit if data.packing == "best_fit" else concat
+        read_documents = partial(self._read_documents, source, stream)
+        return pack(read_documents, data.seq_len + 1, data.positions[source][stream])
+
+    def _join(self, segments: list[Segment]) -> np.ndarray:
+        """Concatenate segments to one sequence of seq_len + 1 tokens (int32), padded with EOS."""
+        length = self._data.seq_len + 1
+        parts = [segment.tokens for segment in segments]
+        num_missing = length - sum(len(part) for part in parts)
+        if num_missing:
+            eos_id = self._data.documents.tokenizer.eos_id
+            parts.append(np.full(num_missing, eos_id, dtype=np.int32))
+        return np.concatenate(parts).astype(np.int32, copy=False)
+
+    def _read_documents(
+        self, source_index: int, stream: int, start: DocumentPosition
+    ) -> Iterator[Document]:
+        """Yield the tokenized documents of a stream in the shuffled order of each epoch.
+
+        Args:
+            source_index: Index of the source.
+            stream: Index of the stream in the source.
+            start: Position of the first document to yield. It must be the position of a document
+                that this stream has yielded, or the position after one.
+        """
+        data = self._data
+        source = data.sources[source_index]
+        for turn, position, unit in self._list_units(source_index, stream, start.turn):
+            is_repeated = position >= source.num_units  # it was read in an earlier epoch
+            if isinstance(source, RandomAccess):
+                self._progress[2] = unit
+                record = source.record(unit)
+                tokens = data.documents.encode(record, is_repeated=is_repeated)
+                current = DocumentPosition(turn)
+                following = DocumentPosition(turn + 1)
+                yield Document(current, following, 0, unit, tokens)
+            else:
+                assert isinstance(source, Sequential)
+                part_start = start if turn == start.turn else DocumentPosition(turn)
+                key = f"{data.seed} position {position}"
+                yield from self._read_part(source, unit, part_start, key, is_repeated)
+
+    def _list_units(
+        self, source_index: int, stream: int, first_turn: int
+    ) -> Iterator[tuple[int, int, int]]:
+        """Yield the units of a stream in the shuffled order of each epoch.
+
+        A unit is a document of a source with random access, or a part of a sequential source.
+
+        Args:
+            source_index: Index of the source.
+            stream: Index of the stream in the source.
+            first_turn: Index in the stream of the first unit to yield.
+
+        Yields:
+            The index of the unit in the stream, its index in the order of the source over all
+            epochs, and its index in the source.
+        """
+        num_units = self._data.sources[source_index].num_units
+        num_streams = len(self._data.positions[source_index])
+        end = self._data.specs[source_index].max_epochs * num_units or NEVER
+
+        # A numpy call on a small array has a fixed cost, so compute the order of many units at
+        # once, but of no more than an epoch contains.
+        block_size = max(8, min(256, num_units // num_streams))
+        turn = first_turn
+        while turn * num_streams + stream < end:
+            turns = np.arange(turn, turn + block_size)
+            positions = turns * num_streams + stream
+            positions = positions[positions < end]
+            units = epoch_order(num_units, self._data.seed, positions)
+            for position, unit in zip(positions.tolist(), units.tolist(), strict=True):
+                yield turn, position, unit
                 turn += 1
 
-    def _shuffled(self, source: Sequential, part: int, position: int, start: Place) -> Iterator[Document]:
-        """The documents of a part from `start` on, in windows of neighbours that are shuffled."""
-        turn, first, index = start
-        for window in self._windows(source, part, first):
-            key = f"{self._data.seed} position {position} window {first}"
-            order, after = permuted(np.arange(len(window)), len(window), key).tolist(), first + len(window)
-            for i in range(index, len(window)):
-                tokens = self._data.tokenizer.encode(window[order[i]], position >= source.num_units)
-                following = Place(turn, first, i + 1) if i + 1 < len(window) else Place(turn, after)
-                yield Document(Place(turn, first, i), following, part, first + order[i], tokens)
-            first, index = after, 0
+    def _read_part(
+        self, source: Sequential, part: int, start: DocumentPosition, key: str, is_repeated: bool
+    ) -> Iterator[Document]:
+        """Yield the tokenized documents of a part, shuffled within windows of 1,024 documents.
 
-    def _windows(self, source: Sequential, part: int, start: int) -> Iterator[list[Record]]:
-        """The documents of a part from number `start` on; a window begins behind a document that is there."""
-        window, chars = list[Record](), 0
+        Args:
+            source: The source.
+            part: Index of the part in the source.
+            start: Position of the first document to yield.
+            key: Beginning of the seed of each window's order. It differs between epochs.
+            is_repeated: Whether the part was read in an earlier epoch.
+        """
+        turn, window_start, first_index = start
+        for window in self._read_windows(source, part, window_start):
+            size = len(window)
+            next_window_start = window_start + size
+            order = permuted(np.arange(size), size, f"{key} window {window_start}").tolist()
+            for i in range(first_index, size):
+                record = window[order[i]]
+                tokens = self._data.documents.encode(record, is_repeated=is_repeated)
+                current = DocumentPosition(turn, window_start, i)
+                following = DocumentPosition(turn, window_start, i + 1)
+                if i + 1 == size:
+                    following = DocumentPosition(turn, next_window_start)
+                yield Document(current, following, part, window_start + order[i], tokens)
+            window_start = next_window_start
+            first_index = 0
+
+    def _read_windows(self, source: Sequential, part: int, start: int) -> Iterator[list[Record]]:
+        """Yield lists of consecutive records of a part that are small enough to shuffle in memory.
+
+        A window ends at `WINDOW_DOCUMENTS` records or `WINDOW_CHARACTERS` characters. Reading
+        begins at record `start` of the part.
+        """
+        window: list[Record] = []
+        num_characters = 0
         for number, record in enumerate(source.read(part, start)):
-            self._at[1], self._at[2] = part, number
+            self._progress[1] = part
+            self._progress[2] = number
             if record is not None:
                 window.append(record)
-                chars += len(record) if isinstance(record, str) else 0
-            if len(window) == _WINDOW_DOCUMENTS or chars >= _WINDOW_CHARS:
+            if isinstance(record, str):
+                num_characters += len(record)
+            if len(window) == WINDOW_DOCUMENTS or num_characters >= WINDOW_CHARACTERS:
                 yield window
-                window, chars = [], 0
+                window = []
+                num_characters = 0
         if window:
             yield window
-
-
-# ------------------------------------------------------------------------------------------------------------- sources
-
-
-def source_specs(dataset: Dataset) -> tuple[DataSource | Dataset, ...]:
-    """The sources of a job: its mix, or the one that stands in [dataset]."""
-    return dataset.sources or (dataset,)
-
-
-def open_sources(dataset: Dataset, tokenizer: DocumentTokenizer, seq_len: int, job: JobConfig) -> list[Source]:
-    """The sources of a job, after a first look into each: what can be found wrong at once is said before training.
-
-    Raises:
-        UserError: a source cannot be opened, holds less text than one row, or the first look found a record that cannot
-            be read.
-    """
-    sources = [open_source(spec, job) for spec in source_specs(dataset)]
-    for source in sources:
-        look_into(source, tokenizer, seq_len)
-    return sources
-
-
-def look_into(source: Source, documents: DocumentTokenizer, seq_len: int) -> None:
-    """Read from the front of `source` until one row is full of text, then a sample of its documents. Raises UserError:
-    it holds less text, or a record that cannot be read."""
-    tokens, tokenizer = 0, replace(documents)
-    if isinstance(source, Shards):
-        source.check(tokenizer.tokenizer, tokenizer.holdout)
-    for document in map(tokenizer.encode, source):
-        tokens += len(document) if len(document) > tokenizer.empty_length else 0
-        if tokens > seq_len:
-            break
-    else:
-        which = "held-out documents" if tokenizer.held_out else "documents"
-        few = f"have {tokens:,} tokens together, fewer than one row of text: training.seq_len is {seq_len:,}"
-        remedy = "Lower it, or add text" if tokens else "There is no text in them: name other ones"
-        raise UserError(f"the {which} of {source.name} {few}. {remedy}.")
-    for record in map(source.record, source.sample()) if isinstance(source, RandomAccess) else ():
-        if isinstance(record, BadRecord):
-            tokenizer.encode(record)
-
-
-def report_skipped(reasons: list[str]) -> None:
-    """Log why records were left out."""
-    for reason in reasons:
-        logging.getLogger("titanlite").warning("skipped a record: %s", reason)

@@ -1,8 +1,10 @@
-"""Text to token ids and back, from a tiktoken-format `tokenizer.model` (Llama 3) or a Hugging Face `tokenizer.json`.
+"""Tokenizers in the formats of tiktoken (`tokenizer.model`) and Hugging Face (`tokenizer.json`).
 
-Invariant: text is only text. What looks like a special token in a document ("<|end_of_text|>") is encoded as ordinary
-characters, so that only the packer can begin or end a document. tiktoken and tokenizers are imported where they are
-used, so that a rank whose data processes encode for it does not pay for tiktoken.
+Invariant: Text is only text. Characters in a document that look like a special token, such as
+"<|end_of_text|>", are encoded as ordinary characters, so only packing begins and ends documents.
+
+tiktoken and tokenizers are imported where they are used, so that a rank whose data workers encode
+does not import tiktoken.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,43 +24,48 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from titanlite.config.errors import UserError
-from titanlite.config.files import exists, file_inside, read_file, read_object
-from titanlite.config.mistakes import short
+from titanlite.config.files import exists, find_file_inside, read_file, read_json_object
+from titanlite.config.mistakes import shorten
 from titanlite.config.registry import TOKENIZERS
 from titanlite.config.schema import JobConfig
 
 if TYPE_CHECKING:
     import tiktoken
 
-# Llama 3's split pattern: contractions, words with one leading symbol, numbers of up to three digits, punctuation,
-# line ends, spaces.
+# Llama 3's split pattern: contractions, words with one leading symbol, numbers of up to three
+# digits, punctuation, line ends, spaces.
 LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_LLAMA3_FIRST = (
-    "begin_of_text end_of_text reserved_special_token_0 reserved_special_token_1 finetune_right_pad_id "
-    "reserved_special_token_2 start_header_id end_header_id eom_id eot_id python_tag"
+_LLAMA3_SPECIAL = (
+    "begin_of_text end_of_text reserved_special_token_0 reserved_special_token_1 "
+    "finetune_right_pad_id reserved_special_token_2 start_header_id end_header_id eom_id eot_id "
+    "python_tag"
 )
-_NAMES = {
+# Names by which BOS and EOS are recognized without a tokenizer_config.json.
+_USUAL_NAMES = {
     "bos_token": ("<|begin_of_text|>", "<|bos|>", "<bos>", "<s>", "[BOS]", "<|startoftext|>"),
     "eos_token": ("<|end_of_text|>", "<|endoftext|>", "<|eos|>", "<eos>", "</s>", "[EOS]"),
 }
 CONFIG = "tokenizer_config.json"
-_MOST_BYTES = 1 << 27  # of a file; the largest vocabularies have a million tokens and 60 MB
-# Longer texts are encoded in pieces: the regex engines keep a stack that grows with the longest match.
+_MAX_BYTES = 1 << 27  # limit for a file; the largest vocabularies have 60 MB
+# Longer texts are encoded in pieces, because the stack of the regular expression engines grows with
+# the longest match and would overflow.
 _PIECE_CHARS = 1 << 18
 _NOT_BLANK = re.compile(r"[^\S\r\n]*\S")
+# Parts of tokenizer.json that do not affect encoding.
+_UNUSED_PARTS = {"version", "truncation", "padding", "post_processor", "decoder"}
 
 
 class Tokenizer(ABC):
-    """Common interface of both formats.
+    """Base class of tokenizers, which convert text to token ids and back.
 
     Attributes:
-        path: the file.
-        vocab_size: number of ids, special tokens included; every id is below it.
-        bos_id: put before each document, or None where the tokenizer has no such token.
-        eos_id: put after each document.
+        path: The tokenizer file.
+        vocab_size: Number of ids, including special tokens. All ids are less than this number.
+        bos_id: Id that begins each document, or None if the tokenizer has no such token.
+        eos_id: Id that ends each document.
     """
 
     path: Path
@@ -66,233 +74,392 @@ class Tokenizer(ABC):
     eos_id: int
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.path,)  # in a background process
+        """Pickle only the path, so that data workers load the file themselves."""
+        return type(self), (self.path,)
 
     @property
     @abstractmethod
     def fingerprints(self) -> tuple[str, ...]:
-        """The first is of what decides about the ids of a text: no path, no order of keys, no setting that others alone
-        read. The next one is version 0.1's: of the file, and of the choice of bos and eos. A third one is that of a
-        tokenizer.model with the same vocabulary, which version 0.2 gave to a tokenizer.json, too."""
+        """Hashes by which checkpoints and shards identify this tokenizer, the current one first.
+
+        The first hash covers everything that affects the token ids of a text, and nothing else. The
+        other hashes are those that older versions of titanlite stored:
+
+        - Version 0.1 hashed the file and the choice of BOS and EOS.
+        - Version 0.2 also identified a tokenizer.json by the fingerprint of a tokenizer.model with
+          the same vocabulary.
+        """
 
     @property
     def fingerprint(self) -> str:
-        """What checkpoints and shards know this tokenizer by."""
+        """The hash that new checkpoints and shards store to identify this tokenizer."""
         return self.fingerprints[0]
 
     def is_known_as(self, fingerprint: str) -> bool:
-        """Whether checkpoints or shards with this fingerprint, perhaps of an older version, have these ids."""
+        """Return whether a fingerprint in a checkpoint or in shards identifies this tokenizer.
+
+        Fingerprints that older versions of titanlite stored are recognized.
+        """
         return fingerprint in self.fingerprints
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, without bos and eos."""
+        """Return the token ids of a text as a list, without BOS and EOS.
+
+        Names of special tokens in the text are encoded as ordinary characters.
+        """
         return self.encode_array(text).tolist()
 
     def encode_array(self, text: str) -> np.ndarray:
-        """`encode` as uint32. Texts beyond 256 Ki characters are cut at line starts first, which for Llama 3's pattern
-        changes no id.
+        """Return the token ids of a text as an array, without BOS and EOS.
+
+        Names of special tokens in the text are encoded as ordinary characters. A text of more than
+        256 Ki characters is divided at line starts, which changes no id with Llama 3's pattern.
+
+        Returns:
+            Token ids, shape (n,), uint32.
 
         Raises:
-            UserError: a Hugging Face tokenizer has no token for a part of the text.
+            UserError: If a Hugging Face tokenizer has no token for a part of the text.
         """
         try:
-            pieces = [self._encode_piece(piece) for piece in _pieces(text)]
-        except UnicodeEncodeError:  # lone surrogates, which JSON escapes can hold, have no UTF-8 form
-            return self.encode_array(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+            pieces = [self._encode_piece(piece) for piece in _divide(text)]
+        except UnicodeEncodeError:
+            # A JSON escape can contain half of a surrogate pair. Replace it with U+FFFD.
+            raw = text.encode("utf-16", "surrogatepass")
+            return self.encode_array(raw.decode("utf-16", "replace"))
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     @abstractmethod
-    def _encode_piece(self, text: str) -> np.ndarray: ...
+    def _encode_piece(self, text: str) -> np.ndarray:
+        """Return the token ids (uint32) of a text of at most `_PIECE_CHARS` characters.
+
+        Raises:
+            UnicodeEncodeError: If the text contains half of a surrogate pair.
+        """
+        ...
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids`; bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of a sequence of token ids, including the names of special tokens.
+
+        Bytes that are not valid UTF-8 are replaced with U+FFFD.
+        """
 
     @abstractmethod
     def token_bytes(self, token: int) -> bytes:
-        """The bytes that one token stands for; a special token stands for its name."""
+        """Return the UTF-8 bytes that a token id represents, or the name of a special token.
+
+        Validation uses the number of bytes to compute bits per byte.
+        """
 
 
 class TiktokenTokenizer(Tokenizer):
-    """`tokenizer.model` as Llama 3 ships it: base64 tokens with ranks, and 256 special tokens after them.
+    """A tokenizer in the `tokenizer.model` format of Llama 3.
+
+    Each line of the file contains a token in base64 and its rank. Llama 3's 256 special tokens
+    follow the ordinary tokens and are not in the file.
 
     Attributes:
-        ranks: token -> rank, which is its id.
+        ranks: Rank of each token, by its bytes. The rank is also the id.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self._raw = path, read_file(path, _MOST_BYTES)
+        """Load the file `path` and add Llama 3's special tokens.
+
+        Raises:
+            UserError: If the file cannot be read, or is not in the format of tiktoken.
+        """
+        self.path = path
+        self._raw = read_file(path, _MAX_BYTES)
         try:
-            lines = (line.split() for line in self._raw.splitlines() if line)
-            self.ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
+            lines = [line.split() for line in self._raw.splitlines() if line]
+            self.ranks = {
+                base64.b64decode(token, validate=True): int(rank) for token, rank in lines
+            }
         except ValueError:
             self.ranks = {}
-        base, single = len(self.ranks), {bytes([byte]) for byte in range(256)}
-        if sorted(self.ranks.values()) != list(range(base)) or not single <= self.ranks.keys():
+
+        num_ranks = len(self.ranks)
+        has_all_bytes = all(bytes([byte]) in self.ranks for byte in range(256))
+        if sorted(self.ranks.values()) != list(range(num_ranks)) or not has_all_bytes:
             raise UserError(
-                f"{path}: not a tiktoken tokenizer, whose lines are a token in base64 and its rank: 0, 1, 2 and so on, "
-                "a token for each byte among them. (Convert one of SentencePiece, as of Llama 2, to a tokenizer.json.)"
+                f"{path}: not a tokenizer in tiktoken's format, which has a base64 token and its "
+                "rank (0, 1, 2, ...) on each line, and a token for each byte. Convert a "
+                "SentencePiece tokenizer, such as Llama 2's, to tokenizer.json first."
             )
-        self._special = {name: base + i for i, name in enumerate(llama3_special_tokens())}
-        self.vocab_size = base + len(self._special)
-        self.bos_id, self.eos_id = self._special["<|begin_of_text|>"], self._special["<|end_of_text|>"]
+        self._special = {name: num_ranks + i for i, name in enumerate(llama3_special_tokens())}
+        self.vocab_size = num_ranks + len(self._special)
+        self.bos_id = self._special["<|begin_of_text|>"]
+        self.eos_id = self._special["<|end_of_text|>"]
 
     @cached_property
     def fingerprints(self) -> tuple[str, ...]:
-        file = b"tiktoken llama3 " + LLAMA3_PATTERN.encode() + self._raw
-        own = _fingerprint_of_ranks(LLAMA3_PATTERN, self.ranks, self._special, self.bos_id, self.eos_id)
-        return own, _sha256(file)
+        """Hashes that identify this tokenizer. See `Tokenizer.fingerprints`."""
+        current = _hash_ranks(LLAMA3_PATTERN, self.ranks, self._special, self.bos_id, self.eos_id)
+        of_file = _sha256(b"tiktoken llama3 " + LLAMA3_PATTERN.encode() + self._raw)
+        return current, of_file
 
     @cached_property
     def encoding(self) -> tiktoken.Encoding:
-        """Made when first used: a training rank, whose data processes encode for it, never pays for it."""
+        """The tokenizer object of the tiktoken library, created at the first use."""
         import tiktoken
 
-        name, special = self.path.stem, self._special
-        return tiktoken.Encoding(name, pat_str=LLAMA3_PATTERN, mergeable_ranks=self.ranks, special_tokens=special)
+        return tiktoken.Encoding(
+            self.path.stem,
+            pat_str=LLAMA3_PATTERN,
+            mergeable_ranks=self.ranks,
+            special_tokens=self._special,
+        )
 
     def _encode_piece(self, text: str) -> np.ndarray:
-        # Twice as fast as encode_ordinary followed by np.array, because no Python integer is made.
+        # Twice as fast as encode_ordinary and np.array, because it creates no Python integers.
         return self.encoding.encode_to_numpy(text, disallowed_special=())
 
     def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of a sequence of token ids."""
         return self.encoding.decode(ids)
 
     def token_bytes(self, token: int) -> bytes:
+        """Return the bytes of a token id, or the name of a special token."""
         return self.encoding.decode_single_token_bytes(token)
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """`tokenizer.json`. Which tokens begin and end a document is read from a `tokenizer_config.json` beside it, else
-    known by their names."""
+    """A tokenizer in the `tokenizer.json` format of Hugging Face.
+
+    BOS and EOS are read from a `tokenizer_config.json` in the same folder. Without this file, they
+    are recognized by their usual names, such as "<s>" and "</s>".
+    """
 
     def __init__(self, path: Path) -> None:
+        """Load the file `path` and find its BOS and EOS tokens.
+
+        Raises:
+            UserError: If the tokenizers library cannot load the file, or no token ends documents.
+        """
         import tokenizers
 
-        self.path, self._raw = path, read_file(path, _MOST_BYTES)
-        with self._library("load it"):
+        self.path = path
+        self._raw = read_file(path, _MAX_BYTES)
+        os.environ["RUST_BACKTRACE"] = "0"  # otherwise a panic prints a long backtrace
+        with self._convert_errors("load it"):
             self._tokenizer = tokenizers.Tokenizer.from_buffer(self._raw)
             ids = self._tokenizer.get_vocab()
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
-        self.vocab_size, self.bos_id = 1 + max(ids.values(), default=0), self._named("bos_token", ids)
-        if (eos_id := self._named("eos_token", ids)) is None:
-            raise UserError(f"{path}: no token ends documents. Name it in a {CONFIG} beside the file, as eos_token.")
+
+        self.vocab_size = 1 + max(ids.values(), default=0)
+        self.bos_id = self._find_special("bos_token", ids)
+        eos_id = self._find_special("eos_token", ids)
+        if eos_id is None:
+            raise UserError(
+                f"{path}: no token ends documents. Set eos_token in a {CONFIG} in the same folder."
+            )
         self.eos_id = eos_id
         self._byte_level = byte_level_symbols() if b"ByteLevel" in self._raw else {}
 
-    def _named(self, key: str, ids: Mapping[str, int]) -> int | None:
+    def _find_special(self, key: str, ids: Mapping[str, int]) -> int | None:
+        """Return the id of the BOS or EOS token, or None if the tokenizer has no such token.
+
+        Args:
+            key: "bos_token" or "eos_token".
+            ids: Id of each token, by its name.
+
+        Raises:
+            UserError: If tokenizer_config.json names a token that the tokenizer does not contain.
+        """
         name = read_config(self.path).get(key)
-        name = name.get("content") if isinstance(name, dict) else name
+        if isinstance(name, dict):
+            name = name.get("content")
         if name is None:
-            return next((ids[usual] for usual in _NAMES[key] if usual in ids), None)
+            usual_names = [usual for usual in _USUAL_NAMES[key] if usual in ids]
+            return ids[usual_names[0]] if usual_names else None
         if not isinstance(name, str) or name not in ids:
-            found = f"{key} is {short(repr(name))}, which {self.path.name} does not hold"
-            raise UserError(f"{self.path.with_name(CONFIG)}: {found}")
+            problem = f"{key} is {shorten(repr(name))}, which {self.path.name} does not contain"
+            raise UserError(f"{self.path.with_name(CONFIG)}: {problem}")
         return ids[name]
 
     @cached_property
     def fingerprints(self) -> tuple[str, ...]:
+        """Hashes that identify this tokenizer. See `Tokenizer.fingerprints`."""
         value = json.loads(self._raw)
-        unused = {"version", "truncation", "padding", "post_processor", "decoder"}  # encoding does without them
-        kept = {key: part for key, part in value.items() if key not in unused}
-        own = json.dumps([kept, self.bos_id, self.eos_id], sort_keys=True).encode()
-        known = [f"ids:{_sha256(own)}", _sha256(f"huggingface {self.bos_id} {self.eos_id} ".encode() + self._raw)]
-        with suppress(KeyError, TypeError, IndexError):  # it may be of another kind
-            pattern = value["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]
-            to_byte, special = byte_level_symbols(), {token["content"]: token["id"] for token in value["added_tokens"]}
-            ranks = {bytes(to_byte[c] for c in token): rank for token, rank in value["model"]["vocab"].items()}
-            if value["model"]["ignore_merges"] and not value["normalizer"]:
-                known.append(_fingerprint_of_ranks(pattern, ranks, special, self.bos_id, self.eos_id))
-        return tuple(known)
+        used = {key: part for key, part in value.items() if key not in _UNUSED_PARTS}
+        current = json.dumps([used, self.bos_id, self.eos_id], sort_keys=True).encode()
+        of_file = f"huggingface {self.bos_id} {self.eos_id} ".encode() + self._raw
+        fingerprints = [f"ids:{_sha256(current)}", _sha256(of_file)]
+        with suppress(KeyError, TypeError, IndexError):  # no tokenizer.model gives these ids
+            fingerprints.append(self._hash_as_tiktoken(value))
+        return tuple(fingerprints)
+
+    def _hash_as_tiktoken(self, value: dict[str, Any]) -> str:
+        """Return the fingerprint of the tokenizer.model that gives the same ids as this tokenizer.
+
+        Args:
+            value: The content of tokenizer.json.
+
+        Raises:
+            KeyError: If no tokenizer.model gives the same ids.
+            TypeError: See KeyError.
+            IndexError: See KeyError.
+        """
+        model = value["model"]
+        if value["normalizer"] or not model["ignore_merges"]:
+            raise KeyError("ignore_merges")
+
+        pattern = value["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]
+        special = {token["content"]: token["id"] for token in value["added_tokens"]}
+        byte_of = byte_level_symbols()
+        ranks = {}
+        for token, rank in model["vocab"].items():
+            token_bytes = bytes(byte_of[symbol] for symbol in token)
+            ranks[token_bytes] = rank
+        return _hash_ranks(pattern, ranks, special, self.bos_id, self.eos_id)
 
     @contextmanager
-    def _library(self, what: str) -> Iterator[None]:
-        """Raises UserError for what the library raises: plain Exception, or a BaseException where its code panics."""
+    def _convert_errors(self, action: str, remedy: str = "") -> Iterator[None]:
+        """Convert exceptions and Rust panics of the tokenizers library to UserError.
+
+        Args:
+            action: Description of the call for the message, such as "encode a text".
+            remedy: Last sentence of the message.
+        """
         try:
             yield
         except (KeyboardInterrupt, SystemExit, MemoryError):
             raise
-        except BaseException as error:
-            raise UserError(f"{self.path}: the tokenizers library cannot {what}: {short(str(error))}") from None
+        except BaseException as error:  # a panic is not an Exception
+            if "Regex search" in str(error):
+                remedy = "Simplify the patterns of its pre_tokenizer and normalizer."
+            cause = shorten(str(error)).rstrip(".")
+            problem = f"{self.path}: the tokenizers library cannot {action}: {cause}."
+            raise UserError(f"{problem} {remedy}".rstrip()) from None
 
     def _encode_piece(self, text: str) -> np.ndarray:
-        text.encode()  # raises UnicodeEncodeError for a lone surrogate, of which the library makes a TypeError
-        with self._library("encode a text (one with byte fallback or a byte-level vocabulary can)"):
-            (encoded,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)  # it lets go of the GIL
-            return np.array(encoded.ids, dtype=np.uint32)
+        text.encode()  # raises UnicodeEncodeError; the library would raise TypeError
+        remedy = "Use a tokenizer with byte fallback or a byte-level vocabulary."
+        with self._convert_errors("encode a text", remedy):
+            # Unlike `encode`, this function releases the global interpreter lock.
+            encodings = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+            return np.array(encodings[0].ids, dtype=np.uint32)
 
     def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of a sequence of token ids, including the names of special tokens."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def token_bytes(self, token: int) -> bytes:
+        """Return the bytes of a token id, or the name of a special token."""
         text = self._tokenizer.id_to_token(token)
         assert text is not None
-        if set(text) <= self._byte_level.keys():
-            return bytes(map(self._byte_level.__getitem__, text))
-        if byte := re.fullmatch(r"<0x([0-9A-F]{2})>", text):  # byte fallback of SentencePiece vocabularies
-            return bytes.fromhex(byte[1])
+        if all(symbol in self._byte_level for symbol in text):
+            return bytes(self._byte_level[symbol] for symbol in text)
+        # SentencePiece vocabularies contain tokens such as <0x0A> for single bytes.
+        byte_fallback = re.fullmatch(r"<0x([0-9A-F]{2})>", text)
+        if byte_fallback:
+            return bytes.fromhex(byte_fallback[1])
         return text.replace("\u2581", " ").encode()
 
 
 def load_tokenizer(path: str | Path, job: JobConfig | None = None) -> Tokenizer:
-    """Load `path` as the registered tokenizer that a job names. Without one, a name that ends in .json is a Hugging
-    Face tokenizer, any other is in tiktoken's format.
+    """Load a tokenizer file.
+
+    Args:
+        path: The file. Its suffix selects the format: Hugging Face for .json, otherwise tiktoken.
+        job: The job. If it sets tokenizer.name, this name selects a registered format instead,
+            which can come from a plugin.
 
     Raises:
-        UserError: the file is missing, or is not a tokenizer; the message names it.
+        UserError: If the file does not exist or is not a tokenizer.
     """
     path = Path(path)
-    own = job.tokenizer.name if job is not None else None
-    return TOKENIZERS.make(own or ("huggingface" if path.suffix == ".json" else "tiktoken"), job, path)
+    name = "huggingface" if path.suffix == ".json" else "tiktoken"
+    if job is not None and job.tokenizer.name is not None:
+        name = job.tokenizer.name
+    return TOKENIZERS.make(name, job, path)
 
 
 def llama3_special_tokens() -> list[str]:
-    """The 256 special tokens of Llama 3.1 in the order of their ids, which follow the ordinary ones."""
-    names = [*_LLAMA3_FIRST.split(), *(f"reserved_special_token_{i}" for i in range(3, 248))]
-    return [f"<|{name}|>" for name in names]
+    """Return the names of Llama 3.1's 256 special tokens in the order of their ids.
+
+    Their ids follow the ids of the ordinary tokens.
+    """
+    reserved = [f"reserved_special_token_{i}" for i in range(3, 248)]
+    return [f"<|{name}|>" for name in [*_LLAMA3_SPECIAL.split(), *reserved]]
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The tokenizer_config.json beside the tokenizer `path`; empty if there is none. Raises UserError: it is no JSON
-    object, or a link that leaves the folder."""
+    """Return the content of the tokenizer_config.json next to a tokenizer file.
+
+    The file names the BOS and EOS tokens. Returns {} if it does not exist.
+
+    Raises:
+        UserError: If the file is not a JSON object, or is a link to a file outside of the folder.
+    """
     if not exists(path.with_name(CONFIG)):
         return {}
-    return read_object(file_inside(path.parent, CONFIG), _MOST_BYTES)
+    return read_json_object(find_file_inside(path.parent, CONFIG), _MAX_BYTES)
 
 
 def byte_level_symbols() -> dict[str, int]:
-    """Symbol -> byte in byte-level vocabularies: printable Latin-1 bytes stand for themselves, the others for U+0100
-    onwards (the table of GPT-2's encoder.py)."""
-    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [byte for byte in range(256) if byte not in visible]
-    return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
+    """Return the byte that each character in a byte-level vocabulary represents.
+
+    Byte-level tokenizers write each byte as a visible character (GPT-2's encoder.py). Printable
+    Latin-1 bytes represent themselves. U+0100 and the following characters represent the others;
+    for example, U+0120 is a space.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    symbols = {chr(byte): byte for byte in printable}
+    others = [byte for byte in range(256) if byte not in printable]
+    for i, byte in enumerate(others):
+        symbols[chr(256 + i)] = byte
+    return symbols
 
 
-def _pieces(text: str) -> Iterator[str]:
-    """`text` in pieces of at most _PIECE_CHARS, cut before a line that is not blank: with Llama 3's pattern no match
-    crosses such a place. Only a text without any such line is cut elsewhere."""
+def _divide(text: str) -> Iterator[str]:
+    """Divide a text into pieces of at most `_PIECE_CHARS` characters.
+
+    The pieces begin at lines that are not blank, because no match of Llama 3's pattern crosses the
+    beginning of such a line. Without such a line, the text is cut at the maximum length.
+    """
     start = 0
     while len(text) - start > _PIECE_CHARS:
-        cut = end = start + _PIECE_CHARS
-        while (cut := text.rfind("\n", start, cut)) >= 0 and not _NOT_BLANK.match(text, cut + 1):
-            pass
-        cut = cut + 1 if cut >= 0 else end
+        end = start + _PIECE_CHARS
+        newline = text.rfind("\n", start, end)
+        while newline >= 0 and not _NOT_BLANK.match(text, newline + 1):
+            newline = text.rfind("\n", start, newline)
+        cut = newline + 1 if newline >= 0 else end
         yield text[start:cut]
         start = cut
     yield text[start:]
 
 
-def _fingerprint_of_ranks(
-    pattern: str, ranks: Mapping[bytes, int], special: Mapping[str, int], bos_id: int | None, eos_id: int
+def _hash_ranks(
+    pattern: str,
+    ranks: Mapping[bytes, int],
+    special: Mapping[str, int],
+    bos_id: int | None,
+    eos_id: int,
 ) -> str:
-    """Of a byte-level BPE in tiktoken's way: texts are split by `pattern`; of the neighbours in a piece whose bytes
-    together are a token, the one of the lowest rank is joined first."""
-    header = json.dumps([pattern, sorted(special.items()), bos_id, eos_id]).encode()
-    lines = (b"%d %d " % (rank, len(token)) + token for token, rank in sorted(ranks.items()))
-    return f"ids:{_sha256(header + b''.join(lines))}"
+    """Return the fingerprint of a byte-level BPE tokenizer that merges like tiktoken.
+
+    Such a tokenizer splits texts by `pattern`. Within each piece, it first merges the neighbors
+    whose bytes form the token with the lowest rank.
+
+    Args:
+        pattern: Regular expression that splits texts.
+        ranks: Rank of each ordinary token, by its bytes.
+        special: Id of each special token, by its name.
+        bos_id: Id that begins each document, or None.
+        eos_id: Id that ends each document.
+    """
+    digest = hashlib.sha256()
+    header = json.dumps([pattern, sorted(special.items()), bos_id, eos_id])
+    digest.update(header.encode())
+    for token, rank in sorted(ranks.items()):
+        digest.update(b"%d %d " % (rank, len(token)) + token)
+    return f"ids:{digest.hexdigest()}"
 
 
 def _sha256(content: bytes) -> str:
+    """Return the SHA-256 of `content` in hexadecimal."""
     return hashlib.sha256(content).hexdigest()

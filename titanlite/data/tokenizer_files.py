@@ -1,7 +1,7 @@
-"""Makes tokenizer files: a byte-level BPE from text, and what other programs read.
+"""Training tokenizers, and writing tokenizer files for other programs.
 
-Invariant: a tokenizer.model and the tokenizer.json made of it give the same ids on any text, and the same texts give
-the same files.
+Invariant: A tokenizer.model and the tokenizer.json converted from it encode any text to the same
+ids. Training on the same texts writes the same files.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from typing import Any
 import numpy as np
 
 from titanlite.config.errors import UserError
-from titanlite.config.files import make_folder, not_writable, write_whole
+from titanlite.config.files import find_write_problem, make_folder, write_output
 from titanlite.config.schema import Dataset, JobConfig
 from titanlite.data import tokenizer as formats
+from titanlite.data.documents import source_specs
 from titanlite.data.mixture import stage_weights
 from titanlite.data.shuffle import permuted
-from titanlite.data.sources.base import Prepared, RandomAccess, Source
+from titanlite.data.sources.base import RandomAccess, Source
 from titanlite.data.sources.files import open_source
-from titanlite.data.stream import source_specs
+from titanlite.data.sources.records import Prepared
 from titanlite.data.tokenizer import (
     HuggingFaceTokenizer,
     TiktokenTokenizer,
@@ -36,16 +37,19 @@ from titanlite.data.tokenizer import (
 )
 
 _SAMPLE_DOCUMENTS = 256
+_MAX_TOKEN_BYTES = 256  # longer tokens would be lines of dashes rather than words
 
 
 @dataclass
-class Trained:
-    """A tokenizer that was made, and the text that it was made from.
+class TrainedTokenizer:
+    """The files of a trained tokenizer, and statistics of the text it was trained on.
 
     Attributes:
-        tiktoken, json: its files, which give the same ids.
-        documents, num_bytes: what it was trained on.
-        bytes_per_token: of a sample of these documents.
+        tiktoken: Path of tokenizer.model.
+        json: Path of tokenizer.json, which gives the same ids.
+        documents: Number of training documents.
+        num_bytes: Number of bytes of the training text in UTF-8.
+        bytes_per_token: Compression of the tokenizer, measured on up to 256 training documents.
     """
 
     tiktoken: Path
@@ -56,131 +60,205 @@ class Trained:
 
 
 def train_tokenizer(
-    dataset: Dataset, out: Path, vocab_size: int, max_bytes: int = 1_000_000_000, job: JobConfig | None = None
-) -> Trained:
-    """Make a byte-level BPE with Llama 3's split pattern and special tokens, in both file formats.
+    dataset: Dataset,
+    out: Path,
+    vocab_size: int,
+    max_bytes: int = 1_000_000_000,
+    job: JobConfig | None = None,
+) -> TrainedTokenizer:
+    """Train a byte-level BPE tokenizer with Llama 3's split pattern and special tokens.
 
     Args:
-        dataset: says where the text is. Each source of a mix is read by its weight.
-        out: a folder, which is made if it is not there.
-        vocab_size: number of ids, with Llama 3's 256 special tokens.
-        max_bytes: largest amount of text to read.
-        job: has the keys of a source that a plugin brings.
+        dataset: Sources of the text. The sources of a mixture are read in proportion to their
+            weights.
+        out: Folder for tokenizer.model and tokenizer.json.
+        vocab_size: Number of ids, including Llama 3's 256 special tokens.
+        max_bytes: Maximum number of bytes of text to read.
+        job: The job, whose sections configure the sources of plugins.
+
+    Returns:
+        The paths of the written files, and statistics of the text.
 
     Raises:
-        UserError: `out` has a tokenizer already or cannot be written, or the text cannot be read or is too little.
+        UserError: If `out` cannot be written or already contains a tokenizer, or if the text cannot
+            be read or is too small for `vocab_size` ids.
     """
-    made = Trained(out / "tokenizer.model", out / "tokenizer.json")
-    for file in (made.tiktoken, made.json):
+    trained = TrainedTokenizer(out / "tokenizer.model", out / "tokenizer.json")
+    for file in (trained.tiktoken, trained.json):
         if os.path.lexists(file):
-            raise UserError(f"{file} exists already. Choose another folder, or remove it.")
-    if problem := not_writable(out.absolute()):
-        raise UserError(f"{out} cannot be made: {problem}")
-    (_, weights), *_ = stage_weights(dataset)
-    most = [int(max_bytes * weight / sum(weights)) for weight in weights]
-    shares = [(open_source(spec, job), share) for spec, share in zip(source_specs(dataset), most, strict=True) if share]
+            raise UserError(f"{file} already exists. Choose another folder, or remove it.")
+    if problem := find_write_problem(out.absolute()):
+        raise UserError(f"cannot create {out}: {problem}")
+
+    _, weights = stage_weights(dataset)[0]  # of the first stage
     skip_bad = dataset.on_bad_record == "skip"
-    texts = chain.from_iterable(_texts(made, source, share, skip_bad) for source, share in shares)
+    parts = []
+    for spec, weight in zip(source_specs(dataset), weights, strict=True):
+        source_bytes = int(max_bytes * weight / sum(weights))
+        if source_bytes > 0:
+            source = open_source(spec, job)
+            parts.append(_read_texts(trained, source, source_bytes, skip_bad))
+    texts = chain.from_iterable(parts)
     sample = list(islice(texts, _SAMPLE_DOCUMENTS))
     tokens = _train(chain(sample, texts), vocab_size)
     if len(tokens) + len(llama3_special_tokens()) < vocab_size:
-        raise UserError(f"There is too little text for {vocab_size:,} ids. Lower --vocab-size.")
+        raise UserError(f"The text is too small for {vocab_size:,} ids. Lower --vocab-size.")
+
     make_folder(out)
-    write_whole(made.tiktoken, b"".join(base64.b64encode(token) + b" %d\n" % i for i, token in enumerate(tokens)))
-    tokenizer = TiktokenTokenizer(made.tiktoken)
-    write_whole(made.json, tiktoken_to_json(tokenizer).to_str().encode())
-    count = sum(len(tokenizer.encode_array(text)) for text in sample)
-    made.bytes_per_token = sum(len(text.encode()) for text in sample) / max(1, count)
-    return made
+    lines = [base64.b64encode(token) + b" %d\n" % i for i, token in enumerate(tokens)]
+    write_output(trained.tiktoken, b"".join(lines))
+    tokenizer = TiktokenTokenizer(trained.tiktoken)
+    write_output(trained.json, convert_tiktoken(tokenizer).to_str().encode())
+
+    num_tokens = sum(len(tokenizer.encode_array(text)) for text in sample)
+    num_bytes = sum(len(text.encode()) for text in sample)
+    trained.bytes_per_token = num_bytes / max(1, num_tokens)
+    return trained
 
 
-def _texts(made: Trained, source: Source, most_bytes: int, skip_bad: bool) -> Iterator[str]:
-    """Documents of a source up to a number of bytes, in random order where it can be read so; counts them in `made`."""
-    end, records = made.num_bytes + most_bytes, iter(source)
-    if isinstance(source, RandomAccess):
-        total = source.num_units
-        records = (source.record(int(permuted(np.array([i]), total, "tokenizer")[0])) for i in range(total))
+def _read_texts(
+    trained: TrainedTokenizer, source: Source, max_bytes: int, skip_bad: bool
+) -> Iterator[str]:
+    """Yield documents of a source until their total size reaches `max_bytes`.
+
+    Documents are read in random order if the source supports random access.
+
+    Args:
+        trained: Its counts of documents and bytes are increased.
+        source: The source.
+        max_bytes: Maximum number of bytes to read from this source.
+        skip_bad: Skip records that cannot be read instead of raising an error.
+
+    Raises:
+        UserError: If the source contains tokens instead of text.
+        BadRecord: If a record cannot be read and `skip_bad` is False.
+    """
+    last_byte = trained.num_bytes + max_bytes
+    records = _read_shuffled(source) if isinstance(source, RandomAccess) else iter(source)
     for record in records:
-        if made.num_bytes >= end:
+        if trained.num_bytes >= last_byte:
             return
         if isinstance(record, Prepared):
-            raise UserError(f"{source.name} holds tokens, not text: name the text that they were made from.")
+            problem = f"{source.name} contains tokens instead of text"
+            raise UserError(f"{problem}. Choose the text that was prepared.")
         if isinstance(record, str):
-            made.documents += 1
-            made.num_bytes += len(record.encode())
+            trained.documents += 1
+            trained.num_bytes += len(record.encode())
             yield record
         elif not skip_bad:
             raise record
 
 
+def _read_shuffled(source: RandomAccess) -> Iterator[Any]:
+    """Yield all records of a source in a random order, which is the same in each call."""
+    for i in range(source.num_units):
+        yield source.record(int(permuted(np.array([i]), source.num_units, "tokenizer")[0]))
+
+
 def _train(texts: Iterator[str], vocab_size: int) -> list[bytes]:
-    """The tokens but the special ones, in the order in which they were joined: the 256 bytes, then ever longer ones. If
-    the texts do not hold so many, there are fewer."""
+    """Return the tokens of a BPE vocabulary trained on `texts`, without special tokens.
+
+    The 256 single bytes come first, then merged tokens in the order in which they were merged. A
+    token's index is its id.
+
+    Args:
+        texts: Training documents.
+        vocab_size: Number of ids including special tokens. The result is smaller than requested if
+            the texts do not contain enough different tokens.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = _splits()
-    size, alphabet = vocab_size - len(llama3_special_tokens()), sorted(pre_tokenizers.ByteLevel.alphabet())
-    # A token of more than 256 bytes is a ruler of dashes, not a word.
-    trainer = trainers.BpeTrainer(vocab_size=size, max_token_length=256, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.pre_tokenizer = _create_pre_tokenizer()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - len(llama3_special_tokens()),
+        max_token_length=_MAX_TOKEN_BYTES,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
     tokenizer.train_from_iterator(texts, trainer)
-    vocab, to_byte = tokenizer.get_vocab(), byte_level_symbols()
-    return [bytes(to_byte[symbol] for symbol in token) for token in sorted(vocab, key=vocab.__getitem__)]
+
+    vocab = tokenizer.get_vocab()
+    byte_of = byte_level_symbols()
+    tokens = sorted(vocab, key=vocab.__getitem__)
+    return [bytes(byte_of[symbol] for symbol in token) for token in tokens]
 
 
-def _splits() -> Any:
+def _create_pre_tokenizer() -> Any:
+    """Create the pre-tokenizer that splits texts by Llama 3's pattern and maps bytes to symbols."""
     from tokenizers import Regex, pre_tokenizers
 
     split = pre_tokenizers.Split(Regex(formats.LLAMA3_PATTERN), behavior="isolated")
-    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([split, to_bytes])
 
 
-def tiktoken_to_json(source: TiktokenTokenizer) -> Any:
-    """The same tokenizer as a `tokenizers.Tokenizer`. It gives the same ids, and puts bos before a text."""
+def convert_tiktoken(source: TiktokenTokenizer) -> Any:
+    """Convert a tiktoken tokenizer to a `tokenizers.Tokenizer` that gives the same ids.
+
+    The result is used to write tokenizer.json. By default, it adds BOS to each text, as Llama 3's
+    tokenizer does.
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models, processors
 
-    specials, symbols = llama3_special_tokens(), {byte: symbol for symbol, byte in byte_level_symbols().items()}
-    tokens = ["".join(map(symbols.__getitem__, token)) for token in sorted(source.ranks, key=source.ranks.__getitem__)]
-    known = set(tokens)
-    # tiktoken joins any neighbours whose bytes together are a token; tokenizers joins listed pairs only: list them all.
-    merges = [
-        (token[:cut], token[cut:])
-        for token in tokens
-        for cut in range(1, len(token))
-        if token[:cut] in known and token[cut:] in known
-    ]
-    result: Any = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges, ignore_merges=True))
-    result.pre_tokenizer, result.decoder = _splits(), decoders.ByteLevel()
-    result.add_special_tokens([AddedToken(name, special=True) for name in specials])
-    bos = specials[0]
-    begin = processors.TemplateProcessing(f"{bos} $A", f"{bos} $A {bos} $B", [(bos, len(tokens))])
-    result.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), begin])
+    symbol_of = {byte: symbol for symbol, byte in byte_level_symbols().items()}
+    tokens = []
+    for token_bytes in sorted(source.ranks, key=source.ranks.__getitem__):
+        tokens.append("".join(symbol_of[byte] for byte in token_bytes))
+    ids = {token: i for i, token in enumerate(tokens)}
+
+    # tiktoken merges any neighbors whose bytes form a token; tokenizers merges listed pairs only.
+    merges = []
+    for token in tokens:
+        for cut in range(1, len(token)):
+            if token[:cut] in ids and token[cut:] in ids:
+                merges.append((token[:cut], token[cut:]))
+
+    result: Any = Tokenizer(models.BPE(ids, merges, ignore_merges=True))
+    result.pre_tokenizer = _create_pre_tokenizer()
+    result.decoder = decoders.ByteLevel()
+    special_names = llama3_special_tokens()
+    result.add_special_tokens([AddedToken(name, special=True) for name in special_names])
+
+    bos = special_names[0]
+    bos_id = len(tokens)
+    add_bos = processors.TemplateProcessing(f"{bos} $A", f"{bos} $A {bos} $B", [(bos, bos_id)])
+    result.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), add_bos])
     return result
 
 
 def write_tokenizer(tokenizer: Tokenizer, out: Path, max_seq_len: int) -> dict[str, int | None]:
-    """Write a tokenizer into a Hugging Face folder. Tiktoken's format is converted. The file of a plugin's tokenizer is
-    copied as it is, and transformers does not load it.
+    """Write the tokenizer files of an exported model into its Hugging Face folder.
+
+    A tokenizer in the tiktoken format is converted to tokenizer.json. The file of a plugin's
+    tokenizer is copied unchanged, and transformers cannot load it.
 
     Args:
-        max_seq_len: longest sequence of the model, in tokens.
+        tokenizer: The tokenizer of the model.
+        out: The model folder.
+        max_seq_len: Longest sequence of the model, in tokens.
 
     Returns:
-        bos_token_id and eos_token_id.
+        The entries "bos_token_id" and "eos_token_id" for the configuration of the model.
     """
-    path, config = tokenizer.path, {}
+    path = tokenizer.path
     ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+    config: dict[str, Any] = {}
     if isinstance(tokenizer, TiktokenTokenizer):
-        tiktoken_to_json(tokenizer).save(str(out / "tokenizer.json"), pretty=False)
+        convert_tiktoken(tokenizer).save(str(out / "tokenizer.json"), pretty=False)
     elif isinstance(tokenizer, HuggingFaceTokenizer):
         shutil.copyfile(path, out / "tokenizer.json")
-        config = formats.read_config(path)  # it may have a chat template or other names
+        config = formats.read_config(path)  # can contain a chat template and other settings
     else:
         shutil.copyfile(path, out / path.name)
         return ids
+
     if not config:
-        names = {key.removesuffix("_id"): tokenizer.decode([token]) for key, token in ids.items() if token is not None}
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", **names, "model_max_length": max_seq_len}
-    config["split_special_tokens"] = True  # what looks like a special token in a text is text, as in training
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_seq_len}
+        for key, token in ids.items():
+            if token is not None:
+                config[key.removesuffix("_id")] = tokenizer.decode([token])
+    # Text that looks like a special token is encoded as ordinary text, as in training.
+    config["split_special_tokens"] = True
     (out / formats.CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     return ids

@@ -1,12 +1,13 @@
-"""Text that is scored and never trained on: the fixed rows of validation, and the windows of any text.
+"""Text that is scored and never trained on: validation sequences, and windows over evaluated files.
 
-Invariant: the rows of validation depend on the sources, the seed and seq_len alone, and each token of a text is scored
-exactly once, however rows are spread over batches and ranks. All ranks have the same number of microbatches, because a
-rank with more would wait for the others in a collective.
+Invariant: The validation sequences depend only on the sources, the seed and seq_len, and each token
+of an evaluated text is scored exactly once, for any batch size and number of ranks. All ranks have
+the same number of microbatches, because a rank with more would wait for the others in a collective.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,83 +18,151 @@ import torch
 
 from titanlite.config.run import Run
 from titanlite.config.schema import Dataset
-from titanlite.data.batch import IGNORED, Microbatch, Window, make_microbatch, padded_length, padded_microbatch
-from titanlite.data.sources.base import BadRecord, Prepared, Source
-from titanlite.data.stream import BatchReader, DocumentTokenizer, OutOfData, PackedDataset, Row, report_skipped
+from titanlite.data.batch import Window, make_microbatch, padded_length, padded_microbatch
+from titanlite.data.documents import DocumentTokenizer, log_skipped_records
+from titanlite.data.sources.base import Source
+from titanlite.data.sources.records import BadRecord, Prepared
+from titanlite.data.stream import OutOfData, PackedDataset, PackedSequence, SequenceReader
 from titanlite.data.tokenizer import Tokenizer
+from titanlite.model.microbatch import IGNORE_INDEX, Microbatch
 
-_BATCHES = 16  # so many batches are cut from windows that were sorted by length, because that saves padding
+SORTED_BATCHES = 16  # windows for this many batches are sorted by length to reduce padding
 
 
 class ValidationSet:
-    """Rows of the source in [validation]; with validation.holdout, rows of the held-out documents of [dataset]. No
-    document is read twice: a source that is too small gives fewer rows.
+    """A fixed set of validation sequences, on which a run computes its validation loss.
 
-    Args:
-        dp_rank: which of the run's data-parallel ranks this one is.
+    The sequences come from the source in [validation], or from the documents of [dataset] that
+    validation.holdout holds out. No document is read twice, so a small source yields fewer
+    sequences than validation.sequences.
 
     Attributes:
-        num_sequences: rows over all ranks.
-        num_tokens: labels that are not -100, over all ranks.
-        num_bytes: bytes of text that these labels stand for.
-
-    Raises:
-        UserError: a source is missing, or holds less than one row.
+        num_sequences: Number of sequences over all ranks.
+        num_tokens: Number of labels that are not IGNORE_INDEX, over all ranks.
+        num_bytes: Number of bytes of text that these labels represent, to compute bits per byte.
     """
 
     def __init__(self, run: Run, tokenizer: Tokenizer, dp_rank: int, device: torch.device) -> None:
-        validation, dataset = run.job.validation, run.job.dataset
-        local, ranks = run.job.training.local_batch_size, run.degrees.data
-        documents = DocumentTokenizer.of_run(run, tokenizer, True)
-        held_out, keys = documents.held_out, getattr(run.job, documents.section)
-        keys = keys.model_dump(include=set(Dataset.model_fields))
-        for table in (keys, *keys["sources"]):
-            table["max_epochs"] = 1
-        for stage in keys.get("stages", ()):
-            stage["global_batch_size"] = None  # of the training
-        once = Dataset.model_validate(keys)
-        data = PackedDataset(run, once, documents, run.validation_seed, validation.sequences)
-        self._device, self._document_mask = device, dataset.document_mask
-        self._name = " + ".join(source.name for source in data.sources)
-        reader, rows = BatchReader(data), list[Row]()
-        with suppress(OutOfData):  # then there are fewer rows than asked for; describe() gives their number
-            for k, (source, number) in enumerate(data.mixture.next_batch()):
-                rows.append(reader.read(source, number, k))
-                if not held_out:  # otherwise the training reads, and reports, the same records
-                    report_skipped(rows[-1].skipped)
-        self.num_sequences = len(rows)
-        count = -(-len(rows) // (ranks * local)) * local  # the same on all ranks
-        filler = rows[0]._replace(segments=rows[0].segments[:0])  # all of it is padding
-        own = [*rows[dp_rank::ranks], *[filler] * count][:count]
-        self._batches = [own[i : i + local] for i in range(0, count, local)]
+        """Read all validation sequences, and keep those of one data-parallel rank in memory.
 
-        starts, cpu = range(0, len(rows), local), torch.device("cpu")
-        labels = [make_microbatch(rows[i : i + local], self._document_mask, cpu)[1] for i in starts]
-        counts = np.bincount(np.concatenate([label[label != IGNORED] for label in labels]))  # of each token
-        self.num_tokens = int(counts.sum())
-        text = [token for token in np.flatnonzero(counts).tolist() if token not in (tokenizer.bos_id, tokenizer.eos_id)]
-        self.num_bytes = sum(int(counts[token]) * len(tokenizer.token_bytes(token)) for token in text)
+        Args:
+            run: The run.
+            tokenizer: Tokenizer of the run.
+            dp_rank: Index of this data-parallel rank.
+            device: Device of the microbatches.
+
+        Raises:
+            UserError: If a source is missing or smaller than one sequence.
+        """
+        self._device = device
+        self._document_mask = run.job.dataset.document_mask
+        documents = DocumentTokenizer.for_run(run, tokenizer, validation=True)
+        dataset = _read_once(getattr(run.job, documents.section))
+        data = PackedDataset(
+            run, dataset, documents, run.validation_seed, run.job.validation.sequences
+        )
+        self._name = " + ".join(source.name for source in data.sources)
+        sequences = _read_sequences(data)
+        self.num_sequences = len(sequences)
+
+        # Fill up with padding, so that all ranks have the same number of full microbatches.
+        local_batch_size = run.job.training.local_batch_size
+        num_ranks = run.degrees.data
+        num_batches = math.ceil(len(sequences) / (num_ranks * local_batch_size))
+        num_local = num_batches * local_batch_size
+        padding = sequences[0]._replace(segments=sequences[0].segments[:0])
+        local = sequences[dp_rank::num_ranks]
+        local += [padding] * (num_local - len(local))
+        self._batches = [
+            local[start : start + local_batch_size]
+            for start in range(0, num_local, local_batch_size)
+        ]
+
+        token_counts = self._count_labels(sequences, local_batch_size)
+        self.num_tokens = int(token_counts.sum())
+        self.num_bytes = 0
+        for token in np.flatnonzero(token_counts).tolist():
+            if token not in (tokenizer.bos_id, tokenizer.eos_id):
+                self.num_bytes += int(token_counts[token]) * len(tokenizer.token_bytes(token))
 
     def batches(self) -> Iterator[Microbatch]:
-        """This rank's rows, the same each time. Rows that only fill up a microbatch have no valid label."""
-        for rows in self._batches:
-            yield make_microbatch(rows, self._document_mask, self._device)[0]
+        """Yield this rank's microbatches, on the device.
+
+        All ranks yield the same number. If there are too few sequences, microbatches are filled
+        with padding sequences, which have no valid labels.
+        """
+        for sequences in self._batches:
+            yield make_microbatch(sequences, self._document_mask, self._device)[0]
 
     def describe(self) -> str:
-        """One line for the log."""
+        """Return one line for the log with the number of sequences and the names of the sources."""
         return f"{self.num_sequences:,} sequences of {self._name}"
+
+    def _count_labels(self, sequences: list[PackedSequence], batch_size: int) -> np.ndarray:
+        """Count how often each token id is a label.
+
+        Args:
+            sequences: The sequences of all ranks.
+            batch_size: Number of sequences to process at once.
+
+        Returns:
+            Counts, indexed by token id.
+        """
+        labels = []
+        for start in range(0, len(sequences), batch_size):
+            part = sequences[start : start + batch_size]
+            part_labels = make_microbatch(part, self._document_mask, torch.device("cpu"))[1]
+            labels.append(part_labels[part_labels != IGNORE_INDEX])
+        return np.bincount(np.concatenate(labels))
+
+
+def _read_once(section: Dataset) -> Dataset:
+    """Copy a data section, and change the copy so that each document is read at most once.
+
+    Sets max_epochs = 1, and removes the batch sizes of [[dataset.stages]], which apply to training.
+    """
+    values = section.model_dump(include=set(Dataset.model_fields))
+    for source in (values, *values["sources"]):
+        source["max_epochs"] = 1
+    for stage in values.get("stages", ()):
+        stage["global_batch_size"] = None
+    return Dataset.model_validate(values)
+
+
+def _read_sequences(data: PackedDataset) -> list[PackedSequence]:
+    """Read the whole validation set, which the dataset returns as one global batch.
+
+    The list has validation.sequences sequences, or fewer if a source ends before.
+    """
+    reader = SequenceReader(data)
+    sequences: list[PackedSequence] = []
+    with suppress(OutOfData):
+        for index, (source, number) in enumerate(data.mixture.next_batch()):
+            sequence = reader.read(source, number, index)
+            sequences.append(sequence)
+            # Held-out documents are in the files of [dataset], whose skipped records training logs.
+            if not data.documents.is_validation:
+                log_skipped_records(sequence.skipped)
+    return sequences
 
 
 @dataclass
 class TextWindows:
-    """The windows of all documents of some files, as in transformers' guide on the perplexity of models with a fixed
-    length. Each begins `stride` tokens after the one before, and is scored on the tokens that no earlier one of its
-    document has reached. So a token has at least `length - stride` tokens before it, or all that the document has.
+    """Yields overlapping windows over the documents of some files, to compute their perplexity.
+
+    Each window begins `stride` tokens after the previous one, and is scored on the tokens that no
+    earlier window of the document contains. A token is therefore predicted from at least `length -
+    stride` tokens, or from all tokens before it in the document. The Hugging Face guide on the
+    perplexity of fixed-length models describes the method.
 
     Attributes:
-        stride: less than `length`.
-        documents, tokens, num_bytes: what was read so far: documents, tokens that are scored, and the UTF-8 bytes that
-            they stand for.
+        sources: The opened files.
+        tokenizer: Tokenizer of the model.
+        length: Maximum number of tokens per window.
+        stride: Number of tokens between the beginnings of two windows, less than `length`.
+        documents: Number of documents read so far.
+        tokens: Number of scored tokens so far.
+        num_bytes: Number of UTF-8 bytes that the scored tokens represent.
     """
 
     sources: list[Source]
@@ -105,43 +174,74 @@ class TextWindows:
     num_bytes: int = 0
 
     def __iter__(self) -> Iterator[Window]:
-        """Raises UserError if a record cannot be read.
+        """Yield the windows of all documents.
 
-        A document begins with the tokenizer's bos, or with its eos if it has no bos, because in training an eos stands
-        before each document but the first. Its end is not scored, because it stands for no byte of the text.
+        A document begins with BOS, or with EOS if the tokenizer has no BOS: in training, an EOS
+        precedes each document but the first. The end of a document is not scored, because it
+        represents no bytes of text.
+
+        Raises:
+            BadRecord: If a record cannot be read.
         """
-        begin = self.tokenizer.eos_id if self.tokenizer.bos_id is None else self.tokenizer.bos_id
-        for text in (text for source in self.sources for text in source):
-            assert not isinstance(text, Prepared)
-            if isinstance(text, BadRecord):
-                raise BadRecord(str(text).replace("(text_column)", "(--text-column)"))
-            tokens = np.append(begin, self.tokenizer.encode_array(text))
-            self.documents += 1
-            self.tokens += len(tokens) - 1
-            self.num_bytes += len(text.encode("utf-8", "surrogatepass"))
-            reached = 1
-            for start in range(0, len(tokens), self.stride):
-                window = tokens[start : start + self.length]
-                if (end := start + len(window)) > reached:
-                    yield Window(window, end - reached)
-                    reached = end
+        for source in self.sources:
+            for text in source:
+                assert not isinstance(text, Prepared)
+                if isinstance(text, BadRecord):
+                    problem = str(text).replace("(text_column)", "(--text-column)")
+                    raise BadRecord(problem.replace("Set text_column", "Set --text-column"))
+                yield from self._windows_of(text)
+
+    def _windows_of(self, text: str) -> Iterator[Window]:
+        """Yield the windows of one document, and add its size to the counts of the evaluation."""
+        bos_id = self.tokenizer.bos_id
+        first_token = self.tokenizer.eos_id if bos_id is None else bos_id
+        tokens = np.append(first_token, self.tokenizer.encode_array(text))
+        self.documents += 1
+        self.tokens += len(tokens) - 1
+        self.num_bytes += len(text.encode("utf-8", "surrogatepass"))
+
+        num_scored = 1  # the first token is not predicted
+        for start in range(0, len(tokens), self.stride):
+            window = tokens[start : start + self.length]
+            end = start + len(window)
+            if end > num_scored:
+                yield Window(window, end - num_scored)
+                num_scored = end
 
 
 def window_batches(
     windows: Iterable[Window], run: Run, dp_rank: int, device: torch.device
 ) -> Iterator[tuple[list[Microbatch], list[list[int]]]]:
-    """The microbatches of one data-parallel rank, some at a time, and for each the numbers of its windows, from 0. All
-    ranks get the same number of the same shapes.
+    """Distribute windows over microbatches and data-parallel ranks.
 
-    Every rank reads all windows, because a model takes much longer than a tokenizer and the ranks need not agree.
+    Windows of similar length are batched together, which reduces padding. Every rank reads all
+    windows, because tokenizing is much cheaper than the model and requires no communication.
+
+    Args:
+        windows: The windows, in the same order on all ranks.
+        run: The run, which determines the local batch size and the number of ranks.
+        dp_rank: Index of this data-parallel rank.
+        device: Device of the microbatches.
+
+    Yields:
+        A list of microbatches of rank `dp_rank`, and for each of them the indices of its windows in
+        `windows`. All ranks get the same number of microbatches, of the same shapes.
     """
-    rows, ranks, numbered = run.job.training.local_batch_size, run.degrees.data, enumerate(windows)
-    while chunk := list(islice(numbered, _BATCHES * rows * ranks)):
-        chunk.sort(key=lambda each: -len(each[1].tokens))
-        batches, numbers = list[Microbatch](), list[list[int]]()
-        for start in range(0, len(chunk), rows * ranks):
-            part = chunk[start : start + rows * ranks]
-            own, length = part[dp_rank::ranks], padded_length(run, len(part[0][1].tokens) - 1)
-            batches.append(padded_microbatch([window for _, window in own], rows, length, device))
-            numbers.append([number for number, _ in own])
-        yield batches, numbers
+    batch_size = run.job.training.local_batch_size
+    num_ranks = run.degrees.data
+    global_size = batch_size * num_ranks  # windows in one microbatch of all ranks
+    numbered_windows = enumerate(windows)
+    while chunk := list(islice(numbered_windows, SORTED_BATCHES * global_size)):
+        chunk.sort(key=lambda numbered: len(numbered[1].tokens), reverse=True)
+        microbatches: list[Microbatch] = []
+        indices: list[list[int]] = []
+        for start in range(0, len(chunk), global_size):
+            part = chunk[start : start + global_size]
+            _, longest_window = part[0]
+            length = padded_length(run, len(longest_window.tokens) - 1)
+
+            local = part[dp_rank::num_ranks]
+            local_windows = [window for _, window in local]
+            microbatches.append(padded_microbatch(local_windows, batch_size, length, device))
+            indices.append([index for index, _ in local])
+        yield microbatches, indices

@@ -1,8 +1,9 @@
-"""A background process that reads and tokenizes ahead of the trainer.
+"""A background process that reads and tokenizes data ahead of the trainer.
 
-Invariant: a worker never outlives its trainer. An error in a worker, its death, or that it stands still is raised in
-the trainer, which never waits longer than a limit, and no longer than until it is told to stop. Nothing here imports
-torch, so that a worker starts in a fraction of a second.
+Invariant: A worker never outlives its trainer. If a worker fails, crashes or hangs, the trainer
+raises an error; it never waits longer than a fixed limit.
+
+This module does not import torch, so that a worker starts within a fraction of a second.
 """
 
 from __future__ import annotations
@@ -24,43 +25,66 @@ from typing import IO, Any
 
 from titanlite.config.errors import UserError
 from titanlite.config.schema import JobConfig
-from titanlite.data.stream import BatchReader, OutOfData, PackedDataset, Part, Row
+from titanlite.data.stream import (
+    OutOfData,
+    PackedDataset,
+    PackedSequence,
+    ReaderShard,
+    SequenceReader,
+)
 from titanlite.runtime.process import serve_parent, start_python
 
-_AT_BYTES = 3 * 8  # of what a worker reads just now: numbers of source, part and document
-_LOOK_SECONDS = 0.1
+PROGRESS_BYTES = 3 * 8  # int64 indices of the source, part and document that a worker is reading
+POLL_SECONDS = 0.1
 
 
 class WorkerError(UserError):
-    """A worker stands still, was killed, or failed by a fault of titanlite."""
+    """Raised when a data worker hangs, was killed, or failed because of a bug."""
 
     exit_code = 1
 
 
 class Interrupted(Exception):
-    """The trainer was told to stop while it waited for data."""
+    """The run was stopped while the trainer waited for data."""
 
 
 class Worker:
-    """A process that delivers the batches of `BatchReader(data, part)`, and the thread that receives them. The queue
-    limits how far the process runs ahead: when it is full, the thread stops receiving, and the process blocks in
-    sending.
+    """Reads the batches of one `SequenceReader` ahead of the trainer, in a separate process.
 
-    The process is a fresh interpreter, not a fork, because forking a process that has torch's threads or a CUDA context
-    is not safe.
+    A thread of the trainer receives the batches and puts them into a queue of dataset.prefetch
+    batches. When the queue is full, the thread stops receiving and the process blocks, which limits
+    how far the worker reads ahead. The process is a new interpreter rather than a fork, because
+    forking a process with torch threads or a CUDA context is unsafe.
 
     Args:
-        stopping: whether the trainer is told to stop; asked several times a second while it waits.
+        data: The opened sources, and the positions from which to read.
+        shard: The sequences of each global batch that this worker reads.
+        job: The job, which sets timeouts and the size of the queue.
+        is_stopping: Function that returns whether the run is about to stop. Called several times
+            per second while `next_batch` waits.
     """
 
-    def __init__(self, data: PackedDataset, part: Part, job: JobConfig, stopping: Callable[[], bool]) -> None:
-        self._sources, self._stopping = data.sources, stopping
-        # How long it may stand still, before its first batch and later. The other ranks wait for the trainer in a
-        # collective. They are told before that one's limit.
-        self._patience, self._later = job.comm.init_timeout_seconds / 2, job.comm.train_timeout_seconds / 2
+    def __init__(
+        self,
+        data: PackedDataset,
+        shard: ReaderShard,
+        job: JobConfig,
+        is_stopping: Callable[[], bool],
+    ) -> None:
+        """Start the worker process, and a thread that receives its batches.
+
+        The constructor returns before the first batch is ready.
+        """
+        self._sources = data.sources
+        self._is_stopping = is_stopping
+        # While this rank waits for data, the other ranks wait in a collective. Half their timeout
+        # ensures that this rank reports the cause first.
+        self._timeout = job.comm.init_timeout_seconds / 2
+        self._timeout_after_first_batch = job.comm.train_timeout_seconds / 2
+
         with tempfile.TemporaryFile() as shared:
-            shared.truncate(_AT_BYTES)
-            self._at = memoryview(mmap.mmap(shared.fileno(), _AT_BYTES)).cast("q")
+            shared.truncate(PROGRESS_BYTES)
+            self._progress = _map_progress(shared.fileno())
             self._process: subprocess.Popen[bytes] = start_python(
                 ["-m", "titanlite.data.worker", str(shared.fileno())],
                 {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
@@ -68,48 +92,92 @@ class Worker:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
             )
-        self._received: queue.Queue[list[Row] | Exception] = queue.Queue(maxsize=job.dataset.prefetch)
+        self._received: queue.Queue[list[PackedSequence] | Exception] = queue.Queue(
+            maxsize=job.dataset.prefetch
+        )
         pipes = self._process.stdin, self._process.stdout
-        self._thread = threading.Thread(target=self._receive, args=(*pipes, (data, part)), daemon=True)
+        self._thread = threading.Thread(
+            target=self._receive, args=(*pipes, (data, shard)), daemon=True
+        )
         self._thread.start()
 
-    def next_batch(self) -> list[Row]:
-        """As `BatchReader.next_batch`.
+    def next_batch(self) -> list[PackedSequence]:
+        """Return this worker's sequences of the next global batch, and wait for them if necessary.
 
         Raises:
-            UserError, WorkerError: the process ended, or stands still.
-            Interrupted: `stopping` said so.
+            OutOfData: If a source with `max_epochs` ends within the batch.
+            UserError: If a record cannot be read.
+            WorkerError: If the process has exited, or made no progress for half of the timeout of
+                collectives.
+            Interrupted: If the run is stopped during the wait.
         """
-        at, since = self._at.tolist(), time.monotonic()
-        while True:
-            with contextlib.suppress(queue.Empty):
-                result = self._received.get(timeout=_LOOK_SECONDS)
-                break
-            if self._stopping():
-                raise Interrupted
-            if (found := self._at.tolist()) != at:
-                at, since = found, time.monotonic()
-            if time.monotonic() - since > self._patience:
-                source = self._sources[at[0]]
-                raise WorkerError(
-                    f"a data worker (process {self._process.pid}) has stood still for {self._patience:,.0f} seconds in "
-                    f"{source.name}, {source.where(*at[1:])}. Look whether the disk or the network that holds it "
-                    "answers, and whether the process is stopped. Then start again."
-                )
-        self._patience = self._later
+        result = self._wait_for_result()
+        self._timeout = self._timeout_after_first_batch
         if isinstance(result, Exception):
             raise result
         return result
 
+    def _wait_for_result(self) -> list[PackedSequence] | Exception:
+        """Return the next batch or error that the process sends.
+
+        Raises:
+            WorkerError: If the process makes no progress until the timeout.
+            Interrupted: If the run is stopped.
+        """
+        progress = self._progress.tolist()
+        last_change = time.monotonic()
+        while True:
+            with contextlib.suppress(queue.Empty):
+                return self._received.get(timeout=POLL_SECONDS)
+            if self._is_stopping():
+                raise Interrupted
+
+            new_progress = self._progress.tolist()
+            if new_progress != progress:
+                progress = new_progress
+                last_change = time.monotonic()
+            if time.monotonic() - last_change > self._timeout:
+                raise WorkerError(self._describe_hang(progress))
+
     def close(self) -> None:
-        """End the process by SIGKILL: it holds nothing that must be closed."""
+        """Kill the process and end the thread that receives its batches.
+
+        Killing is safe, because the process writes no files.
+        """
         self._process.kill()
-        last = time.monotonic() + 5.0  # the process may wait for a disk that does not answer
-        while self._thread.is_alive() and time.monotonic() < last:  # the thread may wait for room in the queue
+        # The process may be blocked by a disk that does not respond, so do not wait forever. The
+        # thread may be waiting for space in the queue.
+        deadline = time.monotonic() + 5.0
+        while self._thread.is_alive() and time.monotonic() < deadline:
             with contextlib.suppress(queue.Empty):
                 self._received.get(timeout=0.05)
 
+    def _describe_hang(self, progress: list[int]) -> str:
+        """Return an error message that names the document at which the process hangs.
+
+        Args:
+            progress: Indices of the source, the part and the document being read.
+        """
+        source_index, part, document = progress
+        source = self._sources[source_index]
+        return (
+            f"A data worker (process {self._process.pid}) made no progress for "
+            f"{self._timeout:,.0f} seconds in {source.name}, {source.where(part, document)}. Check "
+            "that the disk or network storage responds and that the process is not suspended, then "
+            "start the run again."
+        )
+
     def _receive(self, stdin: IO[bytes], stdout: IO[bytes], setup: Any) -> None:
+        """Send `setup` to the process, and put each batch or error that it returns into a queue.
+
+        This method runs in a thread. When the process closes its pipe, the method puts an error
+        that explains why the process exited into the queue.
+
+        Args:
+            stdin: Standard input of the process.
+            stdout: Standard output of the process.
+            setup: Dataset and shard that the process reads.
+        """
         try:
             with stdout:
                 with stdin:
@@ -117,40 +185,75 @@ class Worker:
                 while True:
                     self._received.put(pickle.load(stdout))
         except (EOFError, OSError, pickle.UnpicklingError):
-            code = self._process.wait()
-            how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-            try:
-                for source in self._sources:
-                    source.check_files()  # whoever reads a mapped file that became shorter is killed by SIGBUS
-                raise WorkerError(f"a data worker (process {self._process.pid}) ended {how}. Start again to go on.")
-            except UserError as error:
-                self._received.put(error)
+            self._received.put(self._find_cause_of_exit())
+
+    def _find_cause_of_exit(self) -> UserError:
+        """Wait for the process to exit, and return an error that explains the exit.
+
+        A data file that has changed is the most likely cause, so the files are checked first.
+        """
+        code = self._process.wait()
+        try:
+            # Reading a memory-mapped file that was truncated kills the process with SIGBUS.
+            for source in self._sources:
+                source.check_files()
+        except UserError as error:
+            return error
+        cause = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return WorkerError(
+            f"A data worker (process {self._process.pid}) ended with {cause}. Start the run again "
+            "to resume."
+        )
 
 
-def main(at_file: int) -> None:
-    """Send batch after batch, until an error is sent, or the trainer ends or closes its end."""
+def main(progress_fd: int) -> None:
+    """Run a data worker, which reads batches and writes them to standard output as pickles.
+
+    The worker ends after the first error, at the end of the data, or when the trainer has ended.
+
+    Args:
+        progress_fd: Descriptor of the shared file in which the worker records which document it is
+            reading.
+    """
     out = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints is not for the trainer
-    with contextlib.suppress(BrokenPipeError):  # nobody reads any more
-        for message in _batches(at_file):
+    os.dup2(2, 1)  # libraries that print must not write into the pipe to the trainer
+    with contextlib.suppress(BrokenPipeError):  # the trainer has ended
+        for message in _read_batches(progress_fd):
             pickle.dump(message, out, pickle.HIGHEST_PROTOCOL)
             out.flush()
-    os._exit(0)  # without another attempt to write
+    os._exit(0)  # a normal exit would try to flush the broken pipe again
 
 
-def _batches(at_file: int) -> Iterator[list[Row] | Exception]:
+def _read_batches(progress_fd: int) -> Iterator[list[PackedSequence] | Exception]:
+    """Yield the batches that this worker reads, until the data ends or reading fails.
+
+    The trainer sends the dataset and the worker's shard of each batch to standard input. An error
+    or the end of the data is yielded as the last item, so that the trainer can raise it.
+
+    Args:
+        progress_fd: Descriptor of the shared file in which the worker records which document it is
+            reading.
+    """
     try:
         try:
-            data, part = pickle.load(sys.stdin.buffer)
+            data, shard = pickle.load(sys.stdin.buffer)
         except (EOFError, pickle.UnpicklingError):
-            return  # the trainer was killed while it sent them
-        reader = BatchReader(data, part, memoryview(mmap.mmap(at_file, _AT_BYTES)).cast("q"))
+            return  # the trainer was killed while it sent the setup
+        reader = SequenceReader(data, shard, _map_progress(progress_fd))
         while True:
             yield reader.next_batch()
     except (UserError, OutOfData) as error:
         yield error
-    except Exception:
-        yield WorkerError(f"a data worker failed:\n{traceback.format_exc()}")
+    except Exception:  # a bug, whose traceback would otherwise be lost
+        yield WorkerError(f"A data worker failed:\n{traceback.format_exc()}")
+
+
+def _map_progress(fd: int) -> memoryview:
+    """Map the shared progress file into memory as three int64 numbers.
+
+    The numbers are the indices of the source, the part and the document being read.
+    """
+    return memoryview(mmap.mmap(fd, PROGRESS_BYTES)).cast("q")
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""What a run does beside its steps: one hook a file. titanlite/train/build.py has them in their order."""
+"""Optional parts of a run, one hook per file. `titanlite/train/build.py` defines their order."""

@@ -1,139 +1,296 @@
-"""Checkpoints: a start goes on from the newest one, and saves are made where they are due.
+"""Save checkpoints during a run, and resume from the newest one at the start.
 
-Invariant: what is saved after a step is the state of exactly that step, with what the hooks add to it.
+Invariant: A checkpoint contains the state after exactly its step, including the state that hooks
+add in `Hook.saving`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
-from titanlite.checkpoint.folder import CheckpointFolder
-from titanlite.checkpoint.live_tensors import LiveState
+from titanlite.checkpoint.dcp import LiveState
+from titanlite.checkpoint.load import Resumer
+from titanlite.checkpoint.manifest import BEST_CHECKPOINT, CheckpointContext
 from titanlite.checkpoint.mirror import Mirror
-from titanlite.checkpoint.resume import Resumer
 from titanlite.checkpoint.save import Saver
 from titanlite.config.errors import CheckpointError
+from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
 from titanlite.data.tokenizer_files import write_tokenizer
-from titanlite.hooks.hook import Hook, Request, Training
+from titanlite.hooks.hook import Hook
+from titanlite.hooks.hook_state import hook_tensors, prepare_hooks
 from titanlite.observe.flops import num_params
-from titanlite.parallel.float8 import precompute_scales
+from titanlite.optim.build import has_modes
+from titanlite.optim.clip import StepSums
+from titanlite.runtime.rank_group import RankGroup
+
+if TYPE_CHECKING:
+    from titanlite.train.trainer import Trainer
 
 
-def open_folder(training: Training, job: JobConfig, changes: bool = True) -> Resumer:
-    """What loads the checkpoints of a run. Their folder is open until the trainer closes.
+def open_checkpoints(trainer: Trainer, job: JobConfig) -> Resumer:
+    """Create the object that loads the checkpoints of a trainer's run.
+
+    The caller closes `context.ranks` of the result, which is a process group.
 
     Args:
-        job: compared with those of the checkpoints.
-        changes: see `CheckpointFolder`.
+        trainer: The trainer, whose model, optimizer, hooks and loader receive the loaded state.
+        job: Job to compare with the jobs stored in the checkpoints.
     """
-    live = LiveState(training.model, training.optimizer, training.hook_tensors)
-    path, json_job = training.run.checkpoint_folder, job.model_dump(mode="json")
-    folder = CheckpointFolder(job.checkpoint, path, live, training.log, json_job, changes)
-    training.opened.callback(folder.ranks.close)
-    return Resumer(folder, training.tokenizer.is_known_as, training.loader.compare)
+    live = LiveState(
+        trainer.model,
+        trainer.optimizer,
+        trainer.new_optimizer,
+        partial(hook_tensors, trainer.hooks),
+        partial(prepare_hooks, trainer.hooks, trainer.warn),
+    )
+    context = CheckpointContext(
+        job.checkpoint,
+        trainer.run.checkpoint_folder,
+        live,
+        RankGroup(job.checkpoint.timeout_seconds),
+        trainer.log,
+        job.model_dump(mode="json"),
+    )
+    return Resumer(context, trainer.tokenizer.is_known_as, trainer.loader.compare)
 
 
-class Checkpoints(Hook):
-    """Loads before the run starts, and saves every checkpoint.interval steps and where it is asked to."""
+class WaitForCopies(Hook):
+    """Makes each update of weights and hook tensors wait until an async save has copied them.
 
-    def built(self, training: Training) -> None:
-        self._training, self._interval = training, training.run.job.checkpoint.interval
-        self._due = -1  # a step that is saved whatever was asked for
+    The wait is needed only with checkpoint.async_mode = "async_with_pinned_mem", where the copies
+    to CPU memory run while the next step computes.
+    """
+
+    observes_only = True
+
+    def __init__(self, saver: Saver) -> None:
+        """Wait for the copies of `saver`."""
+        self._saver = saver
+
+    def before_update(self, step: int, sums: StepSums, skip: Tensor) -> None:
+        """Wait for the copies."""
+        self._saver.wait_for_copies()
+
+
+class Checkpointer:
+    """Saves the checkpoints of a run, and resumes the run from the newest one.
+
+    The trainer creates a Checkpointer on every rank if checkpoint.enable is true. All ranks call
+    each method together.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        """Store the trainer, and read no files yet. Call `load` once the trainer is built."""
+        self._trainer = trainer
+        self._due_step = -1  # step to save even if no rank requests a save
+        self._resources = ExitStack()
         self._mirror: Mirror | None = None
 
     def load(self) -> None:
-        training, run, job = self._training, self._training.run, self._training.run.job
-        self._resumer = open_folder(training, job)
-        folder = self._resumer.folder
-        weight, moment = (getattr(torch, dtype).itemsize for dtype in (job.training.dtype, run.state_dtype))
-        folder.check_room(num_params(run.arch) * (weight + 2 * moment + 4 * bool(job.ema.decay)))
-        if job.checkpoint.mirror is not None:
-            self._mirror = Mirror(folder, self._resumer.compare)
-            training.opened.callback(self._mirror.close)
-            self._mirror.restore()
-        write_files = partial(write_tokenizer, training.tokenizer, max_seq_len=run.arch.max_seq_len)
-        self._saver = Saver(folder, write_files, lambda step: training.tell(Hook.saved, step), self._mirror)
-        training.opened.callback(self._saver.close)
-        if (state := self._resumer.load()) is not None:
-            training.load_state_dict(state)
-            self._saver.loaded_step = state["step"]
-            self._saver.link_best()  # a kill may have come between a save and the link, or the run goes back
-        if self._mirror is not None:
-            self._mirror.begin(training.steps_done)
+        """Resume from the newest valid checkpoint, or else load checkpoint.initial_load_path.
 
-    def wants(self, step: int) -> Request:
-        return Request(save=step % self._interval == 0)
+        Also prepare the checkpoint folder for saves. If the job has a mirror (a URL to which
+        checkpoints are copied), first download the newest checkpoint from the mirror if it is
+        newer.
+
+        Raises:
+            UserError: If the disk lacks space for a checkpoint, or the job does not fit the
+                checkpoint.
+            CheckpointError: If there are checkpoints, but no valid one.
+        """
+        trainer = self._trainer
+        self._resumer = open_checkpoints(trainer, trainer.job)
+        context = self._resumer.context
+        self._resources.callback(context.ranks.close)
+        context.prepare_folder()
+        context.check_free_space(_estimate_bytes(trainer.run))
+        if trainer.job.checkpoint.mirror is not None:
+            self._mirror = Mirror(context, self._resumer.check_job)
+            self._resources.callback(self._mirror.close)
+            self._mirror.restore()
+        self._create_saver(context)
+
+        state = self._resumer.load()
+        if state is not None:
+            trainer.load_state_dict(state)
+            self._saver.loaded_step = state["step"]
+            # Needed after load_step, or if the last start was killed before it updated the link.
+            self._saver.update_best_link()
+        if self._mirror is not None:
+            self._mirror.begin(trainer.steps_done)
+
+    def _create_saver(self, context: CheckpointContext) -> None:
+        """Create the object that saves checkpoints. Make weight updates wait for async copies."""
+        trainer = self._trainer
+        max_seq_len = trainer.run.arch.max_seq_len
+        write_files = partial(write_tokenizer, trainer.tokenizer, max_seq_len=max_seq_len)
+
+        def report_saved(step: int) -> None:
+            for hook in trainer.hooks:
+                hook.saved(step)
+
+        self._saver = Saver(context, write_files, report_saved, self._mirror)
+        self._resources.callback(self._saver.close)
+        # First, because other hooks change their tensors in `before_update`.
+        trainer.hooks.insert(0, WaitForCopies(self._saver))
 
     def save_if_best(self, step: int, loss: float) -> None:
-        """Save `step`, which has just been done, if no checkpoint has such a low validation loss."""
-        if self._saver.improves(loss):
-            self._due = step
+        """Save a checkpoint after `step` if its validation loss is the lowest of all checkpoints.
 
-    def go_back(self, step: int) -> int | None:
-        """Load weights, optimizer and the tensors of the hooks, nothing else, from the newest good checkpoint, and have
-        that saved as `step`, which has just been done. All ranks call it together, before this hook's `act`.
+        The save happens when the trainer next calls `save`, because `is_due` then returns True.
+
+        Args:
+            step: The step that has just been validated.
+            loss: Its validation loss.
+        """
+        if self._saver.is_best(loss):
+            self._due_step = step
+
+    def is_due(self, step: int) -> bool:
+        """Return whether `step` must be saved even if no rank requests a save.
+
+        This is the case after the best validation so far (`save_if_best`) and after a rollback.
+        """
+        return step == self._due_step
+
+    def roll_back(self, step: int) -> int | None:
+        """Restore weights, optimizer state and hook tensors from the newest valid checkpoint.
+
+        The spike guard calls this after a loss spike. The step count and the data position do not
+        change. The trainer then saves the restored state as a checkpoint of `step`.
+
+        Args:
+            step: The step that has just been completed. It has not been saved yet.
 
         Returns:
-            The step of that checkpoint; None: there is none, and nothing has changed.
+            The step of the loaded checkpoint. None if there is no checkpoint, and nothing has
+            changed.
         """
-        self._saver.settle()
-        if (state := self._resumer.load_before(step, forget=True)) is None:
+        self._saver.wait_until_saved()
+        with self._trainer.evaluation_mode():
+            state = self._resumer.load_before(step)
+        if state is None:
             return None
-        precompute_scales(self._training.model, self._training.run.job.float8)
-        self._due = step
+        self._trainer.train_step.precompute_scales()
+        self._due_step = step
         return state["step"]
 
-    def act(self, step: int, asked: Request) -> None:
-        if asked.save or step == self._due:
-            self._training.tell(Hook.saving, step)
-            with self._training.meter.timing("checkpoint"):
-                self._saver.settle()
-                self._saver.save(step, self._training.state_dict(), last=asked.last)
+    def save(self, step: int, is_last: bool = False) -> None:
+        """Save the state after `step` as a checkpoint.
 
-    def numbers(self, step: int) -> Mapping[str, Any]:
-        return self._saver.stats() | ({"failed_mirrors": len(self._mirror.failed)} if self._mirror is not None else {})
+        Args:
+            step: The step that has just been completed.
+            is_last: Whether the run ends here. If so, also write the outputs that the options
+                checkpoint.last_save_* select, such as a Hugging Face export.
+        """
+        trainer = self._trainer
+        with trainer.evaluation_mode():
+            for hook in trainer.hooks:
+                hook.saving(step)
+            with trainer.meter.timing("checkpoint"):
+                # Complete the previous save first: it calls `Hook.saved`, which may change the
+                # state of a hook.
+                self._saver.wait_until_saved()
+                state = trainer.state_dict()
+                self._saver.save(step, state, last=is_last)
+                if has_modes(trainer.optimizer):
+                    self._saver.wait_for_copies()  # leaving evaluation mode changes the weights
 
-    def ended(self, step: int, stopped: str) -> CheckpointError | None:
-        self._saver.settle()
-        if self._saver.holds(step):
-            if self._mirror is None:
-                return None
-            arrived = self._mirror.finished(self._training.alive)
-            self._saver.purge()  # again: what was under way to the mirror was kept
-            if arrived:
-                return None
-            text = f"The newest checkpoint is saved, but not in {self._training.run.job.checkpoint.mirror}"
-            why = "the log says why, or checkpoint.timeout_seconds were too few"
-            return CheckpointError(f"{stopped and f'{stopped}. '}{text}: {why}. Start again to copy it.")
+    def stats(self) -> dict[str, Any]:
+        """Count failed saves, waits for a save in progress, and failed copies to the mirror.
+
+        Returns:
+            The metrics "failed_saves", "save_waits" and, if the job has a mirror, "failed_mirrors".
+        """
+        stats: dict[str, Any] = dict(self._saver.stats())
+        if self._mirror is not None:
+            stats["failed_mirrors"] = len(self._mirror.failed)
+        return stats
+
+    def finish(self, step: int, stopped: str) -> CheckpointError | None:
+        """Wait until the checkpoint of the last step is written and copied to the mirror.
+
+        The trainer calls this at the end of the run.
+
+        Args:
+            step: The last step.
+            stopped: Description of the signal that stopped the run, or "".
+
+        Returns:
+            An error if saving or copying the last step failed, or None.
+        """
+        prefix = f"{stopped}. " if stopped else ""
+        self._saver.wait_until_saved()
+        if not self._saver.has_saved(step):
+            return CheckpointError(
+                f"{prefix}Saving the last step, {step}, FAILED; see the log for the reason. "
+                "Fix it and start again to repeat the steps since the newest checkpoint."
+            )
+        if self._mirror is None:
+            return None
+
+        is_copied = self._mirror.wait_until_copied(self._trainer.report_progress)
+        self._saver.remove_outdated()  # including those that were being copied at the last save
+        if is_copied:
+            return None
         return CheckpointError(
-            f"{stopped and f'{stopped}. '}The save after the last step, {step}, FAILED; the log says why. Once that is "
-            "mended, start again: what the newest checkpoint does not hold is trained again."
+            f"{prefix}The newest checkpoint is saved, but not copied to "
+            f"{self._trainer.job.checkpoint.mirror}. The log has the reason, or "
+            "checkpoint.timeout_seconds was too short. Start again to copy it."
         )
+
+    def close(self) -> None:
+        """Wait for the save in progress, and stop the background threads."""
+        self._resources.close()
 
 
 class BestCheckpoint(Hook):
-    """Lets the weights with the lowest validation loss be saved.
+    """Saves a checkpoint after each validation with the lowest loss so far (checkpoint.keep_best).
 
-    The validation loss of a step is a part of its checkpoint, so that the files alone say which one is the best.
+    The validation loss is stored in the checkpoint, so a resumed run finds the best checkpoint from
+    the files alone.
     """
 
-    def __init__(self, checkpoints: Checkpoints) -> None:
-        self._checkpoints = checkpoints
-        self._validated: dict[str, Any] = {}
+    name = BEST_CHECKPOINT
+
+    def __init__(self) -> None:
+        """Start without a validation loss."""
+        self._newest: dict[str, Any] = {}  # step and loss of the newest validation
+
+    def built(self, trainer: Trainer) -> None:
+        """Use the checkpointer of the trainer."""
+        assert trainer.checkpointer is not None
+        self._checkpointer = trainer.checkpointer
 
     def validated(self, step: int, score: Mapping[str, float]) -> None:
-        if step and math.isfinite(score["loss"]):  # the weights before the first step do not count
-            self._validated = {"step": step, "loss": score["loss"]}
-            self._checkpoints.save_if_best(**self._validated)
+        """Request a save if `score` has the lowest validation loss of all checkpoints so far.
+
+        A validation before the first step is ignored, because it scores the initial weights.
+        """
+        if step > 0 and math.isfinite(score["loss"]):
+            self._newest = {"step": step, "loss": score["loss"]}
+            self._checkpointer.save_if_best(step, score["loss"])
 
     def state_dict(self) -> dict[str, Any]:
-        return self._validated
+        """Return "step" and "loss" of the newest validation, or {} before the first validation."""
+        return self._newest
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._validated = state
+        """Restore step and loss of the newest validation."""
+        self._newest = state
+
+
+def _estimate_bytes(run: Run) -> int:
+    """Estimate the size of a checkpoint in bytes: weights, two Adam moments, and fp32 averages."""
+    weight = getattr(torch, run.job.training.dtype).itemsize
+    moment = getattr(torch, run.state_dtype).itemsize
+    average = 4 if run.job.ema.decay else 0
+    return num_params(run.arch) * (weight + 2 * moment + average)

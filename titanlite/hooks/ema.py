@@ -1,60 +1,89 @@
-"""An exponential moving average of the weights: average += (1 - decay) * (weight - average) after each step.
-
-Invariant: it is in fp32, sharded as the weights are, and one copy of it is in each checkpoint. A step that is skipped
-does not count, and the host waits for nothing.
-"""
+"""Maintain an exponential moving average (EMA) of the weights."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from titanlite.checkpoint.live_tensors import plain
-from titanlite.hooks.hook import Hook, Training
+from titanlite.checkpoint.dcp import plain
+from titanlite.checkpoint.manifest import EMA
+from titanlite.hooks.hook import Hook
 from titanlite.model.llama import Llama
 from titanlite.optim.adamw import local_shard
 from titanlite.optim.clip import StepSums
 
+if TYPE_CHECKING:
+    from titanlite.train.trainer import Trainer
+
 
 class Ema(Hook):
-    """Averages the weights. It begins with those of the first start that has it."""
+    """Maintains an exponential moving average of the weights.
+
+    Each step updates average += (1 - decay) * (weight - average).
+
+    The average is in fp32, is sharded like the weights, and is part of each checkpoint. It starts
+    with the weights of the first start that enables the hook. Skipped steps do not change it. The
+    update causes no host sync.
+    """
+
+    name = EMA
 
     def __init__(self, decay: float) -> None:
         self._decay = decay
 
-    def built(self, training: Training) -> None:
-        self.follow(training.model)
+    def built(self, trainer: Trainer) -> None:
+        """Allocate the averages of the trainer's model."""
+        self.follow(trainer.model)
 
     def follow(self, model: Llama) -> None:
-        """Average the weights of this model from now on."""
+        """Allocate an average for each parameter of `model`.
+
+        From now on, `updated` averages this model.
+        """
         self._weights = dict(model.named_parameters())
-        # NaN until a checkpoint fills it, or `saving`.
-        self._averages = {
-            name: plain(weight).to(torch.float32, copy=True).fill_(torch.nan) for name, weight in self._weights.items()
-        }
+        # NaN marks averages that neither a checkpoint nor `saving` has set.
+        self._averages = {}
+        for name, weight in self._weights.items():
+            average = plain(weight).to(torch.float32, copy=True)
+            self._averages[name] = average.fill_(torch.nan)
 
     def started(self, step: int) -> None:
+        """Set the averages that were not loaded from a checkpoint to the current weights."""
         self.saving(step)
 
     @torch.no_grad()
     def saving(self, step: int) -> None:
-        """An average that no checkpoint has filled begins here; a run that goes back is saved at once."""
-        for average, weight in self._pairs():
+        """Set each average that contains NaN to the current weights.
+
+        An average is NaN if no checkpoint contains it, at the start or after a rollback.
+        """
+        for average, weight in self._shards():
             if average.isnan().any():
                 average.copy_(weight)
 
     def before_update(self, step: int, sums: StepSums, skip: Tensor) -> None:
+        """Keep the step's skip flag for `updated`.
+
+        Guards may still set the flag after this call.
+        """
         self._skip = skip
 
     @torch.no_grad()
     def updated(self, step: int) -> None:
-        share = (1 - self._decay) * (1 - self._skip)
-        for average, weight in self._pairs():
-            average.lerp_(weight.float(), share)
+        """Update the averages with the new weights, unless the step was skipped."""
+        weight_of_step = (1 - self._decay) * (1 - self._skip)
+        for average, weight in self._shards():
+            average.lerp_(weight.float(), weight_of_step)
 
     def tensors(self) -> dict[str, Tensor]:
+        """Return the averages by parameter name, for example "layers.3.attention.wq.weight"."""
         return dict(self._averages)
 
-    def _pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """This rank's shard of each average, and that of the weight."""
-        return [(local_shard(self._averages[name]), local_shard(weight)) for name, weight in self._weights.items()]
+    def _shards(self) -> list[tuple[Tensor, Tensor]]:
+        """Return a pair for each parameter: this rank's shard of the average, and of the weight."""
+        return [
+            (local_shard(self._averages[name]), local_shard(weight))
+            for name, weight in self._weights.items()
+        ]

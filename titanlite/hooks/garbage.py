@@ -1,23 +1,44 @@
-"""Garbage collection at fixed steps, so that no rank stops for it while the others wait in a collective."""
+"""Collect Python garbage at fixed steps.
+
+With automatic collection, each rank would pause at a different time, and the other ranks would wait
+for it in a collective.
+"""
 
 from __future__ import annotations
 
 import gc
+from typing import TYPE_CHECKING
 
-from titanlite.hooks.hook import Hook, StepResult, Training
+from titanlite.hooks.hook import Hook
+
+if TYPE_CHECKING:
+    from titanlite.train.step import StepResult
 
 
 class GarbageCollection(Hook):
-    """Collects every training.gc_freq steps, and at no other time until the trainer is closed."""
+    """Runs Python's garbage collector on all ranks at the same step instead of at random times.
 
-    def built(self, training: Training) -> None:
-        self._freq = training.run.job.training.gc_freq
-        training.opened.callback(gc.enable)
+    Automatic collection is disabled, because a pause on one rank makes all other ranks wait.
+    """
+
+    def __init__(self, interval: int) -> None:
+        """Store the interval between collections, in steps (training.gc_freq)."""
+        self._interval = interval
 
     def train_begins(self, step: int) -> None:
+        """Collect once, and disable automatic collection."""
         gc.collect()
         gc.disable()
 
     def after_step(self, step: int, result: StepResult) -> None:
-        if not gc.isenabled() and step % self._freq == 0:
-            gc.collect(1)  # the young generations, because they have the garbage of a step
+        """Collect the garbage of recent steps every `interval` steps.
+
+        Only the young generations are collected, because objects that survived longer are rarely
+        garbage.
+        """
+        if not gc.isenabled() and step % self._interval == 0:
+            gc.collect(1)
+
+    def close(self) -> None:
+        """Enable automatic collection again."""
+        gc.enable()

@@ -1,116 +1,548 @@
-"""Steps whose loss or gradient is not finite: they are skipped, named and counted, and too many in a row end the run.
+"""Guards against bad steps: non-finite numbers, spikes, and silent data corruption.
 
-Invariant: the device skips such a step by itself (`TrainStep`). The host learns of it where it waits anyway, for a line
-of the log or for a save. All ranks skip the same steps and count them in the same way.
+Invariant: Guards never make the CPU wait for the GPU, except at logged steps, saves and
+comparisons. All ranks make the same decisions, because they compare sums over all ranks. The state
+of the guards is part of each checkpoint, so a resumed run makes the same decisions as an
+uninterrupted one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from titanlite.checkpoint.manifest import NON_FINITE_GUARD, SPIKE_GUARD
 from titanlite.config.errors import GuardError
-from titanlite.hooks.hook import Hook, StepResult, Training
+from titanlite.hooks.hook import Hook, Request
+from titanlite.optim.adamw import local_shard
+from titanlite.optim.clip import StepSums, count_replicas
 from titanlite.runtime.logging import Event
 from titanlite.runtime.world import gathered
 
+if TYPE_CHECKING:
+    from titanlite.train.step import StepResult
+    from titanlite.train.trainer import Trainer
 
-class Skipped(NamedTuple):
-    """What a rank knows of a step that was skipped."""
+MAX_REPORTED_STEPS = 10
+MAX_REPORTED_SEQUENCES = 8
+MIN_RELATIVE_DEVIATION = 0.01
+"""Smallest deviation that spike detection uses, relative to the median. Otherwise tiny changes of a
+nearly constant loss would count as spikes."""
+NORMAL_SCALE = 1.4826
+"""Standard deviation of normal samples, relative to their median absolute deviation."""
+
+
+def build_guards() -> list[Hook]:
+    """Create the guards against bad steps, in the order in which they check a step."""
+    return [SpikeGuard(), NonFiniteGuard(), ReplicaGuard()]
+
+
+class SkippedStep(NamedTuple):
+    """One rank's observations of a skipped step, from which the log line of the step is built."""
 
     step: int
     data_rank: int
     loss: float
-    """Its share of the loss."""
+    """This rank's part of the loss."""
     parameter: str | None
-    """The first one of which it has a gradient that is not finite."""
+    """First parameter whose gradient is not finite on this rank."""
 
 
 class NonFiniteGuard(Hook):
-    """Says which steps were skipped and why, and stops a run that skips more than guards.max_skipped in a row."""
+    """Logs and counts skipped steps, and stops the run after too many in a row.
 
-    def built(self, training: Training) -> None:
-        self._training, self._most = training, training.run.job.guards.max_skipped
-        self._names = [name for name, _ in training.model.named_parameters()]
+    `TrainStep` skips the update on the GPU if the loss or a gradient is not finite. To avoid a host
+    sync in each step, the guard leaves the results on the GPU. It reads them at the next logged
+    step or save, where the CPU waits for the GPU in any case.
+    """
+
+    name = NON_FINITE_GUARD
+
+    def built(self, trainer: Trainer) -> None:
+        """Read the limit of consecutive skipped steps (guards.max_skipped), and reset counters."""
+        self._trainer = trainer
+        self._max_skipped = trainer.job.guards.max_skipped
+        self._parameter_names = [name for name, _ in trainer.model.named_parameters()]
         self._unread: list[tuple[int, StepResult]] = []
-        self._in_row = self._longest = self._skipped = 0
-        self._lines: list[str] = []
+        self._unreported: list[str] = []
+        self._num_skipped = 0
+        self._num_consecutive = 0
+        self._max_consecutive = 0
 
     def after_step(self, step: int, result: StepResult) -> None:
+        """Keep the result of the step on the GPU until the next logged step or save reads it."""
         self._unread.append((step, result))
 
     def numbers(self, step: int) -> Mapping[str, Any]:
-        self._read()
-        return {"skipped_steps": self._skipped}
+        """Return the number of skipped steps since the beginning of the run, as a metric."""
+        self._read_results()
+        return {"skipped_steps": self._num_skipped}
 
     def logged(self, entry: object) -> None:
-        self._answer()
+        """Log the steps skipped since the previous logged step, or stop the run after too many."""
+        self._report()
 
     def saving(self, step: int) -> None:
-        self._read()
-        self._answer()
-
-    def state_dict(self) -> dict[str, Any]:
-        self._read()
-        return {"skipped": self._skipped, "in_row": self._in_row} if self._skipped else {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._skipped, self._in_row = state["skipped"], state["in_row"]
-
-    def _read(self) -> None:
-        """Learn which steps were skipped since the last call. All ranks call it together. Waits for the device."""
-        unread, self._unread = self._unread, []
-        flags: list[float] = torch.stack([result.skipped for _, result in unread]).tolist() if unread else []
-        own = []
-        for (step, result), skipped in zip(unread, flags, strict=True):
-            self._in_row = self._in_row + 1 if skipped else 0
-            self._longest = max(self._longest, self._in_row)
-            if skipped:
-                bad = (~result.squares.isfinite()).nonzero().flatten().tolist()
-                parameter = self._names[bad[0]] if bad else None
-                own.append(Skipped(step, self._training.mesh.data_rank, result.loss.item(), parameter))
-        self._skipped += len(own)
-        if own:
-            of_ranks = gathered(own, self._training.mesh.world_group)
-            self._lines += map(self._describe, zip(*of_ranks, strict=True))
-
-    def _describe(self, ranks: tuple[Skipped, ...]) -> str:
-        step, found = ranks[0].step, []
-        losses = [rank for rank, own in enumerate(ranks) if not math.isfinite(own.loss)]
-        gradients = [rank for rank, own in enumerate(ranks) if own.parameter is not None]
-        if losses:
-            found.append(f"the loss of {self._of(losses, ranks)} is {ranks[losses[0]].loss}")
-        if gradients:
-            parameter = ranks[gradients[0]].parameter
-            found.append(f"a gradient of {self._of(gradients, ranks)} is not finite, first that of {parameter}")
-        why = "; ".join(found) or "loss or gradient is a spike"
-        return f"Step {step} is skipped, and the weights stay: {why}. `titanlite data show --step {step}` has its rows."
-
-    def _of(self, found: list[int], ranks: tuple[Skipped, ...]) -> str:
-        """The first rank with its host and its rows, and how many more there are."""
-        first, degree = ranks[found[0]].data_rank, self._training.mesh.data_degree
-        numbers = list(map(str, range(first, self._training.run.batch_size(ranks[0].step - 1), degree)))
-        rows = f"row {', '.join(numbers[:8])}{', ...' if numbers[8:] else ''}"
-        more = f" and {len(found) - 1} more ranks" if found[1:] else ""
-        return f"rank {found[0]} ({self._training.hosts[found[0]]}, {rows}){more}"
-
-    def _answer(self) -> None:
-        """Log what was read, and stop the run if that was too much.
+        """Log the skipped steps, and prevent the save if too many were skipped in a row.
 
         Raises:
-            GuardError: names the step, what was not finite, and what to do.
+            GuardError: If more than guards.max_skipped consecutive steps were skipped.
         """
-        lines, self._lines = self._lines, []
-        if self._longest <= self._most:
-            for line in lines:
-                self._training.log(Event(line, "skip", self._training.steps_done))
+        self._read_results()
+        self._report()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of skipped steps, in total ("skipped") and in a row ("in_row").
+
+        The result is {} if no step was skipped.
+        """
+        self._read_results()
+        if not self._num_skipped:
+            return {}
+        return {"skipped": self._num_skipped, "in_row": self._num_consecutive}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the number of skipped steps."""
+        self._num_skipped = state["skipped"]
+        self._num_consecutive = state["in_row"]
+
+    def _read_results(self) -> None:
+        """Read the kept results from the GPU, then count the skipped steps and describe each one.
+
+        All ranks call this together, because they exchange their observations of each skipped step.
+        """
+        results = self._unread
+        self._unread = []
+        if not results:
             return
-        step, count = self._training.steps_done, self._longest
-        problem = f"Step {step}: {count} steps in a row were skipped, more than guards.max_skipped = {self._most}:"
-        rate = "optimizer.lr or" if self._training.run.job.training.max_norm else "optimizer.lr, set"
-        remedy = f"Before you start again, lower {rate} training.max_norm, or raise lr_scheduler.warmup_steps."
-        rows = "If it happens at the same step whatever you set, look at the rows of that step."
-        raise GuardError("\n".join([problem, *lines[-10:], remedy, rows]))
+
+        skip_flags = torch.stack([result.skipped for _, result in results]).tolist()
+        skipped_steps = []
+        for (step, result), is_skipped in zip(results, skip_flags, strict=True):
+            if not is_skipped:
+                self._num_consecutive = 0
+                continue
+            self._num_consecutive += 1
+            self._max_consecutive = max(self._max_consecutive, self._num_consecutive)
+            skipped_steps.append(self._inspect(step, result))
+
+        self._num_skipped += len(skipped_steps)
+        if skipped_steps:
+            by_rank = gathered(skipped_steps, self._trainer.mesh.world_group)
+            for views_of_step in zip(*by_rank, strict=True):
+                self._unreported.append(self._describe(views_of_step))
+
+    def _inspect(self, step: int, result: StepResult) -> SkippedStep:
+        """Collect what this rank knows about a skipped step."""
+        parameter = None
+        finite_flags = result.squares.isfinite().tolist()
+        if not all(finite_flags):
+            parameter = self._parameter_names[finite_flags.index(False)]
+        data_rank = self._trainer.mesh.data_rank
+        return SkippedStep(step, data_rank, result.loss.item(), parameter)
+
+    def _describe(self, views: Sequence[SkippedStep]) -> str:
+        """Return the log line of a skipped step, which names the cause and the first affected rank.
+
+        Args:
+            views: Observations of each rank, in rank order.
+        """
+        causes = []
+        bad_losses = [rank for rank, view in enumerate(views) if not math.isfinite(view.loss)]
+        if bad_losses:
+            ranks = self._describe_ranks(bad_losses, views)
+            causes.append(f"the loss on {ranks} is {views[bad_losses[0]].loss}")
+        bad_gradients = [rank for rank, view in enumerate(views) if view.parameter is not None]
+        if bad_gradients:
+            ranks = self._describe_ranks(bad_gradients, views)
+            parameter = views[bad_gradients[0]].parameter
+            causes.append(f"the gradient of {parameter} on {ranks} is not finite")
+        if not causes:
+            causes.append("the loss or the gradient norm is a spike, or a hook skipped the step")
+
+        step = views[0].step
+        hint = f"Run `titanlite data show --step {step}` to see its sequences."
+        return f"Skipped step {step} without changing the weights: {'; '.join(causes)}. {hint}"
+
+    def _describe_ranks(self, ranks: list[int], views: Sequence[SkippedStep]) -> str:
+        """Describe the first of some ranks with its node and sequences, and count the other ranks.
+
+        Args:
+            ranks: Ranks to describe.
+            views: Observations of each rank, in rank order.
+        """
+        first_rank = ranks[0]
+        view = views[first_rank]
+        # Sequences of the global batch alternate between the data-parallel ranks.
+        batch_size = self._trainer.run.batch_size(view.step - 1)
+        sequences = range(view.data_rank, batch_size, self._trainer.mesh.data_degree)
+        listed = ", ".join(str(sequence) for sequence in sequences[:MAX_REPORTED_SEQUENCES])
+        if len(sequences) > MAX_REPORTED_SEQUENCES:
+            listed += ", ..."
+
+        text = f"rank {first_rank} ({self._trainer.hosts[first_rank]}, sequences {listed})"
+        if len(ranks) > 1:
+            text += f" and {len(ranks) - 1} more ranks"
+        return text
+
+    def _report(self) -> None:
+        """Log the skipped steps that have not been logged yet.
+
+        Raises:
+            GuardError: If more than guards.max_skipped consecutive steps were skipped. The message
+                describes the last one.
+        """
+        lines = self._unreported
+        self._unreported = []
+        step = self._trainer.steps_done
+        if self._max_consecutive <= self._max_skipped:
+            for line in lines:
+                self._trainer.log(Event(line, "skip", step))
+            return
+
+        problem = (
+            f"Step {step}: {self._max_consecutive} consecutive steps were skipped, "
+            f"more than guards.max_skipped = {self._max_skipped}:"
+        )
+        verb = "lower" if self._trainer.job.training.max_norm else "set"
+        remedy = (
+            f"Before you restart, lower optimizer.lr, {verb} training.max_norm, "
+            "or raise lr_scheduler.warmup_steps."
+        )
+        hint = "If the same step fails with any settings, inspect its sequences."
+        raise GuardError("\n".join([problem, *lines[-MAX_REPORTED_STEPS:], remedy, hint]))
+
+
+class SpikeGuard(Hook):
+    """Detects spikes of the loss or the gradient norm, and logs, skips or rolls back the step.
+
+    A value is a spike if it exceeds the median of the previous steps by more than
+    `guards.spike_deviations` deviations. A deviation is 1.4826 times the median absolute deviation
+    (Hampel, 1974). It equals the standard deviation for normal samples, and a few spikes hardly
+    change it.
+
+    `guards.on_spike` selects the reaction:
+
+    - "skip": The GPU compares the values before the update, and skips the update of a spike.
+    - "roll_back": The guard restores weights, optimizer and hook tensors from the newest checkpoint
+      and saves them at once. The step count continues, so the data and the learning rate of a step
+      do not depend on rollbacks.
+    - Otherwise spikes are only logged.
+
+    Except with "skip", the CPU compares the values when it reads the metrics.
+    """
+
+    name = SPIKE_GUARD
+
+    def built(self, trainer: Trainer) -> None:
+        """Read the options, and allocate an empty history of losses and gradient norms."""
+        self._trainer = trainer
+        self._config = trainer.job.guards
+        self._should_skip = self._config.on_spike == "skip"
+        self._should_roll_back = self._config.on_spike == "roll_back"
+        self._num_spikes = 0
+        self._num_roll_backs = 0
+        self._needs_roll_back = False
+        self._unread: list[tuple[int, Tensor]] = []
+
+        # Loss and gradient norm of step s are at index s % spike_history. NaN marks missing values.
+        device = local_shard(next(trainer.model.parameters())).device
+        self._history = torch.full(
+            (2, self._config.spike_history),
+            torch.nan,
+            dtype=torch.float64,
+            device=device if self._should_skip else "cpu",
+        )
+
+    def resize_tensors(self, sizes: Mapping[str, torch.Size]) -> None:
+        """Accept a saved history of any length, because `guards.spike_history` may have changed.
+
+        `started` then converts the history to the length that the current job sets.
+        """
+        if "history" in sizes:
+            self._history = self._history.new_full(sizes["history"], torch.nan)
+
+    def started(self, step: int) -> None:
+        """Convert the loaded history to the length that this job sets (guards.spike_history)."""
+        self._fit_history(step)
+
+    def _fit_history(self, step: int) -> None:
+        """Convert a loaded history to the last `guards.spike_history` entries.
+
+        A shorter history is repeated, which hardly changes the median and the deviation.
+
+        Args:
+            step: Step after which the history was saved.
+        """
+        saved = self._history
+        saved_size = saved.shape[1]
+        size = self._config.spike_history
+        steps = torch.arange(step - size + 1, step + 1, device=saved.device)
+        self._history = saved.new_empty(2, size)
+        self._history[:, steps % size] = saved[:, steps % saved_size]
+
+    def before_update(self, step: int, sums: StepSums, skip: Tensor) -> None:
+        """Record the loss and gradient norm of a step, and set `skip` to 1 if it must be skipped.
+
+        A step is skipped if it is a spike and the job sets on_spike = "skip". The comparison runs
+        on the GPU and causes no host sync.
+        """
+        values = torch.stack([sums.loss, sums.grad_norm.double(), skip.double()])
+        if self._should_skip:
+            values = self._compare(step, values)
+            skip.copy_(values[3, 0])
+        self._unread.append((step, values))
+
+    def _compare(self, step: int, step_values: Tensor) -> Tensor:
+        """Compare the loss and the gradient norm of a step with the history, then add both to it.
+
+        The values of skipped steps are not added.
+
+        Args:
+            step: Number of the step.
+            step_values: Loss, gradient norm, and whether the step is already skipped, shape (3,).
+
+        Returns:
+            Shape (4, 2), one column for the loss and one for the gradient norm. The rows are:
+            whether the value is a spike, the value, its limit, and whether the step is skipped.
+        """
+        history = self._history
+        values = step_values[:2]
+        skip = step_values[2]
+
+        median = _row_medians(history)
+        deviation = NORMAL_SCALE * _row_medians((history - median[:, None]).abs())
+        deviation = torch.maximum(deviation, MIN_RELATIVE_DEVIATION * median.abs())
+        limit = median + self._config.spike_deviations * deviation
+        # An incomplete history contains NaN, so its limit is NaN and no value counts as a spike.
+        # Non-finite steps are already skipped.
+        is_spike = (values > limit) & (skip == 0)
+        if self._should_skip:
+            skip = torch.maximum(skip, is_spike.any().double())
+
+        index = step % self._config.spike_history
+        history[:, index] = torch.where(skip > 0, history[:, index], values)
+        return torch.stack([is_spike.double(), values, limit, skip.expand(2)])
+
+    def numbers(self, step: int) -> Mapping[str, Any]:
+        """Return the number of spikes and rollbacks since the beginning of the run, as metrics."""
+        self._read_values()
+        return {"spikes": self._num_spikes, "roll_backs": self._num_roll_backs}
+
+    def saving(self, step: int) -> None:
+        """Add the losses and norms of recent steps to the history, which the checkpoint stores."""
+        self._read_values()
+
+    def check(self, step: int, request: Request) -> None:
+        """Roll back after a spike. Before a save or a validation, first look for new spikes."""
+        if self._should_roll_back and (request.save or request.validate):
+            self._read_values()
+        if self._needs_roll_back:
+            self._roll_back(step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of spikes and rollbacks."""
+        if not self._num_spikes:
+            return {}
+        return {"spikes": self._num_spikes, "roll_backs": self._num_roll_backs}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the number of spikes and rollbacks."""
+        self._num_spikes = state["spikes"]
+        self._num_roll_backs = state.get("roll_backs", 0)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the recent losses and gradient norms, shape (2, guards.spike_history)."""
+        return {"history": self._history}
+
+    def _read_values(self) -> None:
+        """Read the losses and norms of recent steps from the GPU, and report each spike.
+
+        The CPU waits for the GPU here, so this is called only at logged steps, saves and
+        validations.
+        """
+        unread = self._unread
+        self._unread = []
+        if not unread:
+            return
+
+        values_on_cpu = torch.stack([values for _, values in unread]).cpu()
+        for (step, _), values in zip(unread, values_on_cpu, strict=True):
+            # With "skip", `before_update` has already compared the values on the GPU.
+            compared = values if self._should_skip else self._compare(step, values)
+            self._report_spike(step, compared)
+
+    def _report_spike(self, step: int, compared: Tensor) -> None:
+        """Log and count `step` if it is a spike. If the job enables rollbacks, also request one.
+
+        Do nothing if the step is not a spike.
+
+        Args:
+            step: Number of the step.
+            compared: Result of `_compare` for this step.
+        """
+        is_spike, values, limits, _ = compared.tolist()
+        problems = []
+        for i, name in enumerate(("loss", "gradient norm")):
+            if is_spike[i]:
+                problems.append(f"{name} {values[i]:.4g} is above {limits[i]:.4g}")
+        if not problems:
+            return
+
+        self._num_spikes += 1
+        self._needs_roll_back = self._should_roll_back
+        text = f"Step {step} is a spike: {', '.join(problems)} (guards.spike_deviations)."
+        self._trainer.log(Event(text, "spike", step))
+
+    def _roll_back(self, step: int) -> None:
+        """Restore the newest checkpoint and continue training after `step`.
+
+        If there is no checkpoint, log this and continue with the current weights.
+
+        Raises:
+            GuardError: If the run has already rolled back guards.max_roll_backs times.
+        """
+        self._needs_roll_back = False
+        max_roll_backs = self._config.max_roll_backs
+        if self._num_roll_backs == max_roll_backs:
+            raise GuardError(
+                f"Step {step}: a spike after {max_roll_backs} rollbacks (guards.max_roll_backs). "
+                "The step was not saved. "
+                "Before you restart, lower optimizer.lr or training.max_norm."
+            )
+
+        restored_step = None
+        if self._trainer.checkpointer is not None:
+            restored_step = self._trainer.checkpointer.roll_back(step)
+        if restored_step is None:
+            self._trainer.log(f"Step {step}: no checkpoint to roll back to. Training continues.")
+            return
+        self._fit_history(restored_step)
+        self._num_roll_backs += 1
+        text = (
+            f"Step {step}: rolled back to the weights of step {restored_step} "
+            f"({self._num_roll_backs} of {max_roll_backs} rollbacks). "
+            "Training continues with the next data; the steps in between count as done."
+        )
+        self._trainer.log(Event(text, "roll back", step))
+
+
+def _row_medians(values: Tensor) -> Tensor:
+    """Return the median of each row. The median of a row that contains NaN is NaN.
+
+    The rows are sorted instead of using `torch.median`, which is not deterministic on a GPU.
+    """
+    ordered = values.sort(dim=1).values  # NaN comes last
+    return ordered[:, values.shape[1] // 2] + 0 * ordered[:, -1]
+
+
+class ReplicaGuard(Hook):
+    """Detects silent data corruption by comparing replicas of the same weight between ranks.
+
+    The ranks compare checksums every `guards.compare_every` steps. With HSDP, every shard has
+    replicas. With tensor parallelism, the weights of norms have replicas. Without replicated
+    weights, the guard does nothing.
+    """
+
+    def built(self, trainer: Trainer) -> None:
+        """Find the parameters of which other ranks hold replicas."""
+        self._trainer = trainer
+        self._interval = trainer.job.guards.compare_every
+        # Keyed by parameter name and coordinates of the shard, which are equal for all replicas.
+        self._replicated: dict[tuple[str, tuple[int, ...]], nn.Parameter] = {}
+        for name, parameter in trainer.model.named_parameters():
+            if count_replicas(parameter) > 1:
+                self._replicated[name, _shard_coordinates(parameter)] = parameter
+
+    def check(self, step: int, request: Request) -> None:
+        """Compare the replicated weights every `guards.compare_every` steps."""
+        if step % self._interval == 0:
+            self.compare(step)
+
+    @torch.no_grad()
+    def compare(self, step: int) -> None:
+        """Compare the checksums of all replicated weights between the ranks.
+
+        The checksum of a shard is the sum of the bit patterns of its elements, so it changes if a
+        single element changes.
+
+        Raises:
+            GuardError: If replicas differ. The message names the ranks that differ from the
+                majority, and their nodes.
+        """
+        if not self._replicated:  # the same on all ranks
+            return
+        sums = [_sum_bits(local_shard(weight)) for weight in self._replicated.values()]
+        checksums = dict(zip(self._replicated, torch.stack(sums).tolist(), strict=True))
+        checksums_by_rank = gathered(checksums, self._trainer.mesh.world_group)
+
+        # Parameter name and shard coordinates -> rank -> checksum of its replica.
+        replicas: dict[tuple[str, tuple[int, ...]], dict[int, int]] = {}
+        for rank, rank_checksums in enumerate(checksums_by_rank):
+            for key, checksum in rank_checksums.items():
+                replicas.setdefault(key, {})[rank] = checksum
+
+        for (parameter, _), checksum_by_rank in replicas.items():
+            suspects = _differing_ranks(checksum_by_rank)
+            if suspects:
+                raise GuardError(self._describe(step, parameter, list(checksum_by_rank), suspects))
+
+    def _describe(self, step: int, name: str, ranks: list[int], suspects: list[int]) -> str:
+        """Return the error message for a parameter whose replicas differ.
+
+        Args:
+            step: Number of the step.
+            name: Name of the parameter.
+            ranks: All ranks that hold a replica.
+            suspects: Ranks whose replica differs from the majority.
+        """
+        named = ", ".join(f"rank {rank} ({self._trainer.hosts[rank]})" for rank in suspects)
+        return (
+            f"Step {step}: silent data corruption: {name} should be identical on the ranks "
+            f"{', '.join(map(str, ranks))}, but differs on {named}. The step was not saved. "
+            "Check the memory, GPU and network of that node before you restart the run."
+        )
+
+
+def _differing_ranks(replicas: dict[int, int]) -> list[int]:
+    """Return the ranks whose checksum differs from the checksum of the majority.
+
+    Without a majority, return all ranks, because any of them may be wrong.
+
+    Args:
+        replicas: Checksum of each rank that holds a replica, keyed by rank.
+    """
+    most_common, count = Counter(replicas.values()).most_common(1)[0]
+    if 2 * count <= len(replicas):
+        return list(replicas)
+    return [rank for rank, checksum in replicas.items() if checksum != most_common]
+
+
+def _shard_coordinates(parameter: Tensor) -> tuple[int, ...]:
+    """Return this rank's index in each mesh dimension along which `parameter` is sharded.
+
+    Ranks with equal coordinates hold the same shard, so their checksums must be equal.
+    """
+    assert isinstance(parameter, DTensor)
+    coordinates = parameter.device_mesh.get_coordinate()
+    assert coordinates is not None
+    return tuple(
+        coordinate
+        for coordinate, placement in zip(coordinates, parameter.placements, strict=True)
+        if not placement.is_replicate()
+    )
+
+
+def _sum_bits(shard: Tensor) -> Tensor:
+    """Return a checksum of a shard, an int64 scalar tensor.
+
+    The checksum is the sum of the bit patterns of all elements, read as integers.
+    """
+    bits = shard.view(torch.int32 if shard.itemsize == 4 else torch.int16)
+    return bits.sum(dtype=torch.int64)

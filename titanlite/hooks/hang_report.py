@@ -1,8 +1,10 @@
-"""A report of a rank whose step takes too long, and the longest wait for collectives.
+"""Report a rank that makes no progress for too long, and the collectives in which it waits.
 
-Invariant: the first step has the time of a start, because kernels are compiled in it. Later ones have less. The report
-only observes and writes a file. The time-out of a collective ends the run. The launcher reads the files of all ranks of
-its machine and prints them. A rank that waits in no collective is late: the others wait for it.
+The launcher prints the reports of all ranks of its node when the run fails, or earlier if every
+rank with a report waits in a collective. A rank that waits in no collective is late: the other
+ranks wait for it.
+
+Invariant: The report only observes and writes a file. The timeout of a collective ends the run.
 """
 
 from __future__ import annotations
@@ -14,77 +16,158 @@ import threading
 import time
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 
 from titanlite.config.errors import ERROR_FOLDER
-from titanlite.hooks.hook import Hook, StepResult, Training
+from titanlite.config.files import write_atomically
+from titanlite.hooks.hook import Hook
 from titanlite.runtime.world import set_timeout
 
-SHARE = 0.8  # of the time-out, so that the file exists before the first rank gives up
+if TYPE_CHECKING:
+    from titanlite.train.step import StepResult
+    from titanlite.train.trainer import Trainer
+
+REPORT_FRACTION = 0.8
+"""Fraction of the timeout of collectives after which a rank writes a report. The report then exists
+before a collective of another rank times out."""
 
 
 class HangReport(Hook):
-    """Watches from when it is made, which is before the model is built: a thread writes `<rank>.hang.json` into the
-    launcher's folder, if there is one, when the rank was not `alive` for most of the time-out."""
+    """Writes a report if this rank makes no progress for most of the timeout of collectives.
 
-    def __init__(self, training: Training) -> None:
-        comm = training.run.job.comm
-        self._rank, self._groups = training.rank, training.mesh.groups
-        self._host = training.hosts[self._rank]
-        self._timeout, self._limit = comm.train_timeout_seconds, SHARE * comm.init_timeout_seconds
-        self._later_limit = SHARE * min(comm.train_timeout_seconds, training.run.job.checkpoint.timeout_seconds)
+    A thread watches the main thread from the creation of this hook, which is before the model is
+    built. It writes `<rank>.hang.json` into the folder of the launcher, and removes the file if the
+    rank makes progress again. Without a launcher, no thread is started.
+
+    The time limit until the end of the first step is longer (comm.init_timeout_seconds), because
+    this step compiles kernels.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        """Set the timeout of all process groups for the first step, and start the thread."""
+        comm = trainer.job.comm
+        checkpoint = trainer.job.checkpoint
+        self._rank = trainer.rank
+        self._host = trainer.hosts[trainer.rank]
+        self._groups = trainer.mesh.groups
+        self._train_timeout = comm.train_timeout_seconds
         set_timeout(self._groups, comm.init_timeout_seconds)
-        self._since, self._main, self._ended = time.monotonic(), threading.get_ident(), threading.Event()
+
+        # Time limits of this hook in seconds: the current one, and the one after the first step.
+        self._limit = REPORT_FRACTION * comm.init_timeout_seconds
+        self._train_limit = REPORT_FRACTION * min(
+            comm.train_timeout_seconds, checkpoint.timeout_seconds
+        )
+        self._progress_time = time.monotonic()
         self._step = 0
-        if folder := os.environ.get(ERROR_FOLDER):
-            file = Path(folder, f"{self._rank}.hang.json")
-            threading.Thread(target=self._watch, args=(file,), daemon=True, name="hang-watch").start()
-            training.opened.callback(self._ended.set)
+        self._main_thread = threading.get_ident()
+        self._is_closed = threading.Event()
+        error_folder = os.environ.get(ERROR_FOLDER)
+        if error_folder:
+            path = Path(error_folder, f"{self._rank}.hang.json")
+            thread = threading.Thread(
+                target=self._watch, args=(path,), daemon=True, name="hang-watch"
+            )
+            thread.start()
 
     def after_step(self, step: int, result: StepResult) -> None:
+        """Restart the time limit after each step.
+
+        After the first step, switch to the shorter timeout.
+        """
         if self._step == 0:
-            set_timeout(self._groups, self._timeout)
+            set_timeout(self._groups, self._train_timeout)
         self._step = step
-        self.alive()
+        self.restart()
 
-    def alive(self) -> None:
-        """Note that this rank is at work beside its steps."""
-        self._limit, self._since = self._later_limit, time.monotonic()
+    def close(self) -> None:
+        """Stop the thread."""
+        self._is_closed.set()
 
-    def _watch(self, file: Path) -> None:
-        while not self._ended.wait(min(1.0, self._limit / 10)):
-            if time.monotonic() - self._since < self._limit:
-                file.unlink(missing_ok=True)  # of a step that has ended after all
-            elif not file.exists():
-                file.write_text(json.dumps(self._describe()), encoding="utf-8")
+    def restart(self) -> None:
+        """Restart the time limit, because this rank makes progress."""
+        self._limit = self._train_limit
+        self._progress_time = time.monotonic()
+
+    def _watch(self, path: Path) -> None:
+        """Write the report when this rank exceeds the time limit.
+
+        Delete it once the rank continues.
+
+        This method runs in a background thread until the hook is closed.
+
+        Args:
+            path: Path of the report.
+        """
+        while not self._is_closed.wait(min(1.0, self._limit / 10)):
+            is_late = time.monotonic() - self._progress_time >= self._limit
+            if not is_late:
+                path.unlink(missing_ok=True)
+            elif not path.exists():
+                report = json.dumps(self._describe())
+                # Atomically, because the launcher may read the file at any time.
+                write_atomically(path, report.encode())
 
     def _describe(self) -> tuple[bool, int, str]:
-        """Whether this rank waits for others, its number, and words for where it is."""
-        frames = traceback.extract_stack(sys._current_frames()[self._main])
-        ours = [frame for frame in frames if f"{os.sep}titanlite{os.sep}" in frame.filename]
-        at, inside = (
-            f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in ((ours or frames)[-1], frames[-1])
+        """Describe what this rank is doing, for the report.
+
+        Returns:
+            - Whether this rank waits in a collective.
+            - The number of this rank.
+            - A line of text with the node, the step, the collective, and the line of code that
+              runs.
+        """
+        last = "none"
+        pending: list[str] = []
+        if dist.is_initialized():
+            last, pending = last_collectives()
+        activity = f"is LATE: its last collective was {last}"
+        if pending:
+            activity = f"waits in {pending[-1]}"
+
+        stack = traceback.extract_stack(sys._current_frames()[self._main_thread])
+        package = f"{os.sep}titanlite{os.sep}"
+        package_frames = [frame for frame in stack if package in frame.filename]
+        own_frame = (package_frames or stack)[-1]
+        text = (
+            f"Rank {self._rank} ({self._host}), step {self._step + 1}, {activity}, "
+            f"at {_describe_frame(own_frame)}, inside of {_describe_frame(stack[-1])}"
         )
-        last, pending = last_collectives() if dist.is_initialized() else ("none", [])
-        does = f"waits in {pending[-1]}" if pending else f"is LATE: its last collective was {last}"
-        text = f"Rank {self._rank} ({self._host}), step {self._step + 1}, {does}, at {at}, inside of {inside}"
         return bool(pending), self._rank, text
 
 
-def last_collectives() -> tuple[str, list[str]]:
-    """The last collective that this rank has started, and all in which it still waits, by their time.
+def _describe_frame(frame: traceback.FrameSummary) -> str:
+    """Return file, line and function of a stack frame."""
+    return f"{frame.filename}:{frame.lineno} in {frame.name}"
 
-    torch's flight recorder has gloo's in one table, NCCL's in another.
+
+def last_collectives() -> tuple[str, list[str]]:
+    """Return the collectives that torch's flight recorder has recorded on this rank.
+
+    The flight recorder keeps collectives of gloo and of NCCL in separate tables. This function
+    combines both tables.
+
+    Returns:
+        - The last collective that this rank started, for example "gloo:all_reduce number 12", or
+          "none".
+        - All collectives in which this rank still waits, in the order in which they were started.
     """
     recorder: Any = _distributed_c10d
     tables = [recorder._dump_fr_trace_json(True, False)]
     if dist.is_nccl_available():
         tables.append(recorder._dump_nccl_trace_json(True, False))
-    entries = [entry for table in tables for entry in json.loads(table).get("entries", [])]
+    entries: list[dict[str, Any]] = []
+    for table in tables:
+        entries += json.loads(table).get("entries", [])
     entries.sort(key=lambda entry: entry["time_created_ns"])
-    names = [f"{entry['profiling_name']} number {entry['collective_seq_id']}" for entry in entries]
-    waiting = [name for name, entry in zip(names, entries, strict=True) if not entry["retired"]]
-    return names[-1] if names else "none", waiting
+
+    last = "none"
+    pending: list[str] = []
+    for entry in entries:
+        last = f"{entry['profiling_name']} number {entry['collective_seq_id']}"
+        if not entry["retired"]:
+            pending.append(last)
+    return last, pending

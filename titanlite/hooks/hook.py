@@ -1,227 +1,267 @@
-"""The doors of the training loop: the class that a hook is made of, and what it may use of the trainer.
+"""The interface of hooks: optional parts of a run, guards against bad steps, and plugins.
 
-Invariant: the loop calls each method of all hooks on every rank, in the same order and at the same step, so a hook may
-use collectives, except in `failed`. A hook changes no number that it was not made to change, and reads nothing from the
-device between two logged steps.
+Invariant: The trainer calls each method of all hooks on every rank, in the same order and at the
+same step, so hooks may use collectives, except in `failed` and `close`. Hooks cause no host sync
+between logged steps.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from typing import Any, Concatenate, NamedTuple, ParamSpec
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from titanlite.config.errors import UserError
-from titanlite.config.run import Run
-from titanlite.data.loader import Loader
-from titanlite.data.tokenizer import Tokenizer
-from titanlite.model.llama import Llama
 from titanlite.observe.logged_step import LoggedStep
-from titanlite.observe.meter import Meter, Part
 from titanlite.optim.clip import StepSums
-from titanlite.parallel.forward_backward import ForwardBackward
-from titanlite.parallel.mesh import Mesh
 
-P = ParamSpec("P")
+if TYPE_CHECKING:
+    from titanlite.train.step import StepResult
+    from titanlite.train.trainer import Trainer
 
 
 class Request(NamedTuple):
-    """What is asked for after a step. What any rank asks for, all ranks do."""
+    """Actions to take after a step, such as saving a checkpoint or ending the run.
 
-    stop: int = 0
-    """Number of the signal that stops the run; 0: none does."""
-    save: bool = False
-    validate: bool = False
-    data_fails: bool = False
-    """A rank cannot read its data for the next step."""
-    last: bool = False
-    """The run ends here. The loop says so; no hook asks for it."""
-
-    def __or__(self, other: Request) -> Request:
-        return Request._make(map(max, self, other))
-
-
-class StepResult(NamedTuple):
-    """What an optimizer step tells, on the device.
-
-    Attributes:
-        loss: This rank's share of the loss: see `ForwardBackward.__call__`.
-        grad_norm: Norm of the whole gradient before clipping.
-        num_valid_tokens: Tokens of the global batch that have a label.
-        seconds: The host's time for each part. The device may still compute.
-        skipped: 1.0 where weights and optimizer were left as they are, because a number was not finite or a hook asked
-            for it; else 0.0. The same on all ranks.
-        squares: See `StepSums`.
+    `Hook.wants` returns the request of one rank, for example `Request(save=True)`. All ranks then
+    take each action that any rank has requested.
     """
 
-    loss: Tensor
-    grad_norm: Tensor
-    num_valid_tokens: Tensor
-    seconds: dict[Part, float]
-    skipped: Tensor
-    squares: Tensor
+    stop: int = 0
+    """Number of the signal that stops the run, or 0."""
+    save: bool = False
+    """Save a checkpoint."""
+    validate: bool = False
+    """Compute the validation loss."""
+    data_fails: bool = False
+    """A rank cannot read its data for the next step. Set by the training loop only."""
+    finish: str = ""
+    """Reason to finish the run early, for example "the loss is below 3.0". The run saves a
+    checkpoint and exits with code 0. Empty to continue training."""
+    last: bool = False
+    """The run ends after this step. Set by the training loop only."""
+
+    def __or__(self, other: Request) -> Request:
+        """Return a request for all actions of `self` and `other`.
+
+        If both give a reason to end the run, the reason of `self` is used.
+        """
+        return Request(
+            stop=max(self.stop, other.stop),
+            save=self.save or other.save,
+            validate=self.validate or other.validate,
+            data_fails=self.data_fails or other.data_fails,
+            finish=self.finish or other.finish,
+            last=self.last or other.last,
+        )
 
 
 class Hook:
-    """Something that a run does beside its steps. A subclass overrides the methods that it needs."""
+    """Base class of optional parts of a run, such as a profiler or a weight average.
 
-    def built(self, training: Training) -> None:
-        """The model is sharded and the optimizer exists. No weights are loaded yet."""
+    To write a hook, override the methods whose events you need. The trainer calls them during the
+    run; the default implementations do nothing.
+    """
 
-    def load(self) -> None:
-        """The time to load what an earlier start has saved."""
+    name: str = ""
+    """Name under which checkpoints store the state and the tensors of this hook.
+
+    A registered hook has its registered name by default. Any other hook that overrides `state_dict`
+    or `tensors` must set a name, which no other hook of the run has.
+    """
+
+    observes_only: bool = False
+    """Whether the hook never changes weights, optimizer state or gradients. `titanlite replay` runs
+    without hooks, and rejects steps that were trained with hooks that may have changed them.
+    """
+
+    def built(self, trainer: Trainer) -> None:
+        """Called when the model is sharded and the optimizer exists, before weights are loaded.
+
+        Keep a reference to `trainer` here if the hook needs the model, the device or the log.
+        """
 
     def started(self, step: int) -> None:
-        """Everything is built. `step` steps are done: 0, or those of the checkpoint that was loaded."""
-
-    def train_begins(self, step: int) -> None:
-        """`Trainer.train` begins its loop. A program with a loop of its own never calls this, `wants` or `ended`."""
-
-    def before_step(self, step: int) -> None:
-        """Step number `step` begins, before its data is there."""
-
-    def gradients(self, step: int) -> None:
-        """The gradients of the step are whole and not clipped. Must not wait for the device."""
-
-    def before_update(self, step: int, sums: StepSums, skip: Tensor) -> None:
-        """The gradients are clipped, and the optimizer comes next. Must not wait for the device.
+        """Called once before the first step, when everything is built and the checkpoint is loaded.
 
         Args:
-            skip: 1.0 if the optimizer will leave all as it is, else 0.0. Set it in place, on all ranks, to skip a step.
+            step: Step of the loaded checkpoint, or 0.
+        """
+
+    def train_begins(self, step: int) -> None:
+        """Called when `Trainer.train` begins, after `started`.
+
+        Programs that call `Trainer.step` in their own loop never trigger `train_begins`, `wants`
+        and `ended`.
+
+        Args:
+            step: Step of the loaded checkpoint, or 0.
+        """
+
+    def before_step(self, step: int) -> None:
+        """Called when a step begins, before its data is read."""
+
+    def gradients(self, step: int) -> None:
+        """Called after the backward pass, when each parameter has its gradient, before clipping.
+
+        Must not cause a host sync.
+        """
+
+    def before_update(self, step: int, sums: StepSums, skip: Tensor) -> None:
+        """Called after gradient clipping, before the optimizer step. Must not cause a host sync.
+
+        Args:
+            step: Number of the step.
+            sums: Gradient norm and loss of the step, as tensors on the device.
+            skip: Scalar tensor on the device: 1.0 if the optimizer step will be skipped, else 0.0.
+                To skip the step, set it to 1.0 in place, on all ranks.
         """
 
     def updated(self, step: int) -> None:
-        """The optimizer has stepped, and the gradients are still there. Must not wait for the device."""
+        """Called after the optimizer step, before gradients are freed.
+
+        Must not cause a host sync.
+        """
 
     def after_step(self, step: int, result: StepResult) -> None:
-        """The host is done with the step. Must not wait for the device."""
+        """Called when the CPU has launched all kernels of the step. Must not cause a host sync.
+
+        Args:
+            step: Number of the step.
+            result: Loss and other results as tensors on the device. The kernels that compute them
+                may still be running.
+        """
 
     def numbers(self, step: int) -> Mapping[str, Any]:
-        """More fields of the `LoggedStep` of a step that is logged, known or new ones. The host waits for the device
-        anyway."""
+        """Return metrics to log with this step. Called only at logged steps.
+
+        The CPU waits for the GPU at a logged step in any case, so hooks may read GPU tensors here.
+
+        Returns:
+            Metric values by name. A name that is a field of `LoggedStep` sets this field. Any other
+            name adds a field.
+        """
         return {}
 
     def logged(self, entry: LoggedStep) -> None:
-        """A step was logged: the host has its numbers, which are the same on all ranks."""
-
-    def wants(self, step: int) -> Request:
-        """What this rank asks for after step number `step`, which begins now. All ranks get it in `act`."""
-        return Request()
-
-    def stopping(self) -> int:
-        """Number of the signal that has asked this rank to stop, or 0. Asked several times a second while this rank
-        waits for its data."""
-        return 0
-
-    def act(self, step: int, asked: Request) -> None:
-        """The time after a step to do what takes time. `asked` is what the ranks have agreed on."""
-
-    def validated(self, step: int, score: Mapping[str, float]) -> None:
-        """The weights after `step` were scored. `score` has the keys of `VALIDATION_CURVES`."""
-
-    def sampled(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """The model completed texts after `step`: JSON values with the keys `prompt` and `completion`."""
-
-    def saving(self, step: int) -> None:
-        """A checkpoint of `step` is about to be written. An exception prevents it."""
-
-    def saved(self, step: int) -> None:
-        """The checkpoint of `step` is complete. With an async mode this is known at the next save or at the end."""
-
-    def ended(self, step: int, stopped: str) -> UserError | None:
-        """The loop has ended after `step`. Hooks end in the reverse order.
+        """Called after a step was logged.
 
         Args:
-            stopped: Words for what stopped it early, or "".
+            entry: The metrics of the step, the same on all ranks.
+        """
+
+    def wants(self, step: int) -> Request:
+        """Return the actions that this rank requests after `step`, for example a save.
+
+        The trainer combines the requests of all ranks, and passes the result to `check` and `act`.
+        On CPUs it calls this method before it trains `step`. On GPUs it calls it one step earlier,
+        so that the CPU never waits for the GPU to receive the requests of other ranks.
+        """
+        return Request()
+
+    def check(self, step: int, request: Request) -> None:
+        """Called after a step, before the step is saved or validated. Guards reject bad steps here.
+
+        Args:
+            step: Number of the step.
+            request: Combined requests of all ranks.
+
+        Raises:
+            GuardError: To end the run without saving the step. All ranks must raise it together.
+        """
+
+    def act(self, step: int, request: Request) -> None:
+        """Called after a step, when requested saves and validations are complete.
+
+        Do work here that takes time, such as generating text.
+
+        Args:
+            step: Number of the step.
+            request: Combined requests of all ranks.
+        """
+
+    def validated(self, step: int, score: Mapping[str, float]) -> None:
+        """Called after a validation.
+
+        Args:
+            step: Number of the step that was validated.
+            score: The results, with the keys of `VALIDATION_CURVES`, such as "loss".
+        """
+
+    def sampled(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Called after the model completed the prompts of samples.prompts.
+
+        Args:
+            step: Number of the step.
+            samples: One mapping per prompt, with the keys `prompt` and `completion`.
+        """
+
+    def saving(self, step: int) -> None:
+        """Called before a checkpoint of `step` is written. Raise an exception to prevent the save.
+
+        Update the values that `state_dict` and `tensors` return here.
+        """
+
+    def saved(self, step: int) -> None:
+        """Called on all ranks when the checkpoint of `step` is complete on disk.
+
+        With asynchronous saving, the call comes at the next save or at the end of the run.
+        """
+
+    def ended(self, step: int, stopped: str) -> UserError | None:
+        """Called when training has ended after `step`, for all hooks in reverse order.
+
+        Args:
+            step: Number of the last step.
+            stopped: Description of the signal that stopped the run, or "".
 
         Returns:
-            Why the run may not end as if all was well, if there is a reason.
+            An error with which the run ends, or None.
         """
 
     def failed(self, error: BaseException) -> None:
-        """An exception ends this rank. The others may not know of it, so no collectives."""
+        """Called when an exception ends this rank, for example to write a memory snapshot.
+
+        Must not use collectives, because other ranks may not fail.
+        """
+
+    def close(self) -> None:
+        """Called when the trainer closes, to release resources. Must not use collectives."""
 
     def state_dict(self) -> dict[str, Any]:
-        """A small JSON value for the checkpoint, the same on all ranks. Empty: nothing."""
+        """Return the state to store in the manifest of each checkpoint.
+
+        Returns:
+            A small JSON value, the same on all ranks. Return large values from `tensors` instead.
+        """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned. Called before `started`, if the checkpoint has something."""
+        """Restore a value that `state_dict` returned when the checkpoint was saved.
+
+        Called before `started`. Not called if the value is empty or the checkpoint has no state of
+        this hook.
+        """
 
     def tensors(self) -> dict[str, Tensor]:
-        """Tensors for the checkpoint, sharded or not, by name. They are saved as they are and loaded in place. They
-        become NaN where a run goes back (guards.on_spike) to a checkpoint that lacks them."""
+        """Return the tensors to store in each checkpoint, by name.
+
+        A resume loads the saved values into these tensors in place. DTensors are allowed.
+
+        A rollback may find no saved values, because the checkpoint lacks the tensors or the job
+        excludes hook state from loading. It then restores the values that `built` has set, and does
+        not call `started` again.
+        """
         return {}
 
+    def resize_tensors(self, sizes: Mapping[str, torch.Size]) -> None:
+        """Resize the tensors of this hook to the sizes in a checkpoint, before they are loaded.
 
-class Training:
-    """A run on one rank, as its hooks see it.
+        Override this method if options of the job change the size of the tensors. Otherwise a
+        different size in the checkpoint raises an error at the start.
 
-    Attributes:
-        hosts: Name and address of the machine of each rank.
-        opened: What closes with the trainer, in reverse order.
-        identity: Of the run, the same after a resume.
-        steps_done: Number of optimizer steps since the beginning of the run, including those of earlier starts.
-        resumed: Whether a checkpoint was loaded.
-        model: The part of the model on this rank. Its parameters are sharded (DTensor).
-        loader: The training data.
-        alive: To be called now and then by what can take longer than a step may.
-    """
-
-    run: Run
-    device: torch.device
-    rank: int
-    mesh: Mesh
-    hosts: list[str]
-    hooks: list[Hook]
-    tokenizer: Tokenizer
-    loader: Loader
-    model: Llama
-    optimizer: torch.optim.Optimizer
-    forward_backward: ForwardBackward
-    meter: Meter
-
-    def __init__(self) -> None:
-        self.opened = ExitStack()
-        self.alive: Callable[[], None] = lambda: None
-        self.identity, self.steps_done, self.resumed = "", 0, False
-
-    def log(self, line: str) -> None:
-        """A line for the log. An `Event` is one of events.jsonl, too."""
-        logging.getLogger("titanlite").info(line)
-
-    def tell(self, method: Callable[Concatenate[Hook, P], object], *values: P.args, **_: P.kwargs) -> None:
-        """Call a method of `Hook` for all hooks, in their order."""
-        for hook in self.hooks:
-            getattr(hook, method.__name__)(*values)
-
-    def hook_tensors(self) -> dict[str, Tensor]:
-        """The tensors of all hooks, by hook and name."""
-        found = [(type(hook).__name__, hook.tensors()) for hook in self.hooks]
-        return {f"{hook}.{name}": tensor for hook, tensors in found for name, tensor in tensors.items()}
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a resume needs beside tensors: a small JSON value. All ranks call it together."""
-        states = {type(hook).__name__: state for hook in self.hooks if (state := hook.state_dict())}
-        return {
-            "step": self.steps_done,
-            "tokens": self.meter.tokens_so_far(),
-            "data": self.loader.state_dict(),
-            "run": self.identity,
-            **({"hooks": states} if states else {}),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned. Without "data" the data begins anew."""
-        self.steps_done, self.resumed = state["step"], True
-        self.identity = state.get("run", self.identity)
-        self.meter.tokens = state["tokens"]
-        if "data" in state:
-            self.loader.load_state_dict(state["data"])
-        for hook in self.hooks:
-            if found := state.get("hooks", {}).get(type(hook).__name__):
-                hook.load_state_dict(found)
+        Args:
+            sizes: Sizes of the saved tensors, keyed as in `tensors`.
+        """

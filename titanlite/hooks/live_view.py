@@ -1,41 +1,62 @@
-"""The view of a run below its log, on a terminal that can move its cursor.
+"""Show a live view of the run below its log, on a terminal that can move its cursor.
 
-Invariant: a thread makes it from the files of the run, so that no step does.
+Invariant: A thread creates the view from the output files of the run, so it costs no time in a
+training step.
 """
 
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import TYPE_CHECKING
 
-from titanlite.hooks.hook import Hook, Training
+from titanlite.hooks.hook import Hook
 from titanlite.report.run_files import read_status
-from titanlite.runtime.logging import STOPPING, is_live_terminal
+from titanlite.runtime.logging import describe_stop, is_live_terminal
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from titanlite.report.view import View
+    from titanlite.train.trainer import Trainer
 
 
 class LiveRun(Hook):
-    """Shows what `titanlite watch` shows, while the run goes on. On rank 0."""
+    """Shows the progress of the run on the terminal of rank 0, in the view of `titanlite watch`."""
 
-    _live = None
+    _view: View | None = None
 
-    def __init__(self, training: Training) -> None:
-        self._training, self._shows = training, training.rank == 0 and is_live_terminal()
+    def built(self, trainer: Trainer) -> None:
+        """Decide whether this rank shows the view."""
+        self._trainer = trainer
+        self._is_shown = trainer.rank == 0 and is_live_terminal()
 
     def train_begins(self, step: int) -> None:
-        if self._shows:
-            from titanlite.report.view import View
+        """Start the thread that draws the view every two seconds."""
+        if not self._is_shown:
+            return
+        from titanlite.report.view import View
 
-            self._live = View(get_renderable=self._view, refresh_per_second=0.5, transient=True)
-            self._live.start(refresh=True)
+        self._view = View(get_renderable=self._render, refresh_per_second=0.5, transient=True)
+        self._view.start(refresh=True)
 
-    def _view(self) -> Any:
-        text = read_status(self._training.run.dump_folder).text()
-        return text.append(f"\n{STOPPING}") if any(hook.stopping() for hook in self._training.hooks) else text
+    def _render(self) -> Text:
+        """Return the current content of the view, including a stop signal that has arrived."""
+        text = read_status(self._trainer.run.dump_folder).to_text()
+        number = self._trainer.stop_signal
+        if number:
+            text.append(f"\n{describe_stop(number)}")
+        return text
 
     def ended(self, step: int, stopped: str) -> None:
-        if self._live is not None:
-            with contextlib.suppress(OSError):  # the terminal is gone
-                self._live.stop()
+        """Remove the view from the terminal."""
+        self._remove()
 
     def failed(self, error: BaseException) -> None:
-        self.ended(0, "")
+        """Remove the view from the terminal, so that it does not cover the error message."""
+        self._remove()
+
+    def _remove(self) -> None:
+        """Stop the thread and remove the view if it is shown."""
+        if self._view is not None:
+            with contextlib.suppress(OSError):  # the terminal may have been closed
+                self._view.stop()

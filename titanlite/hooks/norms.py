@@ -1,77 +1,179 @@
-"""Norms by group of parameters in the steps that are logged (metrics.details): of gradients, of updates, of weights.
+"""Log norms of gradients and updates for each group of parameters (metrics.details).
 
-Invariant: they are those of whole parameters, the same on every rank and for any layout. Nothing is changed, and
-nothing is read from the device.
+Invariant: Each norm is computed over whole parameters, so it is the same on all ranks and in all
+layouts. The hook never changes the training state, and causes no host sync between logged steps.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titanlite.hooks.hook import Hook, Training
+from titanlite.hooks.hook import Hook
 from titanlite.model.formats import parameter_shapes
 from titanlite.optim.adamw import local_shard
-from titanlite.optim.clip import number_of_copies, sum_of_squares
+from titanlite.optim.clip import StepSums, count_replicas, sum_of_squares
+
+if TYPE_CHECKING:
+    from titanlite.train.trainer import Trainer
+
+# Rows of the tensor of sums of squares.
+GRADIENTS, UPDATES, WEIGHTS = range(3)
+MIN_NORM = 1e-30  # divisor of an update ratio if all weights are 0
 
 
 class Norms(Hook):
-    """Of the gradients, of the updates, or of both."""
+    """Logs the norms of gradients, and of weight updates relative to the weights (metrics.details).
 
-    def built(self, training: Training) -> None:
-        self._is_logged, self._optimizer = training.meter.is_log_step, training.optimizer
-        self._details = training.run.job.metrics.details
-        names = parameter_shapes(training.run.arch)  # a pipeline has other parameters on other ranks
-        places = {name: place for place, name in enumerate(names)}
-        self._places = {parameter: places[name] for name, parameter in training.model.named_parameters()}
-        # Parameters with the same place in a block, such as attention.wq, and each of the others.
-        self._groups: dict[str, list[int]] = {}
-        for name, place in places.items():
-            group = name.split(".", 2)[2] if name.startswith("layers.") else name
-            self._groups.setdefault(group.removesuffix(".weight"), []).append(place)
-        device = local_shard(next(training.model.parameters())).device
-        # Sums of squares of a step: of gradients, of updates and of weights.
-        self._sums = torch.zeros(3, len(names), dtype=torch.float64, device=device)
+    Norms are computed at logged steps, for groups of parameters. A group contains the parameters
+    with the same name in each transformer block, such as `attention.wq`. Each parameter outside of
+    the blocks is a group of its own.
+    """
+
+    def built(self, trainer: Trainer) -> None:
+        """Group the parameters by name, and allocate a tensor for their sums of squares."""
+        self._is_log_step = trainer.meter.is_log_step
+        self._optimizer = trainer.optimizer
+        details = trainer.run.job.metrics.details
+        self._has_gradients = "gradients" in details
+        self._has_updates = "updates" in details
+
+        # Number the parameters of the whole model, because pipeline stages hold different ones.
+        index_of_name = {name: i for i, name in enumerate(parameter_shapes(trainer.run.arch))}
+        self._index_of: dict[nn.Parameter, int] = {}
+        for name, parameter in trainer.model.named_parameters():
+            self._index_of[parameter] = index_of_name[name]
+        self._groups: dict[str, list[int]] = {}  # group -> indices of its parameters
+        for name, index in index_of_name.items():
+            self._groups.setdefault(_group_of(name), []).append(index)
+
+        device = local_shard(next(trainer.model.parameters())).device
+        self._squares = torch.zeros(3, len(index_of_name), dtype=torch.float64, device=device)
 
     @torch.no_grad()
     def gradients(self, step: int) -> None:
-        for parameter in self._places if "gradients" in self._details and self._is_logged(step) else ():
+        """Store the sum of squares of each gradient, at logged steps."""
+        if not self._has_gradients or not self._is_log_step(step):
+            return
+        for parameter in self._index_of:
             if parameter.grad is not None:
-                self._add(0, parameter, local_shard(parameter.grad))
+                self._store(GRADIENTS, parameter, local_shard(parameter.grad))
+
+    def before_update(self, step: int, sums: StepSums, skip: Tensor) -> None:
+        """Keep the step's skip flag for `numbers`.
+
+        Guards may still set the flag after this call.
+        """
+        self._skip = skip
 
     @torch.no_grad()
     def updated(self, step: int) -> None:
-        """Take what Adam has just subtracted, without weight decay, and the weights."""
-        for group in self._optimizer.param_groups if "updates" in self._details and self._is_logged(step) else ():
-            (beta1, beta2), lr = group["betas"], group["lr"]
+        """At logged steps, store the sum of squares of each weight and of its update."""
+        if not self._has_updates or not self._is_log_step(step):
+            return
+        for group in self._optimizer.param_groups:
             for parameter in group["params"]:
-                if state := self._optimizer.state.get(parameter):
-                    mean, square = (local_shard(state[name]).float() for name in ("exp_avg", "exp_avg_sq"))
-                    root = (square / (1 - beta2 ** state["step"])).sqrt_().add_(group["eps"])
-                    self._add(1, parameter, lr * mean / (1 - beta1 ** state["step"]) / root)
-                    self._add(2, parameter, local_shard(parameter))
-
-    def _add(self, kind: int, parameter: nn.Parameter, shard: Tensor) -> None:
-        if shard.numel():
-            squares = sum_of_squares([shard.detach()])[0] / number_of_copies(parameter)
-            self._sums[kind, self._places[parameter]] = squares
+                if self._optimizer.state.get(parameter):
+                    self._store(UPDATES, parameter, self._adam_update(parameter, group))
+                    self._store(WEIGHTS, parameter, local_shard(parameter))
 
     def numbers(self, step: int) -> Mapping[str, Any]:
-        """The fields of a logged step, from the sums over all ranks, by one all-reduce."""
-        total, self._sums = self._sums, torch.zeros_like(self._sums)
+        """Return the norms of each group, summing squares over all ranks in one all-reduce.
+
+        Returns:
+            Depending on metrics.details:
+
+            - "grad_norms": Norm of the gradient of each group.
+            - "distributions": For groups with several parameters, the gradient norm in each block.
+            - "update_ratios": Norm of the update divided by the norm of the weights, for each
+              group. Missing if the step was skipped, because there was no update.
+        """
+        total = self._squares
+        self._squares = torch.zeros_like(total)
         dist.all_reduce(total)
-        sums: list[list[float]] = total.tolist()
-        norms = [{group: math.sqrt(sum(kind[i] for i in own)) for group, own in self._groups.items()} for kind in sums]
-        found: dict[str, Any] = {}
-        if "gradients" in self._details:
-            each = [math.sqrt(square) for square in sums[0]]
-            several = {group: [each[i] for i in own] for group, own in self._groups.items() if len(own) > 1}
-            found |= {"grad_norms": norms[0], "distributions": {"grad_norms": several}}
-        if "updates" in self._details:
-            found["update_ratios"] = {group: norm / max(norms[2][group], 1e-30) for group, norm in norms[1].items()}
-        return found
+        squares: list[list[float]] = total.tolist()
+
+        numbers: dict[str, Any] = {}
+        if self._has_gradients:
+            numbers["grad_norms"] = self._group_norms(squares[GRADIENTS])
+            numbers["distributions"] = {"grad_norms": self._block_norms(squares[GRADIENTS])}
+        if self._has_updates and not self._skip:
+            update_norms = self._group_norms(squares[UPDATES])
+            weight_norms = self._group_norms(squares[WEIGHTS])
+            numbers["update_ratios"] = {
+                group: norm / max(weight_norms[group], MIN_NORM)
+                for group, norm in update_norms.items()
+            }
+        return numbers
+
+    def _adam_update(self, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
+        """Recompute the update that Adam just subtracted from a parameter (no weight decay).
+
+        Args:
+            parameter: The parameter.
+            group: The parameter group of the optimizer, with "betas", "eps" and "lr".
+
+        Returns:
+            This rank's shard of the update.
+        """
+        state = self._optimizer.state[parameter]
+        beta1, beta2 = group["betas"]
+        mean = local_shard(state["exp_avg"]).float()
+        square = local_shard(state["exp_avg_sq"]).float()
+
+        corrected_square = square / (1 - beta2 ** state["step"])
+        denominator = corrected_square.sqrt_().add_(group["eps"])
+        return group["lr"] * mean / (1 - beta1 ** state["step"]) / denominator
+
+    def _store(self, row: int, parameter: nn.Parameter, shard: Tensor) -> None:
+        """Store the sum of squares of this rank's shard.
+
+        The sum is divided by the number of ranks with the same shard, because the all-reduce in
+        `numbers` adds the sums of all ranks.
+
+        Args:
+            row: GRADIENTS, UPDATES or WEIGHTS.
+            parameter: Parameter to which the shard belongs.
+            shard: This rank's shard of the gradient, update or weight.
+        """
+        if shard.numel():
+            square = sum_of_squares([shard.detach()])[0]
+            self._squares[row, self._index_of[parameter]] = square / count_replicas(parameter)
+
+    def _group_norms(self, squares: list[float]) -> dict[str, float]:
+        """Return the norm of each group of parameters, keyed by the name of the group.
+
+        Args:
+            squares: Sum of squares of each parameter, in the order of the model's parameters.
+        """
+        norms = {}
+        for group, indices in self._groups.items():
+            norms[group] = math.sqrt(sum(squares[index] for index in indices))
+        return norms
+
+    def _block_norms(self, squares: list[float]) -> dict[str, list[float]]:
+        """Return the norm of each parameter, for groups with a parameter in several blocks.
+
+        Args:
+            squares: Sum of squares of each parameter, in the order of the model's parameters.
+
+        Returns:
+            A list with one norm per block, keyed by the name of the group.
+        """
+        norms = {}
+        for group, indices in self._groups.items():
+            if len(indices) > 1:
+                norms[group] = [math.sqrt(squares[index]) for index in indices]
+        return norms
+
+
+def _group_of(name: str) -> str:
+    """Return the group of a parameter: "attention.wq" for "layers.3.attention.wq.weight"."""
+    if name.startswith("layers."):
+        _, _, name = name.split(".", 2)
+    return name.removesuffix(".weight")

@@ -1,7 +1,7 @@
-"""torch.profiler in a run, on a schedule: traces for Perfetto, tables for the log, what is in memory.
+"""Profile steps of a run with torch.profiler.
 
-Invariant: profiling changes no number of a run, and a profile that fails ends no run: that is said, and training goes
-on.
+Each profile consists of a trace for Perfetto, a table of operators, and an optional snapshot of GPU
+memory.
 """
 
 from __future__ import annotations
@@ -13,28 +13,34 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from time import strftime
+from typing import TYPE_CHECKING
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from titanlite.config.schema import Profiling
-from titanlite.hooks.hook import Hook, StepResult, Training
+from titanlite.hooks.hook import Hook
 from titanlite.observe.outputs import PROFILES
 from titanlite.runtime.logging import LOGGER_NAME, Event
 
-_MOST_ALLOCATIONS = 100_000  # of the history of a GPU's memory, the newest ones
-_LOGGER = logging.getLogger(LOGGER_NAME)
+if TYPE_CHECKING:
+    from titanlite.train.step import StepResult
+    from titanlite.train.trainer import Trainer
+
+MAX_ALLOCATIONS = 100_000  # newest entries of the memory history of a GPU
+LOGGER = logging.getLogger(LOGGER_NAME)
 
 
 @dataclass(frozen=True)
 class StepProfile:
-    """Some profiled steps of a rank.
+    """Profile of consecutive steps on one rank.
 
     Attributes:
-        last_step: The last of them.
-        trace: File of the trace, for Perfetto.
-        table: torch's table of the operators that took the most time.
-        operators: Name -> seconds of all these steps without what the operator calls. On a GPU: of its kernels.
+        last_step: The last of the profiled steps.
+        trace: Path of the trace, which Perfetto displays.
+        table: Table of the operators that took the most time.
+        operators: Seconds per operator over all profiled steps, without the operators that it
+            calls. On a GPU, this is the time of its kernels.
     """
 
     rank: int
@@ -45,87 +51,121 @@ class StepProfile:
 
 
 @contextmanager
-def _going_on() -> Iterator[None]:
-    """Let no failure of a profile end the run."""
+def _log_failures() -> Iterator[None]:
+    """Log an exception of the `with` block and continue. A failed profile must not end the run."""
     try:
         yield
     except Exception as error:
-        _LOGGER.error(f"Training goes on, but a profile failed: {error}")
+        LOGGER.error(f"A profile failed; training continues: {error}")
 
 
 class Profiler(Hook):
-    """Profiles steps of this rank.
-
-    Args:
-        folder: Output folder of the run.
+    """Profiles steps of this rank on the schedule in [profiling].
 
     Attributes:
-        profiles: Those of this start.
+        profiles: The profiles that were completed since the start.
     """
 
     def __init__(self, settings: Profiling, folder: Path) -> None:
-        self._settings, self._folder = settings, folder / PROFILES
-        self._tracer: profile | None = None
+        """Create a profiler that writes to a subfolder of `folder`."""
+        self._settings = settings
+        self._folder = folder / PROFILES
+        self._profiler: profile | None = None
         self.profiles: list[StepProfile] = []
 
-    def built(self, training: Training) -> None:
-        self._rank, self._device = training.rank, training.device.type
-        self._snapshots = self._settings.enable_memory_snapshot and self._device == "cuda"
-        training.opened.callback(self._stop)
+    def built(self, trainer: Trainer) -> None:
+        """Read the rank and the device type of the trainer."""
+        self._rank = trainer.rank
+        self._is_cuda = trainer.device.type == "cuda"
+        self._has_snapshots = self._settings.enable_memory_snapshot and self._is_cuda
 
-    @_going_on()
+    @_log_failures()
     def started(self, step: int) -> None:
-        settings, self._first = self._settings, step
-        freq, warmup, active = settings.profile_freq, settings.profiler_warmup, settings.profiler_active
-        schedule = torch.profiler.schedule(  # cycles end at the multiples of profile_freq
-            skip_first=-step % freq, wait=freq - warmup - active, warmup=warmup, active=active,
+        """Start torch.profiler on the schedule of the job, if this rank is to be profiled.
+
+        With enable_memory_snapshot, record the GPU memory history on all ranks, because any of them
+        may run out of memory.
+        """
+        settings = self._settings
+        self._first_step = step
+        if self._has_snapshots:
+            torch.cuda.memory._record_memory_history(max_entries=MAX_ALLOCATIONS)
+        if settings.profiler_ranks and self._rank not in settings.profiler_ranks:
+            return
+
+        schedule = torch.profiler.schedule(
+            skip_first=-step % settings.profile_freq,  # cycles end at multiples of profile_freq
+            wait=settings.profile_freq - settings.profiler_warmup - settings.profiler_active,
+            warmup=settings.profiler_warmup,
+            active=settings.profiler_active,
             repeat=settings.profiler_repeat,
-        )  # fmt: skip
-        if self._snapshots:  # on all ranks, because any can run out of memory
-            torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS)
-        if not settings.profiler_ranks or self._rank in settings.profiler_ranks:
-            warnings.filterwarnings("ignore", message="Warning: Profiler clears events")  # as it should
-            self._tracer = profile(
-                activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] * (self._device == "cuda"))],
-                schedule=schedule, on_trace_ready=self._write, record_shapes=True,
-                profile_memory=settings.enable_memory_snapshot,
-            )  # fmt: skip
-            self._tracer.start()
+        )
+        activities = [ProfilerActivity.CPU]
+        if self._is_cuda:
+            activities.append(ProfilerActivity.CUDA)
+        # Clearing the events of the previous cycle is intended.
+        warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
+        self._profiler = profile(
+            activities=activities,
+            schedule=schedule,
+            on_trace_ready=self._write,
+            record_shapes=True,
+            profile_memory=settings.enable_memory_snapshot,
+        )
+        self._profiler.start()
 
-    @_going_on()
+    @_log_failures()
     def after_step(self, step: int, result: StepResult) -> None:
-        if self._tracer is not None:
-            self._tracer.step()
+        """Advance torch.profiler by one step.
 
-    @_going_on()
+        It calls `_write` at the end of each profiling cycle.
+        """
+        if self._profiler is not None:
+            self._profiler.step()
+
+    @_log_failures()
     def failed(self, error: BaseException) -> None:
-        if self._snapshots and isinstance(error, torch.OutOfMemoryError):
-            path = self._file("out-of-memory", "memory.pickle")
+        """Write a snapshot of GPU memory if this rank has run out of memory."""
+        if self._has_snapshots and isinstance(error, torch.OutOfMemoryError):
+            path = self._make_path("out-of-memory", "memory.pickle")
             torch.cuda.memory._dump_snapshot(path)
-            _LOGGER.info(f"What is in the GPU's memory on rank {self._rank}: {path}")
+            LOGGER.info(f"Wrote a GPU memory snapshot of rank {self._rank} to {path}")
 
-    @_going_on()
-    def _stop(self) -> None:
-        if self._tracer is not None:
-            self._tracer.on_trace_ready = None  # what is not complete is dropped
-            self._tracer.stop()
+    @_log_failures()
+    def close(self) -> None:
+        """Stop the profiler, and discard an incomplete profile."""
+        if self._profiler is not None:
+            self._profiler.on_trace_ready = None
+            self._profiler.stop()
 
-    def _write(self, tracer: profile) -> None:
-        """Write the trace of the steps that have just been profiled, and log their table."""
-        step = self._first + tracer.step_num
-        path = self._file(f"step-{step:08d}", "trace.json.gz")
-        tracer.export_chrome_trace(path)
-        averages = tracer.key_averages()
-        time = "self_device_time_total" if self._device == "cuda" else "self_cpu_time_total"
-        table = averages.table(sort_by=time, row_limit=10, max_name_column_width=50)
-        operators = {event.key: getattr(event, time) / 1e6 for event in averages}
-        self.profiles.append(StepProfile(self._rank, step, path, table, operators))
-        _LOGGER.info(Event(f"Profiled to step {step} on rank {self._rank}: {path}", "profile", step))
-        _LOGGER.info(table)
-        if self._snapshots:
-            torch.cuda.memory._dump_snapshot(self._file(f"step-{step:08d}", "memory.pickle"))
+    def _write(self, profiler: profile) -> None:
+        """Write the trace of the steps that have just been profiled, and log the operator table.
 
-    def _file(self, what: str, ending: str) -> str:
-        """A path in the folder, which is made. It has the time, because a later start may profile the same step."""
+        Args:
+            profiler: The profiler of torch, which calls this method at the end of a cycle.
+        """
+        step = self._first_step + profiler.step_num
+        trace = self._make_path(f"step-{step:08d}", "trace.json.gz")
+        profiler.export_chrome_trace(trace)
+
+        averages = profiler.key_averages()
+        time_field = "self_device_time_total" if self._is_cuda else "self_cpu_time_total"
+        table = averages.table(sort_by=time_field, row_limit=10, max_name_column_width=50)
+        operators = {event.key: getattr(event, time_field) / 1e6 for event in averages}
+        self.profiles.append(StepProfile(self._rank, step, trace, table, operators))
+
+        text = f"Profiled to step {step} on rank {self._rank}: {trace}"
+        LOGGER.info(Event(text, "profile", step))
+        LOGGER.info(table)
+        if self._has_snapshots:
+            snapshot = self._make_path(f"step-{step:08d}", "memory.pickle")
+            torch.cuda.memory._dump_snapshot(snapshot)
+
+    def _make_path(self, prefix: str, suffix: str) -> str:
+        """Return a path in the profile folder: "<prefix>-rank-<rank>-<time>.<suffix>".
+
+        The name contains the time, because a later start of the run may profile the same step.
+        """
         self._folder.mkdir(parents=True, exist_ok=True)
-        return str(self._folder / f"{what}-rank-{self._rank}-{strftime('%Y%m%d-%H%M%S')}.{ending}")
+        time = strftime("%Y%m%d-%H%M%S")
+        return str(self._folder / f"{prefix}-rank-{self._rank}-{time}.{suffix}")

@@ -1,8 +1,7 @@
-"""The output folder of a run: its lock, its log, its files, the writers of its numbers, and what each start runs with.
+"""Write the output files of a run on rank 0: locks, log, metrics, and a description of each start.
 
-Invariant: one run at a time uses a folder, and no line goes into the log of another. What an earlier start has measured
-is continued or set aside. To say what a start runs with costs no collective and reads no data, and git has a limit of
-time: without its answer, the hash of the package's files tells whether the code has changed.
+Invariant: At most one run uses a folder at a time. Describing a start needs no collective and reads
+no data, and it works without git: a hash of the package's files shows whether the code has changed.
 """
 
 from __future__ import annotations
@@ -15,160 +14,296 @@ import socket
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
 
 from titanlite import __version__
-from titanlite.checkpoint import step_folders
-from titanlite.checkpoint.folder import Ranks
-from titanlite.checkpoint.job_diff import flat
 from titanlite.config.errors import ERROR_FOLDER, UserError
+from titanlite.config.job_diff import flatten
 from titanlite.config.load import PACKAGE
-from titanlite.hooks.hook import Hook, Training
+from titanlite.config.run import Run
+from titanlite.hooks.hook import Hook
 from titanlite.observe.logged_step import LoggedStep
+from titanlite.observe.metrics_loggers import MetricsLogger, RunStart, open_metrics_loggers
 from titanlite.observe.outputs import OutputFolder
-from titanlite.observe.writers import RunStart, Writer, open_writers
+from titanlite.runtime.folder_lock import LOCK_TIMEOUT, lock_folder
 from titanlite.runtime.logging import LOG_FILE, LOGGER_NAME, Event, failed_writes, setup_logging
+from titanlite.runtime.rank_group import RankGroup
 
-_PACKAGES = ("torch", "torchao", "numpy", "tokenizers", "tiktoken")
-_GIT_SECONDS = 5.0
+if TYPE_CHECKING:
+    from titanlite.train.trainer import Trainer
+
+PACKAGES = ("torch", "torchao", "numpy", "tokenizers", "tiktoken")
+GIT_SECONDS = 5.0
 
 
-class Records(Hook):
-    """Locks the folder when it is made, and then opens the log there.
+def lock_folders(run: Run, log: Callable[[str], None], resources: ExitStack) -> str:
+    """Lock the output folder and the checkpoint folder, so that no other run writes to them.
+
+    Rank 0 takes the locks. All ranks call this together, before anything is written.
+
+    Args:
+        run: Run that will use the folders.
+        log: Function that logs a line.
+        resources: Exit stack of the caller. It releases the locks when it closes.
+
+    Returns:
+        A new random ID for the run, the same on all ranks.
 
     Raises:
-        UserError: Another run is using the folder, or it cannot be written to.
+        UserError: If another run uses a folder, or it cannot be written to.
     """
+    timeout = run.job.comm.init_timeout_seconds
+    lock_timeout = min(LOCK_TIMEOUT, timeout / 2)
+    folders = [run.dump_folder / "run"]
+    if run.job.checkpoint.enable:  # checkpoints may be in another place
+        folders.append(run.checkpoint_folder)
 
-    def __init__(self, training: Training) -> None:
-        self._training = training
-        self._writers: list[Writer] = []
-        self._failed: Counter[str] = Counter()  # name of a writer -> its failed calls
-        run, seconds = training.run, training.run.job.comm.init_timeout_seconds
-        folder, saves = run.dump_folder, [run.checkpoint_folder] if run.job.checkpoint.enable else []
+    def lock() -> str:
+        for folder in folders:
+            descriptor = lock_folder(folder, lock_timeout, log)
+            if descriptor is not None:
+                resources.callback(os.close, descriptor)
+        return secrets.token_hex(8)
 
-        def lock() -> str:
-            for part in (folder / "run", *saves):  # checkpoints may lie elsewhere
-                patience = min(step_folders.LOCK_PATIENCE, seconds / 2)
-                if (held := step_folders.lock(part, patience, training.log)) is not None:
-                    training.opened.callback(os.close, held)
-            return secrets.token_hex(8)
+    ranks = RankGroup(timeout)
+    run_id = ranks.run_on_rank0(lock)
+    ranks.close()
+    return run_id
 
-        ranks = Ranks(seconds)
-        training.identity = ranks.on_rank0(lock)
-        ranks.close()
-        if training.rank == 0:
-            self._outputs = OutputFolder(folder)
-            setup_logging(0, folder / LOG_FILE)
-            if errors := os.environ.get(ERROR_FOLDER):  # so that the launcher can add to train.log why a worker ended
-                Path(errors, LOG_FILE).write_text(str((folder / LOG_FILE).absolute()), encoding="utf-8")
 
-    def started(self, step: int) -> None:
-        training, run = self._training, self._training.run
-        if training.rank != 0:
+class Records:
+    """Writes train.log, the metrics and environment.json of a run. Only rank 0 writes files."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        """Open the log in the output folder, which must be locked."""
+        self._trainer = trainer
+        self._metrics_loggers: list[MetricsLogger] = []
+        self._failed: Counter[str] = Counter()  # Metrics logger -> failed calls.
+        if trainer.rank != 0:
             return
-        before, now = self._outputs.environment(), environment_of(training)
-        try:
-            if aside := self._outputs.begin(run.job, now, step if training.resumed else None):
-                training.log(aside)
-            self._writers = open_writers(RunStart(run, step, now))
-        except OSError as error:
-            problem = f"{run.dump_folder}: the files of this run cannot be written"
-            raise UserError(f"{problem}: {error}. Correct that.") from None
-        training.opened.callback(self._tell, lambda writer: writer.close())
-        # After the writers, because one that cannot begin ends this start.
-        details: dict[str, Any] = {"host": socket.gethostname(), "process": os.getpid(), "record": now}
-        lines = [f"Training starts {f'after step {step}' if step else 'anew'}"]
-        if before.get("run") == training.identity:
-            details["changed"] = changed = differences(before, now)
-            # What a resume compares with its checkpoint has been said, with what it means.
-            lines += [line for line in changed if not line.startswith(("job.", "data."))]
-            lines[0] += "; changed since the start before:" if len(lines) > 1 else ""
-        training.log(Event("\n".join(lines), "start", step, **details))
+        folder = trainer.run.dump_folder
+        self._outputs = OutputFolder(folder)
+        setup_logging(0, folder / LOG_FILE)
+        error_folder = os.environ.get(ERROR_FOLDER)
+        if error_folder:  # the launcher appends the reason why a worker ended to train.log
+            path = (folder / LOG_FILE).absolute()
+            Path(error_folder, LOG_FILE).write_text(str(path), encoding="utf-8")
 
-    def numbers(self, step: int) -> Mapping[str, Any]:
+    def start(self, step: int) -> None:
+        """Record that the run starts or resumes: write environment.json, and log what has changed.
+
+        A resumed run continues the files of its earlier starts. A run that starts from scratch
+        archives the files that it finds.
+
+        Args:
+            step: Step of the checkpoint that was loaded, or 0.
+
+        Raises:
+            UserError: If the files cannot be written, or a metrics logger cannot start.
+        """
+        trainer = self._trainer
+        run = trainer.run
+        if trainer.rank != 0:
+            return
+
+        previous = self._outputs.environment()
+        environment = describe_environment(trainer)
+        try:
+            resumed_step = step if trainer.resumed else None
+            archived = self._outputs.begin(run.job, environment, resumed_step)
+            if archived:
+                trainer.log(archived)
+            self._metrics_loggers = open_metrics_loggers(RunStart(run, step, environment))
+        except OSError as error:
+            raise UserError(f"{run.dump_folder}: cannot write the output files: {error}") from None
+
+        # Log the start last, because a metrics logger that cannot start ends the run.
+        trainer.log(self._describe_start(step, previous, environment))
+
+    def _describe_start(
+        self, step: int, previous: Mapping[str, Any], environment: Mapping[str, Any]
+    ) -> Event:
+        """Return the log event of a start, which lists the differences from the previous start.
+
+        Args:
+            step: Step of the checkpoint that was loaded, or 0.
+            previous: Environment of the previous start in the output folder.
+            environment: Environment of this start; see `describe_environment`.
+        """
+        details: dict[str, Any] = {
+            "host": socket.gethostname(),
+            "process": os.getpid(),
+            "record": environment,
+        }
+        text = f"Training starts after step {step}" if step else "Training starts from scratch"
+        is_same_run = previous.get("run") == self._trainer.run_id
+        if is_same_run:
+            changes = find_differences(previous, environment)
+            details["changed"] = changes
+            # The comparison with the checkpoint has already logged changes of job and data.
+            shown = [change for change in changes if not change.startswith(("job.", "data."))]
+            if shown:
+                text = "\n".join([f"{text}; changed since the previous start:", *shown])
+        return Event(text, "start", step, details)
+
+    def stats(self) -> dict[str, Any]:
+        """Return the metric that counts failed writes of metrics and log lines."""
         return {"failed_writes": self._failed.total() + failed_writes()}
 
-    def logged(self, entry: LoggedStep) -> None:
-        self._tell(lambda writer: writer.logged(entry))
-        steps = str(self._training.run.job.training.steps)
-        mfu = "" if entry.mfu is None else f"mfu {entry.mfu:.1%}  "
-        line = (
-            f"step {entry.step:>{len(steps)}}/{steps}  loss {entry.loss:.4f}  grad_norm {entry.grad_norm:.3f}  "
-            f"lr {entry.lr:.2e}  {entry.tps:,.0f} tokens/s  {mfu}{entry.memory:.2f} GiB  "
-            f"eta {timedelta(seconds=round(entry.time_left))}"
-        )
-        self._training.log(line)  # after the writers: who reads it finds the step in each file
+    def log_step(self, entry: LoggedStep) -> None:
+        """Write the metrics of a step to all metrics loggers, and log a line with the main ones."""
+        self._call_loggers(lambda metrics_logger: metrics_logger.logged(entry))
+        total_steps = str(self._trainer.run.job.training.steps)
+        parts = [
+            f"step {entry.step:>{len(total_steps)}}/{total_steps}",
+            f"loss {entry.loss:.4f}",
+            f"grad_norm {entry.grad_norm:.3f}",
+            f"lr {entry.lr:.2e}",
+            f"{entry.tps:,.0f} tokens/s",
+            f"{entry.memory:.2f} GiB",
+            f"eta {timedelta(seconds=round(entry.eta))}",
+        ]
+        if entry.mfu is not None:
+            parts.insert(-2, f"mfu {entry.mfu:.1%}")
+        # Log the line last, so that a reader of the line finds the step in all files.
+        self._trainer.log("  ".join(parts))
 
-    def validated(self, step: int, score: Mapping[str, float]) -> None:
-        self._tell(lambda writer: writer.validated(step, score))
+    def log_validation(self, step: int, score: Mapping[str, float]) -> None:
+        """Write the validation score of the weights after `step` to all metrics loggers."""
+        self._call_loggers(lambda metrics_logger: metrics_logger.validated(step, score))
 
-    def sampled(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        self._tell(lambda writer: writer.sampled(step, samples))
+    def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Write the texts that the model generated after `step` to all metrics loggers."""
+        self._call_loggers(lambda metrics_logger: metrics_logger.sampled(step, samples))
 
-    def _tell(self, call: Callable[[Writer], None]) -> None:
-        """Call each writer. What a full disk costs is counted, and said once for each writer."""
-        for writer in self._writers:
+    def close(self) -> None:
+        """Close the metrics loggers."""
+        self._call_loggers(lambda metrics_logger: metrics_logger.close())
+
+    def _call_loggers(self, call: Callable[[MetricsLogger], None]) -> None:
+        """Call `call` with each metrics logger.
+
+        A failed write must not end the run. Failures are counted, and the first failure of each
+        logger is logged.
+        """
+        for metrics_logger in self._metrics_loggers:
             try:
-                call(writer)
+                call(metrics_logger)
             except OSError as error:
-                name = type(writer).__name__
+                name = type(metrics_logger).__name__
                 if name not in self._failed:
-                    logging.getLogger(LOGGER_NAME).warning(f"Training goes on, but {name} cannot write: {error}")
+                    text = f"{name} cannot write its metrics; training continues: {error}"
+                    logging.getLogger(LOGGER_NAME).warning(text)
                 self._failed[name] += 1
 
 
-def environment_of(training: Training) -> dict[str, Any]:
-    """The content of environment.json: with what a run trains and where, the fingerprint of each source and of the
-    tokenizer, and the keys of the job that are not at their default."""
-    cpu = platform.processor() or platform.machine()
-    data = {"tokenizer": training.tokenizer.fingerprint}
-    for source in training.loader.sources:  # two sources can have one name
+def describe_environment(trainer: Trainer) -> dict[str, Any]:
+    """Describe the code, hardware, data, hooks and options of this start, for environment.json.
+
+    The next start compares its own description with the file, and logs what has changed.
+    """
+    data = {"tokenizer": trainer.tokenizer.fingerprint}
+    for source in trainer.loader.sources:  # Several sources can have the same name.
         data[source.name] = data.get(source.name, "") + source.fingerprint
+
+    if trainer.device.type == "cuda":
+        device_name = torch.cuda.get_device_name(trainer.device)
+    else:
+        device_name = platform.processor() or platform.machine()
+    plugin_hooks = [hook for hook in trainer.hooks if _may_change_results(hook)]
     return {
-        "run": training.identity,
+        "run": trainer.run_id,
         "code": describe_code(),
         "python": platform.python_version(),
-        "packages": {"titanlite": __version__} | {package: version(package) for package in _PACKAGES},
-        "device": torch.cuda.get_device_name(training.device) if training.device.type == "cuda" else cpu,
-        "world_size": training.run.world_size,
-        "layout": asdict(training.run.degrees),
+        "packages": {"titanlite": __version__} | {name: version(name) for name in PACKAGES},
+        "device": device_name,
+        "world_size": trainer.run.world_size,
+        "layout": asdict(trainer.run.degrees),
         "threads": torch.get_num_threads(),
         "platform": platform.platform(),
-        "hosts": sorted(set(training.hosts)),
+        "hosts": sorted(set(trainer.hosts)),
         "data": data,
-        "job": training.run.job.model_dump(mode="json", exclude_defaults=True),
+        "hooks": [hook.name or type(hook).__name__ for hook in plugin_hooks],
+        "job": trainer.run.job.model_dump(mode="json", exclude_defaults=True),
     }
 
 
-def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What differs between two environments, a line each, such as "packages.torch: 2.12.0 -> 2.13.0". Parts that the
-    one before does not have (of an older version) are left out."""
-    old, new = flat(before), flat({part: value for part, value in now.items() if part in before})
-    changed = [name for name in {**old, **new} if old.get(name) != new.get(name)]
-    return [f"{name}: {old.get(name, 'none')} -> {new.get(name, 'none')}" for name in changed]
+def _may_change_results(hook: Hook) -> bool:
+    """Return whether a plugin hook may change weights, optimizer state or gradients.
+
+    `titanlite replay` runs without plugin hooks, so it rejects steps that were trained with such a
+    hook.
+    """
+    is_builtin = type(hook).__module__.startswith("titanlite.")
+    return not is_builtin and not hook.observes_only
+
+
+def find_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """List the differences between the environments of two starts.
+
+    Keys that `before` lacks, because an older version of titanlite wrote it, are ignored.
+
+    Args:
+        before: Environment of the previous start; see `describe_environment`.
+        now: Environment of this start.
+
+    Returns:
+        One line per difference, for example "packages.torch: 2.12.0 -> 2.13.0".
+    """
+    old = flatten(before)
+    new = flatten({part: value for part, value in now.items() if part in before})
+    differences = []
+    for name in {**old, **new}:
+        if old.get(name) != new.get(name):
+            differences.append(f"{name}: {old.get(name, 'none')} -> {new.get(name, 'none')}")
+    return differences
 
 
 def describe_code(package: Path = PACKAGE) -> dict[str, str]:
-    """Which code of this package runs. "files": a hash of its files. In a clone of the repository also "commit", which
-    ends with "-dirty" if a file of the clone differs from it."""
+    """Return a hash of the titanlite code and its git commit, to detect changes between two starts.
+
+    Args:
+        package: Folder of the package.
+
+    Returns:
+        - "files": Hash of the names and contents of all Python files.
+        - "commit": Commit of the repository. It ends with "-dirty" if a file has uncommitted
+          changes. Missing outside of a git clone.
+    """
     digest = xxhash.xxh3_64()
     for file in sorted(package.rglob("*.py")):
-        if file.is_file():  # an editor's lock is a link to nothing
+        if file.is_file():  # The lock file of an editor is a broken link.
             digest.update(os.fsencode(file.relative_to(package)) + b"\0" + file.read_bytes())
-    folder = package.parent
-    # Of this repository alone, without a lock in it, and without a process that outlives this one.
-    git = ["git", f"--git-dir={folder / '.git'}", f"--work-tree={folder}", "-c", "core.fsmonitor=false"]
-    command = [*git, "--no-optional-locks", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    code = {"files": digest.hexdigest()}
+    commit = _read_git_commit(package.parent)
+    if commit is not None:
+        code["commit"] = commit
+    return code
+
+
+def _read_git_commit(repository: Path) -> str | None:
+    """Return the commit of a git clone, or None without git or outside of a clone."""
+    # Ignore GIT_* variables and repositories above, take no lock, and start no background process.
+    git = ["git", f"--git-dir={repository / '.git'}", f"--work-tree={repository}"]
+    options = ["-c", "core.fsmonitor=false", "--no-optional-locks"]
+    describe = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        said = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_GIT_SECONDS, check=True)
-    except (OSError, subprocess.SubprocessError):  # no git, or no clone
-        return {"files": digest.hexdigest()}
-    return {"files": digest.hexdigest(), "commit": said.stdout.decode().strip()}
+        result = subprocess.run(
+            [*git, *options, *describe],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=GIT_SECONDS,
+            check=True,
+            text=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return result.stdout.strip()

@@ -1,16 +1,17 @@
-"""[samples]: prompts that the model completes while it trains, to be read by a person.
+"""Complete prompts with the current weights during training, so that a person can read the result.
 
-Invariant: training does not notice. The sharded model of the run completes them itself, with all ranks taking part, and
-every layout of ranks gives the same logits up to the order of sums.
+Invariant: Sampling does not affect training. The ranks compute the completions together with their
+sharded model, and every layout gives the same logits up to the order of sums.
 
-There is no key-value cache, because no layout has one: each token costs a forward pass over the whole text.
+There is no key-value cache, because the training layouts do not support one. Each new token costs a
+forward pass over the whole text.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -18,91 +19,177 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from titanlite.completion import Completion, Decoding, choose
-from titanlite.data.batch import IGNORED, Window, padded_length, padded_microbatch
-from titanlite.hooks.hook import Hook, Request, Training
-from titanlite.optim.loss import fp32_logits
-from titanlite.parallel.forward_backward import Microbatch
+from titanlite.completion import Completion, Decoding, sample_token
+from titanlite.data.batch import Window, padded_length, padded_microbatch
+from titanlite.hooks.hook import Hook, Request
+from titanlite.model.microbatch import IGNORE_INDEX, Microbatch
+from titanlite.optim.losses import fp32_logits
+
+if TYPE_CHECKING:
+    from titanlite.train.trainer import Trainer
+
+LOGITS_CHUNK = 256
+"""Number of tokens whose logits are computed at once, which limits their memory."""
 
 
 class Samples(Hook):
-    """Completes the prompts every samples.freq steps."""
+    """Completes the prompts in samples.prompts every `samples.freq` steps, and logs the texts."""
 
-    def built(self, training: Training) -> None:
-        self._training, self._run, self._tokenizer = training, training.run, training.tokenizer
-        self._config, self._mesh, self._device = training.run.job.samples, training.mesh, training.device
-        self._seq_len = training.run.job.training.seq_len
+    def built(self, trainer: Trainer) -> None:
+        """Keep references to the parts of the trainer that generate text."""
+        self._trainer = trainer
+        self._run = trainer.run
+        self._tokenizer = trainer.tokenizer
+        self._config = trainer.job.samples
+        self._mesh = trainer.mesh
+        self._device = trainer.device
+        self._seq_len = trainer.job.training.seq_len
 
     def started(self, step: int) -> None:
-        self._done = step  # the last one that needs no samples any more
+        """Skip sampling at the step of the loaded checkpoint. The previous start has sampled it."""
+        self._sampled_step = step
 
-    def act(self, step: int, asked: Request) -> None:
-        if step == self._done or step % self._config.freq:
+    def act(self, step: int, request: Request) -> None:
+        """At a sampling step, complete the prompts. Pass the texts to the log and to the hooks."""
+        if step == self._sampled_step or step % self._config.freq:
             return
-        self._done = step
-        completions = self.complete()
-        self._training.tell(Hook.sampled, step, [asdict(completion) for completion in completions])
+        self._sampled_step = step
+        with self._trainer.evaluation_mode():
+            completions = self.complete()
+
+        samples = [asdict(completion) for completion in completions]
+        if self._trainer.records is not None:
+            self._trainer.records.log_samples(step, samples)
+        for hook in self._trainer.hooks:
+            hook.sampled(step, samples)
         for completion in completions:
-            self._training.log(f"sample after step {step}: {completion.prompt}{completion.completion}")
+            text = f"{completion.prompt}{completion.completion}"
+            self._trainer.log(f"sample after step {step}: {text}")
 
     def complete(self) -> list[Completion]:
-        """The completions, in the order of the prompts. There are none if the logits are not finite, because a guard
-        stops such a run."""
-        config, tokenizer = self._config, self._tokenizer
-        decodings = [Decoding(text, tokenizer, config.max_new_tokens, self._seq_len) for text in config.prompts]
+        """Generate a completion for each prompt with the current weights.
+
+        All ranks call this together, and all compute the same completions.
+
+        Returns:
+            The completions, in the order of the prompts. Empty if the logits are not finite; a
+            guard stops such a run.
+        """
+        config = self._config
+        decodings = [
+            Decoding(prompt, self._tokenizer, config.max_new_tokens, self._seq_len)
+            for prompt in config.prompts
+        ]
         generators = [torch.Generator().manual_seed(config.seed) for _ in decodings]
-        while going_on := [i for i, decoding in enumerate(decodings) if decoding.goes_on]:
-            logits = self._next_logits([decodings[i].ids for i in going_on])[:, : tokenizer.vocab_size]
+
+        while True:
+            unfinished = [i for i, decoding in enumerate(decodings) if decoding.is_unfinished]
+            if not unfinished:
+                return [decoding.completion() for decoding in decodings]
+
+            logits = self._next_logits([decodings[i].ids for i in unfinished])
+            logits = logits[:, : self._tokenizer.vocab_size]
             if not logits.isfinite().all():
                 return []
-            for i, of_row in zip(going_on, logits, strict=True):
-                decodings[i].push(choose(of_row, config.temperature, config.top_k, generators[i]))
-            self._training.alive()
-        return [decoding.completion() for decoding in decodings]
+            for i, token_logits in zip(unfinished, logits, strict=True):
+                token = sample_token(token_logits, config.temperature, config.top_k, generators[i])
+                decodings[i].push(token)
+            self._trainer.report_progress()
 
-    def _next_logits(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        """Logits (N, V) of the tokens after N rows, in fp32 on the CPU of every rank.
+    def _next_logits(self, sequences: Sequence[Sequence[int]]) -> Tensor:
+        """Compute the logits of the token that follows each sequence.
 
-        Every data-parallel rank computes all rows. The logits of a row are on the ranks that have the row's last token,
-        so the largest value over all ranks is the logit.
+        All data-parallel ranks compute all sequences. The last token of a sequence is on some of
+        the ranks only. The other ranks contribute -inf, and the maximum over all ranks gives the
+        logits.
+
+        Args:
+            sequences: Token ids of N sequences, which may have different lengths.
+
+        Returns:
+            Logits, shape (N, V), in fp32 on the CPU of every rank.
         """
-        size, length = self._run.job.training.local_batch_size, padded_length(self._run, max(map(len, rows)))
-        windows = [Window(np.append(row, 0), 1) for row in rows]  # a label where the next token is asked for
-        parts = [windows[i : i + size] for i in range(0, len(rows), size)]
-        microbatches = [padded_microbatch(part, size, length, self._device) for part in parts]
-        logits = torch.full((len(parts), size, self._run.arch.vocab_size), -torch.inf, device=self._device)
+        batch_size = self._run.job.training.local_batch_size
+        length = padded_length(self._run, max(len(ids) for ids in sequences))
+        # A label, with any value, makes `use_logits` compute the logits of the last token.
+        windows = [Window(np.append(ids, 0), num_scored=1) for ids in sequences]
+        microbatches = []
+        for start in range(0, len(windows), batch_size):
+            part = windows[start : start + batch_size]
+            microbatches.append(padded_microbatch(part, batch_size, length, self._device))
 
-        def fill(number: int, row: Tensor, labels: Tensor, found: Tensor) -> None:
-            logits[number, row] = found
+        shape = (len(microbatches), batch_size, self._run.arch.vocab_size)
+        all_logits = torch.full(shape, -torch.inf, device=self._device)
 
-        use_logits(self._training, microbatches, fill)
-        dist.all_reduce(logits, op=dist.ReduceOp.MAX, group=self._mesh.world_group)
-        return logits.flatten(0, 1)[: len(rows)].cpu()
+        def store(number: int, rows: Tensor, labels: Tensor, logits: Tensor) -> None:
+            all_logits[number, rows] = logits
+
+        use_logits(self._trainer, microbatches, store)
+        dist.all_reduce(all_logits, op=dist.ReduceOp.MAX, group=self._mesh.world_group)
+        return all_logits.flatten(0, 1)[: len(sequences)].cpu()
 
 
 def use_logits(
-    training: Training, microbatches: Sequence[Microbatch], use: Callable[[int, Tensor, Tensor, Tensor], None]
+    trainer: Trainer,
+    microbatches: Sequence[Microbatch],
+    use: Callable[[int, Tensor, Tensor, Tensor], None],
 ) -> None:
-    """Run the model forward, and hand over the logits of the tokens with a label, at most 256 at once.
+    """Run the model forward, and pass the logits of labeled tokens to a function.
+
+    The logits need little memory, because `LOGITS_CHUNK` tokens at most are passed at once.
 
     Args:
-        use: Gets the number of the microbatch, and of n tokens their rows (n,), labels (n,) and logits (n, V) in fp32,
-            on the ranks that have the token. All tensor ranks have it.
+        trainer: Trainer whose model computes the logits.
+        microbatches: Microbatches of this rank. Only tokens with a label other than `IGNORE_INDEX`
+            are passed.
+        use: Called with the number of the microbatch and, for n tokens, their rows in the
+            microbatch (n,), their labels (n,), and their logits (n, V) in fp32. It is called on the
+            ranks that hold the tokens, which includes all tensor-parallel ranks.
     """
-    mesh, numbers = training.mesh.tensor, iter(range(len(microbatches)))
+    numbers = iter(range(len(microbatches)))
+    mesh = trainer.mesh.tensor
 
-    def keep(hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
-        number, classes = next(numbers, None), weight.shape[0]
+    def use_microbatch(hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
+        """Pass the logits of a microbatch to `use`, and return a loss of 0.
+
+        The evaluation calls this function in place of the loss function.
+        """
+        no_loss = torch.zeros_like(scale)
+        number = next(numbers, None)
+        if number is None:  # padding of a pipeline schedule
+            return no_loss
+
         if mesh is not None:
             hidden = cast(DTensor, hidden).redistribute(placements=[Replicate()]).to_local()
-            weight = cast(DTensor, weight).to_local()
-        tokens = torch.stack((labels != IGNORED).nonzero(as_tuple=True))
-        for at in tokens.split(256, dim=1) if number is not None else ():  # a pipeline's schedule adds microbatches
-            logits = fp32_logits(hidden[*at], weight)
-            if mesh is not None:
-                whole = torch.Size((len(logits), classes)), (classes, 1)
-                logits = DTensor.from_local(logits, mesh, [Shard(1)], shape=whole[0], stride=whole[1]).full_tensor()
-            use(cast(int, number), at[0], labels[*at], logits)
-        return torch.zeros_like(scale)
+        labeled = torch.stack((labels != IGNORE_INDEX).nonzero(as_tuple=True))
+        for rows, columns in labeled.split(LOGITS_CHUNK, dim=1):
+            logits = _whole_logits(hidden[rows, columns], weight)
+            use(number, rows, labels[rows, columns], logits)
+        return no_loss
 
-    training.forward_backward.evaluate(microbatches, keep)
+    trainer.forward_backward.evaluate(microbatches, use_microbatch)
+
+
+def _whole_logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Return the logits of the full vocabulary in fp32, shape (n, V).
+
+    With tensor parallelism, each rank computes a part of the vocabulary, and all parts are
+    gathered.
+
+    Args:
+        hidden: Hidden states, shape (n, C).
+        weight: Output matrix, shape (V, C). With tensor parallelism, a DTensor sharded along V.
+    """
+    if not isinstance(weight, DTensor):
+        return fp32_logits(hidden, weight)
+
+    local_logits = fp32_logits(hidden, weight.to_local())  # (n, V / ranks)
+    num_classes = weight.shape[0]
+    logits = DTensor.from_local(
+        local_logits,
+        weight.device_mesh,
+        [Shard(1)],
+        shape=torch.Size((len(hidden), num_classes)),
+        stride=(num_classes, 1),
+    )
+    return logits.full_tensor()

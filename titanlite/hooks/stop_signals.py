@@ -1,7 +1,6 @@
-"""Signals that reach one rank: all ranks stop or save at the same step.
+"""Handle signals that stop or save a run.
 
-SIGINT, SIGTERM, SIGHUP and SIGUSR1 stop the run, SIGUSR2 saves it. A SIGINT after one of the first four ends the
-process at once. A further SIGTERM does not, because a scheduler says it twice: the launcher passes it on.
+All ranks react to a signal of any rank after the same step.
 """
 
 from __future__ import annotations
@@ -9,34 +8,53 @@ from __future__ import annotations
 import signal
 from types import FrameType
 
-from titanlite.hooks.hook import Hook, Request
+from titanlite.hooks.hook import Request
 from titanlite.runtime.process import stop_signals
 
 
-class StopSignals(Hook):
-    """Catches signals from when `Trainer.train` begins."""
+class StopSignals:
+    """Records the signals that this process receives, until the training loop reads them.
+
+    SIGINT, SIGTERM, SIGHUP and SIGUSR1 stop the run after a save. SIGUSR2 saves a checkpoint and
+    continues. After a signal that stops the run, another SIGINT ends the process at once. Another
+    SIGTERM does not, because a rank receives SIGTERM twice: from the scheduler and from the
+    launcher.
+
+    Attributes:
+        stop_signal: Number of the last signal that stops the run, or 0.
+    """
 
     def __init__(self) -> None:
-        self._stop, self._save = 0, False  # number of the last signal that stops the run; whether one asks for a save
+        """Start without a signal. Call `install` to receive signals."""
+        self.stop_signal = 0
+        self._has_save_signal = False
 
-    def train_begins(self, step: int) -> None:
+    def install(self) -> None:
+        """Install handlers for the signals that stop a run or save a checkpoint."""
         for number in (*stop_signals(), signal.SIGUSR2):
             signal.signal(number, self._receive)
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
+        """Record a received signal.
+
+        After a stop signal, the next SIGINT raises KeyboardInterrupt.
+        """
         if number == signal.SIGUSR2:
-            self._save = True
+            self._has_save_signal = True
             return
-        self._stop = number
+        self.stop_signal = number
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    def wants(self, step: int) -> Request:
-        asked, self._save = self._save, False
-        return Request(stop=self._stop, save=asked)
+    def take_request(self) -> Request:
+        """Return a request for the actions of the signals received so far.
 
-    def stopping(self) -> int:
-        return self._stop
+        The training loop sends the request to the other ranks. After a stop signal, every call
+        requests the stop. After a save signal, only the first call requests the save.
+        """
+        request = Request(stop=self.stop_signal, save=self._has_save_signal)
+        self._has_save_signal = False
+        return request
 
-    def act(self, step: int, asked: Request) -> None:
-        if asked.save:  # it also serves ranks that got the signal after they were asked
-            self._save = False
+    def clear_save_request(self) -> None:
+        """Discard a received SIGUSR2, because a save is about to happen anyway."""
+        self._has_save_signal = False

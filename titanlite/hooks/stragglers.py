@@ -1,92 +1,164 @@
-"""Stragglers: a rank for which all others wait, found by what each rank does alone.
+"""Find stragglers: ranks that are slower than the others and make them wait.
 
-Invariant: nobody waits for this. The times of all ranks travel while training goes on, and are read one line later.
+Invariant: Detection never delays training. The times of all ranks are exchanged asynchronously, and
+are read at the next logged step.
 
-The time of a whole step is the same on all ranks, because each waits for the slowest in the collectives of its forward
-and backward passes. So three times are compared in which a rank waits for no other: that for its data, that of the
-optimizer's update, which is long where memory is slow or the host is busy, and that of a matrix product, which is long
-where the device computes slowly, as a hot one does. Each rank computes it by itself at each line, when its device has
-nothing else to do.
+The time of a whole step is the same on all ranks, because each rank waits for the slowest one in
+the collectives of the forward and backward passes. So the ranks compare three times in which a rank
+waits for no other rank:
+
+- the time to wait for its data,
+- the time of the optimizer update, which is long if memory is slow or the CPU is busy,
+- the time of a matrix product, which is long if the device computes slowly, for example because it
+  is hot. Each rank measures it at each logged step, when its device has nothing else to do.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanlite.hooks.hook import Hook, Training
+from titanlite.hooks.hook import Hook
 from titanlite.optim.clip import StepSums
 from titanlite.runtime.logging import Event
 
-SLOW = 1.2  # times the median of the ranks
-LINES = 3  # in a row, because any rank is late now and then
-LEAST = (1e-3, 1e-3, 0.0)  # seconds that it must be slower in each step: below that, nobody waits long
-PARTS = "waits for its data {:.3g} s a step", "needs for updates {:.3g} s a step", "takes {:.3g} s for a product"
+if TYPE_CHECKING:
+    from titanlite.train.trainer import Trainer
+
+SLOW_FACTOR = 1.2
+"""A rank is slow if its time exceeds this multiple of the median of all ranks."""
+STEPS_UNTIL_REPORT = 3
+"""Number of consecutive logged steps until a slow rank is reported. Any rank is slow sometimes."""
+NUM_PRODUCTS = 5
+
+
+class TimedPart(NamedTuple):
+    """A duration, such as the wait for data in a step, that is compared between the ranks."""
+
+    description: str
+    """Text for the log, with a placeholder for the seconds."""
+    min_difference: float
+    """Smallest difference from the median in seconds that delays training noticeably."""
+
+
+PARTS = (
+    TimedPart("waits for its data {:.3g} s a step", 1e-3),
+    TimedPart("needs for updates {:.3g} s a step", 1e-3),
+    TimedPart("takes {:.3g} s for a product", 0.0),
+)
 
 
 class Stragglers(Hook):
-    """Names a rank that is the slowest, and by far, in several logged steps in a row."""
+    """Logs a straggler: a rank that is by far the slowest in several consecutive logged steps."""
 
-    def built(self, training: Training) -> None:
-        self._training, self._cuda = training, training.device.type == "cuda"
-        self._work: dist.Work | None = None
-        self._times = torch.zeros(training.run.world_size, len(PARTS))
-        self._updates: list[tuple[Any, Any]] = []  # begin and end of each since the last line
-        self._in_row = [(-1, 0)] * len(PARTS)  # slowest rank, and in how many lines
+    def built(self, trainer: Trainer) -> None:
+        """Allocate the tensor that receives the times of all ranks."""
+        self._trainer = trainer
+        self._device = trainer.device
+        self._is_cuda = trainer.device.type == "cuda"
+        self._exchange: dist.Work | None = None  # exchange of times in progress
+        self._times = torch.zeros(trainer.run.world_size, len(PARTS), device=trainer.device)
+        # Start and end of each optimizer update since the last logged step.
+        self._updates: list[tuple[Any, Any]] = []
+        # For each part: the slowest rank, and its number of consecutive logged steps.
+        self._slow_ranks = [(-1, 0)] * len(PARTS)
 
     def before_update(self, step: int, sums: StepSums, skip: Tensor) -> None:
-        self._began = self._now()
+        """Record the start of the optimizer update."""
+        self._update_start = self._now()
 
     def updated(self, step: int) -> None:
-        self._updates.append((self._began, self._now()))
+        """Record the end of the optimizer update."""
+        self._updates.append((self._update_start, self._now()))
 
     def numbers(self, step: int) -> Mapping[str, Any]:
-        """Read what the ranks sent with the line before, and send the times since then."""
-        if self._work is not None:
-            self._work.wait()
+        """Send this rank's times since the previous logged step, and compare the times sent before.
+
+        The exchange of times runs in the background, so each call compares the times of the call
+        before.
+
+        Returns:
+            No metrics; stragglers are reported in the log.
+        """
+        if self._exchange is not None:
+            self._exchange.wait()
             self._compare(step)
-        if self._cuda:
-            torch.cuda.synchronize()
-        side, dtype = (2048, torch.bfloat16) if self._cuda else (256, torch.float32)
-        matrix = torch.zeros(side, side, dtype=dtype, device=self._training.device)  # not kept: a step needs the memory
-        products = [(self._now(), torch.mm(matrix, matrix), self._now()) for _ in range(5)]
-        if self._cuda:
-            torch.cuda.synchronize()
-        product = min(self._between(a, b) for a, _, b in products)  # others may use the processor for a moment
-        spent = sum(self._between(*update) for update in self._updates) / len(self._updates)
-        own = torch.tensor([self._training.meter.data_seconds / len(self._updates), spent, product])
+
+        product_seconds = self._time_product()
+        num_steps = len(self._updates)
+        data_seconds = self._trainer.meter.data_seconds / num_steps
+        update_seconds = sum(self._seconds_between(*update) for update in self._updates) / num_steps
         self._updates = []
-        group = self._training.mesh.world_group
-        self._work = dist.all_gather(list(self._times), own, group, async_op=True)
+
+        times = torch.tensor([data_seconds, update_seconds, product_seconds], device=self._device)
+        group = self._trainer.mesh.world_group
+        self._exchange = dist.all_gather(list(self._times), times, group, async_op=True)
         return {}
 
     def ended(self, step: int, stopped: str) -> None:
-        if self._work is not None:
-            self._work.wait()  # before the group is closed
+        """Wait for the exchange of times in progress, before its process group is destroyed."""
+        if self._exchange is not None:
+            self._exchange.wait()
+
+    def _time_product(self) -> float:
+        """Return the seconds that this rank takes for a test matrix product on its idle device.
+
+        This is the fastest of several products, because other processes may delay some of them.
+        """
+        size = 2048 if self._is_cuda else 256
+        dtype = torch.bfloat16 if self._is_cuda else torch.float32
+        self._synchronize()
+        # Allocated at each logged step, because training needs the memory in between.
+        matrix = torch.zeros(size, size, dtype=dtype, device=self._device)
+        intervals = []
+        for _ in range(NUM_PRODUCTS):
+            start = self._now()
+            torch.mm(matrix, matrix)
+            intervals.append((start, self._now()))
+        self._synchronize()
+        return min(self._seconds_between(start, end) for start, end in intervals)
+
+    def _synchronize(self) -> None:
+        """Wait until the GPU has completed all launched work."""
+        if self._is_cuda:
+            torch.cuda.synchronize()
 
     def _now(self) -> Any:
-        if not self._cuda:
+        """Return the current time: seconds on a CPU, or a CUDA event (without a host sync)."""
+        if not self._is_cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def _between(self, begin: Any, end: Any) -> float:
-        return begin.elapsed_time(end) / 1e3 if self._cuda else end - begin
+    def _seconds_between(self, start: Any, end: Any) -> float:
+        """Return the seconds between two results of `_now`."""
+        return start.elapsed_time(end) / 1e3 if self._is_cuda else end - start
 
     def _compare(self, step: int) -> None:
-        for part, times in enumerate(self._times.unbind(1)):
-            slowest, median = int(times.argmax()), times.quantile(0.5).item()
-            took = times[slowest].item()
-            rank, count = self._in_row[part]
-            is_slow = took > SLOW * median and took > median + LEAST[part]
-            self._in_row[part] = (slowest, count + 1 if rank == slowest else 1) if is_slow else (-1, 0)
-            if self._in_row[part][1] == LINES:
-                line = f"Rank {slowest} ({self._training.hosts[slowest]}) {PARTS[part].format(took)}; the median of "
-                line += f"the ranks is {median:.3g} s: it makes the others wait."
-                self._training.log(Event(line, "straggler", step))
+        """Log each rank that was by far the slowest in several consecutive logged steps."""
+        times_by_part = self._times.cpu().unbind(1)
+        for i, (part, times) in enumerate(zip(PARTS, times_by_part, strict=True)):
+            slowest = int(times.argmax())
+            seconds = times[slowest].item()
+            median = times.quantile(0.5).item()
+            is_slow = seconds > SLOW_FACTOR * median and seconds > median + part.min_difference
+            if not is_slow:
+                self._slow_ranks[i] = (-1, 0)
+                continue
+
+            previous_slowest, count = self._slow_ranks[i]
+            count = count + 1 if slowest == previous_slowest else 1
+            self._slow_ranks[i] = (slowest, count)
+            if count == STEPS_UNTIL_REPORT:
+                host = self._trainer.hosts[slowest]
+                text = (
+                    f"Rank {slowest} ({host}) {part.description.format(seconds)}; the median of "
+                    f"the ranks is {median:.3g} s: it makes the others wait."
+                )
+                self._trainer.log(Event(text, "straggler", step))

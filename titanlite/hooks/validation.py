@@ -1,43 +1,37 @@
-"""The loss on data that is never trained on.
-
-Invariant: every validation scores the same rows, whatever the layout is. All ranks do the same number of forward
-passes.
-"""
+"""Validation: compute the loss on data that is never trained on."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from titanlite.data.validation import ValidationSet
-from titanlite.hooks.hook import Hook, Request, Training
-from titanlite.runtime.logging import Event
 from titanlite.score import Score, make_score
 
+if TYPE_CHECKING:
+    from titanlite.train.trainer import Trainer
 
-class Validation(Hook):
-    """Asks for a validation every validation.freq steps, and does those that are asked for."""
 
-    def built(self, training: Training) -> None:
-        self._training, run = training, training.run
-        self._rows = ValidationSet(run, training.tokenizer, training.mesh.data_rank, training.device)
-        self._freq = run.job.validation.freq
-        training.log(f"Validation on {self._rows.describe()}")
+class Validator:
+    """Computes the validation loss, on the same sequences for any number of ranks."""
 
-    def wants(self, step: int) -> Request:
-        return Request(validate=step % self._freq == 0)
+    def __init__(self, trainer: Trainer) -> None:
+        """Select the validation sequences that this rank evaluates, and log a description."""
+        self._trainer = trainer
+        self._data = ValidationSet(
+            trainer.run, trainer.tokenizer, trainer.mesh.data_rank, trainer.device
+        )
+        trainer.log(f"Validation on {self._data.describe()}")
 
-    def act(self, step: int, asked: Request) -> None:
-        if asked.validate:
-            self.validate(step)
+    def compute_score(self) -> Score:
+        """Evaluate the current weights on the whole validation set.
 
-    def validate(self, step: int) -> Score:
-        """Score the weights after `step`, log it and tell all hooks. It waits for the device."""
-        mesh = self._training.mesh
-        loss = self._training.forward_backward.evaluate(list(self._rows.batches()))
-        dist.all_reduce(loss, group=mesh.loss_group)
-        score = make_score(loss.item(), self._rows.num_tokens, self._rows.num_bytes)
-        self._training.tell(Hook.validated, step, asdict(score))
-        self._training.log(Event(f"validation after step {step}: {score}", "validation", step))
-        return score
+        All ranks call this together, and each evaluates a part of the sequences.
+
+        Returns:
+            The score of the whole validation set, the same on all ranks.
+        """
+        loss = self._trainer.forward_backward.evaluate(list(self._data.batches()))
+        dist.all_reduce(loss, group=self._trainer.mesh.loss_group)
+        return make_score(loss.item(), self._data.num_tokens, self._data.num_bytes)

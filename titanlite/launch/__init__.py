@@ -1,1 +1,1 @@
-"""Starts the processes of a machine: the launcher checks a job, and the agent starts the workers and watches them."""
+"""Validate a job, start the ranks of a node, and report how they end."""

@@ -1,17 +1,20 @@
-"""A run on several machines: torch's elastic agent on each finds the others, and starts them all again after a crash.
+"""Run on several nodes: the torch elastic agents connect the nodes and restart all after a crash.
 
-The agent starts one process for its machine: `titanlite launch` once more, which starts and watches the ranks there. So
-signals, the time to save, exit codes and reports are those of a run on one machine. The agents meet in a c10d store at
-MASTER_ADDR, which trusts everybody who can reach it: docs/scaling_out.md says what the network must keep out.
+The torch agent starts one process on its node: `titanlite launch` again, called the node process
+here, which starts and watches the ranks of the node. Signals, the time to save, exit codes and
+error reports therefore work as on a single node. The agents connect through a c10d store at
+MASTER_ADDR, which trusts every process that can reach it. docs/guides/clusters.md lists what the
+network must block.
 
-Invariant: an end for a known reason is never restarted, because the process of the machine tells the agent that all is
-well, and leaves the exit code in a file.
+Invariant: a run that ended for a known reason is never restarted. In that case the node process
+reports success to the agent, and writes the actual exit code to a file.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import ipaddress
 import logging
 import os
 import signal
@@ -19,114 +22,335 @@ import socket
 import struct
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from titanlite.checkpoint.find import is_saved, resume_hint
-from titanlite.config.errors import StoppedBySignal, UserError
+from titanlite.config.errors import StoppedBySignal, UserError, format_count
 from titanlite.config.run import Run
 from titanlite.launch.ranks import FINAL, Ranks
 from titanlite.runtime.logging import note
 from titanlite.runtime.process import leave, python_command, stop_signals
 
-FOLDER = "TITANLITE_MACHINE"  # environment variable: where the process of the machine leaves its number and its end
-SIOCGIFADDR = 0x8915  # of netdevice(7)
-MEET_SECONDS = 900  # for all machines to come, also for lost ones to come back
+if TYPE_CHECKING:
+    from torch.distributed.launcher.api import LaunchConfig
+
+FOLDER = "TITANLITE_MACHINE"  # environment variable: folder of the three files below
+PROCESS_FILE = "process"  # process id of the node process
+END_FILE = "code"  # exit code of a run that has ended for a known reason
+CRASH_FILE = "crash"  # exit code of a crash that is not restarted
+
+SIOCGIFADDR = 0x8915  # request of netdevice(7): the address of an interface
+MEET_SECONDS = 900  # seconds to wait until all nodes, or lost nodes, have connected
+SILENT_SECONDS = 10.0  # seconds until a waiting node logs what is missing
+AGENT_SECONDS = (
+    10.0  # seconds for the agent to end after a crash; it can hang on an unreachable store
+)
 
 
 def run_agent(
-    argv: Sequence[str], run: Run, machines: tuple[int, int], store: tuple[str, int], number: int | None, restarts: int
+    argv: Sequence[str],
+    run: Run,
+    nodes: tuple[int, int],
+    store: tuple[str, int],
+    node_rank: int | None,
+    restarts: int,
 ) -> int:
-    """Run `titanlite launch ARGV` under torch's agent; returns the exit code of the run on this machine.
+    """Run `titanlite launch ARGV` under the torch agent, and return the exit code of this node.
 
     Args:
-        machines: The least and the most that take part.
-        store: The address and the port where they meet.
-        number: Of this machine; 0 hosts the store. None: the one that has the address does.
+        argv: Options of `titanlite train`.
+        run: The run that `argv` describes.
+        nodes: Minimum and maximum number of nodes.
+        store: Address and port of the c10d store, through which the nodes connect.
+        node_rank: Number of this node. Node 0 hosts the store. If None, the node that has the
+            address of the store hosts it.
+        restarts: Maximum number of restarts after crashes.
 
     Raises:
-        UserError: The machines did not meet.
-        StoppedBySignal: The others were lost after a save.
+        UserError: If MASTER_ADDR cannot be resolved, or not enough nodes have connected.
+        StoppedBySignal: If the connection to the other nodes was lost after a save, so that the run
+            can be resumed.
     """
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or C++ stacks follow the last lines
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    # Otherwise C++ stacks follow the error message.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from torch.distributed.launcher.api import elastic_launch
+
+    is_local = _is_local(_resolve(store))
+    is_host = is_local if node_rank is None else node_rank == 0
+    config = _configure_agent(nodes, store, node_rank, is_local, restarts)
 
     folder = Path(tempfile.mkdtemp(prefix="titanlite-launch-"))
-    child, end, where = folder / "process", folder / "code", f"{store[0]}:{store[1]}"
     command, environment = python_command(["-m", "titanlite", "launch", *argv])
-    # A store that outlived a restart would have the addresses of the ranks before it.
-    os.environ.update({**environment, FOLDER: str(folder), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
-    signals = {*stop_signals(), signal.SIGUSR2}
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # a handler would not be called while torch waits for others
-    threading.Thread(target=_pass_on, args=(signals, child), daemon=True).start()
-    note(f"Waiting for {machines[1]} machines at {where}.")
-    logging.disable(logging.ERROR)  # the process says why it ended
-    host = {} if number is None else {"is_host": number == 0}
-    config = LaunchConfig(
-        *machines,
-        nproc_per_node=1,
-        run_id="titanlite",
-        rdzv_backend="c10d",
-        rdzv_endpoint=where,
-        rdzv_configs={"join_timeout": MEET_SECONDS, "read_timeout": MEET_SECONDS, **host},
-        max_restarts=restarts,
-        local_addr=_own_address(store),
-        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
-        signals_to_handle="SIGQUIT",  # the agent would give the ranks too little time to save after others
-    )
+    os.environ.update(environment)
+    os.environ[FOLDER] = str(folder)
+    # Otherwise the store survives a restart, with the addresses of ranks that no longer exist.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    _start_threads(folder, store, is_host)
+
+    expected = format_count(nodes[1], "node")
+    if nodes[0] < nodes[1]:
+        expected = f"{nodes[0]} to {expected}"
+    where = f"{store[0]}:{store[1]}"
+    note(f"Waiting for {expected} at {where}.")
+    logging.disable(logging.ERROR)  # the node process reports why it ended
     try:
         elastic_launch(config, command[0])(*command[1:])
     except ChildFailedError as error:
         code = error.get_first_failure()[1].exitcode
         return code if code > 0 else 128 - code
     except (RendezvousError, RuntimeError) as error:
-        if not end.exists():  # else only another machine is missed, after the end
-            lost = StoppedBySignal if child.exists() and is_saved(run) else UserError
-            why = f"{machines[0]} machines did not meet at {where}, where all must reach the first: {error}"
-            raise lost(f"{why}\n{resume_hint(run, argv)}") from None
-    return int(end.read_text())
+        if (folder / CRASH_FILE).exists():
+            return int((folder / CRASH_FILE).read_text())
+        if not (folder / END_FILE).exists():
+            has_started = (folder / PROCESS_FILE).exists()
+            error_kind = StoppedBySignal if has_started and is_saved(run) else UserError
+            needed = format_count(nodes[0], "node")
+            text = f"{needed} did not meet at {where}, which all must reach: {error}"
+            raise error_kind(f"{text}\n{resume_hint(run, argv)}") from None
+    return int((folder / END_FILE).read_text())
 
 
-def run_part(folder: Path, ranks: Ranks) -> int:
-    """Run the ranks of this machine under its agent, and tell it whether they are to be started again."""
-    (folder / "process").write_text(str(os.getpid()))
-    (folder / "code").unlink(missing_ok=True)  # of ranks that made room for another machine
-    count = len(ranks.ranks)
-    first, size = (int(os.environ[name]) * count for name in ("RANK", "WORLD_SIZE"))  # the agent's rank is a machine
-    code = replace(ranks, ranks=range(first, first + count), size=size, max_restarts=0).run()
+def _configure_agent(
+    nodes: tuple[int, int],
+    store: tuple[str, int],
+    node_rank: int | None,
+    is_local: bool,
+    restarts: int,
+) -> LaunchConfig:
+    """Return the configuration with which the agent starts one process on this node.
+
+    This also decides which node hosts the store. torch would compare the address of the store with
+    the name of this node, which often resolves to a loopback address.
+
+    Args:
+        nodes: Minimum and maximum number of nodes.
+        store: Address and port of the store.
+        node_rank: Number of this node, or None if the user has not set it.
+        is_local: Whether the address of the store belongs to this node.
+        restarts: Maximum number of restarts after crashes.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.launcher.api import LaunchConfig
+
+    address, port = store
+    rendezvous: dict[str, Any] = {"join_timeout": MEET_SECONDS, "read_timeout": MEET_SECONDS}
+    if node_rank is not None:
+        rendezvous["is_host"] = node_rank == 0
+    elif is_local:
+        address = "127.0.0.1"  # torch then hosts the store, or joins one on this node
+    else:
+        rendezvous["is_host"] = False
+
+    min_nodes, max_nodes = nodes
+    return LaunchConfig(
+        min_nodes,
+        max_nodes,
+        nproc_per_node=1,
+        run_id="titanlite",
+        rdzv_backend="c10d",
+        rdzv_endpoint=f"{address}:{port}",
+        rdzv_configs=rendezvous,
+        max_restarts=restarts,
+        local_addr=_choose_address(store),
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
+        # `_pass_on` handles all other signals, because the agent would give the ranks too
+        # little time to save.
+        signals_to_handle="SIGQUIT",
+    )
+
+
+def _start_threads(folder: Path, store: tuple[str, int], is_host: bool) -> None:
+    """Start the background threads of the process that runs the torch agent.
+
+    One thread passes signals on to the node process, one logs which nodes are missing, and one
+    limits the time that the agent takes to end after a crash. The signals are blocked in the main
+    thread, because no signal handler would run while torch waits for other nodes.
+
+    Args:
+        folder: Folder of the files that the node process writes.
+        store: Address and port of the store.
+        is_host: Whether this node hosts the store.
+    """
+    signals = {*stop_signals(), signal.SIGUSR2}
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    threads = [
+        threading.Thread(target=_pass_on, args=(signals, folder), daemon=True),
+        threading.Thread(target=_log_missing, args=(folder, store, is_host), daemon=True),
+        threading.Thread(target=_leave_after_crash, args=(folder,), daemon=True),
+    ]
+    for thread in threads:
+        thread.start()
+
+
+def run_node_process(folder: Path, ranks: Ranks) -> int:
+    """Run the ranks of this node in the node process that the torch agent has started.
+
+    Args:
+        folder: Folder for the files that the process of the agent reads.
+        ranks: Settings of the ranks. Their numbers follow from the rank of this node.
+
+    Returns:
+        0 if the run ended for a known reason, which the agent must not restart. Otherwise the exit
+        code of the crash.
+    """
+    (folder / PROCESS_FILE).write_text(str(os.getpid()))
+    end_file = folder / END_FILE
+    end_file.unlink(missing_ok=True)  # left over if this node ended so that another could join
+
+    # The agent starts one process per node, so its rank and world size count nodes.
+    node_rank = int(os.environ["RANK"])
+    num_nodes = int(os.environ["WORLD_SIZE"])
+    num_local_ranks = len(ranks.ranks)
+    first_rank = node_rank * num_local_ranks
+    node_ranks = replace(
+        ranks,
+        ranks=range(first_rank, first_rank + num_local_ranks),
+        size=num_nodes * num_local_ranks,
+        max_restarts=0,  # the agent restarts all nodes together
+    )
+    code = node_ranks.run()
     if code in FINAL:
-        (folder / "code").write_text(str(code))
+        end_file.write_text(str(code))
         return 0
-    if left := ranks.max_restarts - int(os.environ["TORCHELASTIC_RESTART_COUNT"]):
-        note(f"Starting again from the newest checkpoint (restarts left: {left - 1}).")
+
+    restarts_left = ranks.max_restarts - int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    if restarts_left:
+        note(f"Starting again from the newest checkpoint (restarts left: {restarts_left - 1}).")
+    else:
+        (folder / CRASH_FILE).write_text(str(code))
     return code
 
 
-def _pass_on(signals: set[signal.Signals], child: Path) -> None:
-    """Pass signals on to the process of the machine."""
+def _pass_on(signals: set[signal.Signals], folder: Path) -> None:
+    """Pass received signals on to the node process. End this process if no node process runs.
+
+    Args:
+        signals: Signals to wait for, which must be blocked.
+        folder: Folder that contains the process ID of the node process.
+    """
     while True:
         number = signal.sigwait(signals)
         try:
-            os.kill(int(child.read_text()), number)
-        except OSError:  # there is none now
+            os.kill(int((folder / PROCESS_FILE).read_text()), number)
+        except OSError:  # there is no node process now
             leave(128 + number)
 
 
-def _own_address(store: tuple[str, int]) -> str | None:
-    """The address by which the host of the store sees this machine; None: it cannot be found out. gloo is told the
-    interface that has it, unless the user has named one. torch would take what belongs to the name of this machine,
-    which is a loopback address where /etc/hosts says so, as on Debian."""
+def _leave_after_crash(folder: Path) -> None:
+    """End this process some seconds after a crash that the agent does not restart.
+
+    Otherwise the agent could wait for many minutes for the store on a node that is down.
+    """
+    while not (folder / CRASH_FILE).exists():
+        time.sleep(1.0)
+    time.sleep(AGENT_SECONDS)
+    leave(int((folder / CRASH_FILE).read_text()))
+
+
+def _log_missing(folder: Path, store: tuple[str, int], is_host: bool) -> None:
+    """Log why the nodes have not connected yet, once they have tried for `SILENT_SECONDS`.
+
+    Args:
+        folder: Folder of the node process, which is empty until the nodes have connected.
+        store: Address and port of the store through which the nodes connect.
+        is_host: Whether this node hosts the store.
+    """
+    time.sleep(SILENT_SECONDS)
+    has_connected = (folder / PROCESS_FILE).exists()
+    if has_connected:
+        return
+
+    where = f"{store[0]}:{store[1]}"
+    if is_host:
+        reason = f"this node is ready at {where}, but other nodes have not joined."
+    else:
+        try:
+            socket.create_connection(store, timeout=SILENT_SECONDS).close()
+            reason = f"{where} answers, but other nodes have not joined."
+        except OSError as error:
+            remedy = "Start the node that has this address, or set NODE_RANK=0 on the first node."
+            reason = f"nothing answers at {where} ({error.strerror or error}). {remedy}"
+    note(f"Still waiting after {SILENT_SECONDS:.0f} s: {reason}")
+
+
+def _resolve(store: tuple[str, int]) -> list[str]:
+    """Return the IP addresses of MASTER_ADDR.
+
+    Raises:
+        UserError: If it cannot be resolved.
+    """
+    try:
+        answers = socket.getaddrinfo(*store, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        remedy = "Use an address or a name of the first node that all nodes can resolve."
+        raise UserError(f"MASTER_ADDR={store[0]} cannot be resolved: {why}. {remedy}") from None
+    return [str(answer[4][0]) for answer in answers]
+
+
+def _is_local(addresses: Sequence[str]) -> bool:
+    """Return whether one of the addresses belongs to this node.
+
+    This is tested by binding a socket, which only succeeds for addresses of this node.
+    """
+    for address in addresses:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((address, 0))
+            return True
+    return False
+
+
+def _choose_address(store: tuple[str, int]) -> str | None:
+    """Return the IP address by which other nodes reach this node, or None if it is unknown.
+
+    torch would resolve the name of this node. On Debian and others, /etc/hosts maps that name to a
+    loopback address, which other nodes cannot reach. This also sets the network interface of gloo
+    to the one that has the address, unless the user has set it.
+
+    Args:
+        store: Address and port of the store, which determine the route to the other nodes.
+    """
+    address = _source_address(store)
+    if address is None:
+        return None
+
+    is_loopback = ipaddress.ip_address(address).is_loopback
+    if is_loopback and not _names_loopback(store[0]):
+        # MASTER_ADDR is the name of this node, which resolves to a loopback address. Take the
+        # address of the default route, here to an address that is reserved for examples.
+        address = _source_address(("192.0.2.1", 9)) or address
+    _set_interface(address)
+    return address
+
+
+def _names_loopback(host: str) -> bool:
+    """Return whether `host` is a loopback address, as in a run on this node only."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+def _source_address(target: tuple[str, int]) -> str | None:
+    """Return the IP address from which this node sends to `target`; None if there is no route."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(store)  # nothing is sent
-        address = probe.getsockname()[0]
+        probe.connect(target)  # a datagram socket sends nothing here
+        return probe.getsockname()[0]
+    return None
+
+
+def _set_interface(address: str) -> None:
+    """Set the network interface of gloo to the one with `address`, unless the user has set one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # the interface has no address
-                answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()))
+                request = struct.pack("256s", name.encode())
+                answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
                 if socket.inet_ntoa(answer[20:24]) == address:
                     os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-        return address
-    return None

@@ -1,47 +1,94 @@
-"""Starts and watches the ranks of this machine, starts them again after a crash, and says why they ended.
+"""Start and watch the ranks of this node, restart them after a crash, and report why they ended.
 
-This is not torch's elastic agent. That one gives ranks 30 seconds to save after a signal (in torch 2.11, always),
-starts a run again that has saved and ended, and imports torch, for which the first step would wait more than a second.
-`titanlite.launch.machines` lets torch's agent start one of these on each of several machines.
+A rank is one training process, usually on its own GPU. On a single node this module is used instead
+of the torch elastic agent, which by default gives ranks only 30 seconds to save after a signal,
+restarts a run that has saved and ended, and imports torch, which would delay the first step by more
+than a second. On several nodes, `titanlite.launch.machines` lets the torch agent start
+one launcher on each node.
 
-Invariant: a signal reaches each rank once, and the rank has the time that it needs to save. No rank outlives the
-launcher: this module kills the ranks before it returns, and they stop by themselves if the launcher is killed. One rank
-decides what is said, once, and the exit code: one that stopped for a known reason, or else the first that crashed.
+Invariants:
+
+- Each rank receives a signal once, and gets the time that it needs to save.
+- No rank outlives the launcher. This module kills the remaining ranks before it returns, and ranks
+  stop by themselves if the launcher is killed.
+- One rank determines the exit code and the reason that is printed: a rank that ended for a known
+  reason, or else the first rank that crashed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass, field
 from os import killpg
 from pathlib import Path
 from typing import NamedTuple
 
-from titanlite.config.errors import ERROR_FOLDER, CheckpointError, GuardError, StoppedBySignal, UserError
-from titanlite.runtime.logging import LOG_FILE, STOPPING, is_live_terminal, note, note_end
+from titanlite.config.errors import (
+    ERROR_FOLDER,
+    CheckpointError,
+    GuardError,
+    StoppedBySignal,
+    UserError,
+)
+from titanlite.runtime.logging import (
+    LOG_FILE,
+    describe_stop,
+    is_live_terminal,
+    log_end,
+    note,
+    success_file,
+)
 from titanlite.runtime.process import STOP_SIGNALS, STORE, start_python, stop_signals
 
-LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"  # the interface that only this machine can reach
-POLL_SECONDS = 0.1  # between two looks at the ranks
-# Seconds that the other ranks have after one has crashed (they wait for it in a collective), or has ended as it should.
+# The interface that only this machine can reach.
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+POLL_SECONDS = 0.1  # seconds between two checks of the processes
+# Seconds between the moment a dying process closes its connections, which makes other ranks fail,
+# and the moment its exit is visible here.
+DYING_SECONDS = 1.0
+# Seconds that the other ranks have to end after a rank has crashed, or ended for a known reason.
 CRASH_PATIENCE = 5.0
 KNOWN_EXIT_PATIENCE = 30.0
-KNOWN_EXITS = {error.exit_code for error in (UserError, GuardError, CheckpointError, StoppedBySignal)}
-# Codes of a stop before there was anything to save: the rank's own exit code, or minus the signal that killed it.
+KNOWN_EXITS = {
+    error.exit_code for error in (UserError, GuardError, CheckpointError, StoppedBySignal)
+}
+# Codes of ranks that a signal stopped without a save: 128 + signal if the rank handled the signal,
+# minus the signal if the signal killed it.
 UNSAVED_STOPS = tuple(code for number in STOP_SIGNALS for code in (128 + number, -number))
-FINAL = (0, *KNOWN_EXITS, *UNSAVED_STOPS)  # a run that is started again would end like this again, or is not wanted
+END_KINDS = {
+    UserError.exit_code: "refusal",
+    CheckpointError.exit_code: "refusal",
+    GuardError.exit_code: "guard",
+}
+EARLY_EXIT = 256  # code of a rank that exited with 0 but did not record its success
+# Exit codes without a restart: the run has finished, would fail again, or was stopped.
+FINAL = (0, *KNOWN_EXITS, *UNSAVED_STOPS)
+
+
+HangReport = tuple[bool, int, str]
+"""Report of a rank that makes no progress: whether it waits for other ranks, its rank, and a text
+that describes where in the code it is.
+"""
 
 
 class RankEnd(NamedTuple):
-    """How a rank ended: with its exit code (minus the signal's number if a signal killed it), when, and the reason that
-    it gave."""
+    """How the process of a rank ended.
+
+    Attributes:
+        rank: The rank.
+        code: Exit code of the process, minus the number of the signal that killed it, or
+            `EARLY_EXIT`.
+        time: Unix time at which the rank failed.
+        reason: Error message that the rank wrote for the launcher, or "" if it wrote none.
+    """
 
     rank: int
     code: int
@@ -51,97 +98,220 @@ class RankEnd(NamedTuple):
 
 @dataclass
 class Ranks:
-    """The ranks of this machine among all `size`, each of which runs `python WORDS`.
+    """The processes of the ranks on this node, and how to start, stop and restart them.
 
-    The program must first call `titanlite.runtime.process.begin`. `resume_hint` gives the last lines of the output, if
-    the ranks end without printing them.
+    Args:
+        words: Arguments of Python in each process, such as ["-m", "titanlite", "train"]. The
+            program must call `titanlite.runtime.process.begin` first.
+        ranks: Ranks on this node, for example range(8, 16) on the second node.
+        size: Number of ranks on all nodes.
+        stop_seconds: Seconds that the ranks have to save after a signal, before they are killed.
+        max_restarts: Maximum number of restarts after crashes. Each one resumes from the newest
+            checkpoint.
+        resume_hint: Returns the lines that explain how to resume the run. They are printed if no
+            rank has printed them.
     """
 
     words: Sequence[str]
     ranks: range
     size: int
-    stop_seconds: float = 3600.0  # to save after a signal
-    max_restarts: int = 0  # after crashes, from the newest checkpoint
+    stop_seconds: float = 3600.0
+    max_restarts: int = 0
     resume_hint: Callable[[], str] = str
 
+    _received: list[int] = field(default_factory=list, init=False)
+    """Signals that the launcher has received and must pass on to the ranks."""
+    _stop_signal: int = field(default=0, init=False)
+    """The first signal that stops the run, or 0."""
+    _processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict, init=False)
+    """Process of each rank on this node."""
+
     def run(self) -> int:
-        """Start the ranks until they end well, for a known reason, or have crashed too often. Print why the run ended,
-        and return the exit code."""
-        self._came: list[int] = []  # signals, which are obeyed in `_watch`: there all ranks have started
-        self._stopped_by = code = 0
+        """Run the ranks until they finish, end for a known reason, or have crashed too often.
+
+        Then print why the run ended.
+
+        Returns:
+            Exit code for the launcher.
+        """
         for number in (*stop_signals(), signal.SIGUSR2):
-            signal.signal(number, lambda number, _frame: self._came.append(number))
-        for left in range(self.max_restarts, -1, -1):
-            # What the ranks write into this folder, which is private, says why they ended.
+            # `_pass_on_signals` passes them on, after all ranks have started.
+            signal.signal(number, lambda number, _frame: self._received.append(number))
+
+        restarts_left = self.max_restarts
+        while True:
+            # The ranks write their errors and hang reports to this private folder.
             with tempfile.TemporaryDirectory(prefix="titanlite-launch-") as name:
-                self._processes: dict[int, subprocess.Popen[bytes]] = {}  # by rank
-                try:
-                    self._start(Path(name))
-                    code = self._report(*self._watch(Path(name)), Path(name))
-                finally:
-                    self._kill()
-                if code in FINAL or not left:
-                    break
-                _say(f"Starting again from the newest checkpoint (restarts left: {left - 1}).", "restart", Path(name))
-        return code
+                folder = Path(name)
+                code = self._run_once(folder)
+                if code in FINAL or restarts_left == 0:
+                    return code
+                restarts_left -= 1
+                remaining = f"(restarts left: {restarts_left})"
+                text = f"Starting again from the newest checkpoint {remaining}."
+                _print_and_log(text, "restart", folder)
+
+    def _run_once(self, folder: Path) -> int:
+        """Start the ranks, wait until all have ended, and print why.
+
+        Args:
+            folder: Private folder in which the ranks report errors and hangs.
+
+        Returns:
+            Exit code for the launcher.
+        """
+        try:
+            self._start(folder)
+            failed, killed = self._watch(folder)
+            return self._report(failed, killed, folder)
+        finally:
+            self._kill()
 
     def _start(self, folder: Path) -> None:
-        count = len(self.ranks)
-        variables = {"WORLD_SIZE": str(self.size), "LOCAL_WORLD_SIZE": str(count), ERROR_FOLDER: str(folder)}
-        variables["PYTHONFAULTHANDLER"] = "1"  # so that a crash of native code shows the Python stack
-        if self.size == count:  # the interfaces replace what was set for runs on several machines
-            variables |= {"GLOO_SOCKET_IFNAME": LOOPBACK, "NCCL_SOCKET_IFNAME": f"={LOOPBACK}"}
+        """Start the processes of all ranks.
+
+        Args:
+            folder: Private folder in which the ranks report errors and hangs.
+        """
+        num_local_ranks = len(self.ranks)
+        variables = {
+            "WORLD_SIZE": str(self.size),
+            "LOCAL_WORLD_SIZE": str(num_local_ranks),
+            ERROR_FOLDER: str(folder),
+            "PYTHONFAULTHANDLER": "1",  # a crash of native code shows the Python stack
+        }
+        is_single_node = self.size == num_local_ranks
+        if is_single_node:
+            # Use the loopback interface, even if the user has set others for runs on several nodes.
+            variables["GLOO_SOCKET_IFNAME"] = LOOPBACK
+            variables["NCCL_SOCKET_IFNAME"] = f"={LOOPBACK}"
             variables[STORE] = f"{folder}/store"
+
+        self._processes.clear()
         for local_rank, rank in enumerate(self.ranks):
-            place = {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
-            # In a session of its own, because only the launcher passes Ctrl-C on.
-            self._processes[rank] = start_python(["-u", *self.words], variables | place, start_new_session=True)
+            variables["RANK"] = str(rank)
+            variables["LOCAL_RANK"] = str(local_rank)
+            # In its own session, so that Ctrl-C reaches only the launcher, which passes it on once.
+            self._processes[rank] = start_python(
+                ["-u", *self.words], variables, start_new_session=True
+            )
 
     def _watch(self, folder: Path) -> tuple[list[RankEnd], list[int]]:
-        """Wait until all ranks have ended. Kill those that have not ended in time after the first one.
+        """Wait until the processes of all ranks have ended, and pass on signals meanwhile.
 
-        Returns: The ends of those that ended by themselves, but not with 0, in order of time; and the killed ranks.
+        After the first rank has failed or a signal has arrived, the other ranks get a limited time
+        to end. Ranks that are still running after that time are killed.
+
+        Args:
+            folder: Private folder in which the ranks report errors and hangs.
+
+        Returns:
+            The ends of the ranks that failed, in order of time, and the ranks that were killed.
         """
         ends: dict[int, RankEnd] = {}
         killed: list[int] = []
-        limit = float("inf")
+        deadline = math.inf
+        is_stall_reported = False
+        last_poll = time.time()
         while len(ends) + len(killed) < len(self._processes):
             time.sleep(POLL_SECONDS)
-            at_once = self._obey()
+            must_kill = self._pass_on_signals()
+            this_poll = time.time()
             for rank, process in self._processes.items():
-                if rank not in (*ends, *killed) and process.poll() is not None:
-                    record = {"time": time.time() - 2 * POLL_SECONDS, "message": ""}
-                    with contextlib.suppress(OSError, ValueError):  # it wrote no report, or the disk was full
-                        record |= json.loads((folder / f"{rank}.json").read_text(encoding="utf-8"))
-                    ends[rank] = RankEnd(rank, process.returncode, record["time"], record["message"])
-            bad = {end.code for end in ends.values()} - {0}
-            stopping = self._stopped_by or StoppedBySignal.exit_code in bad
-            if bad or stopping:
-                known_patience = self.stop_seconds if stopping else KNOWN_EXIT_PATIENCE
-                limit = min(limit, time.monotonic() + (CRASH_PATIENCE if bad - KNOWN_EXITS else known_patience))
-            if at_once or time.monotonic() > limit:
+                is_open = rank not in ends and rank not in killed
+                if is_open and process.poll() is not None:
+                    # A rank without a report was killed after the last poll, which can be long ago
+                    # if the launcher was stopped. With that time, it counts as earlier than the
+                    # ranks that failed because they lost their connection to it.
+                    died = last_poll - DYING_SECONDS
+                    ends[rank] = _read_end(folder, rank, process.returncode, died)
+            last_poll = this_poll
+
+            failures = {end.code for end in ends.values()} - {0}
+            deadline = min(deadline, time.monotonic() + self._get_patience(failures))
+            if must_kill or time.monotonic() > deadline:
                 killed += self._kill()
-        return sorted((end for end in ends.values() if end.code), key=lambda end: end.time), killed
 
-    def _obey(self) -> bool:
-        """Pass on the signals that have come. Returns whether the ranks are to be killed: after a second Ctrl-C.
+            running = set(self._processes).difference(ends, killed)
+            is_stalled = self._is_stalled(folder, running)
+            if is_stalled and not is_stall_reported:
+                self._report_stall(folder)
+            is_stall_reported = is_stalled
 
-        Not after a second SIGTERM, because schedulers repeat it and have SIGKILL.
+        failed = [end for end in ends.values() if end.code]
+        return sorted(failed, key=lambda end: end.time), killed
+
+    def _get_patience(self, failures: Set[int]) -> float:
+        """Return how many seconds the running ranks have to end after other ranks have failed.
+
+        The result is infinity if the running ranks may continue.
+
+        Args:
+            failures: Exit codes of the ranks that have failed.
         """
-        while self._came:
-            number = self._came.pop(0)
-            if number != signal.SIGUSR2:  # which saves and goes on
-                if self._stopped_by:
-                    return number == signal.SIGINT
-                self._stopped_by = number
-                if not (0 in self.ranks and is_live_terminal()):  # otherwise its view says so, and a line would tear it
-                    _say(f"\n{STOPPING}")
+        if failures - KNOWN_EXITS:
+            return CRASH_PATIENCE
+        if self._stop_signal or StoppedBySignal.exit_code in failures:
+            return self.stop_seconds
+        return KNOWN_EXIT_PATIENCE if failures else math.inf
+
+    def _is_stalled(self, folder: Path, running: Set[int]) -> bool:
+        """Return whether the run hangs because of a rank on another node or a rank that is stopped.
+
+        This is the case if each running rank of this node either reports that it waits for another
+        rank, or is stopped by SIGSTOP or a debugger. A rank that is busy, for example with a long
+        save, reports that it is late or reports nothing, so the result is False.
+
+        Args:
+            folder: Private folder in which the ranks report hangs.
+            running: Ranks whose processes are running.
+        """
+        hangs = _read_hangs(folder)
+        if not hangs or not all(is_waiting for is_waiting, *_ in hangs):
+            return False
+        silent = running - {rank for _, rank, _ in hangs}
+        return all(_is_stopped(self._processes[rank].pid) for rank in silent)
+
+    def _report_stall(self, folder: Path) -> None:
+        """Print where in the code the ranks wait, and how to continue ranks that are stopped."""
+        lines = ["No step has ended for a while, and all ranks of this node wait:"]
+        lines += [text for *_, text in _read_hangs(folder)]
+        for rank, process in self._processes.items():
+            if _is_stopped(process.pid):
+                lines.append(f"Rank {rank} is stopped. To continue it: kill -CONT {process.pid}")
+        _print_and_log("\n".join(lines), "stall", folder)
+
+    def _pass_on_signals(self) -> bool:
+        """Pass the signals that the launcher has received on to the ranks.
+
+        A second Ctrl-C kills the ranks. A second SIGTERM does not, because schedulers send it
+        repeatedly.
+
+        Returns:
+            Whether the ranks must be killed.
+        """
+        while self._received:
+            number = self._received.pop(0)
+            is_stop = number != signal.SIGUSR2  # SIGUSR2 only requests a save
+            if is_stop and self._stop_signal:
+                return number == signal.SIGINT
+            if is_stop:
+                self._stop_signal = number
+                # The live view of rank 0 shows the signal, and another line would break its layout.
+                has_live_view = 0 in self.ranks and is_live_terminal()
+                if not has_live_view:
+                    _print_and_log(f"\n{describe_stop(number)}")
+
             for process in self._processes.values():
-                process.send_signal(number)  # none if it has ended
+                process.send_signal(number)  # does nothing if the process has ended
         return False
 
     def _kill(self) -> list[int]:
-        """Kill the ranks that still run, and the processes that they have started. Returns which ones."""
+        """Kill the running ranks together with the processes that they have started.
+
+        Returns:
+            The ranks that were killed.
+        """
         running = [rank for rank, process in self._processes.items() if process.poll() is None]
         for rank in running:
             killpg(self._processes[rank].pid, signal.SIGKILL)
@@ -149,40 +319,145 @@ class Ranks:
             self._processes[rank].wait()
         return running
 
-    def _report(self, ends: Sequence[RankEnd], killed: Sequence[int], folder: Path) -> int:
-        """Say why the ranks ended; returns the exit code. A rank decides that stopped for a known reason, or without a
-        save and said why; or else the first that failed."""
-        if not ends and not killed:
+    def _report(self, failed: Sequence[RankEnd], killed: Sequence[int], folder: Path) -> int:
+        """Print why the ranks ended, and return the exit code.
+
+        Args:
+            failed: Ends of the ranks that failed, in order of time.
+            killed: Ranks that the launcher killed.
+            folder: Private folder in which the ranks report errors and hangs.
+        """
+        if not failed and not killed:
             return 0
-        # A rank that is late, as it waits for no other, comes first; then those that wait for it.
-        hangs = sorted(tuple(json.loads(file.read_text(encoding="utf-8"))) for file in folder.glob("*.hang.json"))
+        hangs = _read_hangs(folder)
         if hangs:
-            _say("\n".join(text for *_, text in hangs), "hang", folder)
-        known = [end for end in ends if end.code in KNOWN_EXITS or (end.code in UNSAVED_STOPS and end.reason)]
-        root = min(known, default=ends[0] if ends else RankEnd(killed[0], -signal.SIGKILL, 0.0, ""))
-        late = f" Killed, because they did not end: ranks {', '.join(map(str, killed))}." if killed else ""
-        text, code = root.reason, root.code if root.code > 0 else 128 - root.code
-        if not known and self._stopped_by and (not ends or root.code in UNSAVED_STOPS):
-            text = f"Stopped by {signal.Signals(self._stopped_by).name} without a save.{late}"
-            code = 128 + self._stopped_by
-        elif not known:
-            how = f"exit code {root.code}" if root.code > 0 else signal.Signals(-root.code).name
-            how += " (the system sends it when memory runs out)" if root.code == -signal.SIGKILL else ""
-            text = f"Rank {root.rank} failed first: {how}.{late}\n{text}".rstrip()
+            _print_and_log("\n".join(text for *_, text in hangs), "hang", folder)
+
+        root = _find_root_cause(failed, killed)
+        code = _exit_code(root.code)
+        text = root.reason
+        if not _is_known(root):
+            late = ""
+            if killed:
+                late = f" Killed, because they did not end: ranks {', '.join(map(str, killed))}."
+            if self._stop_signal and (not failed or root.code in UNSAVED_STOPS):
+                code = 128 + self._stop_signal
+                text = f"Stopped by {signal.Signals(self._stop_signal).name} without a save.{late}"
+            else:
+                cause = _describe_exit(root.code)
+                text = f"Rank {root.rank} failed first: {cause}.{late}\n{text}".rstrip()
+
         if not root.reason:
             text = f"{text}\n{self.resume_hint()}".strip()
-        if not root.reason and is_live_terminal():
-            note("")  # rank 0 may have left the cursor behind its view
-        in_log = root.rank == 0 and root.reason  # rank 0 has said it there
-        kinds = {UserError.exit_code: "refusal", CheckpointError.exit_code: "refusal", GuardError.exit_code: "guard"}
-        _say(text, "" if in_log else "stop" if self._stopped_by else kinds.get(code, "failure"), folder)
+            if is_live_terminal():
+                note("")  # ends the line in which the live view left the cursor
+
+        is_in_log = root.rank == 0 and root.reason  # rank 0 has already logged its own reason
+        if is_in_log:
+            kind = ""
+        elif self._stop_signal:
+            kind = "stop"
+        else:
+            kind = END_KINDS.get(code, "failure")
+        _print_and_log(text, kind, folder)
         return code
 
 
-def _say(text: str, kind: str = "", folder: Path = Path()) -> None:
-    """Print, and add to the run's log as an event of this kind."""
+def _find_root_cause(failed: Sequence[RankEnd], killed: Sequence[int]) -> RankEnd:
+    """Return the end of the rank whose reason and exit code the launcher reports.
+
+    This is the lowest rank that ended for a known reason (see `_is_known`). Without such a rank, it
+    is the rank that failed first, or else the first rank that was killed.
+    """
+    known = [end for end in failed if _is_known(end)]
+    if known:
+        return min(known)
+    if failed:
+        return failed[0]
+    return RankEnd(killed[0], -signal.SIGKILL, 0.0, "")
+
+
+def _is_known(end: RankEnd) -> bool:
+    """Return whether a rank ended for a known reason, so that a restart cannot help.
+
+    Known reasons are:
+
+    - An error that the user can fix, a guard, a checkpoint error, or a stop by a signal. The exit
+      code identifies them.
+    - A signal that stopped the rank without a save, if the rank has reported this itself.
+    """
+    return end.code in KNOWN_EXITS or (end.code in UNSAVED_STOPS and end.reason != "")
+
+
+def _exit_code(code: int) -> int:
+    """Convert `RankEnd.code` to the exit code of the launcher, for example -9 to 137."""
+    if code == EARLY_EXIT:
+        return 1
+    return code if code > 0 else 128 - code
+
+
+def _read_end(folder: Path, rank: int, code: int, default_time: float) -> RankEnd:
+    """Return how a rank ended, from the exit code of its process and the error report in `folder`.
+
+    Args:
+        folder: Private folder with the error reports of the ranks.
+        rank: The rank.
+        code: Return code of its process.
+        default_time: Unix time to use if the rank wrote no report.
+    """
+    report = {"time": default_time, "message": ""}
+    with contextlib.suppress(OSError, ValueError):  # the rank wrote no report, or the disk was full
+        report |= json.loads((folder / f"{rank}.json").read_text(encoding="utf-8"))
+    if code == 0 and not success_file(folder, rank).exists():
+        code = EARLY_EXIT
+    return RankEnd(rank, code, report["time"], report["message"])
+
+
+def _is_stopped(pid: int) -> bool:
+    """Return whether SIGSTOP or a debugger has stopped a process. Without Linux, return False."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    state = status.rpartition(") ")[2][0]
+    return state in "tT"
+
+
+def _read_hangs(folder: Path) -> list[HangReport]:
+    """Return the hang reports of all ranks.
+
+    Reports of late ranks come first, then reports of waiting ranks.
+    """
+    reports = []
+    for file in folder.glob("*.hang.json"):
+        with contextlib.suppress(FileNotFoundError):  # the rank has just made progress
+            reports.append(tuple(json.loads(file.read_text(encoding="utf-8"))))
+    return sorted(reports)
+
+
+def _describe_exit(code: int) -> str:
+    """Describe the `code` of a `RankEnd` in words, such as "exit code 1" or "SIGSEGV"."""
+    if code == EARLY_EXIT:
+        return "exit code 0 before its work was done"
+    if code > 0:
+        return f"exit code {code}"
+    if code == -signal.SIGKILL:
+        return "SIGKILL (the system sends it when memory runs out)"
+    return signal.Signals(-code).name
+
+
+def _print_and_log(text: str, kind: str = "", folder: Path = Path()) -> None:
+    """Print a message, and append it to train.log as an event.
+
+    Args:
+        text: The message.
+        kind: Kind of the event, such as "restart" or "failure". With "", the message is printed
+            only.
+        folder: Private folder in which rank 0 has recorded the path of train.log.
+    """
     with contextlib.suppress(OSError):  # a terminal that is gone must not end the run
         note(text)
     with contextlib.suppress(OSError):  # no rank of this machine has opened train.log
         if kind:
-            note_end(text, kind, Path((folder / LOG_FILE).read_text(encoding="utf-8")))
+            log_file = Path((folder / LOG_FILE).read_text(encoding="utf-8"))
+            log_end(text, kind, log_file=log_file)

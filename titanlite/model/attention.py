@@ -1,7 +1,9 @@
-"""Scaled dot-product attention, the masks of packed documents, and the key-value cache of generation.
+"""Scaled dot-product attention, masks for packed documents, and the key-value cache for generation.
 
-Invariant: key and value heads are not copied for their groups of query heads; the kernel reads each once per group. The
-exception is fp32 on a GPU, where the only kernel that takes groups would materialise the scores.
+In grouped-query attention, several query heads share a key and value head. The kernels read the
+shared head once per group instead of repeating it in memory. The exception is fp32 on a GPU before
+torch 2.14, where the only kernel with grouped heads would materialize the attention scores, so the
+heads are repeated.
 """
 
 from __future__ import annotations
@@ -19,105 +21,159 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
+HAS_GROUPED_FP32_KERNEL = torch.__version__ >= "2.14"
+"""Whether a fused GPU kernel supports grouped heads in fp32."""
+
 
 @contextmanager
 def backend_order(device: torch.device) -> Iterator[None]:
-    """A context in which `attention` uses the first kernel that supports the shapes. Enter it once per run.
+    """Set which attention kernel has priority on `device` within this context.
 
-    On a GPU with compute capability 9.0 (Hopper) or more, cuDNN's kernel comes first, because torch's flash attention
-    does not use the instructions of that generation. On other GPUs torch's flash attention comes first. The order is
-    fixed and not measured at each start, because a restart with another kernel would not be bitwise the same. A CPU has
-    one fused kernel.
+    Enter the context once, around the whole run. On Hopper and newer GPUs (compute capability 9.0),
+    cuDNN comes first because the flash attention in torch does not use Hopper instructions. On
+    older GPUs, flash attention comes first. The order is fixed rather than benchmarked at startup,
+    so that a restarted run is bitwise identical. A CPU has only one fused kernel, so nothing is
+    set.
     """
     if device.type == "cpu":
         yield
         return
+
     order = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]
     if torch.cuda.get_device_capability(device) >= (9, 0):
         order.reverse()
-    with sdpa_kernel([*order, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH], set_priority=True):
+    order += [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    with sdpa_kernel(order, set_priority=True):
         yield
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None = None) -> Tensor:
-    """Attention, causal or with a mask.
+    """Compute grouped-query attention with the fastest available kernel.
 
     Args:
-        q: (B, H, T, D).
-        k, v: (B, H_kv, S, D). H_kv must divide H, and S must be T without a mask.
-        mask: boolean, broadcastable to (B, H, T, S), True where a query may see a key; or a block mask of flex
-            attention. None: causal.
+        q: Queries, shape (B, H, T, D).
+        k: Keys, shape (B, H_kv, S, D). H_kv must divide H. Without a mask, S must equal T.
+        v: Values, same shape as `k`.
+        mask: Boolean mask, broadcastable to (B, H, T, S), True where a query attends to a key; or a
+            block mask for flex attention. By default attention is causal.
 
-    Returns: (B, H, T, D).
+    Returns:
+        Attention output, shape (B, H, T, D).
     """
-    grouped = q.shape[1] != k.shape[1]
-    if mask is None or isinstance(mask, Tensor):
-        if grouped and q.is_cuda and q.dtype == torch.float32:  # no fused kernel of a GPU supports groups in fp32
-            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
-        )
-    return flex_function("flex_attention")(q, k, v, block_mask=mask, enable_gqa=grouped)
+    is_grouped = q.shape[1] != k.shape[1]
+    if mask is not None and not isinstance(mask, Tensor):
+        return flex_function("flex_attention")(q, k, v, block_mask=mask, enable_gqa=is_grouped)
+
+    if is_grouped and q.is_cuda and q.dtype == torch.float32 and not HAS_GROUPED_FP32_KERNEL:
+        group_size = q.shape[1] // k.shape[1]
+        k = k.repeat_interleave(group_size, dim=1)
+        v = v.repeat_interleave(group_size, dim=1)
+        is_grouped = False
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=is_grouped
+    )
 
 
 def document_mask(document_ids: Tensor, window: int = 0) -> Tensor | BlockMask:
-    """The causal mask within documents that are packed into one row. Build it once per batch, for all layers.
+    """Build a mask that is causal within each of the documents packed into a sequence.
+
+    It prevents tokens from attending to unrelated documents. Build it once per batch and use it in
+    all layers.
 
     Args:
-        document_ids: (B, T), equal for the tokens of one document.
-        window: a token sees so many tokens, itself included. 0: all before it.
+        document_ids: Document of each token, shape (B, T), for example [0, 0, 0, 1, 1]. Tokens
+            attend only to tokens with an equal id.
+        window: Number of tokens that a token attends to, including itself. 0 means all.
 
-    Returns: on a CPU (B, 1, T, T) boolean, for SDPA. On a GPU a block mask for flex attention, which skips the blocks
-        between documents, and whose memory grows with T and not with T^2.
+    Returns:
+        On a CPU, a boolean mask for SDPA, shape (B, 1, T, T). On a GPU, a block mask for flex
+        attention, which skips blocks between documents and whose memory grows linearly with T.
     """
-    if document_ids.device.type == "cpu":
-        same = document_ids[:, None, :, None] == document_ids[:, None, None, :]  # (B, 1, T, T)
-        return same.tril().triu(1 - window) if window else same.tril()
-    return flex_document_mask(document_ids, window)
+    if document_ids.device.type != "cpu":
+        return flex_document_mask(document_ids, window)
+
+    same_document = document_ids[:, None, :, None] == document_ids[:, None, None, :]
+    mask = same_document.tril()  # (B, 1, T, T)
+    return mask.triu(1 - window) if window else mask
 
 
 def flex_document_mask(document_ids: Tensor, window: int = 0) -> BlockMask:
-    """`document_mask` as a block mask (https://pytorch.org/blog/flexattention), on any device."""
+    """Build a causal mask within documents as a block mask for flex attention, on any device.
 
-    def visible(batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        seen = (query >= key) & (document_ids[batch, query] == document_ids[batch, key])
-        return seen & (query - key < window) if window else seen
+    It allows the same tokens as `document_mask`. See https://pytorch.org/blog/flexattention.
 
-    rows, length = document_ids.shape
-    return flex_function("create_block_mask")(visible, rows, None, length, length, device=document_ids.device)
+    Args:
+        document_ids: Document of each token, shape (B, T).
+        window: Number of tokens that a token attends to, including itself. 0 means all.
+    """
+
+    def is_visible(batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        same_document = document_ids[batch, query] == document_ids[batch, key]
+        visible = (query >= key) & same_document
+        return visible & (query - key < window) if window else visible
+
+    batch_size, length = document_ids.shape
+    create_block_mask = flex_function("create_block_mask")
+    device = document_ids.device
+    return create_block_mask(is_visible, batch_size, None, length, length, device=device)
 
 
 def flex_function(name: str) -> Callable[..., Any]:
-    """A function of flex attention. On a GPU it is compiled, so that nothing of size (T, T) exists.
+    """Return a function of `torch.nn.attention.flex_attention`, compiled if there is a GPU.
 
-    Within the graph of a compiled block it becomes a part of that graph. Without a GPU it runs op by op.
+    Compiled flex attention never allocates a tensor of shape (T, T). Within a compiled block, the
+    plain function is returned, because it becomes part of the graph of the block.
+
+    Args:
+        name: "flex_attention" or "create_block_mask".
     """
     from torch.nn.attention import flex_attention
 
     function = getattr(flex_attention, name)
-    return function if torch.compiler.is_compiling() or not torch.cuda.is_available() else _compiled(function)
+    if torch.compiler.is_compiling() or not torch.cuda.is_available():
+        return function
+    return _compile(function)
 
 
 @cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the compiled function. All callers share it, so it is compiled once per process."""
     return torch.compile(function)
 
 
 class LayerCache:
-    """Keys and values of the tokens that one layer has seen. They are allocated once and filled in place.
+    """Cache the keys and values of one attention layer during generation.
+
+    Memory for the longest sequence is allocated once and filled in place as tokens are appended.
 
     Args:
-        shape: (B, H_kv, S, D), where S is the longest sequence.
+        shape: (B, H_kv, S, D), where S is the length of the longest sequence.
+        dtype: Dtype of the keys and values.
+        device: Device of the model.
+
+    Attributes:
+        length: Number of tokens in the cache.
     """
 
-    def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
+    ) -> None:
         self.keys = torch.empty(shape, dtype=dtype, device=device)
         self.values = torch.empty(shape, dtype=dtype, device=device)
         self.length = 0
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k and v (B, H_kv, T, D) after the `length` tokens that are there. Return all keys and values so far."""
-        start, self.length = self.length, self.length + k.shape[2]
+        """Append the keys and values of T new tokens and return those of all tokens so far.
+
+        Args:
+            k: Keys of the new tokens, shape (B, H_kv, T, D).
+            v: Values of the new tokens, same shape.
+
+        Returns:
+            Keys and values, each a view of shape (B, H_kv, length, D).
+        """
+        start = self.length
+        self.length += k.shape[2]
         self.keys[:, :, start : self.length] = k
         self.values[:, :, start : self.length] = v
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]

@@ -1,7 +1,8 @@
-"""The formats of other programs: Hugging Face's config.json and tensor names, Meta's params.json and rotary order.
+"""Converts configurations, tensor names and layouts of Hugging Face and Meta models.
 
-Invariant: a mapping that would not be exact is refused. Each key of a file must be mapped, or be known to change
-nothing, or have a value that this model computes. Any other key is refused by its name. No files are read here.
+Invariant: A model that cannot be converted exactly is rejected. Each key of a config.json must be
+mapped to a field of `Architecture`, have no effect on the result, or have a value that this model
+implements. Any other key raises an error that names the key. This module reads no files.
 """
 
 from __future__ import annotations
@@ -10,22 +11,34 @@ import re
 from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, PositiveFloat, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    PositiveFloat,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
 from titanlite.config.errors import UserError
-from titanlite.config.files import FileModel
 from titanlite.config.flavors import Architecture
-from titanlite.config.mistakes import explain, short, shown
-from titanlite.config.registry import ARCHITECTURES, resolved
+from titanlite.config.mistakes import explain_error, format_value, shorten
+from titanlite.config.models import FileModel
+from titanlite.config.registry import ARCHITECTURES, resolve
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Size = Annotated[int, Field(gt=0, lt=2**31)]
-Layers = Annotated[int, Field(gt=0, le=1000)]  # each takes a millisecond before any tensor is read
+Layers = Annotated[int, Field(gt=0, le=1000)]  # building each one takes a millisecond
 
-HF_EMBEDDING, HF_OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
-_NAMES = {"tok_embeddings.weight": HF_EMBEDDING, "norm.weight": "model.norm.weight", "output.weight": HF_OUTPUT}
+HF_EMBEDDING = "model.embed_tokens.weight"
+HF_OUTPUT = "lm_head.weight"
+HF_NAMES = {
+    "tok_embeddings.weight": HF_EMBEDDING,
+    "norm.weight": "model.norm.weight",
+    "output.weight": HF_OUTPUT,
+}
 BLOCK_NAMES = {
     "attention.wq": "self_attn.q_proj",
     "attention.wk": "self_attn.k_proj",
@@ -39,141 +52,240 @@ BLOCK_NAMES = {
     "feed_forward.w2": "mlp.down_proj",
     "feed_forward.w3": "mlp.up_proj",
 }
-_NORMS_AFTER = {"attention_norm": "post_attention_layernorm", "ffn_norm": "post_feedforward_layernorm"}
-# In old files. It is computed and not learned.
+# Old files contain these tensors, which are computed rather than learned.
 HF_DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
 
 def hf_name(arch: Architecture, name: str) -> str:
-    """Our parameter name -> Hugging Face's. Both have the same order of rotary channels, so the values are the same."""
-    if name in _NAMES:
-        return _NAMES[name]
-    _, layer, *rest, kind = name.split(".")  # weight or bias
-    return f"model.layers.{layer}.{_family(arch).names['.'.join(rest)]}.{kind}"
+    """Return the Hugging Face name of a parameter.
+
+    For example, "layers.3.attention.wq.weight" becomes "model.layers.3.self_attn.q_proj.weight".
+    The tensors are exported without permuting their elements.
+    """
+    if name in HF_NAMES:
+        return HF_NAMES[name]
+    _, layer, *module, kind = name.split(".")  # kind is "weight" or "bias"
+    hf_module = _find_family(arch).names[".".join(module)]
+    return f"model.layers.{layer}.{hf_module}.{kind}"
 
 
-def _family(arch: Architecture) -> type[HFConfig]:
-    """The first family that computes this model. Raises UserError: none does."""
-    found = next((each for each in resolved(arch.families) if each.says(arch)), None)
-    if found is None:
-        raise UserError(f"It cannot be exported, because no model of transformers has all of these: {arch.switches}.")
-    return found
+def _find_family(arch: Architecture) -> type[HFConfig]:
+    """Return the first model family whose config.json can describe an architecture.
+
+    Raises:
+        UserError: If no family can describe it.
+    """
+    for family in resolve(arch.families):
+        if family.can_represent(arch):
+            return family
+    raise UserError(
+        f"Cannot export: no model in transformers combines the options {arch.switches}."
+    )
+
+
+def has_hf_family(arch: Architecture) -> bool:
+    """Return whether transformers has a model family that computes an architecture."""
+    return any(family.can_represent(arch) for family in resolve(arch.families))
 
 
 @lru_cache(maxsize=4)
 def parameter_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every parameter, in the model's own order."""
-    import torch  # a job is checked without it
+    """Return the shape of every parameter by name, in the order of the model.
+
+    The model is built on the meta device, so this allocates no weights.
+    """
+    import torch  # validating a job does not need it
 
     with torch.device("meta"):
-        model = resolved(arch.model)(arch)
+        model = resolve(arch.model)(arch)
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
 def hf_config(arch: Architecture, dtype: str) -> dict[str, Any]:
-    """config.json of the first family that computes this model. `dtype` is that of the saved tensors, such as
-    "bfloat16".
+    """Create the content of config.json for a model exported to Hugging Face transformers.
+
+    Args:
+        arch: Architecture of the model.
+        dtype: Dtype of the saved tensors, for example "bfloat16".
 
     Raises:
-        UserError: none does.
+        UserError: If no model family in transformers can represent the model.
     """
-    family = _family(arch)
-    scaling = {key: getattr(arch, name) for name, key in _aliases(_Llama3).items()} | {"rope_type": "llama3"}
+    family = _find_family(arch)
+    architecture_keys = {key: getattr(arch, name) for name, key in _aliases(family).items()}
+    rope_scaling = None
+    if arch.rope_scaling_factor != 1.0:
+        rope_scaling = {key: getattr(arch, name) for name, key in _aliases(_Llama3Rope).items()}
+        rope_scaling["rope_type"] = "llama3"
     return {
         "architectures": [family.causal_lm],
         "model_type": family.kind,
         "rope_theta": arch.rope_theta,
-        "rope_scaling": None if arch.rope_scaling_factor == 1.0 else scaling,
-        **{"attention_bias": False, "attention_dropout": 0.0, "mlp_bias": False, "hidden_act": "silu"},
-        **{"initializer_range": 0.02, "use_cache": True, "torch_dtype": dtype},
-        "pad_token_id": None,  # some families have a default that may be beyond this vocabulary
-        **{key: getattr(arch, name) for name, key in _aliases(family).items()},
+        "rope_scaling": rope_scaling,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "mlp_bias": False,
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "use_cache": True,
+        "torch_dtype": dtype,
+        "pad_token_id": None,  # the default of some families may exceed this vocabulary
+        **architecture_keys,
     }
 
 
 def architecture_from_hf(config: dict[str, Any]) -> Architecture:
-    """The architecture that a config.json describes, as transformers reads it.
+    """Convert the content of a config.json to an architecture, with the defaults of transformers.
+
+    Args:
+        config: Parsed config.json.
 
     Raises:
-        UserError: it is no model that this one computes exactly. The message names every key that prevents it.
+        UserError: If the model cannot be represented exactly. The message names every key that
+            prevents it.
     """
+    parsed = _parse_hf_config(config)
+    family = type(parsed)
+
+    # transformers 5 writes rope_parameters, earlier versions rope_scaling. Some files have both.
+    tables = [table for table in (parsed.rope_scaling, parsed.rope_parameters) if table is not None]
+    rope_fields = [_rope_fields(table, parsed) for table in tables or [_DefaultRope()]]
+    if rope_fields[0] != rope_fields[-1]:
+        raise UserError(
+            "config.json: rope_scaling and rope_parameters differ. Remove the one that is wrong."
+        )
+
+    fields = dict(family.switches)
+    for name in _aliases(family):
+        value = getattr(parsed, name)
+        fields.setdefault(name, 0 if value is None else value)
+    fields["n_kv_heads"] = parsed.n_kv_heads or parsed.n_heads
+    return family.architecture(**fields, **rope_fields[0])
+
+
+def _parse_hf_config(config: dict[str, Any]) -> HFConfig:
+    """Validate the content of a config.json as its model family, which `model_type` names.
+
+    Raises:
+        UserError: If the family is not supported, or keys are missing or not supported.
+    """
+    families: dict[str, type[HFConfig]] = {}
+    for name in ARCHITECTURES:
+        for family in resolve(ARCHITECTURES[name].families):
+            families.setdefault(family.kind, family)
     kind = config.get("model_type")
-    families = dict.fromkeys(each for name in ARCHITECTURES for each in resolved(ARCHITECTURES[name].families))
-    family = next((each for each in families if each.kind == kind), None)
-    if family is None:
-        known = ", ".join(each.kind for each in families)
-        raise UserError(f"config.json: model_type = {short(shown(kind))}: only {known} can be computed.")
+    if kind not in families:
+        raise UserError(
+            f"config.json: model_type = {shorten(format_value(kind))} is not supported; "
+            f"expected one of {', '.join(families)}."
+        )
+
+    family = families[kind]
+    relevant = {key: value for key, value in config.items() if key not in _WITHOUT_EFFECT}
     try:
-        parsed = family.model_validate({key: value for key, value in config.items() if key not in _WITHOUT_EFFECT})
-    except ValidationError as failure:
-        raise UserError(f"config.json: {explain(family, failure)}") from None
+        parsed = family.model_validate(relevant)
+    except ValidationError as error:
+        raise UserError(f"config.json: {explain_error(family, error)}") from None
+
+    # transformers has different default sizes for each family, so only Llama may omit them.
     sizes = _aliases(HFConfig).keys() - {"tied_embeddings", "head_dim"}
-    if family is not HFConfig and (missing := sizes - parsed.model_fields_set):
-        lacks = ", ".join(sorted(_aliases(HFConfig)[name] for name in missing))
-        raise UserError(f"config.json: with model_type = {shown(kind)} there must be {lacks}.")
-    rotary = [_rotary(table, parsed) for table in (parsed.rope_scaling, parsed.rope_parameters) if table is not None]
-    if len(rotary) == 2 and rotary[0] != rotary[1]:  # the result would depend on the version of transformers
-        raise UserError("config.json: rope_scaling and rope_parameters differ. Remove the one that is wrong.")
-    values = ((name, getattr(parsed, name)) for name in _aliases(family))
-    same = {name: 0 if value is None else value for name, value in values} | family.switches
-    same["n_kv_heads"] = parsed.n_kv_heads or parsed.n_heads
-    return family.architecture(**same, **(rotary or [_rotary(_Plain(), parsed)])[0])
+    missing = sizes - parsed.model_fields_set
+    if family is not HFConfig and missing:
+        keys = ", ".join(sorted(_aliases(HFConfig)[name] for name in missing))
+        raise UserError(f"config.json: model_type = {format_value(kind)} requires {keys}.")
+    return parsed
 
 
 def _aliases(model: type[FileModel]) -> dict[str, str]:
-    """Field of Architecture -> key of the file."""
-    return {name: field.alias for name, field in model.model_fields.items() if field.alias}
+    """Map the fields of `Architecture` to the keys of a Hugging Face config.json.
+
+    For example, "n_heads" -> "num_attention_heads".
+    """
+    fields = model.model_fields.items()
+    return {name: field.alias for name, field in fields if field.alias}
 
 
-class _RotaryTable(FileModel):
-    """`rope_scaling`, which transformers 5 calls `rope_parameters`. `type` is the old name of rope_type."""
+class _RopeTable(FileModel):
+    """RoPE settings in a config.json: `rope_scaling`, or `rope_parameters` since transformers 5."""
 
     type: str = "default"
+    """Old name of rope_type."""
     rope_theta: PositiveFloat | None = None
     partial_rotary_factor: Literal[1] | None = None
 
 
-class _Plain(_RotaryTable):
+class _DefaultRope(_RopeTable):
+    """RoPE without scaling."""
+
     rope_type: Literal["default"] = "default"
 
 
-class _Llama3(_RotaryTable):
+class _Llama3Rope(_RopeTable):
+    """RoPE with the frequency scaling of Llama 3.1."""
+
     rope_type: Literal["llama3"]
     rope_scaling_factor: Annotated[float, Field(ge=1.0, alias="factor")]
     rope_low_freq_factor: Annotated[PositiveFloat, Field(alias="low_freq_factor")]
     rope_high_freq_factor: Annotated[PositiveFloat, Field(alias="high_freq_factor")]
-    rope_original_max_seq_len: Annotated[Size | None, Field(alias="original_max_position_embeddings")] = None
+    rope_original_max_seq_len: Annotated[
+        Size | None, Field(alias="original_max_position_embeddings")
+    ] = None
 
 
-def _rotary(table: _RotaryTable, config: HFConfig) -> dict[str, Any]:
-    """The rotary fields of Architecture."""
+def _rope_fields(table: _RopeTable, config: HFConfig) -> dict[str, Any]:
+    """Convert the RoPE settings of a config.json to fields of `Architecture`, such as "rope_theta".
+
+    Args:
+        table: RoPE settings of the config.json.
+        config: All other settings, which provide values that are missing in `table`.
+
+    Raises:
+        UserError: If the high frequency factor is not greater than the low one.
+    """
     fields: dict[str, Any] = {"rope_theta": table.rope_theta or config.rope_theta}
-    if isinstance(table, _Llama3) and table.rope_scaling_factor > 1.0:
-        if table.rope_high_freq_factor <= table.rope_low_freq_factor:
-            raise UserError("config.json: rope_scaling: high_freq_factor must be greater than low_freq_factor.")
-        fields |= {name: getattr(table, name) for name in _aliases(_Llama3)}
-        fields["rope_original_max_seq_len"] = table.rope_original_max_seq_len or config.max_seq_len
+    if not isinstance(table, _Llama3Rope) or table.rope_scaling_factor == 1.0:
+        return fields
+
+    if table.rope_high_freq_factor <= table.rope_low_freq_factor:
+        raise UserError(
+            "config.json: rope_scaling: high_freq_factor must be greater than low_freq_factor."
+        )
+    for name in _aliases(_Llama3Rope):
+        fields[name] = getattr(table, name)
+    original = table.rope_original_max_seq_len
+    fields["rope_original_max_seq_len"] = original or config.max_seq_len
     return fields
 
 
-def _with_type(table: Any) -> Any:
-    """{} means none."""
-    return {"rope_type": table.get("type", "default"), **table} if isinstance(table, dict) and table else table or None
+def _add_rope_type(table: Any) -> Any:
+    """Add a missing "rope_type" to the RoPE settings of a config.json, before they are validated.
+
+    pydantic uses this key to choose between `_DefaultRope` and `_Llama3Rope`. Older files call it
+    "type". An empty table becomes None, as if the file had no RoPE settings.
+    """
+    if not isinstance(table, dict) or not table:
+        return table or None
+    return {"rope_type": table.get("type", "default"), **table}
 
 
-_Tables = Annotated[Annotated[_Plain | _Llama3, Field(discriminator="rope_type")] | None, BeforeValidator(_with_type)]
+_Rope = Annotated[
+    Annotated[_DefaultRope | _Llama3Rope, Field(discriminator="rope_type")] | None,
+    BeforeValidator(_add_rope_type),
+]
 
 
 class HFConfig(FileModel):
-    """config.json of a Llama, with the defaults of transformers' LlamaConfig. In those of other families the sizes must
-    not be missing, because their defaults are others. A field with an alias is one of the architecture, the others are
-    keys of which this model computes some values only.
+    """The config.json of a Llama, with the default values of LlamaConfig in transformers.
+
+    Fields with an alias are fields of `Architecture`; the alias is the key in config.json. The
+    other fields are keys for which this model implements only some values.
 
     Attributes:
         kind: The `model_type`.
-        causal_lm: The class of transformers.
-        switches: What each model of the family has; see `Architecture.switches`.
-        names: Module of a block -> its name there.
+        causal_lm: Name of the model class in transformers.
+        switches: Options that all models of the family share; see `Architecture.switches`.
+        names: Modules of a block, such as "attention.wq", mapped to their Hugging Face names.
+        architecture: Class that the configuration is converted to.
     """
 
     kind: ClassVar[str] = "llama"
@@ -193,9 +305,9 @@ class HFConfig(FileModel):
     tied_embeddings: Annotated[bool, Field(alias="tie_word_embeddings")] = False
     head_dim: Annotated[Size | None, Field(alias="head_dim")] = None
     rope_theta: PositiveFloat = 10000.0
-    rope_scaling: _Tables = None
-    rope_parameters: _Tables = None
-    # Of these, this model computes some values only.
+    rope_scaling: _Rope = None
+    rope_parameters: _Rope = None
+    # Keys for which only some values are implemented.
     hidden_act: Literal["silu", "swish"] = "silu"
     is_causal: Literal[True] = True
     attention_dropout: Literal[0, None] = None
@@ -212,15 +324,17 @@ class HFConfig(FileModel):
     per_layer_config: None = None
 
     @classmethod
-    def says(cls, arch: Architecture) -> bool:
-        """Whether a config.json of this family can describe the model."""
+    def can_represent(cls, arch: Architecture) -> bool:
+        """Return whether a config.json of this family can describe the architecture."""
         if type(arch) is not cls.architecture:
             return False
-        return arch.switches == cls.switches | {n: v for n, v in arch.switches.items() if n in _aliases(cls)}
+        keys = _aliases(cls)
+        expressible = {name: value for name, value in arch.switches.items() if name in keys}
+        return arch.switches == cls.switches | expressible
 
 
 class _Mistral(HFConfig):
-    """The window must not be missing, because transformers has a default for it."""
+    """Mistral. `sliding_window` is required, because its default in transformers is not null."""
 
     kind: ClassVar = "mistral"
     causal_lm: ClassVar = "MistralForCausalLM"
@@ -229,7 +343,7 @@ class _Mistral(HFConfig):
 
 
 class _Qwen2(HFConfig):
-    """Sizes of a window do not count where it is not used."""
+    """Qwen 2 and 2.5. Window sizes are ignored if use_sliding_window is false."""
 
     kind: ClassVar = "qwen2"
     causal_lm: ClassVar = "Qwen2ForCausalLM"
@@ -242,7 +356,7 @@ class _Qwen2(HFConfig):
 
 
 class _Qwen3(_Qwen2):
-    """A width of heads must not be missing, because transformers has a default for it."""
+    """Qwen 3. `head_dim` is required, because its default in transformers differs from ours."""
 
     kind: ClassVar = "qwen3"
     causal_lm: ClassVar = "Qwen3ForCausalLM"
@@ -252,6 +366,8 @@ class _Qwen3(_Qwen2):
 
 
 class _SmolLM3(_Qwen2):
+    """SmolLM3, in which every n-th layer has no RoPE."""
+
     kind: ClassVar = "smollm3"
     causal_lm: ClassVar = "SmolLM3ForCausalLM"
     switches: ClassVar = {}
@@ -263,59 +379,94 @@ class _SmolLM3(_Qwen2):
 
     @field_validator("no_rope_layers")
     @classmethod
-    def _are_each_nth(cls, layers: list[int] | None, info: ValidationInfo) -> list[int] | None:
-        each, count = info.data.get("no_rope_interval", 4), info.data.get("n_layers", 0)
-        if layers is not None and layers != [int(i % each != 0) for i in range(1, count + 1)]:
-            raise ValueError("must be 0 for each layer of no_rope_layer_interval, and 1 for the others")
+    def _match_interval(cls, layers: list[int] | None, info: ValidationInfo) -> list[int] | None:
+        """Check that the layers without RoPE are every n-th layer, the only pattern of this model.
+
+        Args:
+            layers: 0 for each layer without RoPE and 1 for each other layer, or None.
+            info: Values of the fields before this one.
+
+        Raises:
+            ValueError: If another layer has no RoPE.
+        """
+        interval = info.data.get("no_rope_interval", 4)
+        num_layers = info.data.get("n_layers", 0)
+        expected = [int(layer % interval != 0) for layer in range(1, num_layers + 1)]
+        if layers is not None and layers != expected:
+            raise ValueError("must be 0 for every no_rope_layer_interval-th layer, and else 1")
         return layers
 
 
 class _Olmo2(HFConfig):
+    """OLMo 2, with norms after the sublayers and over the whole query and key projections."""
+
     kind: ClassVar = "olmo2"
     causal_lm: ClassVar = "Olmo2ForCausalLM"
     switches: ClassVar = {"qk_norm": "projection", "norm_placement": "after"}
-    names: ClassVar = BLOCK_NAMES | _NORMS_AFTER
+    names: ClassVar = BLOCK_NAMES | {
+        "attention_norm": "post_attention_layernorm",
+        "ffn_norm": "post_feedforward_layernorm",
+    }
 
 
 FAMILIES = HFConfig, _Mistral, _Qwen2, _Qwen3, _SmolLM3, _Olmo2
-"""The first one that can describe a model is exported."""
+"""Supported model families. A model is exported as the first family that can represent it."""
 
 
-# Keys that do not change what a causal model computes from its weights: descriptions, the dtype of the stored weights,
-# heads for other tasks, how attention is computed, and defaults of generate().
+# Keys that do not affect the logits: descriptions, the dtype of the stored weights, heads for other
+# tasks, the attention implementation, and defaults of generate().
 _WITHOUT_EFFECT = frozenset(
     """
-    architectures model_type transformers_version transformers.js_config _name_or_path name_or_path _commit_hash
-    is_llama_config unsloth_version unsloth_fixed dtype torch_dtype use_bfloat16 torchscript tf_legacy_loss
-    initializer_range use_cache pretraining_tp chunk_size_feed_forward is_decoder cross_attention_hidden_size
-    tie_encoder_decoder max_sequence_length pad_token_id bos_token_id eos_token_id sep_token_id
-    decoder_start_token_id tokenizer_class prefix return_dict output_attentions output_hidden_states
-    tie_last_hidden_states _attn_implementation_autoset finetuning_task task_specific_params problem_type
-    id2label label2id num_labels max_length max_new_tokens min_length min_new_tokens do_sample early_stopping
-    num_beams num_beam_groups diversity_penalty temperature top_k top_p min_p typical_p epsilon_cutoff
-    eta_cutoff repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
-    num_return_sequences output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id
-    remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
+    architectures model_type transformers_version transformers.js_config _name_or_path
+    name_or_path _commit_hash is_llama_config unsloth_version unsloth_fixed dtype torch_dtype
+    use_bfloat16 torchscript tf_legacy_loss initializer_range use_cache pretraining_tp
+    chunk_size_feed_forward is_decoder cross_attention_hidden_size tie_encoder_decoder
+    max_sequence_length pad_token_id bos_token_id eos_token_id sep_token_id
+    decoder_start_token_id tokenizer_class prefix return_dict output_attentions
+    output_hidden_states tie_last_hidden_states _attn_implementation_autoset finetuning_task
+    task_specific_params problem_type id2label label2id num_labels max_length max_new_tokens
+    min_length min_new_tokens do_sample early_stopping num_beams num_beam_groups
+    diversity_penalty temperature top_k top_p min_p typical_p epsilon_cutoff eta_cutoff
+    repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size
+    bad_words_ids num_return_sequences output_scores return_dict_in_generate forced_bos_token_id
+    forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens
+    begin_suppress_tokens
     """.split()  # noqa: SIM905
 )
 
 
-def differences(expected: dict[str, tuple[int, ...]], found: dict[str, tuple[int, ...]]) -> list[str]:
-    """One line per tensor that is missing, superfluous or of another shape. Both: name -> shape."""
-    lines = []
-    for name in sorted(expected.keys() | found.keys()):
-        if name not in found:
-            lines.append(f"{name}: missing")
+def compare_shapes(
+    expected: dict[str, tuple[int, ...]], actual: dict[str, tuple[int, ...]]
+) -> list[str]:
+    """List the tensors that are missing, unexpected, or have the wrong shape, one line each.
+
+    The caller prints the lines if a model file does not match its configuration.
+
+    Args:
+        expected: Shapes of the parameters of the architecture, by name.
+        actual: Shapes of the tensors in the file, by name.
+
+    Returns:
+        Lines such as "norm.weight: missing". Empty if all shapes match.
+    """
+    differences = []
+    for name in sorted(expected.keys() | actual.keys()):
+        if name not in actual:
+            differences.append(f"{name}: missing")
         elif name not in expected:
-            lines.append(f"{short(name)}: not part of this architecture")
-        elif expected[name] != tuple(found[name]):
-            lines.append(f"{name}: shape {tuple(found[name])}, expected {expected[name]}")
-    return lines
+            differences.append(f"{shorten(name)}: not part of this architecture")
+        elif tuple(actual[name]) != expected[name]:
+            shape = tuple(actual[name])
+            differences.append(f"{name}: shape {shape}, expected {expected[name]}")
+    return differences
 
 
 class MetaParams(FileModel):
-    """Meta's params.json. It does not give the vocabulary (-1) and the feed-forward width; the tensors have these
-    sizes."""
+    """Settings in the params.json of Meta's Llama checkpoints.
+
+    The file has no feed-forward dimension, and its vocabulary size may be -1. Read both sizes from
+    the shapes of the tensors instead.
+    """
 
     dim: Size
     n_layers: Layers
@@ -329,24 +480,45 @@ class MetaParams(FileModel):
     ffn_dim_multiplier: float | None = None
 
 
-def architecture_from_meta(params: MetaParams, vocab_size: int, ffn_dim: int, tied: bool) -> Architecture:
-    """The architecture of Meta's params.json and of what is read from the tensors.
+def architecture_from_meta(
+    params: MetaParams, vocab_size: int, ffn_dim: int, tied: bool
+) -> Architecture:
+    """Convert Meta's params.json and the sizes of its tensors to an architecture.
 
-    `use_scaled_rope` means the scaling of Llama 3.1, or that of Llama 3.2 for its small models, as in Meta's
-    llama-models repository.
+    If `use_scaled_rope` is set, the RoPE scaling factor is 32 for the two small models of Llama 3.2
+    and 8 otherwise, as in Meta's llama-models repository.
+
+    Args:
+        params: Content of params.json.
+        vocab_size: Rows of the embedding, used if params.json has -1.
+        ffn_dim: Rows of the first feed-forward matrix.
+        tied: Whether the embedding is also the output matrix.
     """
-    same = params.model_dump(include={"dim", "n_layers", "n_heads", "norm_eps", "rope_theta"})
-    same |= {"n_kv_heads": params.n_kv_heads or params.n_heads, "ffn_dim": ffn_dim, "tied_embeddings": tied}
-    same["vocab_size"] = vocab_size if params.vocab_size == -1 else params.vocab_size
+    fields = params.model_dump(include={"dim", "n_layers", "n_heads", "norm_eps", "rope_theta"})
+    fields["n_kv_heads"] = params.n_kv_heads or params.n_heads
+    fields["ffn_dim"] = ffn_dim
+    fields["tied_embeddings"] = tied
+    fields["vocab_size"] = vocab_size if params.vocab_size == -1 else params.vocab_size
     if not params.use_scaled_rope:
-        return Architecture(**same, max_seq_len=8192)
-    return Architecture(**same, rope_scaling_factor=32.0 if params.dim in (2048, 3072) else 8.0)
+        return Architecture(**fields, max_seq_len=8192)
+    is_small_llama_3_2 = params.dim in (2048, 3072)
+    scaling_factor = 32.0 if is_small_llama_3_2 else 8.0
+    return Architecture(**fields, rope_scaling_factor=scaling_factor)
 
 
 def from_meta_rotary(name: str, weight: Tensor, head_dim: int) -> Tensor:
-    """A weight of Meta's or torchtitan's in this model's layout: the rows of wq and wk, (H * D, C), in another order.
-    They pair the channels 2i and 2i + 1, this model i and i + D / 2."""
+    """Permute a weight from the RoPE layout of Meta and torchtitan to the layout of this model.
+
+    Meta rotates channel 2i together with channel 2i + 1. This model rotates channel i together with
+    channel i + D / 2. Only the rows of `wq` and `wk`, shape (H * D, C), are permuted. Other weights
+    are returned unchanged.
+
+    Args:
+        name: Name of the weight, for example "layers.3.attention.wq.weight".
+        weight: Value in the layout of Meta.
+        head_dim: Head dimension D.
+    """
     if not name.endswith(("attention.wq.weight", "attention.wk.weight")):
         return weight
-    heads = weight.unflatten(0, (-1, head_dim // 2, 2))  # (H, D / 2, 2, C)
-    return heads.transpose(1, 2).reshape(weight.shape)
+    pairs = weight.unflatten(0, (-1, head_dim // 2, 2))  # (H, D / 2, 2, C)
+    return pairs.transpose(1, 2).reshape(weight.shape)

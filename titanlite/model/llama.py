@@ -1,22 +1,25 @@
-"""The whole Llama 3.x model (https://arxiv.org/abs/2407.21783), to be read from top to bottom, with the switches in
-which other families of models differ from it (`Architecture.switches`).
+"""Llama 3 (https://arxiv.org/abs/2407.21783), with options for Mistral, Qwen, SmolLM3 and OLMo 2.
 
-Invariant: it does not depend on ranks, job files or devices, so it can be copied out and used alone. An initial weight
-depends on the seed and the name of its parameter only.
+`Architecture` holds the sizes and options. The model does not depend on ranks, job files or
+devices, so you can copy this file, attention.py and kernels.py and use them alone.
+
+Shape suffixes: B batch, T sequence, C model dimension, H heads, D head dimension, V vocabulary.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from titanlite.model.attention import LayerCache, attention
+from titanlite.model.kernels import apply_rope_eager
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -27,71 +30,92 @@ INIT_STD = 0.02
 
 
 def rope_frequencies(arch: Architecture, device: torch.device | None = None) -> Tensor:
-    """Rotary angles per position, in radians: (D / 2,), fp32 (https://arxiv.org/abs/2104.09864).
+    """Compute the RoPE angle per position for each channel pair, in radians.
 
-    Llama 3.1 extends the context by reducing the low frequencies. Those with fewer than `rope_low_freq_factor` turns in
-    the original context are divided by `rope_scaling_factor`. Those with more than `rope_high_freq_factor` turns are
-    kept. Those between are interpolated.
+    Llama 3.1 extends the context length by lowering frequencies. A frequency that completes fewer
+    than `rope_low_freq_factor` turns within the original context is divided by
+    `rope_scaling_factor`. One that completes more than `rope_high_freq_factor` turns is kept.
+    Frequencies between these limits are interpolated.
+
+    Returns:
+        Frequencies, shape (D / 2,), fp32.
     """
-    exponents = torch.arange(0, arch.head_dim, 2, dtype=torch.float32, device=device) / arch.head_dim
-    frequencies = 1.0 / arch.rope_theta**exponents
+    exponents = torch.arange(0, arch.head_dim, 2, dtype=torch.float32, device=device)
+    frequencies = 1.0 / arch.rope_theta ** (exponents / arch.head_dim)
     if arch.rope_scaling_factor == 1.0:
         return frequencies
+
     turns = arch.rope_original_max_seq_len * frequencies / (2 * math.pi)
-    span = arch.rope_high_freq_factor - arch.rope_low_freq_factor
-    keep = ((turns - arch.rope_low_freq_factor) / span).clamp(0.0, 1.0)
+    low, high = arch.rope_low_freq_factor, arch.rope_high_freq_factor
+    keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
     return frequencies * (keep + (1.0 - keep) / arch.rope_scaling_factor)
 
 
-def apply_rope(xs: Sequence[Tensor], cos: Tensor, sin: Tensor) -> list[Tensor]:
-    """Rotate each x (B, T, H, D) by the angles of its positions. cos and sin are (T, 1, D / 2) or (B, T, 1, D / 2).
+def apply_rope(x_BTHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate queries or keys by rotary position embeddings (https://arxiv.org/abs/2104.09864).
 
-    Channel i is paired with i + D / 2, as in Hugging Face's Llama. Both halves are contiguous, so this vectorises.
+    Channel i is paired with channel i + D / 2, as in the Llama of Hugging Face. The two halves are
+    contiguous, so the operation vectorizes.
+
+    Args:
+        x_BTHD: Queries or keys, shape (B, T, H, D).
+        cos: Cosines of the angles, shape (T, 1, D / 2) or (B, T, 1, D / 2), fp32.
+        sin: Sines of the angles, same shape.
+
+    Returns:
+        Rotated queries or keys, shape and dtype of `x_BTHD`.
     """
-    if not torch.compiler.is_compiling():
-        return list(_Turn.apply(cos, sin, *xs))  # pyright: ignore
-    halves = [x.float().chunk(2, dim=-1) for x in xs]
-    turned = [torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1) for a, b in halves]
-    return [y.type_as(x) for x, y in zip(xs, turned, strict=True)]
+    x1, x2 = x_BTHD.float().chunk(2, dim=-1)
+    rotated = torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
+    return rotated.type_as(x_BTHD)
 
 
-class _Turn(torch.autograd.Function):
-    """The same in five kernels for all of them, in each pass, and bit for bit. A compiler makes fewer of the above."""
+def causal_mask(num_queries: int, num_keys: int, window: int, device: torch.device) -> Tensor:
+    """Build a causal mask for the last `num_queries` of `num_keys` tokens.
 
-    @staticmethod
-    def forward(ctx: Any, cos: Tensor, sin: Tensor, *xs: Tensor) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(cos, sin)
-        return _turned(xs, cos, sin, 1)
+    During generation there are more keys than queries, because the keys of earlier tokens are in
+    the cache.
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        cos, sin = ctx.saved_tensors
-        return None, None, *_turned(grads, cos, sin, -1)
+    Args:
+        num_queries: Number of queries, which belong to the last tokens.
+        num_keys: Number of keys.
+        window: Number of tokens that a token attends to, including itself. 0 means all.
+        device: Device of the mask.
 
-
-def _turned(xs: Sequence[Tensor], cos: Tensor, sin: Tensor, sign: int) -> tuple[Tensor, ...]:
-    x = torch.cat(tuple(xs), dim=-2)  # (B, T, all heads, D)
-    y, x = torch.empty_like(x).unflatten(-1, (2, -1)), x.unflatten(-1, (2, -1))  # (B, T, all heads, 2, D / 2)
-    by_cos, by_sin = x * cos[..., None, :], x * sin[..., None, :]  # fp32, as the angles are
-    # No fused multiplication and addition, which would round otherwise than a compiled block.
-    torch.sub(by_cos[..., 0, :], by_sin[..., 1, :], alpha=sign, out=y[..., 0, :])
-    torch.add(by_cos[..., 1, :], by_sin[..., 0, :], alpha=sign, out=y[..., 1, :])
-    return y.flatten(-2).split([each.shape[-2] for each in xs], dim=-2)
+    Returns:
+        Boolean mask, shape (num_queries, num_keys), True where a query attends to a key.
+    """
+    offset = num_keys - num_queries
+    mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(offset)
+    if window:
+        mask = mask.triu(offset + 1 - window)
+    return mask
 
 
 def truncated_normal_(x: Tensor, std: float, generator: torch.Generator) -> None:
-    """Fill x with normal numbers that are cut off at three standard deviations, by the inverse of their distribution.
+    """Fill `x` in place with normal samples truncated at three standard deviations.
 
-    torch's own function is not used, because its numbers change from version to version, and because the newest version
-    waits for the device.
+    `nn.init.trunc_normal_` is not used, because its values differ between torch versions and recent
+    versions synchronize with the GPU.
+
+    Args:
+        x: Tensor to fill.
+        std: Standard deviation before truncation.
+        generator: Generator on the device of `x`.
     """
     within = math.erf(3 / math.sqrt(2))
     with torch.no_grad():
-        x.uniform_(-within, within, generator=generator).erfinv_().mul_(std * math.sqrt(2)).clamp_(-3 * std, 3 * std)
+        x.uniform_(-within, within, generator=generator)
+        x.erfinv_().mul_(std * math.sqrt(2)).clamp_(-3 * std, 3 * std)
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions."""
+    """Grouped-query self-attention with rotary position embeddings.
+
+    Attributes:
+        attend: Function from queries, keys, values and mask to the attention output. Context
+            parallelism replaces it.
+    """
 
     def __init__(self, arch: Architecture) -> None:
         super().__init__()
@@ -100,35 +124,61 @@ class Attention(nn.Module):
         self.wk = nn.Linear(arch.dim, arch.kv_dim, bias=arch.qkv_bias)
         self.wv = nn.Linear(arch.dim, arch.kv_dim, bias=arch.qkv_bias)
         self.wo = nn.Linear(arch.q_dim, arch.dim, bias=False)
+
         self.qk_norm = arch.qk_norm
-        if self.qk_norm != "none":
-            each_head = self.qk_norm == "head"
-            self.q_norm = nn.RMSNorm(arch.head_dim if each_head else arch.q_dim, eps=arch.norm_eps)
-            self.k_norm = nn.RMSNorm(arch.head_dim if each_head else arch.kv_dim, eps=arch.norm_eps)
-        # Context parallelism replaces it.
-        self.attend: Callable[[Tensor, Tensor, Tensor, Tensor | BlockMask | None], Tensor] = attention
+        if self.qk_norm == "head":
+            self.q_norm = nn.RMSNorm(arch.head_dim, eps=arch.norm_eps)
+            self.k_norm = nn.RMSNorm(arch.head_dim, eps=arch.norm_eps)
+        elif self.qk_norm == "projection":
+            self.q_norm = nn.RMSNorm(arch.q_dim, eps=arch.norm_eps)
+            self.k_norm = nn.RMSNorm(arch.kv_dim, eps=arch.norm_eps)
+
+        # Context parallelism replaces this function.
+        self.attend: Callable[[Tensor, Tensor, Tensor, Tensor | BlockMask | None], Tensor] = (
+            attention
+        )
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | BlockMask | None, cache: LayerCache | None
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor | BlockMask | None,
+        cache: LayerCache | None,
     ) -> Tensor:
+        """Apply attention to hidden states (B, T, C) and return hidden states (B, T, C).
+
+        Args:
+            x: Hidden states, shape (B, T, C).
+            cos: Cosines of the RoPE angles, shape (T, 1, D / 2) or (B, T, 1, D / 2), fp32.
+            sin: Sines of the RoPE angles, same shape.
+            mask: See `Llama.forward`.
+            cache: Cache of this layer for generation. It is extended by T tokens.
+        """
         q, k, v = self.wq(x), self.wk(x), self.wv(x)
         if self.qk_norm == "projection":
             q, k = self.q_norm(q), self.k_norm(k)
+
         q = q.unflatten(-1, (-1, self.head_dim))  # (B, T, H, D)
         k = k.unflatten(-1, (-1, self.head_dim))  # (B, T, H_kv, D)
         v = v.unflatten(-1, (-1, self.head_dim))
         if self.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = apply_rope((q, k), cos, sin)
+
+        if torch.compiler.is_compiling():
+            q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        else:
+            q, k = apply_rope_eager(q, k, cos, sin)
+
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D)
         if cache is not None:
             k, v = cache.append(k, v)
-        out = self.attend(q, k, v, mask)
-        return self.wo(out.transpose(1, 2).flatten(-2))  # (B, T, C)
+        out = self.attend(q, k, v, mask)  # (B, H, T, D)
+        return self.wo(out.transpose(1, 2).flatten(-2))
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (https://arxiv.org/abs/2002.05202)."""
+    """SwiGLU feed-forward network (https://arxiv.org/abs/2002.05202)."""
 
     def __init__(self, arch: Architecture) -> None:
         super().__init__()
@@ -137,31 +187,22 @@ class FeedForward(nn.Module):
         self.w3 = nn.Linear(arch.dim, arch.ffn_dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.w1(x), self.w3(x)
-        in_graph_of_gpu = torch.compiler.is_compiling() and x.is_cuda  # a CPU compiles it a third longer, for nothing
-        return self.w2(_Gated.apply(gate, up) if in_graph_of_gpu else F.silu(gate) * up)
-
-
-class _Gated(torch.autograd.Function):
-    """silu(gate) * up. Its gradients are written so that the compiler's one kernel for them writes over `up`: it writes
-    over what it reads only for a result that depends on all others for which it reads this."""
-
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        return F.silu(gate) * up
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor]:
-        gate, up = ctx.saved_tensors
-        sigmoid, product = gate.float().sigmoid(), F.silu(gate) * up
-        of_gate = grads[0] * (sigmoid * up + (1 - sigmoid) * product)
-        return of_gate.type_as(gate), grads[0] * F.silu(gate)
+        """Apply the network to hidden states (B, T, C) and return hidden states (B, T, C)."""
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
 class TransformerBlock(nn.Module):
-    """Attention and feed-forward, each added to the residual stream: (B, T, C) -> (B, T, C). A norm is before each, or
-    after it, and never on the stream itself."""
+    """Attention and a feed-forward network, each with an RMSNorm and a residual connection.
+
+    The norms precede the two sublayers, or follow them with `norm_placement = "after"` (OLMo 2).
+
+    Attributes:
+        residual_weights: Names of the matrices whose outputs are added to the residual stream.
+            Their initial values shrink with the depth of the block. A subclass with other matrices
+            overrides this.
+    """
+
+    residual_weights: ClassVar[tuple[str, ...]] = ("attention.wo.weight", "feed_forward.w2.weight")
 
     def __init__(self, arch: Architecture) -> None:
         super().__init__()
@@ -179,71 +220,101 @@ class TransformerBlock(nn.Module):
         mask: Tensor | BlockMask | None = None,
         cache: LayerCache | None = None,
     ) -> Tensor:
+        """Apply the block to hidden states (B, T, C) and return hidden states (B, T, C).
+
+        Args:
+            x: Hidden states, shape (B, T, C).
+            cos: Cosines of the RoPE angles, shape (T, 1, D / 2) or (B, T, 1, D / 2), fp32.
+            sin: Sines of the RoPE angles, same shape.
+            mask: See `Llama.forward`.
+            cache: Cache of this layer for generation, or None in training.
+        """
         if self.norm_after:
             x = x + self.attention_norm(self.attention(x, cos, sin, mask, cache))
             return x + self.ffn_norm(self.feed_forward(x))
+
         x = x + self.attention(self.attention_norm(x), cos, sin, mask, cache)
         return x + self.feed_forward(self.ffn_norm(x))
 
 
-# (hidden (B, T, C), output matrix (V, C), labels (B, T)) -> scalar
-LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
 class Output(nn.Module):
-    """The output matrix (V, C). It gives the logits (B, T, V), or the loss if there are labels."""
+    """Project hidden states to the vocabulary with a weight of shape (V, C), and apply a head.
+
+    A head is a function such as the loss. The projection is a module so that FSDP gathers the
+    weight while the head runs.
+    """
 
     def __init__(self, arch: Architecture) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(arch.vocab_size, arch.dim))
 
-    def forward(self, x: Tensor, labels: Tensor | None, loss: LossFunction | None) -> Tensor:
-        return project(x, self.weight, labels, loss)
+    def forward(self, x: Tensor, head: Head) -> Tensor:
+        """Return `head(x, weight)` for hidden states `x` of shape (B, T, C)."""
+        return head(x, self.weight)
 
 
-def project(x: Tensor, weight: Tensor, labels: Tensor | None, loss: LossFunction | None) -> Tensor:
-    """Logits, or the loss if there are labels."""
-    if labels is None:
-        return F.linear(x, weight)
-    assert loss is not None, "set Llama.loss first"
-    return loss(x, weight, labels)
+Head = Callable[[Tensor, Tensor], Tensor]
+"""Function of the hidden states after the final norm (B, T, C) and the output matrix (V, C)."""
 
 
 class Llama(nn.Module):
-    """A Llama 3.x decoder with the initial weights of seed 0. `init_weights` draws those of another seed.
+    """A decoder-only transformer.
 
-    Under `torch.device("meta")` it has no weights: call `to_empty` to allocate them and then `init_weights`.
+    The constructor draws the initial weights of seed 0. Under `torch.device("meta")` it draws none:
+    call `to_empty` to allocate the parameters and then `init_weights`.
 
-    With tied embeddings there is no `output` module, so that there is one parameter and one gradient.
+    A model with tied embeddings has no `output` module. Its output matrix is
+    `tok_embeddings.weight`.
 
-    The model of a plugin is a subclass, which overrides what differs: its class of blocks, `embed`, initial weights.
+    To define another model in a plugin, subclass this class and override `block`, `embed`,
+    `init_std` or `norm_start`.
+
+    Attributes:
+        block: Class of the transformer blocks.
+        norm_start: Initial value of the weights of norms.
     """
 
-    block: type[nn.Module] = TransformerBlock
-    norm_start = 1.0  # of the weights of norms
+    block: type[TransformerBlock] = TransformerBlock
+    norm_start = 1.0
+    draws_random_numbers = False
+    """Whether the forward pass draws random numbers, as dropout does. If so, activation
+    checkpointing saves and restores the random state, which costs time. A subclass that does not
+    declare this attribute itself is assumed to draw random numbers."""
 
     def __init__(self, arch: Architecture, blocks: range | None = None) -> None:
-        """Build the whole model, or the part of it with these blocks: a pipeline stage, under the same names.
+        """Build the model, or one pipeline stage of it.
 
-        A part with the first block has the embedding, a part with the last block has the norm and the output.
+        Args:
+            arch: Sizes and options of the model.
+            blocks: Indices of the blocks to build, for one pipeline stage. Parameter names are
+                those of the whole model. The stage with the first block also has the embedding. The
+                stage with the last block also has the final norm and the output projection. None
+                means all blocks.
 
         Raises:
-            ValueError: heads have no even width, or n_kv_heads does not divide n_heads.
+            ValueError: If the head dimension is odd or n_kv_heads does not divide n_heads.
         """
         super().__init__()
         if arch.head_dim % 2 or arch.n_heads % arch.n_kv_heads:
-            raise ValueError(f"{arch}: heads must have an even width, and n_kv_heads must divide n_heads.")
-        blocks = range(arch.n_layers) if blocks is None else blocks
-        first, last = blocks.start == 0, blocks.stop == arch.n_layers
+            raise ValueError(
+                f"{arch}: the head dimension must be even and n_kv_heads must divide n_heads."
+            )
+        if blocks is None:
+            blocks = range(arch.n_layers)
+        is_first = blocks.start == 0
+        is_last = blocks.stop == arch.n_layers
+
         self.arch = arch
-        self.tok_embeddings = nn.Embedding(arch.vocab_size, arch.dim) if first else None
+        self.tok_embeddings = nn.Embedding(arch.vocab_size, arch.dim) if is_first else None
         self.layers = nn.ModuleDict({str(i): self.block(arch) for i in blocks})
-        self.norm = nn.RMSNorm(arch.dim, eps=arch.norm_eps) if last else None
-        untied = last and not arch.tied_embeddings
-        self.output = Output(arch) if untied else None
-        self.loss: LossFunction | None = None  # may be replaced by a loss that is fused with the output matrix
+        for block in self.layers.values():
+            for name in self.block.residual_weights:
+                block.get_parameter(name)  # raises AttributeError if the block has no such name
+        self.norm = nn.RMSNorm(arch.dim, eps=arch.norm_eps) if is_last else None
+        self.output = Output(arch) if is_last and not arch.tied_embeddings else None
+
         if not any(parameter.is_meta for parameter in self.parameters()):
-            self.init_weights()  # otherwise the output matrix would be uninitialised memory
+            self.init_weights()
 
     def forward(
         self,
@@ -251,44 +322,68 @@ class Llama(nn.Module):
         positions: Tensor | None = None,
         mask: Tensor | BlockMask | None = None,
         cache: Sequence[LayerCache] | None = None,
-        labels: Tensor | None = None,
+        head: Head = F.linear,
     ) -> Tensor:
-        """Token ids (B, T) -> logits (B, T, V). A pipeline stage receives and returns (B, T, C) where the model is cut.
+        """Compute logits (B, T, V) from token ids (B, T), or apply another head such as the loss.
+
+        A pipeline stage without the embedding receives hidden states (B, T, C), and a stage without
+        the final norm returns hidden states.
 
         Args:
-            positions: (T,) or (B, T). None: they count from 0, or from the length of the cache.
-            mask: boolean, broadcastable to (B, H, T, S), or a block mask (`attention.document_mask`). None: causal,
-                and with the model's sliding window, which a mask must have itself.
-                With a cache, S has its tokens, too.
-            cache: For generation, one `LayerCache` per block with the earlier tokens. Each grows by T.
-            labels: (B, T). With labels, the result is the loss and not the logits.
+            tokens: Token ids, shape (B, T), or the hidden states of the previous pipeline stage.
+            positions: Positions for RoPE, shape (T,) or (B, T). By default they count from 0, or
+                from the length of the cache.
+            mask: Boolean mask, broadcastable to (B, H, T, S), or a block mask from
+                `attention.document_mask`. S includes the tokens in the cache. By default attention
+                is causal, with the sliding window of the model. A mask that you pass must include
+                the sliding window itself.
+            cache: Keys and values of earlier tokens for generation, one `LayerCache` per block.
+                Each is extended by T tokens.
+            head: Function that computes the result from the hidden states (B, T, C) and the output
+                matrix (V, C). By default it computes the logits. In training it is the loss, which
+                never materializes all logits.
         """
-        start = 0 if cache is None else cache[0].length
+        num_tokens = tokens.shape[1]
+        num_cached = 0 if cache is None else cache[0].length
         if positions is None:
-            positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
-        if mask is None and (cache is not None or self.arch.sliding_window):
-            size, window = (tokens.shape[1], start + tokens.shape[1]), self.arch.sliding_window
-            mask = torch.ones(size, dtype=torch.bool, device=tokens.device).tril(start)  # (T, S)
-            mask = mask.triu(start + 1 - window) if window else mask
-        frequencies = rope_frequencies(self.arch, tokens.device)  # not a buffer, so that no dtype cast rounds it
-        angles = positions[..., None, None].float() * frequencies  # (T, 1, D / 2), once for all layers
+            positions = torch.arange(num_cached, num_cached + num_tokens, device=tokens.device)
+        window = self.arch.sliding_window
+        if mask is None and (cache is not None or window):
+            mask = causal_mask(num_tokens, num_cached + num_tokens, window, tokens.device)
+
+        # Not a registered buffer: casting the model to bfloat16 would round the frequencies.
+        frequencies = rope_frequencies(self.arch, tokens.device)
+        angles = positions[..., None, None].float() * frequencies  # (T, 1, D / 2)
         cos, sin = angles.cos(), angles.sin()
-        x = tokens if self.tok_embeddings is None else self.embed(self.tok_embeddings(tokens))  # (B, T, C)
-        # Angles of 0 turn nothing, exactly, and all blocks stay alike for the compiler.
-        unturned = (torch.ones_like(cos), torch.zeros_like(sin)) if self.arch.no_rope_interval else (cos, sin)
-        for (name, block), layer_cache in zip(self.layers.items(), cache or [None] * len(self.layers), strict=True):
-            turned = not self.arch.no_rope_interval or (int(name) + 1) % self.arch.no_rope_interval
-            x = block(x, *((cos, sin) if turned else unturned), mask, layer_cache)
+
+        x = tokens
+        if self.tok_embeddings is not None:
+            x = self.embed(self.tok_embeddings(tokens))  # (B, T, C)
+
+        interval = self.arch.no_rope_interval
+        if interval:
+            # Zero angles make RoPE the identity, so NoPE layers compile to the same graph.
+            no_cos, no_sin = torch.ones_like(cos), torch.zeros_like(sin)
+        caches = cache or [None] * len(self.layers)
+        for (name, block), layer_cache in zip(self.layers.items(), caches, strict=True):
+            if interval and (int(name) + 1) % interval == 0:
+                x = block(x, no_cos, no_sin, mask, layer_cache)
+            else:
+                x = block(x, cos, sin, mask, layer_cache)
+
         if self.norm is None:
             return x
         x = self.norm(x)
         if self.output is not None:
-            return self.output(x, labels, self.loss)
+            return self.output(x, head)
         assert self.tok_embeddings is not None
-        return project(x, self.tok_embeddings.weight, labels, self.loss)
+        return head(x, self.tok_embeddings.weight)
 
     def embed(self, x: Tensor) -> Tensor:
-        """What enters the first block, from the rows of the embedding: (B, T, C) -> (B, T, C)."""
+        """Transform the token embeddings before the first block: (B, T, C) -> (B, T, C).
+
+        Llama uses them unchanged. A subclass may scale them, for example.
+        """
         return x
 
     def init_weights(
@@ -297,33 +392,46 @@ class Llama(nn.Module):
         assign: Callable[[Tensor, Tensor], object] = Tensor.copy_,
         device: torch.device | None = None,
     ) -> None:
-        """Draw every parameter from its own generator, which is seeded by (seed, name).
+        """Initialize every parameter from its own generator, seeded by `seed` and its name.
+
+        The initial values therefore do not depend on the number of ranks or on the layout.
 
         Args:
-            assign: Is called with a parameter and its full initial value. A sharded model keeps its shard of the value.
-            device: The device of the generator. None: that of the parameter.
+            seed: Seed of the run.
+            assign: Function called with a parameter and its full initial value in fp32. A sharded
+                model passes a function that copies only this rank's shard.
+            device: Device on which the values are drawn. Defaults to the device of each parameter.
         """
         for name, parameter in self.named_parameters():
-            full = torch.empty(parameter.shape, device=device or parameter.device, dtype=torch.float32)
-            if full.ndim == 1:
+            full_device = device or parameter.device
+            full = torch.empty(parameter.shape, device=full_device, dtype=torch.float32)
+            is_bias_or_norm = full.ndim == 1
+            if is_bias_or_norm:
                 nn.init.constant_(full, self.norm_start if "norm" in name else 0.0)
             else:
                 digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-                generator = torch.Generator(full.device).manual_seed(int.from_bytes(digest[:7], "big"))
-                std = self.init_std(name)
-                truncated_normal_(full, std, generator)
+                generator = torch.Generator(full.device)
+                generator.manual_seed(int.from_bytes(digest[:7], "big"))
+                truncated_normal_(full, self.init_std(name), generator)
             with torch.no_grad():
                 assign(parameter, full)
 
     def init_std(self, name: str) -> float:
-        """0.02, except for the embedding and for the matrices that write to the residual stream.
+        """Return the standard deviation of the initial values of a matrix.
 
-        An embedding has unit variance, so that it stays visible beside what the first blocks add to it. A tied one
-        cannot, because the logits would be huge. Matrices that write to the stream have a smaller std with depth, so
-        that the variance of the stream stays bounded.
+        - Embeddings have unit variance, so that they are not drowned out by the outputs of the
+          first blocks.
+        - Tied embeddings are smaller, because the logits would otherwise be huge.
+        - The `residual_weights` of blocks shrink with depth, which bounds the variance of the
+          residual stream.
+
+        Args:
+            name: Name of the parameter, for example "layers.3.attention.wo.weight".
         """
         if name == "tok_embeddings.weight" and not self.arch.tied_embeddings:
             return 1.0
-        if name.endswith(("attention.wo.weight", "feed_forward.w2.weight")):
-            return INIT_STD / math.sqrt(2 * (int(name.split(".")[1]) + 1))
+        in_block = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
+        if in_block and in_block[2] in self.block.residual_weights:
+            layer = int(in_block[1])
+            return INIT_STD / math.sqrt(2 * (layer + 1))
         return INIT_STD

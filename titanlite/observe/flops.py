@@ -1,7 +1,7 @@
-"""Parameters of a model, the bytes of their state, and FLOPs per token.
+"""Count the parameters, the bytes of training state and the FLOPs per token of a model.
 
-Invariant: everything is computed from an `Architecture`. No model is built and no profiler is used, because
-`FlopCounterMode` does not see every attention kernel.
+Invariant: everything is computed from an `Architecture`, without building a model. No profiler is
+used, because `FlopCounterMode` does not count all attention kernels.
 """
 
 from __future__ import annotations
@@ -9,41 +9,49 @@ from __future__ import annotations
 from titanlite.config.flavors import Architecture
 from titanlite.config.run import Run
 
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+
 
 def num_params(arch: Architecture) -> int:
-    """Number of trainable parameters; tied embeddings count once."""
-    embedding = arch.vocab_size * arch.dim
+    """Return the number of trainable parameters. Tied embeddings count once."""
     vectors = arch.n_layers * arch.block_vectors + arch.dim
-    return _matmul_params(arch) + vectors + (0 if arch.tied_embeddings else embedding)
+    embedding = 0 if arch.tied_embeddings else arch.vocab_size * arch.dim
+    return _matmul_params(arch) + vectors + embedding
 
 
 def state_bytes(run: Run) -> int:
-    """Bytes of weights, average, gradients and moments on one rank: the least that any step takes."""
-    size = {"float32": 4, "bfloat16": 2}
-    # Of matrices in blocks, of which most parameters are.
-    moments = {"AdamW": 2 * size[run.state_dtype], "AdamW8bit": 2}.get(run.job.optimizer.name, size[run.state_dtype])
-    of_a_parameter = 2 * size[run.job.training.dtype] + moments + 4 * bool(run.job.ema.decay)
-    return num_params(run.arch) * of_a_parameter * run.degrees.replicate // run.world_size
+    """Return the bytes of parameters, gradients, optimizer state and EMA weights on one rank.
+
+    This is a lower bound for the memory of a training step, because activations come on top.
+    """
+    job = run.job
+    # Bytes of a parameter of a matrix in a block, which most parameters are.
+    moment = DTYPE_BYTES[run.state_dtype]
+    moments = {"AdamW": 2 * moment, "AdamW8bit": 2}.get(job.optimizer.name, moment)
+    weight_and_gradient = 2 * DTYPE_BYTES[job.training.dtype]
+    ema = 4 if job.ema.decay else 0
+    bytes_per_param = weight_and_gradient + moments + ema
+    return num_params(run.arch) * bytes_per_param * run.degrees.replicate // run.world_size
 
 
 def flops_per_token(arch: Architecture, seq_len: int) -> float:
-    """Training FLOPs (forward and backward) of one token in a row of `seq_len` tokens, causal attention.
+    """Return the training FLOPs per token (forward and backward) for causal sequences of `seq_len`.
 
-    - A matmul with a weight of n entries costs 2n FLOPs a token forward (a multiplication and an addition each), and
-      twice that backward (gradients of the input and of the weight): 6n. The output projection is such a matmul,
-      tied or not; the embedding look-up is none.
-    - Attention in a block: a query meets T keys in D channels (all heads together), 2TD FLOPs for the scores and 2TD
-      for the weighted values: 4TD forward, 8TD backward, 12TD in all. The causal mask leaves half: 6TD, and a sliding
-      window less (`Architecture.attended`). Grouped key/value heads change the memory traffic, not this count.
-    - Norms, rotary embedding, SwiGLU's product, softmax and the loss are left out: below 1% from 1B parameters on.
-    - Recomputation by activation checkpointing does not count: MFU is about useful work.
+    - A matmul with n weights costs 2n FLOPs per token in the forward pass, and twice that in the
+      backward pass: 6n. The output projection counts, tied or not; the embedding lookup does not.
+    - Attention over T keys with D channels in all heads costs 2TD FLOPs for the scores and 2TD for
+      the weighted values: 12TD with the backward pass. The causal mask halves this, and a sliding
+      window reduces it further (`Architecture.attended`). Grouped-query attention does not.
+    - Norms, RoPE, the product in SwiGLU, softmax and the loss are ignored. They take less than 1%
+      for models of 1B parameters and more.
+    - Activation checkpointing does not count, because MFU is about useful work.
 
-    The PaLM paper (2204.02311, appendix B) counts the same way, but attention without the causal half.
+    The PaLM paper (2204.02311, appendix B) counts in the same way, but without the causal mask.
     """
     attention = 12 * arch.n_layers * arch.attended(seq_len) * arch.q_dim
     return float(6 * _matmul_params(arch) + attention)
 
 
 def _matmul_params(arch: Architecture) -> int:
-    """Weights that a token is multiplied with: all blocks and the output projection."""
+    """Return the number of weights in matmuls, including the output projection."""
     return arch.n_layers * arch.block_matrices + arch.vocab_size * arch.dim

@@ -1,6 +1,7 @@
-"""What a plan says about a run: memory, time and what would help. `titanlite plan --json` prints it.
+"""Represent the result of `titanlite plan`: memory, time, and changes that would make a run fit.
 
-Invariant: it is data. The planner makes it in a process of its own, and a run without memory left reads it from there.
+Invariant: a `Forecast` is plain data. The planner creates it in a separate process, and a run that
+is out of memory reads it from there to explain what went wrong.
 """
 
 from __future__ import annotations
@@ -12,102 +13,138 @@ from typing import Annotated
 from pydantic import Field
 
 from titanlite.config.errors import UserError
-from titanlite.config.files import FileModel
+from titanlite.config.models import FileModel
 from titanlite.observe.gpus import GIB
 from titanlite.runtime.process import start_python
 
-PLAN_SECONDS = 300  # after which a run that ends does not wait for its plan any longer
+PLAN_SECONDS = 300
+"""Seconds after which a run that is ending stops waiting for its plan."""
+
+# Variables that a launcher sets for a rank. The planner must not read them as its own.
+RANK_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "TITANLITE_ERROR_FOLDER",
+    "TITANLITE_STORE",
+)
 
 
 class Forecast(FileModel):
-    """A plan of a run: the rank with the highest peak, and the time of the slowest rank."""
+    """Estimated memory and time of a run.
+
+    The memory belongs to the rank with the highest peak, and the time to the slowest rank.
+    """
 
     job: str
-    """The job file."""
+    """Path of the job file."""
     world_size: int
     gpu: str
-    """The device that the plan is for."""
+    """Name of the device that the estimates are for."""
     rank: int
-    """The rank with the highest peak. All ranks with the same pipeline stages have the same."""
+    """Rank with the highest memory peak. Ranks with the same pipeline stages have the same peak."""
     peaks: dict[str, int]
-    """Rank -> its peak in bytes, for one rank of each kind."""
+    """Rank -> peak memory in bytes, for one rank of each group with equal pipeline stages."""
     peak: int
-    """Bytes of tensors at the worst moment."""
+    """Peak memory of tensors on the rank `rank`, in bytes."""
     moment: str
+    """Point of the step at which the peak occurs, in words."""
     kinds: dict[str, int]
-    """Kind of memory -> bytes at that moment."""
+    """Kind of memory, such as weights or activations -> bytes at the peak."""
     host: int
-    """Bytes in host memory (training.enable_cpu_offload)."""
+    """Bytes in CPU memory, used by training.enable_cpu_offload."""
     allowance: int
-    """Bytes for allocator and libraries."""
+    """Bytes reserved for the allocator and for libraries."""
     memory: int
-    """Bytes that a rank has: of its device, or its share of the machine on a CPU."""
+    """Bytes available to a rank: the memory of its device, or its share of the machine on a CPU."""
     step_seconds: float
+    """Seconds per optimizer step."""
     parts: dict[str, float]
-    """What takes the time of a step -> seconds, the most first."""
+    """Part of an optimizer step -> seconds, longest first."""
     hidden_seconds: float
-    """Seconds of communication behind other work."""
+    """Seconds of communication per step that overlap with computation."""
     tokens_per_second: float
-    """Of one device."""
+    """Tokens per second of one device."""
     mfu: float
     largest_local_batch_size: int | None = None
-    """Rows per forward pass that still fit; None if it was not asked for, or if not even one fits."""
+    """Largest number of sequences per forward pass that fits into memory.
+
+    None if it was not requested, or if not even one sequence fits.
+    """
     changes: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """What makes the run fit, cheapest first: options, the memory that it takes then, and its price in speed."""
+    """Changes of the job that make the run fit, cheapest first.
+
+    Each text names the options, the memory that the run then takes, and the cost in speed.
+    """
 
     @property
     def needs(self) -> int:
-        """Bytes of a device that the run takes, allowance included."""
+        """Device memory that the run needs, including an allowance for libraries, in bytes."""
         return self.peak + self.allowance
 
     @property
     def fits(self) -> bool:
-        """Whether there is room for the peak and for the allowance."""
+        """Whether the available memory is enough for the peak and the allowance."""
         return self.needs <= self.memory
 
     def explain_memory(self) -> str:
-        """The peak, when it is, what it consists of, and the cheapest change that fits."""
-        kinds = sorted(self.kinds.items(), key=lambda kind: -kind[1])
-        composition = ", ".join(f"{name} {size / GIB:.2f}" for name, size in kinds if size > 0)
+        """Explain the memory peak in a text.
+
+        It names the cheapest change that makes the run fit.
+        """
+        kinds = sorted(self.kinds.items(), key=lambda kind: kind[1], reverse=True)
+        parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in kinds if size > 0)
         return (
-            f"The plan: {self.peak / GIB:.2f} GiB at the peak, on rank {self.rank}, in {self.moment}. In GiB: "
-            f"{composition}. Beside it about {self.allowance / GIB:.1f} for allocator and libraries; there are "
-            f"{self.memory / GIB:.1f}. {self.remedy()}"
+            f"The plan: peak memory {self.peak / GIB:.2f} GiB on rank {self.rank}, "
+            f"in {self.moment}. In GiB: {parts}. Allocator and libraries need about "
+            f"{self.allowance / GIB:.1f} more; available are {self.memory / GIB:.1f}. "
+            f"{self.remedy()}"
         )
 
     def remedy(self) -> str:
-        """The cheapest change that makes the run fit."""
+        """Return a sentence that names the cheapest change that makes the run fit."""
         if self.changes:
             return f"Cheapest change that fits: {self.changes[0]}."
-        return "No single change of the job makes it fit: take more or larger devices, or a smaller model."
+        return (
+            "No single change of the job makes it fit. Use more or larger GPUs, or a smaller model."
+        )
 
 
 def plan_in_child(argv: Sequence[str], world_size: int, *options: str) -> Forecast:
-    """The forecast of a command line's job, made by `titanlite plan` in another process.
+    """Run `titanlite plan` on a job in another process, and return its result.
+
+    The other process uses no GPU, because this process may have filled the memory of its GPU.
 
     Args:
-        argv: The words after `titanlite train`.
-        options: Further options of `titanlite plan`, such as --gpu H100.
+        argv: Options of `titanlite train` that describe the job.
+        world_size: Number of ranks.
+        options: Further options of `titanlite plan`, such as "--gpu=H100".
 
     Raises:
-        UserError: the plan could not be made. The message says why in a line.
+        UserError: If the plan cannot be made. The message contains the reason in one line.
     """
-    command = ["-m", "titanlite", "plan", "--json", "--quick", f"--world-size={world_size}", *options, *argv]
-    # It needs no GPU, and this process may have filled it.
-    alone, pipe = {**dict.fromkeys(_OF_A_RANK), "CUDA_VISIBLE_DEVICES": ""}, subprocess.PIPE
+    command = ["-m", "titanlite", "plan", "--json", "--quick", f"--world-size={world_size}"]
+    variables: dict[str, str | None] = dict.fromkeys(RANK_VARIABLES)  # None removes a variable
+    variables["CUDA_VISIBLE_DEVICES"] = ""
     try:
-        with start_python(command, alone, text=True, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe) as child:
+        process = start_python(
+            [*command, *options, *argv],
+            variables,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        with process:
             try:
-                out, err = child.communicate(timeout=PLAN_SECONDS)
+                output, errors = process.communicate(timeout=PLAN_SECONDS)
             finally:
-                child.kill()
+                process.kill()
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise UserError(f"The plan could not be made: {error}") from None
-    if child.returncode != 0:
-        reason = (err.strip().splitlines() or [f"exit code {child.returncode}"])[-1]
-        raise UserError(f"The plan could not be made: {reason}")
-    return Forecast.model_validate_json(out)
+        raise UserError(f"titanlite plan failed: {error}") from None
 
-
-# What a launcher tells a rank, which the planner must not take for its own.
-_OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TITANLITE_ERROR_FOLDER", "TITANLITE_STORE")
+    if process.returncode != 0:
+        lines = errors.strip().splitlines() or [f"exit code {process.returncode}"]
+        raise UserError(f"titanlite plan failed: {lines[-1]}")
+    return Forecast.model_validate_json(output)

@@ -1,7 +1,8 @@
-"""Accelerators: memory, rates and links, from data sheets (gpus.toml) or from a file of one's own.
+"""Describe accelerators: memory, peak FLOP/s and bandwidths, from gpus.toml or a file of the user.
 
-Invariant: this is the only table of devices. The planner and MFU read the same numbers. It does not use torch, because
-the launcher asks whether a run can fit before anything starts.
+Invariant: gpus.toml is the only table of devices, so that the planner and MFU use the same numbers.
+This module does not import torch, because the launcher checks whether a run fits before it starts
+any process.
 """
 
 from __future__ import annotations
@@ -18,164 +19,272 @@ import tomli
 from pydantic import Field, PositiveInt, ValidationError
 
 from titanlite.config.errors import UserError
-from titanlite.config.files import FileModel, read_file
-from titanlite.config.mistakes import explain, shown
+from titanlite.config.files import read_file
+from titanlite.config.mistakes import explain_error, format_value
+from titanlite.config.models import FileModel
 from titanlite.config.run import Run
 from titanlite.observe.flops import state_bytes
 
-_TABLE = Path(__file__).with_name("gpus.toml")
-_MOST_BYTES = 1 << 22
+TABLE = Path(__file__).with_name("gpus.toml")
+MAX_FILE_BYTES = 1 << 22
 DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
-"""Where there is a GPU: files of NVIDIA's driver, of AMD's, and of Windows."""
+"""Device files that exist if there is a GPU: of NVIDIA's driver, AMD's driver, and Windows
+(WSL).
+"""
 MIB, GIB = 2**20, 2**30
-
 MOST_GIB = 1e6
-"""Of a device: a thousand times the largest."""
+"""Maximum memory of a device, in GiB. This is about a thousand times that of the largest GPU."""
 Amount = Annotated[float, Field(gt=0, le=1e9)]
 
 
 class Gpu(FileModel):
-    """An accelerator, or a machine whose processes compute on its CPU cores."""
+    """Specification of an accelerator, or of a machine that computes on its CPU.
+
+    All rates are per device. If `cpu` is true, they are for the whole machine.
+    """
 
     name: str
     cpu: bool = False
-    """The ranks of a machine share its memory and its cores."""
+    """Whether the ranks compute on CPU cores, and share the memory and the cores of the machine."""
     memory_gib: Annotated[float, Field(gt=0, le=MOST_GIB)]
-    """Memory of one device; of the whole machine if `cpu`."""
+    """Memory of one device, or of the whole machine if `cpu`, in GiB."""
     bf16: Amount
-    """Peak dense bfloat16, TFLOP/s. All rates here are for one device, or for the machine if `cpu`."""
+    """Peak dense bfloat16 rate, in TFLOP/s."""
     fp8: Annotated[float, Field(ge=0, le=1e9)] = 0.0
-    """Peak dense FP8, TFLOP/s. 0: no FP8."""
+    """Peak dense FP8 rate, in TFLOP/s. 0 means that the device does not support FP8."""
     fp32: Amount
-    """Peak fp32 of a matmul, TFLOP/s."""
+    """Peak fp32 rate of a matmul, in TFLOP/s."""
     bandwidth: Amount
-    """Of the memory, GB/s."""
+    """Memory bandwidth, in GB/s."""
     link: Amount
-    """To other devices of the machine, in one direction, GB/s."""
+    """Bandwidth to other devices of the same node, in one direction, in GB/s."""
     network: Amount
-    """To other machines, in one direction, GB/s for each device."""
+    """Bandwidth to other nodes per device, in one direction, in GB/s."""
     host: Amount
-    """To host memory, in one direction, GB/s."""
+    """Bandwidth between device and CPU memory, in one direction, in GB/s."""
     latency_us: Amount = 10.0
-    """Least time of a collective, microseconds."""
+    """Minimum time of a collective, in microseconds."""
     attention: Annotated[float, Field(gt=0, le=1)] = 0.60
-    """Share of the bf16 peak that fused attention reaches, with heads of 128; its backward pass, counted as five
-    matmuls, 5/6 of that. It is less than a matmul's, because the softmax is computed on other units. The default is
-    that of FlashAttention 2 on an A100 and of cuDNN on an H100, as published."""
+    """Fraction of the bf16 peak that fused attention reaches in the forward pass, with a head width
+    of 128.
+
+    The backward pass, counted as five matmuls, reaches 5/6 of this fraction. Attention is slower
+    than a matmul, because the softmax runs on other units. The default is the published value of
+    FlashAttention 2 on an A100 and of cuDNN on an H100.
+    """
     machine: PositiveInt
-    """Devices of a machine; cores if `cpu`."""
+    """Number of devices per node, or number of cores if `cpu`."""
 
     @property
     def memory(self) -> int:
-        """Bytes of one device, or of the machine if `cpu`."""
+        """Memory of one device, or of the whole machine if `cpu`, in bytes."""
         return int(self.memory_gib * GIB)
 
     def of_rank(self, ranks: int) -> Gpu:
-        """What each of `ranks` ranks has: a device, or its share of the machine if `cpu`."""
-        shared = ("memory_gib", "bf16", "fp32", "bandwidth") if self.cpu else ()
+        """Return the part of the hardware that one rank can use.
+
+        Args:
+            ranks: Number of ranks on the node.
+
+        Returns:
+            The device itself. If `cpu`, the memory and the rates are divided by `ranks`.
+        """
+        if not self.cpu:
+            return self
+        shared = ("memory_gib", "bf16", "fp32", "bandwidth")
         return self.model_copy(update={name: getattr(self, name) / ranks for name in shared})
 
 
 @cache
 def known_gpus() -> tuple[Gpu, ...]:
-    """The devices of the table, variants before plain names."""
-    return tuple(map(Gpu.model_validate, tomli.loads(_TABLE.read_text(encoding="utf-8"))["gpu"]))
+    """Return the devices in gpus.toml, specific variants such as "H100 PCIe" before plain names."""
+    table = tomli.loads(TABLE.read_text(encoding="utf-8"))
+    return tuple(Gpu.model_validate(entry) for entry in table["gpu"])
 
 
 def gpu_of_device(device_name: str) -> Gpu | None:
-    """The device with a name as `torch.cuda.get_device_name()` gives it.
+    """Return the specification of a device.
 
-    None if it is not in the table, and for a MIG slice, whose share of the chip the name does not tell exactly.
+    Args:
+        device_name: Name from `torch.cuda.get_device_name()`, such as "NVIDIA H100 80GB HBM3".
+
+    Returns:
+        The specification. None if the device is not in gpus.toml, or is a MIG slice, because its
+        name does not show exactly which share of the GPU it has.
     """
-    words = _words(device_name)
-    return None if "MIG" in words else next((gpu for gpu in known_gpus() if _words(gpu.name) <= words), None)
+    words = _split_name(device_name)
+    if "MIG" in words:
+        return None
+    for gpu in known_gpus():
+        if _split_name(gpu.name) <= words:
+            return gpu
+    return None
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Peak dense bfloat16 FLOP/s of a device by its name. None as for `gpu_of_device`."""
+    """Return the peak dense bfloat16 FLOP/s of a device, from which MFU is computed.
+
+    Args:
+        device_name: Name from `torch.cuda.get_device_name()`.
+
+    Returns:
+        FLOP/s, or None if the device is unknown (see `gpu_of_device`).
+    """
     gpu = gpu_of_device(device_name)
     return None if gpu is None else gpu.bf16 * 1e12
 
 
 def find_gpu(name: str) -> Gpu:
-    """The device that a user names: a name of the table (H100, H100-PCIe, A100-80GB) or a TOML file.
+    """Return the specification of the device that the user chose with --gpu.
+
+    Args:
+        name: Name in gpus.toml, such as H100, H100-PCIe or A100-80GB, or a TOML file that describes
+            a device.
 
     Raises:
-        UserError: there is no such name or file, or the file's content is wrong.
+        UserError: If there is no such name or file, or the content of the file is invalid.
     """
-    if not name.endswith(".toml"):
-        if found := [gpu for gpu in known_gpus() if _words(gpu.name) == _words(name)]:
-            return found[0]
-        names = ", ".join(sorted(gpu.name.replace(" ", "-") for gpu in known_gpus()))
-        raise UserError(f"--gpu {name}: unknown. Known are {names}, cpu, and TOML files with the numbers of a device.")
+    if name.endswith(".toml"):
+        return _read_gpu(name)
+    for gpu in known_gpus():
+        if _split_name(gpu.name) == _split_name(name):
+            return gpu
+    names = ", ".join(sorted(gpu.name.replace(" ", "-") for gpu in known_gpus()))
+    raise UserError(f"--gpu {name}: unknown. Use one of {names}, cpu, or a TOML file.")
+
+
+def _read_gpu(path: str) -> Gpu:
+    """Read the specification of a device from a TOML file.
+
+    Raises:
+        UserError: If there is no such file, or its content is invalid.
+    """
     try:
-        text = read_file(Path(name).expanduser(), _MOST_BYTES).decode("utf-8-sig")
+        text = read_file(Path(path).expanduser(), MAX_FILE_BYTES).decode("utf-8-sig")
         return Gpu.model_validate(tomli.loads(text))
-    except ValidationError as failure:
-        raise UserError(f"--gpu {name}: {explain(Gpu, failure)}. docs/planning.md lists the keys.") from None
+    except ValidationError as error:
+        keys = "docs/internals/planner.md lists the keys"
+        raise UserError(f"--gpu {path}: {explain_error(Gpu, error)}. {keys}.") from None
     except (ValueError, RecursionError) as error:
-        raise UserError(f"--gpu {name}: not valid TOML: {error}") from None
+        raise UserError(f"--gpu {path}: not valid TOML: {error}") from None
 
 
 @cache
 def device_memory() -> tuple[str | None, int]:
-    """The name of this machine's first GPU, and its bytes, or 0 if nvidia-smi does not tell; without a GPU, None and
-    the bytes of the machine."""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    if not hidden and shutil.which("nvidia-smi"):
+    """Return the name and the memory of the first GPU of this node, without torch.
+
+    Returns:
+        The name and the bytes of memory:
+
+        - ("unknown", 0) if there is a GPU, but nvidia-smi cannot describe it;
+        - (None, bytes of this machine) if there is no GPU.
+    """
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if is_hidden:
+        return None, machine_memory()
+    if shutil.which("nvidia-smi"):
         query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
-        listed = subprocess.run(query, capture_output=True, text=True, check=False).stdout
-        if found := re.match(r"(.+), *(\d+)\s", listed):
-            return found[1], int(found[2]) * MIB
-    if not hidden and any(map(os.path.exists, DRIVERS)):
+        output = subprocess.run(query, capture_output=True, text=True, check=False).stdout
+        match = re.match(r"(.+), *(\d+)\s", output)
+        if match:
+            return match[1], int(match[2]) * MIB
+    if any(os.path.exists(path) for path in DRIVERS):
         return "unknown", 0
     return None, machine_memory()
 
 
 def machine_memory() -> int:
-    """Bytes of this machine."""
+    """Return the physical memory of this machine, in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def check_memory(run: Run, ranks: int = 0, elsewhere: bool = False) -> None:
-    """Compare a rank's weights, gradients and moments with the memory of its device, or with its share of the machine
-    if they are kept there.
+    """Check that the memory of each rank can hold the training state and the inputs of the blocks.
 
-    It is a lower bound, with the inputs of the blocks, but without other activations and buffers, so a run that is
-    refused would have failed. The first rank of a machine looks for all.
+    The training state consists of parameters, gradients and optimizer moments. The estimate ignores
+    other activations and buffers. It is a lower bound, so a run that is rejected would certainly
+    have run out of memory. With CPU offload and on a CPU, the limit is the rank's share of the
+    memory of the node. With CPU offload, the inputs of the blocks are not checked. Only the first
+    rank of a node checks.
 
     Args:
-        ranks: Processes of this machine. 0: as the launcher of this process says.
-        elsewhere: The ranks are on other machines: any device of the table might be theirs.
+        run: Run to check.
+        ranks: Number of processes on this node. 0: take it from the environment variables of the
+            launcher.
+        elsewhere: Whether the run is for other machines. The limit is then the memory of the
+            largest known device.
 
     Raises:
-        UserError: They are larger.
+        UserError: If the memory is too small.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return
-    gpu, memory = device_memory()
-    if elsewhere:
-        largest = max(machine_memory(), *(gpu.memory for gpu in known_gpus()))
-        memory = int(MOST_GIB * GIB) if run.job.training.enable_cpu_offload else largest
-    elif gpu is None or (memory and run.job.training.enable_cpu_offload):
-        memory = machine_memory() // (ranks or int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    state, training, degree = state_bytes(run), run.job.training, run.degrees
-    # The input of each block is kept in 2 bytes or more, however much is recomputed.
-    tokens = training.seq_len // (degree.context * degree.tensor) * (not training.enable_cpu_offload)
-    row = 2 * tokens * run.arch.dim * (run.arch.n_layers // degree.pipeline)
-    if 0 < memory < state:
-        keys = run.job.model.model_dump(exclude_unset=True) or {"flavor": run.job.model.flavor}
+    training = run.job.training
+    memory = _memory_of_rank(ranks, training.enable_cpu_offload, elsewhere)
+    if memory == 0:
+        return
+    state = state_bytes(run)
+    if memory < state:
+        raise UserError(_describe_missing_memory(run, memory, state))
+    if training.enable_cpu_offload:
+        return
+
+    # The input of each block is kept in at least 2 bytes, even with full activation checkpointing.
+    num_tokens = training.seq_len // (run.degrees.context * run.degrees.tensor)
+    num_blocks = run.arch.n_layers // run.degrees.pipeline
+    sequence_bytes = 2 * num_tokens * run.arch.dim * num_blocks
+    batch_size = training.local_batch_size
+    inputs = batch_size * sequence_bytes
+    if memory < state + inputs:
         raise UserError(
-            f"{', '.join(f'model.{key} = {shown(value)}' for key, value in keys.items())}: weights, gradients and "
-            f"optimizer state take {state / GIB:,.1f} GiB on each rank (of {run.world_size:,}), which has "
-            f"{memory / GIB:,.1f} GiB. "
-            f"{run.world_size * state // memory + 1:,} such devices hold them; `titanlite plan` says what else fits."
+            f"training.local_batch_size = {batch_size}: the inputs of the blocks need "
+            f"{inputs / GIB:,.1f} GiB, but a rank has {memory / GIB:,.1f} GiB for them, weights "
+            f"and optimizer state. At most {(memory - state) // sequence_bytes:,} sequences fit."
         )
-    if 0 < memory < state + (rows := training.local_batch_size) * row:
-        needs = f"the inputs of blocks need {rows * row / GIB:,.1f} GiB; a rank has {memory / GIB:,.1f} GiB for them,"
-        most = f"weights and optimizer state. At most {(memory - state) // row:,} rows fit."
-        raise UserError(f"training.local_batch_size = {rows}: {needs} {most}")
 
 
-def _words(name: str) -> set[str]:
+def _describe_missing_memory(run: Run, memory: int, state: int) -> str:
+    """Return the error message for a rank that cannot hold its training state.
+
+    Args:
+        run: The run.
+        memory: Memory of a rank, in bytes.
+        state: Bytes of weights, gradients and optimizer state on a rank.
+    """
+    model = run.job.model
+    keys = model.model_dump(exclude_unset=True) or {"flavor": model.flavor}
+    options = ", ".join(f"model.{key} = {format_value(value)}" for key, value in keys.items())
+    num_devices = run.world_size * state // memory + 1
+    return (
+        f"{options}: weights, gradients and optimizer state take {state / GIB:,.1f} GiB on each "
+        f"of {run.world_size:,} ranks. Each rank has {memory / GIB:,.1f} GiB. Use at least "
+        f"{num_devices:,} such devices; `titanlite plan` shows other options."
+    )
+
+
+def _memory_of_rank(ranks: int, is_offloaded: bool, elsewhere: bool) -> int:
+    """Return the memory that a rank has for its training state, in bytes, or 0 if it is unknown.
+
+    Args:
+        ranks: Number of ranks on this node. With 0, the number is read from the environment of the
+            launcher.
+        is_offloaded: Whether the training state is in CPU memory.
+        elsewhere: Whether the run is for other machines. The result is then the memory of the
+            largest known device.
+    """
+    if elsewhere and is_offloaded:
+        return int(MOST_GIB * GIB)
+    if elsewhere:
+        return max(machine_memory(), *(gpu.memory for gpu in known_gpus()))
+
+    gpu, memory = device_memory()
+    uses_cpu_memory = gpu is None or (memory > 0 and is_offloaded)
+    if not uses_cpu_memory:
+        return memory
+    num_ranks = ranks or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return machine_memory() // num_ranks
+
+
+def _split_name(name: str) -> set[str]:
+    """Split a device name into a set of words in upper case, such as {"H100", "PCIE"}."""
     return set(re.split(r"[\s\-_]+", name.upper()))

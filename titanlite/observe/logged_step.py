@@ -1,7 +1,9 @@
-"""What a logged step says: the keys of a line of metrics.jsonl and of validation.jsonl, with their units.
+"""Define the metrics of a log step: the fields of metrics.jsonl and validation.jsonl.
 
-Invariant: whoever shows such a number, in TensorBoard, on the terminal or in a report, takes its name, unit and group
-from here. This needs no torch, because a run's files are read on machines that do not train.
+Each field has a unit, a description and a TensorBoard tag.
+
+Invariant: TensorBoard, the terminal and the reports take names and units from this module. It does
+not import torch, because runs are also monitored on machines that cannot train.
 """
 
 from __future__ import annotations
@@ -9,142 +11,190 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ConfigDict
 
+RENAMED_FIELDS = {
+    "loss_max": "loss_max_rank",
+    "clipped": "clip_fraction",
+    "utilization": "token_utilization",
+    "time_left": "eta",
+}
+"""Field name in titanlite 0.2 -> current name of the same metric."""
+
 
 class LoggedStep(BaseModel):
-    """A line of metrics.jsonl: one JSON object with these keys.
+    """The metrics of one log step, which are one line of metrics.jsonl.
 
-    Rates and times are means over the steps since the previous line, in wall-clock time, including saves. JSON has no
-    NaN and no infinity: such a value is null, and an additional key has it as text, {"nonfinite": {"loss": "nan"}}. An
-    object stands for a number with several parts; those that are empty are left out. Each number has the tag of its
-    curve in TensorBoard. Hooks can add further numbers.
+    Times and speeds are wall-clock means over the steps since the previous log step, including
+    saves. Each field has a TensorBoard tag. Fields that are dictionaries hold one value per group
+    of parameters or per data source; empty ones are not written. Hooks can add fields.
+
+    JSON cannot represent NaN and infinity. Such a value is null in the file, and the additional key
+    `nonfinite` has it as a string: {"nonfinite": {"loss": "nan"}}.
 
     Attributes:
-        step: Optimizer steps done, from 1.
+        step: Number of optimizer steps done, from 1.
         time: Unix time.
-        distributions: Name of a number with several parts -> part -> what it consists of, for histograms. It is not in
-            the line.
+        distributions: Field name -> group -> values for a histogram. Not written to metrics.jsonl.
     """
 
     model_config = ConfigDict(frozen=True, extra="allow", use_attribute_docstrings=True)
 
     step: int
-    loss: Annotated[float, "1_loss/train"]
-    """Mean cross entropy of a token of this step's global batch, nats."""
-    loss_max: Annotated[float, "1_loss/train_max"]
-    """The largest of the means of data-parallel ranks, each over its own tokens, nats."""
-    grad_norm: Annotated[float, "2_optimizer/gradient_norm"]
-    """L2 norm of this step's gradient before clipping."""
-    clipped: Annotated[float, "2_optimizer/clipped_steps"]
-    """Share (0 to 1) of the steps since the previous line whose gradient was scaled down (training.max_norm)."""
-    lr: Annotated[float, "2_optimizer/learning_rate"]
-    """Learning rate of this step."""
-    tokens: Annotated[int, "6_progress/tokens"]
-    """Tokens trained on since step 1, whatever the number of restarts."""
-    tps: Annotated[float, "3_speed/1_tokens_per_second"]
-    """Tokens per second of the whole world."""
-    tps_per_device: Annotated[float, "3_speed/2_tokens_per_second_per_device"]
+    loss: Annotated[float, "train/loss"]
+    """Mean cross entropy per token of the global batch, in nats."""
+    loss_max_rank: Annotated[float, "train/loss_max_rank"]
+    """Highest mean cross entropy of a data-parallel rank, in nats per token."""
+    grad_norm: Annotated[float, "train/grad_norm"]
+    """L2 norm of the gradient before clipping."""
+    clip_fraction: Annotated[float, "train/clip_fraction"]
+    """Fraction of steps since the previous log step whose gradient was clipped."""
+    lr: Annotated[float, "train/lr"]
+    """Learning rate."""
+    tokens: Annotated[int, "data/tokens"]
+    """Tokens trained on since step 1, across restarts."""
+    tps: Annotated[float, "perf/tokens_per_second"]
+    """Tokens per second of all devices."""
+    tps_per_device: Annotated[float, "perf/tokens_per_second_per_device"]
     """Tokens per second of one device."""
-    mfu: Annotated[float | None, "3_speed/3_mfu"]
-    """Model FLOP/s as a share (0 to 1) of the peak dense bfloat16 FLOP/s of the devices. Missing if the peak is
+    mfu: Annotated[float | None, "perf/mfu"]
+    """Model FLOPs utilization: fraction of the peak dense bfloat16 FLOP/s. Null if the peak is
     unknown, as on a CPU."""
-    tflops: Annotated[float, "3_speed/3_tflops"]
-    """Model TFLOP/s of one device: what a step computes at least, without recomputation, by time."""
-    memory: Annotated[float, "4_memory/memory"]
-    """GiB. GPU: peak reserved by the allocator since the previous line. CPU: resident set of this process."""
-    memory_peak: Annotated[float, "4_memory/memory_peak"]
-    """GiB. GPU: peak allocated to tensors since the previous line. CPU: largest resident set so far."""
-    memory_active: Annotated[float | None, "4_memory/memory_active"]
-    """GiB, GPU: peak in blocks that hold tensors or wait for a stream, since the previous line."""
-    alloc_retries: Annotated[int, "4_memory/alloc_retries"]
-    """Times since this start that the GPU's memory was full until the allocator gave back what it kept. Each one
-    waits for the device."""
-    step_time: Annotated[float, "3_speed/4_step_time"]
-    """Seconds that a step took, mean since the previous line."""
-    data_time: Annotated[float, "3_speed/5_data_time"]
-    """Seconds that a step waited for its data, mean since the previous line."""
-    forward_backward_time: Annotated[float, "3_speed/6_forward_backward_time"]
-    """Forward and backward passes: seconds of a step as the host spends them, mean since the previous line. A GPU
-    computes behind the host, which waits for it where a number is read, in a logged step, or where its queue is
-    full."""
-    optimizer_time: Annotated[float, "3_speed/7_optimizer_time"]
-    """Clipping and optimizer: seconds of a step as the host spends them, mean since the previous line. A GPU
-    computes behind the host, which waits for it where a number is read, in a logged step, or where its queue is
-    full."""
-    checkpoint_time: Annotated[float, "3_speed/8_checkpoint_time"]
-    """Saves: seconds of a step as the host spends them, mean since the previous line. A GPU computes behind the
-    host, which waits for it where a number is read, in a logged step, or where its queue is full."""
-    other_time: Annotated[float, "3_speed/9_other_time"]
-    """The rest, which has validations, samples, signals and this line: seconds of a step as the host spends them,
-    mean since the previous line. A GPU computes behind the host, which waits for it where a number is read, in a
-    logged step, or where its queue is full."""
-    elapsed: Annotated[float, "6_progress/elapsed"]
-    """Seconds since this start of the program began to train."""
-    time_left: Annotated[float, "6_progress/time_left"]
-    """Seconds to the last step at the mean pace after the first line of this start."""
+    tflops: Annotated[float, "perf/tflops"]
+    """Model TFLOP/s of one device, without recomputation."""
+    memory: Annotated[float, "memory/reserved"]
+    """GiB. GPU: peak reserved by the allocator since the previous log step. CPU: resident set."""
+    memory_peak: Annotated[float, "memory/peak"]
+    """GiB. GPU: peak allocated since the previous log step.
+
+    CPU: peak resident set of the process.
+    """
+    memory_active: Annotated[float | None, "memory/active"]
+    """GiB. GPU: peak of active blocks since the previous log step. CPU: null."""
+    alloc_retries: Annotated[int, "memory/alloc_retries"]
+    """Times since this start that the GPU was full until the allocator freed its cache. Each retry
+    synchronizes with the GPU."""
+    step_time: Annotated[float, "perf/step_time"]
+    """Seconds per step."""
+    data_time: Annotated[float, "perf/data_time"]
+    """Seconds per step spent waiting for data."""
+    forward_backward_time: Annotated[float, "perf/forward_backward_time"]
+    """CPU seconds per step in the forward and backward passes.
+
+    A GPU runs asynchronously, so this is the time to launch its kernels, unless the launch queue is
+    full.
+    """
+    optimizer_time: Annotated[float, "perf/optimizer_time"]
+    """CPU seconds per step in clipping and the optimizer."""
+    checkpoint_time: Annotated[float, "perf/checkpoint_time"]
+    """CPU seconds per step in saves."""
+    other_time: Annotated[float, "perf/other_time"]
+    """CPU seconds per step in everything else, such as validation, samples and waiting for the GPU
+    at log steps."""
+    elapsed: Annotated[float, "progress/elapsed"]
+    """Seconds of training since this start."""
+    eta: Annotated[float, "progress/eta"]
+    """Seconds until the last step, at the mean speed since the first log step of this start."""
     time: float
-    utilization: Annotated[float, "6_progress/utilization"] = 1.0
-    """Share (0 to 1) of the positions of all rows so far that have a loss; packing and masks leave some out."""
-    skipped_records: Annotated[int, "7_counters/skipped_records"] = 0
-    """Records of the data that all ranks left out since this start (dataset.on_bad_record = "skip"), each once."""
-    skipped_steps: Annotated[int, "7_counters/skipped_steps"] = 0
-    """Steps since step 1 that changed nothing, because loss or gradient was not finite or a spike: see [guards]."""
-    spikes: Annotated[int, "7_counters/spikes"] = 0
-    """Steps since step 1 whose loss or gradient norm was a spike: see [guards]."""
-    roll_backs: Annotated[int, "7_counters/roll_backs"] = 0
-    """Times since step 1 that a spike took the weights back to a checkpoint: see [guards]."""
-    failed_saves: Annotated[int, "7_counters/failed_saves"] = 0
-    """Checkpoints that could not be written since this start."""
-    save_waits: Annotated[int, "7_counters/save_waits"] = 0
-    """Saves that had to wait for the end of the one before, since this start."""
-    failed_mirrors: Annotated[int, "7_counters/failed_mirrors"] = 0
-    """Checkpoints that could not be copied to checkpoint.mirror since this start."""
-    failed_writes: Annotated[int, "7_counters/failed_writes"] = 0
-    """Times that metrics, the log or events could not be written (disk full), since this start."""
-    source_tokens: Annotated[dict[str, int], "6_progress/source_tokens"] = {}
-    """Tokens of the rows that were read from a source of data."""
-    source_epochs: Annotated[dict[str, float], "6_progress/source_epochs"] = {}
-    """How many times a source of data was read, by its documents or its parts."""
-    grad_norms: Annotated[dict[str, float], "8_gradient_norms"] = {}
-    """L2 norm of this step's gradient of a group of parameters, before clipping."""
-    update_ratios: Annotated[dict[str, float], "9_update_ratios"] = {}
-    """Norm of this step's update of a group of parameters, without weight decay, as a share of that of its
-    weights."""
+    token_utilization: Annotated[float, "data/token_utilization"] = 1.0
+    """Fraction of positions since this start that have a label. Packing and masks exclude some."""
+    skipped_records: Annotated[int, "data/skipped_records"] = 0
+    """Invalid records that were skipped since this start (dataset.on_bad_record = "skip")."""
+    skipped_steps: Annotated[int, "counters/skipped_steps"] = 0
+    """Steps since step 1 without an update, because of a non-finite value or a spike ([guards])."""
+    spikes: Annotated[int, "counters/spikes"] = 0
+    """Loss and gradient spikes since step 1 ([guards])."""
+    roll_backs: Annotated[int, "counters/roll_backs"] = 0
+    """Rollbacks to a checkpoint since step 1 ([guards])."""
+    failed_saves: Annotated[int, "counters/failed_saves"] = 0
+    """Failed saves since this start."""
+    save_waits: Annotated[int, "counters/save_waits"] = 0
+    """Saves since this start that waited for the previous one."""
+    failed_mirrors: Annotated[int, "counters/failed_mirrors"] = 0
+    """Failed copies to checkpoint.mirror since this start."""
+    failed_writes: Annotated[int, "counters/failed_writes"] = 0
+    """Failed writes of metrics, log or events since this start, for example on a full disk."""
+    source_tokens: Annotated[dict[str, int], "data/source_tokens"] = {}
+    """Tokens read from each data source."""
+    source_epochs: Annotated[dict[str, float], "data/source_epochs"] = {}
+    """Epochs of each data source."""
+    grad_norms: Annotated[dict[str, float], "grad_norms"] = {}
+    """L2 norm of the gradient of each group of parameters, before clipping."""
+    update_ratios: Annotated[dict[str, float], "update_ratios"] = {}
+    """Norm of the update of each group of parameters, without weight decay, relative to the norm of
+    its weights."""
     distributions: dict[str, dict[str, list[float]]] = {}
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Return the field that was formerly called `name`, for plugins that use this name."""
+            if name in RENAMED_FIELDS:
+                return getattr(self, RENAMED_FIELDS[name])
+            return super().__getattr__(name)
+
+
+TAGS: dict[str, str] = {
+    name: field.metadata[0] for name, field in LoggedStep.model_fields.items() if field.metadata
+}
+"""Field of `LoggedStep` -> TensorBoard tag, such as "loss" -> "train/loss"."""
+
+VALIDATION_CURVES = {
+    "loss": ("val/loss", "Mean cross entropy per token of the validation data, in nats."),
+    "perplexity": ("val/perplexity", "exp(loss)."),
+    "bits_per_byte": ("val/bits_per_byte", "Cross entropy in bits per byte of text."),
+}
+"""Field of validation.jsonl -> TensorBoard tag and description."""
+
+
+def rename_old_fields(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a line of metrics.jsonl in which former field names are replaced by the current ones.
+
+    The line may come from any version of titanlite.
+    """
+    return {RENAMED_FIELDS.get(name, name): value for name, value in line.items()}
 
 
 def json_line(values: Mapping[str, Any]) -> str:
-    """A line of strict JSON: see `LoggedStep`."""
-    return json.dumps(_strict(values), allow_nan=False) + "\n"
+    """Return `values` as one line of strict JSON, which has no NaN and no infinity.
+
+    `LoggedStep` explains how non-finite numbers are stored.
+    """
+    return json.dumps(_to_strict_json(values), allow_nan=False) + "\n"
 
 
-def _strict(values: Mapping[str, Any]) -> dict[str, Any]:
-    objects = {name: _strict(value) for name, value in values.items() if isinstance(value, dict)}
-    nonfinite = {name: str(x) for name, x in values.items() if isinstance(x, float) and not math.isfinite(x)}
-    extra = {"nonfinite": nonfinite} if nonfinite else {}
-    return {name: x for name, x in {**values, **objects, **extra}.items() if x != {}} | dict.fromkeys(nonfinite)
-
-
-def points(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """The tags of a logged step's numbers with their values, from `model_dump`."""
+def _to_strict_json(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `values` with non-finite numbers moved to "nonfinite", and without empty groups."""
+    result: dict[str, Any] = {}
+    nonfinite: dict[str, str] = {}
     for name, value in values.items():
-        if name in LoggedStep.model_fields and name not in TAGS:
-            continue
-        tag = TAGS.get(name, f"7_counters/{name}")  # or a number that a hook has added
-        parts = (
-            {f"{tag}/{part}": of_part for part, of_part in value.items()} if isinstance(value, dict) else {tag: value}
-        )
-        yield from ((tag, number) for tag, number in parts.items() if isinstance(number, int | float))
+        if isinstance(value, dict):
+            value = _to_strict_json(value)
+            if not value:
+                continue
+        elif isinstance(value, float) and not math.isfinite(value):
+            nonfinite[name] = str(value)
+            value = None
+        result[name] = value
+
+    if nonfinite:
+        result["nonfinite"] = nonfinite
+    return result
 
 
-# Name of a number -> its curve in TensorBoard, which sorts groups, and the tags in a group, by name.
-TAGS: dict[str, str] = {name: info.metadata[0] for name, info in LoggedStep.model_fields.items() if info.metadata}
-# The fields of a validation's score: tag and meaning.
-VALIDATION_CURVES = {
-    "loss": ("1_loss/validation", "Mean cross entropy of a token of the validation data, nats."),
-    "perplexity": ("5_validation/perplexity", "exp(loss)."),
-    "bits_per_byte": ("5_validation/bits_per_byte", "Cross entropy in bits per byte of text, not per token."),
-}
+def scalar_points(entry: LoggedStep) -> Iterator[tuple[str, float]]:
+    """Yield the TensorBoard tag and the value of each number in a log step.
+
+    A group of values, such as the gradient norm per parameter group, yields one pair per value, for
+    example ("grad_norms/layers.0", 0.5). Fields that hooks have added get tags "custom/NAME".
+    """
+    for name, value in entry.model_dump(exclude={"step", "time", "distributions"}).items():
+        tag = TAGS.get(name, f"custom/{name}")  # Hooks can add fields.
+        values = {tag: value}
+        if isinstance(value, dict):
+            values = {f"{tag}/{part}": part_value for part, part_value in value.items()}
+        for full_tag, number in values.items():
+            if isinstance(number, int | float):
+                yield full_tag, number

@@ -1,7 +1,7 @@
-"""What a run measures: numbers are collected on the device, and read on a step that is logged.
+"""Measure a training run: loss, throughput, time and memory.
 
-Invariant (no host sync in the step): `record` keeps device tensors and never reads them. Only `read` reads them, on a
-log step and with one transfer. Times are those of the host, so taking them waits for nothing.
+Invariant: Measuring a step never waits for the GPU. Only log steps do: `Meter.read` copies all
+values from the GPU with a single host sync. All times are measured by the clock of the CPU.
 """
 
 from __future__ import annotations
@@ -24,18 +24,30 @@ from titanlite.observe.gpus import GIB, peak_flops
 from titanlite.observe.logged_step import LoggedStep
 
 Part = Literal["data", "forward_backward", "optimizer", "checkpoint"]
+"""Parts of the training loop whose CPU time is measured."""
 
 
 class Meter:
-    """Collects on the device, reads on log steps.
+    """Sums up measurements over several steps, and returns their means as a `LoggedStep`.
+
+    Call `record` after each step, and `read` at each log step. The window of a log step consists of
+    the steps since the previous log step.
+
+    Args:
+        run: Run to measure.
+        device: Device of this rank.
 
     Attributes:
-        tokens: Number of tokens trained on up to the last logged step. Who resumes a run sets it before `start`.
+        tokens: Number of tokens trained on since step 1, up to the last log step. To resume, set
+            it to the value in the checkpoint before you call `start`.
     """
 
     def __init__(self, run: Run, device: torch.device) -> None:
-        self._run, self._device = run, device
-        self._peak_flops = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+        self._run = run
+        self._device = device
+        self._peak_flops = None
+        if device.type == "cuda":
+            self._peak_flops = peak_flops(torch.cuda.get_device_name(device))
         self._flops_per_token = flops_per_token(run.arch, run.job.training.seq_len)
         self._total_steps = run.job.training.steps
         self._max_norm = run.job.training.max_norm or float("inf")
@@ -43,88 +55,147 @@ class Meter:
         self.start(0)
 
     def start(self, step: int) -> None:
-        """Begin to measure after `step`, the last one of the checkpoint that was loaded, or 0."""
+        """Start the clock before the first training step.
+
+        Args:
+            step: Step of the loaded checkpoint, or 0.
+        """
         self._start_time = time.perf_counter()
         self._first_step = step + 1
-        self._warm: tuple[int, float] | None = None  # step and time of the first line, whose steps warm up
+        # Step and time of the first log step, from which the ETA is measured. The steps before it
+        # are slower, because they compile and allocate.
+        self._warm: tuple[int, float] | None = None
         self._begin_window(step, self._start_time)
 
     def _begin_window(self, step: int, now: float) -> None:
-        self._window_step, self._window_start = step, now  # the last step before the window, and its end
+        """Reset all sums at the beginning of a window.
+
+        Args:
+            step: Last step before the window.
+            now: Current time, from `time.perf_counter`.
+        """
+        self._window_step = step
+        self._window_start = now
         self._grad_norm: Tensor | None = None
-        self._clipped: int | Tensor = 0
+        self._num_clipped: int | Tensor = 0
         self._window_tokens: int | Tensor = 0
         self._seconds = dict.fromkeys(get_args(Part), 0.0)
 
     def is_log_step(self, step: int) -> bool:
-        """Whether to log: every `metrics.log_freq` steps, the first step after a start, and the last step of the
-        run."""
-        return step % self._run.job.metrics.log_freq == 0 or step in (self._first_step, self._total_steps)
+        """Return whether the metrics of `step` are logged.
+
+        These are the first step after a start or resume, every `metrics.log_freq` steps, and the
+        last step of the run.
+        """
+        is_first_or_last = step in (self._first_step, self._total_steps)
+        return is_first_or_last or step % self._run.job.metrics.log_freq == 0
 
     @property
     def data_seconds(self) -> float:
-        """This rank's wait for its data since the last line."""
+        """Seconds that this rank has waited for data in the current window."""
         return self._seconds["data"]
 
     @contextmanager
     def timing(self, part: Part) -> Iterator[None]:
-        """The host's time in here belongs to a part of the step."""
-        began = time.perf_counter()
+        """Add the CPU time of the `with` block to a part of the training loop, such as "data"."""
+        start = time.perf_counter()
         try:
             yield
         finally:
-            self._seconds[part] += time.perf_counter() - began
+            self._seconds[part] += time.perf_counter() - start
 
     def record(self, grad_norm: Tensor, num_tokens: Tensor, seconds: Mapping[Part, float]) -> None:
-        """Record one step. Nothing is read from the device.
+        """Add an optimizer step to the window, without a host sync.
 
         Args:
-            grad_norm: Scalar, a plain tensor.
-            num_tokens: Number of tokens of the global batch.
-            seconds: Times of parts of the step that `timing` has not seen.
+            grad_norm: L2 norm of the gradient before clipping, a scalar tensor.
+            num_tokens: Number of tokens of the global batch, a scalar tensor.
+            seconds: CPU seconds of the parts of the step that were not measured with `timing`.
         """
         self._grad_norm = grad_norm.detach()
-        self._clipped = self._clipped + (self._grad_norm > self._max_norm)
+        self._num_clipped = self._num_clipped + (self._grad_norm > self._max_norm)
         self._window_tokens = self._window_tokens + num_tokens
-        for part, spent in seconds.items():
-            self._seconds[part] += spent
+        for part, part_seconds in seconds.items():
+            self._seconds[part] += part_seconds
 
-    def read(self, step: int, lr: float, losses: Tensor, **more: Any) -> LoggedStep:
-        """The numbers of the steps since the last call. Waits for the device.
+    def read(self, step: int, lr: float, losses: Tensor, **fields: Any) -> LoggedStep:
+        """Return the metrics of the window that ends with `step`, and begin the next window.
+
+        This waits for the GPU, in a single host sync.
 
         Args:
-            losses: Loss of the global batch, and the largest of those of the data-parallel ranks.
-            more: Fields of `LoggedStep` from other parts, such as utilization and failed_saves.
+            step: Number of completed optimizer steps.
+            lr: Learning rate of this step.
+            losses: Loss of the global batch, and highest loss of any data-parallel rank, shape
+                (2,).
+            fields: Fields of `LoggedStep` that the caller has measured, such as
+                `token_utilization`.
         """
-        assert self._grad_norm is not None, "read() before any record()"
-        counts = [torch.as_tensor(count) for count in (self._clipped, self._window_tokens)]
-        scalars = [scalar.to(self._device, torch.float64) for scalar in (*losses.unbind(), self._grad_norm, *counts)]
-        loss, loss_max, grad_norm, clipped, tokens = torch.stack(scalars).tolist()  # the only wait for the device
+        loss, loss_max_rank, grad_norm, num_clipped, num_tokens = self._read_scalars(losses)
         now = time.perf_counter()
-        steps, seconds = step - self._window_step, now - self._window_start
-        tps_per_device = tokens / seconds / self._run.world_size
+        num_steps = step - self._window_step
+        seconds = now - self._window_start
+        tps_per_device = num_tokens / seconds / self._run.world_size
         flops = tps_per_device * self._flops_per_token
-        self.tokens += int(tokens)
-        warm_step, warm_time = self._warm = self._warm or (step, now)
-        pace = (now - warm_time) / (step - warm_step) if step > warm_step else seconds / steps
+        self.tokens += int(num_tokens)
+
+        if self._warm is None:
+            self._warm = (step, now)
+        warm_step, warm_time = self._warm
+        seconds_per_step = seconds / num_steps
+        if step > warm_step:
+            seconds_per_step = (now - warm_time) / (step - warm_step)
+
+        part_times = {f"{part}_time": total / num_steps for part, total in self._seconds.items()}
         entry = LoggedStep(
-            step=step, loss=loss, loss_max=loss_max, grad_norm=grad_norm, clipped=clipped / steps, lr=lr,
-            tokens=self.tokens, tps=tokens / seconds, tps_per_device=tps_per_device, tflops=flops / 1e12,
-            mfu=None if self._peak_flops is None else flops / self._peak_flops, step_time=seconds / steps,
-            **{f"{part}_time": spent / steps for part, spent in self._seconds.items()},
-            other_time=max(0.0, seconds - sum(self._seconds.values())) / steps, elapsed=now - self._start_time,
-            time_left=pace * (self._total_steps - step), time=time.time(), **_memory(self._device), **more,
-        )  # fmt: skip
+            step=step,
+            loss=loss,
+            loss_max_rank=loss_max_rank,
+            grad_norm=grad_norm,
+            clip_fraction=num_clipped / num_steps,
+            lr=lr,
+            tokens=self.tokens,
+            tps=num_tokens / seconds,
+            tps_per_device=tps_per_device,
+            tflops=flops / 1e12,
+            mfu=None if self._peak_flops is None else flops / self._peak_flops,
+            step_time=seconds / num_steps,
+            **part_times,
+            other_time=max(0.0, seconds - sum(self._seconds.values())) / num_steps,
+            elapsed=now - self._start_time,
+            eta=seconds_per_step * (self._total_steps - step),
+            time=time.time(),
+            **_read_memory(self._device),
+            **fields,
+        )
         self._begin_window(step, now)
         return entry
 
+    def _read_scalars(self, losses: Tensor) -> list[float]:
+        """Copy all values of the window from the GPU in one transfer, which waits for the GPU.
+
+        Args:
+            losses: See `read`.
+
+        Returns:
+            Five numbers in this order: loss of the global batch, highest loss of any data-parallel
+            rank, gradient norm of the last step, number of clipped steps, and number of tokens.
+        """
+        assert self._grad_norm is not None, "read() before any record()"
+        values = [*losses.unbind(), self._grad_norm, self._num_clipped, self._window_tokens]
+        scalars = [torch.as_tensor(value).to(self._device, torch.float64) for value in values]
+        return torch.stack(scalars).tolist()
+
     def tokens_so_far(self) -> int:
-        """Number of tokens trained on since step 1, for a checkpoint. Waits for the device if the number is there."""
+        """Return the number of tokens trained on since step 1, across restarts.
+
+        This synchronizes with the device.
+        """
         return self.tokens + int(self._window_tokens)
 
 
-def _memory(device: torch.device) -> dict[str, Any]:
-    """The fields of `LoggedStep` about memory. On a GPU, this resets the peaks."""
+def _read_memory(device: torch.device) -> dict[str, Any]:
+    """Return the memory fields of `LoggedStep`, in GiB, and reset the peak counters of a GPU."""
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -134,9 +205,19 @@ def _memory(device: torch.device) -> dict[str, Any]:
             "memory_active": stats["active_bytes.all.peak"] / GIB,
             "alloc_retries": stats["num_alloc_retries"],
         }
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    resident, statm = peak, Path("/proc/self/statm")
-    if statm.exists():  # outside of Linux only the peak is known
-        resident = int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    peak = max(peak, resident)  # because the kernel updates its peak a little late
-    return {"memory": resident / GIB, "memory_peak": peak / GIB, "memory_active": None, "alloc_retries": 0}
+
+    # Linux counts the peak in KiB, macOS in bytes.
+    peak_unit = 1 if sys.platform == "darwin" else 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * peak_unit
+    resident = peak
+    statm = Path("/proc/self/statm")
+    if statm.exists():  # Without Linux, only the peak is known.
+        num_pages = int(statm.read_text().split()[1])
+        resident = num_pages * os.sysconf("SC_PAGE_SIZE")
+    peak = max(peak, resident)  # The kernel updates its peak with a delay.
+    return {
+        "memory": resident / GIB,
+        "memory_peak": peak / GIB,
+        "memory_active": None,
+        "alloc_retries": 0,
+    }

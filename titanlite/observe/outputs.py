@@ -1,94 +1,240 @@
-"""The files of a run in its output folder, apart from checkpoints, and what the next start does with them.
+"""Continue or archive the files in the output folder of a run, except its checkpoints.
 
-Invariant: no start deletes or overwrites what a run has measured. A start keeps of each file what it continues; the
-rest goes to a folder `superseded-N`, which is read like that of a run.
+The files are metrics, logs, config.toml and environment.json.
+
+Invariant: a start never deletes or overwrites metrics, logs, or files that no run has written.
+Files that it does not continue are moved to a folder `archived-N`, which can be monitored like the
+output folder of a run.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from titanlite.config.files import put
+from titanlite.config.files import write_atomically
 from titanlite.config.load import dump_config
 from titanlite.config.schema import JobConfig
-from titanlite.observe.writers import JSON_FILES
+from titanlite.observe.metrics_loggers import JSON_FILES
 from titanlite.runtime.logging import EVENTS_FILE, LOG_FILE
 
-LOGS = (LOG_FILE, EVENTS_FILE)  # both have lines of this start before it is known whether it continues them
+ENVIRONMENT_FILE = "environment.json"
+# Both files are written before it is known whether this start resumes the earlier run.
+LOGS = (LOG_FILE, EVENTS_FILE)
 PROFILES = "profile"
-# They are set aside in this order. If a start is interrupted, the curves that remain let the next one go on with it.
-FILES = ("config.toml", "environment.json", *LOGS, "tb", "wandb", PROFILES, *reversed(JSON_FILES))
+# The order in which files are archived. The metrics are last: as long as they are there, the next
+# start continues an interrupted archiving.
+FILES = ("config.toml", ENVIRONMENT_FILE, *LOGS, "tb", "wandb", PROFILES, *reversed(JSON_FILES))
+
+REQUIRED_KEYS = {
+    "metrics.jsonl": {"step", "loss", "grad_norm"},
+    "validation.jsonl": {"step", "loss"},
+    "samples.jsonl": {"step", "prompt", "completion"},
+    EVENTS_FILE: {"time", "event", "text"},
+}
+LOG_LINE = re.compile(rb"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\] ")
+HEAD_BYTES = 1 << 16
+
+
+def find_foreign_file(folder: Path) -> str | None:
+    """Find a file in the output folder that a run would overwrite although no run has written it.
+
+    Returns:
+        An error message with a remedy, or None if there is no such file.
+    """
+    names = ("config.toml", ENVIRONMENT_FILE, *LOGS, *JSON_FILES)
+    for name in names:
+        path = folder / name
+        if path.is_symlink():
+            return f"{path} is a symbolic link, through which a run would write. Remove it"
+        if path.exists() and not path.is_file():
+            return f"{path} is not a regular file, so a run cannot write to it. Move it"
+
+    for name in names:
+        path = folder / name
+        if path.exists() and not _is_written_by_run(path):
+            return f"{path} was not written by a run, which would change it. Move it"
+    return None
+
+
+def _is_written_by_run(path: Path) -> bool:
+    """Return whether the content of a file shows that a run has written it.
+
+    For example, a metrics.jsonl must contain a line with a step and a loss.
+    """
+    if path.name == ENVIRONMENT_FILE:
+        return read_environment(path.parent).keys() >= {"python", "packages"}
+    if path.name == "config.toml":
+        # The content can be anything, so look at the other files that every run writes: first
+        # environment.json, and before titanlite 0.3 only the metrics.
+        others = [path.with_name(name) for name in (ENVIRONMENT_FILE, "metrics.jsonl")]
+        return any(other.exists() and _is_written_by_run(other) for other in others)
+
+    with path.open("rb") as file:
+        head = file.read(HEAD_BYTES)
+    if not head:
+        return True
+    if path.name == LOG_FILE:
+        return LOG_LINE.match(head) is not None
+    # Look for any valid line, because lines can be damaged, and the last one incomplete.
+    required_keys = REQUIRED_KEYS[path.name]
+    return any(_has_keys(line, required_keys) for line in head.splitlines())
+
+
+def _has_keys(line: bytes, keys: set[str]) -> bool:
+    """Return whether a line is a JSON object that has all of `keys`."""
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(entry, dict) and keys <= entry.keys()
+
+
+def read_environment(folder: Path) -> dict[str, Any]:
+    """Return the content of environment.json, or an empty dictionary if it cannot be read.
+
+    The file describes the machine and the packages of the last start, and has the ID of the run.
+    """
+    try:
+        return dict(json.loads((folder / ENVIRONMENT_FILE).read_bytes()))
+    except (OSError, ValueError, TypeError, RecursionError):
+        return {}
 
 
 class OutputFolder:
-    """The files of one output folder, on rank 0. Create it before this start writes a line to its log."""
+    """The files in the output folder of a run, except its checkpoints. Used on rank 0 only.
+
+    Create the object before this start writes to its log, because the sizes of the existing logs
+    show which lines belong to earlier starts.
+
+    Args:
+        folder: The output folder, which exists.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._sizes = {name: (folder / name).stat().st_size for name in LOGS if (folder / name).exists()}
-
-    def begin(self, job: JobConfig, environment: Mapping[str, Any], resumed_step: int | None) -> str:
-        """Continue the files or set them aside. Then write config.toml, which loads to `job`, and environment.json.
-
-        A start that resumes the run which has written the files sets aside what it measures again, and changes none if
-        it has no step left to do. Any other start sets all of them aside.
-
-        Args:
-            environment: The content of environment.json. `run` in it is the identity of the run.
-            resumed_step: Last step of the checkpoint that was loaded; None if none was.
-
-        Returns:
-            A line for the log about what was set aside, or "".
-
-        Raises:
-            OSError: The folder cannot be written to.
-        """
-        folder, run = self._folder, environment["run"]
-        last = resumed_step if self.environment().get("run", run) == run else None  # version 0.1 named none
-        if last is not None and last >= job.training.steps and self.environment():
-            return ""  # nothing is measured again, and config.toml is still what was trained
-        measured = [name for name in JSON_FILES if (folder / name).is_file() and (folder / name).stat().st_size]
-        target = next(path for n in range(1, 10_000) if not (path := folder / f"superseded-{n}").exists())
-        if last is not None:
-            for name in measured:  # after step 0 a resume validates again
-                _cut(folder / name, target, last if name == "metrics.jsonl" else last or -1)
-        elif measured:
-            target.mkdir()
-            for name in FILES:
-                if name in self._sizes:
-                    content, size = (folder / name).read_bytes(), self._sizes[name]
-                    put(target / name, content[:size])
-                    put(folder / name, content[size:])
-                elif name not in LOGS and (folder / name).exists():
-                    (folder / name).rename(target / name)
-        (folder / "config.toml").write_text(dump_config(job), encoding="utf-8")
-        (folder / "environment.json").write_text(json.dumps(environment, indent=2) + "\n", encoding="utf-8")
-        why = "of an earlier run, which this one does not continue" if last is None else "which is measured again"
-        return f"{target}: {', '.join(sorted(os.listdir(target)))}, {why}" if target.exists() else ""
+        self._log_sizes = {
+            name: (folder / name).stat().st_size for name in LOGS if (folder / name).exists()
+        }
 
     def environment(self) -> dict[str, Any]:
-        """environment.json of the start before; empty where there is none."""
-        try:
-            return dict(json.loads((self._folder / "environment.json").read_bytes()))
-        except (OSError, ValueError, TypeError):
-            return {}
+        """Return the environment.json of the previous start, or {} if there was none."""
+        return read_environment(self._folder)
+
+    def begin(
+        self, job: JobConfig, environment: Mapping[str, Any], resumed_step: int | None
+    ) -> str:
+        """Continue or archive existing files, and write config.toml and environment.json.
+
+        - If this start resumes the run that wrote the files, the metrics after `resumed_step` are
+          archived, because these steps are trained again.
+        - If the resumed run has no step left to train, all files stay as they are.
+        - Otherwise this is another run, and all files are archived.
+
+        Args:
+            job: The job to write to config.toml.
+            environment: Content of environment.json. Its key "run" is the ID of the run.
+            resumed_step: Step of the checkpoint that was loaded, or None if no checkpoint was
+                loaded.
+
+        Returns:
+            A log line about the archived files, or "" if there are none.
+
+        Raises:
+            OSError: If the folder cannot be written to.
+        """
+        folder = self._folder
+        previous = self.environment()
+        # Version 0.1 did not write an ID.
+        is_same_run = previous.get("run", environment["run"]) == environment["run"]
+        last_step = resumed_step if is_same_run else None
+        if last_step is not None and last_step >= job.training.steps and previous:
+            return ""
+
+        archive = _choose_archive(folder)
+        if last_step is None:
+            self._archive_all(archive)
+            reason = "of an earlier run"
+        else:
+            _archive_after(folder / "metrics.jsonl", archive, last_step)
+            # A run that resumes from step 0 validates and samples again before its first step.
+            for name in ("validation.jsonl", "samples.jsonl"):
+                _archive_after(folder / name, archive, last_step or -1)
+            reason = "of steps that will be repeated"
+
+        # `find_foreign_file` relies on this order.
+        content = json.dumps(environment, indent=2) + "\n"
+        write_atomically(folder / ENVIRONMENT_FILE, content.encode())
+        write_atomically(folder / "config.toml", dump_config(job).encode())
+        if not archive.exists():
+            return ""
+        files = ", ".join(sorted(os.listdir(archive)))
+        return f"Archived {files} {reason} to {archive}"
+
+    def _archive_all(self, archive: Path) -> None:
+        """Move all files of earlier starts to the folder `archive`, if they contain any metrics.
+
+        The lines that this start has already written to its logs stay in the output folder.
+        """
+        sizes = [_size(self._folder / name) for name in JSON_FILES]
+        if not any(sizes):
+            return
+        archive.mkdir()
+        for name in FILES:
+            path = self._folder / name
+            if name in self._log_sizes:
+                content = path.read_bytes()
+                size = self._log_sizes[name]
+                write_atomically(archive / name, content[:size])
+                write_atomically(path, content[size:])
+            elif name not in LOGS and path.exists():
+                path.rename(archive / name)
 
 
-def _cut(path: Path, target: Path, last: int) -> None:
-    """Move lines of JSON after step `last` to a file of the same name in `target`. What a crash has left of a line goes
-    with them."""
-    lines: dict[bool, list[bytes]] = {True: [], False: []}
+def _choose_archive(folder: Path) -> Path:
+    """Return the first path archived-1, archived-2, ... that does not exist yet."""
+    number = 1
+    while (folder / f"archived-{number}").exists():
+        number += 1
+    return folder / f"archived-{number}"
+
+
+def _size(path: Path) -> int:
+    """Return the size of a file in bytes, or 0 if there is no such file."""
+    return path.stat().st_size if path.is_file() else 0
+
+
+def _archive_after(path: Path, archive: Path, last_step: int) -> None:
+    """Move the lines of a JSON Lines file after step `last_step` to a file in the folder `archive`.
+
+    Damaged lines are moved as well.
+    """
+    if not path.is_file():
+        return
+    kept: list[bytes] = []
+    archived: list[bytes] = []
     for line in path.read_bytes().splitlines(keepends=True):
-        try:
-            stays = line.endswith(b"\n") and int(json.loads(line)["step"]) <= last
-        except (ValueError, KeyError, TypeError, OverflowError):
-            stays = False
-        lines[stays].append(line)
-    if lines[False]:
-        target.mkdir(exist_ok=True)
-        put(target / path.name, b"".join(lines[False]))
-        put(path, b"".join(lines[True]))
+        step = _read_step(line)
+        if step is not None and step <= last_step:
+            kept.append(line)
+        else:
+            archived.append(line)
+
+    if archived:
+        archive.mkdir(exist_ok=True)
+        write_atomically(archive / path.name, b"".join(archived))
+        write_atomically(path, b"".join(kept))
+
+
+def _read_step(line: bytes) -> int | None:
+    """Return the step of a line of JSON, or None if the line is damaged or incomplete."""
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError, OverflowError):
+        return None

@@ -1,35 +1,93 @@
-"""Rules for an element: AdamW for moments and parameters in bfloat16 and for the compiler, Lion, and SGD.
+"""Elementwise optimizers: AdamW, Lion and SGD with momentum.
 
-Invariant: the new value of an element depends on its old value, its gradient, the step, the name of its parameter and
-its place in the whole parameter, and so neither on the sharding nor on a random state.
+They support bfloat16 parameters and moments, stochastic rounding, torch.compile, and skipping a
+step on the device.
+
+Invariant: The new value of an element depends only on its old value, gradient and moments, the
+step, the name of its parameter, and its index in the whole parameter. It depends neither on the
+sharding nor on the state of a random number generator.
 """
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from titanlite.config import schema
 
-CHUNK = 2**22  # elements that an eager update handles at a time, so that its temporaries stay below 200 MB
-BITS = 0xFFFFFFFF
+EAGER_CHUNK = 2**22  # elements per eager update, which keeps its temporaries below 200 MB
+UINT32_MASK = 0xFFFFFFFF
+
+
+class ShardOffset(NamedTuple):
+    """Locate a rank's shard within the whole parameter, in elements.
+
+    Stochastic rounding seeds each element by its index in the whole parameter, so that the result
+    does not depend on the sharding.
+    """
+
+    local_width: int
+    """Length of the last dimension of the shard."""
+    full_width: int
+    """Length of the last dimension of the whole parameter."""
+    first: int
+    """Flat index of the first element of the shard in the whole parameter."""
+
+
+class StepScalars(NamedTuple):
+    """Hold scalars of one step that all elements of a parameter share, such as the learning rate.
+
+    They are tensors, because `torch.compile` would recompile the update for each new Python number.
+    """
+
+    decay: Tensor
+    """Factor of the old value, from decoupled weight decay."""
+    lr: Tensor
+    """Learning rate; for AdamW divided by the bias correction of the first moment."""
+    rsqrt_correction: Tensor
+    """Factor of the square root of the second moment, from its bias correction."""
+    step_seed: Tensor
+    """Seed of the random bits, from the step."""
+    name_seed: Tensor
+    """Seed of the random bits, from the name of the parameter."""
+    skip: Tensor
+    """1 to leave the parameter and its moments as they are, else 0."""
+
+
+class UpdateRule(NamedTuple):
+    """Constants of an optimizer update. `torch.compile` specializes the update for them."""
+
+    name: Literal["AdamW", "Lion", "SGD"]
+    beta1: float
+    beta2: float
+    eps: float
+    stochastic_rounding: bool
 
 
 class AdamW(torch.optim.Optimizer):
-    """As `torch.optim.AdamW`, with the same names of states. It computes in fp32 whatever the stored dtype is.
+    """AdamW (https://arxiv.org/abs/1711.05101), computed in fp32 for any dtype of the parameters.
 
-    With `stochastic_rounding` values are rounded to bfloat16 up or down at random, so that the mean is exact and small
-    updates are not lost (https://arxiv.org/abs/2010.06192).
+    State names and results equal those of `torch.optim.AdamW`. With `config.stochastic_rounding`,
+    new values are rounded to bfloat16 up or down at random so that the expected value is exact and
+    small updates are not lost (https://arxiv.org/abs/2010.06192).
 
     Args:
-        names: Names of all parameters, as in the whole model.
-        state_dtype: Dtype of both moments.
-        compiled: Compile the update of a tensor into one kernel.
+        groups: Parameter groups with `params`, `lr_factor` and `weight_decay`.
+        names: Name of each parameter, as in the whole model.
+        config: Section [optimizer] of the job.
+        state_dtype: Dtype of the moments.
+        compiled: Compile the update of each parameter into one kernel.
+
+    Attributes:
+        rule: Name of the update rule, which subclasses override.
+        moments: Names of the moments in the optimizer state, which subclasses override.
     """
 
     rule: Literal["AdamW", "Lion", "SGD"] = "AdamW"
@@ -44,137 +102,286 @@ class AdamW(torch.optim.Optimizer):
         compiled: bool,
     ) -> None:
         beta1 = config.momentum if self.rule == "SGD" else config.beta1
-        super().__init__(groups, {"lr": config.lr, "betas": (beta1, config.beta2), "eps": config.eps})
+        defaults = {"lr": config.lr, "betas": (beta1, config.beta2), "eps": config.eps}
+        super().__init__(groups, defaults)
+
         for group in self.param_groups:
             for parameter in group["params"]:
                 self.state[parameter] = new_state(parameter, self.moments, state_dtype)
-        self._stochastic, self._compiled = config.stochastic_rounding, compiled
-        self._keys = {parameter: torch.tensor(zlib.crc32(name.encode())) for parameter, name in names.items()}
-        self._places = {parameter: _shard_place(parameter) for parameter in names}
-        self._update: Callable[..., None] = _update
-        if compiled:  # trials of several kernels would copy a large tensor from the host before each, as it is updated
-            self._update = torch.compile(_update, dynamic=True, options={"triton.autotune_pointwise": False})
+
+        self._stochastic_rounding = config.stochastic_rounding
+        self._name_seeds = {
+            parameter: torch.tensor(zlib.crc32(name.encode())) for parameter, name in names.items()
+        }
+        self._offsets = {parameter: _shard_offset(parameter) for parameter in names}
+        self._compiled = compiled
+        self._update: Callable[..., None] = _update_
+        if compiled:
+            # The update is in place, so autotuning several kernels would first copy each large
+            # tensor to the CPU and back.
+            self._update = torch.compile(
+                _update_, dynamic=True, options={"triton.autotune_pointwise": False}
+            )
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Update every parameter that has a gradient. Nothing is read from the device.
+        """Update every parameter that has a gradient, without a host sync.
 
-        What a step gives to all elements of a tensor is a tensor, so that a new value causes no new compilation. What
-        depends on the count of steps is on the device, which alone knows the steps that were skipped.
+        To skip the step on the device, set the attribute `found_inf` to a scalar tensor of 1, as
+        `torch.amp.GradScaler` does. Parameters and state then keep their values. The step count is
+        a tensor on the device because only the device knows which steps were skipped.
         """
         for group in self.param_groups:
-            (beta1, beta2), lr = group["betas"], torch.as_tensor(group["lr"], dtype=torch.float32)
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             if not parameters:
                 continue
-            done = self.state[parameters[0]]["step"]  # all parameters have taken the same steps
-            skip = getattr(self, "found_inf", torch.zeros_like(done))
-            step = done + 1
-            rate = lr / (1 - beta1**step) if self.rule == "AdamW" else lr
-            factors = 1 - lr * group["weight_decay"], rate, (1 - beta2**step).rsqrt()
-            seed, taken = _mix(step.to(torch.int64)), 1 - skip
+
+            steps_taken = self.state[parameters[0]]["step"]  # the same for all parameters
+            skip = getattr(self, "found_inf", torch.zeros_like(steps_taken))
+            increment = 1 - skip
+            scalars = self._step_scalars(group, steps_taken + 1, skip)
+            beta1, beta2 = group["betas"]
+            rule = UpdateRule(self.rule, beta1, beta2, group["eps"], self._stochastic_rounding)
+
             for parameter in parameters:
-                state = self.state[parameter]
-                state["step"].add_(taken)
-                tensors = [local_shard(t) for t in (parameter, parameter.grad, *map(state.get, self.moments))]
-                size = max(1, tensors[0].numel()) if self._compiled else CHUNK
-                scalars = *factors, seed, self._keys[parameter], skip
-                constants = self.rule, beta1, beta2, group["eps"], self._stochastic
-                for start in range(0, tensors[0].numel(), size):
-                    parts = [t.view(-1)[start : start + size] for t in tensors]
-                    self._update(parts, scalars, constants, self._places[parameter], start)
+                self.state[parameter]["step"].add_(increment)
+                name_seed = self._name_seeds[parameter]
+                self._update_parameter(parameter, scalars._replace(name_seed=name_seed), rule)
+
+    def _step_scalars(self, group: dict[str, Any], step: Tensor, skip: Tensor) -> StepScalars:
+        """Compute the scalars that the parameters of a group share in one step.
+
+        Args:
+            group: Parameter group of this optimizer.
+            step: Number of the step, counted from 1, as a tensor on the device.
+            skip: 1 to skip the step, else 0.
+
+        Returns:
+            The scalars, except for `name_seed`, which differs between the parameters.
+        """
+        beta1, beta2 = group["betas"]
+        lr = torch.as_tensor(group["lr"], dtype=torch.float32)
+        return StepScalars(
+            decay=1 - lr * group["weight_decay"],
+            lr=lr / (1 - beta1**step) if self.rule == "AdamW" else lr,
+            rsqrt_correction=(1 - beta2**step).rsqrt(),
+            step_seed=_hash32(step.to(torch.int64)),
+            name_seed=torch.zeros((), dtype=torch.int64),
+            skip=skip,
+        )
+
+    def _update_parameter(
+        self, parameter: nn.Parameter, scalars: StepScalars, rule: UpdateRule
+    ) -> None:
+        """Update this rank's shard of one parameter and its moments.
+
+        In eager mode the shard is updated in chunks, which bounds the memory of temporaries.
+        """
+        state = self.state[parameter]
+        assert parameter.grad is not None
+        tensors = [parameter, parameter.grad, *(state[name] for name in self.moments)]
+        flat = [local_shard(tensor).view(-1) for tensor in tensors]
+
+        numel = flat[0].numel()
+        chunk = max(1, numel) if self._compiled else EAGER_CHUNK
+        for start in range(0, numel, chunk):
+            parts = [tensor[start : start + chunk] for tensor in flat]
+            self._update(parts, scalars, rule, self._offsets[parameter], start)
 
 
 class Lion(AdamW):
-    """Lion (https://arxiv.org/abs/2302.06675): a step is the sign of a mean of gradients, the only moment."""
+    """Lion (https://arxiv.org/abs/2302.06675), which steps by the sign of the averaged gradient."""
 
-    rule, moments = "Lion", ("exp_avg",)
+    rule = "Lion"
+    moments = ("exp_avg",)
 
 
 class SGD(AdamW):
-    """As `torch.optim.SGD` with momentum, but with decoupled decay. torch's fused one does not take DTensors, and the
-    others cannot skip a step on the device."""
+    """SGD with momentum and decoupled weight decay.
 
-    rule, moments = "SGD", ("momentum_buffer",)
+    The fused `torch.optim.SGD` does not support DTensor, and its other implementations cannot skip
+    a step on the device.
+    """
 
-
-def new_state(parameter: Tensor, moments: Iterable[str], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """The state of a parameter that has taken no step, with the names that torch's optimizers have. torch makes it in
-    the first step, where small moments take the places of large activations, which then fit nowhere."""
-    state = {"step": torch.zeros((), device=parameter.device)}
-    return state | {name: torch.zeros_like(parameter, dtype=dtype) for name in moments}
+    rule = "SGD"
+    moments = ("momentum_buffer",)
 
 
-def _update(
-    parts: Sequence[Tensor],
-    scalars: Sequence[Tensor],
-    constants: tuple[str, float, float, float, bool],
-    place: tuple[int, int, int],
-    start: int,
-) -> None:
-    """Update a part of a flat shard in place, from the element `start` of the shard on.
+def new_state(
+    parameter: Tensor, moments: Iterable[str], dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
+    """Create the optimizer state of a parameter before its first step, with all values zero.
+
+    torch.optim creates the state during the first step instead. Small moments would then be
+    allocated between large activations and fragment GPU memory.
 
     Args:
-        parts: of the parameter, its gradient and its moments.
-        scalars: factor of the old value; learning rate, with the correction of the first moment; factor of the square
-            root of the second moment; seeds of the random bits, of the step and the parameter; 1 to skip, else 0.
-        constants: the rule, both betas, eps, and whether values are rounded at random.
-        place: that of the shard: see `_shard_place`.
+        parameter: Parameter, possibly a DTensor. The moments have the same shape, device and
+            layout.
+        moments: Names of the moments, for example ("exp_avg", "exp_avg_sq").
+        dtype: Dtype of the moments. Defaults to the dtype of the parameter.
+
+    Returns:
+        "step" and each of `moments` -> tensor.
     """
-    parameter, gradient, *moments = parts
-    decay, rate, correction, seed, key, skip = scalars
-    rule, beta1, beta2, eps, stochastic = constants
-    local_width, width, first = place
-    gradient, mean = gradient.float(), moments[0].float()
-    means = [mean.lerp(gradient, 1 - beta1)]
-    if rule == "AdamW":
-        means.append(moments[1].float().mul(beta2).addcmul(gradient, gradient, value=1 - beta2))
-        change = rate * means[0] / (means[1].sqrt() * correction + eps)
-    elif rule == "Lion":
-        change, means = rate * means[0].sign(), [mean.lerp(gradient, 1 - beta2)]
-    else:
-        means = [mean * beta1 + gradient]
-        change = rate * means[0]
-    value = parameter.float() * decay - change
-    bits = torch.zeros((), dtype=torch.int64)
-    if stochastic:
-        index = torch.arange(len(parameter), device=parameter.device) + start
-        if local_width != width:  # if they are equal, the divisions are left out, because they take long
-            index = index // local_width * width + index % local_width
-        bits = _mix(_mix(index + first & BITS) ^ _mix(seed ^ key))
-    chances = bits, bits >> 16, _mix(bits)
-    for old, new, chance in zip((parameter, *moments), (value, *means), chances, strict=False):
-        old.copy_(torch.where(skip > 0, old, _rounded(new, old.dtype, chance, stochastic)))
-
-
-def _rounded(value: Tensor, dtype: torch.dtype, bits: Tensor, stochastic: bool) -> Tensor:
-    """fp32 to `dtype`. To round at random, 16 random bits are added below the bits that bfloat16 keeps."""
-    if not stochastic or dtype == torch.float32:
-        return value.to(dtype)
-    carried = value.view(torch.int32) + (bits & 0xFFFF).to(torch.int32)
-    return torch.where(value.isnan(), value, (carried & -0x10000).view(torch.float32)).to(dtype)
-
-
-def _mix(x: Tensor) -> Tensor:
-    """A hash of 32 bits. It is computed in int64, so that nothing overflows (the multiplier:
-    https://stackoverflow.com/a/12996028)."""
-    for _ in range(2):
-        x = ((x >> 16) ^ x) * 0x45D9F3B & BITS
-    return (x >> 16) ^ x
+    state = {"step": torch.zeros((), device=parameter.device)}
+    for name in moments:
+        state[name] = torch.zeros_like(parameter, dtype=dtype)
+    return state
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """This rank's shard, without the wrapper of the FP8 all-gather."""
-    tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return getattr(tensor, "_tensor", tensor)
+    """Return this rank's shard as a plain tensor, without DTensor or FP8 all-gather wrappers.
+
+    The result shares the memory of `tensor`.
+    """
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()
+    if is_traceable_wrapper_subclass(tensor):  # torchao's wrapper, whose first part is the weight
+        names, _ = tensor.__tensor_flatten__()
+        return getattr(tensor, names[0])
+    return tensor
 
 
-def _shard_place(parameter: Tensor) -> tuple[int, int, int]:
-    """Elements per row of this rank's shard, those per row of the whole parameter, and the number of the shard's first
-    element in the whole parameter."""
-    width = parameter.shape[-1]
+def shard_slices(tensor: DTensor) -> tuple[slice, ...]:
+    """Return the part of the whole tensor that this rank holds, as one slice per dimension.
+
+    If two mesh dimensions shard the same tensor dimension, the last mesh dimension cuts first,
+    because tensor parallelism is applied before FSDP. (DTensor represents this case by
+    `_StridedShard`.)
+    """
+    mesh = tensor.device_mesh
+    slices = [slice(0, size) for size in tensor.shape]
+    for mesh_dim in reversed(range(mesh.ndim)):
+        placement = tensor.placements[mesh_dim]
+        if placement.is_replicate():
+            continue
+        dim: int = placement.dim  # pyright: ignore[reportAttributeAccessIssue]
+        first, end = slices[dim].start, slices[dim].stop
+        # Like torch.chunk: the last ranks may have a shorter shard or an empty one.
+        chunk = math.ceil((end - first) / mesh.size(mesh_dim))
+        start = min(end, first + chunk * mesh.get_local_rank(mesh_dim))
+        slices[dim] = slice(start, min(end, start + chunk))
+    return tuple(slices)
+
+
+def _update_(
+    parts: Sequence[Tensor],
+    scalars: StepScalars,
+    rule: UpdateRule,
+    offset: ShardOffset,
+    start: int,
+) -> None:
+    """Update a slice of a flat shard and its moments in place, by one optimizer step.
+
+    Args:
+        parts: Slices of the parameter, its gradient and its moments, each of shape (N,).
+        scalars: Scalars of this step, such as the learning rate.
+        rule: Update rule and its constants.
+        offset: Position of the shard in the whole parameter.
+        start: Index of the first element of the slice in the shard.
+    """
+    parameter, gradient, *moments = parts
+    update, new_moments = _compute_update(gradient.float(), moments, scalars, rule)
+    new_parameter = parameter.float() * scalars.decay - update
+
+    random_bits = torch.zeros((), dtype=torch.int64)
+    if rule.stochastic_rounding:
+        random_bits = _random_bits(parameter, scalars, offset, start)
+    # Rounding uses the low 16 bits, so the parameter and each moment (at most two) get other ones.
+    bits_of = [random_bits, random_bits >> 16, _hash32(random_bits)]
+    new_values = [new_parameter, *new_moments]
+    for old, new, bits in zip([parameter, *moments], new_values, bits_of, strict=False):
+        rounded = _round(new, old.dtype, bits, rule.stochastic_rounding)
+        old.copy_(torch.where(scalars.skip > 0, old, rounded))
+
+
+def _compute_update(
+    gradient: Tensor, moments: Sequence[Tensor], scalars: StepScalars, rule: UpdateRule
+) -> tuple[Tensor, list[Tensor]]:
+    """Compute the value to subtract from a parameter, and the new moments, all in fp32.
+
+    Args:
+        gradient: Gradient of a slice, fp32, shape (N,).
+        moments: Moments of the slice before the step, each of shape (N,).
+        scalars: Scalars of this step, such as the learning rate.
+        rule: Update rule and its constants.
+    """
+    mean = moments[0].float()
+    if rule.name == "AdamW":
+        new_mean = mean.lerp(gradient, 1 - rule.beta1)
+        old_square = moments[1].float()
+        square = old_square.mul(rule.beta2).addcmul(gradient, gradient, value=1 - rule.beta2)
+        update = scalars.lr * new_mean / (square.sqrt() * scalars.rsqrt_correction + rule.eps)
+        return update, [new_mean, square]
+    if rule.name == "Lion":
+        direction = mean.lerp(gradient, 1 - rule.beta1).sign()
+        return scalars.lr * direction, [mean.lerp(gradient, 1 - rule.beta2)]
+    new_mean = mean * rule.beta1 + gradient
+    return scalars.lr * new_mean, [new_mean]
+
+
+def _random_bits(
+    parameter: Tensor, scalars: StepScalars, offset: ShardOffset, start: int
+) -> Tensor:
+    """Return random 32-bit integers for the elements of a slice, the same for any sharding.
+
+    They depend only on the step, the name of the parameter, and the index of the element in the
+    whole parameter.
+
+    Args:
+        parameter: Slice of the flat shard, shape (N,).
+        scalars: Scalars of this step, with the seeds of the step and of the name.
+        offset: Position of the shard in the whole parameter.
+        start: Index of the first element of the slice in the shard.
+    """
+    index = torch.arange(len(parameter), device=parameter.device) + start
+    if offset.local_width != offset.full_width:  # skips two slow divisions if they are equal
+        row = index // offset.local_width
+        column = index % offset.local_width
+        index = row * offset.full_width + column
+    element_seed = _hash32(index + offset.first & UINT32_MASK)
+    return _hash32(element_seed ^ _hash32(scalars.step_seed ^ scalars.name_seed))
+
+
+def _round(value: Tensor, dtype: torch.dtype, bits: Tensor, stochastic: bool) -> Tensor:
+    """Convert fp32 values to `dtype`, optionally with stochastic rounding to bfloat16.
+
+    bfloat16 keeps the upper 16 bits of an fp32 value. Adding 16 random bits to the lower half
+    before truncation rounds up with a probability equal to the discarded fraction.
+
+    Args:
+        value: fp32 tensor.
+        dtype: float32 or bfloat16.
+        bits: Integer random bits, of which the low 16 are used.
+        stochastic: Round to bfloat16 at random instead of to nearest.
+    """
+    if not stochastic or dtype == torch.float32:
+        return value.to(dtype)
+    carried = value.view(torch.int32) + (bits & 0xFFFF).to(torch.int32)
+    truncated = (carried & -0x10000).view(torch.float32)
+    return torch.where(value.isnan(), value, truncated).to(dtype)
+
+
+def _hash32(x: Tensor) -> Tensor:
+    """Hash 32-bit integers to 32-bit integers, for reproducible random bits.
+
+    The integers are stored as int64 so that the product does not overflow. The multiplier is from
+    https://stackoverflow.com/a/12996028.
+    """
+    for _ in range(2):
+        x = ((x >> 16) ^ x) * 0x45D9F3B & UINT32_MASK
+    return (x >> 16) ^ x
+
+
+def _shard_offset(parameter: Tensor) -> ShardOffset:
+    """Return the position of this rank's shard in the whole parameter."""
+    full_width = parameter.shape[-1]
     if not isinstance(parameter, DTensor):
-        return width, width, 0
-    (shard,) = parameter.__create_chunk_list__()
-    first = shard.offsets[0] if parameter.ndim == 1 else shard.offsets[0] * width + shard.offsets[1]
-    return max(1, shard.sizes[-1]), width, first
+        return ShardOffset(full_width, full_width, 0)
+    slices = shard_slices(parameter)
+    first = slices[0].start
+    if parameter.ndim > 1:
+        first = slices[0].start * full_width + slices[1].start
+    local_width = slices[-1].stop - slices[-1].start
+    return ShardOffset(max(1, local_width), full_width, first)

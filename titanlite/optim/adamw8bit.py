@@ -1,7 +1,8 @@
-"""torchao's AdamW with moments of 8 bits (https://arxiv.org/abs/2110.02861).
+"""torchao's AdamW with 8-bit moments (https://arxiv.org/abs/2110.02861).
 
-Invariant: which moments have 8 bits follows from the shape of the whole parameter, and a block of them, which has a
-scale, lies within a row. So shards of rows hold the same blocks on any number of ranks.
+Invariant: The shape of the whole parameter decides whether its moments have 8 bits, and the
+elements of a quantization block, which share a scale, are all in one row. Shards along rows
+therefore quantize identically on any number of ranks.
 """
 
 from __future__ import annotations
@@ -13,27 +14,52 @@ import torchao.optim
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-FEWEST = 4096  # elements, as torchao has it
+MIN_ELEMENTS = 4096  # torchao keeps smaller moments in fp32
+BLOCK_SIZE = 256  # elements that share a quantization scale
 
 
 class AdamW8bit(torchao.optim.AdamW8bit):
-    """On any number of ranks the same. The host waits for a GPU in each step, to know whether it is skipped."""
+    """AdamW with moments in 8 bits. The result does not depend on the number of ranks.
+
+    Each step synchronizes with the GPU once, because the CPU reads whether to skip the step.
+    """
 
     def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        for signed in (True, False):  # makes torchao compute its codes, which the fake tensors of a plan cannot
-            self._subclass_zeros(torch.empty(self.block_size), signed, self.block_size)
+        super().__init__(*args, block_size=BLOCK_SIZE)
+        # torchao computes its quantization codes on first use, which fails under the fake tensors
+        # of `titanlite plan`. Compute them now.
+        for signed in (True, False):
+            self._subclass_zeros(torch.empty(BLOCK_SIZE), signed, BLOCK_SIZE)
 
     def _new_buffer(self, p: Tensor, signed: bool) -> Tensor:
-        """Of torchao's own rule, 8 bits for shards of whole blocks, ranks with different shards would disagree."""
-        if p.ndim != 2 or p.numel() < FEWEST or p.shape[1] % self.block_size:
+        """Create a zero moment for a parameter, in 8 bits if the whole parameter is large enough.
+
+        Overrides the method of torchao, which decides by the size of the local shard, so that ranks
+        with shards of different sizes would disagree.
+
+        Args:
+            p: Parameter, a DTensor if it is to have 8-bit moments.
+            signed: Whether the moment has negative values. The second moment has none.
+        """
+        if p.ndim != 2 or p.numel() < MIN_ELEMENTS or p.shape[1] % BLOCK_SIZE:
             return torch.zeros_like(p)
         assert isinstance(p, DTensor)
-        zeros = self._subclass_zeros(p.to_local(), signed, self.block_size)
-        return DTensor.from_local(zeros, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+        local_zeros = self._subclass_zeros(p.to_local(), signed, BLOCK_SIZE)
+        return DTensor.from_local(
+            local_zeros,
+            p.device_mesh,
+            p.placements,
+            run_check=False,
+            shape=p.shape,
+            stride=p.stride(),
+        )
 
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """torchao compiles the update of each shape. On a CPU that takes longer than a small run."""
-        on_gpu = self.param_groups[0]["params"][0].is_cuda
-        with torch.compiler.set_stance("default" if on_gpu else "force_eager"):
+        """Update every parameter that has a gradient.
+
+        On a GPU, torchao compiles the update for each parameter shape. On a CPU the update runs
+        eagerly, because compilation would take longer than a small run.
+        """
+        is_cuda = self.param_groups[0]["params"][0].is_cuda
+        with torch.compiler.set_stance("default" if is_cuda else "force_eager"):
             super().step()

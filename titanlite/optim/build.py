@@ -1,13 +1,14 @@
-"""The optimizers that a job can name, and what the training does with any of them.
+"""Builds the optimizer that a job names, and provides operations that work with any optimizer.
 
-Invariant: which parameters are in which group follows from their names and shapes only, so from no layout.
+Invariant: The parameter groups depend only on the names and shapes of the parameters, not on the
+layout of the ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from titanlite.config import schema
 from titanlite.config.registry import OPTIMIZERS
-from titanlite.optim.adamw import SGD, AdamW, Lion, new_state
+from titanlite.optim.adamw import SGD, AdamW, Lion
 from titanlite.optim.muon import Muon
 
 Groups = Sequence[dict[str, Any]]
@@ -23,12 +24,15 @@ Groups = Sequence[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Recipe:
-    """What an optimizer is made of.
+    """Arguments of an optimizer factory besides the parameter groups.
+
+    The factories of built-in optimizers and of plugins are called with the groups and a recipe.
 
     Attributes:
-        names: of all parameters, as in the whole model.
-        compiled: Whether the job asks to compile the update.
-        ranks: Those that hold a part of the same parameters. None: this process alone.
+        config: Section [optimizer] of the job.
+        names: Parameter -> name in the whole model, such as "layers.3.attention.wq.weight".
+        compiled: Whether the job compiles the update.
+        ranks: Ranks that hold shards of the same parameters. None means all ranks.
     """
 
     config: schema.Optimizer
@@ -37,9 +41,24 @@ class Recipe:
     ranks: dist.ProcessGroup | None
 
     @property
+    def parameter_dtype(self) -> torch.dtype:
+        """Return the dtype in which parameters are stored."""
+        return next(iter(self.names)).dtype
+
+    @property
     def state_dtype(self) -> torch.dtype:
-        stored = next(iter(self.names)).dtype
-        return stored if self.config.state_dtype is None else getattr(torch, self.config.state_dtype)
+        """Return the dtype of the moments: `config.state_dtype`, or the dtype of the parameters."""
+        if self.config.state_dtype is None:
+            return self.parameter_dtype
+        return getattr(torch, self.config.state_dtype)
+
+    @property
+    def compiles_elementwise(self) -> bool:
+        """Return whether to compile the update of an optimizer that treats each element separately.
+
+        On a GPU it is always compiled, because an eager update launches 72 kernels.
+        """
+        return self.compiled or next(iter(self.names)).is_cuda
 
 
 def build_optimizer(
@@ -49,92 +68,155 @@ def build_optimizer(
     ranks: dist.ProcessGroup | None = None,
     tables: object = None,
 ) -> torch.optim.Optimizer:
-    """The optimizer that the job names, for the parameters of `model`.
+    """Build the optimizer that `config.name` selects, for all parameters of a model.
 
-    Norms are not decayed, nor is the embedding if decay_embeddings is false, unless a table of `groups` says so. Build
-    it after sharding, because the state gets the dtype, device and layout of the parameters.
+    Call it after sharding, because the state gets the dtype, device and layout of the parameters.
+    Norms have no weight decay, and neither does the embedding if `config.decay_embeddings` is
+    false, unless a table of `config.groups` sets one.
 
     Args:
-        ranks: see `Recipe`.
-        tables: the job, if a plugin's optimizer may have a table in it.
+        model: Sharded model with the parameter names of the whole model.
+        config: Section [optimizer] of the job.
+        compiled: Whether to compile the update.
+        ranks: Ranks that hold shards of the same parameters. None means the world.
+        tables: The whole job, in which the optimizer of a plugin may have a section of its own.
     """
-    recipe = Recipe(config, {parameter: name for name, parameter in model.named_parameters()}, compiled, ranks)
-    groups: dict[tuple[float, float], list[nn.Parameter]] = {(1.0, config.weight_decay): [], (1.0, 0.0): []}
-    for parameter, name in recipe.names.items():
-        exempt = parameter.ndim < 2 or ("tok_embeddings" in name and not config.decay_embeddings)
-        factor, decay = 1.0, 0.0 if exempt else config.weight_decay
-        for table in (table for table in config.groups if table.claims(name)):
-            factor, decay = table.lr_factor, decay if table.weight_decay is None else table.weight_decay
-        groups.setdefault((factor, decay), []).append(parameter)
-    made = [{"params": own, "lr_factor": factor, "weight_decay": decay} for (factor, decay), own in groups.items()]
-    return OPTIMIZERS.make(config.name, tables, [group for group in made if group["params"]], recipe)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    recipe = Recipe(config, names, compiled, ranks)
+
+    # (lr_factor, weight_decay) -> parameters. The usual groups come first.
+    members: dict[tuple[float, float], list[nn.Parameter]] = {
+        (1.0, config.weight_decay): [],
+        (1.0, 0.0): [],
+    }
+    for parameter, name in names.items():
+        is_embedding = "tok_embeddings" in name
+        has_decay = parameter.ndim >= 2 and (config.decay_embeddings or not is_embedding)
+        lr_factor = 1.0
+        weight_decay = config.weight_decay if has_decay else 0.0
+        for table in config.groups:
+            if table.claims(name):
+                lr_factor = table.lr_factor
+                if table.weight_decay is not None:
+                    weight_decay = table.weight_decay
+        members.setdefault((lr_factor, weight_decay), []).append(parameter)
+
+    groups = [
+        {"params": parameters, "lr_factor": lr_factor, "weight_decay": weight_decay}
+        for (lr_factor, weight_decay), parameters in members.items()
+        if parameters
+    ]
+    return OPTIMIZERS.make(config.name, tables, groups, recipe)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Let the next steps have this rate, times the factor of each group."""
+    """Set the learning rate of each parameter group to `lr` times the `lr_factor` of the group.
+
+    The trainer calls it before each step.
+    """
     for group in optimizer.param_groups:
-        rate = lr * group["lr_factor"]
-        if isinstance(group["lr"], Tensor):  # torchao's, of which a kernel was compiled
-            group["lr"].fill_(rate)
+        group_lr = lr * group["lr_factor"]
+        if isinstance(group["lr"], Tensor):  # torchao compiles a kernel that reads this tensor
+            group["lr"].fill_(group_lr)
         else:
-            group["lr"] = rate
+            group["lr"] = group_lr
+
+
+def has_modes(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer keeps different weights for training and for evaluation.
+
+    Schedule-free optimizers do. Their methods `eval` and `train` swap the weights of the model.
+    """
+    return hasattr(optimizer, "eval") and hasattr(optimizer, "train")
+
+
+def set_mode(optimizer: torch.optim.Optimizer, mode: Literal["eval", "train"]) -> None:
+    """Put the weights for evaluation or for training into the model, for schedule-free optimizers.
+
+    Other optimizers use the same weights for both, so nothing happens.
+
+    Args:
+        optimizer: Optimizer of the model.
+        mode: "eval" before a validation, "train" after it.
+    """
+    if has_modes(optimizer):
+        getattr(optimizer, mode)()
 
 
 def step_unless(skip: Tensor, optimizer: torch.optim.Optimizer) -> None:
-    """Step, or leave weights, moments and step counts as they are, bit for bit. The host does not learn which, except
-    with optimizers that cannot be told on the device: those of torch that are not fused, and torchao's.
+    """Run an optimizer step, or leave parameters and state bitwise unchanged if `skip` is 1.
+
+    The trainer skips a step whose gradient is not finite, for example. Fused torch optimizers,
+    `AdamW` and `Muon` decide on the device, so there is no host sync. They read their attribute
+    `found_inf`, with which `torch.amp.GradScaler` skips a step whose gradients overflow. All other
+    optimizers need a host sync.
 
     Args:
-        skip: Scalar fp32 on the device of the parameters: 1 to skip, else 0.
+        skip: Scalar fp32 tensor on the device of the parameters, 1 to skip the step, otherwise 0.
+        optimizer: Any optimizer from `build_optimizer`.
     """
-    if isinstance(optimizer, AdamW | Muon) or optimizer.defaults.get("fused"):
-        optimizer.found_inf = skip  # pyright: ignore[reportAttributeAccessIssue]  # as torch's GradScaler sets it
+    reads_found_inf = isinstance(optimizer, AdamW | Muon) or optimizer.defaults.get("fused")
+    if reads_found_inf:
+        optimizer.found_inf = skip  # pyright: ignore[reportAttributeAccessIssue]
         optimizer.step()
-    elif not is_set(skip):
+    elif not skip:  # waits for the GPU
         optimizer.step()
-
-
-def is_set(flag: Tensor) -> bool:
-    """Waits for the device. A plan, whose tensors have no values, replaces it."""
-    return bool(flag)
-
-
-# ------------------------------------------------------------------- what optimizer.name stands for: see the registry
 
 
 def adamw(groups: Groups, recipe: Recipe) -> torch.optim.Optimizer:
-    """AdamW (https://arxiv.org/abs/1711.05101): torch's, or our own for other dtypes and for the compiler."""
+    """Build AdamW (https://arxiv.org/abs/1711.05101).
+
+    By default, this is the implementation of torch. `titanlite.optim.adamw.AdamW` is used for
+    compiled updates, for stochastic rounding, and for moments with another dtype than the
+    parameters.
+    """
     config = recipe.config
-    if recipe.compiled or config.stochastic_rounding or recipe.state_dtype != next(iter(recipe.names)).dtype:
-        return _by_element(AdamW, groups, recipe)
-    kernels = {kind: config.implementation == kind for kind in ("fused", "foreach")}
-    optimizer = torch.optim.AdamW(groups, config.lr, (config.beta1, config.beta2), config.eps, **kernels)
-    if kernels["fused"]:  # of the others torch wants to make it itself
-        optimizer.state |= {p: new_state(p, AdamW.moments) for group in groups for p in group["params"]}
-    return optimizer
+    has_other_dtype = recipe.state_dtype != recipe.parameter_dtype
+    if recipe.compiled or config.stochastic_rounding or has_other_dtype:
+        return _build_elementwise(AdamW, groups, recipe)
 
-
-def _by_element(kind: type[AdamW], groups: Groups, recipe: Recipe) -> torch.optim.Optimizer:
-    # Compiled on a GPU always, because it would be 72 kernels.
-    compiled = recipe.compiled or next(iter(recipe.names)).is_cuda
-    return kind(groups, recipe.names, recipe.config, recipe.state_dtype, compiled)
+    return torch.optim.AdamW(
+        groups,
+        config.lr,
+        (config.beta1, config.beta2),
+        config.eps,
+        fused=config.implementation == "fused",
+        foreach=config.implementation == "foreach",
+    )
 
 
 def muon(groups: Groups, recipe: Recipe) -> torch.optim.Optimizer:
-    def part(of_muon: bool) -> list[dict[str, Any]]:
-        """The groups of the matrices of blocks, or of all else."""
-        found = []
-        for group in groups:
-            kept = [p for p in group["params"] if (p.ndim == 2 and recipe.names[p].startswith("layers.")) == of_muon]
-            found += [{**group, "params": kept}] if kept else []
-        return found
+    """Build Muon for the matrices of transformer blocks, with AdamW for all other parameters.
 
-    compiled = recipe.compiled or next(iter(recipe.names)).is_cuda
-    others = adamw(part(False), recipe)
-    return Muon(part(True), others, recipe.config, recipe.state_dtype, recipe.ranks, compiled)
+    The other parameters are norms, biases, the embedding and the output projection.
+    """
+    matrix_groups: list[dict[str, Any]] = []
+    other_groups: list[dict[str, Any]] = []
+    for group in groups:
+        block_matrices: list[nn.Parameter] = []
+        other_parameters: list[nn.Parameter] = []
+        for parameter in group["params"]:
+            is_in_block = recipe.names[parameter].startswith("layers.")
+            if parameter.ndim == 2 and is_in_block:
+                block_matrices.append(parameter)
+            else:
+                other_parameters.append(parameter)
+        if block_matrices:
+            matrix_groups.append({**group, "params": block_matrices})
+        if other_parameters:
+            other_groups.append({**group, "params": other_parameters})
+    return Muon(
+        matrix_groups,
+        adamw(other_groups, recipe),
+        recipe.config,
+        recipe.state_dtype,
+        recipe.ranks,
+        recipe.compiles_elementwise,
+    )
 
 
 def adamw8bit(groups: Groups, recipe: Recipe) -> torch.optim.Optimizer:
+    """Build AdamW with 8-bit moments."""
     from titanlite.optim.adamw8bit import AdamW8bit  # torchao takes a second to import
 
     config = recipe.config
@@ -142,10 +224,17 @@ def adamw8bit(groups: Groups, recipe: Recipe) -> torch.optim.Optimizer:
 
 
 def lion(groups: Groups, recipe: Recipe) -> torch.optim.Optimizer:
-    """Lion (https://arxiv.org/abs/2302.06675)."""
-    return _by_element(Lion, groups, recipe)
+    """Build Lion (https://arxiv.org/abs/2302.06675)."""
+    return _build_elementwise(Lion, groups, recipe)
 
 
 def sgd(groups: Groups, recipe: Recipe) -> torch.optim.Optimizer:
-    """Gradient descent with momentum."""
-    return _by_element(SGD, groups, recipe)
+    """Build SGD with momentum."""
+    return _build_elementwise(SGD, groups, recipe)
+
+
+def _build_elementwise(kind: type[AdamW], groups: Groups, recipe: Recipe) -> torch.optim.Optimizer:
+    """Build an optimizer of `titanlite.optim.adamw` from a recipe."""
+    return kind(
+        groups, recipe.names, recipe.config, recipe.state_dtype, recipe.compiles_elementwise
+    )

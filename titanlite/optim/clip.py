@@ -1,13 +1,13 @@
-"""Gradient norm and clipping over a sharded model.
+"""Gradient norm and gradient clipping for a sharded model.
 
-Invariant: the norm is that of the full gradient of the whole model. It differs from that in float64 by less than 1e-6,
-for any size and layout. It and the loss are the same on every rank and stay on the device.
+Invariant: The norm is that of the full gradient of the whole model, and differs from a float64
+computation by less than 1e-6 for any model size and layout. The norm and the loss are identical on
+every rank and are computed without a host sync.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,86 +15,158 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titanlite.optim.loss import compiled_once
+from titanlite.optim.adamw import local_shard
+from titanlite.optim.losses import compiled_once
 
-# Number of elements whose squares a CPU sums in fp32. It adds one after the other (in 8 or 16 lanes), so the error
-# grows with the number: 7e-5 for 4 million elements. For this number the error is at most 6e-7.
-ROW = 256
+# A CPU accumulates an fp32 sum serially (in 8 or 16 lanes), so its error grows with the number of
+# elements: 7e-5 for 4 million. Sums of 256 squares have an error of at most 6e-7.
+CPU_SUM_LENGTH = 256
 
 
 class StepSums(NamedTuple):
-    """What the ranks know after the all-reduce of a step, on the device of the gradients.
+    """Sums over all ranks that one optimizer step computes, as tensors on the gradients' device.
 
     Attributes:
-        grad_norm: Scalar fp32: the norm before clipping. It is inf or NaN if an element is.
-        loss: Scalar float64: the sum of the ranks' shares.
-        squares: float64, one for each gradient: that of this rank's shard, in the order of the parameters.
+        grad_norm: Gradient norm before clipping, fp32 scalar. Inf or NaN if any gradient element
+            is.
+        loss: Loss of the global batch, float64 scalar.
+        num_requests: Number of ranks that passed `has_request` to `reduce_step_sums`, float64
+            scalar.
+        squares: Sum of squares of this rank's shard of each gradient, float64, shape (number of
+            gradients,).
     """
 
     grad_norm: Tensor
     loss: Tensor
+    num_requests: Tensor
     squares: Tensor
 
 
-def clip_grad_norm_(
-    parameters: Iterable[torch.nn.Parameter], max_norm: float, compiled: bool = False, loss: Tensor | None = None
+def reduce_step_sums(
+    gradients: Sequence[Tensor], loss: Tensor, has_request: bool = False, compiled: bool = False
 ) -> StepSums:
-    """Scale all gradients in place so that their total L2 norm is at most `max_norm`. 0: no scaling.
+    """Compute the gradient norm, the loss and the number of requests in a single all-reduce.
 
-    One all-reduce over the world is enough for every layout, pipelines included. Each rank adds the squares of its
-    shards, divided by the number of ranks that have the same shard.
+    A step needs no other collective over all ranks, in any layout. Each rank contributes the sum of
+    squares of its gradient shards, divided by the number of ranks that hold the same shard.
 
     Args:
-        loss: This rank's share of the loss, of which the shares of all ranks are the parts.
+        gradients: Gradients of this rank, at least one.
+        loss: This rank's part of the loss, a scalar. The parts are summed over all ranks.
+        has_request: Whether this rank has a request for the other ranks; see `RequestExchange`.
+        compiled: Compile the sum of squares on a CPU.
     """
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    shards = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
-    # On a GPU a compiler makes a kernel for each number that it adds to the others.
-    add_up = compiled_once(sum_of_squares) if compiled and not shards[0].is_cuda else sum_of_squares
-    scale = compiled_once(_scale) if compiled else _scale
-    squares = add_up(shards)
-    total = torch.zeros(2, dtype=torch.float64, device=squares.device)
-    copies = [number_of_copies(gradient) for gradient in gradients]
-    for number in sorted(set(copies)):
-        own = [square for square, its in zip(squares.unbind(), copies, strict=True) if its == number]
-        total[0] += torch.stack(own).sum() / number
-    if loss is not None:
-        if loss.is_cuda and not total.is_cuda:  # offloaded gradients were waited for, so the loss is there, too
-            loss, arrived = loss.to(total.device, non_blocking=True), torch.cuda.Event()
-            arrived.record()
-            arrived.synchronize()
-        total[1] = loss
+    shards = [local_shard(gradient) for gradient in gradients]
+    # On a GPU, the compiler would generate one kernel per gradient; the eager version is fused.
+    if compiled and not shards[0].is_cuda:
+        squares = compiled_once(sum_of_squares)(shards)
+    else:
+        squares = sum_of_squares(shards)
+
+    squares_of_count: dict[int, list[Tensor]] = {}  # number of replicas -> sums of squares
+    for gradient, square in zip(gradients, squares, strict=True):
+        squares_of_count.setdefault(count_replicas(gradient), []).append(square)
+
+    totals = torch.zeros(3, dtype=torch.float64, device=squares.device)
+    squared_norm, total_loss, num_requests = totals.unbind()  # views of `totals`
+    for count, same_count in sorted(squares_of_count.items()):
+        squared_norm += torch.stack(same_count).sum() / count
+    total_loss.copy_(_to_device_of(totals, loss))
+    if has_request:
+        num_requests.fill_(1.0)
     if dist.is_initialized():
-        dist.all_reduce(total)
-    norm = total[0].sqrt().float()
-    if max_norm > 0:
-        scale(shards, norm, max_norm)
-    return StepSums(norm, total[1], squares)
+        dist.all_reduce(totals)
+
+    return StepSums(squared_norm.sqrt().float(), total_loss, num_requests, squares)
+
+
+def scale_gradients_(
+    gradients: Sequence[Tensor], max_norm: float, grad_norm: Tensor, compiled: bool = False
+) -> None:
+    """Scale the gradients in place so that their total norm is at most `max_norm`.
+
+    The scaling factor is computed on the device, so there is no host sync.
+
+    Args:
+        gradients: Gradients of this rank.
+        max_norm: Largest total norm.
+        grad_norm: Total norm of the gradients of all ranks, a scalar tensor.
+        compiled: Compile the scaling.
+    """
+    shards = [local_shard(gradient) for gradient in gradients]
+    scale = compiled_once(_scale_) if compiled else _scale_
+    scale(shards, max_norm, grad_norm)
 
 
 def sum_of_squares(shards: list[Tensor]) -> Tensor:
-    """The sum of squares of each shard, in float64."""
-    if shards[0].is_cuda:  # a GPU sums as a tree of threads, each of which adds a few dozen elements
-        return torch.stack(torch._foreach_norm(shards, 2, dtype=torch.float32)).double().square()  # pyright: ignore
-    # Norms in fp32 of parts that are large enough that summing them in float64 costs nothing; of all shards at once,
-    # because each operator costs a small model as much as its work.
-    parts, sizes = list[Tensor](), list[int]()
-    for flat in (shard.flatten() for shard in shards):
-        whole_rows = len(flat) // ROW * ROW
-        parts += [flat[:whole_rows].view(-1, ROW), flat[whole_rows:].view(1, -1)]
-        sizes.append(whole_rows // ROW + 1)
-    norms = torch.cat([torch.linalg.vector_norm(part, dim=1, dtype=torch.float32) for part in parts])
-    return torch.stack([squares.sum() for squares in norms.double().square().split(sizes)])
+    """Return the sum of squares of each gradient shard in float64, shape (number of shards,)."""
+    if shards[0].is_cuda:
+        # A GPU sums in a tree of threads, each of which adds a few dozen elements, so fp32
+        # suffices.
+        norms = torch._foreach_norm(shards, 2, dtype=torch.float32)  # pyright: ignore
+        return torch.stack(norms).double().square()
+
+    # Sum short pieces in fp32 and their totals in float64. All shards share one float64 sum because
+    # in a small model the cost of each operator call exceeds the cost of its arithmetic.
+    pieces: list[Tensor] = []
+    pieces_per_shard: list[int] = []
+    for shard in shards:
+        flat = shard.flatten()
+        num_rows = len(flat) // CPU_SUM_LENGTH
+        remainder_start = num_rows * CPU_SUM_LENGTH
+        pieces.append(flat[:remainder_start].view(-1, CPU_SUM_LENGTH))
+        pieces.append(flat[remainder_start:].view(1, -1))
+        pieces_per_shard.append(num_rows + 1)
+    norms = [torch.linalg.vector_norm(piece, dim=1, dtype=torch.float32) for piece in pieces]
+    squares = torch.cat(norms).double().square()
+    return torch.stack([shard_squares.sum() for shard_squares in squares.split(pieces_per_shard)])
 
 
-def _scale(shards: list[Tensor], norm: Tensor, max_norm: float) -> None:
-    torch._foreach_mul_(shards, (max_norm / (norm + 1e-6)).clamp(max=1.0))  # pyright: ignore
+def count_replicas(tensor: Tensor) -> int:
+    """Count the ranks that hold the same elements of a gradient.
 
-
-def number_of_copies(gradient: Tensor) -> int:
-    """The number of ranks that have the same elements of this gradient. Without a mesh, all ranks have them."""
-    if not isinstance(gradient, DTensor):
+    A plain tensor counts as replicated on all ranks.
+    """
+    if not isinstance(tensor, DTensor):
         return dist.get_world_size() if dist.is_initialized() else 1
-    assert not any(placement.is_partial() for placement in gradient.placements)
-    dims = enumerate(gradient.placements)
-    return math.prod(gradient.device_mesh.size(dim) for dim, placement in dims if placement.is_replicate())
+    assert not any(placement.is_partial() for placement in tensor.placements)
+    num_replicas = 1
+    for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
+        if placement.is_replicate():
+            num_replicas *= size
+    return num_replicas
+
+
+def _to_device_of(target: Tensor, loss: Tensor) -> Tensor:
+    """Move the loss to the CPU if `target` is there, as with CPU offload."""
+    if not loss.is_cuda or target.is_cuda:
+        return loss
+    # The gradients have already arrived on the CPU, so the loss is complete and this wait is short.
+    copied = loss.to(target.device, non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record()
+    arrived.synchronize()
+    return copied
+
+
+def _scale_(gradients: list[Tensor], max_norm: float, norm: Tensor) -> None:
+    """Scale gradients in place to a norm of at most `max_norm`, without a host sync.
+
+    The result equals that of `torch.nn.utils.clip_grads_with_norm_`.
+
+    Args:
+        gradients: Gradient shards of this rank.
+        max_norm: Largest total norm.
+        norm: Total norm of the gradients of all ranks, a scalar tensor.
+    """
+    if torch.compiler.is_compiling():
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for gradient in gradients:
+            gradient.mul_(factor)
+        return
+
+    # The function of torch takes parameters. It scales all their gradients with one operator.
+    parameters = [gradient.detach() for gradient in gradients]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=True)

@@ -1,10 +1,15 @@
-"""Muon (https://kellerjordan.github.io/posts/muon/) for matrices, with AdamW for all else.
+"""Muon (https://kellerjordan.github.io/posts/muon/) for matrices, with AdamW for other parameters.
 
-The update of a matrix is its momentum with singular values near 1, times 0.2 sqrt(max(rows, columns)). So it is as
-large as one of AdamW, whose rates and decay serve (https://arxiv.org/abs/2502.16982).
+The update of a matrix is its orthogonalized momentum, scaled by 0.2 * sqrt(max(rows, columns)).
+This gives the update the size of an AdamW update, so AdamW learning rates and weight decay carry
+over (https://arxiv.org/abs/2502.16982).
 
-Invariant: in each step a matrix is orthogonalized once, whole, by one of the ranks that hold it. Its new value depends
-on the old one, its gradient and its momentum, bit for bit, and not on the number of ranks that hold parts of it.
+Each matrix has an owner, which is one of the ranks that hold a shard of the matrix. In every step
+the owner gathers the momentum of the whole matrix, orthogonalizes it, and sends each rank its shard
+of the result. Matrices are processed in rounds, so that only a few whole matrices exist at once.
+
+Invariant: A new value depends, bit for bit, only on the old value, the gradient and the momentum.
+It does not depend on the number of ranks that share the matrix.
 """
 
 from __future__ import annotations
@@ -22,23 +27,32 @@ from torch.distributed.tensor import DTensor
 from titanlite.config import schema
 from titanlite.optim.adamw import local_shard
 
-COEFFICIENTS, ITERATIONS, EPS = (3.4445, -4.7750, 2.0315), 5, 1e-7  # of the page above
-ROUND = 2**24
-"""Elements that a rank takes together, so that collectives are large. A larger matrix comes alone."""
+NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # from the page linked above
+NEWTON_SCHULZ_ITERATIONS = 5
+EPS = 1e-7
+ROUND_NUMEL = 2**24
+"""Elements that one owner processes per round, so that collectives are large.
+
+A larger matrix has a round to itself.
+"""
 
 
 class Muon(torch.optim.Optimizer):
-    """With momentum and Nesterov's look ahead, as `torch.optim.Muon`.
+    """Muon with Nesterov momentum, for sharded matrices.
 
-    A step goes in rounds, in each of which every rank owns some matrices. The ranks send their shards of the momentum
-    to the owners, in bfloat16, and get back their shards of the results. That traffic overlaps with the matmuls of the
-    rounds before and after.
+    The result matches `torch.optim.Muon`. A step is divided into rounds in which every rank owns a
+    few matrices. Ranks send their momentum shards to the owners in bfloat16 and receive their
+    shards of the orthogonalized result. This communication overlaps with the matmuls of neighboring
+    rounds.
 
     Args:
-        groups: Of matrices that are sharded (DTensor).
-        others: The optimizer of the other parameters. Its state and groups become a part of those of this one.
-        ranks: Those of the meshes of the matrices, in their order. None: the world.
-        compiled: Compile what is done to a shard into two kernels.
+        groups: Parameter groups of the matrices, which must be DTensors.
+        others: Optimizer of all other parameters. Its groups and state become part of this
+            optimizer.
+        config: Section [optimizer] of the job.
+        state_dtype: Dtype of the momentum.
+        ranks: Ranks of the matrices' device mesh, in mesh order. None means the world.
+        compiled: Compile the elementwise part of the update into two kernels.
     """
 
     def __init__(
@@ -53,208 +67,396 @@ class Muon(torch.optim.Optimizer):
         super().__init__([*groups, *others.param_groups], {"lr": config.lr})
         self.state |= others.state
         others.state = self.state
-        self._others, self._beta, self._ranks = others, config.momentum, ranks
-        self._group_of = {matrix: group for group in self.param_groups[: len(groups)] for matrix in group["params"]}
-        for matrix in self._group_of:
-            self.state[matrix]["momentum_buffer"] = torch.zeros_like(matrix, dtype=state_dtype)
-        self._rounds = _rounds(list(self._group_of), dist.get_rank(ranks), dist.get_world_size(ranks))
-        self._look_ahead: Callable[..., Tensor] = torch.compile(_look_ahead, dynamic=True) if compiled else _look_ahead
-        self._apply: Callable[..., None] = torch.compile(_apply, dynamic=True) if compiled else _apply
+        self._others = others
+        self._momentum = config.momentum
+        self._ranks = ranks
+
+        self._group_of: dict[Any, dict[str, Any]] = {}
+        for group in self.param_groups[: len(groups)]:
+            for matrix in group["params"]:
+                self._group_of[matrix] = group
+                momentum_buffer = torch.zeros_like(matrix, dtype=state_dtype)
+                self.state[matrix]["momentum_buffer"] = momentum_buffer
+
+        matrices = list(self._group_of)
+        self._rounds = _plan_rounds(matrices, dist.get_rank(ranks), dist.get_world_size(ranks))
+        self._accumulate: Callable[..., Tensor] = _accumulate_momentum_
+        self._apply: Callable[..., None] = _apply_update_
+        if compiled:
+            self._accumulate = torch.compile(_accumulate_momentum_, dynamic=True)
+            self._apply = torch.compile(_apply_update_, dynamic=True)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Update every parameter. Nothing is read from the device."""
+        """Update every parameter, without a host sync.
+
+        To skip the step on the device, set the attribute `found_inf` to a scalar tensor of 1.
+        Parameters and state then keep their values.
+        """
         skip = getattr(self, "found_inf", None)
         if skip is None:
             skip = torch.zeros((), device=next(iter(self._group_of)).device)
         else:
             self._others.found_inf = skip  # pyright: ignore[reportAttributeAccessIssue]
-        coming, returning = [self._gather(self._rounds[0], skip)], list[_Sent]()
+
+        # Software pipeline: while round i is orthogonalized, the momentum of round i + 1 arrives
+        # and the result of round i - 1 returns.
+        gathering = self._start_gather(self._rounds[0], skip)
+        returning: _Transfer | None = None
         self._others.step()
-        for i, own in enumerate(self._rounds):
-            gathered = coming.pop().wait()
-            coming += [self._gather(following, skip) for following in self._rounds[i + 1 : i + 2]]
-            returning.append(self._return(own, gathered))
-            if i:
-                self._update(self._rounds[i - 1], returning.pop(0).wait(), skip)
-        self._update(self._rounds[-1], returning.pop().wait(), skip)
 
-    def _gather(self, own: _Round, skip: Tensor) -> _Sent:
-        """Update the momentum of a round's matrices, and send this rank's shards of it to their owners."""
-        shards = list[Tensor]()
-        for matrix, sends in zip(own.matrices, own.sends, strict=True):
+        for i, current in enumerate(self._rounds):
+            gathered = gathering.wait()
+            if i + 1 < len(self._rounds):
+                gathering = self._start_gather(self._rounds[i + 1], skip)
+            returned_before = returning
+            returning = self._start_return(current, gathered)
+            if returned_before is not None:
+                self._update(self._rounds[i - 1], returned_before.wait(), skip)
+
+        assert returning is not None
+        self._update(self._rounds[-1], returning.wait(), skip)
+
+    def _start_gather(self, current: _Round, skip: Tensor) -> _Transfer:
+        """Update this rank's momentum of a round and start sending its shards to the owners.
+
+        Args:
+            current: Communication plan of the round.
+            skip: Scalar tensor, 1 to leave the momentum unchanged.
+
+        Returns:
+            The all-to-all in progress. Its result holds the shards of the matrices that this rank
+            owns, ordered by sending rank.
+        """
+        shards: list[Tensor] = []
+        for matrix, is_sender in zip(current.matrices, current.is_sender, strict=True):
             assert matrix.grad is not None
-            flat = [local_shard(tensor).view(-1) for tensor in (matrix.grad, self.state[matrix]["momentum_buffer"])]
-            shard = self._look_ahead(*flat, skip, self._beta)
-            shards += [shard] if sends else []
-        return self._send(shards, own.to_owners, own.from_ranks)
+            gradient = local_shard(matrix.grad).view(-1)
+            momentum = local_shard(self.state[matrix]["momentum_buffer"]).view(-1)
+            shard = self._accumulate(gradient, momentum, skip, self._momentum)
+            if is_sender:
+                shards.append(shard)
+        return self._start_transfer(shards, current.numel_to_owners, current.numel_from_ranks)
 
-    def _return(self, own: _Round, gathered: Tensor) -> _Sent:
-        """Orthogonalize the matrices of a round that this rank owns, and send each rank its shards."""
-        pieces, shards = iter(gathered.split(own.pieces)), [list[Tensor]() for _ in own.to_ranks]
-        wholes = [torch.empty(m.shape, dtype=gathered.dtype, device=gathered.device) for m in own.owned]
-        for rank in own.senders:
-            for whole, matrix in zip(wholes, own.owned, strict=True):
-                part = _part(whole, matrix, rank)
-                part.copy_(next(pieces).view_as(part))
-        for i, matrix in enumerate(own.owned):
-            wholes[i] = orthogonalized(wholes[i])
-            for rank, of_rank in enumerate(shards):
-                of_rank.append(_part(wholes[i], matrix, rank).flatten())
-        return self._send([shard for of_rank in shards for shard in of_rank], own.to_ranks, own.from_owners)
+    def _start_return(self, current: _Round, gathered: Tensor) -> _Transfer:
+        """Orthogonalize the matrices that this rank owns and start sending every rank its shards.
 
-    def _update(self, own: _Round, returned: Tensor, skip: Tensor) -> None:
-        shards = [local_shard(matrix).view(-1) for matrix in own.matrices]
+        Args:
+            current: Communication plan of the round.
+            gathered: Result of the transfer from `_start_gather`.
+
+        Returns:
+            The all-to-all in progress. Its result holds this rank's shards of the orthogonalized
+            matrices, ordered by owner.
+        """
+        directions = self._orthogonalize_owned(current, gathered)
+        shards: list[Tensor] = []
+        for rank in range(len(current.numel_to_ranks)):
+            for direction, matrix in zip(directions, current.owned, strict=True):
+                shards.append(_shard_of(direction, matrix, rank).flatten())
+        return self._start_transfer(shards, current.numel_to_ranks, current.numel_from_owners)
+
+    def _orthogonalize_owned(self, current: _Round, gathered: Tensor) -> list[Tensor]:
+        """Assemble the momentum of each matrix that this rank owns, and orthogonalize it.
+
+        Args:
+            current: Communication plan of the round.
+            gathered: Result of the transfer from `_start_gather`.
+
+        Returns:
+            The orthogonalized momentum of each matrix in `current.owned`, as a plain tensor.
+        """
+        momenta = [
+            torch.empty(matrix.shape, dtype=gathered.dtype, device=gathered.device)
+            for matrix in current.owned
+        ]
+        received = iter(gathered.split(current.numel_of_received))
+        for rank in current.senders:
+            for momentum, matrix in zip(momenta, current.owned, strict=True):
+                shard = _shard_of(momentum, matrix, rank)
+                shard.copy_(next(received).view_as(shard))
+        return [orthogonalize(momentum) for momentum in momenta]
+
+    def _update(self, current: _Round, returned: Tensor, skip: Tensor) -> None:
+        """Apply the orthogonalized momentum of a round to this rank's shards.
+
+        Args:
+            current: Communication plan of the round.
+            returned: Result of the transfer from `_start_return`.
+            skip: Scalar tensor, 1 to leave the parameters unchanged.
+        """
+        shards = [local_shard(matrix).view(-1) for matrix in current.matrices]
         directions = returned.to(shards[0].device).split([len(shard) for shard in shards])
-        for matrix, shard, direction in zip(own.matrices, shards, directions, strict=True):
+        for matrix, shard, direction in zip(current.matrices, shards, directions, strict=True):
             group = self._group_of[matrix]
-            # Tensors, so that a new rate causes no new compilation.
-            lr = torch.tensor(group["lr"], dtype=torch.float32)
-            rate, decay = lr * (0.2 * math.sqrt(max(matrix.shape))), 1 - lr * group["weight_decay"]
-            self._apply(shard, direction, rate, decay, skip)
+            lr = torch.tensor(group["lr"], dtype=torch.float32)  # a new float would recompile
+            scaled_lr = lr * (0.2 * math.sqrt(max(matrix.shape)))
+            decay = 1 - lr * group["weight_decay"]
+            self._apply(shard, direction, scaled_lr, decay, skip)
 
-    def _send(self, parts: list[Tensor], to: list[int], coming: list[int]) -> _Sent:
-        """`to` and `coming` are the numbers of elements for and from each rank. With CPU offload, parts are not where
-        matmuls and collectives are."""
-        device = next(iter(self._group_of)).device_mesh.device_type  # pyright: ignore[reportAttributeAccessIssue]
-        source = (torch.cat(parts) if parts else torch.empty(0, dtype=torch.bfloat16)).to(device)
-        result = torch.empty(sum(coming), dtype=source.dtype, device=source.device)
-        work = dist.all_to_all_single(result, source, coming, to, self._ranks, async_op=True)
+    def _start_transfer(
+        self, tensors: list[Tensor], numel_to: list[int], numel_from: list[int]
+    ) -> _Transfer:
+        """Start an all-to-all that sends every rank its part of `tensors`.
+
+        Args:
+            tensors: Flat tensors to send, ordered by receiving rank.
+            numel_to: Number of elements to send to each rank.
+            numel_from: Number of elements to receive from each rank.
+        """
+        # With CPU offload the shards are on the CPU, but matmuls and collectives run on the GPU.
+        any_matrix = next(iter(self._group_of))
+        device = any_matrix.device_mesh.device_type
+        source = torch.cat(tensors) if tensors else torch.empty(0, dtype=torch.bfloat16)
+        source = source.to(device)
+        result = torch.empty(sum(numel_from), dtype=source.dtype, device=source.device)
+        work = dist.all_to_all_single(
+            result, source, numel_from, numel_to, self._ranks, async_op=True
+        )
         assert work is not None
-        return _Sent(result, source, work)
+        return _Transfer(result, source, work)
 
 
-class _Sent(NamedTuple):
-    """A collective on its way. Its `source` must live as long."""
+class _Transfer(NamedTuple):
+    """An all-to-all in progress.
+
+    Attributes:
+        result: Received elements, which are valid after `wait`.
+        source: Elements to send, kept alive because the collective still reads them.
+        work: Handle of the collective.
+    """
 
     result: Tensor
     source: Tensor
     work: dist.Work
 
     def wait(self) -> Tensor:
+        """Wait for the collective and return the received elements."""
         self.work.wait()
         return self.result
 
 
-def _look_ahead(gradient: Tensor, momentum: Tensor, skip: Tensor, beta: float) -> Tensor:
-    """Update the momentum of a flat shard; the direction of the step, in bfloat16.
+def _accumulate_momentum_(gradient: Tensor, momentum: Tensor, skip: Tensor, beta: float) -> Tensor:
+    """Update the momentum of a flat shard in place and return the Nesterov direction in bfloat16.
 
-    Products and sums are apart, because eager kernels round them once together where a vector is full and twice where
-    it is not, so that bits would depend on the size of the shard.
+    Products and sums are separate operations. Eager CPU kernels fuse a multiply-add where a vector
+    register is full and not in the remainder, so a fused result would depend on the size of the
+    shard.
+
+    Args:
+        gradient: Gradient of the shard, shape (N,).
+        momentum: Momentum of the shard, shape (N,).
+        skip: Scalar tensor, 1 to leave the momentum unchanged.
+        beta: Momentum coefficient.
     """
     gradient = gradient.float()
-    new = momentum.float() * beta + gradient * (1 - beta)
-    momentum.copy_(torch.where(skip > 0, momentum, new))
-    return (new * beta + gradient * (1 - beta)).bfloat16()
+    new_momentum = momentum.float() * beta + gradient * (1 - beta)
+    momentum.copy_(torch.where(skip > 0, momentum, new_momentum))
+    direction = new_momentum * beta + gradient * (1 - beta)
+    return direction.bfloat16()
 
 
-def _apply(shard: Tensor, direction: Tensor, rate: Tensor, decay: Tensor, skip: Tensor) -> None:
-    """The new value of a flat shard, in place."""
-    shard.copy_(torch.where(skip > 0, shard, shard.float() * decay - direction.float() * rate))
+def _apply_update_(
+    shard: Tensor, direction: Tensor, lr: Tensor, decay: Tensor, skip: Tensor
+) -> None:
+    """Update a flat shard in place, with weight decay and the orthogonalized momentum.
 
-
-def orthogonalized(matrix: Tensor) -> Tensor:
-    """Of a matrix U S V^T the matrix U V^T, about: its singular values are near 1 (0.7 to 1.2, by Newton and Schulz's
-    iteration in the dtype of the matrix).
-
-    The norm that it begins with is summed row by row, because a sum over all of it would depend on the number of
-    threads of a CPU.
+    Args:
+        shard: Shard of the matrix, shape (N,).
+        direction: Orthogonalized momentum of the shard, shape (N,).
+        lr: Learning rate, including the scale of the matrix.
+        decay: Factor by which the shard is multiplied first, such as 0.9999.
+        skip: Scalar tensor, 1 to leave the shard unchanged.
     """
-    x, (a, b, c) = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix, COEFFICIENTS
-    rows = torch.linalg.vector_norm(x, dim=1, dtype=torch.float32)
-    x = x / torch.linalg.vector_norm(rows).to(x.dtype).clamp(min=EPS)
-    for _ in range(ITERATIONS):
+    updated = shard.float() * decay - direction.float() * lr
+    shard.copy_(torch.where(skip > 0, shard, updated))
+
+
+def orthogonalize(matrix: Tensor) -> Tensor:
+    """Return approximately U V^T for a matrix U S V^T, by Newton-Schulz iteration.
+
+    The singular values of the result are between about 0.7 and 1.2. The iteration runs in the dtype
+    of `matrix`.
+
+    Args:
+        matrix: Matrix of shape (rows, columns), for example the momentum of a weight.
+    """
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if is_tall else matrix
+
+    # A single sum over all elements would depend on the number of CPU threads; row sums do not.
+    row_norms = torch.linalg.vector_norm(x, dim=1, dtype=torch.float32)
+    norm = torch.linalg.vector_norm(row_norms).to(x.dtype)
+    x = x / norm.clamp(min=EPS)
+
+    a, b, c = NEWTON_SCHULZ_COEFFICIENTS
+    for _ in range(NEWTON_SCHULZ_ITERATIONS):
         gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if matrix.shape[0] > matrix.shape[1] else x
+        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.addmm(x, polynomial, x, beta=a)
+    return x.T if is_tall else x
 
 
-# ------------------------------------------------------------------------------------------------------- who owns what
+# Ownership: which rank orthogonalizes which matrix, and what is sent where.
 
 
 @dataclass(frozen=True)
 class _Round:
-    """What a rank does in a round. Sizes are numbers of elements.
+    """Communication plan of one round, as seen by one rank.
 
     Attributes:
-        matrices: All of the round, owner by owner.
-        sends: Whether this rank sends its shard of each of them: of replicas, only that of the owner does.
-        owned: Those that this rank owns.
-        senders: The ranks that send it their shards of these.
-        pieces: The sizes of these shards, sender by sender.
-        to_owners, from_ranks, to_ranks, from_owners: What is sent on the way there and back, rank by rank.
+        matrices: All matrices of the round, ordered by owner.
+        is_sender: For each of `matrices`, whether this rank sends its shard. If several ranks hold
+            replicas of a shard, only the ranks in the replica of the owner send.
+        owned: The matrices that this rank owns.
+        senders: The ranks that send this rank their shards of `owned`.
+        numel_of_received: Number of elements of each received shard, ordered by sender.
+        numel_to_owners: Number of momentum elements that this rank sends to each rank.
+        numel_from_ranks: Number of momentum elements that this rank receives from each rank.
+        numel_to_ranks: Number of elements of the result that this rank sends to each rank.
+        numel_from_owners: Number of elements of the result that this rank receives from each rank.
     """
 
     matrices: list[Any]
-    sends: list[bool]
+    is_sender: list[bool]
     owned: list[Any]
     senders: list[int]
-    pieces: list[int]
-    to_owners: list[int]
-    from_ranks: list[int]
-    to_ranks: list[int]
-    from_owners: list[int]
+    numel_of_received: list[int]
+    numel_to_owners: list[int]
+    numel_from_ranks: list[int]
+    numel_to_ranks: list[int]
+    numel_from_owners: list[int]
 
 
-def _rounds(matrices: Sequence[Any], me: int, ranks: int) -> list[_Round]:
-    """Give each matrix to an owner, the costliest first and to the one who has least, and cut what an owner has into
-    rounds."""
-    cost = [0] * ranks
-    bins = [[list[DTensor]()] for _ in range(ranks)]  # owner -> round -> matrices
-    for matrix in sorted(matrices, key=lambda matrix: -_flops(matrix)):
-        owner = cost.index(min(cost))
-        cost[owner] += _flops(matrix)
-        if sum(each.numel() for each in bins[owner][-1]) >= ROUND:
-            bins[owner].append([])
-        bins[owner][-1].append(matrix)
-    count, found = max(map(len, bins)), []
-    for number in range(count):
-        by_owner = [own[number] if number < len(own) else [] for own in bins]
-        owned, mine = by_owner[me], [[_size(matrix, me) for matrix in own] for own in by_owner]
-        copies = [[_replica(m, me) == _replica(m, owner) for m in own] for owner, own in enumerate(by_owner)]
-        senders = [r for r in range(ranks) if owned and _replica(owned[0], r) == _replica(owned[0], me)]
-        of_ranks = [[_size(matrix, rank) for matrix in owned] for rank in range(ranks)]
-        found.append(
-            _Round(
-                matrices=[matrix for own in by_owner for matrix in own],
-                sends=[sends for own in copies for sends in own],
-                owned=owned,
-                senders=senders,
-                pieces=[size for rank in senders for size in of_ranks[rank]],
-                to_owners=[sum(a * b for a, b in zip(*own, strict=True)) for own in zip(mine, copies, strict=True)],
-                from_ranks=[sum(sizes) * (rank in senders) for rank, sizes in enumerate(of_ranks)],
-                to_ranks=[sum(sizes) for sizes in of_ranks],
-                from_owners=[sum(own) for own in mine],
-            )
-        )
-    return found
+def _plan_rounds(matrices: Sequence[Any], this_rank: int, num_ranks: int) -> list[_Round]:
+    """Assign every matrix to an owner and plan the communication of all rounds of a step.
+
+    Args:
+        matrices: All matrices that Muon updates, in the same order on every rank.
+        this_rank: Index of this rank in the flattened device mesh.
+        num_ranks: Number of ranks in the device mesh.
+    """
+    rounds_of_owner = _assign_owners(matrices, num_ranks)
+    num_rounds = max(len(rounds) for rounds in rounds_of_owner)
+
+    plans = []
+    for i in range(num_rounds):
+        by_owner = [rounds[i] if i < len(rounds) else [] for rounds in rounds_of_owner]
+        plans.append(_plan_round(by_owner, this_rank))
+    return plans
 
 
-def _flops(matrix: Tensor) -> int:
-    """Of an iteration."""
+def _assign_owners(matrices: Sequence[Any], num_ranks: int) -> list[list[list[DTensor]]]:
+    """Distribute matrices over owners, largest first, each to the owner with the least work.
+
+    Returns:
+        The matrices of each owner and round: `result[owner][round]` is a list of matrices.
+    """
+    work = [0] * num_ranks
+    rounds_of_owner: list[list[list[DTensor]]] = [[[]] for _ in range(num_ranks)]
+    for matrix in sorted(matrices, key=_iteration_flops, reverse=True):
+        owner = work.index(min(work))
+        work[owner] += _iteration_flops(matrix)
+
+        rounds = rounds_of_owner[owner]
+        if sum(other.numel() for other in rounds[-1]) >= ROUND_NUMEL:
+            rounds.append([])
+        rounds[-1].append(matrix)
+    return rounds_of_owner
+
+
+def _plan_round(by_owner: list[list[DTensor]], this_rank: int) -> _Round:
+    """Plan the communication of one round for this rank.
+
+    Args:
+        by_owner: The matrices of the round, indexed by owner.
+        this_rank: Index of this rank in the flattened device mesh.
+    """
+    num_ranks = len(by_owner)
+    owned = by_owner[this_rank]
+
+    matrices: list[DTensor] = []
+    is_sender: list[bool] = []
+    numel_to_owners = [0] * num_ranks
+    numel_from_owners = [0] * num_ranks
+    for owner, of_owner in enumerate(by_owner):
+        for matrix in of_owner:
+            shard_numel = _shard_numel(matrix, this_rank)
+            same_replica = _replica_index(matrix, this_rank) == _replica_index(matrix, owner)
+            matrices.append(matrix)
+            is_sender.append(same_replica)
+            numel_from_owners[owner] += shard_numel
+            if same_replica:
+                numel_to_owners[owner] += shard_numel
+
+    senders: list[int] = []
+    numel_of_received: list[int] = []
+    numel_from_ranks = [0] * num_ranks
+    numel_to_ranks = [0] * num_ranks
+    for rank in range(num_ranks):
+        shard_numels = [_shard_numel(matrix, rank) for matrix in owned]
+        numel_to_ranks[rank] = sum(shard_numels)
+        if owned and _replica_index(owned[0], rank) == _replica_index(owned[0], this_rank):
+            senders.append(rank)
+            numel_of_received += shard_numels
+            numel_from_ranks[rank] = sum(shard_numels)
+
+    return _Round(
+        matrices=matrices,
+        is_sender=is_sender,
+        owned=owned,
+        senders=senders,
+        numel_of_received=numel_of_received,
+        numel_to_owners=numel_to_owners,
+        numel_from_ranks=numel_from_ranks,
+        numel_to_ranks=numel_to_ranks,
+        numel_from_owners=numel_from_owners,
+    )
+
+
+def _iteration_flops(matrix: Tensor) -> int:
+    """Return the FLOPs of one Newton-Schulz iteration, to balance the work of the ranks."""
     short, long = sorted(matrix.shape)
     return 4 * short * short * long + 2 * short**3
 
 
-def _part(whole: Tensor, like: Any, rank: int) -> Tensor:
-    """The part of a matrix that a rank of the mesh has, as a view. The last dimension of the mesh cuts first (see
-    `keep_shard`)."""
-    for size, placement in zip(reversed(like.device_mesh.shape), reversed(like.placements), strict=True):
-        rank, place = divmod(rank, size)
-        if not placement.is_replicate():
-            parts = whole.chunk(size, placement.dim)
-            whole = parts[place] if place < len(parts) else whole.narrow(placement.dim, 0, 0)
+def _shard_of(whole: Tensor, matrix: Any, rank: int) -> Tensor:
+    """Return a view of the part of a whole matrix that a rank holds.
+
+    If two mesh dimensions shard the same dimension, the last mesh dimension cuts first.
+
+    Args:
+        whole: Whole matrix as a plain tensor.
+        matrix: DTensor whose device mesh and placements define the layout.
+        rank: Index of the rank in the flattened device mesh.
+    """
+    mesh_dims = zip(reversed(matrix.device_mesh.shape), reversed(matrix.placements), strict=True)
+    for size, placement in mesh_dims:
+        rank, coordinate = divmod(rank, size)
+        if placement.is_replicate():
+            continue
+        chunks = whole.chunk(size, placement.dim)
+        if coordinate < len(chunks):
+            whole = chunks[coordinate]
+        else:
+            whole = whole.narrow(placement.dim, 0, 0)  # fewer chunks than ranks
     return whole
 
 
-def _size(matrix: Any, rank: int) -> int:
-    return _part(torch.empty(matrix.shape, device="meta"), matrix, rank).numel()
+def _shard_numel(matrix: Any, rank: int) -> int:
+    """Return the number of elements of `matrix` that a rank holds."""
+    return _shard_of(torch.empty(matrix.shape, device="meta"), matrix, rank).numel()
 
 
-def _replica(matrix: Any, rank: int) -> int:
-    """Which of the copies of a matrix a rank of the mesh has a part of."""
-    number = 0
-    for size, placement in zip(reversed(matrix.device_mesh.shape), reversed(matrix.placements), strict=True):
-        rank, place = divmod(rank, size)
-        number = number * size + place if placement.is_replicate() else number
-    return number
+def _replica_index(matrix: Any, rank: int) -> int:
+    """Return the index of the copy of `matrix` that a rank holds a part of.
+
+    With HSDP, for example, each replicate rank has one copy. Without replication the index is 0.
+    """
+    index = 0
+    mesh_dims = zip(reversed(matrix.device_mesh.shape), reversed(matrix.placements), strict=True)
+    for size, placement in mesh_dims:
+        rank, coordinate = divmod(rank, size)
+        if placement.is_replicate():
+            index = index * size + coordinate
+    return index

@@ -1,6 +1,8 @@
-"""Warmup-stable-decay learning rates (https://arxiv.org/abs/2404.06395), with torchtitan 0.2.2's value at each step.
+"""Learning rate schedules.
 
-Invariant: the rate is a pure function of the step, so a resume has nothing to restore.
+The built-in schedule is warmup-stable-decay (https://arxiv.org/abs/2404.06395). Its value at each
+step equals that of torchtitan 0.2.2. The learning rate is a pure function of the step, so a resumed
+run has no schedule state to restore.
 """
 
 from __future__ import annotations
@@ -11,34 +13,57 @@ from titanlite.config import schema
 from titanlite.config.registry import SCHEDULES
 
 
-def rate_of(job: schema.JobConfig, step: int) -> float:
-    """The rate of optimizer step `step`, counted from 1, with the factor of its stage (dataset.stages)."""
-    schedule = job.lr_scheduler
-    rate = SCHEDULES.make(schedule.name, job, step, job.optimizer.lr, schedule, job.training.steps)
-    return rate * job.dataset.staged(lambda stage: stage.lr_factor, step - 1, 1.0)
+def learning_rate_at(job: schema.JobConfig, step: int) -> float:
+    """Return the learning rate of one optimizer step.
+
+    It is the value of the schedule `lr_scheduler.name`, multiplied by the `lr_factor` of the
+    current data stage. A data stage is a part of the run with separate data settings.
+
+    Args:
+        job: The validated job.
+        step: Optimizer step, counted from 1.
+    """
+    config = job.lr_scheduler
+    steps = job.training.steps
+    scheduled = SCHEDULES.make(config.name, job, step, job.optimizer.lr, config, steps)
+    stage_factor = job.dataset.get_stage_value("lr_factor", step - 1, 1.0)
+    return scheduled * stage_factor
 
 
-def learning_rate(step: int, peak: float, config: schema.LRScheduler, steps: int) -> float:
-    """The rate of optimizer step `step`, counted from 1, in a run of `steps` steps.
+def wsd_learning_rate(step: int, peak: float, config: schema.LRScheduler, steps: int) -> float:
+    """Compute the warmup-stable-decay learning rate of one step.
 
-    The first step after warmup has the peak rate. Decay ends at `peak * min_lr_factor` one step after the last step, so
-    that no step has a rate of zero.
+    The learning rate rises linearly to `peak`, stays there, and then decays toward `peak *
+    config.min_lr_factor`. The first step after warmup uses `peak`. The minimum would be reached one
+    step after the last step, so no step has a learning rate of zero.
+
+    Args:
+        step: Optimizer step, counted from 1.
+        peak: Learning rate between warmup and decay.
+        config: Section [lr_scheduler] of the job: lengths of warmup and decay, and shape of the
+            decay.
+        steps: Number of optimizer steps in the run. `config.total_steps` overrides it.
     """
     total_steps = config.total_steps or steps
-    warmup_steps = min(200, total_steps // 10) if config.warmup_steps is None else config.warmup_steps
+    warmup_steps = config.warmup_steps
+    if warmup_steps is None:
+        warmup_steps = min(200, total_steps // 10)
+
     if step <= warmup_steps:
         return peak * (step / warmup_steps)
+
     decay_steps = total_steps - warmup_steps
     if config.decay_ratio is not None:
         decay_steps = min(round(total_steps * config.decay_ratio), decay_steps)
-    decayed = step - (total_steps + 1 - decay_steps)
-    if decayed <= 0:
+    steps_into_decay = step - (total_steps + 1 - decay_steps)
+    if steps_into_decay <= 0:
         return peak
-    progress = decayed / decay_steps
+
+    progress = steps_into_decay / decay_steps
     if config.decay_type == "linear":
-        shape = 1.0 - progress
+        remaining = 1.0 - progress
     elif config.decay_type == "cosine":
-        shape = 0.5 * (1.0 + math.cos(math.pi * progress))
-    else:  # https://arxiv.org/abs/2405.18392
-        shape = 1.0 - math.sqrt(progress)
-    return peak * (config.min_lr_factor + (1.0 - config.min_lr_factor) * shape)
+        remaining = 0.5 * (1.0 + math.cos(math.pi * progress))
+    else:  # "sqrt": https://arxiv.org/abs/2405.18392
+        remaining = 1.0 - math.sqrt(progress)
+    return peak * (config.min_lr_factor + (1.0 - config.min_lr_factor) * remaining)

@@ -1,8 +1,11 @@
-"""Context parallelism: the ranks of a group share every row and gather keys and values, as for Llama 3
-(https://arxiv.org/abs/2407.21783, section 3.3.2).
+"""Context parallelism: the ranks of a group share each sequence, which makes long sequences fit.
 
-Invariant: rank r of n has the chunks r and 2n - 1 - r of 2n. Under a causal mask an early chunk is cheap and a late one
-is expensive, so all ranks have the same work. Keys and values are put into their natural order before attention.
+Each rank computes queries, keys and values for its part of the sequence and all-gathers keys and
+values before attention, as in Llama 3 (https://arxiv.org/abs/2407.21783, section 3.3.2).
+
+With n ranks, a sequence is cut into 2n chunks, and rank r holds chunks r and 2n - 1 - r. Under a
+causal mask, queries in an early chunk attend to few keys and queries in a late chunk to many.
+Pairing an early chunk with a late one gives all ranks the same amount of work.
 """
 
 from __future__ import annotations
@@ -16,80 +19,168 @@ from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.model.attention import attention, document_mask, flex_function
-from titanlite.model.llama import Attention, Llama
+from titanlite.model.llama import Attention, Llama, causal_mask
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 
-def own_chunks(x: Tensor, mesh: DeviceMesh, dim: int = 1) -> Tensor:
-    """This rank's chunks of a tensor that every rank of the group has. Its length T along `dim` becomes T / degree."""
-    rank, ranks = mesh.get_local_rank(), mesh.size()
-    chunks = x.chunk(2 * ranks, dim)
-    return torch.cat((chunks[rank], chunks[2 * ranks - 1 - rank]), dim)
+def apply_context_parallel(model: Llama, mesh: DeviceMesh) -> None:
+    """Make every block attend across the context parallel ranks, by replacing `Attention.attend`.
+
+    Afterwards call the model with `positions`, because the positions of a rank's two chunks are not
+    consecutive.
+
+    Args:
+        model: Model or pipeline stage, modified in place.
+        mesh: 1-D mesh of the context parallel ranks.
+    """
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.attend = partial(context_attention, mesh)
+
+
+def local_chunks(x: Tensor, mesh: DeviceMesh, dim: int = 1) -> Tensor:
+    """Return the two chunks of a tensor that this context parallel rank holds, concatenated.
+
+    With 2 ranks and the sequence [0 1 2 3 4 5 6 7], rank 0 gets [0 1 6 7] and rank 1 gets [2 3 4
+    5].
+
+    Args:
+        x: Tensor that is identical on all ranks of the group. `dim` has length T, a multiple of
+            twice the number of ranks.
+        mesh: 1-D mesh of the context parallel ranks.
+        dim: Sequence dimension.
+
+    Returns:
+        Tensor in which `dim` has length T / degree.
+    """
+    rank = mesh.get_local_rank()
+    chunks = x.chunk(2 * mesh.size(), dim)
+    early_chunk = chunks[rank]
+    late_chunk = chunks[-1 - rank]
+    return torch.cat((early_chunk, late_chunk), dim)
 
 
 def gather_chunks(x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
-    """The inverse of `own_chunks`, by an all-gather. Its backward pass is a reduce-scatter."""
-    ranks = mesh.size()
-    gathered = collectives.all_gather_tensor_autograd(x.contiguous(), dim, mesh.get_group())
-    chunks = gathered.chunk(2 * ranks, dim)  # 0, 2n - 1, 1, 2n - 2, ...
-    return torch.cat((*chunks[0::2], *reversed(chunks[1::2])), dim)
+    """All-gather the chunks of all ranks and return the whole tensor in sequence order.
+
+    This inverts `local_chunks`. The backward pass is a reduce-scatter, which returns to each rank
+    the summed gradient of its own chunks.
+
+    Args:
+        x: This rank's two chunks. `dim` has length T / degree.
+        mesh: 1-D mesh of the context parallel ranks.
+        dim: Sequence dimension, which has length T in the result.
+    """
+    group = mesh.get_group()
+    gathered = collectives.all_gather_tensor_autograd(x.contiguous(), dim, group)
+
+    # With n ranks, the chunks arrive in the order 0, 2n - 1, 1, 2n - 2, ..., n - 1, n.
+    chunks = gathered.chunk(2 * mesh.size(), dim)
+    early_chunks = chunks[0::2]
+    late_chunks = chunks[1::2]
+    return torch.cat((*early_chunks, *reversed(late_chunks)), dim)
 
 
 def context_mask(
     tokens: Tensor, document_ids: Tensor | None, mesh: DeviceMesh, window: int = 0
 ) -> Tensor | BlockMask | None:
-    """The mask of this rank's queries over all keys of the row.
+    """Build the attention mask from this rank's queries to all keys of the sequence.
+
+    It is built once per microbatch, before the model runs, and used in all layers.
 
     Args:
-        tokens, document_ids: (B, T), whole rows. Without documents the mask is causal.
-        window: as `model.attention.document_mask` has it; needs documents.
+        tokens: Whole sequences, shape (B, T). Only their shape and device are used.
+        document_ids: Document of each token, shape (B, T). By default each sequence is one
+            document.
+        mesh: 1-D mesh of the context parallel ranks.
+        window: Number of tokens that a token attends to, including itself. 0 means all. A window
+            requires `document_ids`.
 
-    Returns: on the CPU a boolean mask (B, 1, T / degree, T), or None if the mask is causal only. On a GPU always a
-        block mask, whose memory grows with T and not with T^2.
+    Returns:
+        - On a CPU with `document_ids`, a boolean mask of shape (B, 1, T / degree, T).
+        - On a CPU without them, None: `context_attention` then attends causally.
+        - On a GPU, always a block mask, whose memory grows linearly with T.
     """
     if tokens.device.type != "cpu":
         return flex_context_mask(tokens, document_ids, mesh, window)
-    return None if document_ids is None else own_chunks(document_mask(document_ids, window), mesh, dim=2)  # pyright: ignore
+    if document_ids is None:
+        return None
+    mask = document_mask(document_ids, window)
+    assert isinstance(mask, Tensor)
+    return local_chunks(mask, mesh, dim=2)
 
 
-def flex_context_mask(tokens: Tensor, document_ids: Tensor | None, mesh: DeviceMesh, window: int = 0) -> BlockMask:
-    """`context_mask` for flex attention, on any device."""
-    rows, length = tokens.shape
-    place = own_chunks(torch.arange(length, device=tokens.device), mesh, dim=0)  # (T / degree,)
+def flex_context_mask(
+    tokens: Tensor, document_ids: Tensor | None, mesh: DeviceMesh, window: int = 0
+) -> BlockMask:
+    """Build the mask of `context_mask` as a block mask for flex attention, on any device.
 
-    def visible(batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        seen = place[query] >= key
-        if document_ids is None:
-            return seen
-        seen = seen & (document_ids[batch, place[query]] == document_ids[batch, key])
-        return seen & (place[query] - key < window) if window else seen
-
-    batches = None if document_ids is None else rows
-    return flex_function("create_block_mask")(visible, batches, None, len(place), length, device=tokens.device)
-
-
-def context_attention(mesh: DeviceMesh, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
-    """Attention of this rank's queries to the keys and values of the whole row; as `model.attention.attention`, with
-    q, k, v (B, H, T / degree, D).
-
-    Without a mask, each of the two chunks attends causally, and reads the keys up to its own end only.
+    Args:
+        tokens: Whole sequences, shape (B, T).
+        document_ids: Document of each token, shape (B, T), or None if each sequence is one
+            document.
+        mesh: 1-D mesh of the context parallel ranks.
+        window: See `context_mask`.
     """
-    k, v = gather_chunks(torch.stack((k, v)), mesh, dim=3).unbind()  # (B, H_kv, T, D), in one collective
+    batch_size, seq_len = tokens.shape
+    positions = torch.arange(seq_len, device=tokens.device)
+    query_positions = local_chunks(positions, mesh, dim=0)  # (T / degree,)
+
+    def is_visible(batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        """Return whether the local query with index `query` attends to the key `key`."""
+        position = query_positions[query]
+        visible = position >= key
+        if document_ids is not None:
+            visible = visible & (document_ids[batch, position] == document_ids[batch, key])
+        if window:
+            visible = visible & (position - key < window)
+        return visible
+
+    create_block_mask = flex_function("create_block_mask")
+    return create_block_mask(
+        is_visible,
+        B=None if document_ids is None else batch_size,  # None: one mask for the whole batch
+        H=None,
+        Q_LEN=len(query_positions),
+        KV_LEN=seq_len,
+        device=tokens.device,
+    )
+
+
+def context_attention(
+    mesh: DeviceMesh, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None
+) -> Tensor:
+    """Attend from this rank's queries to the keys and values of the whole sequence.
+
+    This function replaces `titanlite.model.attention.attention` in every block. Without a mask,
+    each of the rank's two chunks attends causally and reads only the keys up to the end of that
+    chunk.
+
+    Args:
+        mesh: 1-D mesh of the context parallel ranks.
+        q: Queries of this rank, shape (B, H, T / degree, D).
+        k: Keys of this rank, shape (B, H_kv, T / degree, D).
+        v: Values of this rank, same shape as `k`.
+        mask: Result of `context_mask`.
+
+    Returns:
+        Attention output for this rank's queries, shape (B, H, T / degree, D).
+    """
+    full_kv = gather_chunks(torch.stack((k, v)), mesh, dim=3)  # (2, B, H_kv, T, D)
+    full_k, full_v = full_kv.unbind()
     if mask is not None:
-        return attention(q, k, v, mask)
-    chunk, total = q.shape[2] // 2, k.shape[2]
-    ends = (mesh.get_local_rank() + 1) * chunk, total - mesh.get_local_rank() * chunk
-    parts = []
-    for part, end in zip(q.chunk(2, dim=2), ends, strict=True):
-        seen = torch.ones(chunk, end, dtype=torch.bool, device=q.device).tril(end - chunk)
-        parts.append(attention(part, k[:, :, :end], v[:, :, :end], seen))
-    return torch.cat(parts, dim=2)
+        return attention(q, full_k, full_v, mask)
 
+    rank = mesh.get_local_rank()
+    chunk_size = q.shape[2] // 2
+    early_q, late_q = q.chunk(2, dim=2)
+    early_end = (rank + 1) * chunk_size
+    late_end = full_k.shape[2] - rank * chunk_size
 
-def apply_context_parallel(model: Llama, mesh: DeviceMesh) -> None:
-    """Replace the attention of every block in place. After that, the model must be called with positions."""
-    for module in model.modules():
-        if isinstance(module, Attention):
-            module.attend = partial(context_attention, mesh)
+    outputs = []
+    for chunk_q, end in ((early_q, early_end), (late_q, late_end)):
+        chunk_mask = causal_mask(chunk_size, end, window=0, device=q.device)
+        outputs.append(attention(chunk_q, full_k[:, :, :end], full_v[:, :, :end], chunk_mask))
+    return torch.cat(outputs, dim=2)

@@ -1,6 +1,7 @@
-"""FP8 linear layers by torchao (https://github.com/pytorch/ao/tree/main/torchao/float8).
+"""FP8 linear layers from torchao (https://github.com/pytorch/ao/tree/main/torchao/float8).
 
-Invariant: conversion happens on the meta device, before activation checkpointing, compile and FSDP.
+Convert a model while it is on the meta device, before you apply activation checkpointing, compile
+and FSDP.
 """
 
 from __future__ import annotations
@@ -13,56 +14,109 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+)
 
 from titanlite.config import schema
 
 
 def has_float8_hardware() -> bool:
-    """Whether the device has FP8 matmuls: NVIDIA Ada, Hopper or newer (compute capability 8.9)."""
+    """Return whether the GPU supports FP8 matmuls: NVIDIA Ada, Hopper or newer."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 
 
 def is_converted(name: str, sides: tuple[int, int], config: schema.Float8) -> bool:
-    """Whether a linear layer is converted. Exceptions are the layers that `filter_fqns` names, those smaller than
-    `min_features`, and those whose sides are no multiples of 16, because an FP8 matmul needs multiples of 16."""
-    fits = all(side % 16 == 0 and side >= config.min_features for side in sides)
-    return fits and not any(part in name for part in config.filter_fqns)
+    """Return whether a linear layer is converted to FP8.
+
+    Small layers stay in high precision, because FP8 matmuls do not make them faster.
+
+    Args:
+        name: Name of the layer, for example "layers.3.attention.wq". A layer whose name contains an
+            item of `config.filter_fqns` is not converted.
+        sides: Numbers of input and output features. Both must be multiples of 16, which FP8 matmuls
+            require, and at least `config.min_features`.
+        config: Section [float8] of the job.
+    """
+    if any(part in name for part in config.filter_fqns):
+        return False
+    return all(side % 16 == 0 and side >= config.min_features for side in sides)
 
 
 def convert_to_float8(
-    model: nn.Module, config: schema.Float8, log: Callable[[str], None], compiled: bool = False
+    model: nn.Module,
+    config: schema.Float8,
+    log: Callable[[str], None],
+    compiled: bool = False,
+    has_hardware: bool | None = None,
 ) -> None:
-    """Replace the linear layers by Float8Linear in place."""
+    """Replace linear layers of a model with torchao's Float8Linear, in place.
+
+    Logs the recipe, the hardware, and how many layers of each name were converted and kept.
+
+    Args:
+        model: Model on the meta device.
+        config: Section [float8] of the job. `is_converted` selects the layers.
+        log: Function that logs a line.
+        compiled: Whether the blocks are compiled. If so, the cast of weight shards to FP8 is
+            compiled as well.
+        has_hardware: Whether the GPUs of the ranks support FP8 matmuls. If not, FP8 is emulated in
+            high precision. By default, detect the GPU of this process.
+    """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    emulate = config.emulate or not has_float8_hardware()
+    if has_hardware is None:
+        has_hardware = has_float8_hardware()
+    emulate = config.emulate or not has_hardware
     if config.recipe_name == "tensorwise":
-        recipe = Float8LinearConfig(enable_fsdp_float8_all_gather=config.enable_fsdp_float8_all_gather, emulate=emulate)
+        recipe = Float8LinearConfig(
+            enable_fsdp_float8_all_gather=config.enable_fsdp_float8_all_gather, emulate=emulate
+        )
     else:
-        recipe = dataclasses.replace(Float8LinearConfig.from_recipe_name(config.recipe_name), emulate=emulate)
-    names: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}  # converted, kept
+        recipe = Float8LinearConfig.from_recipe_name(config.recipe_name)
+        recipe = dataclasses.replace(recipe, emulate=emulate)
 
-    def choose(module: nn.Module, name: str) -> bool:
+    converted: Counter[str] = Counter()
+    kept: Counter[str] = Counter()
+
+    def should_convert(module: nn.Module, name: str) -> bool:
         if not isinstance(module, nn.Linear):
             return False
-        chosen = is_converted(name, (module.in_features, module.out_features), config)
-        names[chosen][name.split(".", 2)[-1]] += 1  # without the number of the block
-        return chosen
+        is_chosen = is_converted(name, (module.in_features, module.out_features), config)
+        name_in_block = name.split(".", 2)[-1]
+        (converted if is_chosen else kept)[name_in_block] += 1
+        return is_chosen
 
-    convert_to_float8_training(model, config=recipe, module_filter_fn=choose)
+    convert_to_float8_training(model, config=recipe, module_filter_fn=should_convert)
     if compiled and config.precompute_float8_dynamic_scale_for_fsdp:
         _compile_weight_cast()
-    how = "emulated in high precision" if emulate else "on FP8 hardware"
-    said = [", ".join(f"{count} {name}" for name, count in names[chosen].items()) or "none" for chosen in (True, False)]
-    count = f"{names[True].total()} linear layers converted ({said[0]}), {names[False].total()} kept ({said[1]})"
-    log(f"Float8 {config.recipe_name}: {count}; {how}")
+
+    hardware = "emulated in high precision" if emulate else "on FP8 hardware"
+    log(
+        f"Float8 {config.recipe_name}, {hardware}: converted {converted.total()} linear layers "
+        f"({_list_counts(converted)}), kept {kept.total()} ({_list_counts(kept)})"
+    )
+
+
+def _list_counts(counts: Counter[str]) -> str:
+    """Format the number of layers of each name for a log line.
+
+    For example, "32 attention.wq, 32 attention.wk", or "none" without layers.
+    """
+    return ", ".join(f"{count} {name}" for name, count in counts.items()) or "none"
 
 
 @cache
 def _compile_weight_cast() -> None:
-    """Compile the cast of the shards to FP8, which FSDP2 does outside of the compiled blocks. Uncompiled, it moves 29
-    bytes per element, compiled 5. torchao has no setting for it."""
+    """Compile torchao's cast of weight shards to FP8, for the whole process.
+
+    FSDP casts the shards before each FP8 all-gather, outside of the compiled blocks. The cast moves
+    29 bytes per element in eager mode and 5 when compiled. torchao has no option to compile the
+    cast, so this replaces its function.
+    """
     from torchao.float8 import fsdp_utils
 
     cast = fsdp_utils.hp_tensor_and_scale_to_float8
@@ -70,40 +124,83 @@ def _compile_weight_cast() -> None:
 
 
 def float8_plan(plan: Mapping[str, ParallelStyle], block: nn.Module) -> dict[str, ParallelStyle]:
-    """The plan, with all-gathers of activations and of their gradients in FP8, for scales of whole tensors.
+    """Convert a tensor parallel plan so that activations and their gradients are gathered in FP8.
 
-    An input is gathered for all its layers at once, so none of them may be kept in high precision.
+    Gathering FP8 values sends half as many bytes as bfloat16. It requires tensorwise scales. All
+    linear layers below an entry of the plan share the gathered input, so an entry is converted only
+    if all of them are FP8 layers. Other entries are returned unchanged.
+
+    Args:
+        plan: Name of a submodule of the block, such as "attention.wq" -> its parallel style.
+        block: Transformer block after `convert_to_float8`.
+
+    Returns:
+        The same names, mapped to parallel styles that gather in FP8 where possible.
     """
-    from torchao.float8 import float8_ops
+    _gather_float8_as_bytes()
+    return {
+        name: _to_float8_style(style, block.get_submodule(name)) for name, style in plan.items()
+    }
+
+
+def _to_float8_style(style: Any, module: nn.Module) -> ParallelStyle:
+    """Return the FP8 version of a tensor parallel style, or the style if it has no FP8 version.
+
+    Args:
+        style: Parallel style of `module`. A style from a plugin has no FP8 version.
+        module: Submodule of a block: a linear layer, or a module that contains linear layers.
+    """
     from torchao.float8 import float8_tensor_parallel as float8
-    from torchao.float8.float8_linear import Float8Linear
 
-    layers = {ColwiseParallel: float8.Float8ColwiseParallel, RowwiseParallel: float8.Float8RowwiseParallel}
+    linears = [child for child in module.modules() if isinstance(child, nn.Linear)]
+    if not linears or any(type(child) is nn.Linear for child in linears):
+        return style
 
-    def convert(name: str, style: Any) -> ParallelStyle:
-        linears = [module for module in block.get_submodule(name).modules() if isinstance(module, nn.Linear)]
-        known = type(style) in (PrepareModuleInput, *layers)  # a plugin's plan may have others
-        if not (known and linears and all(isinstance(module, Float8Linear) for module in linears)):
-            return style
-        if type(style) is PrepareModuleInput:
-            layouts = style.input_layouts, style.desired_input_layouts
-            return float8.PrepareFloat8ModuleInput(input_layouts=layouts[0], desired_input_layouts=layouts[1])
-        layouts = {"input_layouts": style.input_layouts[0], "output_layouts": style.output_layouts[0]}
-        return layers[type(style)](**layouts, use_local_output=style.use_local_output)
+    if type(style) is PrepareModuleInput:
+        return float8.PrepareFloat8ModuleInput(
+            input_layouts=style.input_layouts, desired_input_layouts=style.desired_input_layouts
+        )
+    float8_styles = {
+        ColwiseParallel: float8.Float8ColwiseParallel,
+        RowwiseParallel: float8.Float8RowwiseParallel,
+    }
+    if type(style) not in float8_styles:  # from a plugin
+        return style
+    return float8_styles[type(style)](
+        input_layouts=style.input_layouts[0],
+        output_layouts=style.output_layouts[0],
+        use_local_output=style.use_local_output,
+    )
 
-    def gather(op: Any, *what: Any) -> Any:  # as bytes, because gloo knows no FP8
-        return gather_float8(lambda data, *of: op(data.view(torch.uint8), *of).view(data.dtype), *what)
 
-    table, gather_float8 = float8_ops.FLOAT8_OPS_TABLE, float8_ops.allgather_fp8
-    table.update({op: gather for op, function in table.items() if function is gather_float8})
-    return {name: convert(name, style) for name, style in plan.items()}
+def _gather_float8_as_bytes() -> None:
+    """Let torchao all-gather FP8 tensors as uint8, because gloo does not support FP8 dtypes."""
+    from torchao.float8 import float8_ops
+
+    gather_float8 = float8_ops.allgather_fp8
+
+    def gather(op: Any, *args: Any) -> Any:
+        def gather_bytes(data: torch.Tensor, *op_args: Any) -> torch.Tensor:
+            return op(data.view(torch.uint8), *op_args).view(data.dtype)
+
+        return gather_float8(gather_bytes, *args)
+
+    table = float8_ops.FLOAT8_OPS_TABLE
+    for op, function in list(table.items()):
+        if function is gather_float8:
+            table[op] = gather
 
 
 def precompute_scales(model: nn.Module, config: schema.Float8) -> None:
-    """Compute the scales of all weights for the next all-gather, with one all-reduce, if the job asks for it.
+    """Compute the FP8 scales of all weights with a single all-reduce, if the job enables it.
 
-    Call it after the weights have been loaded or drawn, and after each `optimizer.step`. Without it, each rank of
-    tensor parallelism uses its own scale for its part of a weight.
+    Otherwise, each weight needs a separate all-reduce, and each tensor parallel rank scales its
+    part of a weight separately. Call it whenever weights change: after initialization, after
+    loading, and after each optimizer step.
+
+    Args:
+        model: Model after FSDP, with FP8 layers.
+        config: Section [float8] of the job.
     """
     if config.precompute_float8_dynamic_scale_for_fsdp:
         from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp

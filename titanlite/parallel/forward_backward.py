@@ -1,7 +1,8 @@
-"""Forward and backward passes of one optimizer step. The call is the same for every layout.
+"""Forward and backward passes of one optimizer step, for every parallel layout.
 
-Invariant: the gradients are those of (sum of cross entropy over all valid tokens of the global batch) / (their
-number), however rows, positions, vocabulary and blocks are spread.
+Invariant: The loss of a step is the summed loss of all valid tokens in the global batch, divided by
+the number of valid tokens, and the gradients are those of this loss. Neither depends on how
+sequences, positions, vocabulary and blocks are distributed over ranks.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,158 +18,348 @@ from torch.profiler import record_function
 
 from titanlite.config.run import Run
 from titanlite.model.attention import document_mask
-from titanlite.optim.loss import linear_cross_entropy_sum
-from titanlite.parallel.context import context_mask, own_chunks
-from titanlite.parallel.fsdp import free_gathered, set_gradient_sync
+from titanlite.model.microbatch import IGNORE_INDEX, Microbatch
+from titanlite.optim.losses import CrossEntropy, LossRecipe, build_loss
+from titanlite.parallel.context import context_mask, local_chunks
+from titanlite.parallel.fsdp import configure_microbatch, reshard_all
+from titanlite.parallel.memory_savers import frees_output_before_backward
 from titanlite.parallel.mesh import Mesh
+from titanlite.parallel.offloaded_gradients import OffloadedGradients
 from titanlite.parallel.parallelize import ShardedModel
 from titanlite.parallel.pipeline import build_schedule, forward_only
-from titanlite.parallel.tensor import vocab_parallel
 
-# (hidden states (B, T, C), output matrix (V, C), labels (B, T), scale) -> scale times the sum of cross entropy
-LossFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+if TYPE_CHECKING:
+    from torch.distributed.pipelining import PipelineStage
+
+ScaledLoss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""Function that computes a loss, such as `Loss.__call__`.
+
+Its arguments are the hidden states (B, T, C), the output matrix (V, C), the labels (B, T), and a
+scale, which multiplies the sum of the token losses.
+"""
 
 
 @dataclass(frozen=True)
-class Microbatch:
-    """Rows of one forward pass. The tensors are on the device."""
+class NormalizedLoss:
+    """A loss divided by the number of valid tokens of the global batch.
 
-    input_ids: Tensor
-    """(B, T) int64."""
+    Every microbatch on every rank divides by the same number, so the losses of microbatches can
+    simply be added.
+
+    Attributes:
+        loss_fn: Function that returns a scaled sum of token losses, such as `CrossEntropy`.
+        num_valid_tokens: Divisor, a scalar on the device. It is read only when the loss is
+            computed, so the all-reduce that computes it can overlap with the forward pass.
+        requires_grad: Always False. Zero-bubble schedules of torch 2.12 read this attribute and
+            `grad_fn` of all arguments of a stage, as if they were tensors.
+        grad_fn: Always None; see `requires_grad`.
+    """
+
+    loss_fn: ScaledLoss
+    num_valid_tokens: Tensor
+    requires_grad: ClassVar[bool] = False
+    grad_fn: ClassVar[None] = None
+
+    def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss of one microbatch, a scalar on the device.
+
+        Args:
+            hidden: Hidden states after the final norm, shape (B, T, C).
+            weight: Output matrix, shape (V, C).
+            labels: Labels, shape (B, T).
+        """
+        scale = self.num_valid_tokens.float().reciprocal()
+        return self.loss_fn(hidden, weight, labels, scale)
+
+
+class LossHead(NamedTuple):
+    """Model head that computes the loss of a microbatch instead of its logits.
+
+    `Llama.forward` receives it as `head`, and calls it while FSDP holds the unsharded output
+    matrix. So a chunked loss never needs the logits of all tokens at once.
+
+    A pipeline schedule splits the arguments of the model into microbatches. It splits `labels`,
+    because it finds the tensors in a tuple, and passes `loss` on unchanged, because a
+    `NormalizedLoss` is neither a tensor nor a tuple.
+
+    Attributes:
+        labels: Labels, shape (B, T).
+        loss: Function of hidden states, output matrix and labels.
+    """
+
     labels: Tensor
-    """(B, T) int64: the token after each input; -100 where none is to be predicted."""
-    document_ids: Tensor | None = None
-    """(B, T) int32 with dataset.document_mask: 0, 1, 2, ... in each row. A token attends to tokens of the same id."""
-    positions: Tensor | None = None
-    """(B, T) int64 with dataset.document_mask: restarts at 0 with each document, or piece of one, in a row."""
+    loss: NormalizedLoss
+
+    def __call__(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """Return the loss of hidden states (B, T, C) and the output matrix (V, C), a scalar."""
+        with record_function("loss"):
+            return self.loss(hidden, weight, self.labels)
 
 
 class ForwardBackward:
-    """Without a pipeline: one microbatch after the other. Gradients are reduced with the last microbatch, or with
-    each."""
+    """Run the forward and backward passes of one optimizer step, one microbatch after another.
+
+    Gradients accumulate over the microbatches. They are reduced over the ranks once per step, or
+    after each microbatch if `parallelism.fsdp_reduce` is "microbatch".
+
+    Attributes:
+        loss_fn: The training loss, called once per microbatch.
+    """
 
     def __init__(self, model: ShardedModel, mesh: Mesh, run: Run, device: torch.device) -> None:
-        loss = partial(linear_cross_entropy_sum, z_loss=run.job.training.z_loss, compiled=run.compiles("loss"))
-        self._loss_fn: LossFunction = loss if mesh.tensor is None else vocab_parallel(loss, mesh.tensor)
-        self._model, self._mesh, self._window = model.whole, mesh, run.arch.sliding_window
-        self._reduce_each = run.job.parallelism.fsdp_reduce == "microbatch"
-        self._denominator = torch.ones((), device=device)
-        for stage in (model.whole, *model.stages.values()):
-            stage.loss = self._loss
+        """Build the loss that `training.loss` names, for the sharded `model`."""
+        self._model = model.whole
+        self._mesh = mesh
+        self._device = device
+        self._window = run.arch.sliding_window
+
+        recipe = LossRecipe(run.job.training.z_loss, run.compiles("loss"), mesh.tensor)
+        loss = build_loss(run.job, recipe)
+        self.loss_fn: ScaledLoss = loss
+        self._cross_entropy = CrossEntropy(recipe)
+        self._frees_output = frees_output_before_backward(run)
+
+        self._reduces_each_microbatch = run.fsdp_reduce == "microbatch"
+        self._offloaded: OffloadedGradients | None = None
+        if self._reduces_each_microbatch and run.job.training.enable_cpu_offload:
+            self._offloaded = OffloadedGradients(model.whole.parameters())
 
     def __call__(self, microbatches: Sequence[Microbatch], num_valid_tokens: Tensor) -> Tensor:
-        """Accumulate gradients, and return this rank's share of the loss, a scalar on the device.
-
-        The shares of the ranks of `mesh.loss_group` add up to the loss.
+        """Accumulate the gradients of all microbatches and return this rank's part of the loss.
 
         Args:
-            num_valid_tokens: Number of tokens with a loss in the global batch, on the device. It may still be in
-                computation: it is first used with the first loss.
+            microbatches: This rank's sequences of the global batch.
+            num_valid_tokens: Number of valid labels in the global batch, a scalar on the device.
+                The first loss reads it, so its all-reduce may still be in progress when this is
+                called.
+
+        Returns:
+            Scalar on the device. The parts of all ranks in `mesh.loss_group` add up to the loss of
+            the global batch.
         """
-        self._denominator = num_valid_tokens
-        total = torch.zeros((), device=num_valid_tokens.device)
+        total_loss = torch.zeros((), device=self._device)
         for i, microbatch in enumerate(microbatches):
-            last = i == len(microbatches) - 1
-            set_gradient_sync(self._model, reduce=last or self._reduce_each, last_microbatch=last)
+            is_last = i == len(microbatches) - 1
+            configure_microbatch(
+                self._model,
+                reduce_gradients=is_last or self._reduces_each_microbatch,
+                is_last=is_last,
+                frees_output=self._frees_output,
+            )
+
             with record_function("forward"):
-                loss = self._forward(microbatch)
+                loss = self._forward(microbatch, self.loss_fn, num_valid_tokens)
+            if self._offloaded is not None and i > 0:
+                self._offloaded.add()  # while the GPU computes the forward pass
             with record_function("backward"):
                 loss.backward()
-            total += loss.detach()
-        return total
+            total_loss += loss.detach()
+
+        if self._offloaded is not None and len(microbatches) > 1:
+            self._offloaded.restore()
+        return total_loss
+
+    def _forward(
+        self, microbatch: Microbatch, loss_fn: ScaledLoss, num_valid_tokens: Tensor
+    ) -> Tensor:
+        """Return the summed loss of one microbatch, divided by `num_valid_tokens`."""
+        inputs = local_inputs([microbatch], self._mesh, self._window)
+        head = LossHead(inputs.labels, NormalizedLoss(loss_fn, num_valid_tokens))
+        return self._model(inputs.tokens, head=head, **inputs.attention)
 
     @torch.no_grad()
-    def evaluate(self, microbatches: Sequence[Microbatch], loss_fn: LossFunction | None = None) -> Tensor:
-        """This rank's share of the sum of cross entropy, in float64. No gradients are computed.
+    def evaluate(
+        self, microbatches: Sequence[Microbatch], loss_fn: ScaledLoss | None = None
+    ) -> Tensor:
+        """Return this rank's part of the summed cross entropy in float64, without gradients.
+
+        Validation uses cross entropy even if `training.loss` is another loss, so that the results
+        of different runs are comparable.
 
         Args:
-            loss_fn: Is called instead of the loss, for each microbatch in order, on the ranks that have the output.
+            microbatches: This rank's sequences. With a pipeline, any number of microbatches is
+                allowed.
+            loss_fn: Function to call instead of the cross entropy, on ranks with the output layer.
+                It is called for each microbatch in order.
         """
-        own, self._loss_fn = self._loss_fn, loss_fn or self._loss_fn
-        self._denominator = torch.ones_like(self._denominator)
+        if loss_fn is None:
+            loss_fn = self._cross_entropy
+        self._model.eval()  # turns off dropout in the model of a plugin
         try:
-            return self._sum_of(microbatches)
+            return self._sum_losses(microbatches, loss_fn)
         finally:
-            self._loss_fn = own
-            free_gathered(self._model)
+            self._model.train()
+            reshard_all(self._model)
 
-    def _sum_of(self, microbatches: Sequence[Microbatch]) -> Tensor:
-        return torch.stack([self._forward(microbatch).double() for microbatch in microbatches]).sum()
-
-    def _forward(self, microbatch: Microbatch) -> Tensor:
-        tokens, rest = local_inputs([microbatch], self._mesh, self._window)
-        return self._model(tokens, **rest)
-
-    def _loss(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        with record_function("loss"):
-            return self._loss_fn(hidden, weight, labels, self._denominator.float().reciprocal())
+    def _sum_losses(self, microbatches: Sequence[Microbatch], loss_fn: ScaledLoss) -> Tensor:
+        """Return the sum of the losses of all microbatches, a float64 scalar."""
+        divisor = torch.ones((), device=self._device)
+        losses = [self._forward(microbatch, loss_fn, divisor) for microbatch in microbatches]
+        return torch.stack(losses).double().sum()
 
 
 class PipelineForwardBackward(ForwardBackward):
-    """With a pipeline: the schedule decides when each microbatch runs. Only the last stage has a loss."""
+    """Run the microbatches of one optimizer step with a pipeline schedule, such as 1F1B.
 
-    def __init__(self, model: ShardedModel, mesh: Mesh, run: Run, device: torch.device) -> None:
-        super().__init__(model, mesh, run, device)
-        self._microbatches = run.microbatches
-        # One for each number of microbatches that a step has, which stages of the run change.
-        self._schedules = cache(partial(build_schedule, run, mesh, model.stages, device))
-        self._schedules(run.microbatches)
-
-    def __call__(self, microbatches: Sequence[Microbatch], num_valid_tokens: Tensor) -> Tensor:
-        self._denominator = num_valid_tokens
-        with record_function("pipeline"):
-            return self._run(self._schedules(len(microbatches))[0].step, microbatches)
-
-    def _sum_of(self, microbatches: Sequence[Microbatch]) -> Tensor:
-        total = torch.zeros_like(self._denominator, dtype=torch.float64)
-        schedule, stages = self._schedules(self._microbatches)
-        for i in range(0, len(microbatches), self._microbatches):
-            part = microbatches[i : i + self._microbatches]
-            missing = self._microbatches - len(part)  # the schedule needs that many, so rows without labels are added
-            with forward_only(schedule, stages):
-                total += self._run(schedule.eval, [*part, *[part[-1]] * missing], missing)
-        return total
-
-    def _run(self, run: Callable[..., Any], microbatches: Sequence[Microbatch], missing: int = 0) -> Tensor:
-        tokens, rest = local_inputs(microbatches, self._mesh, self._window)
-        if missing:
-            rest["labels"] = rest["labels"].clone()
-            rest["labels"][-missing * len(tokens) // len(microbatches) :] = -100
-        if "positions" not in rest:  # a stage cannot count them, because its input may be cut along the sequence
-            rest["positions"] = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        losses: list[Tensor] = []
-        inputs = (tokens,) if self._model.tok_embeddings is not None else ()
-        target = {"target": rest["labels"], "losses": losses} if self._model.norm is not None else {}
-        run(*inputs, **target, **rest, return_outputs=False)
-        return torch.stack(losses).detach().sum() if losses else torch.zeros((), device=tokens.device)
-
-
-def build_forward_backward(model: ShardedModel, mesh: Mesh, run: Run, device: torch.device) -> ForwardBackward:
-    """The one that fits the layout."""
-    return (ForwardBackward if mesh.pipeline is None else PipelineForwardBackward)(model, mesh, run, device)
-
-
-def local_inputs(microbatches: Sequence[Microbatch], mesh: Mesh, window: int) -> tuple[Tensor, dict[str, Any]]:
-    """These microbatches as one: tokens (B, T), labels, and positions and mask if the model needs them.
-
-    Under context parallelism, T is this rank's part of the row, and its positions are not consecutive.
+    The rank with the last stage computes the loss. All other ranks return 0.
     """
 
-    def joined(name: str) -> Tensor:
-        parts = [getattr(microbatch, name) for microbatch in microbatches]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+    def __init__(self, model: ShardedModel, mesh: Mesh, run: Run, device: torch.device) -> None:
+        """Build the loss and the schedule for `run.microbatches` microbatches."""
+        super().__init__(model, mesh, run, device)
+        self._num_microbatches = run.microbatches
+        # A schedule has a fixed number of microbatches, and each data stage of the job may set
+        # another one, so schedules are built on demand and kept.
+        self._schedule_for = cache(partial(build_schedule, run, mesh, model.stages, device))
+        self._schedule_for(run.microbatches)
 
-    tokens, rest = joined("input_ids"), {"labels": joined("labels")}
-    documents = None if microbatches[0].document_ids is None else joined("document_ids")
-    if documents is None and 0 < window < tokens.shape[1]:
-        documents = torch.zeros_like(tokens)  # a window is a mask, and a row one document
-    if microbatches[0].positions is not None:
-        rest["positions"] = joined("positions")
-    if mesh.context is None:
-        mask = None if documents is None else document_mask(documents, window)
-    else:
-        mask = context_mask(tokens, documents, mesh.context, window)
-        rest.setdefault("positions", torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens))
-        rest = {name: own_chunks(x, mesh.context) for name, x in rest.items()}
-        tokens = own_chunks(tokens, mesh.context)
-    return tokens, rest if mask is None else rest | {"mask": mask}
+    @property
+    def pipeline_stages(self) -> list[PipelineStage]:
+        """Return this rank's `PipelineStage` objects in the schedule of a training step."""
+        _, stages = self._schedule_for(self._num_microbatches)
+        return stages
+
+    def __call__(self, microbatches: Sequence[Microbatch], num_valid_tokens: Tensor) -> Tensor:
+        """Accumulate the gradients of all microbatches and return this rank's part of the loss."""
+        schedule, _ = self._schedule_for(len(microbatches))
+        with record_function("pipeline"):
+            return self._run_schedule(schedule.step, microbatches, self.loss_fn, num_valid_tokens)
+
+    def _sum_losses(self, microbatches: Sequence[Microbatch], loss_fn: ScaledLoss) -> Tensor:
+        """Return the sum of the losses of all microbatches, a float64 scalar.
+
+        A schedule runs a fixed number of microbatches. If fewer are left, the last one is repeated
+        with ignored labels.
+        """
+        divisor = torch.ones((), device=self._device)
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        schedule, _ = self._schedule_for(self._num_microbatches)
+        for start in range(0, len(microbatches), self._num_microbatches):
+            part = list(microbatches[start : start + self._num_microbatches])
+            num_padding = self._num_microbatches - len(part)
+            part += [part[-1]] * num_padding
+            with forward_only(schedule):
+                total += self._run_schedule(schedule.eval, part, loss_fn, divisor, num_padding)
+        return total
+
+    def _run_schedule(
+        self,
+        run_schedule: Callable[..., Any],
+        microbatches: Sequence[Microbatch],
+        loss_fn: ScaledLoss,
+        num_valid_tokens: Tensor,
+        num_padding: int = 0,
+    ) -> Tensor:
+        """Run a pipeline schedule and return the sum of this rank's losses.
+
+        Ranks without the last stage compute no loss and return 0.
+
+        Args:
+            run_schedule: Method of a schedule: `step` for training or `eval` for validation.
+            microbatches: Exactly as many microbatches as the schedule runs.
+            loss_fn: Function that returns a scaled sum of token losses.
+            num_valid_tokens: Divisor of the loss, a scalar on the device.
+            num_padding: Number of microbatches at the end whose labels are ignored.
+        """
+        tokens, labels, attention = local_inputs(microbatches, self._mesh, self._window)
+        if num_padding:  # repeats of a real microbatch, which must not count twice
+            num_sequences = num_padding * len(tokens) // len(microbatches)
+            labels = labels.clone()
+            labels[-num_sequences:] = IGNORE_INDEX
+        # A later stage cannot derive the positions, because its input may be sharded along T.
+        attention.setdefault("positions", _default_positions(tokens))
+
+        has_first_stage = self._model.tok_embeddings is not None
+        has_last_stage = self._model.norm is not None
+        losses: list[Tensor] = []  # the rank of the last stage appends one for each microbatch
+        inputs = [tokens] if has_first_stage else []
+        targets: dict[str, Any] = {}
+        if has_last_stage:
+            targets = {"target": labels, "losses": losses}
+        head = LossHead(labels, NormalizedLoss(loss_fn, num_valid_tokens))
+        run_schedule(*inputs, head=head, **attention, **targets, return_outputs=False)
+
+        if not losses:
+            return torch.zeros((), device=tokens.device)
+        return torch.stack(losses).detach().sum()
+
+
+def build_forward_backward(
+    model: ShardedModel, mesh: Mesh, run: Run, device: torch.device
+) -> ForwardBackward:
+    """Create the object that runs the forward and backward passes of each step.
+
+    Args:
+        model: This rank's part of the model.
+        mesh: Layout of the ranks. With `mesh.pipeline`, the result runs a pipeline schedule.
+        run: The validated job and the number of ranks.
+        device: Device of this rank.
+    """
+    if mesh.pipeline is None:
+        return ForwardBackward(model, mesh, run, device)
+    return PipelineForwardBackward(model, mesh, run, device)
+
+
+class LocalInputs(NamedTuple):
+    """This rank's part of one or more microbatches.
+
+    With context parallelism, T is the length of this rank's part of each sequence.
+
+    Attributes:
+        tokens: Token ids, shape (B, T).
+        labels: Labels, shape (B, T).
+        attention: Keyword arguments for `Llama.forward`: `positions` and `mask`, each only if the
+            model needs it.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    attention: dict[str, Any]
+
+
+def local_inputs(microbatches: Sequence[Microbatch], mesh: Mesh, window: int) -> LocalInputs:
+    """Concatenate microbatches and select this rank's part of each sequence.
+
+    Args:
+        microbatches: Microbatches that all have, or all lack, `document_ids` and `positions`.
+        mesh: Layout of the ranks. With `mesh.context`, each rank gets two chunks of each sequence.
+        window: Number of tokens that a token attends to (sliding window attention), or 0 for all.
+    """
+    tokens = _concatenate(microbatches, "input_ids")  # (B, T)
+    labels = _concatenate(microbatches, "labels")
+    document_ids = None
+    positions = None
+    if microbatches[0].document_ids is not None:
+        document_ids = _concatenate(microbatches, "document_ids")
+        positions = _concatenate(microbatches, "positions")
+    elif 0 < window < tokens.shape[1]:
+        document_ids = torch.zeros_like(tokens)  # each sequence is one document
+
+    mask = None
+    if mesh.context is not None:
+        mask = context_mask(tokens, document_ids, mesh.context, window)
+        if positions is None:  # the positions of this rank are not consecutive
+            positions = _default_positions(tokens)
+        positions = local_chunks(positions, mesh.context)
+        labels = local_chunks(labels, mesh.context)
+        tokens = local_chunks(tokens, mesh.context)
+    elif document_ids is not None:
+        mask = document_mask(document_ids, window)
+
+    attention: dict[str, Any] = {}
+    if positions is not None:
+        attention["positions"] = positions
+    if mask is not None:
+        attention["mask"] = mask
+    return LocalInputs(tokens, labels, attention)
+
+
+def _concatenate(microbatches: Sequence[Microbatch], field: str) -> Tensor:
+    """Concatenate a field of all microbatches, such as "labels", along the batch dimension."""
+    tensors = [getattr(microbatch, field) for microbatch in microbatches]
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+
+def _default_positions(tokens: Tensor) -> Tensor:
+    """Return positions that count from 0 in each sequence, shape (B, T) like `tokens`."""
+    return torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)

@@ -1,7 +1,8 @@
-"""Memory for a sharded model, and its initial weights.
+"""Allocation and initialization of a sharded model.
 
-Invariant 1: each rank draws the full tensor from a generator seeded by (seed, name) and keeps its shard, so that the
-weights are bitwise the same on any mesh.
+Invariant: Each rank draws the full tensor of each parameter from a generator seeded by (seed,
+parameter name) and keeps only its shard. The initial weights are therefore bitwise equal on any
+number of ranks and with any layout.
 """
 
 from __future__ import annotations
@@ -11,38 +12,41 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titanlite.model.llama import Llama
+from titanlite.optim.adamw import shard_slices
 
 
 def keep_shard(parameter: Tensor, full: Tensor) -> None:
-    """Copy this rank's shard of `full`, which every rank has, into `parameter`. There is no communication.
+    """Copy this rank's shard of a full tensor into a parameter, without communication.
 
-    The last mesh dimension cuts first, because tensor parallelism is applied before FSDP. If both cut the same
-    dimension, DTensor calls that a `_StridedShard`. DTensor's own random numbers would differ from these.
+    Args:
+        parameter: Parameter to overwrite: a DTensor, or a plain tensor that gets all of `full`.
+        full: Value of the whole parameter, which must be the same on every rank.
     """
     if not isinstance(parameter, DTensor):
         parameter.copy_(full)
         return
-    shard = full.to(parameter.dtype)  # rounded before it is cut, as the whole tensor would be
-    mesh = parameter.device_mesh
-    for dim in reversed(range(mesh.ndim)):
-        placement = parameter.placements[dim]
-        if not placement.is_replicate():
-            cut: int = placement.dim  # pyright: ignore[reportAttributeAccessIssue]
-            length = shard.shape[cut]
-            chunk = -(-length // mesh.size(dim))  # as torch.chunk: the last ranks may have less, or nothing
-            start = min(length, chunk * mesh.get_local_rank(dim))
-            shard = shard.narrow(cut, start, min(chunk, length - start))
+
+    shard = full[shard_slices(parameter)].to(parameter.dtype)
     local = DTensor.from_local(
-        shard.contiguous(), mesh, parameter.placements, run_check=False, shape=full.shape, stride=full.stride()
+        shard.contiguous(),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=full.shape,
+        stride=full.stride(),
     )
     parameter.copy_(local)
 
 
 def materialize(model: Llama, device: torch.device, seed: int, offload: bool) -> None:
-    """Allocate the shards of a model on the meta device, and draw its initial weights.
+    """Allocate the shards of a model that is on the meta device, and initialize its weights.
 
-    The weights are drawn on `device`. The shards lie there, too, or on the CPU with `offload`. The values are the same.
-    If `device` is the meta device, the model stays as it is: without memory.
+    Args:
+        model: Model after `parallelize`.
+        device: Device on which the initial values are drawn. With the meta device, the model is
+            left unchanged.
+        seed: Seed of the run.
+        offload: Allocate the shards on the CPU instead of on `device`, for CPU offload.
     """
     if device.type == "meta":
         return

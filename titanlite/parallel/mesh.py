@@ -1,10 +1,11 @@
-"""The layout of ranks.
+"""The device mesh and the process groups of a parallel layout.
 
-Invariant: all code that depends on the layout uses this object. There is no global parallel context.
+All code that depends on the layout receives a `Mesh`. There is no global parallel context.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -13,24 +14,33 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from titanlite.config.run import Degrees
 
+# Dimensions of the grid of ranks.
+PIPELINE, REPLICATE, SHARD, CONTEXT, TENSOR = range(5)
+
 
 @dataclass(frozen=True)
 class Mesh:
-    """The dimensions of the world.
+    """The device meshes and process groups of a parallel layout, as seen by one rank.
 
-    Ranks are numbered (pipeline, replicate, shard, context, tensor), so that tensor, the dimension with the most
-    traffic, lies within a machine.
+    Ranks are numbered in the order (pipeline, replicate, shard, context, tensor), with tensor
+    varying fastest. Tensor parallelism communicates most, so its ranks are neighbors within a node.
 
     Attributes:
-        fsdp: The mesh for `fully_shard`: 1-D (shard), or 2-D (replicate, shard) for HSDP. Weights are sharded over the
-            context ranks, too, because these have gradients of the same weights.
-        tensor, context, pipeline: 1-D, or None if the degree is 1.
-        data_rank: Which part of every global batch this rank reads, of `data_degree` parts.
-        data_group: The ranks that read different data and have the same place in every other dimension.
-        loss_group: The ranks whose shares of the loss must be summed: all with the same place in `tensor`.
-        stage_group: The ranks that hold parts of the same weights: all with the same place in `pipeline`.
-        groups: All process groups of the training that this rank is in, each once. Those of the checkpoints are not
-            among them, because to write a large checkpoint may take longer than any collective of the training.
+        degrees: Number of ranks along each dimension.
+        fsdp: Mesh for `fully_shard`: (shard,), or (replicate, shard) for HSDP. The shard dimension
+            includes the context parallel ranks, which compute gradients of the same weights.
+        tensor: 1-D mesh of the tensor parallel ranks, or None if the degree is 1.
+        context: 1-D mesh of the context parallel ranks, or None if the degree is 1.
+        pipeline: 1-D mesh of the pipeline ranks, or None if the degree is 1.
+        data_rank: Index of the part of each global batch that this rank reads, from 0 to
+            `data_degree` - 1.
+        data_group: Ranks that read different data and are equal in all other dimensions.
+        loss_group: Ranks whose parts of the loss add up to the loss: all ranks with the same tensor
+            coordinate.
+        stage_group: Ranks that hold parts of the same weights: all ranks with the same pipeline
+            coordinate.
+        groups: All process groups of this rank that training uses, without duplicates. Groups for
+            checkpoints are not included, because saving may exceed the timeout of training.
     """
 
     degrees: Degrees
@@ -46,53 +56,96 @@ class Mesh:
 
     @property
     def world_group(self) -> dist.ProcessGroup:
-        """All ranks."""
-        assert dist.group.WORLD is not None
-        return dist.group.WORLD
+        """Return the process group of all ranks."""
+        return _get_world_group()
 
     @property
     def data_degree(self) -> int:
-        """Number of parts of a global batch; each is read by other ranks."""
+        """Return the number of parts into which the ranks divide each global batch."""
         return self.degrees.data
 
 
-def build_mesh(degree: Degrees, device_type: str) -> Mesh:
-    """Lay out the initialised world. The product of the degrees must be its size."""
-    assert degree.world == dist.get_world_size()
-    # FSDP and tensor parallelism shard the same parameters, so their dimensions must belong to one mesh.
-    names = ("pp", "dp_replicate", "dp_shard", "tp")
-    all_sizes = (degree.pipeline, degree.replicate, degree.shard * degree.context, degree.tensor)
-    sizes = {name: size for name, size in zip(names, all_sizes, strict=True) if size > 1 or name == "dp_shard"}
-    mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    hybrid = ("dp_replicate", "dp_shard") if degree.replicate > 1 else ("dp_shard",)
-    # (pipeline, replicate, shard, context, tensor)
-    grid = torch.arange(degree.world).view(degree.pipeline, degree.replicate, degree.shard, degree.context, -1)
-    data_group, loss_group = _group_along(grid, 1, 2), _group_along(grid, 0, 1, 2, 3)
-    stage_group = _group_along(grid, 1, 2, 3, 4)
-    groups = [dist.group.WORLD, *mesh.get_all_groups(), data_group, loss_group, stage_group]
+def build_mesh(degrees: Degrees, device_type: str) -> Mesh:
+    """Create the meshes and process groups of a parallel layout. Call it once on every rank.
+
+    Args:
+        degrees: Number of ranks along each dimension. Their product must be the world size of the
+            initialized default process group.
+        device_type: "cuda" or "cpu".
+    """
+    assert degrees.world == dist.get_world_size()
+
+    mesh = _build_shard_mesh(degrees, device_type)
+    fsdp_dims = ("dp_replicate", "dp_shard") if degrees.replicate > 1 else ("dp_shard",)
+
+    rank_grid = torch.arange(degrees.world).view(
+        degrees.pipeline, degrees.replicate, degrees.shard, degrees.context, degrees.tensor
+    )
+    data_group = _create_group(rank_grid, REPLICATE, SHARD)
+    loss_group = _create_group(rank_grid, PIPELINE, REPLICATE, SHARD, CONTEXT)
+    stage_group = _create_group(rank_grid, REPLICATE, SHARD, CONTEXT, TENSOR)
+    groups = [_get_world_group(), *mesh.get_all_groups(), data_group, loss_group, stage_group]
+
     context = None
-    if degree.context > 1:
-        context = DeviceMesh.from_group(_group_along(grid, 3), device_type, mesh_dim_names=("cp",))
+    if degrees.context > 1:
+        context_group = _create_group(rank_grid, CONTEXT)
+        context = DeviceMesh.from_group(context_group, device_type, mesh_dim_names=("cp",))
         groups += context.get_all_groups()
-    _, replicate, shard, _, _ = (int(i) for i in (grid == dist.get_rank()).nonzero()[0])
+
+    coordinates = (rank_grid == dist.get_rank()).nonzero()[0].tolist()
+    data_rank = coordinates[REPLICATE] * degrees.shard + coordinates[SHARD]
     return Mesh(
-        degree,
-        fsdp=mesh[hybrid] if mesh.ndim > len(hybrid) else mesh,
-        tensor=mesh["tp"] if degree.tensor > 1 else None,
+        degrees,
+        fsdp=mesh[fsdp_dims] if mesh.ndim > len(fsdp_dims) else mesh,
+        tensor=mesh["tp"] if degrees.tensor > 1 else None,
         context=context,
-        pipeline=mesh["pp"] if degree.pipeline > 1 else None,
-        data_rank=replicate * degree.shard + shard,
+        pipeline=mesh["pp"] if degrees.pipeline > 1 else None,
+        data_rank=data_rank,
         data_group=data_group,
         loss_group=loss_group,
         stage_group=stage_group,
-        groups=tuple(group for group in dict.fromkeys(groups) if group is not None),
+        groups=tuple(dict.fromkeys(groups)),
     )
 
 
-def _group_along(grid: torch.Tensor, *dims: int) -> dist.ProcessGroup:
-    """The group of the ranks that differ from this one only in these dimensions of `grid`."""
-    others = [dim for dim in range(grid.ndim) if dim not in dims]
-    members = grid.permute(*others, *dims).flatten(len(others)).flatten(0, -2)  # (groups, ranks of a group)
-    group = dist.group.WORLD if len(members) == 1 else dist.new_subgroups_by_enumeration(members.tolist())[0]
+def _build_shard_mesh(degrees: Degrees, device_type: str) -> DeviceMesh:
+    """Create the mesh with the dimensions "pp", "dp_replicate", "dp_shard" and "tp".
+
+    FSDP and tensor parallelism shard the same parameters, so they need dimensions of one mesh.
+    Dimensions of size 1 are left out, except "dp_shard".
+    """
+    sizes = {
+        "pp": degrees.pipeline,
+        "dp_replicate": degrees.replicate,
+        "dp_shard": degrees.shard * degrees.context,
+        "tp": degrees.tensor,
+    }
+    used = {name: size for name, size in sizes.items() if size > 1 or name == "dp_shard"}
+    return init_device_mesh(device_type, tuple(used.values()), mesh_dim_names=tuple(used))
+
+
+def _create_group(rank_grid: torch.Tensor, *dims: int) -> dist.ProcessGroup:
+    """Create the process group of the ranks that differ from this rank only along some dimensions.
+
+    Every rank must call this with the same arguments, because all ranks take part in the creation
+    of all groups.
+
+    Args:
+        rank_grid: Rank numbers, one dimension per parallel dimension: (pipeline, replicate, shard,
+            context, tensor).
+        dims: Indices of the dimensions of `rank_grid` along which ranks of a group differ.
+    """
+    other_dims = [dim for dim in range(rank_grid.ndim) if dim not in dims]
+    group_size = math.prod(rank_grid.shape[dim] for dim in dims)
+    groups = rank_grid.permute(*other_dims, *dims).reshape(-1, group_size)  # one group per row
+    if len(groups) == 1:
+        return _get_world_group()
+
+    group, _ = dist.new_subgroups_by_enumeration(groups.tolist())
     assert isinstance(group, dist.ProcessGroup)
     return group
+
+
+def _get_world_group() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD

@@ -1,16 +1,18 @@
-"""THE ORDER in which a Llama on the meta device is converted, sharded, checkpointed and compiled.
+"""Applies all model transformations in the order in which they depend on each other.
 
-Invariant: each step comes before the steps that depend on its result. docs/parallelism.md gives the reasons.
+The order is FP8, tensor parallelism, context parallelism, activation checkpointing and compile,
+FSDP. docs/internals/architecture.md gives the reasons.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from titanlite.config.registry import resolved
+from titanlite.config.registry import resolve
 from titanlite.config.run import Run
 from titanlite.model.llama import Llama
 from titanlite.parallel.context import apply_context_parallel
@@ -18,71 +20,142 @@ from titanlite.parallel.float8 import convert_to_float8
 from titanlite.parallel.fsdp import apply_fsdp
 from titanlite.parallel.init_weights import materialize
 from titanlite.parallel.mesh import Mesh
-from titanlite.parallel.pipeline import join_stages, own_stages
+from titanlite.parallel.pipeline import join_stages, local_stages
 from titanlite.parallel.recompute import apply_activation_checkpointing
 from titanlite.parallel.tensor import apply_tensor_parallel, enable_async_tensor_parallel
 
 
 @dataclass(frozen=True)
 class ShardedModel:
-    """The part of the model on one rank.
+    """This rank's part of a sharded model.
 
     Attributes:
-        whole: All that this rank has, under the names of the whole model: for optimizer, checkpoints and gradient norm.
-        stages: Stage number -> its part. Without a pipeline there is one stage, and it is the module `whole`.
+        whole: One module with all parameters of this rank, for the optimizer and checkpoints.
+            Parameters have the names of the unsharded model, for example
+            "layers.3.attention.wq.weight".
+        stages: Number of a pipeline stage -> module of that stage, for the stages of this rank.
+            Without a pipeline, stage 0 is `whole`.
     """
 
     whole: Llama
     stages: dict[int, Llama]
 
 
-def build_model(run: Run, mesh: Mesh, device: torch.device, log: Callable[[str], None]) -> ShardedModel:
-    """Build, parallelize and initialise the model of a run. Its shards are on `device`."""
-    training, stages = run.job.training, {}
-    for number, blocks in own_stages(run, mesh).items():
+def build_model(
+    run: Run,
+    mesh: Mesh,
+    device: torch.device,
+    log: Callable[[str], None],
+    has_float8: bool | None = None,
+) -> ShardedModel:
+    """Build, shard and initialize this rank's part of the model.
+
+    Args:
+        run: The validated job and the number of ranks.
+        mesh: Layout of the ranks.
+        device: Device of the shards. With the meta device, nothing is allocated.
+        log: Function that logs a line.
+        has_float8: Whether the GPUs support FP8 matmuls. By default, detect it.
+    """
+    training = run.job.training
+    init_dtype = getattr(torch, training.init_dtype)
+    dtype = getattr(torch, training.dtype)
+    model_class = resolve(run.arch.model)
+
+    stages: dict[int, Llama] = {}
+    for stage, blocks in local_stages(run, mesh).items():
         with torch.device("meta"):
-            model: Llama = resolved(run.arch.model)(run.arch, blocks)
-        model.to(getattr(torch, training.init_dtype))
-        parallelize(model, mesh, run, log)
-        materialize(model, device, training.seed, training.enable_cpu_offload)
-        # Cast after sharding, so that no full-precision copy of the whole model exists. The optimizer's state follows.
-        stages[number] = model.to(getattr(torch, training.dtype))
-    return ShardedModel(join_stages(list(stages.values())), stages)
+            model = model_class(run.arch, blocks)
+        model.to(init_dtype)
+        parallelize(model, mesh, run, log, has_float8)
+        materialize(model, device, training.seed, offload=training.enable_cpu_offload)
+        # Cast after sharding, so that no full-precision copy of the whole model ever exists.
+        stages[stage] = model.to(dtype)
+    return ShardedModel(whole=join_stages(list(stages.values())), stages=stages)
 
 
-def parallelize(model: Llama, mesh: Mesh, run: Run, log: Callable[[str], None]) -> None:
-    """Apply every transformation that the job asks for to a model or a pipeline stage, in place."""
-    job, compiled, recompute = run.job, run.compiles("model"), run.job.activation_checkpoint
+def parallelize(
+    model: Llama,
+    mesh: Mesh,
+    run: Run,
+    log: Callable[[str], None],
+    has_float8: bool | None = None,
+) -> None:
+    """Apply all parallelism and memory options of a job to a model or pipeline stage, in place.
+
+    Args:
+        model: Model or pipeline stage on the meta device.
+        mesh: Layout of the ranks.
+        run: The validated job and the number of ranks.
+        log: Function that logs a line.
+        has_float8: Whether the GPUs support FP8 matmuls. By default, detect it.
+    """
+    job = run.job
     if job.float8.enable:
-        convert_to_float8(model, job.float8, log, compiled)
+        convert_to_float8(model, job.float8, log, run.compiles("model"), has_float8)
+
     if mesh.tensor is not None:
-        apply_tensor_parallel(model, mesh.tensor, job.float8.enable and job.float8.recipe_name == "tensorwise")
+        gather_float8 = job.float8.enable and job.float8.recipe_name == "tensorwise"
+        apply_tensor_parallel(model, mesh.tensor, gather_float8)
         if job.parallelism.enable_async_tensor_parallel:
             enable_async_tensor_parallel(mesh.tensor)
+
     if mesh.context is not None:
         apply_context_parallel(model, mesh.context)
-    # With DTensors, a graph fails that contains its own recomputation, because torch 2.13 saves their DeviceMesh as if
-    # it were a tensor. So the checkpoint is put around the graph. It then also recomputes the last matmul, which the
-    # compiler would leave out.
-    around = mesh.tensor is not None and (recompute.mode, recompute.selective_ac_option) != ("selective", "op")
-    options = None
-    if job.float8.enable and mesh.fsdp.device_type == "cuda":
-        # One kernel for the scales of all weights of a block, one for their casts. The one for the casts of a backward
-        # pass holds all of them at a time, which is the peak where all is recomputed. Kernels that fuse casts gave NaN
-        # with rowwise scales (https://github.com/pytorch/pytorch/issues/150859). Casts that are kept are operations,
-        # of which more than 30 would make the compiler write three values of SwiGLU to memory, in fp32.
-        options = {
-            "combo_kernels": recompute.mode != "full",
-            "emulate_precision_casts": job.float8.recipe_name != "tensorwise",
-            "realize_opcount_threshold": 100,
-        }
-    how = {"fullgraph": True, "options": options}
-    if compiled and around:
+
+    checkpoint_and_compile(model, mesh, run)
+    apply_fsdp(model, mesh.fsdp, run)
+
+
+def checkpoint_and_compile(model: Llama, mesh: Mesh, run: Run) -> None:
+    """Apply activation checkpointing and `torch.compile` to the blocks, if the job enables them.
+
+    All blocks share one compiled graph, because they have the same code and shapes.
+
+    Args:
+        model: Model before FSDP, modified in place.
+        mesh: Layout of the ranks.
+        run: The validated job.
+    """
+    config = run.job.activation_checkpoint
+    is_compiled = run.compiles("model")
+    is_selective_by_op = config.mode == "selective" and config.selective_ac_option == "op"
+    # The compiler sees the recomputation and can shorten it if it compiles the checkpointed block.
+    # With tensor parallelism, torch 2.13 fails to do so, because it saves the DeviceMesh of a
+    # DTensor like a tensor. Then the compiled block is recomputed as a whole.
+    compiles_first = is_compiled and mesh.tensor is not None and not is_selective_by_op
+    compiles_last = is_compiled and not compiles_first
+    compile_options: dict[str, Any] = {"fullgraph": True, "options": inductor_options(mesh, run)}
+
+    if compiles_first:
         for block in model.layers.values():
-            block.forward = torch.compile(block.forward, **how)
-    if recompute.mode != "none":
-        apply_activation_checkpointing(model, recompute, compiled and not around)
-    if compiled and not around:
+            block.forward = torch.compile(block.forward, **compile_options)
+    if config.mode != "none":
+        saves_last_matmul = run.job.parallelism.memory_savers == "none"
+        apply_activation_checkpointing(model, config, compiles_last, saves_last_matmul)
+    if compiles_last:
         for block in model.layers.values():
-            block.compile(**how)  # one graph serves all blocks, because code and shapes are the same
-    apply_fsdp(model, mesh.fsdp, job)
+            block.compile(**compile_options)
+
+
+def inductor_options(mesh: Mesh, run: Run) -> dict[str, Any] | None:
+    """Return the Inductor options for compiled blocks, or None for the defaults.
+
+    Only FP8 on GPUs needs options:
+
+    - combo_kernels computes the scales of all weights of a block with one kernel and casts the
+      weights with another. With full activation checkpointing that would raise the peak memory, so
+      it is off.
+    - emulate_precision_casts avoids NaN with rowwise scales
+      (https://github.com/pytorch/pytorch/issues/150859).
+    - realize_opcount_threshold counts the emulated casts as operations. With the default of 30, the
+      compiler would write three values of SwiGLU to memory in fp32.
+    """
+    job = run.job
+    if not job.float8.enable or mesh.fsdp.device_type != "cuda":
+        return None
+    return {
+        "combo_kernels": job.activation_checkpoint.mode != "full",
+        "emulate_precision_casts": job.float8.recipe_name != "tensorwise",
+        "realize_opcount_threshold": 100,
+    }

@@ -1,15 +1,16 @@
-"""Pipeline parallelism: each rank has some of the blocks, and microbatches pass through the ranks
-(https://arxiv.org/abs/2104.04473; zero bubble: https://arxiv.org/abs/2401.10241).
+"""Pipeline parallelism: each rank holds some blocks, and microbatches pass from rank to rank.
 
-Invariant: a stage is a part of the model under the names of the whole model, so weights, checkpoints and optimizer
-groups do not depend on stages.
+See https://arxiv.org/abs/2104.04473, and https://arxiv.org/abs/2401.10241 for zero-bubble
+schedules.
+
+A stage is a consecutive part of the model. Its parameters have the same names as in the whole
+model, so weights, checkpoints and optimizer groups do not depend on the division into stages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,85 +25,135 @@ if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
+FORWARD_ACTIONS = ("FORWARD", "SEND_F", "WAIT_SEND_F", "RECV_F", "UNSHARD", "RESHARD")
+"""Names of the actions of a torch schedule that belong to a forward pass. torch 2.15 has all."""
 
-def own_stages(run: Run, mesh: Mesh) -> dict[int, range]:
-    """Stage number -> its blocks, for the stages that this rank runs. Without a pipeline there is one stage."""
-    schedule, ranks = run.job.parallelism.pipeline_parallel_schedule, run.degrees.pipeline
+
+def local_stages(run: Run, mesh: Mesh) -> dict[int, range]:
+    """Return the pipeline stages of this rank: stage number -> indices of its blocks.
+
+    For example, rank 0 of 2 with an interleaved schedule over 8 blocks: {0: range(0, 2), 2:
+    range(4, 6)}. Without a pipeline, stage 0 has all blocks.
+    """
+    schedule = run.job.parallelism.pipeline_parallel_schedule
+    num_stages = len(run.stages)
     rank = 0 if mesh.pipeline is None else mesh.pipeline.get_local_rank()
-    owner = [stage_rank(i, len(run.stages), ranks, schedule) for i in range(len(run.stages))]
-    return {i: part for i, part in enumerate(run.stages) if owner[i] == rank}
+
+    stages = {}
+    for stage, blocks in enumerate(run.stages):
+        if stage_rank(stage, num_stages, run.degrees.pipeline, schedule) == rank:
+            stages[stage] = blocks
+    return stages
 
 
 def join_stages(stages: Sequence[Llama]) -> Llama:
-    """One module with all stages of this rank, for optimizer and checkpoints. Names are those of the whole model."""
+    """Combine the stages of this rank into one module, for the optimizer and checkpoints.
+
+    The module shares the parameters of the stages, under the names of the whole model. It is not
+    meant to be called.
+    """
     if len(stages) == 1:
         return stages[0]
-    whole = type(stages[0])(stages[0].arch, range(-1, -1))
+    no_blocks = range(-1, -1)
+    joined = type(stages[0])(stages[0].arch, no_blocks)
     for stage in stages:
-        whole.layers.update(dict(stage.layers.items()))
-        whole.tok_embeddings = stage.tok_embeddings or whole.tok_embeddings
-        whole.norm, whole.output = stage.norm or whole.norm, stage.output or whole.output
-    return whole
+        joined.layers.update(dict(stage.layers.items()))
+        joined.tok_embeddings = stage.tok_embeddings or joined.tok_embeddings
+        joined.norm = stage.norm or joined.norm
+        joined.output = stage.output or joined.output
+    return joined
 
 
 def build_schedule(
-    run: Run, mesh: Mesh, stages: dict[int, Llama], device: torch.device, microbatches: int
+    run: Run, mesh: Mesh, stages: dict[int, Llama], device: torch.device, num_microbatches: int
 ) -> tuple[PipelineScheduleSingle | PipelineScheduleMulti, list[PipelineStage]]:
-    """The schedule of one optimizer step over this rank's stages, and these stages as it runs them.
+    """Create the torch pipeline schedule of one optimizer step over this rank's stages.
 
-    The shapes are declared, because torch would otherwise find them out by a trial run that computes and communicates.
+    The input and output shapes of stages are declared, because torch would otherwise infer them
+    with a trial run that computes and communicates.
+
+    Args:
+        run: The validated job and the number of ranks.
+        mesh: Layout of the ranks, with `mesh.pipeline`.
+        stages: Stage number -> module, for the stages of this rank.
+        device: Device of this rank.
+        num_microbatches: Number of microbatches per step, which the schedule fixes.
+
+    Returns:
+        The schedule, and this rank's stages as the `PipelineStage` objects that the schedule runs.
     """
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
     assert mesh.pipeline is not None
-    count, group = len(run.stages), mesh.pipeline.get_group()
+    num_stages = len(run.stages)
     pipeline_stages = []
-    for i, stage in stages.items():
+    for index, module in stages.items():
+        hidden = _hidden_shape(run, module.arch)
+        # The last stage outputs the loss. No stage receives it, but its shape must be declared.
+        loss = torch.empty((), device="meta", requires_grad=True)
         shapes: dict[str, Any] = {
-            "input_args": _input(run, stage.arch, first=i == 0),
-            "output_args": _input(run, stage.arch, first=False),
+            "input_args": _token_shape(run) if index == 0 else hidden,
+            "output_args": loss if index == num_stages - 1 else hidden,
         }
-        if i == count - 1:  # the loss: no stage receives it, but its shape must be declared
-            shapes["output_args"] = torch.empty((), device="meta", requires_grad=True)
-        pipeline_stages.append(PipelineStage(stage, i, count, device, group=group, **shapes))
-    schedule: Any = get_schedule_class(run.job.parallelism.pipeline_parallel_schedule)
-    own: Any = pipeline_stages[0] if issubclass(schedule, PipelineScheduleSingle) else pipeline_stages
-    # What the last stage returns is the loss already.
-    return schedule(own, microbatches, loss_fn=lambda loss, _: loss, scale_grads=False), pipeline_stages
+        stage = PipelineStage(
+            module, index, num_stages, device, group=mesh.pipeline.get_group(), **shapes
+        )
+        pipeline_stages.append(stage)
+
+    schedule_class: Any = get_schedule_class(run.job.parallelism.pipeline_parallel_schedule)
+    takes_one_stage = issubclass(schedule_class, PipelineScheduleSingle)
+    schedule = schedule_class(
+        pipeline_stages[0] if takes_one_stage else pipeline_stages,
+        num_microbatches,
+        loss_fn=lambda loss, _target: loss,  # the last stage has already computed the loss
+        scale_grads=False,
+    )
+    return schedule, pipeline_stages
 
 
 @contextmanager
-def forward_only(
-    schedule: PipelineScheduleSingle | PipelineScheduleMulti, stages: Sequence[PipelineStage]
-) -> Iterator[None]:
-    """Leave out the backward passes.
+def forward_only(schedule: PipelineScheduleSingle | PipelineScheduleMulti) -> Iterator[None]:
+    """Remove the backward passes from a pipeline schedule within this context, for validation.
 
-    The method `eval` of torch's schedules is meant for that, but torch 2.13 fails in it if the next stage is on the
-    same rank (ZBVZeroBubble). In torch 2.11, after an `eval` before the first step, the tensors that a stage receives
-    never require a gradient.
+    The `eval` method of a schedule should do this. Up to torch 2.15, it fails if consecutive stages
+    are on the same rank, as in ZBVZeroBubble.
     """
-    runs: Any = schedule
-    orders = getattr(runs, "pipeline_order_with_comms", None)
-    if orders is not None:
-        forward = ("FORWARD", "SEND_F", "RECV_F", "UNSHARD", "RESHARD")
-        kept = ((rank, [a for a in order if a.computation_type.name in forward]) for rank, order in orders.items())
-        runs.pipeline_order_with_comms = dict(kept)
+    any_schedule: Any = schedule
+    # Rank -> actions in order. Only schedules with several stages per rank have this attribute.
+    full_order = getattr(any_schedule, "pipeline_order_with_comms", None)
+    if full_order is None:
+        yield
+        return
+
+    any_schedule.pipeline_order_with_comms = {
+        rank: [action for action in actions if action.computation_type.name in FORWARD_ACTIONS]
+        for rank, actions in full_order.items()
+    }
     yield
-    if orders is not None:
-        runs.pipeline_order_with_comms = orders
-    for stage in stages:
-        for received in chain.from_iterable(stage.args_recv_info.values()):
-            buffer = getattr(received, "buffer", None)
-            if isinstance(buffer, Tensor):
-                buffer.requires_grad_(True)
+    any_schedule.pipeline_order_with_comms = full_order
 
 
-def _input(run: Run, arch: Architecture, first: bool) -> Tensor:
-    """The shape and dtype of a stage's input: token ids (B, T) for the first stage, (B, T / tensor degree, C) for the
-    others."""
-    rows, length = run.job.training.local_batch_size, run.job.training.seq_len // run.degrees.context
-    if first:
-        return torch.empty(rows, length, dtype=torch.int64, device="meta")
-    dtype = getattr(torch, run.job.training.mixed_precision_param)
-    return torch.empty(rows, length // run.degrees.tensor, arch.dim, dtype=dtype, device="meta", requires_grad=True)
+def _token_shape(run: Run) -> Tensor:
+    """Return a meta tensor with the shape (B, T) and dtype of the token ids of the first stage."""
+    training = run.job.training
+    seq_len = training.seq_len // run.degrees.context
+    return torch.empty(training.local_batch_size, seq_len, dtype=torch.int64, device="meta")
+
+
+def _hidden_shape(run: Run, arch: Architecture) -> Tensor:
+    """Return a meta tensor with the shape and dtype of the hidden states between two stages.
+
+    The shape is (B, T / tensor parallel degree, C), because tensor parallelism shards the sequence
+    between blocks. T is this rank's part of each sequence.
+    """
+    training = run.job.training
+    seq_len = training.seq_len // run.degrees.context // run.degrees.tensor
+    return torch.empty(
+        training.local_batch_size,
+        seq_len,
+        arch.dim,
+        dtype=getattr(torch, training.mixed_precision_param),
+        device="meta",
+        requires_grad=True,
+    )

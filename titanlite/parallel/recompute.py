@@ -1,6 +1,7 @@
-"""Activation checkpointing: cheap results are recomputed in the backward pass, expensive ones are saved.
+"""Activation checkpointing: recompute activations in the backward pass to save memory.
 
-Invariant: losses, gradients and the names of parameters are the same as without it. It must be applied before FSDP.
+Invariant: Losses, gradients and parameter names are the same with and without activation
+checkpointing. Apply it before FSDP.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 import torch._functorch.config as functorch_config
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -21,67 +22,115 @@ from torch.utils.checkpoint import (
 
 from titanlite.config import schema
 from titanlite.model.llama import Llama
+from titanlite.parallel.memory_savers import find_unneeded_matmul
 
 aten = torch.ops.aten
-_ALWAYS_SAVED = {
+ALWAYS_SAVED = {
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.higher_order.flex_attention,
-    aten.max.default,  # the maximum of a whole tensor, for its FP8 scale
+    aten.max.default,  # the amax of a tensor, for its FP8 scale
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
 }
-_MATMULS = {aten.mm.default, aten.addmm.default, aten._scaled_mm.default}
+MATMULS = {aten.mm.default, aten.addmm.default, aten._scaled_mm.default}
 
 
-def _save_attention_and_every_second_matmul(last: int) -> tuple[Any, Any]:
-    """The contexts of a block's forward pass and of its recomputation. Each counts the matmuls itself.
+def apply_activation_checkpointing(
+    model: Llama,
+    config: schema.ActivationCheckpoint,
+    in_graph: bool = False,
+    saves_last_matmul: bool = False,
+) -> None:
+    """Wrap the forward pass of blocks so that the backward pass recomputes their activations.
 
-    Nothing needs the result of the `last` one again, so it is not saved. Of all others a byte that is saved spares as
-    many operations, because their weights have as many rows: no other half of them is better.
+    Args:
+        model: Model before FSDP, modified in place.
+        config: Section [activation_checkpoint] of the job, which selects the blocks and the
+            operations. With mode "memory_budget" the compiler decides what to recompute, and only
+            its budget is set.
+        in_graph: Whether each block is compiled together with its recomputation, as one graph.
+        saves_last_matmul: Whether mode "op" may save the output of the last matmul of a block,
+            although the backward pass does not need it.
     """
-    matmuls = {False: 0, True: 0}
+    if config.mode == "memory_budget":
+        functorch_config.activation_memory_budget = config.memory_budget
+        # The only script objects in our graphs are the meshes of DTensors, which take no memory.
+        if torch.__version__ >= "2.13":  # earlier versions do not have the setting
+            functorch_config.unsafe_treat_script_objects_as_zero_size = True
+        return
 
-    def policy(context: SelectiveCheckpointContext, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-        if op in _MATMULS:
-            matmuls[context.is_recompute] += 1
-            number = matmuls[context.is_recompute]
-            save = number % 2 == 1 and number != last
-        else:
-            save = op in _ALWAYS_SAVED
-        return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
+    preserves_rng_state = draws_random_numbers(type(model))
+    recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=preserves_rng_state)
+    if in_graph:
+        # Without a policy, the compiler would save inputs of collectives and of SwiGLU.
+        save_nothing = partial(create_selective_checkpoint_contexts, [])
+        recompute = partial(recompute, context_fn=save_nothing)
+
+    is_selective = config.mode == "selective"
+    if is_selective and config.selective_ac_option == "op":
+        for block in model.layers.values():
+            unneeded_matmul = 0 if saves_last_matmul else find_unneeded_matmul(block)
+            save_some = partial(_create_op_contexts, unneeded_matmul)
+            recompute_some = partial(recompute, context_fn=save_some)
+            block.forward = _recompute_in_backward(block.forward, recompute_some)
+        return
+
+    interval = int(config.selective_ac_option) if is_selective else 1
+    for index, block in model.layers.items():
+        if (int(index) + 1) % interval == 0:
+            block.forward = _recompute_in_backward(block.forward, recompute)
+
+
+def draws_random_numbers(model: type[Llama]) -> bool:
+    """Return whether the forward pass of a model class may draw random numbers, as dropout does.
+
+    Subclasses count as random unless they set the attribute `draws_random_numbers` to False.
+    """
+    # Look only at the class itself, because a subclass may add dropout.
+    return vars(model).get("draws_random_numbers", True)
+
+
+def _create_op_contexts(unneeded_matmul: int) -> tuple[Any, Any]:
+    """Create the checkpoint contexts of one block, which save attention and every second matmul.
+
+    All matmul inputs have the same width, so saving one byte of any matmul output avoids the same
+    number of FLOPs. No other half of the matmuls would be a better choice.
+
+    Args:
+        unneeded_matmul: Index, from 1, of a matmul whose output the backward pass does not need, so
+            saving it would waste memory. 0 means none.
+
+    Returns:
+        Context managers for the forward pass and for the recomputation, as `context_fn` of
+        `torch.utils.checkpoint.checkpoint` must return them.
+    """
+    # Matmuls so far, in the forward pass (False) and in its recomputation (True).
+    num_matmuls = {False: 0, True: 0}
+
+    def policy(
+        context: SelectiveCheckpointContext, op: Any, *_args: Any, **_kwargs: Any
+    ) -> CheckpointPolicy:
+        """Return whether to save the output of `op` or to recompute it in the backward pass."""
+        should_save = op in ALWAYS_SAVED
+        if op in MATMULS:
+            num_matmuls[context.is_recompute] += 1
+            index = num_matmuls[context.is_recompute]
+            should_save = index % 2 == 1 and index != unneeded_matmul
+        return CheckpointPolicy.MUST_SAVE if should_save else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
 
 
-def apply_activation_checkpointing(model: Llama, config: schema.ActivationCheckpoint, in_graph: bool = False) -> None:
-    """Let the blocks of `model` recompute, in place. The mode memory_budget lets the compiler choose instead.
+def _recompute_in_backward(
+    forward: Callable[..., Tensor], recompute: Callable[..., Tensor]
+) -> Callable[..., Tensor]:
+    """Wrap a forward function so that its activations are recomputed in the backward pass.
 
     Args:
-        in_graph: Blocks are compiled together with their recomputation. The compiler would save what they receive from
-            other ranks, and an input of SwiGLU, unless it finds that a policy does not.
+        forward: Forward function of a block.
+        recompute: Checkpoint function, which is called with `forward` and its arguments.
     """
-    if config.mode == "memory_budget":
-        functorch_config.activation_memory_budget = config.memory_budget
-        # The budget counts memory. The only script objects in our graphs are the meshes of DTensors, which have none.
-        if hasattr(functorch_config, "unsafe_treat_script_objects_as_zero_size"):  # since torch 2.13
-            functorch_config.unsafe_treat_script_objects_as_zero_size = True
-        return
-    recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)  # Llama uses no random numbers
-    option = config.selective_ac_option if config.mode == "selective" else "1"
-    if in_graph:
-        recompute = partial(recompute, context_fn=partial(create_selective_checkpoint_contexts, []))
-    every = 1 if option == "op" else int(option)
-    for name, block in model.layers.items():
-        if option == "op":
-            kinds = [type(module) for module in block.modules() if isinstance(module, nn.Linear)]
-            last = len(kinds) if set(kinds) == {nn.Linear} else 0  # an FP8 layer would compute it again, in eager mode
-            recompute = partial(recompute, context_fn=partial(_save_attention_and_every_second_matmul, last))
-        if (int(name) + 1) % every == 0:
-            block.forward = _recomputing(block.forward, recompute)
-
-
-def _recomputing(forward: Callable[..., Tensor], recompute: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`forward`, recomputed in the backward pass. It is a new function, because the compiler skips torch's own."""
+    # A new function, because the compiler skips functions defined in torch.
     return lambda *inputs: recompute(forward, *inputs)

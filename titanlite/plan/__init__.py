@@ -1,4 +1,5 @@
-"""What a run will take before it runs: the trainer's own step on fake tensors, and what follows from its counts.
+"""Plans: estimates of the memory and time of a run before the run starts.
 
-Invariant: a plan is the trainer. No formula beside the trainer says what a step computes, stores or sends.
+Invariant: A plan runs the trainer's own step on fake tensors, which have shapes but no data. No
+formula besides the trainer describes what a step computes, stores or sends.
 """

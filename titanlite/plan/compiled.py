@@ -1,233 +1,455 @@
-"""What `torch.compile` does to the memory and the traffic of a step on fake tensors. Nothing is compiled.
+"""Imitates the memory and kernels of `torch.compile` in a traced step, without compiling.
 
-Invariant: what a graph saves for its backward pass is chosen by torch's own partitioner on the compiler's own
-decompositions. Of its values those are in memory that a kernel reads or writes which the compiler does not generate (of
-matmuls, attention, collectives), that leave the graph, or that are small. Generated kernels compute all others on the
-way.
+Invariant: the torch partitioner chooses the tensors that a graph saves for its backward pass, on
+Inductor's decompositions. A value of a graph is stored in memory only in these cases:
+
+- A kernel that the compiler does not generate (matmul, attention, collective) reads or writes it.
+- It is a result of the graph.
+- It is small, as the result of a reduction is.
+
+Generated kernels recompute all other values.
 """
 
 from __future__ import annotations
 
+import inspect
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
-from unittest.mock import patch
+from typing import Any, NamedTuple, cast
 
 import torch
-import torch._functorch.config as functorch_config
+from functorch.compile import aot_function, min_cut_rematerialization_partition
+from functorch.compile import config as functorch_config
 from torch import Tensor, nn
-from torch._functorch.aot_autograd import aot_function
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._guards import detect_fake_mode
+from torch._functorch import partitioners
 from torch._inductor.decomposition import select_decomp_table
+from torch.func import functional_call
 from torch.fx import GraphModule, Node, map_arg, traceback
-from torch.nn.utils.stateless import _reparametrize_module
+from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import (
     _disable_current_modes,
-    _get_current_dispatch_mode_stack,
     is_traceable_wrapper_subclass,
     transform_subclass,
 )
-from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
-from titanlite.plan.counter import MATMULS, Counter, bytes_of
+from titanlite.optim import clip, losses
+from titanlite.parallel import float8, recompute
+from titanlite.plan.counter import (
+    MATMULS,
+    bytes_of,
+    count_generated_kernel,
+    pause_counters,
+    plain_tensors,
+)
+from titanlite.plan.override import override
 
-FLEX, PREFER_RECOMPUTE = torch.ops.aten._scaled_dot_product_flash_attention.default, CheckpointPolicy.PREFER_RECOMPUTE
-SMALL = 8  # A value of so many times fewer bytes than what it is computed from is a sum or a maximum.
+Function = Callable[..., Any]
+
+FLEX_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention.default  # see simulate_gpu
+REDUCTION_RATIO = 8  # a value this many times smaller than its inputs is a reduction, and stored
 
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Let `torch.compile` and `nn.Module.compile` do what this module says."""
-    graphs: dict[Any, Callable[..., Any]] = {}
+    """Replace `torch.compile` and `nn.Module.compile` by an imitation within this context.
 
-    def compiled(function: Callable[..., Any], owner: nn.Module | None = None, **_how: Any) -> Callable[..., Any]:
+    The imitation runs functions as graphs that use as much memory as compiled code, without
+    generating code. This lets `titanlite plan` trace compiled jobs without a GPU.
+    """
+    graphs: dict[Any, Function] = {}
+
+    def compile_function(
+        function: Function, owner: nn.Module | None = None, **_options: Any
+    ) -> Function:
         module = owner or getattr(function, "__self__", nn.Module())
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():  # a part of another graph
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():  # it is part of another graph
                 return function(*args, **kwargs)
-            leaves, spec = tree_flatten((args, kwargs))
-            places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-            weights = dict(module.named_parameters())
-            constants = [None if i in places else leaf for i, leaf in enumerate(leaves)]
-            tensors = [*weights.values(), *(leaves[i] for i in places)]
-            names = list(weights)
-            del leaves, args, kwargs, weights  # the graph lives longer than they
-
-            def flat(*tensors: Tensor) -> Any:
-                filled = list(constants)
-                for i, tensor in zip(places, tensors[len(names) :], strict=True):
-                    filled[i] = tensor
-                args, kwargs = tree_unflatten(filled, spec)
-                given = dict(zip(names, tensors, strict=False))
-                with patch("torch.compiler.is_compiling", lambda: True), _reparametrize_module(module, given):
-                    return function(*args, **kwargs)
-
-            # One graph serves all blocks, because code and shapes are the same.
-            kinds = tuple((type(t), t.shape, t.dtype, t.requires_grad) for t in tensors)
-            key = function.__code__, kinds, tuple(constants), torch.is_grad_enabled()
+            call, tensors, key = _flatten_call(function, module, args, kwargs)
+            # Blocks share one graph, because their code and shapes are the same.
             if key not in graphs:
-                graphs[key] = _traced(flat, tensors)
+                graphs[key] = _trace_graph(call, tensors)
             return graphs[key](*tensors)
 
-        return call
+        return run
 
-    def compile_module(module: nn.Module, **_how: Any) -> None:
-        module.forward = compiled(module.forward, module)
+    def compile_module(module: nn.Module, **_options: Any) -> None:
+        module.forward = compile_function(module.forward, module)
 
     def compile_weight_cast() -> None:
         from torchao.float8 import fsdp_utils
 
-        cast = fsdp_utils.hp_tensor_and_scale_to_float8
-        own = compiled(getattr(cast, "_torchdynamo_orig_callable", cast))
-        undo.enter_context(patch.object(fsdp_utils, "hp_tensor_and_scale_to_float8", own))
+        # A run in this process may have compiled the cast.
+        cast_to_float8 = inspect.unwrap(fsdp_utils.hp_tensor_and_scale_to_float8)
+        compiled = compile_function(cast_to_float8)
+        stack.enter_context(override(fsdp_utils, hp_tensor_and_scale_to_float8=compiled))
 
-    # Those with a cache would keep what was compiled here for a run in this process, and the other way round.
-    own = {f"titanlite.optim.{name}.compiled_once": compiled for name in ("loss", "clip")}
-    own |= {"titanlite.parallel.float8._compile_weight_cast": compile_weight_cast, "torch.compile": compiled}
-    own |= {"titanlite.parallel.recompute.checkpoint": _checkpoint}
-    with ExitStack() as undo, patch.object(nn.Module, "compile", compile_module):
-        for name, function in own.items():
-            undo.enter_context(patch(name, function))
-        undo.enter_context(functorch_config.patch(activation_memory_budget=1.0))  # a job may set it
+    with (
+        override(torch, compile=compile_function),
+        override(nn.Module, compile=compile_module),
+        override(recompute, checkpoint=_checkpoint),
+        # These functions have a cache, which must not mix graphs with compiled code.
+        override(losses, compiled_once=compile_function),
+        override(clip, compiled_once=compile_function),
+        override(float8, _compile_weight_cast=compile_weight_cast),
+        functorch_config.patch(activation_memory_budget=1.0),  # a job may set it
+        ExitStack() as stack,
+    ):
         yield
 
 
-def _traced(function: Callable[..., Any], tensors: Iterable[Tensor]) -> Callable[..., Any]:
-    """`function` as graphs of a forward and a backward pass."""
+def _flatten_call(
+    function: Function, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Function, list[Tensor], Any]:
+    """Convert a call of a compiled function into a call whose arguments are only tensors.
+
+    Args:
+        function: The compiled function.
+        module: Module whose parameters the function reads.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
+
+    Returns:
+        - A function of tensors. It keeps no tensor alive, because graphs outlive the call.
+        - Its arguments: the parameters of the module, and the tensors in `args` and `kwargs`.
+        - A key that is equal for calls that can share a graph.
+    """
+    leaves: list[Any] = []
+
+    def replace_by_index(leaf: Any) -> int:
+        leaves.append(leaf)
+        return len(leaves) - 1
+
+    indices: Any = map_aggregate((args, kwargs), replace_by_index)  # nested like the arguments
+    tensor_indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    parameters = dict(module.named_parameters())
+    parameter_names = [f"owner.{name}" for name in parameters]
+    num_parameters = len(parameters)
+    owned_function = _OwnedFunction(function, module)
+
+    def call(*tensors: Tensor) -> Any:
+        parameters = dict(zip(parameter_names, tensors[:num_parameters], strict=True))
+        values = list(constants)
+        for i, tensor in zip(tensor_indices, tensors[num_parameters:], strict=True):
+            values[i] = tensor
+        args, kwargs = map_aggregate(indices, lambda index: values[cast(int, index)])
+        with override(torch.compiler, is_compiling=lambda: True):
+            return functional_call(owned_function, parameters, args, kwargs)
+
+    tensors = [*parameters.values(), *(leaves[i] for i in tensor_indices)]
+    signatures = [(type(x), x.shape, x.dtype, x.requires_grad) for x in tensors]
+    key = (function.__code__, *signatures, *constants, torch.is_grad_enabled())
+    return call, tensors, key
+
+
+class _OwnedFunction(nn.Module):
+    """Wraps a function in a module, so that `functional_call` can replace parameters.
+
+    Args:
+        function: The function.
+        owner: Module whose parameters the function reads.
+    """
+
+    def __init__(self, function: Function, owner: nn.Module) -> None:
+        super().__init__()
+        self.function = function
+        self.owner = owner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+def _trace_graph(function: Function, tensors: Sequence[Tensor]) -> Function:
+    """Trace a function into forward and backward graphs, and return a function that runs them.
+
+    Args:
+        function: Function of tensors.
+        tensors: Example arguments.
+    """
     graph = aot_function(
-        function, _kernels, _kernels, _partition, select_decomp_table(), keep_inference_input_mutations=True
+        function,
+        fw_compiler=_imitate_kernels,
+        bw_compiler=_imitate_kernels,
+        partition_fn=_partition,
+        decompositions=select_decomp_table(),
+        keep_inference_input_mutations=True,
     )
-    mode = detect_fake_mode(list(tensors))
-    assert mode is not None
-    no_states = patch(
-        "torch._functorch.partitioners.functionalize_rng_ops", lambda _, forward, backward, *__: (forward, backward)
-    )
-    # The first call makes the graphs, which keep its tensors: no counter and no recomputation around it sees them.
-    unseen = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
-    with no_states, unseen, _disable_current_modes(), mode:
-        graph(*(_like(tensor).requires_grad_(tensor.requires_grad) for tensor in tensors))
+    fake_tensor: Any = next(plain_tensors(tensors[0]))
+
+    def keep_graphs(_: Any, forward: Any, backward: Any, *__: Any) -> tuple[Any, Any]:
+        return forward, backward
+
+    # The first call creates the graphs. No counter and no activation checkpointing must see its
+    # tensors.
+    with (
+        override(partitioners, functionalize_rng_ops=keep_graphs),  # needs a GPU
+        torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
+        _disable_current_modes(),
+        pause_counters(),
+        fake_tensor.fake_mode,
+    ):
+        examples = [_empty_like(tensor).requires_grad_(tensor.requires_grad) for tensor in tensors]
+        graph(*examples)
     return graph
 
 
-def _partition(joint: GraphModule, inputs: Any, **how: Any) -> tuple[GraphModule, GraphModule]:
-    """As the compiler does it. It saves flex attention (`trace.as_on_gpu`) where no policy says to save nothing."""
-    for node in joint.graph.nodes:
-        if node.target is FLEX and node.meta.get("recompute") != CheckpointPolicy.MUST_RECOMPUTE:
-            for each in (node, *node.users):
-                each.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-    return min_cut_rematerialization_partition(joint, inputs, compiler="inductor", **how)
-
-
-def _like(tensor: Any) -> Any:
-    """A tensor of the same kind in other memory."""
+def _empty_like(tensor: Any) -> Any:
+    """Allocate a tensor with the type, shape and strides of `tensor`."""
     if is_traceable_wrapper_subclass(tensor):
-        return transform_subclass(tensor, lambda _, inner: _like(inner))
+        return transform_subclass(tensor, lambda _, inner: _empty_like(inner))
     if not isinstance(tensor, Tensor):  # the mesh of a DTensor
         return tensor
-    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return torch.empty_strided(
+        tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
 
 
-def _checkpoint(function: Callable[..., Any], *inputs: Any, context_fn: Any = None, **how: Any) -> Any:
-    """torch's own, or within a graph: tell the partitioner what not to save."""
+def _partition(joint: GraphModule, inputs: Any, **options: Any) -> tuple[GraphModule, GraphModule]:
+    """Divide a joint graph into a forward and a backward graph, as Inductor does.
+
+    The result of flex attention is saved for the backward pass, unless activation checkpointing
+    recomputes it.
+    """
+    for node in joint.graph.nodes:
+        must_recompute = node.meta.get("recompute") == CheckpointPolicy.MUST_RECOMPUTE
+        if node.target is FLEX_ATTENTION and not must_recompute:
+            for saved in (node, *node.users):
+                saved.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    return min_cut_rematerialization_partition(joint, inputs, compiler="inductor", **options)
+
+
+def _checkpoint(function: Function, *inputs: Any, context_fn: Any = None, **options: Any) -> Any:
+    """Replace `torch.utils.checkpoint.checkpoint` while a graph is traced.
+
+    Within a graph, it only marks nodes to be saved or recomputed. Outside of graphs, it calls the
+    original function.
+
+    Args:
+        function: Function whose activations are recomputed.
+        inputs: Arguments of the function.
+        context_fn: Policy of selective activation checkpointing, as in torch.
+        options: Other options of the torch function.
+    """
     if not torch.compiler.is_compiling():
-        return checkpoint(function, *inputs, **how, **({"context_fn": context_fn} if context_fn else {}))
-    # Compiled blocks that recompute all have a policy that saves nothing.
-    kind = {FLEX: CheckpointPolicy.MUST_RECOMPUTE} if getattr(context_fn, "args", None) == ([],) else {}
-    policy = partial(create_selective_checkpoint_contexts, lambda _, op, *__, **___: kind.get(op, PREFER_RECOMPUTE))
-    forward = (policy if kind or context_fn is None else context_fn)()[0]
-    forward.ac_graph_id = 0  # since torch 2.13
-    with traceback.preserve_node_meta(), forward:
+        if context_fn is not None:
+            options["context_fn"] = context_fn
+        return checkpoint(function, *inputs, **options)
+
+    # `apply_activation_checkpointing` passes an empty list of operators to save nothing.
+    saves_nothing = getattr(context_fn, "args", None) == ([],)
+
+    def recompute_all(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+        if saves_nothing and op is FLEX_ATTENTION:
+            return CheckpointPolicy.MUST_RECOMPUTE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    if context_fn is None or saves_nothing:
+        context_fn = partial(create_selective_checkpoint_contexts, recompute_all)
+    forward_context, _recompute_context = context_fn()
+    forward_context.ac_graph_id = 0  # since torch 2.13
+    with traceback.preserve_node_meta(), forward_context:
         traceback.current_meta["ac_graph_id"] = 0
         return function(*inputs)
 
 
-def _kernels(gm: GraphModule, example_inputs: Any) -> Callable[..., Any]:
-    """A graph as kernels. Those that the compiler generates only allocate what they write; all others run."""
+class _Kernel(NamedTuple):
+    """Describe one kernel launch of a compiled graph.
+
+    Attributes:
+        node: Graph node that the kernel computes.
+        reads: Nodes whose values the kernel reads from memory.
+        is_generated: Whether the compiler generates the kernel. Generated kernels are imitated by
+            allocating their result.
+        num_bytes: Bytes that a generated kernel reads and writes. 0 for other kernels.
+    """
+
+    node: Node
+    reads: set[Node]
+    is_generated: bool
+    num_bytes: int
+
+
+def _imitate_kernels(gm: GraphModule, example_inputs: Any) -> Function:
+    """Return a function that runs a graph and allocates memory as compiled code would.
+
+    `aot_function` calls it as the compiler, with a graph and example inputs.
+    """
     *nodes, output = gm.graph.nodes
     inputs = [node for node in nodes if node.op == "placeholder"]
-    whole = dict[Node, Node]()  # whose memory it is a part of
-    for node in nodes:
-        whole[node] = whole[node.all_input_nodes[0]] if _is_view(node) or _writes(node) else node
-    returned = {whole[node] for node in output.all_input_nodes}
-    kept = returned.union(inputs)
-    for node in nodes:
-        if _has_own_kernel(node):
-            kept |= {node, *(whole[each] for each in node.all_input_nodes)}
-        elif not _is_view(node) and SMALL * _bytes(node) <= max(map(_bytes, node.all_input_nodes), default=0):
-            kept.add(node)
-    sources, last = dict[Node, set[Node]](), dict[Node, Node]()  # what is read for a node; which node reads it last
-    steps, near = list[tuple[Node, Callable[[], Tensor] | None, int]](), set[Node]()
-    for node in nodes:
-        read = set[Node]().union(*(sources[each] for each in node.all_input_nodes))
-        sources[node] = {whole[node]} if whole[node] in kept else read
-        if node.op != "call_function" or not (node in kept or _writes(node)):
-            continue
-        last |= dict.fromkeys([*read, whole[node]], node)
-        if _has_own_kernel(node):
-            steps.append((node, None, 0))
-            near = set()
-            continue
-        like, moved = node.meta["val"], sum(map(_bytes, {node, *read} - near))
-        new = partial(torch.empty_strided, like.size(), like.stride(), dtype=like.dtype, device=like.device)
-        steps.append((node, None if _writes(node) else new, moved))
-        near |= {node, *read}  # between two other kernels there is about one, which reads once
-    dying = {step: [each for each, end in last.items() if end is step and each not in returned] for step, *_ in steps}
+    bases = _find_bases(nodes)
+    returned = {bases[node] for node in output.all_input_nodes}
+    stored = _find_stored(nodes, bases) | returned | set(inputs)
+    kernels = _list_kernels(nodes, bases, stored)
+    freed_after = _find_freed(kernels, bases, kept=returned)
 
     def run(args: list[Any]) -> list[Any]:
-        found = dict(zip(inputs, args, strict=True))
+        """Run the kernels in order, free each value after its last use, and return the results."""
+        values = dict(zip(inputs, args, strict=True))
         args.clear()
+        for kernel in kernels:
+            node = kernel.node
+            if _is_copy(node):
+                values[node] = _evaluate(node.all_input_nodes[0], values, gm)
+            elif kernel.is_generated:
+                values[node] = _empty_like(node.meta["val"])
+            else:
+                values[node] = _evaluate(node, values, gm)
+            if kernel.num_bytes:
+                count_generated_kernel(kernel.num_bytes)
+            for freed in freed_after[node]:
+                values.pop(freed, None)
 
-        def value(node: Node) -> Any:
-            if node in found:
-                return found[node]
-            if node.op == "get_attr":
-                return getattr(gm, str(node.target))
-            return node.target(*map_arg(node.args, value), **map_arg(node.kwargs, value))  # pyright: ignore
-
-        for node, new, moved in steps:
-            found[node] = new() if new else value(node.all_input_nodes[0] if _writes(node) else node)
-            for counter in _get_current_dispatch_mode_stack():
-                if moved and isinstance(counter, Counter):
-                    counter.generated(moved)
-            for each in dying[node]:
-                found.pop(each, None)
-        results = list(map_arg(output.args[0], value))
-        found.clear()  # `value` refers to itself, and nobody collects cycles
-        return results
+        results: Any = map_arg(output.args[0], lambda node: _evaluate(node, values, gm))
+        return list(results)
 
     run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
     return run
 
 
+def _evaluate(node: Node, values: Mapping[Node, Any], gm: GraphModule) -> Any:
+    """Return the value of a graph node, and compute it first if it is not in memory.
+
+    Args:
+        node: Node of the graph.
+        values: Values in memory.
+        gm: Module of the graph, which has its constants as attributes.
+    """
+    if node in values:
+        return values[node]
+    if node.op == "get_attr":
+        return getattr(gm, str(node.target))
+    args = map_arg(node.args, lambda argument: _evaluate(argument, values, gm))
+    kwargs = map_arg(node.kwargs, lambda argument: _evaluate(argument, values, gm))
+    return node.target(*args, **kwargs)  # pyright: ignore
+
+
+def _find_bases(nodes: Sequence[Node]) -> dict[Node, Node]:
+    """Map each node to the node that allocates its memory.
+
+    A view, or a copy into an existing tensor, uses the memory of another node.
+    """
+    bases: dict[Node, Node] = {}
+    for node in nodes:
+        shares_memory = _is_view(node) or _is_copy(node)
+        bases[node] = bases[node.all_input_nodes[0]] if shares_memory else node
+    return bases
+
+
+def _find_stored(nodes: Sequence[Node], bases: Mapping[Node, Node]) -> set[Node]:
+    """Return the nodes whose values compiled code writes to memory.
+
+    All other values are computed within the kernels that use them.
+    """
+    stored: set[Node] = set()
+    for node in nodes:
+        if _has_own_kernel(node):
+            stored.add(node)
+            stored.update(bases[source] for source in node.all_input_nodes)
+        elif not _is_view(node):
+            input_sizes = [_bytes_of(source) for source in node.all_input_nodes]
+            is_reduction = REDUCTION_RATIO * _bytes_of(node) <= max(input_sizes, default=0)
+            if is_reduction:
+                stored.add(node)
+    return stored
+
+
+def _list_kernels(
+    nodes: Sequence[Node], bases: Mapping[Node, Node], stored: set[Node]
+) -> list[_Kernel]:
+    """List the kernels of a graph in the order in which they run.
+
+    Args:
+        nodes: Nodes of the graph in order, without its output.
+        bases: Node -> node that allocates its memory, from `_find_bases`.
+        stored: Nodes whose values are written to memory, from `_find_stored`.
+    """
+    kernels: list[_Kernel] = []
+    sources: dict[Node, set[Node]] = {}  # node -> stored nodes that are read to compute it
+    # About one kernel is generated between two others, so it reads and writes each value once.
+    seen_by_kernel: set[Node] = set()
+    for node in nodes:
+        reads = set[Node]().union(*(sources[source] for source in node.all_input_nodes))
+        sources[node] = {bases[node]} if bases[node] in stored else reads
+        is_kernel = node.op == "call_function" and (node in stored or _is_copy(node))
+        if not is_kernel:
+            continue
+
+        if _has_own_kernel(node):
+            kernels.append(_Kernel(node, reads, is_generated=False, num_bytes=0))
+            seen_by_kernel = set()
+        else:
+            new_values = {node, *reads} - seen_by_kernel
+            num_bytes = sum(_bytes_of(value) for value in new_values)
+            kernels.append(_Kernel(node, reads, is_generated=True, num_bytes=num_bytes))
+            seen_by_kernel |= new_values
+    return kernels
+
+
+def _find_freed(
+    kernels: Sequence[_Kernel], bases: Mapping[Node, Node], kept: set[Node]
+) -> dict[Node, list[Node]]:
+    """List the values that can be freed after each kernel, because no later kernel reads them.
+
+    Args:
+        kernels: Kernels in the order in which they run.
+        bases: Node -> node that allocates its memory, from `_find_bases`.
+        kept: Nodes whose values the graph returns, so they are not freed.
+
+    Returns:
+        Node of a kernel -> nodes whose values are freed after the kernel.
+    """
+    last_kernel: dict[Node, Node] = {}  # node -> node of the last kernel that uses its value
+    for kernel in kernels:
+        for used in (*kernel.reads, bases[kernel.node]):
+            last_kernel[used] = kernel.node
+
+    freed_after: dict[Node, list[Node]] = {kernel.node: [] for kernel in kernels}
+    for used, node in last_kernel.items():
+        if used not in kept:
+            freed_after[node].append(used)
+    return freed_after
+
+
 def _is_view(node: Node) -> bool:
-    return node.op == "call_function" and (
-        node.target is operator.getitem
-        or getattr(node.target, "is_view", False)
-        or _name(node).endswith(("wait_tensor", "_unsafe_view"))
-    )
+    """Return whether a node returns a view, which launches no kernel."""
+    if node.op != "call_function":
+        return False
+    is_view_op = node.target is operator.getitem or getattr(node.target, "is_view", False)
+    copies_nothing = _operator_name(node).endswith(("wait_tensor", "_unsafe_view"))
+    return is_view_op or copies_nothing
 
 
-def _writes(node: Node) -> bool:
-    """Whether it writes into its first argument."""
-    return _name(node) == "aten::copy_"
+def _is_copy(node: Node) -> bool:
+    """Return whether a node writes into its first argument."""
+    return _operator_name(node) == "aten::copy_"
 
 
 def _has_own_kernel(node: Node) -> bool:
-    """Whether the compiler calls a kernel for it that it does not generate."""
-    space, _, name = _name(node).partition("::")
-    known = name in MATMULS or "scaled_dot_product" in name or space not in ("", "aten", "prims")
-    return known and not _is_view(node)
+    """Return whether a node runs an existing kernel, such as a matmul, not a generated one."""
+    namespace, _, name = _operator_name(node).partition("::")
+    is_library_kernel = name in MATMULS or "scaled_dot_product" in name
+    is_foreign = namespace not in ("", "aten", "prims")
+    return (is_library_kernel or is_foreign) and not _is_view(node)
 
 
-def _name(node: Node) -> str:
-    schema = getattr(node.target, "_schema", None)
-    return schema.name if node.op == "call_function" and schema else ""
+def _operator_name(node: Node) -> str:
+    """Return the name of the operator that a node calls, for example "aten::mm".
+
+    The result is "" if the node calls no operator.
+    """
+    if node.op != "call_function" or not hasattr(node.target, "_schema"):
+        return ""
+    return node.target._schema.name  # pyright: ignore
 
 
-def _bytes(node: Node) -> int:
+def _bytes_of(node: Node) -> int:
     return bytes_of(node.meta.get("val"))

@@ -1,7 +1,8 @@
-"""Counts what operators do while a step runs: bytes alive, FLOPs, bytes moved, bytes of collectives.
+"""Counts the memory, FLOPs and traffic of a training step while it runs.
 
-Invariant: it sees storages and not tensors, so that views and writes in place allocate nothing. It works on real
-tensors as on fake ones, on any device, and changes neither. All else follows from shapes, dtypes and schemas.
+Invariant: The counter tracks storages (the memory behind tensors) rather than tensors, so views and
+in-place writes allocate nothing. It works with real and fake tensors on any device and changes
+neither. All other counts follow from shapes, dtypes and operator schemas.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -21,40 +21,67 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-# In the order in which they are printed. "loss" is what the fused loss allocates: logits and the gradients that it
-# computes along. "other" is all else: batches, norms, temporaries of the optimizer.
-KINDS = ("weights", "gradients", "optimizer state", "gathered weights", "activations", "loss", "other")
-HOST = "in host memory"  # what CPU offload keeps there is no part of the device's memory
-COUNTED = (*KINDS, HOST)
-UNKNOWN = ("activations", "loss", "other")
-"""Kinds by the time of the allocation, which whoever knows better may replace."""
+from titanlite.plan.override import override
 
-_PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)  # what other subclasses hold is counted where they use it
-_DEVICE = torch.ops.prim.device.default
+# Kinds of GPU memory. "loss" is memory that the fused loss allocates: logits and the gradients that
+# it computes with them. "other" is everything else, such as batches, norms and temporaries of the
+# optimizer.
+KINDS: tuple[str, ...] = (
+    "weights",
+    "gradients",
+    "optimizer state",
+    "unsharded parameters",
+    "activations",
+    "loss",
+    "other",
+)
+OFFLOADED = "offloaded"  # CPU memory that CPU offload uses
+ALL_KINDS: tuple[str, ...] = (*KINDS, OFFLOADED)
+DEFAULT_KINDS: tuple[str, ...] = ("activations", "loss", "other")
+"""Kinds that a storage gets when it is allocated, and that `Counter.mark` may replace."""
 
-_COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send")
-# What FSDP2's own operators read and write: (kind of memory, number of the argument or its name) each.
-_MARKS: Mapping[str, Sequence[tuple[str, int | str]]] = {
-    "fsdp::all_gather_copy_in": (("gathered weights", 0), ("gathered weights", 1)),
-    "fsdp::split_with_sizes_copy": (("gathered weights", "out"),),
+GENERATED = "compiled"  # `Work.op` of kernels that the compiler generates
+MATMULS = {"mm", "_scaled_mm", "bmm", "addmm", "addmm_", "baddbmm"}
+FLEX_OPS = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward")
+"""Operators that represent flex attention in a trace; see `simulate.simulate_gpu`."""
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send")
+
+# Operators that launch no kernel.
+NO_KERNEL = (
+    "aten::_unsafe_view",
+    "aten::detach",
+    "aten::set_",
+    "aten::empty",
+    "aten::new_empty",
+    "c10d::recv_",
+    "c10d::barrier",
+    "_c10d_functional::wait_tensor",
+)
+# Arguments of FSDP2 operators with a known kind of memory: operator -> (kind, index or name).
+ARGUMENT_KINDS: Mapping[str, Sequence[tuple[str, int | str]]] = {
+    "fsdp::all_gather_copy_in": (("unsharded parameters", 0), ("unsharded parameters", 1)),
+    "fsdp::split_with_sizes_copy": (("unsharded parameters", "out"),),
     "fsdp::chunk_cat": (("gradients", 0), ("gradients", "out")),
     "c10d::_reduce_scatter_base_": (("gradients", 0), ("gradients", 1)),
 }
-GENERATED = "compiled"  # `Work.op` of kernels that a compiler makes
-MATMULS = {"mm", "_scaled_mm", "bmm", "addmm", "addmm_", "baddbmm"}
-FLEX_OPS = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward")
-"""What stands for flex attention on a GPU (`trace.as_on_gpu`)."""
-_NO_KERNEL = ("aten::_unsafe_view", "aten::detach", "aten::set_", "aten::empty", "aten::new_empty", "c10d::recv_")
-_NO_KERNEL += ("c10d::barrier", "_c10d_functional::wait_tensor")
+# Tensors of other subclasses are counted when they call operators on the tensors that they contain.
+PLAIN_TYPES = (Tensor, torch.nn.Parameter, FakeTensor)
+
+GET_DEVICE = torch.ops.prim.device.default
+GET_SCALAR = torch.ops.aten._local_scalar_dense.default
+ADD = torch.ops.aten.add.Tensor
 
 
-class Place(NamedTuple):
-    """A part of the step. What it takes grows by the same with each further block of the model.
+class Location(NamedTuple):
+    """A part of the training step, such as the forward pass of the blocks.
+
+    Memory and work are recorded per location. At each location they grow linearly with the number
+    of blocks, so a trace of few blocks can be extrapolated.
 
     Attributes:
-        phase: "forward", "backward" (with what is recomputed), or "optimizer" (with clipping).
-        name: "block", "embedding", "loss", "gradient norm", ...
-        stage: Number of the pipeline stage.
+        phase: "forward", "backward" (including recomputation) or "optimizer" (including clipping).
+        name: For example "block", "embedding", "loss" or "gradient norm".
+        stage: Index of the pipeline stage.
     """
 
     phase: str
@@ -62,252 +89,532 @@ class Place(NamedTuple):
     stage: int = 0
 
 
-class Work(NamedTuple):
-    """Kernels or collectives that are alike.
+START = Location("forward", "start")
+
+
+class Group(NamedTuple):
+    """Process group of a collective.
 
     Attributes:
-        phase: As `Place` has it.
-        op: "aten.mm", or the name of a collective: "all_gather".
-        dtype: Of the first floating-point input: "bfloat16". Empty for collectives.
-        shape: (m, k, n) of a matmul; (batch, heads, queries, keys, head_dim) of attention; () of others.
-        group: Of a collective: the dimension of the world ("fsdp", "tensor", ...), its number of ranks, and the
-            distance from its first to its last rank, plus 1: it lies within a machine that has so many. None of others.
-        count: How many.
-        flops: Of all of them. Attention is counted with its causal half.
-        bytes: Read and written; of collectives the bytes of the whole tensors, gathered or to be reduced.
+        name: Mesh dimension, such as "fsdp" or "tensor".
+        size: Number of ranks.
+        span: Distance from the first to the last rank, plus 1. The group fits in one node if the
+            node has at least this many GPUs.
+    """
+
+    name: str
+    size: int
+    span: int
+
+
+class Work(NamedTuple):
+    """Kernels or collectives of the same kind.
+
+    Attributes:
+        phase: Phase of the step; see `Location`.
+        op: Operator such as "aten.mm", or name of a collective such as "all_gather".
+        dtype: Dtype of the first floating-point input, such as "bfloat16". Empty for collectives.
+        shape: (m, k, n) of a matmul, (batch, heads, queries, keys, head_dim) of attention,
+            otherwise ().
+        group: Process group of a collective.
+        count: Number of calls.
+        flops: FLOPs of all calls. Attention counts only the visible half of a causal mask.
+        bytes: Bytes that all calls read and write. For collectives, the size of the full tensors.
     """
 
     phase: str
     op: str
     dtype: str
     shape: tuple[int, ...]
-    group: tuple[str, int, int] | None
+    group: Group | None
     count: int
     flops: int
     bytes: int
 
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Return the attributes that identify a kind of work. Work with equal keys is added up."""
+        return self[:5]
 
-class Counter(TorchDispatchMode):
-    """Within `watching`, every operator is counted in the current place.
+    @property
+    def amounts(self) -> tuple[int, int, int]:
+        """Return count, FLOPs and bytes."""
+        return self[5:]
 
-    Args:
-        groups: Name of a process group -> what `Work.group` says of it.
+
+class Allocation(NamedTuple):
+    """Record that a storage was allocated, resized or freed.
 
     Attributes:
-        place: What happens now happens there.
-        log: (place, number of a storage, its change in bytes) or (place, work, 0), in the order of the step. It begins
-            with what was alive before the step.
-        kinds: The kind of each storage.
-        streams: The stream in which each storage was allocated: 0 is that of the computation.
-        begins: Where in the log the forward passes begin.
+        storage: Number of the storage.
+        change: Change of its size in bytes, negative if memory is freed.
     """
 
-    def __init__(self, groups: Mapping[str, tuple[str, int, int]]) -> None:
+    storage: int
+    change: int
+
+
+LogEntry = tuple[Location, Work | Allocation]
+
+
+class Counter(TorchDispatchMode):
+    """Dispatch mode that logs every operator and allocation, with the current location in the step.
+
+    Enter it with `watching`.
+
+    Args:
+        groups: Name of a process group -> its description.
+
+    Attributes:
+        location: Current location in the step, which `step_counts.StepFollower` updates.
+        log: Pairs of a location and a piece of work or an allocation, in the order of the step. The
+            log starts with the storages that existed before the step.
+        kinds: Kind of memory of each storage, such as "weights", indexed by its number.
+        streams: Index of the stream in which each storage was allocated. 0 is the compute stream.
+        forward_starts: Indices in the log at which forward passes start.
+    """
+
+    def __init__(self, groups: Mapping[str, Group]) -> None:
         super().__init__()
-        self._groups, self._asked_for_shapes = groups, False
-        self._known: dict[int, tuple[int, Any]] = {}  # address of a storage -> its number, and a reference to it
-        self.kinds, self.streams, self._sizes = list[str](), list[int](), list[int]()
-        self._stream, self._known_streams = 0, {torch.cpu.current_stream(): 0}
+        self._groups = groups
+        self.kinds: list[str] = []
+        self.streams: list[int] = []
+        self._sizes: list[int] = []
+        # Identity of a living storage -> its number, and a reference that reports its end.
+        self._living: dict[int, tuple[int, Any]] = {}
+        self._stream = 0
+        self._stream_indices = {torch.cpu.current_stream(): 0}
+        self._is_inferring_shapes = False
+        # Storage identity of a gradient, and the sum that may take over its memory.
+        self._pending_sum: tuple[int, Tensor] | None = None
         self.begin()
 
     def begin(self) -> None:
-        """A new step begins. What is alive stays; what was counted of earlier steps is forgotten."""
-        self.place = Place("forward", "start")
-        self.log: list[tuple[Place, int | Work, int]] = [
-            (self.place, number, self._sizes[number]) for number, _ in self._known.values()
-        ]
-        self.begins = list[int]()
-        self._actions: dict[Any, list[tuple[Place, int | Work, int]]] = {}
-        self._action: Any = None  # the one that happens now
-        self._first = 0  # where it begins in the log
+        """Start counting a new step.
 
-    def mark(self, tensors: Iterable[Any], kind: str, over: Iterable[str] = COUNTED) -> None:
-        """Say what kind of memory these tensors are, if they are of a kind of `over` so far."""
+        Storages that are allocated at this moment stay counted. Log entries of the previous step
+        are removed.
+        """
+        self.location = START
+        self.log: list[LogEntry] = [
+            (START, Allocation(number, self._sizes[number])) for number, _ in self._living.values()
+        ]
+        self.forward_starts: list[int] = []
+        self._recorded_actions: dict[Any, list[LogEntry]] = {}
+        self._current_action: Any = None
+        self._action_entries: list[LogEntry] = []  # of the current action, before an inner action
+        self._action_start = 0
+
+    def mark(
+        self, tensors: Iterable[Any], kind: str, replaceable: Iterable[str] = ALL_KINDS
+    ) -> None:
+        """Set the kind of the memory that tensors occupy, for example "gradients".
+
+        Args:
+            tensors: Tensors. Values that are not tensors are ignored.
+            kind: New kind, one of `ALL_KINDS`.
+            replaceable: Kinds to replace. Storages of any other kind are left unchanged.
+        """
         for tensor in tensors:
-            for plain in _parts(tensor):
-                number = self._storage(plain)
-                if self.kinds[number] in over:
+            for plain in plain_tensors(tensor):
+                number = self._storage_number(plain)
+                if self.kinds[number] in replaceable:
                     self.kinds[number] = kind
 
-    def action(self, name: Any, place: Place, again: bool = False) -> None:
-        """An action begins, and the one before ends. `again`: the last one of this name is counted once more."""
-        if self._action is not None:
-            self._actions[self._action] = self.log[self._first :]
-        self.place, self._action, self._first = place, None if again else name, len(self.log)
-        if again:
-            self.log += self._actions.get(name, ())
+    def start_action(self, name: Any, location: Location, replay: bool = False) -> None:
+        """End the current pipeline action and start another one.
 
-    def generated(self, moved: int) -> None:
-        """A kernel that a compiler has made reads and writes so many bytes."""
-        self.log.append((self.place, Work(self.place.phase, GENERATED, "", (), None, 1, 0, moved), 0))
+        A pipeline action is the forward or backward pass of one microbatch through one stage, or
+        its communication.
+
+        Args:
+            name: Name that is equal for the same action of different microbatches.
+            location: Location of the action.
+            replay: Copy the log entries of the latest action with this name, for an action that is
+                skipped.
+        """
+        if self._current_action is not None:
+            entries = self._action_entries + self.log[self._action_start :]
+            self._recorded_actions[self._current_action] = entries
+        self.location = location
+        self._action_entries = []
+        self._action_start = len(self.log)
+        if replay:
+            self._current_action = None
+            self.log += self._recorded_actions.get(name, ())
+        else:
+            self._current_action = name
+
+    @contextmanager
+    def inner_action(self, name: Any, replay: bool = False) -> Iterator[None]:
+        """Count an action that interrupts the current one until this context ends.
+
+        Args:
+            name: Name that is equal for the same action of different microbatches.
+            replay: Copy the log entries of the latest action with this name. See `start_action`.
+        """
+        self._action_entries += self.log[self._action_start :]
+        start = len(self.log)
+        if replay:
+            self.log += self._recorded_actions.get(name, ())
+        yield
+        if not replay:
+            self._recorded_actions[name] = self.log[start:]
+        self._action_start = len(self.log)
+
+    def add_generated_kernel(self, num_bytes: int) -> None:
+        """Count one kernel that the compiler would generate.
+
+        Args:
+            num_bytes: Number of bytes that the kernel reads and writes.
+        """
+        work = Work(self.location.phase, GENERATED, "", (), None, 1, 0, num_bytes)
+        self.log.append((self.location, work))
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Count, and see what FSDP2 frees by resizing a storage to nothing.
+        """Count all operators that run within this context.
 
-        Not counted is how DTensor finds the shape of a result: it runs the operator on whole tensors without memory,
-        in torch 2.11 at each call if the tensors are fake.
+        FSDP2 frees memory by resizing a storage to 0, which is not an operator, so `resize_` is
+        counted as well. Calls by which DTensor infers the shape of a result are not counted.
         """
-        resize, propagate = torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
+        resize = torch.UntypedStorage.resize_
+        infer_shapes = ShardingPropagator._propagate_tensor_meta_non_cached
 
-        def resized(storage: torch.UntypedStorage, size: int) -> Any:
+        def resize_and_log(storage: torch.UntypedStorage, size: int) -> Any:
             result = resize(storage, size)
-            if (known := self._known.get(storage._cdata)) is not None:
-                self._resized(known[0], storage.nbytes())
+            if id(storage) in self._living:
+                number, _ = self._living[id(storage)]
+                self._log_size(number, storage.nbytes())
             return result
 
-        def propagated(propagator: ShardingPropagator, schema: Any) -> Any:
-            self._asked_for_shapes = True
+        def infer_shapes_uncounted(propagator: ShardingPropagator, schema: Any) -> Any:
+            self._is_inferring_shapes = True
             try:
-                return propagate(propagator, schema)
+                return infer_shapes(propagator, schema)
             finally:
-                self._asked_for_shapes = False
+                self._is_inferring_shapes = False
 
         @contextmanager
-        def in_stream(stream: Any) -> Iterator[None]:
-            before, self._stream = self._stream, self._known_streams.setdefault(stream, len(self._known_streams))
+        def enter_stream(stream: Any) -> Iterator[None]:
+            previous = self._stream
+            self._stream = self._stream_indices.setdefault(stream, len(self._stream_indices))
             yield
-            self._stream = before
+            self._stream = previous
 
-        shapes = patch.object(ShardingPropagator, propagate.__name__, propagated)
-        streams = patch("torch.cpu.stream", in_stream)  # FSDP2 has some on a CPU, too, where they mean nothing
-        with patch.object(torch.UntypedStorage, "resize_", resized), shapes, streams, self:
-            yield
-        self._known.clear()  # otherwise weights, which outlive the step, would keep this counter alive
+        with (
+            override(torch.UntypedStorage, resize_=resize_and_log),
+            override(ShardingPropagator, _propagate_tensor_meta_non_cached=infer_shapes_uncounted),
+            override(torch.cpu, stream=enter_stream),  # FSDP2 enters its streams on a CPU as well
+            self,
+        ):
+            _active_counters.append(self)
+            try:
+                yield
+            finally:
+                _active_counters.remove(self)
+        self._living.clear()  # otherwise weights, which outlive the step, keep this counter alive
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if any(kind not in _PLAIN for kind in types):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operator and count it. torch calls this for every operator within `watching`."""
+        if any(kind not in PLAIN_TYPES for kind in types):
             return NotImplemented
-        if func is _DEVICE and isinstance(args[0], FakeTensor):  # more than half of all calls: do not pass it on
+        is_fake = bool(args) and isinstance(args[0], FakeTensor)
+        if func is GET_DEVICE and is_fake:  # a shortcut for more than half of all calls
             return args[0].fake_device
-        signature, kwargs = _signature(func), kwargs or {}
+        if func is GET_SCALAR and is_fake and args[0].constant is None:
+            return 0  # the value is unknown; 0 means "do not skip this optimizer step"
+
+        kwargs = kwargs or {}
+        signature = _signature(func)
         if signature.is_view:
-            # Within a tensor subclass `to`, `contiguous` and `reshape` come here as they are: chains of other
-            # operators that return their argument, a view of it, or a copy.
+            # Inside of a tensor subclass, `to`, `contiguous` and `reshape` arrive here
+            # undecomposed. They return their argument, a view of it, or a copy.
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        out = kwargs.get("out")  # torch 2.11 cannot find the shape of an addmm with `out_dtype` and `out`
-        result = out if isinstance(out, FakeTensor) and func._schema.returns else func(*args, **kwargs)
-        if not self._asked_for_shapes and signature.counts:
-            for tensor in _tensors(result):
-                self._storage(tensor)
-            for kind, argument in _MARKS.get(signature.name, ()):
-                self.mark(_tensors(kwargs[argument] if isinstance(argument, str) else args[argument]), kind, UNKNOWN)
-            if not signature.name.startswith(_NO_KERNEL):
-                self.log.append((self.place, self._work(signature, args, kwargs, result), 0))
+
+        self._settle_sum()
+        result = func(*args, **kwargs)
+        if signature.is_counted and not self._is_inferring_shapes:
+            self._count(func, signature, args, kwargs, result)
         return result
 
-    def _work(self, signature: _Signature, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Work:
-        """What a call did."""
-        name, phase = signature.name, self.place.phase
-        if op := _collective(name):
-            return Work(phase, op, "", (), self._group(args), 1, 0, max(map(bytes_of, (*args, result))))
-        moved = bytes_of(result) if signature.returns_new else 0
-        for i, (argument, times) in enumerate(signature.arguments):
-            moved += times * bytes_of(kwargs.get(argument, args[i] if i < len(args) else None))
-        inputs, shape, flops = _tensors(args), (), 0
-        if name.removeprefix("aten::") in MATMULS:
-            a, b = inputs[1:3] if "add" in name else inputs[:2]
-            inputs = [a, b]  # the sum may be in another dtype
-            shape = math.prod(a.shape[:-1]), a.shape[-1], b.shape[-1]
-            flops = 2 * math.prod(shape)
-        elif "_scaled_dot_product" in name:
-            backward = "backward" in name
-            query, key = inputs[1:3] if backward else inputs[:2]
-            shape = (*query.shape[:3], key.shape[2], query.shape[3])
-            # Two matmuls forward, five backward, because the scores are computed again. Each mask is causal. The last
-            # query sees all keys; but of flex attention, a rank's queries are from the whole row (parallel/context.py).
-            unseen = shape[3] if name.removeprefix("aten::") in FLEX_OPS else shape[2]
-            flops = math.prod(shape) * (10 if backward else 4) * (2 * shape[3] - unseen) // (2 * shape[3])
-        dtype = next((t.dtype for t in inputs if t.is_floating_point()), inputs[0].dtype if inputs else torch.float32)
-        return Work(phase, name.replace("::", "."), str(dtype).removeprefix("torch."), shape, None, 1, flops, moved)
+    def _count(
+        self, func: Any, signature: _Signature, args: Any, kwargs: Mapping[str, Any], result: Any
+    ) -> None:
+        """Log the allocations and the work of one operator call."""
+        is_backward = self.location.phase == "backward"
+        if func is ADD and is_backward and not torch.is_grad_enabled():
+            self._pending_sum = id(args[0].untyped_storage()), result
+        else:
+            for tensor in _find_tensors(result):
+                self._storage_number(tensor)
 
-    def _group(self, args: Sequence[Any]) -> tuple[str, int, int] | None:
-        """The process group among the arguments of a collective."""
+        for kind, argument in ARGUMENT_KINDS.get(signature.name, ()):
+            value = kwargs[argument] if isinstance(argument, str) else args[argument]
+            self.mark(_find_tensors(value), kind, DEFAULT_KINDS)
+        if not signature.name.startswith(NO_KERNEL):
+            self.log.append((self.location, self._describe_work(signature, args, kwargs, result)))
+
+    def _describe_work(
+        self, signature: _Signature, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+    ) -> Work:
+        """Return the work of one operator call: its shape, FLOPs and bytes.
+
+        Args:
+            signature: Properties of the operator.
+            args: Positional arguments of the call.
+            kwargs: Keyword arguments of the call.
+            result: Result of the call.
+        """
+        phase = self.location.phase
+        collective = _collective_name(signature.name)
+        if collective is not None:
+            num_bytes = max(bytes_of(value) for value in (*args, result))
+            return Work(phase, collective, "", (), self._find_group(args), 1, 0, num_bytes)
+
+        op = signature.name.removeprefix("aten::")
+        inputs = _find_tensors(args)
+        if op in MATMULS and "add" in op:
+            inputs = inputs[1:3]  # the summand may have another dtype
+        shape, flops = _count_flops(op, inputs)
+        floating = [tensor for tensor in inputs if tensor.is_floating_point()]
+        dtypes = [tensor.dtype for tensor in (*floating, *inputs)]
+        dtype = dtypes[0] if dtypes else torch.float32
+
+        return Work(
+            phase,
+            op=signature.name.replace("::", "."),
+            dtype=str(dtype).removeprefix("torch."),
+            shape=shape,
+            group=None,
+            count=1,
+            flops=flops,
+            bytes=_count_traffic(signature, args, kwargs, result),
+        )
+
+    def _find_group(self, args: Sequence[Any]) -> Group | None:
+        """Find the process group in the arguments of a collective, as an object or by its name."""
         for value in args:
-            if isinstance(value, torch.ScriptObject) and (group := dist.ProcessGroup.unbox(value)) is not None:
-                return self._groups.get(group.group_name)
-        return self._groups.get(next(value for value in reversed(args) if isinstance(value, str)))
+            if isinstance(value, torch.ScriptObject):
+                group = dist.ProcessGroup.unbox(value)
+                if group is not None:
+                    return self._groups.get(group.group_name)
+        names = [value for value in args if isinstance(value, str)]
+        return self._groups.get(names[-1])
 
-    def _storage(self, tensor: Tensor) -> int:
-        """Number of the tensor's storage. A new one is counted as allocated now."""
+    def _storage_number(self, tensor: Tensor) -> int:
+        """Return the number that identifies the storage of a tensor.
+
+        The first call for a storage assigns the next number and logs the allocation.
+        """
         storage = tensor.untyped_storage()
-        address = storage._cdata
-        if (known := self._known.get(address)) is not None:
-            return known[0]
-        number, (phase, name, _) = len(self.kinds), self.place
-        other = "other" if phase == "optimizer" or name == "start" else "activations"
-        self.kinds.append("loss" if (phase, name) == ("forward", "loss") else other)
+        if id(storage) in self._living:
+            number, _ = self._living[id(storage)]
+            return number
+
+        number = len(self.kinds)
+        phase, name, _ = self.location
+        if (phase, name) == ("forward", "loss"):
+            kind = "loss"
+        elif phase == "optimizer" or name == "start":
+            kind = "other"
+        else:
+            kind = "activations"
+        self.kinds.append(kind)
         self.streams.append(self._stream)
         self._sizes.append(0)
-        self._resized(number, storage.nbytes())
-        self._known[address] = number, weakref.ref(storage, lambda _: self._freed(address))
+        self._log_size(number, storage.nbytes())
+        self._track(storage, number)
         return number
 
-    def _freed(self, address: int) -> None:
-        self._resized(self._known.pop(address)[0], 0)
+    def _track(self, storage: torch.UntypedStorage, number: int) -> None:
+        """Watch a storage, to notice when it is freed."""
+        # torch keeps the same Python object for a storage as long as the storage lives.
+        identity = id(storage)
+        reference = weakref.ref(storage, lambda _: self._handle_free(identity))
+        self._living[identity] = number, reference
 
-    def _resized(self, number: int, size: int) -> None:
-        if size != self._sizes[number]:
-            self.log.append((self.place, number, size - self._sizes[number]))
+    def _handle_free(self, identity: int) -> None:
+        """Log that a storage was freed.
+
+        If autograd is adding another gradient to the freed tensor, the sum takes over its memory.
+        """
+        number, _ = self._living.pop(identity)
+        if self._pending_sum is not None and self._pending_sum[0] == identity:
+            # Autograd adds gradients in place if nothing else uses the first one. It never does so
+            # with fake tensors, so let the sum take over the memory of the gradient that it
+            # replaces.
+            _, result = self._pending_sum
+            self._pending_sum = None
+            self._track(result.untyped_storage(), number)
+        else:
+            self._log_size(number, 0)
+
+    def _settle_sum(self) -> None:
+        """Count the pending sum of two gradients as newly allocated memory.
+
+        It is called if the first gradient is still in use, so that the sum cannot reuse its memory.
+        """
+        if self._pending_sum is not None:
+            _, result = self._pending_sum
+            self._pending_sum = None
+            self._storage_number(result)
+
+    def _log_size(self, number: int, size: int) -> None:
+        """Log the new size of a storage in bytes. Nothing is logged if the size is unchanged."""
+        change = size - self._sizes[number]
+        if change:
+            self.log.append((self.location, Allocation(number, change)))
             self._sizes[number] = size
 
 
+_active_counters: list[Counter] = []
+
+
+def count_generated_kernel(num_bytes: int) -> None:
+    """Count a compiled kernel in the active counter, if there is one.
+
+    Args:
+        num_bytes: Number of bytes that the kernel reads and writes.
+    """
+    for counter in _active_counters:
+        counter.add_generated_kernel(num_bytes)
+
+
+@contextmanager
+def pause_counters() -> Iterator[None]:
+    """Do not count generated kernels within this context."""
+    paused = list(_active_counters)
+    _active_counters.clear()
+    yield
+    _active_counters.extend(paused)
+
+
 class _Signature(NamedTuple):
-    """What the schema of an operator tells.
+    """Cache the properties of an operator that follow from its schema.
 
     Attributes:
-        counts: It is neither a view nor a mark in a profile.
-        returns_new: What it returns is no argument.
-        arguments: (name, how often it goes through memory: read, written, or both) each.
+        name: Name of the operator, such as "aten::mm".
+        is_view: Whether the result may be a view of an argument.
+        is_counted: Whether the operator is neither a view nor a profiler annotation.
+        returns_new: Whether the operator allocates a result.
+        arguments: Name of each argument, and how often its memory is accessed: 1 if it is read or
+            written, 2 if both.
     """
 
     name: str
     is_view: bool
-    counts: bool
+    is_counted: bool
     returns_new: bool
     arguments: tuple[tuple[str, int], ...]
 
 
 @cache
 def _signature(func: Any) -> _Signature:
-    schema, name = func._schema, func.name().split(".")[0]
+    """Return the properties of an operator, from its schema."""
+    name = func.name().split(".")[0]
     arguments = []
-    for each in schema.arguments:
-        is_write = each.alias_info is not None and each.alias_info.is_write
-        is_read = not (is_write and (each.kwarg_only or name.endswith("copy_")))  # `out` is only written, too
-        arguments.append((each.name, is_read + is_write))
-    counts = not func.is_view and not name.startswith(("prim::", "profiler::"))
-    returns_new = any(returned.alias_info is None for returned in schema.returns)
-    return _Signature(name, func.is_view, counts, returns_new, tuple(arguments))
+    for argument in func._schema.arguments:
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        is_only_written = is_written and (argument.kwarg_only or name.endswith("copy_"))
+        is_read = not is_only_written
+        arguments.append((argument.name, is_read + is_written))
+    is_counted = not func.is_view and not name.startswith(("prim::", "profiler::"))
+    returns_new = any(value.alias_info is None for value in func._schema.returns)
+    return _Signature(name, func.is_view, is_counted, returns_new, tuple(arguments))
 
 
 @cache
-def _collective(name: str) -> str | None:
-    """The collective that an operator is: "c10d::_allgather_base_" is an all_gather."""
-    if not name.startswith(("c10d::", "_c10d_functional::")):
+def _collective_name(operator: str) -> str | None:
+    """Return the collective that an operator performs, or None.
+
+    For example, "all_gather" for "c10d::_allgather_base_".
+    """
+    if not operator.startswith(("c10d::", "_c10d_functional::")):
         return None
-    return next((op for op in _COLLECTIVES if op.replace("_", "") in name.replace("_", "")), None)
+    for name in COLLECTIVES:
+        if name.replace("_", "") in operator.replace("_", ""):
+            return name
+    return None
 
 
-def _parts(tensor: Any) -> Iterator[Tensor]:
-    """The plain tensors that a tensor is made of: the shard of a DTensor, the data and scale of an FP8 weight."""
+def _count_traffic(
+    signature: _Signature, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+) -> int:
+    """Return the bytes that an operator reads and writes."""
+    num_bytes = bytes_of(result) if signature.returns_new else 0
+    for i, (name, num_passes) in enumerate(signature.arguments):
+        value = args[i] if i < len(args) else None
+        num_bytes += num_passes * bytes_of(kwargs.get(name, value))
+    return num_bytes
+
+
+def _count_flops(op: str, inputs: Sequence[Tensor]) -> tuple[tuple[int, ...], int]:
+    """Count the FLOPs of a matmul or an attention operator.
+
+    Args:
+        op: Operator without "aten::".
+        inputs: Tensor arguments, starting with the factors of a matmul.
+
+    Returns:
+        Shape of the operation, as in `Work.shape`, and number of FLOPs.
+    """
+    if op in MATMULS:
+        a, b = inputs[:2]
+        shape = (math.prod(a.shape[:-1]), a.shape[-1], b.shape[-1])
+        return shape, 2 * math.prod(shape)
+    if "_scaled_dot_product" in op:
+        is_backward = "backward" in op
+        query, key = inputs[1:3] if is_backward else inputs[:2]
+        shape = (*query.shape[:3], key.shape[2], query.shape[3])
+        return shape, _attention_flops(op, shape, is_backward)
+    return (), 0
+
+
+def _attention_flops(op: str, shape: tuple[int, ...], is_backward: bool) -> int:
+    """Return the FLOPs of causal attention, without scores that the causal mask hides.
+
+    There are two matmuls in the forward pass and five in the backward pass, which recomputes the
+    scores. The last query sees all keys. With context parallelism, which uses flex attention, the
+    queries of a rank are spread over the whole sequence.
+
+    Args:
+        op: Operator without "aten::".
+        shape: (batch, heads, queries, keys, head_dim).
+        is_backward: Whether the operator is a backward pass.
+    """
+    num_queries, num_keys = shape[2:4]
+    num_hidden = num_keys if op in FLEX_OPS else num_queries  # keys hidden from the first query
+    flops_per_score = 10 if is_backward else 4
+    return math.prod(shape) * flops_per_score * (2 * num_keys - num_hidden) // (2 * num_keys)
+
+
+def plain_tensors(tensor: Any) -> Iterator[Tensor]:
+    """Yield the plain tensors inside a tensor subclass, such as the local shard of a DTensor.
+
+    A plain tensor is yielded itself. Other values yield nothing.
+    """
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
-            yield from _parts(getattr(tensor, name))
-    elif isinstance(tensor, Tensor):  # and not the mesh of a DTensor
+            yield from plain_tensors(getattr(tensor, name))
+    elif isinstance(tensor, Tensor):  # not the mesh of a DTensor
         yield tensor
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    """The tensors in a value, which may be lists of lists."""
+def _find_tensors(value: Any) -> list[Tensor]:
+    """List the tensors in a value, which may be a tensor or nested lists and tuples."""
     if isinstance(value, Tensor):
         return [value]
-    return [tensor for each in value for tensor in _tensors(each)] if isinstance(value, list | tuple) else []
+    if not isinstance(value, list | tuple):
+        return []
+    return [tensor for item in value for tensor in _find_tensors(item)]
 
 
 def bytes_of(value: Any) -> int:
-    """Bytes of the tensors in a value."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(value))
+    """Return the size in bytes of all tensors in a value, which may be nested lists or tuples."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in _find_tensors(value))

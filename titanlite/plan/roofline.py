@@ -1,7 +1,8 @@
-"""From what a trace has counted to a forecast: memory with its allowance, and time at the rates of a data sheet.
+"""Converts traces to a forecast: memory including overheads, and time by a roofline model.
 
-Invariant: the shares of a peak that kernels reach are constants of this module, each with its reason. None depends on
-the job. This is a roofline, right to a third: a short real run says more of time wherever the device is at hand.
+Invariant: The efficiencies of kernels and links are constants of this module, each with its reason,
+and do not depend on the job. The forecast time is accurate to about a third. If you have the
+hardware, a short run is more accurate.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import math
 import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,52 +21,74 @@ from titanlite.config.run import Run
 from titanlite.observe.flops import flops_per_token
 from titanlite.observe.forecast import Forecast
 from titanlite.observe.gpus import GIB, MIB, Gpu, machine_memory
-from titanlite.plan.counter import FLEX_OPS, Work
+from titanlite.plan.counter import FLEX_OPS, Group, Work
 from titanlite.plan.trace import RankTrace
 
-# Of a GPU, as estimates: 0.5 GiB for the CUDA context with its kernels, 0.1 GiB for each process group (NCCL). torch's
-# allocator reserves 1% more than its streams have at their most, if segments can be extended (benchmarks/planner.md).
-GPU_CONTEXT, GPU_GROUP, GPU_LOST = 512 * MIB, 100 * MIB, 0.01
-GPU_CUBLAS = 33 * MIB  # the workspaces of cuBLAS on an H100, which torch's allocator hands out
-# Of a process on a CPU: what Python, torch and gloo take, with its share of the launcher and of the process that reads,
-# and 5% of the tensors lost between blocks of the heap. In the jobs of docs/performance.md it is 370 to 490 MiB. Those
-# with a vocabulary of 128,256, compiled, take up to 650 MiB more. Why is not known.
-CPU_FIXED, CPU_LOST = 520 * MIB, 0.05
+# Estimates of the GPU memory of the CUDA context with its kernels, and of each process group
+# (NCCL).
+GPU_CONTEXT_BYTES = 512 * MIB
+GPU_GROUP_BYTES = 100 * MIB
+# Memory of Python, torch and gloo in a CPU process, including its share of the launcher and of the
+# data worker, and the share of tensor memory that heap fragmentation loses.
+# docs/internals/performance.md has jobs with 370 to 490 MiB. Compiled jobs with a vocabulary of
+# 128,256 take up to 650 MiB more, for an unknown reason.
+CPU_PROCESS_BYTES = 520 * MIB
+CPU_FRAGMENTATION = 0.05
 
-# Large matmuls reach about 70% of the data sheet on an H100 and an A100, because under full load the clock falls until
-# the power limit holds. An FP8 matmul draws as much power and has half the time for its memory, so it reaches less.
+# Shares of the peak FLOP/s that large matmuls reach. On an H100 and an A100, bfloat16 reaches about
+# 70% because the clock falls under full load until the power limit holds. An FP8 matmul draws as
+# much power and has half the time for its memory traffic, so it reaches less.
 MATMUL = {"float32": 0.85, "float8": 0.60, "bfloat16": 0.70}
-# Flex attention, which context parallelism uses, is a triton kernel of FlashAttention 2's design. Since Hopper the
-# tensor cores are faster than that keeps busy: it reaches 35% of the peak (https://arxiv.org/abs/2407.08608), and flex
-# attention 90% of that forward and 85% backward (https://pytorch.org/blog/flexattention).
+# Flex attention, which context parallelism uses, is a Triton kernel with the design of
+# FlashAttention 2. On Hopper GPUs that reaches 35% of the peak (https://arxiv.org/abs/2407.08608),
+# and flex attention reaches 90% of it forward and 85% backward
+# (https://pytorch.org/blog/flexattention).
 FLEX = 0.31
-BANDWIDTH = 0.80  # of the memory's peak; a copy of large tensors reaches about 85%
-LINK = 0.75  # of a link's peak; NCCL's rings carry 340 to 370 of the 450 GB/s of an H100
-# A ring's collective takes as many of the GPU's processors as its copies need, about a tenth. What computes meanwhile
-# has so many less.
+# The backward pass of attention is less efficient than the forward pass.
+ATTENTION_BACKWARD = 5 / 6
+BANDWIDTH = 0.80  # of peak memory bandwidth; a copy of large tensors reaches about 85%
+LINK = 0.75  # of peak link bandwidth; NCCL's rings carry 340 to 370 of the 450 GB/s of an H100
+# A ring collective uses about a tenth of the GPU's multiprocessors, which concurrent kernels then
+# lack.
 OVERLAP_PRICE = 0.1
-# Async tensor parallelism hides the traffic that has a matmul next to it: not the gradients of inputs of several
-# matmuls, which are added before they are reduced, and not the first piece. That leaves about half.
+# Async tensor parallelism hides traffic next to a matmul. That excludes gradients of the inputs of
+# several matmuls, which are added before they are reduced, and the first piece, so about half is
+# hidden.
 ASYNC_HIDES = 0.5
-# Seconds in which a ring passes its first piece on, by NCCL's own model (src/graph/tuning.cc): to the next device of a
-# machine, and to the next machine. `Gpu.latency_us` is how long it takes to start.
-HOP, NETWORK_HOP = 3.4e-6, 14e-6
-# Seconds in which Python, autograd and the dispatcher launch a kernel. A GPU only waits for them if it is faster.
+# Seconds in which a ring passes on its first piece to the next GPU of a node and to the next node,
+# from NCCL's model (src/graph/tuning.cc). `Gpu.latency_us` is the time to start the collective.
+HOP = 3.4e-6
+NETWORK_HOP = 14e-6
+# Seconds in which Python, autograd and the dispatcher launch a kernel. A GPU waits only if it is
+# faster.
 LAUNCH = 10e-6
+CPU_NETWORK_GB_PER_SECOND = 1.0
+CPU_COLLECTIVE_LATENCY_US = 300.0
 
 
 def forecast(run: Run, traces: Sequence[RankTrace], gpu: Gpu) -> Forecast:
-    """What the traces of a run mean on a device, of which each rank has one (`Gpu.of_rank`)."""
+    """Forecast the peak memory, step time and throughput of a run.
+
+    The rank with the highest peak determines the memory, and the slowest rank the step time.
+
+    Args:
+        run: The validated job and the number of ranks.
+        traces: Trace of one rank of each kind, from `trace_run`.
+        gpu: GPU of each rank; see `Gpu.of_rank`.
+    """
+    times = {trace.rank: _time_step(run, trace, gpu) for trace in traces}
+    bubble = _bubble_share(run)
+    if bubble:
+        _add_bubble(times, bubble)
+    slowest = max(times.values(), key=lambda time: time.total())
+    longest_first = sorted(slowest.parts.items(), key=lambda part: -part[1])
+    step_seconds = slowest.total()
+
+    seq_len = run.job.training.seq_len
+    step_tokens = run.global_batch_size * seq_len
+    tokens_per_second = step_tokens / run.world_size / step_seconds
+    model_flops_per_second = tokens_per_second * flops_per_token(run.arch, seq_len)
     worst = max(traces, key=lambda trace: trace.peak)
-    times = {trace.rank: _parts(run, trace, gpu) for trace in traces}
-    if share := _bubble(run):  # each rank waits for the first and the last microbatch of the others
-        busy = {rank: sum(parts.values()) - parts["optimizer"] for rank, (parts, _) in times.items()}
-        for rank, (parts, _) in times.items():
-            others = [seconds for other, seconds in busy.items() if other != rank] or [busy[rank]]
-            parts["pipeline bubble"] = share * sum(others) / len(others)
-    parts, hidden = max(times.values(), key=lambda each: sum(each[0].values()))
-    seconds, training = sum(parts.values()), run.job.training
-    speed = run.global_batch_size * training.seq_len / run.world_size / seconds
     return Forecast(
         job=run.job.job.config_file or "a job made in Python",
         world_size=run.world_size,
@@ -75,130 +99,244 @@ def forecast(run: Run, traces: Sequence[RankTrace], gpu: Gpu) -> Forecast:
         moment=worst.moment,
         kinds=dict(worst.kinds),
         host=worst.host,
-        allowance=_allowance(run, worst, gpu),
+        allowance=_estimate_overhead(run, worst, gpu),
         memory=gpu.memory,
-        step_seconds=seconds,
-        parts={name: seconds for name, seconds in sorted(parts.items(), key=lambda part: -part[1]) if seconds > 0},
-        hidden_seconds=hidden,
-        tokens_per_second=speed,
-        mfu=speed * flops_per_token(run.arch, training.seq_len) / (gpu.bf16 * 1e12),
+        step_seconds=step_seconds,
+        parts={name: seconds for name, seconds in longest_first if seconds > 0},
+        hidden_seconds=slowest.hidden,
+        tokens_per_second=tokens_per_second,
+        mfu=model_flops_per_second / (gpu.bf16 * 1e12),
     )
 
 
 def this_cpu() -> Gpu:
-    """The cores and the memory of this machine, with the rates of one matmul of each dtype and of one copy."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Measure the speed of the CPU of this node and return it as a `Gpu`, to plan runs on CPUs.
 
-    def seconds(words: str, tensor: Tensor) -> float:
-        timer = Timer(words, globals={"a": tensor}, num_threads=cores)
+    The speed is measured by timing matmuls and a copy.
+    """
+    num_cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        num_cores = len(os.sched_getaffinity(0))
+
+    def measure_seconds(statement: str, tensor: Tensor) -> float:
+        """Return the shortest measured time of a statement that uses the tensor as `a`."""
+        timer = Timer(statement, globals={"a": tensor}, num_threads=num_cores)
         return min(timer.blocked_autorange(min_run_time=0.05).times)
 
-    side, data = torch.randn(768, 768), torch.ones(32 << 20)
-    bandwidth = 2 * data.nbytes / seconds("a.clone()", data) / 1e9
+    matrix = torch.randn(768, 768)
+    tera_flops = 2 * 768**3 / 1e12
+    data = torch.ones(32 << 20)
+    copied_gigabytes = 2 * data.nbytes / 1e9  # each byte is read and written
+    bandwidth = copied_gigabytes / measure_seconds("a.clone()", data)
+    cores = "CPU core" if num_cores == 1 else "CPU cores"
     return Gpu(
-        name=f"{cores} CPU core{'s' if cores > 1 else ''} (one matmul and one copy, timed now)",
+        name=f"{num_cores} {cores} (one matmul and one copy, timed now)",
         cpu=True,
         memory_gib=machine_memory() / GIB,
-        bf16=2 * 768**3 / seconds("a @ a", side.bfloat16()) / 1e12,
-        fp32=2 * 768**3 / seconds("a @ a", side) / 1e12,
+        bf16=tera_flops / measure_seconds("a @ a", matrix.bfloat16()),
+        fp32=tera_flops / measure_seconds("a @ a", matrix),
         bandwidth=bandwidth,
-        link=bandwidth / 4,  # a collective of gloo copies each byte a few times
-        network=1.0,
+        link=bandwidth / 4,  # a gloo collective copies each byte several times
+        network=CPU_NETWORK_GB_PER_SECOND,
         host=bandwidth,
-        latency_us=300.0,
-        machine=cores,
+        latency_us=CPU_COLLECTIVE_LATENCY_US,
+        machine=num_cores,
     )
 
 
-def _allowance(run: Run, trace: RankTrace, gpu: Gpu) -> int:
-    """Bytes beside those of tensors that a rank takes."""
+def _estimate_overhead(run: Run, trace: RankTrace, gpu: Gpu) -> int:
+    """Estimate the memory of a rank besides its tensors, in bytes.
+
+    On a GPU, it consists of the CUDA context, NCCL and memory that the allocator reserves but does
+    not use. On a CPU, it consists of the process and of fragmentation.
+    """
     if gpu.cpu:
-        return CPU_FIXED + int(CPU_LOST * trace.peak)
-    return beside_torch(run) + GPU_CUBLAS + trace.reserved - trace.peak + int(GPU_LOST * trace.reserved)
+        return CPU_PROCESS_BYTES + int(CPU_FRAGMENTATION * trace.peak)
+    return bytes_outside_allocator(run) + trace.reserved - trace.peak
 
 
-def beside_torch(run: Run) -> int:
-    """Bytes of a GPU that torch's allocator does not know of."""
-    degree = run.degrees
-    groups = sum(size > 1 for size in (degree.pipeline, degree.replicate, degree.shard, degree.context, degree.tensor))
-    return GPU_CONTEXT + groups * GPU_GROUP
+def bytes_outside_allocator(run: Run) -> int:
+    """Estimate the GPU memory that the caching allocator of torch does not manage, in bytes.
+
+    It is used by the CUDA context and NCCL.
+    """
+    degrees = run.degrees
+    group_sizes = (
+        degrees.pipeline,
+        degrees.replicate,
+        degrees.shard,
+        degrees.context,
+        degrees.tensor,
+    )
+    num_groups = sum(size > 1 for size in group_sizes)
+    return GPU_CONTEXT_BYTES + num_groups * GPU_GROUP_BYTES
 
 
-def _parts(run: Run, trace: RankTrace, gpu: Gpu) -> tuple[defaultdict[str, float], float]:
-    """Seconds of each part of a step on one rank, and seconds of communication that other work hides."""
-    parts, hidden = defaultdict[str, float](float), 0.0
-    hides = () if gpu.cpu else ("fsdp", "replicate")
-    tensor_hides = ASYNC_HIDES * run.job.parallelism.enable_async_tensor_parallel
+@dataclass
+class _StepTime:
+    """Estimate the time of a training step on one rank, in seconds.
+
+    Attributes:
+        parts: Category, such as "matmuls" -> seconds.
+        hidden: Seconds of communication that overlap with kernels and do not lengthen the step.
+    """
+
+    parts: defaultdict[str, float]
+    hidden: float = 0.0
+
+    def total(self) -> float:
+        """Return the seconds of the whole step."""
+        return sum(self.parts.values())
+
+
+def _time_step(run: Run, trace: RankTrace, gpu: Gpu) -> _StepTime:
+    """Estimate the time of a training step on one rank, excluding the pipeline bubble."""
+    time = _StepTime(defaultdict(float))
     for phase in ("forward", "backward", "optimizer"):
-        busy = launches = hideable = first = 0.0
-        for work in (each for each in trace.work if each.phase == phase):
-            if work.group is not None:
-                seconds = _collective(work, work.group, gpu)
-                if work.group[0] in hides and phase != "optimizer":
-                    hideable += seconds
-                    first += seconds / work.count  # all wait for the first gather and the last reduction
-                else:
-                    behind = tensor_hides * seconds if work.group[0] == "tensor" else 0.0
-                    parts[f"collectives ({work.group[0]})"] += seconds - behind
-                    hidden += behind
-                continue
-            name, seconds = _kernels(work, gpu)
-            parts["optimizer" if phase == "optimizer" else name] += seconds
-            busy += seconds
-            launches += work.count * LAUNCH
-        waits = launches if gpu.cpu else max(0.0, launches - busy)
-        parts["launching kernels"] += waits
-        shown = min(hideable, max(hideable - busy - waits, first))
-        parts["collectives (fsdp)"] += shown + OVERLAP_PRICE * (hideable - shown)
-        hidden += hideable - shown
-    # With CPU offload weights go to the device, twice, gradients to the host, and the update there at half of its rate.
-    # The host has weights, gradients and two moments, so the copies read or write three quarters of it.
-    parts["copies to and from host memory"] = 0.75 * trace.host / (gpu.host * 1e9 * LINK)
-    return parts, hidden
+        work = [work for work in trace.work if work.phase == phase]
+        _add_phase(time, phase, work, run, gpu)
+
+    # With CPU offload, weights are copied to the GPU twice, gradients to the CPU, and updated
+    # weights to the GPU at half the bandwidth. CPU memory holds weights, gradients and two moments,
+    # so the copies read or write three quarters of it.
+    copy_seconds = 0.75 * trace.host / (gpu.host * 1e9 * LINK)
+    time.parts["copies to and from CPU memory"] = copy_seconds
+    return time
 
 
-def _kernels(work: Work, gpu: Gpu) -> tuple[str, float]:
-    """What the kernels of an entry are, and their seconds."""
-    moving = work.bytes / (gpu.bandwidth * 1e9 * BANDWIDTH)
+def _add_phase(time: _StepTime, phase: str, work: Iterable[Work], run: Run, gpu: Gpu) -> None:
+    """Add the time of the forward pass, the backward pass or the optimizer to a step time.
+
+    FSDP collectives overlap with kernels, as does a share of async tensor parallelism. All other
+    collectives lengthen the step.
+
+    Args:
+        time: Time of the step, modified in place.
+        phase: "forward", "backward" or "optimizer".
+        work: Kernels and collectives of the phase.
+        run: The validated job and the number of ranks.
+        gpu: GPU of each rank.
+    """
+    compute = 0.0
+    launches = 0.0
+    overlapping = 0.0
+    exposed = 0.0  # everything waits for the first all-gather and the last reduce-scatter
+    can_overlap = phase != "optimizer" and not gpu.cpu
+    is_async = run.job.parallelism.enable_async_tensor_parallel
+    for item in work:
+        group = item.group
+        if group is None:
+            name, seconds = _time_kernels(item, gpu)
+            time.parts["optimizer" if phase == "optimizer" else name] += seconds
+            compute += seconds
+            launches += item.count * LAUNCH
+            continue
+
+        seconds = _time_collectives(item, group, gpu)
+        if can_overlap and group.name in ("fsdp", "replicate"):
+            overlapping += seconds
+            exposed += seconds / item.count
+        else:
+            hidden_share = ASYNC_HIDES if is_async and group.name == "tensor" else 0.0
+            time.parts[f"collectives ({group.name})"] += seconds - hidden_share * seconds
+            time.hidden += hidden_share * seconds
+
+    waiting = launches if gpu.cpu else max(0.0, launches - compute)
+    visible = min(overlapping, max(overlapping - compute - waiting, exposed))
+    hidden = overlapping - visible
+    time.parts["launching kernels"] += waiting
+    time.parts["collectives (fsdp)"] += visible + OVERLAP_PRICE * hidden
+    time.hidden += hidden
+
+
+def _time_kernels(work: Work, gpu: Gpu) -> tuple[str, float]:
+    """Estimate the time of a group of equal kernels.
+
+    Returns:
+        Category, such as "matmuls", and total time in seconds.
+    """
+    is_matmul = len(work.shape) == 3
+    is_attention = len(work.shape) == 5  # see `Work.shape`
     peak = gpu.fp32 if work.dtype == "float32" else gpu.bf16
-    if len(work.shape) == 5:
-        flex = work.op.removeprefix("aten.") in FLEX_OPS and gpu.fp8 > 0
-        reached = (min(gpu.attention, FLEX) if flex else gpu.attention) * (5 / 6 if "backward" in work.op else 1)
-        return "attention", work.flops / (peak * 1e12 * reached)
-    if len(work.shape) != 3:
-        return "memory-bound kernels", moving
-    kind = work.dtype if work.dtype == "float32" else "bfloat16"
+    if is_attention:
+        efficiency = gpu.attention
+        is_flex = work.op.removeprefix("aten.") in FLEX_OPS
+        is_hopper = gpu.fp8 > 0  # or newer
+        if is_flex and is_hopper:
+            efficiency = min(efficiency, FLEX)
+        if "backward" in work.op:
+            efficiency *= ATTENTION_BACKWARD
+        return "attention", work.flops / (peak * 1e12 * efficiency)
+
+    memory_seconds = work.bytes / (gpu.bandwidth * 1e9 * BANDWIDTH)
+    if not is_matmul:
+        return "memory-bound kernels", memory_seconds
+
+    efficiency = MATMUL["float32" if work.dtype == "float32" else "bfloat16"]
     if work.dtype.startswith("float8") and gpu.fp8:
-        kind, peak = "float8", gpu.fp8
-    return "matmuls", max(work.flops / (peak * 1e12 * MATMUL[kind]), moving)
+        efficiency = MATMUL["float8"]
+        peak = gpu.fp8
+    compute_seconds = work.flops / (peak * 1e12 * efficiency)
+    return "matmuls", max(compute_seconds, memory_seconds)
 
 
-def _collective(work: Work, group: tuple[str, int, int], gpu: Gpu) -> float:
-    """Seconds of all collectives of an entry, by the ring algorithm.
+def _time_collectives(work: Work, group: Group, gpu: Gpu) -> float:
+    """Return the seconds of collectives with the ring algorithm.
 
-    A ring of n ranks moves (n - 1) / n of the tensor over each link, and twice as much to reduce and gather it. In a
-    group that spans machines, those of its ranks that share a machine share what comes in from the others.
+    A ring of n ranks moves (n - 1) / n of the tensor over each link, and twice as much for an
+    all-reduce. In a group that spans several nodes, the ranks of a node share the traffic from
+    other nodes.
     """
-    _, ranks, span = group
-    if ranks == 1:
+    if group.size == 1:
         return 0.0
-    machines = 1 if gpu.cpu else math.ceil(span / gpu.machine)
-    links, networks = (ranks - 1) / ranks, (machines - 1) / ranks
+    num_nodes = 1 if gpu.cpu else math.ceil(group.span / gpu.machine)
     if work.op == "send":
-        links, networks = float(machines == 1), float(machines > 1)
-    seconds = work.bytes * max(links / gpu.link, networks / gpu.network) / (LINK * 1e9)
-    hops = 0.0 if gpu.cpu or work.op == "send" else (ranks - machines) * HOP + (machines - 1) * NETWORK_HOP
-    return (2 if work.op == "all_reduce" else 1) * (seconds + work.count * (gpu.latency_us * 1e-6 + hops))
+        link_share = 1.0 if num_nodes == 1 else 0.0
+        network_share = 1.0 - link_share
+        hop_seconds = 0.0
+    else:
+        link_share = (group.size - 1) / group.size
+        network_share = (num_nodes - 1) / group.size
+        hop_seconds = (group.size - num_nodes) * HOP + (num_nodes - 1) * NETWORK_HOP
+    if gpu.cpu:
+        hop_seconds = 0.0
+
+    seconds_per_gigabyte = max(link_share / gpu.link, network_share / gpu.network)
+    transfer = work.bytes * seconds_per_gigabyte / (LINK * 1e9)
+    latency = work.count * (gpu.latency_us * 1e-6 + hop_seconds)
+    num_passes = 2 if work.op == "all_reduce" else 1
+    return num_passes * (transfer + latency)
 
 
-def _bubble(run: Run) -> float:
-    """Idle time of a pipeline rank, as a share of the busy time of the others (https://arxiv.org/abs/2104.04473).
+def _bubble_share(run: Run) -> float:
+    """Estimate how long a pipeline rank is idle, relative to the busy time of the other ranks.
 
-    It is (p - 1) / (v m) with p ranks, v stages on each and m microbatches. Schedules that delay the gradients of
-    weights fill two thirds of it with them (https://arxiv.org/abs/2401.10241); the V-shaped one fills it all once there
-    are 2 p microbatches.
+    With p ranks, v stages per rank and m microbatches, it is (p - 1) / (v m)
+    (https://arxiv.org/abs/2104.04473). Zero-bubble schedules delay the gradients of weights to fill
+    two thirds of the idle time (https://arxiv.org/abs/2401.10241). The V-shaped zero-bubble
+    schedule fills all of it if there are at least 2 p microbatches.
     """
-    ranks, per_rank = run.degrees.pipeline, len(run.stages) // run.degrees.pipeline
-    left = {"InterleavedZeroBubble": 1 / 3, "ZBVZeroBubble": 1 / 3 if run.microbatches < 2 * ranks else 0.0}
-    share = (ranks - 1) / (per_rank * run.microbatches)
-    return share * left.get(run.job.parallelism.pipeline_parallel_schedule, 1.0)
+    num_ranks = run.degrees.pipeline
+    schedule = run.job.parallelism.pipeline_parallel_schedule
+    stages_per_rank = len(run.stages) // num_ranks
+    unfilled = 1.0
+    if schedule == "ZBVZeroBubble" and run.microbatches >= 2 * num_ranks:
+        unfilled = 0.0
+    elif schedule in ("InterleavedZeroBubble", "ZBVZeroBubble"):
+        unfilled = 1 / 3
+    return (num_ranks - 1) / (stages_per_rank * run.microbatches) * unfilled
+
+
+def _add_bubble(times: Mapping[int, _StepTime], share: float) -> None:
+    """Add the time that each pipeline rank waits for other ranks to its step time.
+
+    Args:
+        times: Rank -> time of its step, modified in place.
+        share: Idle time relative to the busy time of the other ranks, from `_bubble_share`.
+    """
+    busy = {rank: time.total() - time.parts["optimizer"] for rank, time in times.items()}
+    for rank, time in times.items():
+        busy_others = [seconds for other, seconds in busy.items() if other != rank]
+        if not busy_others:  # the traced rank represents the others
+            busy_others = [busy[rank]]
+        time.parts["pipeline bubble"] = share * sum(busy_others) / len(busy_others)

@@ -1,73 +1,53 @@
-"""A step of the trainer on fake tensors, in a world of ranks that does not exist.
+"""Traces one optimizer step of the trainer on fake tensors, which have shapes but no data.
 
-Invariant: what runs is the trainer's own code, from `build_mesh` to the optimizer. Blocks are alike, and so are
-microbatches, so a few of them run, and the counts are extended to those of all.
+Invariant: The traced code is the trainer's own, from `build_mesh` to the optimizer. Blocks are
+alike, so only a few of them run, and the counts are extrapolated to all blocks.
 """
 
 from __future__ import annotations
 
-import gc
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
-from types import SimpleNamespace
-from typing import Any, NamedTuple
-from unittest.mock import patch
+from typing import Any
 
-import numpy as np
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titanlite.config.run import V_SHAPED, Run, stage_rank
-from titanlite.data.batch import blank_microbatch
-from titanlite.hooks.ema import Ema
-from titanlite.hooks.hook import Hook
-from titanlite.model.llama import Llama
 from titanlite.observe.flops import num_params
 from titanlite.observe.gpus import Gpu
-from titanlite.optim.adamw import local_shard
-from titanlite.optim.clip import StepSums
-from titanlite.optim.loss import VOCAB_BLOCK
-from titanlite.parallel.mesh import Mesh, build_mesh
-from titanlite.parallel.parallelize import ShardedModel, build_model
-from titanlite.parallel.recompute import _ALWAYS_SAVED
+from titanlite.parallel.mesh import build_mesh
+from titanlite.parallel.parallelize import build_model
+from titanlite.plan.allocator import CUBLAS_WORKSPACES
 from titanlite.plan.compiled import compiling
-from titanlite.plan.counter import COUNTED, HOST, KINDS, UNKNOWN, Counter, Place, Work
+from titanlite.plan.counter import KINDS, Location, Work
+from titanlite.plan.simulate import simulate_gpu, simulate_ranks
+from titanlite.plan.step_counts import DEVICE, StepCounts, count_step
 from titanlite.train.step import TrainStep
 
-DEVICE = torch.device("cpu")  # of the fake tensors: torch without CUDA cannot follow those of a GPU backward
-FEWEST = 6  # microbatches of a pipeline from which on some are left out
-# Methods of a pipeline's stage, and their phases. The last two hand over what is sent.
-_ACTIONS = {
-    "forward_one_chunk": "forward",
-    "backward_one_chunk": "backward",
-    "backward_weight_one_chunk": "backward",
-    "get_fwd_send_ops": "forward",
-    "get_bwd_send_ops": "backward",
-}
+# Fragmentation loses about as much memory as the largest tensors take, such as the gradient of the
+# output matrix. In a small model that can be 10% of the memory, so all blocks of a small model run
+# and their allocations are replayed. For larger models a constant share is accurate enough.
+MAX_REPLAYED_BLOCKS = 40
+FRAGMENTATION = 0.01
 
 
 @dataclass(frozen=True)
 class RankTrace:
-    """One optimizer step of a rank. Nothing in it is an estimate, and nothing depends on how fast a device is.
+    """Memory and work of one optimizer step on one rank, independent of the speed of any hardware.
 
     Attributes:
-        rank: It stands for all ranks with the same pipeline stages.
-        peak: The most bytes on the device at one time.
-        moment: The part of the step in which the peak is: "backward of a block", "optimizer", "loss".
-        kinds: Kind of memory -> bytes at the peak. They add up to `peak`.
-        host: The most bytes in host memory: weights, gradients and optimizer state with CPU offload.
+        rank: The rank, which represents all ranks with the same pipeline stages.
+        peak: Peak GPU memory in bytes.
+        moment: Part of the step with the peak, such as "backward of a block" or "optimizer".
+        kinds: Kind of memory -> bytes at the peak.
+        host: Peak CPU memory in bytes of weights, gradients and optimizer state with CPU offload.
         work: All kernels and collectives.
-        reserved: The most bytes of each CUDA stream at one time, added up: torch's allocator gives to no stream what
-            another one has freed. FSDP2 gathers and reduces in streams of its own.
+        reserved: Bytes that the torch allocator reserves on a GPU, including cuBLAS workspaces.
+            Equal to `peak` on a CPU.
     """
 
     rank: int
@@ -82,365 +62,230 @@ class RankTrace:
 def trace_run(
     run: Run, gpu: Gpu | None = None, apply: Callable[..., Iterable[Any]] = map, whole: bool = False
 ) -> tuple[RankTrace, ...]:
-    """The counts of one optimizer step, for each kind of pipeline rank.
+    """Trace one optimizer step on each kind of pipeline rank.
 
-    Call it in a process that has no world of ranks. It leaves none behind.
+    Ranks are of the same kind if their pipeline stages are alike, so one of them represents the
+    others. Call this in a process without a process group. It leaves none behind.
 
     Args:
-        run: The job and the number of ranks. Neither data nor the ranks' devices are needed.
-        gpu: What each rank has. None: a CPU. It need not be there.
-        apply: Does the parts of the work, of which none needs another: `map`, or that method of a pool of processes.
-        whole: Run all blocks and all microbatches, on all pipeline ranks. The results are the same.
+        run: The validated job and the number of ranks. Neither the data nor the GPUs are needed.
+        gpu: The GPU of each rank. None means a CPU.
+        apply: `map`, or the `map` method of a process pool to trace in parallel.
+        whole: Run all blocks and microbatches on all pipeline ranks. The result is the same, but
+            takes longer.
+
+    Returns:
+        One trace per kind of pipeline rank.
     """
-    run = with_keys(run, {"parallelism.enable_async_tensor_parallel": False})
-    spare = 0 if whole else _spare_blocks(run)
-    runs = [_without_blocks(run, lost) for lost in ((spare, spare - 1) if spare else (0,))]
-    ranks = _ranks(run, whole)
-    tasks = [(each, rank, gpu, whole) for rank in ranks for each in runs]
-    counted = list(apply(_trace, *zip(*tasks, strict=True)))
+    needs_gpu = ("enable_async_tensor_parallel", "enable_fsdp_symmetric_memory")
+    run = with_keys(run, {f"parallelism.{key}": False for key in needs_gpu})
+    on_gpu = gpu is not None and not gpu.cpu
+    run = run.resolve_compute_dtype(on_gpu)
+    is_small = run.degrees.pipeline == 1 and run.arch.n_layers <= MAX_REPLAYED_BLOCKS
+    num_removed = 0 if whole or (on_gpu and is_small) else _count_removable_blocks(run)
+
+    # Two traces with different numbers of blocks determine the cost of one more block.
+    runs = [_remove_blocks(run, num_removed)]
+    if num_removed:
+        runs.append(_remove_blocks(run, num_removed - 1))
+    ranks = _choose_ranks(run, whole)
+    tasks = [(short_run, rank, gpu, whole) for rank in ranks for short_run in runs]
+    results = iter(apply(_count_rank, *zip(*tasks, strict=True)))
+
     traces = []
-    for rank, short, longer in zip(ranks, counted[:: len(runs)], counted[len(runs) - 1 :: len(runs)], strict=True):
-        peaks, pools, amounts = (
-            {key: value + spare * (more[key] - value) for key, value in few.items()}
-            for few, more in zip(short, longer, strict=True)
-        )
-        place = max(peaks, key=lambda place: peaks[place][:-1].sum())
-        moment = f"{place.phase} of a block" if place.name == "block" else place.name
-        *device, host = map(int, peaks[place])
-        work = tuple(Work(*key, *map(int, amount)) for key, amount in amounts.items())
-        streams = defaultdict[int, int](int)
-        for (stream, _), size in pools.items():
-            streams[stream] = max(streams[stream], size)
-        kinds, reserved = dict[str, int](zip(KINDS, device, strict=True)), sum(streams.values())
-        traces.append(RankTrace(rank, sum(device), moment, kinds, host, work, reserved))
+    has_replay = num_removed == 0 and run.degrees.pipeline == 1
+    for rank in ranks:
+        counts = next(results)
+        if num_removed:
+            counts = _extrapolate(counts, next(results), num_removed)
+        traces.append(_summarize(rank, counts, on_gpu, has_replay))
     return tuple(traces)
 
 
 def with_keys(run: Run, settings: Mapping[str, Any]) -> Run:
-    """The run with other values of some keys ("section.key"). Whether they break a rule is not asked."""
+    """Return a copy of a run with some options changed, without validating it.
+
+    Args:
+        run: The run to change.
+        settings: Changed options, for example {"model.n_layers": 4}.
+    """
     job = run.job
     for key, value in settings.items():
-        section, name = key.split(".")
-        job = job.model_copy(update={section: getattr(job, section).model_copy(update={name: value})})
+        section_name, name = key.split(".")
+        section = getattr(job, section_name).model_copy(update={name: value})
+        job = job.model_copy(update={section_name: section})
     return Run(job, run.world_size)
 
 
-# ------------------------------------------------------------------------------------------- which ranks, which blocks
+def _choose_ranks(run: Run, whole: bool) -> list[int]:
+    """Return the ranks to trace: the first rank of each kind of pipeline rank.
 
+    Pipeline ranks are of the same kind if their stages have equal numbers of blocks, and if both or
+    neither have the embedding and the output. The first of them holds the most microbatches at a
+    time, so it needs the most memory.
 
-def _ranks(run: Run, whole: bool) -> list[int]:
-    """The ranks to trace: of pipeline ranks that are alike, the first one, because most microbatches wait there."""
-    pipeline, schedule = run.degrees.pipeline, run.job.parallelism.pipeline_parallel_schedule
-    count, alike = len(run.stages), {}
-    for rank in range(pipeline):
-        own = [i for i in range(count) if stage_rank(i, count, pipeline, schedule) == rank]
-        kind = tuple((len(run.stages[i]), i == 0, i == count - 1) for i in own)
-        alike.setdefault(rank if whole or schedule in V_SHAPED else kind, rank * (run.world_size // pipeline))
-    return list(alike.values())
-
-
-def _spare_blocks(run: Run) -> int:
-    """How many blocks each stage can lose so that the extension is exact.
-
-    None can go if they are not alike, because each second or third one is recomputed or because Muon gives their
-    matrices to ranks, if blocks are so small that FSDP puts several into a group, or if a single rank keeps them
-    gathered.
+    Args:
+        run: The validated job and the number of ranks.
+        whole: Return a rank of every pipeline rank.
     """
-    layout, recompute = run.job.parallelism, run.job.activation_checkpoint
+    num_pipeline_ranks = run.degrees.pipeline
+    schedule = run.job.parallelism.pipeline_parallel_schedule
+    ranks_per_stage = run.world_size // num_pipeline_ranks
+    first_ranks = [rank * ranks_per_stage for rank in range(num_pipeline_ranks)]
+    if whole or schedule in V_SHAPED:
+        return first_ranks
+
+    # Pipeline rank -> a description of each of its stages
+    kinds: list[list[tuple[int, bool, bool]]] = [[] for _ in first_ranks]
+    num_stages = len(run.stages)
+    for stage, blocks in enumerate(run.stages):
+        pipeline_rank = stage_rank(stage, num_stages, num_pipeline_ranks, schedule)
+        has_embedding = stage == 0
+        has_output = stage == num_stages - 1
+        kinds[pipeline_rank].append((len(blocks), has_embedding, has_output))
+    return [rank for i, rank in enumerate(first_ranks) if kinds[i] not in kinds[:i]]
+
+
+def _count_removable_blocks(run: Run) -> int:
+    """Return how many blocks each stage can lose without making the extrapolation inexact.
+
+    The result is 0 in these cases:
+
+    - Blocks differ, because each n-th block is recomputed or Muon assigns their matrices to ranks.
+    - Blocks are so small that FSDP groups several of them.
+    - A single rank keeps small blocks unsharded.
+    """
+    layout = run.job.parallelism
+    checkpointing = run.job.activation_checkpoint
     if run.job.optimizer.name == "Muon":
         return 0
-    if recompute.mode == "selective" and recompute.selective_ac_option != "op":
+    if checkpointing.mode == "selective" and checkpointing.selective_ac_option != "op":
         return 0
-    # So many blocks that those between do not feel the ends.
-    ends = 2 * (2 + max(layout.fsdp_forward_prefetch, layout.fsdp_backward_prefetch))
-    least, block = layout.fsdp_min_num_params, num_params(run.arch) // run.arch.n_layers  # no block has more parameters
-    if block < 2 * least or (run.degrees.shard * run.degrees.context == 1 and ends * block < 32 * least):
+
+    # Blocks that differ from those in the middle, at both ends of a stage.
+    num_kept = 4
+    group_size = layout.fsdp_min_num_params
+    block_size = num_params(run.arch) // run.arch.n_layers  # an upper bound, in parameters
+    is_sharded = run.degrees.shard * run.degrees.context > 1
+    if block_size < 2 * group_size:
         return 0
-    return max(0, min(map(len, run.stages)) - ends)
+    if not is_sharded and num_kept * block_size < 32 * group_size:
+        return 0
+    smallest_stage = min(len(blocks) for blocks in run.stages)
+    return max(0, smallest_stage - num_kept)
 
 
-def _without_blocks(run: Run, lost: int) -> Run:
-    """The run with `lost` blocks less in each stage."""
-    if not lost:
+def _remove_blocks(run: Run, num_removed: int) -> Run:
+    """Return the run with `num_removed` fewer blocks in each pipeline stage."""
+    if not num_removed:
         return run
-    cuts = list(accumulate(len(stage) - lost for stage in run.stages))
-    points = tuple(f"layers.{cut}" for cut in cuts[:-1])
-    return with_keys(run, {"model.n_layers": cuts[-1], "parallelism.pipeline_parallel_split_points": points})
+    stage_ends = list(accumulate(len(blocks) - num_removed for blocks in run.stages))
+    *split_ends, num_layers = stage_ends
+    split_points = tuple(f"layers.{end}" for end in split_ends)
+    settings = {
+        "model.n_layers": num_layers,
+        "parallelism.pipeline_parallel_split_points": split_points,
+    }
+    return with_keys(run, settings)
 
 
-def _missing(run: Run, whole: bool) -> range:
-    """The microbatches that are not run. The one before them stands for them.
+def _count_rank(run: Run, rank: int, gpu: Gpu | None, whole: bool) -> StepCounts:
+    """Count the memory and work of one training step of a simulated rank, on fake tensors.
 
-    A pipeline runs all if stages on the same rank hand their values to each other, or if ranks have so many stages that
-    torch gathers and frees the weights of some while others run: there a microbatch's memory depends on more than its
-    stage. Elsewhere it has one microbatch more before the model, because some of its memory is freed while the model
-    runs, as some of the model's is while the next one runs.
+    Args:
+        run: The validated job and the number of ranks.
+        rank: Rank to simulate.
+        gpu: The GPU of each rank. None means a CPU.
+        whole: Run all microbatches instead of repeating the counts of one.
     """
-    pipeline, schedule = run.degrees.pipeline, run.job.parallelism.pipeline_parallel_schedule
-    first = 2 if pipeline == 1 else 3
-    alike = schedule not in V_SHAPED and len(run.stages) <= 3 * pipeline and run.microbatches >= FEWEST
-    return range(first, first if whole or (pipeline > 1 and not alike) else run.microbatches - 1)
-
-
-# ---------------------------------------------------------------------------------------------------------- one step
-
-
-class Counted(NamedTuple):
-    """A step of a rank.
-
-    Attributes:
-        peaks: Place -> bytes of each kind of COUNTED when the device has the most there; of HOST the most at any time.
-        pools: (stream, place) -> the most bytes of the device there that were allocated in this stream.
-        amounts: The first five attributes of `Work` -> count, FLOPs, bytes.
-    """
-
-    peaks: dict[Place, np.ndarray]
-    pools: dict[tuple[int, Place], int]
-    amounts: dict[tuple[Any, ...], np.ndarray]
-
-
-def _trace(run: Run, rank: int, gpu: Gpu | None, whole: bool) -> Counted:
-    """A step of a rank on fake tensors."""
-    on_gpu, fp8 = gpu is not None and not gpu.cpu, lambda: gpu is not None and gpu.fp8 > 0
-    # A fake tensor does not tell the host whether to skip, which some optimizers ask.
-    steps = patch("titanlite.optim.build.is_set", lambda _: False)
+    on_gpu = gpu is not None and not gpu.cpu
+    has_float8 = gpu is not None and gpu.fp8 > 0
+    meta = torch.device("meta")
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)  # weights are on the meta device
     with (
-        fake_world(run.world_size, rank),
-        as_on_gpu() if on_gpu else nullcontext(),
+        simulate_ranks(run.world_size, rank),
+        simulate_gpu() if on_gpu else nullcontext(),
         compiling(),
-        patch("titanlite.parallel.float8.has_float8_hardware", fp8),
-        steps,
     ):
         mesh = build_mesh(run.degrees, DEVICE.type)
-        sharded = build_model(run, mesh, torch.device("meta"), lambda _: None)
-        fake = FakeTensorMode(allow_non_fake_inputs=True)  # the weights on the meta device
-        with fake:
+        sharded = build_model(run, mesh, meta, log=lambda _: None, has_float8=has_float8)
+        with fake_mode:
             sharded.whole.to_empty(device=DEVICE)
-        update = TrainStep(run, mesh, sharded, DEVICE)
-        with fake:
-            return count_step(run, mesh, sharded, update, whole)
+        train_step = TrainStep(run, mesh, sharded, DEVICE)
+        with fake_mode:
+            return count_step(run, mesh, sharded, train_step, whole)
 
 
-def count_step(run: Run, mesh: Mesh, sharded: ShardedModel, update: TrainStep, whole: bool = False) -> Counted:
-    """Do two steps over empty rows, and count the second. The first one allocates what lasts, for which the last
-    microbatch is enough. The tensors may be real."""
-    counter, count, missing = Counter(_groups(mesh)), run.microbatches, _missing(run, whole)
-    pipelined, training = run.degrees.pipeline > 1, run.job.training
-    shape = training.local_batch_size, training.seq_len, run.job.dataset.document_mask
-    with counter.watching():
-        rows = [blank_microbatch(*shape, DEVICE) for _ in range(count)]
-        watch = _Watch(counter, sharded, update, training.enable_cpu_offload)
-        averages = [Ema(run.job.ema.decay)] if run.job.ema.decay else []
-        for average in averages:
-            average.follow(update.model)
-            counter.mark(average.tensors().values(), HOST if training.enable_cpu_offload else "optimizer state")
-        for skipped in (range(0) if pipelined and not missing else range(count - 1), missing):
-            own = [row for i, row in enumerate(rows) if pipelined or i not in skipped]
-            counter.begin()
-            with _skipping(counter, skipped) if pipelined else nullcontext():
-                update(own, 1, run.job.optimizer.lr, [watch, *averages])
-    # Without a pipeline the second microbatch stands for those that are missing. What it takes it gives back.
-    repeated = range(*counter.begins[1:3]) if missing and not pipelined else range(0)
-    amounts = defaultdict[Any, Any](int)
-    alive, peaks = dict.fromkeys(list[str](COUNTED), 0), dict[Place, Any]()
-    most, host, pools = defaultdict[Place, int](int), 0, defaultdict[tuple[int, Place], int](int)
-    streams = defaultdict[int, int](int)
-    for i, (place, what, change) in enumerate(counter.log):
-        if isinstance(what, Work):
-            amounts[what[:5]] += (1 + len(missing) * (i in repeated)) * np.array(what[5:])
-            continue
-        alive[counter.kinds[what]] += change
-        if counter.kinds[what] != HOST:
-            stream = counter.streams[what]
-            streams[stream] += change
-            pools[stream, place] = max(pools[stream, place], streams[stream])
-        if change > 0 and (size := sum(alive.values()) - alive[HOST]) > most[place]:
-            most[place], peaks[place] = size, np.array(list(alive.values()))
-        host = max(host, alive[HOST])
-    for kinds in peaks.values():
-        kinds[-1] = host
-    if training.enable_cpu_offload:  # a reduced gradient is on the device, in FSDP2's stream, until it has been copied
-        pools[-1, Place("backward", "end")] = max(local_shard(each).nbytes for each in update.model.parameters())
-    return Counted(peaks, pools, amounts)
+def _extrapolate(short: StepCounts, longer: StepCounts, num_removed: int) -> StepCounts:
+    """Extrapolate the counts of two short models linearly to the full number of blocks.
 
-
-class _FusedNorm(torch.autograd.Function):
-    """What a GPU's kernels of RMSNorm keep, read and write. Those of a CPU are many, on tensors in fp32."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight, x[..., 0].float())  # the last one stands for 1 / rms
-        return x * weight
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight, _ = ctx.saved_tensors
-        of_x = grad + x
-        return of_x, of_x.sum(tuple(range(x.ndim - 1)), dtype=weight.dtype)
-
-
-@contextmanager
-def as_on_gpu() -> Iterator[None]:
-    """Let the trainer take tensors for those of a GPU, with the kernels that it uses there.
-
-    Attention is cuDNN's. Flash attention stands for flex attention, which keeps and returns the same, with small masks,
-    and which selective recomputation does not see.
+    Args:
+        short: Counts with `num_removed` fewer blocks per stage than the model has.
+        longer: Counts with one block per stage more than `short`.
+        num_removed: Number of blocks per stage to add to `short`.
     """
 
-    def attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
-        return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True)[0]
+    def extend(few_blocks: dict[Any, Any], more_blocks: dict[Any, Any]) -> dict[Any, Any]:
+        extended = {}
+        for key, count in few_blocks.items():
+            count_per_block = more_blocks[key] - count
+            extended[key] = count + num_removed * count_per_block
+        return extended
 
-    def flex_attention(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
-        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
-
-    def rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-        if torch.compiler.is_compiling() or weight is None:  # the compiler has its own
-            return torch.ops.aten._fused_rms_norm(x, shape, weight, eps)[0]
-        return _FusedNorm.apply(x, weight)
-
-    seen = _ALWAYS_SAVED - {torch.ops.aten._scaled_dot_product_flash_attention.default}
-    masks = dict.fromkeys(("document_mask", "context_mask"), lambda *_: ())
-    with (
-        patch.object(Tensor, "is_cuda", property(lambda _: True), create=True),
-        patch.multiple("torch.nn.functional", scaled_dot_product_attention=attention, rms_norm=rms_norm),
-        patch.multiple("titanlite.parallel.forward_backward", **masks),
-        patch("titanlite.model.attention.flex_function", lambda _: flex_attention),
-        patch("titanlite.parallel.recompute._ALWAYS_SAVED", seen),
-        patch.dict(VOCAB_BLOCK, cpu=VOCAB_BLOCK["cuda"]),
-    ):
-        yield
+    return StepCounts(
+        peaks=extend(short.peaks, longer.peaks),
+        pools=extend(short.pools, longer.pools),
+        work=extend(short.work, longer.work),
+        reserved=0,
+    )
 
 
-@contextmanager
-def fake_world(world_size: int, rank: int) -> Iterator[None]:
-    """A process group whose collectives return at once. It is destroyed at the end. As in training, cycles are not
-    collected within it."""
-    assert not dist.is_initialized()
-    # Before their first step the ranks of a pipeline agree on whether all of them know the shapes that they receive.
-    # They do, but nobody answers here.
-    agreement = {
-        "_warmup_forward_vote": lambda *_, **__: None,
-        "_warmup_backward_result": lambda *_, **__: SimpleNamespace(item=lambda: 1),
-    }
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    gc.collect()
-    gc.disable()
-    try:
-        with patch.multiple(PipelineStage, create=True, **agreement):
-            yield
-    finally:
-        gc.enable()
-        dist.destroy_process_group()
-        # DTensor remembers meshes, which compare equal to those of a later world with process groups of other names.
-        _clear_sharding_prop_cache()
+def _summarize(rank: int, counts: StepCounts, on_gpu: bool, has_replay: bool) -> RankTrace:
+    """Summarize the counts of a rank as its trace, with the memory at the moment of its peak.
 
-
-def _groups(mesh: Mesh) -> dict[str, tuple[str, int, int]]:
-    """Name of a process group -> the dimension that it runs along, its number of ranks, and their span."""
-    named: dict[str, dist.ProcessGroup] = {"stage": mesh.stage_group, "loss": mesh.loss_group}
-    named |= {"world": mesh.world_group, "data": mesh.data_group}
-    dims = {"pipeline": mesh.pipeline, "context": mesh.context, "tensor": mesh.tensor}
-    named |= {name: dim.get_group() for name, dim in dims.items() if dim is not None}
-    names = ("replicate", "fsdp") if mesh.fsdp.ndim == 2 else ("fsdp",)
-    named |= {name: mesh.fsdp.get_group(dim) for dim, name in enumerate(names)}
-    spans = {name: dist.get_process_group_ranks(group) for name, group in named.items()}
-    return {g.group_name: (n, len(spans[n]), max(spans[n]) - min(spans[n]) + 1) for n, g in named.items()}
-
-
-# --------------------------------------------------------------------------------------------------- where a step is
-
-
-class _Watch(Hook):
-    """Tells a counter where a step is, and what kinds of memory weights, gradients and optimizer state are.
-
-    It only looks: it changes no tensor and keeps none alive.
+    Args:
+        rank: Number of the rank.
+        counts: Counts for all blocks of the rank.
+        on_gpu: Whether the rank has a GPU.
+        has_replay: Whether allocations were replayed on a simulated allocator. If not, the reserved
+            memory is estimated.
     """
+    gpu_bytes = {location: sizes[:-1].sum() for location, sizes in counts.peaks.items()}
+    location = max(gpu_bytes, key=lambda location: gpu_bytes[location])
+    moment = location.name
+    if location.name == "block":
+        moment = f"{location.phase} of a block"
+    *sizes, offloaded_size = map(int, counts.peaks[location])  # in the order of `ALL_KINDS`
+    peak = sum(sizes)
 
-    def __init__(self, counter: Counter, sharded: ShardedModel, update: TrainStep, offload: bool) -> None:
-        self._counter, self._update = counter, update
-        kinds = ("weights", "optimizer state", "gradients")
-        weights, self._state, self._gradients = (HOST,) * 3 if offload else kinds
-        counter.mark(update.model.parameters(), weights)  # before FP8 weights have scales, which torchao compares
-        for number, stage in sharded.stages.items():
-            _follow(counter, number, stage)
-
-    def gradients(self, step: int) -> None:
-        self._counter.mark((parameter.grad for parameter in self._update.model.parameters()), self._gradients)
-        self._counter.place = Place("optimizer", "gradient norm")
-
-    def before_update(self, step: int, sums: StepSums, skip: Tensor) -> None:
-        self._counter.place = Place("optimizer", "optimizer")
-
-    def updated(self, step: int) -> None:
-        for each in self._update.optimizer.state.values():
-            self._counter.mark(each.values(), self._state)
-        self._counter.place = Place("optimizer", "end")
-
-
-def _follow(counter: Counter, number: int, stage: Llama) -> None:
-    """Follow the parts of a pipeline stage, forward and backward."""
-    loss, forward, seen = stage.loss, Place("forward", "forward", number), set[int]()
-
-    def at(place: Place) -> Callable[..., None]:
-        return lambda *_: setattr(counter, "place", place)
-
-    def begins(*_: Any) -> None:
-        counter.place = forward
-        counter.begins.append(len(counter.log))
-
-    def gathered(module: nn.Module, _: Any) -> None:
-        own = list(module.parameters())
-        counter.mark(own, "gathered weights", UNKNOWN)
-        for parameter in (each for each in own if each.requires_grad and id(each) not in seen):
-            parameter.register_post_accumulate_grad_hook(lambda each: counter.mark((each.grad,), "gradients", UNKNOWN))
-        seen.update(map(id, own))
-
-    def backward_from(place: Place, *values: Any) -> None:
-        if values[-1].requires_grad:
-            values[-1].register_hook(at(place._replace(phase="backward")))
-
-    def followed_loss(*args: Tensor) -> Tensor:
-        assert loss is not None
-        counter.place = forward._replace(name="loss")
-        value = loss(*args)
-        backward_from(counter.place, value)
-        counter.place = forward
-        return value
-
-    parts = [("embedding", stage.tok_embeddings), ("norm", stage.norm), ("output", stage.output)]
-    parts += [("block", block) for block in stage.layers.values()]
-    for name, module in parts:
-        if module is None:
-            continue
-        module.register_forward_pre_hook(gathered)
-        if name != "output":  # it is the loss
-            place = forward._replace(name=name)
-            module.register_forward_pre_hook(at(place), prepend=True)
-            module.register_forward_hook(partial(backward_from, place), prepend=True)
-    stage.register_forward_pre_hook(begins, prepend=True)
-    stage.loss = followed_loss
+    if not on_gpu:
+        reserved = peak
+    elif has_replay:
+        reserved = counts.reserved
+    else:
+        reserved = _estimate_reserved(counts.pools)
+    return RankTrace(
+        rank=rank,
+        peak=peak,
+        moment=moment,
+        kinds=dict(zip(KINDS, sizes, strict=True)),
+        host=offloaded_size,
+        work=tuple(Work(*key, *map(int, amounts)) for key, amounts in counts.work.items()),
+        reserved=reserved,
+    )
 
 
-@contextmanager
-def _skipping(counter: Counter, missing: Sequence[int]) -> Iterator[None]:
-    """Let the schedule of a pipeline call all its stages, which compute nothing for microbatches that are `missing`:
-    what was counted of the one before is counted again."""
-    losses = [torch.zeros(())]  # of the last microbatch that was computed
+def _estimate_reserved(pools: Mapping[tuple[int, Location], int]) -> int:
+    """Estimate the bytes that the caching allocator reserves, without replaying allocations.
 
-    def action(method: str) -> Any:
-        own = getattr(PipelineStage, method)
+    The allocator does not reuse memory across streams, so the peaks of all streams add up. FSDP2
+    uses separate streams for collectives.
 
-        def act(stage: PipelineStage, microbatch: int, *args: Any, **kwargs: Any) -> Any:
-            name, has_loss = (method, stage.stage_index), method == "forward_one_chunk" and stage.is_last
-            counter.action(name, Place(_ACTIONS[method], "stage", stage.stage_index), microbatch in missing)
-            if microbatch in missing:
-                return losses[-1] if has_loss else [] if method.startswith("get") else None
-            result = own(stage, microbatch, *args, **kwargs)
-            if has_loss:
-                losses[:] = [result.detach()]
-            return result
-
-        return act
-
-    with patch.multiple(PipelineStage, create=True, **{name: action(name) for name in _ACTIONS}):
-        yield
+    Args:
+        pools: (stream, location) -> peak bytes, from `StepCounts.pools`.
+    """
+    stream_peaks = defaultdict[int, int](int)
+    for (stream, _location), size in pools.items():
+        stream_peaks[stream] = max(stream_peaks[stream], size)
+    allocated = sum(stream_peaks.values())
+    return int((1 + FRAGMENTATION) * allocated) + CUBLAS_WORKSPACES

@@ -1,5 +1,6 @@
-"""What a run's files say, for people: its state at a glance, and a page with all of it.
+"""Monitor runs: read their status from files, and make an HTML page that compares them.
 
-Invariant: the files are only read, without torch, while the run goes on or on another machine. Others may have written
-them, so damage is named and text from them is shown as text.
+Invariant: the files of a run are only read, and torch is not imported. Therefore the run can still
+be training, or can be on another node. The files are untrusted: damage is reported, and text from
+them is escaped.
 """

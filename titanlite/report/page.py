@@ -1,7 +1,8 @@
-"""The page of `titanlite report`: one HTML file with its script, style and data, for one or several runs.
+"""Make the page of `titanlite report`: one HTML file with script, style and the data of all runs.
 
-Invariant: the page loads nothing and runs no script but its own, which its Content-Security-Policy names by its hash.
-What comes from files is in the data only, as JSON without "<", and static/page.js sets it as text.
+Invariant: the page loads nothing over the network, and runs only its own script, whose hash is in
+the Content-Security-Policy. Data from the runs is embedded as JSON without "<", and page.js inserts
+it as text.
 """
 
 from __future__ import annotations
@@ -26,168 +27,308 @@ from titanlite import __version__
 from titanlite.config.errors import printable
 from titanlite.config.schema import JobConfig
 from titanlite.observe.logged_step import TAGS, VALIDATION_CURVES, LoggedStep
-from titanlite.report.run_files import json_lines, number, read_config, read_status, read_table
+from titanlite.report.run_files import (
+    Entry,
+    get_number,
+    get_numbers,
+    read_config,
+    read_json_lines,
+    read_metrics,
+    read_status,
+    read_table,
+)
 from titanlite.runtime.logging import ENDS, EVENTS_FILE
 
 Columns = dict[str, NDArray[np.float64]]
+"""Metric -> values at the log steps of a run. All arrays have the same length."""
 
-# Budgets of a page, which its runs share, so that it stays below 5 MB.
-_NUMBERS = 300_000  # of all curves, at 6 to 9 bytes each
-_POINTS = 2_000  # of a curve: more than a screen has columns
-_EVENTS, _SAMPLES, _TEXT = 1_000, 40, 20_000
-_KEYS = 1_000  # of an object
+# All runs of a page share these limits, which keep it below 5 MB.
+MAX_NUMBERS = 300_000  # In all curves, at 6 to 9 bytes each.
+MAX_POINTS = 2_000  # Per curve: more than the columns of a screen.
+MIN_POINTS = 50
+MAX_EVENTS = 1_000
+MAX_SAMPLES = 40
+MAX_TEXT_LENGTH = 20_000
+MAX_KEYS = 1_000  # Per object.
+MAX_PROBLEMS = 100
+
+NOT_DRAWN = {"step", "time", "tokens", "elapsed"}
+"""Fields of metrics.jsonl that are axes instead of curves."""
 
 
 def make_page(folders: Sequence[Path]) -> str:
-    """The page about the runs in these output folders, as text. They can still be going on.
+    """Return an HTML page with the curves, events and samples of several runs.
+
+    Args:
+        folders: Output folders of the runs.
 
     Raises:
-        UserError: no run has written to a folder.
+        UserError: If a folder is not the output folder of a run.
     """
-    script = _static("uPlot.iife.min.js") + _static("page.js")
+    script = _read_static("uPlot.iife.min.js") + _read_static("page.js")
+    script_digest = hashlib.sha256(script.encode()).digest()
+    data = json.dumps(page_data(folders), separators=(",", ":"), allow_nan=False)
     parts = {
-        "hash": f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'",
-        "style": _static("uPlot.min.css") + _static("page.css"),
-        "data": json.dumps(page_data(folders), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
+        "hash": f"'sha256-{base64.b64encode(script_digest).decode()}'",
+        "style": _read_static("uPlot.min.css") + _read_static("page.css"),
+        "data": data.replace("<", "\\u003c"),
         "script": script,
     }
-    return re.sub("@([a-z]+)@", lambda found: parts[found[1]], _static("page.html"))
+    template = _read_static("page.html")
+    return re.sub("@([a-z]+)@", lambda match: parts[match[1]], template)
 
 
 def page_data(folders: Sequence[Path]) -> dict[str, Any]:
-    """What static/page.js draws, as a JSON value."""
-    runs = [_run(folder, len(folders)) for folder in folders]
-    numbers = sum(len(run[name]) for run in runs for name in ("curves", "validations"))
-    points = max(50, min(_POINTS, _NUMBERS // (3 * max(1, numbers))))
-    above = os.path.commonpath([run["folder"].parent for run in runs])
+    """Return the data that page.js draws, in a form that can be encoded as JSON.
+
+    The runs share the limits of the page, so each run has fewer points if there are many runs.
+
+    Args:
+        folders: Output folders of the runs.
+    """
+    runs = [_read_run(folder, len(folders)) for folder in folders]
+    num_curves = sum(len(run["curves"]) + len(run["validations"]) for run in runs)
+    num_points = MAX_NUMBERS // (3 * max(1, num_curves))  # Each point has mean, min and max.
+    num_points = max(MIN_POINTS, min(MAX_POINTS, num_points))
+
+    common_folder = os.path.commonpath([run["folder"].parent for run in runs])
     for run in runs:
-        run |= {name: thin(run[name], points) for name in ("curves", "validations")}
-        run["name"] = os.path.relpath(run["folder"], above)
+        run["name"] = os.path.relpath(run["folder"], common_folder)
+        run["curves"] = downsample(run["curves"], num_points)
+        run["validations"] = downsample(run["validations"], num_points)
+
+    fields = LoggedStep.model_fields
     data = {
         "version": __version__,
         "written": time.time(),
         "runs": runs,
-        "tags": {key: [tag, LoggedStep.model_fields[key].description] for key, tag in TAGS.items()},
+        "tags": {name: [tag, fields[name].description] for name, tag in TAGS.items()},
         "validation_tags": VALIDATION_CURVES,
         "defaults": JobConfig().model_dump(mode="json"),
     }
-    return _safe(data, min(1_000, _TEXT // len(folders)))
+    return _make_safe(data, min(1_000, MAX_TEXT_LENGTH // len(folders)))
 
 
-def _static(name: str) -> str:
+def _read_static(name: str) -> str:
+    """Return the content of a file that is installed with the page, such as "page.js"."""
     return files("titanlite.report").joinpath("static", name).read_text(encoding="utf-8")
 
 
-def _safe(value: Any, most: int) -> Any:
-    """The JSON value with printable texts of at most `most` characters, and null for what is not finite."""
+def _make_safe(value: Any, max_length: int) -> Any:
+    """Return `value` in a form that is safe to embed in the page as JSON.
+
+    Control characters in strings are escaped, long strings and large dictionaries are cut, and
+    non-finite numbers become None.
+
+    Args:
+        value: Value with nested dictionaries and lists.
+        max_length: Maximum length of a string, in characters.
+    """
     if isinstance(value, dict):
-        return {_safe(str(key), most): _safe(inner, most) for key, inner in [*value.items()][:_KEYS]}
+        return {
+            _make_safe(str(key), max_length): _make_safe(item, max_length)
+            for key, item in list(value.items())[:MAX_KEYS]
+        }
     if isinstance(value, list | tuple):
-        return [_safe(inner, most) for inner in value]
+        return [_make_safe(item, max_length) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
-    return value if isinstance(value, int | float | None) else printable(str(value)[:most])
+    if isinstance(value, int | float | None):
+        return value
+    return printable(str(value)[:max_length])
 
 
-def _run(folder: Path, shares: int) -> dict[str, Any]:
-    """All that a run has written, for a page of which it has one of `shares`."""
-    status, folder = read_status(folder), Path(os.path.expanduser(folder)).resolve()
+def _read_run(folder: Path, num_runs: int) -> dict[str, Any]:
+    """Read the status, metrics, events, samples and config of a run for the page.
+
+    Args:
+        folder: Output folder of the run.
+        num_runs: Number of runs on the page, which share its limits.
+    """
+    status = read_status(folder)
+    folder = Path(os.path.expanduser(folder)).resolve()
     problems: list[str] = []
-    metrics = read_columns(json_lines(folder / "metrics.jsonl", problems))
-    for key, whole in ("loss_max", "loss"), ("tps_per_device", "tps"):  # with one rank they are the same
-        if key in metrics and whole in metrics and np.allclose(metrics[key], metrics[whole], equal_nan=True):
-            del metrics[key]
-    validations = read_columns(json_lines(folder / "validation.jsonl", problems))
-    events = _events(json_lines(folder / EVENTS_FILE, problems), metrics)
-    most = max(20, _EVENTS // shares)
+
+    metrics = make_columns(read_metrics(folder, problems))
+    _remove_equal_curves(metrics)
+    validations = make_columns(read_json_lines(folder / "validation.jsonl", problems))
+    events = _read_events(read_json_lines(folder / EVENTS_FILE, problems), metrics)
+    samples = list(read_json_lines(folder / "samples.jsonl", problems))
+    max_events = max(20, MAX_EVENTS // num_runs)
+    max_samples = max(4, MAX_SAMPLES // num_runs)
     return {
         "folder": folder,
-        **{name: getattr(status, name) for name in ("state", "reason", "last_word", "step", "total_steps", "numbers")},
+        "state": status.state,
+        "exit_reason": status.exit_reason,
+        "last_update": status.last_update,
+        "step": status.step,
+        "total_steps": status.total_steps,
+        "numbers": status.numbers,
+        "tokens": _count_tokens(status.step, metrics),
         "curves": metrics,
         "validations": validations,
-        "events": events[-most:],
-        "older_events": max(0, len(events) - most),
-        "samples": [*json_lines(folder / "samples.jsonl", problems)][-max(4, _SAMPLES // shares) :],
+        "events": events[-max_events:],
+        "older_events": max(0, len(events) - max_events),
+        "samples": samples[-max_samples:],
         "config": read_config(folder, problems),
         "environment": read_table(folder / "environment.json", json.loads, problems),
-        "problems": list(dict.fromkeys(problems))[:100],
+        "problems": list(dict.fromkeys(problems))[:MAX_PROBLEMS],
     }
 
 
-def read_columns(entries: Iterable[dict[str, Any]]) -> Columns:
-    """All numbers of lines whose step is above those before, by key; NaN where there is none. Those of an object in a
-    line have keys such as "OBJECT/KEY"."""
+def _remove_equal_curves(metrics: Columns) -> None:
+    """Remove the curves of a single rank that equal the totals, as in a run with one rank."""
+    for name, total in (("loss_max_rank", "loss"), ("tps_per_device", "tps")):
+        has_both = name in metrics and total in metrics
+        if has_both and np.allclose(metrics[name], metrics[total], equal_nan=True):
+            del metrics[name]
+
+
+def make_columns(entries: Iterable[Entry]) -> Columns:
+    """Convert the lines of a JSON Lines file to one array per key, with NaN for missing values.
+
+    Lines whose step is not higher than that of the line before are skipped. A number in a nested
+    object has the key "OBJECT/KEY", such as "grad_norms/layers.0".
+
+    Args:
+        entries: Parsed lines, each with the key "step".
+    """
     columns: dict[str, array[float]] = {"step": array("d")}
-    rows, last = 0, -1.0
+    num_rows = 0
+    last_step = -1.0
     for entry in entries:
-        if (step := number(entry, "step")) is None or step <= last:
+        step = get_number(entry, "step")
+        if step is None or step <= last_step:
             continue
-        last = step
-        parts = [(f"{key}/", value) for key, value in entry.items() if isinstance(value, dict)]
-        found = {f"{above}{key}": number(table, key) for above, table in [("", entry), *parts] for key in table}
-        for key, value in found.items():
-            if value is not None:
-                column = columns.setdefault(key, array("d"))
-                column.extend([math.nan] * (rows - len(column)))
-                column.append(value)
-        rows += 1
-    return {key: np.append(column, np.full(rows - len(column), np.nan)) for key, column in columns.items()}
+        last_step = step
+
+        for name, number in _flatten_numbers(entry).items():
+            column = columns.setdefault(name, array("d"))
+            column.extend([math.nan] * (num_rows - len(column)))
+            column.append(number)
+        num_rows += 1
+
+    for column in columns.values():
+        column.extend([math.nan] * (num_rows - len(column)))
+    return {name: np.array(column) for name, column in columns.items()}
 
 
-def thin(columns: Columns, most: int) -> dict[str, Any]:
-    """Curves of at most `most` points each. A point stands for equally many logged steps: for their mean, the smallest
-    and the largest of their values, so nothing is left out.
+def _flatten_numbers(entry: Entry) -> dict[str, float]:
+    """Return all numbers of a line by name. Numbers in a nested object are named "OBJECT/KEY"."""
+    numbers = get_numbers(entry)
+    for name, value in entry.items():
+        if isinstance(value, dict):
+            for key, number in get_numbers(value).items():
+                numbers[f"{name}/{key}"] = number
+    return numbers
+
+
+def downsample(columns: Columns, max_points: int) -> dict[str, Any]:
+    """Reduce each curve to at most `max_points` points, each of which covers several log steps.
+
+    Args:
+        columns: Metric -> values at the log steps, from `make_columns`.
+        max_points: Maximum number of points per curve.
 
     Returns:
-        {"x": {"step", "tokens" and "hours", as far as they are known: [..]}, "y": {key: {"mean": [..]} or {"mean",
-        "min", "max"}}}. Null stands for no finite value. Curves that are zero everywhere are left out.
+        {"x": {axis: values}, "y": {metric: {"mean", "min", "max"}}}. The axes are "step", and
+        "tokens" and "hours" if they are known. "min" and "max" are missing if each point covers one
+        log step. None stands for a point without finite values. Curves that are always 0 are left
+        out.
     """
-    logged = len(columns["step"])
-    if logged == 0:
+    num_rows = len(columns["step"])
+    if num_rows == 0:
         return {"x": {}, "y": {}}
-    edges = np.unique(np.linspace(0, logged, min(most, logged) + 1).astype(np.int64))[:-1]
-    axes = {name: columns[name] for name in ("step", "tokens") if name in columns}
-    if "step_time" in columns:  # hours of training, without the time between a stop and the next start
-        axes["hours"] = np.cumsum(columns["step_time"] * np.diff(columns["step"], prepend=0.0)) / 3600
-    counts = np.diff(np.append(edges, logged))
-    x = {name: _rounded(np.maximum.accumulate(np.add.reduceat(values, edges) / counts), digits=12)
-         for name, values in axes.items() if np.isfinite(values).all()}  # fmt: skip
+    edges = np.linspace(0, num_rows, min(max_points, num_rows) + 1).astype(np.int64)
+    starts = np.unique(edges)[:-1]  # first row of each point
+    rows_per_point = np.diff(starts, append=num_rows)
+
+    x = {}
+    for name, values in _list_axes(columns).items():
+        if np.isfinite(values).all():
+            means = np.add.reduceat(values, starts) / rows_per_point
+            x[name] = _round(np.maximum.accumulate(means), digits=12)
+
     y = {}
-    for key in columns.keys() - {"step", "time", "tokens", "elapsed"}:
-        values, finite = columns[key], np.isfinite(columns[key])
-        if not values[finite].any():
+    for name in columns.keys() - NOT_DRAWN:
+        values = columns[name]
+        is_finite = np.isfinite(values)
+        if not values[is_finite].any():
             continue
+        sums = np.add.reduceat(np.where(is_finite, values, 0), starts)
+        num_finite = np.add.reduceat(is_finite.astype(float), starts)
         with np.errstate(invalid="ignore"):
-            mean = np.add.reduceat(np.where(finite, values, 0), edges) / np.add.reduceat(finite.astype(float), edges)
-        y[key] = {"mean": _rounded(mean)}
-        if logged > len(edges):
-            y[key]["min"] = _rounded(np.fmin.reduceat(values, edges))
-            y[key]["max"] = _rounded(np.fmax.reduceat(values, edges))
+            means = sums / num_finite
+        y[name] = {"mean": _round(means)}
+        if num_rows > len(starts):
+            y[name]["min"] = _round(np.fmin.reduceat(values, starts))
+            y[name]["max"] = _round(np.fmax.reduceat(values, starts))
     return {"x": x, "y": y}
 
 
-def _rounded(values: NDArray[np.float64], digits: int = 6) -> list[float]:
+def _list_axes(columns: Columns) -> Columns:
+    """Return the values of the axes "step", "tokens" and "hours". Unknown axes are left out."""
+    axes = {name: columns[name] for name in ("step", "tokens") if name in columns}
+    if "step_time" in columns:  # Hours of training do not include the time between starts.
+        steps_per_row = np.diff(columns["step"], prepend=0.0)
+        axes["hours"] = np.cumsum(columns["step_time"] * steps_per_row) / 3600
+    return axes
+
+
+def _round(values: NDArray[np.float64], digits: int = 6) -> list[float]:
+    """Round numbers to a number of significant digits, to keep the page small."""
     return [float(f"{value:.{digits}g}") for value in values.tolist()]
 
 
-def _events(entries: Iterable[dict[str, Any]], metrics: Columns) -> list[dict[str, Any]]:
-    """The events. "step" is the number of steps done by then. "undone" says that a later start went back to an earlier
-    step. A kind is found here: "killed", where a start follows another one without an end."""
-    times, steps = metrics.get("time", metrics["step"]), metrics["step"]
-    found: list[dict[str, Any]] = []
-    ended = True
+def _read_events(entries: Iterable[Entry], metrics: Columns) -> list[dict[str, Any]]:
+    """Return the events of a run, each with the number of steps completed at that time.
+
+    If a later start resumes from an earlier step, the events after that step get "undone": True. If
+    a start follows another start without an end in between, an event "killed" is inserted.
+
+    Args:
+        entries: Lines of the events file.
+        metrics: Columns of metrics.jsonl, which show the step at the time of an event.
+    """
+    logged_steps = metrics["step"]
+    log_times = metrics.get("time", logged_steps)
+    events: list[dict[str, Any]] = []
+    last_event_step = 0.0
+    has_ended = True
     for entry in entries:
-        at, step, kind = number(entry, "time"), number(entry, "step"), str(entry.get("event"))
-        if at is None:
+        unix_time = get_number(entry, "time")
+        if unix_time is None:
             continue
-        reached = float(np.max(steps[times <= at], initial=0.0)) if step is None or kind == "start" else step
-        event = {"time": at, "step": reached if step is None else step, "undone": False}
+        logged_step = float(np.max(logged_steps[log_times <= unix_time], initial=0.0))
+        last_step = max(last_event_step, logged_step)
+        step = get_number(entry, "step")
+        if step is None:
+            step = last_step
+        last_event_step = step
+
+        kind = str(entry.get("event"))
+        event = {"time": unix_time, "step": step, "undone": False}
         if kind == "start":
-            if not ended:
-                text = "The next start found no word of an end: the run was killed."
-                found.append(event | {"kind": "killed", "step": reached, "text": text})
-            for earlier in found:
-                earlier["undone"] |= earlier["step"] > event["step"]
-        ended = kind in ENDS or (ended and kind != "start")
-        found.append(event | {"kind": kind, "text": str(entry.get("text", ""))})
-    return found
+            if not has_ended:
+                text = "The run was killed: no end was recorded before the next start."
+                events.append(event | {"kind": "killed", "step": last_step, "text": text})
+            for earlier in events:
+                earlier["undone"] |= earlier["step"] > step
+            has_ended = False
+        elif kind in ENDS:
+            has_ended = True
+        events.append(event | {"kind": kind, "text": str(entry.get("text", ""))})
+    return events
+
+
+def _count_tokens(step: int, metrics: Columns) -> float | None:
+    """Return the number of tokens trained on in the first `step` steps, or None if it is unknown.
+
+    Steps after the last log step are extrapolated from the steps before it.
+    """
+    if "tokens" not in metrics or metrics["step"][-1] == 0:
+        return None
+    previous_step, last_step = np.append(0.0, metrics["step"])[-2:]
+    previous_tokens, last_tokens = np.append(0.0, metrics["tokens"])[-2:]
+    tokens_per_step = (last_tokens - previous_tokens) / (last_step - previous_step)
+    return float(last_tokens + (step - last_step) * tokens_per_step)

@@ -1,9 +1,9 @@
-"""The files in the output folder of a run, what state they show it to be in, and the view of it on a terminal.
+"""Read the files in the output folder of a run, and determine its state.
 
-Invariant: a damaged line costs that line only, and is counted. A last line without its end is not damaged: its writer
-has not finished it yet. A state says no more than the files do: a run whose end nobody wrote down is "crashed" only on
-the machine where it ran, whose processes tell; from elsewhere it is "stale" after a time without a word. All text of a
-view is printable.
+Invariant: damage is reported, and the undamaged content is still shown. A damaged line is skipped
+and counted, and an unfinished last line is ignored. A run without a recorded end is "crashed" only
+if its process no longer exists on this node. A run on another node becomes "stale" after some time
+without an update.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from glob import glob
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -25,243 +24,433 @@ import tomli
 
 from titanlite.config.errors import UserError, one_line
 from titanlite.config.files import check_regular, read_file
-from titanlite.config.load import MOST_BYTES
+from titanlite.config.load import MAX_JOB_FILE_BYTES
+from titanlite.observe.logged_step import rename_old_fields
 from titanlite.runtime.logging import ENDS, EVENTS_FILE
 
 if TYPE_CHECKING:
     from rich.text import Text
 
 State = Literal["running", "finished", "stopped", "refused", "failed", "crashed", "stale"]
+"""State of a run. "refused": it never trained, because the job was rejected. "failed": an error
+that the user can fix ended training. "crashed": the process died. "stale": there are no recent
+updates.
+"""
+Entry = dict[str, Any]
+"""One line of a JSON Lines file."""
 
-_LAST = 1 << 19  # bytes at the end of a file that a status reads: about 450 lines of metrics.jsonl
-_LONGEST = 1 << 22  # bytes of a line
-_SIGNS = ("metrics.jsonl", "config.toml", EVENTS_FILE)  # files by which a folder is known as a run's
-_PATIENCE = 300.0  # seconds without a word after which a run may have ended
-# What a calendar knows, what a run can have, and what a person waits for.
-_LIMITS = {"time": (0, 2**37), "step": (0, 2**53), "time_left": (0, 1e9)}
-_NUMBERS = {
+TAIL_BYTES = 1 << 19  # About 450 lines of metrics.jsonl.
+MAX_LINE_BYTES = 1 << 22
+RUN_FILES = ("metrics.jsonl", "config.toml", EVENTS_FILE)
+ARCHIVES = ("archived-", "superseded-")  # The second prefix is the one of version 0.2.
+STALE_SECONDS = 300.0
+MAX_STEP = 2**53
+VALID_RANGES = {"time": (0, 2**37), "step": (0, MAX_STEP), "eta": (0, 1e9)}
+METRIC_FORMATS = {
     "tps": "{:,.0f} tokens/s",
     "mfu": "mfu {:.1%}",
     "memory": "{:.2f} GiB",
-    "step_time": "{:.3g} s a step",
+    "step_time": "{:.3g} s/step",
     "grad_norm": "grad_norm {:.3f}",
     "lr": "lr {:.2e}",
 }
-_COLORS = {"stopped": "yellow", "stale": "yellow", **dict.fromkeys(("refused", "failed", "crashed"), "red")}
+STATE_COLORS = {
+    "stopped": "yellow",
+    "stale": "yellow",
+    "refused": "red",
+    "failed": "red",
+    "crashed": "red",
+}
 
 
 @dataclass
 class RunStatus:
-    """What is known of a run. Numbers are those of its last logged step, by their names in metrics.jsonl.
+    """Status of a run, as shown by `titanlite watch` and `titanlite runs`.
 
     Attributes:
-        total_steps: None if it is not known.
-        reason: Why it ended, or why its state is not known for sure.
-        losses: Of the last logged steps.
-        events: Time and text of the last ones.
-        problems: What could not be read.
-        last_word: Unix time of the last line that the run wrote.
+        title: Name of the output folder, and the description of the job if it has one.
+        total_steps: Number of steps of the job, or None if unknown.
+        state: State of the run, such as "running".
+        exit_reason: Why the run ended, or why its state is uncertain. Empty for a running run.
+        step: Number of completed optimizer steps.
+        numbers: Metrics of the last log step, by field of `LoggedStep`.
+        losses: Losses of the last log steps, oldest first.
+        events: Unix time and text of the last events, oldest first.
+        problems: Descriptions of damaged files.
+        last_update: Unix time of the last line that the run wrote, or None if unknown.
     """
 
     title: str
     total_steps: int | None = None
     state: State = "running"
-    reason: str = ""
+    exit_reason: str = ""
     step: int = 0
     numbers: dict[str, float] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     events: list[tuple[float, str]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    last_word: float | None = None
+    last_update: float | None = None
 
-    def lines(self) -> list[str]:
-        """The view: state, progress, course of the loss, speed, the last events, and what could not be read."""
-        of = "" if self.total_steps is None else f"/{self.total_steps:,}"
-        left = self.numbers.get("time_left") if self.state == "running" else None
-        ends = "" if left is None else f"  {timedelta(seconds=round(left))} left"
-        lines = [f"{self.state}  {self.title}", f"step {self.step:,}{of}{ends}"]
-        if "loss" in self.numbers:
-            lines.append(f"loss {self.numbers['loss']:.4f}  {sparkline(self.losses, 60)}")
-        lines.append("  ".join(form.format(self.numbers[key]) for key, form in _NUMBERS.items() if key in self.numbers))
-        events = [f"{time.strftime('%m-%d %H:%M:%S', time.localtime(at))} {text}" for at, text in self.events]
-        return [one_line(line) for line in (*lines, self.reason, *events, *self.problems) if line]
+    def to_lines(self) -> list[str]:
+        """Return the status as lines of text that are safe to print."""
+        numbers = self.numbers
+        progress = f"step {self.step:,}"
+        if self.total_steps is not None:
+            progress += f"/{self.total_steps:,}"
+        if self.state == "running" and "eta" in numbers:
+            progress += f"  {timedelta(seconds=round(numbers['eta']))} left"
 
-    def text(self) -> Text:
-        """The view for a terminal: no line is wider than it."""
+        lines = [f"{self.state}  {self.title}", progress]
+        if "loss" in numbers:
+            lines.append(f"loss {numbers['loss']:.4f}  {sparkline(self.losses, 60)}")
+        metrics = [
+            template.format(numbers[name])
+            for name, template in METRIC_FORMATS.items()
+            if name in numbers
+        ]
+        lines += ["  ".join(metrics), self.exit_reason]
+        for unix_time, text in self.events:
+            clock = time.strftime("%m-%d %H:%M:%S", time.localtime(unix_time))
+            lines.append(f"{clock} {text}")
+        return [one_line(line) for line in (*lines, *self.problems) if line]
+
+    def to_text(self) -> Text:
+        """Return the status as colored text. A terminal cuts its lines instead of wrapping them."""
         from rich.text import Text
 
-        text = Text("\n".join(self.lines()), no_wrap=True, overflow="ellipsis")
-        text.stylize(f"bold {_COLORS.get(self.state, 'green')}", 0, len(self.state))
+        text = Text("\n".join(self.to_lines()), no_wrap=True, overflow="ellipsis")
+        text.stylize(f"bold {STATE_COLORS.get(self.state, 'green')}", 0, len(self.state))
         return text
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The values in at most `width` characters, each for the mean of its share of them."""
+    """Draw `values` as a line of block characters, such as "▂▃▅█".
+
+    Args:
+        values: Values from left to right.
+        width: Maximum number of characters. If there are more values, neighbors are averaged.
+    """
     if not values:
         return ""
     columns = min(width, len(values))
-    ends = [column * len(values) // columns for column in range(columns + 1)]
-    means = [fmean(values[start:end]) for start, end in pairwise(ends)]
-    low, span = min(means), max(means) - min(means)
-    return "".join("▁▂▃▄▅▆▇█"[round((mean - low) / span * 7) if span else 3] for mean in means)
+    edges = [column * len(values) // columns for column in range(columns + 1)]
+    means = [fmean(values[start:end]) for start, end in pairwise(edges)]
+
+    low = min(means)
+    span = max(means) - low
+    if span == 0:
+        return "▄" * columns
+    blocks = "▁▂▃▄▅▆▇█"
+    heights = [round((mean - low) / span * 7) for mean in means]
+    return "".join(blocks[height] for height in heights)
 
 
-def json_lines(path: Path, problems: list[str], last: int = 1 << 62) -> Iterator[dict[str, Any]]:
-    """The objects in a file of JSON lines, or in about so many bytes at its end. What cannot be read is added to
-    `problems`. A file that is not there is empty."""
-    damaged = 0
+def read_json_lines(path: Path, problems: list[str], tail: int | None = None) -> Iterator[Entry]:
+    """Yield the objects in a JSON Lines file. A missing file yields nothing.
+
+    Args:
+        path: Path of the file.
+        problems: List to which a description of any damage is appended.
+        tail: If given, read only about the last `tail` bytes.
+    """
     if not os.path.lexists(path):
         return
+    num_damaged = 0
     try:
         check_regular(path)
         with path.open("rb") as file:
-            if (start := file.seek(0, os.SEEK_END) - last) > 0:  # go to the next whole line
-                file.seek(start - 1)
-                file.readline()
-            else:
-                file.seek(0)
-            while (line := file.readline(_LONGEST)).endswith(b"\n") or len(line) == _LONGEST:
-                try:
-                    entry = json.loads(line)
-                except (ValueError, RecursionError):
-                    entry = None
-                if isinstance(entry, dict):
-                    yield entry
+            size = os.fstat(file.fileno()).st_size
+            if tail is not None and size > tail:
+                file.seek(size - tail - 1)
+                file.readline()  # Skip to the next whole line.
+
+            while line := file.readline(MAX_LINE_BYTES):
+                is_unfinished = not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES
+                if is_unfinished:
+                    break
+                entry = _parse_object(line)
+                if entry is None:
+                    num_damaged += 1
                 else:
-                    damaged += 1
+                    yield entry
     except (OSError, UserError) as error:
         problems.append(str(error))
-    if damaged:
-        problems.append(f"{path.name}: {damaged} line{'s' * (damaged > 1)} cannot be read")
+    if num_damaged:
+        lines = "line" if num_damaged == 1 else "lines"
+        problems.append(f"{path.name}: {num_damaged} damaged {lines} skipped")
 
 
-def read_table(path: Path, parse: Callable[[str], Any], problems: list[str]) -> dict[str, Any]:
-    """The content of a small file, of any version, so nothing in it is checked. What cannot be read is added to
-    `problems`."""
+def _parse_object(line: bytes) -> Entry | None:
+    """Return the JSON object in a line, or None if the line is damaged."""
     try:
-        value = parse(read_file(path, MOST_BYTES).decode()) if path.exists() else {}
-        return value if isinstance(value, dict) else {}
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def read_metrics(folder: Path, problems: list[str], tail: int | None = None) -> Iterator[Entry]:
+    """Yield the lines of metrics.jsonl that have a step, with the current names of renamed fields.
+
+    Args:
+        folder: Output folder of the run.
+        problems: List to which a description of any damage is appended.
+        tail: If given, read only about the last `tail` bytes.
+    """
+    for entry in read_json_lines(folder / "metrics.jsonl", problems, tail):
+        if get_number(entry, "step") is not None:
+            yield rename_old_fields(entry)
+
+
+def read_table(path: Path, parse: Callable[[str], Any], problems: list[str]) -> Entry:
+    """Parse a small file, such as config.toml or environment.json, into a dictionary.
+
+    Args:
+        path: Path of the file.
+        parse: Parses the text of the file.
+        problems: List to which a description of any damage is appended.
+
+    Returns:
+        The content, or an empty dictionary if the file is missing or damaged.
+    """
+    if not path.exists():
+        return {}
+    try:
+        value = parse(read_file(path, MAX_JOB_FILE_BYTES).decode())
     except (UserError, ValueError, RecursionError) as error:
         problems.append(f"{path.name} cannot be read: {error}")
         return {}
+    return value if isinstance(value, dict) else {}
 
 
-def number(entry: dict[str, Any], key: str) -> float | None:
-    """A finite number of a line that a sum can bear, or a time or step that there can be; None if it is none."""
-    value = entry.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    least, most = _LIMITS.get(key, (-1e100, 1e100))
-    return float(value) if least <= value < most else None
+def read_config(folder: Path, problems: list[str]) -> dict[str, Entry]:
+    """Return the sections of the config.toml of a run, without validating them.
 
-
-def read_config(folder: Path, problems: list[str]) -> dict[str, Any]:
-    """The config.toml of a run, without what is no section."""
+    Args:
+        folder: Output folder of the run.
+        problems: List to which a description of any damage is appended.
+    """
     config = read_table(folder / "config.toml", tomli.loads, problems)
     return {name: section for name, section in config.items() if isinstance(section, dict)}
 
 
+def get_number(entry: Entry, key: str) -> float | None:
+    """Return the number `entry[key]`, or None if it is missing, not a number, or out of range."""
+    value = entry.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    low, high = VALID_RANGES.get(key, (-1e100, 1e100))
+    return float(value) if low <= value < high else None
+
+
+def get_numbers(entry: Entry) -> dict[str, float]:
+    """Return all valid numbers in a line, by key."""
+    numbers = {key: get_number(entry, key) for key in entry}
+    return {key: number for key, number in numbers.items() if number is not None}
+
+
 def read_status(folder: Path) -> RunStatus:
-    """How a run goes, from the last lines of its files.
+    """Return the status of a run, derived from the last lines of its files.
+
+    Args:
+        folder: Output folder of the run.
 
     Raises:
-        UserError: no run has written to the folder.
+        UserError: If the folder is not the output folder of a run.
     """
     folder = Path(os.path.expanduser(folder))
     if not _is_run(folder):
-        problem = "no run has written to this folder" if folder.is_dir() else "there is no such folder"
-        raise UserError(f"{folder}: {problem}. Name the output folder of a run; `titanlite runs FOLDER` lists them.")
-    problems: list[str] = []
-    config = read_config(folder, problems)
-    name, description = folder.resolve().name, config.get("job", {}).get("description")
-    status = RunStatus(f"{name}: {description}" if description else name, problems=problems)
-    steps = config.get("training", {}).get("steps")
-    status.total_steps = steps if type(steps) is int and 0 <= steps < 2**53 else None
-    lines = [line for line in json_lines(folder / "metrics.jsonl", problems, _LAST) if number(line, "step") is not None]
-    events = [event for event in json_lines(folder / EVENTS_FILE, problems, _LAST)
-              if number(event, "time") is not None and isinstance(event.get("text"), str)]  # fmt: skip
-    if lines:
-        status.numbers = {key: value for key in lines[-1] if (value := number(lines[-1], key)) is not None}
-    status.losses = [loss for line in lines if (loss := number(line, "loss")) is not None]
-    told = [(event["time"], event["text"].partition("\n")[0]) for event in events if event.get("event") != "data"]
-    status.events = told[-4:]
-    starts = [place for place, event in enumerate(events) if event.get("event") == "start"]
-    reached = [number(event, "step") or 0.0 for event in events[starts[-1] if starts else 0 :]]
-    status.step = int(max(*reached, status.numbers.get("step", 0.0), 0.0))
-    words = [number(entry, "time") for entry in (*lines[-1:], *events[-1:])]
-    status.last_word = max((word for word in words if word is not None), default=None)
-    status.state, status.reason = _state(status, events)
+        problem = "is not the output folder of a run" if folder.is_dir() else "does not exist"
+        raise UserError(f"{folder} {problem}. List the runs with `titanlite runs FOLDER`.")
+
+    status = RunStatus(folder.resolve().name)
+    _add_config(status, read_config(folder, status.problems))
+    metrics = list(read_metrics(folder, status.problems, TAIL_BYTES))
+    events = [
+        event
+        for event in read_json_lines(folder / EVENTS_FILE, status.problems, TAIL_BYTES)
+        if get_number(event, "time") is not None and isinstance(event.get("text"), str)
+    ]
+    if metrics:
+        status.numbers = get_numbers(metrics[-1])
+        losses = [get_number(entry, "loss") for entry in metrics]
+        status.losses = [loss for loss in losses if loss is not None]
+    shown_events = [event for event in events if event.get("event") != "data"][-4:]
+    status.events = [(event["time"], event["text"].partition("\n")[0]) for event in shown_events]
+    last_entries = (*metrics[-1:], *events[-1:])
+    update_times = [get_numbers(entry).get("time", 0.0) for entry in last_entries]
+    status.last_update = max(update_times, default=0.0) or None
+
+    status.step = _find_step(status, events)
+    milestones = [event for event in events if event.get("event") in ("start", "data", *ENDS)]
+    if milestones and milestones[-1]["time"] > status.numbers.get("time", 0.0):
+        status.numbers.pop("eta", None)  # The last start has not logged a step yet.
+    status.state, status.exit_reason = _find_state(status, events, milestones)
     return status
 
 
-def _state(status: RunStatus, events: Sequence[dict[str, Any]]) -> tuple[State, str]:
-    """The state and its reason, by the last event and the last start."""
-    last: dict[str, Any] = events[-1] if events else {}
-    kind, silent = last.get("event"), time.time() - (status.last_word or 0.0)
-    # A start first says what data it has, and when all is built, where it runs.
-    begun = [event for event in events if event.get("event") in ("start", "data", *ENDS)]
-    if kind in ENDS:
-        text = last["text"].strip()
-        # The reason of a traceback is its last line.
-        lines = text.split("\n")
-        head = " ".join(line.strip() for line in lines[: 1 + lines[0].endswith(":")])
-        reason = lines[-1] if text.startswith("Traceback") else head
-        before = [event.get("event") for event in begun if event.get("event") not in ("data", "refusal")][-1:]
-        if kind == "refusal" and before == ["finish"]:
-            return "finished", f"a later start was refused: {reason}"
-        answered: State = "failed" if begun[-2:-1] and begun[-2].get("event") == "start" else "refused"
-        states: dict[Any, State] = {"finish": "finished", "stop": "stopped", "guard": "stopped", "refusal": answered}
-        return states.get(kind, "crashed"), reason * (kind != "finish")
-    if kind == "restart" and silent < _PATIENCE:
-        return "running", "its launcher starts it again"
-    start = begun[-1] if begun else {}
+def _add_config(status: RunStatus, config: dict[str, Entry]) -> None:
+    """Add the job's description and number of steps to the status, if the config has them."""
+    description = config.get("job", {}).get("description")
+    if description:
+        status.title += f": {description}"
+    total_steps = config.get("training", {}).get("steps")
+    if type(total_steps) is int and 0 <= total_steps < MAX_STEP:
+        status.total_steps = total_steps
+
+
+def _find_step(status: RunStatus, events: Sequence[Entry]) -> int:
+    """Return the number of completed steps: the highest step since the last start.
+
+    The metrics alone are not enough, because the run may have resumed from an earlier step.
+    """
+    step = 0.0
+    for event in events:
+        event_step = get_number(event, "step") or 0.0
+        if event.get("event") == "start":
+            step = event_step
+        step = max(step, event_step)
+    return int(max(step, status.numbers.get("step", 0.0)))
+
+
+def _find_state(
+    status: RunStatus, events: Sequence[Entry], milestones: Sequence[Entry]
+) -> tuple[State, str]:
+    """Return the state of a run, such as running or failed, and the reason for this state.
+
+    Args:
+        status: Status of the run, except for the state.
+        events: Last events of the run.
+        milestones: The starts and ends among the events. A start first logs an event "data", and
+            then "start" when the model is built.
+    """
+    last_kind = events[-1].get("event") if events else None
+    if last_kind in ENDS:
+        return _describe_end(milestones)
+
+    silence = time.time() - (status.last_update or 0.0)
+    if last_kind == "restart" and silence < STALE_SECONDS:
+        return "running", "its launcher is restarting it"
+
+    start = milestones[-1] if milestones else {}
     if start.get("host") == socket.gethostname():
         if _is_alive(start.get("process"), start["time"]):
             return "running", ""
-        return "crashed", "its process is gone, and has not written why: it was killed, or the machine went down"
-    if silent < max(_PATIENCE, 10 * status.numbers.get("step_time", 0.0)):
+        return "crashed", "its process was killed, or the node went down"
+
+    if silence < max(STALE_SECONDS, 10 * status.numbers.get("step_time", 0.0)):
         return "running", ""
-    return "stale", f"nothing says that it ended, and nothing new came for {timedelta(seconds=round(silent))}"
+    age = timedelta(seconds=round(silence))
+    return "stale", f"no end was recorded, and the last update was {age} ago"
 
 
-def _is_alive(process: Any, since: float) -> bool:
-    """Whether the process of this machine that had this number at a Unix time still runs."""
+def _describe_end(milestones: Sequence[Entry]) -> tuple[State, str]:
+    """Return the state of a run that has recorded its end, and the reason why it ended.
+
+    Args:
+        milestones: Starts and ends of the run. The last one is an end.
+    """
+    reason = _summarize_text(milestones[-1]["text"])
+    kind = milestones[-1]["event"]
+    if kind == "finish":
+        early_finish = reason.partition(": ")[2]  # Only if a hook finished the run.
+        return "finished", early_finish
+    if kind in ("stop", "guard"):
+        return "stopped", reason
+    if kind != "refusal":
+        return "crashed", reason
+
+    kinds = [event["event"] for event in milestones]
+    earlier_kinds = [kind for kind in kinds if kind not in ("data", "refusal")]
+    if earlier_kinds[-1:] == ["finish"]:
+        return "finished", f"a later start was refused: {reason}"
+    has_trained = kinds[-2:-1] == ["start"]
+    return "failed" if has_trained else "refused", reason
+
+
+def _summarize_text(text: str) -> str:
+    """Summarize the text of an event: the last line of a traceback, or else the first line.
+
+    If the first line ends with a colon, the result includes the second line.
+    """
+    lines = text.strip().split("\n")
+    if lines[0].startswith("Traceback"):
+        return lines[-1]
+    if lines[0].endswith(":"):
+        return " ".join(line.strip() for line in lines[:2])
+    return lines[0]
+
+
+def _is_alive(pid: Any, since: float) -> bool:
+    """Return whether the process that had `pid` at Unix time `since` is still running on this node.
+
+    A process that was started later and got the same process ID does not count.
+    """
     try:
-        os.kill(process, 0)
-        stat = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        os.kill(pid, 0)
+        stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         uptime = float(Path("/proc/uptime").read_text().split()[0])
-    except (PermissionError, FileNotFoundError):  # another user's; no Linux
+    except (PermissionError, FileNotFoundError):  # A process of another user, or no Linux.
         return True
     except (OSError, TypeError, OverflowError):
         return False
-    born = time.time() - uptime + int(stat[19]) / os.sysconf("SC_CLK_TCK")
-    return stat[0] != "Z" and born < since + 1  # a later process can have got the number
+    is_zombie = stat[0] == "Z"
+    started = time.time() - uptime + int(stat[19]) / os.sysconf("SC_CLK_TCK")
+    return not is_zombie and started < since + 1  # A later process can reuse the number.
 
 
 def list_runs(folder: Path) -> list[dict[str, Any]]:
-    """The runs in a folder and in the folders in it, three deep, the one that wrote last first.
+    """Return the runs in `folder` and up to three levels below, most recently updated first.
+
+    Args:
+        folder: Folder that contains output folders.
 
     Returns:
-        A JSON value for each: {"run": path, "state", "reason", "step", "total_steps", "loss", "tps", "last_word": Unix
-        time, "age": seconds, "problems": [lines]}. What is not known is null.
+        For each run "run" (path), "state", "exit_reason", "step", "total_steps", "loss", "tps",
+        "last_update" (Unix time), "age" (seconds) and "problems". Unknown values are None.
 
     Raises:
-        UserError: there is no such folder, or no run in it.
+        UserError: If there is no run in the folder.
     """
-    folder, rows, now = Path(os.path.expanduser(folder)), [], time.time()
-    below = (name for depth in (1, 2, 3) for name in sorted(glob("*/" * depth, root_dir=folder)))
-    paths = [path for path in (folder, *map(folder.joinpath, below)) if not path.name.startswith("superseded-")]
-    runs = {path.resolve(): path for path in reversed(paths) if _is_run(path)}  # each once, by its shortest name
-    if not runs:
-        raise UserError(f"{folder}: there is no run in this folder. Name one with the output folders of runs.")
-    for path in runs.values():
+    folder = Path(os.path.expanduser(folder))
+    paths = _find_runs(folder)
+    if not paths:
+        raise UserError(f"{folder} contains no runs. Pass a folder with output folders of runs.")
+
+    now = time.time()
+    rows = []
+    for path in paths:
         status = read_status(path)
-        names = ("state", "reason", "step", "total_steps", "last_word", "problems")
-        found = {"run": str(path), **{name: getattr(status, name) for name in names}}
-        found |= {name: status.numbers.get(name) for name in ("loss", "tps")}
-        rows.append(found | {"age": None if status.last_word is None else max(0.0, now - status.last_word)})
-    return sorted(rows, key=lambda row: -(row["last_word"] or 0.0))
+        last_update = status.last_update
+        rows.append(
+            {
+                "run": str(path),
+                "state": status.state,
+                "exit_reason": status.exit_reason,
+                "step": status.step,
+                "total_steps": status.total_steps,
+                "loss": status.numbers.get("loss"),
+                "tps": status.numbers.get("tps"),
+                "last_update": last_update,
+                "age": None if last_update is None else max(0.0, now - last_update),
+                "problems": status.problems,
+            }
+        )
+    return sorted(rows, key=lambda row: row["last_update"] or 0.0, reverse=True)
+
+
+def _find_runs(folder: Path) -> list[Path]:
+    """Return the output folders of runs in `folder` and up to three levels below, each once."""
+    candidates = [folder]
+    for pattern in ("*", "*/*", "*/*/*"):
+        candidates += sorted(folder.glob(pattern))
+    paths: dict[Path, Path] = {}  # resolved path -> shortest path
+    for path in candidates:
+        if _is_run(path) and not path.name.startswith(ARCHIVES):
+            paths.setdefault(path.resolve(), path)
+    return list(paths.values())
 
 
 def _is_run(folder: Path) -> bool:
-    return any(os.path.isfile(folder / name) for name in _SIGNS)
+    """Return whether a folder contains a file that only runs write."""
+    return any(os.path.isfile(folder / name) for name in RUN_FILES)

@@ -1,33 +1,45 @@
-"""The view of a run on a terminal that can move its cursor.
-
-Invariant: it erases all that it has drawn, also where a window that became narrower has broken its lines.
-"""
+"""Show the status of a run in a terminal, and update it in place."""
 
 from __future__ import annotations
 
 from rich.cells import cell_len
-from rich.console import ConsoleRenderable, RenderableType
+from rich.console import ConsoleRenderable, Group, RenderableType
 from rich.control import Control
 from rich.live import Live
 from rich.segment import ControlType
 
+ERASE_LINE = (ControlType.ERASE_IN_LINE, 2)
+
 
 class View(Live):
-    """rich's Live, which goes up by as many lines as it has drawn. Terminals break lines that are longer than a
-    narrower window, so there can be more."""
+    """A `rich.live.Live` display that also erases lines which the terminal has wrapped.
 
-    _text, _drawn = "", tuple[int, ...]()  # what is to be drawn; the width of each line that is on the terminal
+    When the window becomes narrower, the terminal wraps the lines on the screen. The display then
+    takes more lines than `Live` has drawn, and `Live` alone would erase too few.
+    """
+
+    _text: RenderableType = ""
+    _drawn_widths: tuple[int, ...] = ()
 
     def get_renderable(self) -> RenderableType:
-        """Called by rich for what is to be drawn."""
+        """Return the content of the display and an empty line below it, in which the cursor waits.
+
+        The terminal echoes Ctrl-C as "^C" at the cursor. At the end of a full line, the echo would
+        wrap to another line that would not be erased.
+        """
         self._text = super().get_renderable()
-        return self._text
+        return Group(self._text, "")
 
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
-        """Called by rich for what is to be written, with the view below it."""
+        """Erase the lines that the terminal has wrapped.
+
+        `Live` calls this before it draws the display.
+        """
         width, height = self.console.size
-        more = sum(max(0, cells - 1) // width for cells in self._drawn)
-        up = (ControlType.CURSOR_UP, 1), (ControlType.ERASE_IN_LINE, 2)
-        erase = Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2), *up * more)
-        self._drawn = tuple(min(cell_len(line), width) for line in str(self._text).split("\n")[:height])
+        num_wrapped = sum(max(0, drawn - 1) // width for drawn in self._drawn_widths)
+        line_above = ((ControlType.CURSOR_UP, 1), ERASE_LINE)
+        erase = Control(ControlType.CARRIAGE_RETURN, ERASE_LINE, *(line_above * num_wrapped))
+
+        lines = f"{self._text}\n".split("\n")[:height]
+        self._drawn_widths = tuple(min(cell_len(line), width) for line in lines)
         return [erase, *super().process_renderables(renderables)]

@@ -1,1 +1,1 @@
-"""The process of a rank: its place in the world, its signals, and its log."""
+"""The process of a rank: process groups, signals and logging."""

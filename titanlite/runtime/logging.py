@@ -1,8 +1,8 @@
-"""Logging of one rank: to the terminal, to train.log, and its events to events.jsonl.
+"""Log the messages of one rank to the terminal and train.log, and its events to events.jsonl.
 
-Invariant: the terminal shows each line once, from the ranks that the user asked for (LOG_RANK), and errors of all
-ranks. Only rank 0 writes the files, which are only appended to. A line that cannot be written costs no run and no
-traceback: the first one is said by the handlers that still can write, and each is counted.
+Invariant: The terminal shows each line once: all lines of the ranks in LOG_RANK, and the errors of
+every rank. Only rank 0 writes the files, and it only appends to them. A line that cannot be written
+never stops a run: it is counted, and the first one is reported on the outputs that still work.
 """
 
 from __future__ import annotations
@@ -12,124 +12,165 @@ import json
 import logging
 import os
 import re
+import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Self, cast
+from typing import IO, Any
 
 from titanlite.config.errors import ERROR_FOLDER, UserError, one_line, printable
 
 LOGGER_NAME = "titanlite"
 LOG_FILE = "train.log"
 EVENTS_FILE = "events.jsonl"
-SAY_SECONDS = 10.0  # between two lines about what a command works at
-LONGEST_EVENT = 4000  # characters of its text; the last ones are kept, because a traceback ends with its reason
+PROGRESS_INTERVAL = 10.0  # seconds between progress lines of a command without a terminal
+MAX_EVENT_LENGTH = 4000  # characters; the end is kept because a traceback ends with its cause
+MAX_WORLD_SIZE = 10**9
 
-STOPPING = "Stopping after this step and a save. Ctrl-C again stops at once, without saving."
-# The kinds of events that end a run. A failure is a crash; a refusal is an answer to what is wrong.
+# Kinds of events that end a run. "failure" is a crash. "refusal" is a `UserError`, such as an
+# invalid option.
 ENDS = ("stop", "guard", "refusal", "failure", "hang", "finish")
+LEVEL_OF_END = {"stop": logging.INFO, "stall": logging.WARNING}  # all others are errors
 
 
-class Event(str):
-    """A line for the log that is also an event of the run: a line of events.jsonl.
+@dataclass(frozen=True)
+class Event:
+    """A log message that is also written to events.jsonl.
 
-    It is a text, so whatever logs lines can pass it on.
-
-    Args:
-        kind: One of ENDS, or start, plan, data, skip, spike, straggler, save, failed save, foreground, mirror,
-            failed mirror, validation, profile, restart.
-        step: Number of optimizer steps done; None where it is not known.
-        details: Further JSON values for the line of events.jsonl.
+    Attributes:
+        text: The message.
+        kind: One of `ENDS`, or start, plan, data, skip, spike, straggler, stall, save, failed save,
+            foreground, mirror, failed mirror, validation, profile, restart, roll back.
+        step: Number of completed optimizer steps, or None if it is unknown.
+        details: Further JSON values for the line in events.jsonl.
     """
 
-    def __new__(cls, text: str, *_: Any, **__: Any) -> Self:
-        return super().__new__(cls, text)
+    text: str
+    kind: str
+    step: int | None = None
+    details: Mapping[str, Any] = field(default_factory=dict)
 
-    def __init__(self, _text: str, kind: str, step: int | None = None, **details: Any) -> None:
-        self.kind, self.step, self.details = kind, step, details
+    def __str__(self) -> str:
+        return self.text
 
 
-# --------------------------------------------------------------------------------------------------- terminal
+def describe_stop(number: int) -> str:
+    """Return the message that tells the user that a signal will stop the run after a save.
+
+    Args:
+        number: Number of the signal.
+    """
+    text = f"{signal.Signals(number).name}: Stopping after this step and a save."
+    if number == signal.SIGINT:
+        text += " Ctrl-C again stops at once, without saving."
+    return text
 
 
 def drop_output(stream: IO[str]) -> None:
-    """Let a standard stream go nowhere from now on: nobody reads it any more."""
+    """Redirect a standard stream to /dev/null, so that later writes to it cannot fail.
+
+    Args:
+        stream: `sys.stdout` or `sys.stderr`, for example after its terminal was closed.
+    """
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def is_live_terminal() -> bool:
-    """Whether standard output is a terminal on which a view can be drawn again in place (not with TERM=dumb)."""
+    """Return whether standard output is a terminal that can redraw lines in place."""
     return sys.stdout.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
 
 
 def note(line: str) -> None:
-    """Print a line on standard error, for a person who reads while a command works."""
+    """Print a message on standard error, with control characters escaped."""
     print(printable(line), file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
 def working(text: str) -> Iterator[Callable[[str], None]]:
-    """Say on standard error what a command works at, and then by the function that it gives: on a terminal in a line
-    that goes at the end; elsewhere at once, and not more often than every ten seconds."""
+    """Show a status message on standard error while the `with` block runs.
+
+    A terminal shows a status line, which is removed at the end. Without a terminal, `text` is
+    printed once, and later messages at most every ten seconds.
+
+    Args:
+        text: The first message, for example "Building the model".
+
+    Yields:
+        A function that replaces the message.
+    """
     if sys.stderr.isatty():
         from rich.console import Console
 
         with Console(stderr=True).status(text) as status:
             yield status.update
         return
-    note(text)
-    said = time.monotonic()
 
-    def say(text: str) -> None:
-        nonlocal said
-        if time.monotonic() - said > SAY_SECONDS:
-            said = time.monotonic()
+    note(text)
+    last_time = time.monotonic()
+
+    def update(text: str) -> None:
+        nonlocal last_time
+        if time.monotonic() - last_time > PROGRESS_INTERVAL:
+            last_time = time.monotonic()
             note(text)
 
-    yield say
+    yield update
 
 
-# ----------------------------------------------------------------------------------------------------- set-up
+def logged_ranks(world_size: int = MAX_WORLD_SIZE) -> list[int]:
+    """Return the ranks whose log lines appear on the terminal, from the variable LOG_RANK.
 
-
-def logged_ranks(world_size: int = 10**9) -> list[int]:
-    """The ranks that the environment variable LOG_RANK names (comma-separated, default "0").
+    LOG_RANK contains comma-separated ranks, for example "0,1". The default is rank 0.
 
     Raises:
-        UserError: LOG_RANK is not a list of ranks, or names one that a world of `world_size` does not have.
+        UserError: If LOG_RANK is not a list of ranks below `world_size`.
     """
     text = os.environ.get("LOG_RANK") or "0"
-    words = text.split(",") if re.fullmatch(r"[0-9]{1,9}( *, *[0-9]{1,9})*", text) else ()
-    ranks = [int(word) for word in words if int(word) < world_size]
-    if not ranks or len(ranks) < len(words):
-        raise UserError(f'LOG_RANK = "{one_line(text[:40])}": ranks are 0 to {world_size - 1}, as in LOG_RANK=0,1.')
+    is_list = re.fullmatch(r"[0-9]{1,9}( *, *[0-9]{1,9})*", text) is not None
+    ranks = [int(word) for word in text.split(",")] if is_list else []
+    if not ranks or max(ranks) >= world_size:
+        raise UserError(
+            f'LOG_RANK = "{one_line(text[:40])}": ranks are 0 to {world_size - 1}, '
+            "as in LOG_RANK=0,1."
+        )
     return ranks
 
 
 def setup_logging(rank: int, log_file: Path | None) -> logging.Logger:
-    """Set up the logger "titanlite" and Python's warnings for this rank, and return the logger.
+    """Configure the logger "titanlite" and Python's warnings for this rank.
 
-    A rank that LOG_RANK names writes to standard output. Any other rank writes only its errors, to standard error. Rank
-    0 appends every line to `log_file`, whose folder is created, and every `Event` to events.jsonl beside it. A second
-    call replaces what the first one set up.
+    - A rank in LOG_RANK logs to standard output.
+    - Any other rank logs only errors, to standard error.
+    - Rank 0 also appends every line to `log_file`, and every `Event` to events.jsonl beside it.
+
+    A second call replaces the handlers of the first one.
+
+    Args:
+        rank: Number of this rank.
+        log_file: Path of train.log, whose folder is created. None: log to the terminal only.
+
+    Returns:
+        The logger.
 
     Raises:
-        UserError: LOG_RANK is not a list of ranks.
+        UserError: If LOG_RANK is not a list of ranks.
     """
     ranks = logged_ranks()
-    prefix = f"[rank {rank}] " if len(ranks) > 1 or rank not in ranks else ""
-    terminal = LogHandler(None, _Line(prefix, "%H:%M:%S"))
-    # Other libraries warn on standard error: torch through its own handlers, others through Python's last resort.
-    for handler in (terminal, logging.lastResort, *logging.getLogger("torch").handlers):
-        if handler is not None and rank not in ranks:
-            handler.setLevel(logging.ERROR)
+    is_logged = rank in ranks
+    prefix = f"[rank {rank}] " if len(ranks) > 1 or not is_logged else ""
+    terminal = LogHandler(None, _LineFormatter(prefix, "%H:%M:%S"))
+    if not is_logged:
+        terminal.setLevel(logging.ERROR)
+        _silence_libraries()
+
     handlers = [terminal]
     if rank == 0 and log_file is not None:
         log_file.parent.mkdir(parents=True, exist_ok=True)
         handlers += _file_handlers(log_file, prefix)
 
-    logging.captureWarnings(True)  # otherwise each rank prints its warnings on the terminal
+    logging.captureWarnings(True)  # otherwise every rank prints its warnings on the terminal
     logger = logging.getLogger(LOGGER_NAME)
     for target in (logger, logging.getLogger("py.warnings")):
         target.handlers[:] = handlers
@@ -138,86 +179,144 @@ def setup_logging(rank: int, log_file: Path | None) -> logging.Logger:
     return logger
 
 
+def _silence_libraries() -> None:
+    """Hide warnings of other libraries, which they log to standard error.
+
+    torch has its own handlers. Other libraries use Python's handler of last resort.
+    """
+    for handler in (logging.lastResort, *logging.getLogger("torch").handlers):
+        if handler is not None:
+            handler.setLevel(logging.ERROR)
+
+
 def failed_writes() -> int:
-    """Lines of the log and events of this process that could not be written."""
-    return sum(getattr(handler, "failed_writes", 0) for handler in logging.getLogger(LOGGER_NAME).handlers)
+    """Return the number of log lines and events that this process could not write.
+
+    The number is logged with the metrics, because a full disk must not stop a run unnoticed.
+    """
+    handlers = logging.getLogger(LOGGER_NAME).handlers
+    return sum(getattr(handler, "failed_writes", 0) for handler in handlers)
 
 
-# -------------------------------------------------------------------------------------------- the end of a process
+def report_end(text: str, kind: str, step: int | None = None) -> None:
+    """Report why this process ends: to the launcher if there is one, and in train.log.
 
-
-def say_end(text: str, kind: str) -> None:
-    """Report why this process ends: to the launcher, which says it once for all ranks, or on standard error. And in
-    train.log, if it is open here.
+    The launcher prints the reason once for all ranks. Without a launcher, the reason is printed on
+    standard error.
 
     Args:
-        text: The reason, or a traceback, and how to continue the run.
-        kind: What the end is called in events.jsonl.
+        text: The reason or a traceback, and how to continue the run.
+        kind: Kind of the event in events.jsonl; one of `ENDS`.
+        step: Number of completed optimizer steps, if it is known.
     """
-    text = printable(text).rstrip()  # because it quotes the content of files
-    note_end(text, kind)
-    with contextlib.suppress(OSError):  # the folder may be gone, or its disk full
-        if folder := os.environ.get(ERROR_FOLDER):
-            record = json.dumps({"message": text, "time": time.time()})
-            Path(folder, f"{os.environ.get('RANK', '0')}.json").write_text(record, encoding="utf-8")
+    reason = printable(text).rstrip()  # it may quote the content of files
+    log_end(reason, kind, step)
+
+    folder = os.environ.get(ERROR_FOLDER)
+    if folder:
+        rank = os.environ.get("RANK", "0")
+        record = json.dumps({"message": reason, "time": time.time()})
+        with contextlib.suppress(OSError):  # the folder may have been removed, or its disk is full
+            Path(folder, f"{rank}.json").write_text(record, encoding="utf-8")
             return
-    with contextlib.suppress(OSError):  # the terminal may be gone
-        note(text)
+    with contextlib.suppress(OSError):  # the terminal may be closed
+        note(reason)
 
 
-def note_end(text: str, kind: str, log_file: Path | None = None) -> None:
-    """Write to train.log and events.jsonl only why a run ended. Another process prints it on the terminal.
+def record_success() -> None:
+    """Create a file by which this rank reports to the launcher that it has completed its work.
+
+    Exit code 0 is not enough, because any library can call `os._exit(0)`.
+    """
+    if folder := os.environ.get(ERROR_FOLDER):
+        with contextlib.suppress(OSError):  # the launcher was killed and its folder removed
+            success_file(Path(folder), os.environ.get("RANK", "0")).touch()
+
+
+def success_file(folder: Path, rank: int | str) -> Path:
+    """Return the path of the file that `record_success` creates, for example "<folder>/3.success".
 
     Args:
-        log_file: None: the file of this process's `setup_logging`, if there is one.
+        folder: Temporary folder of the launcher.
+        rank: Number of the rank.
     """
-    found = [h for h in logging.getLogger(LOGGER_NAME).handlers if isinstance(h, LogHandler) and h.file is not None]
-    for handler in found if log_file is None else _file_handlers(log_file, ""):
-        handler.handle(logging.LogRecord(LOGGER_NAME, logging.ERROR, "", 0, Event(text, kind), None, None))
+    return folder / f"{rank}.success"
 
 
-# --------------------------------------------------------------------------------------------------- handlers
+def log_end(text: str, kind: str, step: int | None = None, log_file: Path | None = None) -> None:
+    """Write the reason why a run ended to train.log and events.jsonl, but not to the terminal.
+
+    Args:
+        text: The reason.
+        kind: Kind of the event; one of `ENDS` or "stall".
+        step: Number of completed optimizer steps, if it is known.
+        log_file: Path of train.log. None: use the file that `setup_logging` opened in this process,
+            if any.
+    """
+    if log_file is not None:
+        handlers = _file_handlers(log_file, "")
+    else:
+        handlers = logging.getLogger(LOGGER_NAME).handlers
+
+    level = LEVEL_OF_END.get(kind, logging.ERROR)
+    event = Event(text, kind, step)
+    record = logging.LogRecord(LOGGER_NAME, level, "", 0, event, None, None)
+    for handler in handlers:
+        writes_to_file = isinstance(handler, LogHandler) and handler.file is not None
+        if writes_to_file:
+            handler.handle(record)
 
 
 class LogHandler(logging.Handler):
-    """Appends lines to a file, or prints them. It counts those that cannot be written.
+    """Appends lines to a file or prints them, and counts the lines that cannot be written.
 
     Attributes:
-        file: None is the terminal: standard output, or standard error if only errors are printed. A file is opened
-            anew for each line, because a run that begins anew renames it.
+        file: The file, or None for the terminal: standard output, or standard error if only errors
+            are printed. The file is opened for each line, because a new run may rename it.
+        failed_writes: Number of lines that could not be written.
     """
 
-    failed_writes = 0
-
-    def __init__(self, file: Path | None, form: logging.Formatter) -> None:
+    def __init__(self, file: Path | None, formatter: logging.Formatter) -> None:
         super().__init__()
         self.file = file
-        self.setFormatter(form)
+        self.failed_writes = 0
+        self.setFormatter(formatter)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write the line of a record."""
-        line, terminal = f"{self.format(record)}\n", sys.stdout if self.level < logging.ERROR else sys.stderr
+        """Write the line of a log record. Never raise an exception if that fails."""
+        line = f"{self.format(record)}\n"
+        terminal = sys.stdout if self.level < logging.ERROR else sys.stderr
         try:
             if self.file is None:
                 terminal.write(line)
                 terminal.flush()
             else:
-                with self.file.open("a", encoding="utf-8") as file:
+                with open(self.file, "a", encoding="utf-8", opener=_open_no_follow) as file:
                     file.write(line)
-        except (OSError, ValueError) as error:  # a full disk, a terminal that is gone, a stream that is closed
+        except (OSError, ValueError) as error:  # a full disk, a closed terminal or stream
             self.failed_writes += 1
-            if self.failed_writes == 1:
-                where = self.file or "the terminal"
-                logging.getLogger(record.name).warning(f"The run goes on, but cannot write to {where}: {error}")
+            is_first_failure = self.failed_writes == 1
+            if is_first_failure:
+                target = self.file or "the terminal"
+                text = f"The run continues, but cannot write to {target}: {error}"
+                logging.getLogger(record.name).warning(text)  # on the outputs that still work
             if self.file is None:
                 drop_output(terminal)
 
 
-class _Line(logging.Formatter):
-    """A line of the log: time, rank, the level of warnings and errors only, message.
+def _open_no_follow(path: str, flags: int) -> int:
+    """Open a file for `open(opener=...)`, but fail if the path is a symbolic link.
 
-    A message can quote a file, so its control characters are escaped, and its further lines are indented. So none of
-    them looks like a line of the log.
+    A link could point to a file outside the output folder, which would be overwritten.
+    """
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
+class _LineFormatter(logging.Formatter):
+    """Formats a log line: time, rank, level (only warnings and errors), message.
+
+    A message can quote a file. To keep it from imitating other log lines, control characters are
+    escaped and all lines after the first are indented.
     """
 
     def __init__(self, prefix: str, time_format: str) -> None:
@@ -228,19 +327,29 @@ class _Line(logging.Formatter):
         return printable(super().format(record)).replace("\n", "\n    ")
 
 
-class _EventLine(logging.Formatter):
-    """A line of events.jsonl: {"time": Unix time, "event": kind, "step": int or null, "text": the log's line,
-    ...details}."""
+class _EventFormatter(logging.Formatter):
+    """Formats the `Event` of a record as a line of JSON for events.jsonl."""
 
     def format(self, record: logging.LogRecord) -> str:
-        event = cast(Event, record.msg)
-        text = printable(event[-LONGEST_EVENT:])
-        values = {"time": record.created, "event": event.kind, "step": event.step, "text": text, **event.details}
+        event = record.msg
+        assert isinstance(event, Event)
+        values = {
+            "time": record.created,  # Unix time
+            "event": event.kind,
+            "step": event.step,
+            "text": printable(event.text[-MAX_EVENT_LENGTH:]),
+            **event.details,
+        }
         return json.dumps(values)
 
 
 def _file_handlers(log_file: Path, prefix: str) -> list[LogHandler]:
-    """Handlers for the log and the events."""
-    events = LogHandler(log_file.with_name(EVENTS_FILE), _EventLine())
+    """Create the two handlers that write train.log and events.jsonl.
+
+    Args:
+        log_file: Path of train.log. events.jsonl is created beside it.
+        prefix: Text at the beginning of each line of train.log, such as "[rank 1] ".
+    """
+    events = LogHandler(log_file.with_name(EVENTS_FILE), _EventFormatter())
     events.addFilter(lambda record: isinstance(record.msg, Event))
-    return [LogHandler(log_file, _Line(prefix, "%Y-%m-%d %H:%M:%S")), events]
+    return [LogHandler(log_file, _LineFormatter(prefix, "%Y-%m-%d %H:%M:%S")), events]

@@ -1,8 +1,8 @@
-"""The start of a process, before large modules are imported, and its end.
+"""Start of a process, before large modules are imported, and its end.
 
-Invariant: a Python process of titanlite is started by `start_python` alone. So no file of the current folder is
-imported, and no process outlives the one that started it, whenever and however that dies. A signal that arrives early
-ends a process at once and without a message, because there is nothing to save yet.
+Invariant: Only `start_python` starts Python processes of titanlite, so they import no file of the
+current folder and never outlive their parent. A signal that arrives early ends a process
+immediately and silently, because there is nothing to save yet.
 """
 
 from __future__ import annotations
@@ -13,50 +13,68 @@ import signal
 import stat
 import sys
 
-TYPE_CHECKING = False  # as in typing, which is not imported because that would take half of the time until `begin`
+# `typing` is not imported, because that would double the time until `begin`.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     import subprocess
     from collections.abc import Mapping, Sequence
     from typing import Any, NoReturn
 
-STORE = "TITANLITE_STORE"  # environment variable that the launcher sets: the file in which its ranks meet
+# Environment variables of a child process: path of the launcher's rendezvous file, and process ID
+# of the parent.
+STORE = "TITANLITE_STORE"
+PARENT = "TITANLITE_PARENT"
 
-# SIGHUP: the terminal is gone. SIGUSR1: the usual warning of Slurm before it kills.
+# SIGHUP: the terminal was closed. SIGUSR1: Slurm is about to kill the job.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 PR_SET_PDEATHSIG = 1  # of prctl(2)
-PARENT = "TITANLITE_PARENT"  # environment variable of a child: the process id of its parent
 
 
 def start_python(
     words: Sequence[str], variables: Mapping[str, str | None] | None = None, **options: Any
 ) -> subprocess.Popen[Any]:
-    """Start Python with `words`, such as -m and a module of titanlite, which must call `begin` or `serve_parent` first.
+    """Start a child Python process that runs titanlite, with all signals blocked.
 
-    The process starts with all signals blocked, so that none interrupts Python's own start with a traceback.
+    The child must call `begin` or `serve_parent` first, which unblock the signals. Until then, a
+    signal would interrupt the start of Python and print a traceback.
 
     Args:
-        variables: Changes of the environment; None leaves a variable out.
-        options: Of subprocess.Popen.
+        words: Arguments of Python, such as "-m" and a module.
+        variables: Environment variables to set, in addition to those of this process. None removes
+            a variable.
+        options: Options of `subprocess.Popen`.
+
+    Returns:
+        The running process.
 
     Raises:
-        OSError: The system refuses another process.
+        OSError: If the system cannot start another process.
     """
-    import subprocess  # here, because it would take half of the time until `begin`
+    import subprocess  # a global import would double the time until `begin`
 
-    command, own = python_command(words)
-    given = {**os.environ, **own, **(variables or {})}
-    environment = {name: value for name, value in given.items() if value is not None}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    command, python_variables = python_command(words)
+    merged = {**os.environ, **python_variables, **(variables or {})}
+    environment = {name: value for name, value in merged.items() if value is not None}
+
+    # The child inherits the signal mask.
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         return subprocess.Popen(command, env=environment, **options)
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
 
 
 def python_command(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """The command line and the environment variables by which a child of this process is to be started.
+    """Return the command line and the environment variables of a child Python process.
 
-    It finds this titanlite, whatever is installed, and nothing in the current folder.
+    The variables make the child import titanlite from the same folder as this process, even if
+    another version is installed. The option -P keeps it from importing files of the current folder.
+
+    Args:
+        words: Arguments of Python, such as "-m" and a module.
+
+    Returns:
+        The command line, and the environment variables to set for it.
     """
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
@@ -64,21 +82,33 @@ def python_command(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def begin() -> None:
-    """Install the signal handlers, and bind this process to the one that started it. Call it first."""
-    # Otherwise a background job of a shell would ignore it.
+    """Prepare this process to run a command. Call it before any large module is imported.
+
+    It does the following:
+
+    - SIGINT (Ctrl-C) ends the process immediately, without a traceback. SIGUSR2, which asks a run
+      to save a checkpoint, is ignored. A run replaces these handlers when it starts to train.
+    - The current folder is removed from the import path.
+    - The process receives SIGTERM when its parent process ends (Linux only).
+    """
+    # A background job of a shell would ignore SIGINT otherwise.
     signal.signal(signal.SIGINT, lambda number, _frame: os._exit(128 + number))
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # it means "save and go on", and there is nothing to save yet
-    with contextlib.suppress(OSError):  # the folder was removed
-        if not sys.flags.safe_path and sys.path[0] == os.getcwd():  # python -m titanlite
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+
+    with contextlib.suppress(OSError):  # the current folder was removed
+        # `python -m titanlite` puts the current folder first.
+        if not sys.flags.safe_path and sys.path[0] == os.getcwd():
             del sys.path[0]
-    os.environ["PYTHONSAFEPATH"] = "1"  # for what libraries start, such as processes of multiprocessing
-    _end_with_parent(signal.SIGTERM)  # it saves and stops
+    os.environ["PYTHONSAFEPATH"] = "1"  # for processes that libraries start
+
+    _end_with_parent(signal.SIGTERM)
 
 
 def serve_parent() -> None:
-    """Let only the end of the parent end this process, even in a busy loop. Call it first.
+    """Prepare a worker process: ignore stop signals, and kill it when its parent ends.
 
-    Ctrl-C reaches the whole process group, and a scheduler's signal each process. Only the parent obeys them.
+    Call this function before any large module is imported. Ctrl-C and the signals of a scheduler
+    reach all processes of a run. Only the parent process handles them, and then stops its workers.
     """
     for number in (*STOP_SIGNALS, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
@@ -86,40 +116,58 @@ def serve_parent() -> None:
 
 
 def stop_signals() -> list[signal.Signals]:
-    """The signals that stop a run: all of STOP_SIGNALS, but without SIGHUP under nohup."""
-    return [n for n in STOP_SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+    """Return the signals that stop a run after saving a checkpoint.
+
+    These are `STOP_SIGNALS`. If the process was started with nohup, SIGHUP is left out, because the
+    process must then survive the end of the terminal.
+    """
+    is_under_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [n for n in STOP_SIGNALS if n != signal.SIGHUP or not is_under_nohup]
 
 
 def set_up_torch() -> None:
-    """Set the variables that torch reads when it is imported, unless the user has set them.
+    """Set the environment variables that torch reads at import, unless the user has set them.
 
-    Its compiler keeps what it made, and what Triton made for it, in a folder of this user's own. Otherwise it would use
-    one in /tmp that another user can guess and make first, and run code from it. Its allocator for GPUs extends its
-    blocks, so that fragmentation takes less memory.
+    - TORCHINDUCTOR_CACHE_DIR: a folder that only this user can enter. The default is a predictable
+      folder in /tmp, which another user could create first to run code in this process.
+    - TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS: 0, because Inductor keeps precompiled headers in
+      the folder in /tmp in any case.
+    - PYTORCH_ALLOC_CONF: expandable segments, which reduce memory fragmentation on a GPU.
     """
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
-        return
-    folder = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "titanlite-compiler")
-    owned = False
-    with contextlib.suppress(OSError):  # the home is not there, or cannot be written
+    os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
+    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(_make_private_cache(), "inductor")
+
+
+def _make_private_cache() -> str:
+    """Create and return a cache folder that only this user can enter.
+
+    This is ~/.cache/titanlite-compiler, or a temporary folder if that is not private or cannot be
+    created.
+    """
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = os.path.join(cache, "titanlite-compiler")
+    with contextlib.suppress(OSError):  # the home directory is missing or read-only
         if os.path.isabs(folder):
             os.makedirs(folder, mode=0o700, exist_ok=True)
-            found = os.lstat(folder)
-            owned = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
-    if not owned:
-        import tempfile
+            status = os.lstat(folder)
+            is_own_folder = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+            others_can_enter = status.st_mode & 0o077
+            if is_own_folder and not others_can_enter:
+                return folder
 
-        folder = tempfile.mkdtemp(prefix="titanlite-compiler-")
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(folder, "inductor")
+    import tempfile  # only here, because importing it would delay `begin`
+
+    return tempfile.mkdtemp(prefix="titanlite-compiler-")
 
 
 def leave(code: int) -> NoReturn:
-    """End this process with `code`, without Python's own shutdown. All files must be closed already.
+    """End this process immediately with an exit code. Close all files before you call it.
 
-    During Python's shutdown a late signal would replace the code, and a gloo thread that releases a tensor would abort
-    the process.
+    The function skips Python's shutdown, during which a late signal could replace the exit code,
+    and a gloo thread that frees a tensor could abort the process.
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # the terminal may be gone
@@ -128,9 +176,15 @@ def leave(code: int) -> NoReturn:
 
 
 def _end_with_parent(number: signal.Signals) -> None:
-    """Let Linux send the signal `number` to this process when the thread that started it ends, even by SIGKILL. Then
-    take signals: they were blocked since the start."""
-    if parent := os.environ.pop(PARENT, None):  # it is not the parent of the processes that this one starts
+    """Ask Linux to send a signal to this process when its parent ends, then unblock all signals.
+
+    If the parent has already ended, exit immediately.
+
+    Args:
+        number: The signal.
+    """
+    parent = os.environ.pop(PARENT, None)  # children of this process have another parent
+    if parent is not None:
         if sys.platform == "linux":
             import ctypes
 

@@ -1,7 +1,7 @@
-"""The world of ranks: its start and its end.
+"""Initialize and destroy the default process group of torch.distributed.
 
-Invariant: one process is a world of size one, on the same path as many. On one machine no port is opened. A process can
-start one world after the other.
+Invariant: A single process is a group of size one on the same code path. A single-node run opens no
+port. A process can initialize one group after another.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import resource
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -23,36 +25,68 @@ from torch.distributed import FileStore, HashStore, PrefixStore, Store, rendezvo
 from titanlite.config.errors import UserError
 from titanlite.config.schema import JobConfig
 from titanlite.model.attention import backend_order
-from titanlite.runtime.process import STORE
+from titanlite.runtime.process import STORE, set_up_torch
 
 T = TypeVar("T")
 
+# Parameters of mallopt(3).
+M_TRIM_THRESHOLD = -1
+M_MMAP_THRESHOLD = -3
+M_ARENA_MAX = -8
+
+
+def raise_descriptor_limit() -> None:
+    """Raise the limit of open files and sockets of this process to the hard limit (Linux only).
+
+    Rank 0 has a connection from every other rank, so the usual soft limit of 1024 is too low for
+    large runs.
+    """
+    if sys.platform == "linux":
+        _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
+
 
 def keep_freed_memory() -> None:
-    """Let glibc take large tensors from its heap and keep freed memory for the next step.
+    """Configure glibc's malloc to keep the memory of freed tensors for the next step.
 
-    By default it maps fresh pages for each large tensor, which the kernel must fill with zeros. That takes a tenth of a
-    step on a CPU. With another C library this does nothing.
+    By default glibc maps new pages for each large tensor, and the kernel must fill them with zeros.
+    This takes a tenth of a training step on a CPU. With another C library, this function does
+    nothing.
     """
     if platform.libc_ver()[0] != "glibc":
         return
-    trim_threshold, mmap_threshold, arena_max = -1, -3, -8  # numbers of mallopt(3)
     mallopt = ctypes.CDLL(None).mallopt
-    mallopt(trim_threshold, 2**31 - 1)  # bytes, the largest int
-    mallopt(mmap_threshold, 2**30)
-    if torch.get_num_threads() == 1:  # several threads would wait for one another, for a fifth of a step
-        mallopt(arena_max, 1)  # otherwise gloo's threads have their own heaps, with 10 MB per rank that is never freed
+    mallopt(M_TRIM_THRESHOLD, 2**31 - 1)  # bytes, the largest int
+    mallopt(M_MMAP_THRESHOLD, 2**30)
+    if torch.get_num_threads() == 1:
+        # Use one heap. Otherwise gloo's threads have their own heaps, which hold 10 MB per rank
+        # that are never freed. With several compute threads, do not: waiting for the lock of the
+        # shared heap would take a fifth of a step.
+        mallopt(M_ARENA_MAX, 1)
 
 
 def gathered(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """The values of all ranks of a group, in their order. All of them call it together. None: of the whole world."""
+    """Gather a value from every rank of a group. All ranks of the group call this together.
+
+    Args:
+        value: Picklable value of this rank.
+        group: Process group; None: all ranks.
+
+    Returns:
+        The values of the ranks, in rank order. The same list on every rank.
+    """
     values = [value] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group)
     return values
 
 
 def set_timeout(groups: Iterable[dist.ProcessGroup], seconds: int) -> None:
-    """Set the longest wait for any later collective of these groups."""
+    """Set the timeout of all later collectives of process groups.
+
+    Args:
+        groups: The process groups.
+        seconds: Time after which a collective that waits for another rank fails.
+    """
     for group in groups:
         group.set_timeout(timedelta(seconds=seconds))
 
@@ -62,10 +96,18 @@ _worlds = count()
 
 @cache
 def _rendezvous(world_size: int, timeout: timedelta, file: str | None) -> Store:
-    """The store in which the ranks find each other: in `file`, or as another launcher such as torchrun says.
+    """Return the store through which the ranks find each other to initialize a process group.
+
+    The store is cached and serves all process groups of this process.
+
+    Args:
+        world_size: Number of ranks. A single process uses a store in its memory.
+        timeout: Longest time to wait for the other ranks.
+        file: File of the store on a single node, which the titanlite launcher chooses. None: use
+            the address in the environment variables of torchrun.
 
     Raises:
-        UserError: there are several ranks, but no launcher has said where they meet.
+        UserError: If there are several ranks and a variable is missing.
     """
     if world_size == 1:
         return HashStore()
@@ -73,42 +115,115 @@ def _rendezvous(world_size: int, timeout: timedelta, file: str | None) -> Store:
         store = FileStore(file)
         store.set_timeout(timeout)
         return store
+
     try:
-        return next(rendezvous("env://", timeout=timeout))[0]
+        store, _, _ = next(rendezvous("env://", timeout=timeout))
     except ValueError as error:  # a variable is not set
-        raise UserError(f"{error}. `NGPU={world_size} titanlite launch` or torchrun sets all.") from None
+        launcher = f"`NGPU={world_size} titanlite launch` or torchrun"
+        raise UserError(f"{error}. Start with {launcher}, which set all of them.") from None
+    return store
 
 
 @contextmanager
 def process_group(job: JobConfig) -> Iterator[torch.device]:
-    """Start the world of ranks, which has size one without a launcher. Gives this rank's device."""
-    alone = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
-    rank, world_size, local_rank, local_world_size = (
-        int(os.environ.setdefault(name, str(number))) for name, number in alone.items()
-    )
+    """Initialize the default process group, and destroy it when the context ends without an error.
+
+    Also configure torch for training in this process. Without a launcher, the group consists of
+    this process only.
+
+    Args:
+        job: Job that determines the backend, timeouts, threads and seed.
+
+    Yields:
+        The device of this rank.
+
+    Raises:
+        UserError: If this process has a process group already.
+    """
+    if dist.is_initialized():
+        raise UserError(
+            "This process already has a process group, for example because another Trainer is "
+            "still open. Close that Trainer: call close(), or use `with Trainer(job) as trainer:`."
+        )
+    set_up_torch()  # for programs that use the Python API; commands have called it before
+    rank = _read_variable("RANK", 0)
+    world_size = _read_variable("WORLD_SIZE", 1)
+    local_rank = _read_variable("LOCAL_RANK", 0)
+    local_world_size = _read_variable("LOCAL_WORLD_SIZE", 1)
+
+    backend = "gloo"
+    device = torch.device("cpu")
     if torch.cuda.is_available():
-        device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"  # gloo is for offloaded gradients
+        # Offloaded gradients are on the CPU, which NCCL does not support.
+        backend = "cpu:gloo,cuda:nccl" if job.training.enable_cpu_offload else "nccl"
+        device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-    else:
-        device, backend = torch.device("cpu"), "gloo"
-    if job.training.num_threads or "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(job.training.num_threads or max(1, (os.cpu_count() or 1) // local_world_size))
+    _configure_torch(job, device, local_world_size)
+    _configure_communication()
+
+    timeout = timedelta(seconds=job.comm.init_timeout_seconds)
+    store = _rendezvous(world_size, timeout, os.environ.get(STORE))
+    # The keys of earlier process groups stay in the store, so each group has its own prefix.
+    store = PrefixStore(f"world-{next(_worlds)}", store)
+    dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
+
+    # Run the backward pass in this thread. DTensor caches meshes in each thread, and only the cache
+    # of this thread can be cleared for the next process group.
+    with backend_order(device), torch.autograd.set_multithreading_enabled(False):
+        yield device
+
+    # Skipped after an error: other ranks may be waiting for this one, so destroying the group could
+    # hang.
+    dist.destroy_process_group()
+    _clear_mesh_cache()
+
+
+def _read_variable(name: str, default: int) -> int:
+    """Return the environment variable `name`, an integer that launchers set.
+
+    If the variable is not set, set it to `default` first.
+    """
+    return int(os.environ.setdefault(name, str(default)))
+
+
+def _configure_torch(job: JobConfig, device: torch.device, local_world_size: int) -> None:
+    """Configure the threads, memory allocator, compiler and determinism of torch in this process.
+
+    Args:
+        job: The job.
+        device: Device of this rank.
+        local_world_size: Number of ranks on this node, which share its CPU cores.
+    """
+    if job.training.num_threads:
+        torch.set_num_threads(job.training.num_threads)
+    elif "OMP_NUM_THREADS" not in os.environ:
+        cores = os.cpu_count() or 1
+        torch.set_num_threads(max(1, cores // local_world_size))
     if device.type == "cpu":
         keep_freed_memory()
-    torch.manual_seed(job.training.seed)  # nothing uses it, but its state is saved and must not be random
+
+    # Nothing draws from the global generator, but checkpoints contain its state.
+    torch.manual_seed(job.training.seed)
     if job.training.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # torch's flight recorder keeps the last collectives
-    timeout = timedelta(seconds=job.comm.init_timeout_seconds)
-    # The keys of an earlier world of this process stay in the store, so each world has a prefix of its own.
-    store = PrefixStore(f"world-{next(_worlds)}", _rendezvous(world_size, timeout, os.environ.get(STORE)))
-    dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
-    # A GPU's backward pass in this thread, as a CPU's: cuBLAS has 32 MiB, and DTensor its caches, for each thread.
-    with backend_order(device), torch.autograd.set_multithreading_enabled(False):
-        yield device
-    dist.destroy_process_group()  # not after an error, because it would wait for ranks that wait for this one
-    # DTensor remembers meshes. Those of a later world compare equal, although their process groups have other names.
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # 0.4 s, for which the data would wait
+
+
+def _configure_communication() -> None:
+    """Limit the sockets that gloo opens, and record collectives so that hangs can be diagnosed."""
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives in the flight recorder
+    # Connect two ranks when they first exchange data. By default gloo connects all with all, for
+    # each group, which takes more descriptors than a process may have at a few hundred ranks.
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    raise_descriptor_limit()
+
+
+def _clear_mesh_cache() -> None:
+    """Clear the cache of device meshes in DTensor, which holds the names of their process groups.
+
+    A mesh of a new process group compares equal to a cached mesh with the names of old groups.
+    """
+    # Imported here, because it takes 0.4 s, for which the first batch would wait.
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     _clear_sharding_prop_cache()

@@ -1,1 +1,1 @@
-"""What a user of torchtitan brings along: job files (`migrate`) and checkpoints (`weights`)."""
+"""Converts torchtitan job files (`migrate`) and checkpoints (`weights`) to titanlite."""

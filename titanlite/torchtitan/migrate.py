@@ -1,270 +1,500 @@
-"""Turns a job file of torchtitan into one of ours: text to text, values only.
+"""Converts a torchtitan job file to a titanlite job file, as text.
 
-Invariant: a key of the old file is carried over, or named in the report with the reason. The new file is valid by the
-schema, or the old one is refused with all values that are wrong. No file is read or written here.
+Invariant: Each key of the old file is carried over or reported as lost with the reason. The new
+file is valid, or the old file is rejected with a message about all wrong values. This module reads
+and writes no files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Any, get_args
 
-import tomli
 import tomlkit
 
 from titanlite.config.errors import UserError
 from titanlite.config.flavors import FLAVORS
-from titanlite.config.mistakes import WrongJob, shown
-from titanlite.config.schema import KEYS, SECTIONS, JobConfig
+from titanlite.config.mistakes import ConfigError, describe_unknown_name, format_value
+from titanlite.config.other_formats import parse_toml
+from titanlite.config.schema import SECTIONS, JobConfig, list_keys
 from titanlite.torchtitan import tables
 from titanlite.torchtitan.tables import TORCHTITAN_FLAVORS, Version
 
+DEFAULT = "the torchtitan default"
 SMALL_LAYERS = "auto_filter_small_kn"
-
-
-def _flat(table: dict[str, Any], path: str = "") -> dict[str, Any]:
-    """All values by their key in the order of the file, with those of tables in tables."""
-    values: dict[str, Any] = {}
-    for name, value in table.items():
-        is_table = isinstance(value, dict) and (value or not path)
-        values |= _flat(value, f"{path}{name}.") if is_table else {f"{path}{name}": value}
-    return values
+"""Name in filter_fqns with which torchtitan keeps small layers in high precision."""
 
 
 class Migration:
-    """What became of a job file.
+    """The conversion of one torchtitan job file.
 
     Args:
-        raw: its content.
-        version: torchtitan's, whose models differ in their rotary frequencies. None: found out from the keys.
+        raw: Content of the torchtitan job file.
+        version: torchtitan version that the file was written for. It affects the RoPE frequencies
+            of models. By default, detect it from the keys.
 
     Attributes:
-        text: The new file.
-        version: torchtitan's version that the file is read as.
-        carried: Number of keys that kept their name.
-        renamed: Old key -> new key.
-        added: Keys that the old file leaves out, because the defaults differ: key = value -> why.
+        text: Content of the new job file.
+        model: the torchtitan model.name, for example "llama3".
+        version: torchtitan version as which the file was read.
+        added: "key = value" -> reason, for settings that the old file does not have, for example
+            because torchtitan has another default.
         lost: Reason -> old keys without an equivalent.
 
     Raises:
-        UserError: it is no TOML, or no job of torchtitan's for a Llama, or it has wrong values.
+        UserError: If the file is not TOML, is not a torchtitan job file for a supported model, or
+            has invalid values.
     """
 
     def __init__(self, raw: bytes, version: Version | None = None) -> None:
         try:
-            self._old = old = _flat(tomli.loads(raw.decode("utf-8-sig")))
-        except (ValueError, RecursionError) as error:  # bad TOML, a number of 5,000 digits, deep lists
-            raise UserError(f"not valid TOML in UTF-8: {error}.") from None
-        self._new: dict[str, Any] = {}
-        self._origin: dict[str, str] = {}  # our key -> the old one that its value comes from
+            self._old = _flatten(parse_toml(raw))
+        except (ValueError, RecursionError) as error:  # it is not TOML, or has deep tables
+            raise UserError(str(error)) from None
+        self.model = self._old.get("model.name", "llama3")
+        _check_model(self.model)
+        _check_keys(self._old)
+        self.version: Version = version or tables.detect_version(self._old)
+
+        self._new: dict[str, Any] = {}  # titanlite key -> value
+        self._origin: dict[str, str] = {}  # titanlite key -> old key that its value comes from
         self.added: dict[str, str] = {}
         self.lost: dict[str, list[str]] = {}
-        if (model := old.get("model.name", "llama3")) != "llama3":
-            raise UserError(f"model.name = {shown(model)}: titanlite trains Llamas only, torchtitan's llama3.")
-        for key in old:
-            if "." not in key or key.partition(".")[0] not in tables.SECTIONS:
-                known = ", ".join(sorted(tables.SECTIONS))
-                raise UserError(f"{key} is no key in a section of torchtitan's for a Llama; these are {known}.")
-        self.version: Version = version or tables.version_of(old)
-        for key, value in old.items():
-            if ours := tables.EQUIVALENT.get(key):
-                self._put(ours, VALUES[ours](value) if ours in VALUES else value, key)
-            elif key not in tables.CONVERTED:
-                self._lose(key, tables.WITHOUT.get(key, "It is no key of torchtitan 0.1 or 0.2."))
-        for complete in (self._model, self._data, self._schedule, self._microbatches, self._float8, self._defaults):
-            complete()
-        job: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
-        for name in KEYS:
-            if name in self._new:
-                section, _, key = name.partition(".")
-                job[section][key] = self._new[name]
-        try:
-            JobConfig.model_validate(job)
-        except WrongJob as wrong:
-            raise WrongJob(wrong.mistakes, "added", self._origin) from None  # with the keys of the old file
-        self.renamed = {key: new for new, key in self._origin.items() if key != new and key in old and new in self._new}
-        self.carried = sum(self._origin.get(key) == key for key in self._new)
-        self.text = tomlkit.dumps({section: values for section, values in job.items() if values})
 
-    def _number(self, key: str, default: int) -> int:
-        """The value of a key of the new file, or of the old. Raises UserError: it is no whole number."""
+        for key, value in self._old.items():
+            self._convert_key(key, value)
+        # These keys depend on several old keys, and may read values that were set above.
+        self._convert_model()
+        self._convert_data()
+        self._shorten_warmup()
+        self._convert_microbatches()
+        self._convert_float8()
+        # Defaults come last, because they apply only to keys that are still missing.
+        self._add_defaults()
+        self._convert_initial_weights()
+        self.text = self._format_job_file()
+
+    @property
+    def carried(self) -> int:
+        """Return the number of keys that kept their name."""
+        return sum(self._origin.get(key) == key for key in self._new)
+
+    @property
+    def renamed(self) -> dict[str, str]:
+        """Return old key -> new key, for keys of the old file with another name in the new one."""
+        return {
+            old: new
+            for new, old in self._origin.items()
+            if new != old and new in self._new and old in self._old
+        }
+
+    @property
+    def rope_scaling_factor(self) -> float:
+        """Return the RoPE scaling factor that torchtitan uses for the model."""
+        return tables.ROPE_SCALING_FACTOR[self.version] if self.model == "llama3" else 1.0
+
+    # Access to the old and the new file.
+
+    def _get_integer(self, key: str, default: int) -> int:
+        """Return the integer value of a key in the new file, or in the old file, or `default`.
+
+        Raises:
+            UserError: If the value is not an integer.
+        """
         value = self._new.get(key, self._old.get(key, default))
         if type(value) is not int:
-            raise UserError(f"{self._origin.get(key, key)} = {shown(value)}: a whole number is expected.")
+            old_key = self._origin.get(key, key)
+            raise UserError(f"{old_key} = {format_value(value)}: must be an integer.")
         return value
 
     def _put(self, key: str, value: Any, origin: str) -> None:
-        """Write a key of the new file, whose value comes from an old one. Raises UserError: another one says more."""
+        """Set a key of the new file to a value from the old file.
+
+        Args:
+            key: Key of the new file.
+            value: Value of the new file.
+            origin: Key of the old file that the value comes from.
+
+        Raises:
+            UserError: If another old key has already set `key` to another value.
+        """
         if key in self._new and self._new[key] != value:
             both = f"{self._origin[key]} and {origin}"
             raise UserError(f"{both} both become {key}, with different values. Remove one of them.")
-        self._new[key], self._origin[key] = value, origin
+        self._new[key] = value
+        self._origin[key] = origin
 
     def _add(self, key: str, value: Any, why: str = "", replace: bool = False) -> None:
-        """Write a key that the old file leaves out, or has with another value. With `why`, the report says it."""
-        if replace or key not in self._new:
-            self._new[key] = value
-            if why:
-                self.added[f"{key} = {shown(value)}"] = why
+        """Set a key of the new file that the old file does not have.
+
+        Args:
+            key: Key of the new file.
+            value: Value of the new file.
+            why: Reason for the report. If empty, the key is not reported.
+            replace: Also replace a value that the key already has.
+        """
+        if key in self._new and not replace:
+            return
+        self._new[key] = value
+        if why:
+            self.added[f"{key} = {format_value(value)}"] = why
 
     def _lose(self, key: str, reason: str) -> None:
-        """Note a key without an equivalent."""
+        """Report a key of the old file that has no equivalent, with the reason."""
         self.lost.setdefault(reason, []).append(key)
 
-    # ------------------------------------------------------------------------------------- what several keys decide
+    # Conversion.
 
-    def _model(self) -> None:
-        """The sizes and the rotary frequencies in which a flavor of torchtitan's differs from ours."""
-        flavor = self._old.get("model.flavor", "debugmodel")
-        base = _flavor(flavor)
-        self._add("model.flavor", base, "torchtitan's default")
-        theirs = asdict(TORCHTITAN_FLAVORS[flavor])
-        theirs["rope_scaling_factor"] = tables.ROPE_SCALING_FACTOR[self.version]
-        for key, ours in asdict(FLAVORS[base]).items():
-            if key not in ("vocab_size", "max_seq_len", "head_dim") and theirs[key] != ours:
-                self._add(f"model.{key}", theirs[key], f"torchtitan's {flavor}")
-        if (length := self._number("training.seq_len", 2048)) > FLAVORS[base].max_seq_len:
-            self._add("model.max_seq_len", length, "training.seq_len")
-        if flavor in tables.MASKED:
-            self._add("dataset.document_mask", True, f"torchtitan's {flavor}")
-
-    def _data(self) -> None:
-        """Text to train on, and to validate on if validation.enable is true."""
-        self._source("dataset", "training", "c4_test")
-        if self._old.get("validation.enable") is True:
-            self._add("validation.freq", 10, "torchtitan's default")
-            self._source("validation", "validation", "c4_validation")
+    def _convert_key(self, key: str, value: Any) -> None:
+        """Carry over a key that has one equivalent, or report a key that has none."""
+        if key in tables.CONVERTED:
+            return  # another method converts it, together with other keys
+        if key in tables.WITHOUT:
+            self._lose(key, tables.WITHOUT[key])
             return
-        self._new.pop("validation.freq", None)
-        for key in ("validation.freq", "validation.dataset", "validation.dataset_path"):
-            if key in self._old:
-                self._lose(key, "Without validation.enable there is none. Here validation.freq above 0 turns it on.")
+        if key not in tables.EQUIVALENT:
+            self._lose(key, f"It is no key of torchtitan 0.1 or 0.2.{_suggest_keys([key])}")
+            return
 
-    def _source(self, section: str, prefix: str, default: str) -> None:
-        """Describe one of torchtitan's datasets in [section]. Its keys are prefix.dataset and prefix.dataset_path.
+        new_key = tables.EQUIVALENT[key]
+        if new_key == "model.flavor":
+            value = self._convert_flavor(value)
+        elif new_key in VALUE_CONVERTERS:
+            value = VALUE_CONVERTERS[new_key](value)
+        self._put(new_key, value, key)
+
+    def _convert_flavor(self, flavor: Any) -> str:
+        """Return the titanlite flavor for a torchtitan flavor.
 
         Raises:
-            UserError: it is unknown, and there is no path.
+            UserError: If torchtitan has no such flavor, or titanlite does not have the model.
         """
-        key, place = f"{prefix}.dataset", f"{prefix}.dataset_path"
-        name = self._old.get(key, default)
-        of_hub = name in ("c4", "c4_validation")
-        if place in self._old:
-            self._put(f"{section}.source", "huggingface", key)
-            self._put(f"{section}.path", self._old[place], place)
-            for ours, value in (("config", "en"), ("streaming", True)) if of_hub else ():
-                self._add(f"{section}.{ours}", value)
-        elif of_hub:
-            self._put(f"{section}.source", "c4", key)
+        known = TORCHTITAN_FLAVORS[self.model]
+        if not isinstance(flavor, str) or flavor not in known:
+            raise UserError(
+                f"model.flavor = {format_value(flavor)}: must be one of {', '.join(known)}. For "
+                "another size, set one of them, and change the sizes in the new file."
+            )
+        return tables.convert_flavor(self.model, flavor)
+
+    def _convert_model(self) -> None:
+        """Set the sizes and RoPE scaling in which the torchtitan flavor differs from ours."""
+        flavor = self._old.get("model.flavor", "debugmodel")
+        new_flavor = self._convert_flavor(flavor)
+        self._add("model.flavor", new_flavor, DEFAULT)
+
+        why = f"torchtitan's {flavor}"
+        torchtitan_sizes = asdict(TORCHTITAN_FLAVORS[self.model][flavor])
+        torchtitan_sizes["rope_scaling_factor"] = self.rope_scaling_factor
+        for key, size in asdict(FLAVORS[new_flavor]).items():
+            is_fixed = key not in ("vocab_size", "max_seq_len", "head_dim")
+            if is_fixed and torchtitan_sizes[key] != size:
+                self._add(f"model.{key}", torchtitan_sizes[key], why)
+
+        seq_len = self._get_integer("training.seq_len", 2048)
+        if seq_len > FLAVORS[new_flavor].max_seq_len:
+            self._add("model.max_seq_len", seq_len, "training.seq_len")
+        if self.model == "llama3" and flavor in tables.FLAVORS_WITH_DOCUMENT_MASK:
+            self._add("dataset.document_mask", True, why)
+
+    def _convert_data(self) -> None:
+        """Set the training data, and the validation data if validation.enable is true."""
+        self._convert_source("dataset", old_section="training", default="c4_test")
+        if self._old.get("validation.enable") is True:
+            self._add("validation.freq", 10, DEFAULT)
+            self._convert_source("validation", old_section="validation", default="c4_validation")
+            return
+
+        self._new.pop("validation.freq", None)
+        reason = "validation.enable is not true. In titanlite, validation.freq above 0 enables it."
+        for key in ("validation.freq", "validation.dataset", "validation.dataset_path"):
+            if key in self._old:
+                self._lose(key, reason)
+
+    def _convert_source(self, section: str, old_section: str, default: str) -> None:
+        """Set a data section of the new file to one of the torchtitan datasets.
+
+        Args:
+            section: Section of the new file, "dataset" or "validation".
+            old_section: Section of the old file with the keys `dataset` and `dataset_path`.
+            default: Dataset that torchtitan uses if the file names none.
+
+        Raises:
+            UserError: If the dataset is unknown and the old file has no path.
+        """
+        name_key = f"{old_section}.dataset"
+        path_key = f"{old_section}.dataset_path"
+        name = self._old.get(name_key, default)
+        is_c4 = name in ("c4", "c4_validation")
+        if path_key in self._old:
+            self._put(f"{section}.source", "huggingface", name_key)
+            self._put(f"{section}.path", self._old[path_key], path_key)
+            if is_c4:
+                self._add(f"{section}.config", "en")
+                self._add(f"{section}.streaming", True)
+        elif is_c4:
+            self._put(f"{section}.source", "c4", name_key)
         elif name == "c4_test":
-            text = "c4_test is a file of torchtitan's repository; python_stdlib is titanlite's text for trials. For the"
-            self._lose(key, f'{text} other: source = "jsonl", path = ".../tests/assets/c4_test/data.json".')
             self._add(f"{section}.source", "python_stdlib")
+            self._lose(
+                name_key,
+                "c4_test is a file of the torchtitan repository. The new job trains on "
+                'python_stdlib instead. To train on c4_test, set source = "jsonl" and path = '
+                '".../tests/assets/c4_test/data.json".',
+            )
         else:
-            text = "torchtitan has c4, c4_test and c4_validation. Add dataset_path, a folder or a name on the hub."
-            raise UserError(f"{key} = {shown(name)}: {text}")
+            raise UserError(
+                f"{name_key} = {format_value(name)}: torchtitan has c4, c4_test and c4_validation. "
+                "Add dataset_path, a folder or a name on the Hub."
+            )
         if name == "c4_validation":
             self._add(f"{section}.split", "validation")
 
-    def _schedule(self) -> None:
-        """torchtitan shortens a warmup that is longer than the schedule."""
-        steps = self._number("lr_scheduler.total_steps", self._number("training.steps", 10000))
-        if self._number("lr_scheduler.warmup_steps", 200) > steps:
-            why = "as torchtitan does where the schedule has fewer steps"
+    def _shorten_warmup(self) -> None:
+        """Shorten a warmup that is longer than the schedule, as torchtitan does."""
+        training_steps = self._get_integer("training.steps", 10000)
+        steps = self._get_integer("lr_scheduler.total_steps", training_steps)
+        if self._get_integer("lr_scheduler.warmup_steps", 200) > steps:
+            why = "as torchtitan does if the schedule has fewer steps"
             self._add("lr_scheduler.warmup_steps", steps, why, replace=True)
 
-    def _microbatches(self) -> None:
-        """torchtitan cuts its local batch into microbatches; here a local batch is one, and a global batch has more."""
-        if (stages := self._number("parallelism.pipeline_parallel_degree", 1)) == 1:
-            return
-        rows = self._number("training.local_batch_size", 8)
-        size = self._number("parallelism.pipeline_parallel_microbatch_size", 1)
-        if "experimental.pipeline_parallel_degree" in self._old:  # then the file has the number of microbatches
-            size = max(1, rows // max(1, self._number("experimental.pipeline_parallel_microbatches", stages)))
-        self._add("training.local_batch_size", size, "the rows of a microbatch", replace=True)
-        shard = self._number("parallelism.data_parallel_shard_degree", -1)
-        if self._number("training.global_batch_size", -1) != -1:
-            return
-        if shard > 0:
-            total = rows * shard * self._number("parallelism.data_parallel_replicate_degree", 1)
-            self._add("training.global_batch_size", total, "training.local_batch_size", replace=True)
-        else:
-            text = f"A step has {rows} rows for each data-parallel rank, in microbatches of {size}: set"
-            self._lose("training.local_batch_size", f"{text} training.global_batch_size to {rows} times their number.")
+    def _convert_microbatches(self) -> None:
+        """Convert the batch sizes of a pipeline.
 
-    def _float8(self) -> None:
-        """Which layers are converted, and other conversions than that to FP8."""
-        converters = _names(self._old.get("model.converters", []))
-        if others := [name for name in converters if "float8" not in str(name)]:
-            self._lose(f"model.converters {shown(others)}", "There is no such conversion of a model but float8.enable.")
+        torchtitan divides the local batch into microbatches. In titanlite the local batch is one
+        microbatch, and the global batch size determines their number.
+        """
+        num_stages = self._get_integer("parallelism.pipeline_parallel_degree", 1)
+        if num_stages == 1:
+            return
+
+        local_size = self._get_integer("training.local_batch_size", 8)
+        size = self._get_integer("parallelism.pipeline_parallel_microbatch_size", 1)
+        # Old versions set the number of microbatches instead of their size.
+        if "experimental.pipeline_parallel_degree" in self._old:
+            key = "experimental.pipeline_parallel_microbatches"
+            num_microbatches = max(1, self._get_integer(key, num_stages))
+            size = max(1, local_size // num_microbatches)
+        self._add("training.local_batch_size", size, "the size of a microbatch", replace=True)
+
+        if self._get_integer("training.global_batch_size", -1) != -1:
+            return
+        num_shards = self._get_integer("parallelism.data_parallel_shard_degree", -1)
+        if num_shards > 0:
+            num_replicas = self._get_integer("parallelism.data_parallel_replicate_degree", 1)
+            global_size = local_size * num_shards * num_replicas
+            why = "training.local_batch_size"
+            self._add("training.global_batch_size", global_size, why, replace=True)
+        else:
+            self._lose(
+                "training.local_batch_size",
+                f"Each data-parallel rank trains on {local_size} sequences per step, in "
+                f"microbatches of {size}. Set training.global_batch_size to {local_size} times the "
+                "number of data-parallel ranks.",
+            )
+
+    def _convert_float8(self) -> None:
+        """Choose the layers to convert to FP8, and report other model converters as lost."""
+        converters = _parse_names(self._old.get("model.converters", []))
+        others = [name for name in converters if "float8" not in str(name)]
+        if others:
+            reason = "titanlite has no such converter, only float8.enable."
+            self._lose(f"model.converters {format_value(others)}", reason)
         if self._new.get("float8.enable") is not True:
             return
-        names = _names(self._old.get("quantize.linear.float8.filter_fqns", self._old.get("float8.filter_fqns", [])))
-        why = f"torchtitan leaves small layers in high precision with {SMALL_LAYERS} only"
-        self._add("float8.min_features", 1024 if SMALL_LAYERS in names else 0, why)
-        if "float8.enable_float8_linear" not in self._old and not any(str(name) in "output" for name in names):
-            text = "torchtitan converts it, too, where filter_fqns does not name it. Here it always stays in high"
-            self._lose("the output projection in FP8", f"{text} precision, because its logits are computed in chunks.")
 
-    def _defaults(self) -> None:
-        """torchtitan's defaults where they differ from ours."""
+        old_filter = self._old.get("float8.filter_fqns", [])
+        old_filter = self._old.get("quantize.linear.float8.filter_fqns", old_filter)
+        filtered_names = _parse_names(old_filter)
+        min_features = 1024 if SMALL_LAYERS in filtered_names else 0
+        why = f"torchtitan keeps small layers in high precision only with {SMALL_LAYERS}"
+        self._add("float8.min_features", min_features, why)
+
+        is_older_than_01 = "float8.enable_float8_linear" in self._old
+        filters_output = any(str(name) in "output" for name in filtered_names)
+        if not is_older_than_01 and not filters_output:
+            self._lose(
+                "the output projection in FP8",
+                "torchtitan converts it unless filter_fqns names it. titanlite always keeps it in "
+                "high precision, because its logits are computed in chunks.",
+            )
+
+    def _add_defaults(self) -> None:
+        """Set missing keys whose torchtitan default differs from the titanlite default."""
         for key, value in tables.DEFAULTS.items():
-            self._add(key, value, "torchtitan's default")
+            self._add(key, value, DEFAULT)
         if self.version == "0.2" and self._new["checkpoint.enable"] is True:
-            self._add("checkpoint.last_save_model_only", True, "torchtitan's default")
+            self._add("checkpoint.last_save_model_only", True, DEFAULT)
+
+    def _convert_initial_weights(self) -> None:
+        """Keep initial weights from Hugging Face, and report a torchtitan checkpoint as lost."""
+        key = "checkpoint.initial_load_path"
         if self._old.get("checkpoint.initial_load_in_hf", False) is True:
             folder = self._old.get("model.hf_assets_path", "./tests/assets/tokenizer")
-            self._add("checkpoint.initial_load_path", folder, "torchtitan's default: model.hf_assets_path")
-        elif (path := self._new.pop("checkpoint.initial_load_path", None)) is not None:
-            command = f"`titanlite import --torchtitan {shown(path)} --out FOLDER --job.config_file` with the new file"
-            text = f"It is a checkpoint of torchtitan's. {command} makes one of ours of its weights."
-            self._lose("checkpoint.initial_load_path", text)
+            self._add(key, folder, f"{DEFAULT}: model.hf_assets_path")
+            return
+        path = self._new.pop(key, None)
+        if path is None:
+            return
+
+        if self.model == "llama3":
+            command = (
+                f"`titanlite import --torchtitan {format_value(path)} --out FOLDER "
+                "--job.config_file NEW.toml`"
+            )
+        else:
+            command = (
+                "the torchtitan script convert_to_hf.py and then `titanlite import --hf FOLDER "
+                "--out FOLDER`"
+            )
+        self._lose(key, f"It is a torchtitan checkpoint. To convert its weights, run {command}.")
+
+    def _format_job_file(self) -> str:
+        """Return the new file as text, with sections and keys in the order of the schema.
+
+        Raises:
+            UserError: If a value is invalid. The message names the keys of the old file, which the
+                user can look up.
+        """
+        job: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+        for key in list_keys():
+            if key in self._new:
+                section, _, name = key.partition(".")
+                job[section][name] = self._new[key]
+        try:
+            JobConfig.model_validate(job)
+        except ConfigError as error:
+            raise ConfigError(error.mistakes, "added", self._origin) from None
+        return tomlkit.dumps({section: values for section, values in job.items() if values})
 
 
-# ------------------------------------------------------------------------------------------------- values translated
+# Parsing and checking of the old file.
 
 
-def _names(value: Any) -> list[Any]:
-    """A list of names, which may be written as one text."""
-    if not isinstance(value, str | list):
-        raise UserError(f"{shown(value)}: a list of texts is expected.")
-    return value.split(",") if isinstance(value, str) else value
+def _flatten(table: dict[str, Any], path: str = "") -> dict[str, Any]:
+    """Return the values of a TOML table by dotted key, such as "training.steps", in file order.
+
+    An empty section has no values. An empty table inside of a section is a value itself.
+    """
+    values: dict[str, Any] = {}
+    for name, value in table.items():
+        key = f"{path}{name}"
+        is_section = not path
+        if isinstance(value, dict) and (value or is_section):
+            values |= _flatten(value, f"{key}.")
+        else:
+            values[key] = value
+    return values
 
 
-def _flavor(flavor: Any) -> str:
-    if not isinstance(flavor, str) or flavor not in TORCHTITAN_FLAVORS:
-        text = f"model.flavor = {shown(flavor)}: torchtitan's Llamas are {', '.join(TORCHTITAN_FLAVORS)}."
-        raise UserError(f"{text} For a model of your own set one of them, and its sizes afterwards.")
-    return flavor.partition("_")[0].lower()
+def _check_model(name: Any) -> None:
+    """Raise UserError if titanlite does not have the torchtitan model."""
+    if not isinstance(name, str) or name not in TORCHTITAN_FLAVORS:
+        known = " and ".join(TORCHTITAN_FLAVORS)
+        raise UserError(
+            f"model.name = {format_value(name)}: the supported torchtitan models are {known}."
+        )
 
 
-def _tokenizer(path: Any) -> Any:
-    """A folder with tokenizer.json, or a tokenizer file."""
+def _check_keys(keys: Iterable[str]) -> None:
+    """Raise UserError if a key is not in a torchtitan section, or if none is a torchtitan key."""
+    keys = list(keys)
+    for key in keys:
+        section, dot, _ = key.partition(".")
+        if not dot or section not in tables.SECTIONS:
+            known = ", ".join(sorted(tables.SECTIONS))
+            raise UserError(
+                f"{key} is not in a section of a torchtitan job file. The sections are {known}."
+            )
+    known_keys = tables.EQUIVALENT.keys() | tables.CONVERTED | tables.WITHOUT.keys()
+    if keys and known_keys.isdisjoint(keys):
+        raise UserError(
+            f"None of its keys is a torchtitan key: {', '.join(keys)}.{_suggest_keys(keys)}"
+        )
+
+
+def _suggest_keys(keys: Iterable[str]) -> str:
+    """Return a question for each key that resembles another one, such as " Did you mean ...?"."""
+    unknown = [key for key in keys if key not in list_keys()]
+    problems = [describe_unknown_name(JobConfig, key).problem for key in unknown]
+    hints = [problem.removeprefix("is unknown.") for problem in problems]
+    return "".join(hint for hint in hints if "Did you mean" in hint)
+
+
+# Conversion of the values of single keys.
+
+
+def _parse_names(value: Any) -> list[Any]:
+    """Return a list of names, which a job file may also contain as comma-separated text.
+
+    Raises:
+        UserError: If the value is neither text nor a list.
+    """
+    if isinstance(value, str):
+        return value.split(",")
+    if not isinstance(value, list):
+        raise UserError(f"{format_value(value)}: must be a list of strings.")
+    return value
+
+
+def _has_float8(value: Any) -> bool:
+    """Return whether FP8 is enabled, by a boolean or by a list of model converters."""
+    if isinstance(value, bool):
+        return value
+    return any("float8" in str(name) for name in _parse_names(value))
+
+
+def _remove_small_layers(value: Any) -> list[Any]:
+    """Return the names of layers to filter, without `SMALL_LAYERS`, which is not a layer."""
+    return [name for name in _parse_names(value) if name != SMALL_LAYERS]
+
+
+def _find_tokenizer_file(path: Any) -> Any:
+    """Return the path of a tokenizer file. torchtitan also accepts its folder."""
     is_folder = isinstance(path, str) and not path.endswith((".model", ".json"))
     return f"{path.rstrip('/')}/tokenizer.json" if is_folder else path
 
 
-def _stages(points: Any) -> Any:
-    """The first block of each stage but the first: a text, a list, or the names of the modules of each stage."""
-    points = _names(points)
-    if not all(isinstance(part, list) for part in points):
-        return points
-    return [next((name for name in part if str(name).startswith("layers.")), None) for part in points[1:]]
+def _find_split_points(value: Any) -> list[Any]:
+    """Return the first block of each pipeline stage except the first stage.
+
+    Args:
+        value: Names of these blocks as text or a list, for example "layers.4,layers.8", or a list
+            with the names of all modules of each stage.
+    """
+    stages = _parse_names(value)
+    if not all(isinstance(stage, list) for stage in stages):
+        return stages
+
+    split_points = []
+    for module_names in stages[1:]:
+        blocks = [name for name in module_names if str(name).startswith("layers.")]
+        split_points.append(blocks[0] if blocks else None)
+    return split_points
 
 
-def _pipeline_schedule(value: Any) -> Any:
-    """torchtitan takes them in any case, and before 0.1.0 with underscores: "interleaved_1f1b"."""
-    names = get_args(KEYS["parallelism.pipeline_parallel_schedule"].annotation)
-    return next((name for name in names if name.lower() == str(value).replace("_", "").lower()), value)
+def _find_schedule(value: Any) -> Any:
+    """Return the titanlite name of a pipeline schedule, or an unknown name unchanged.
+
+    torchtitan ignores case and, before 0.1.0, used underscores, for example "interleaved_1f1b".
+    """
+    names = get_args(list_keys()["parallelism.pipeline_parallel_schedule"].annotation)
+    name_by_lowercase = {name.lower(): name for name in names}
+    return name_by_lowercase.get(str(value).replace("_", "").lower(), value)
 
 
-VALUES: dict[str, Callable[[Any], Any]] = {
-    "model.flavor": _flavor,
-    "float8.enable": lambda value: value if isinstance(value, bool) else any("float8" in str(n) for n in _names(value)),
-    "tokenizer.path": _tokenizer,
-    "parallelism.pipeline_parallel_split_points": _stages,
-    "parallelism.pipeline_parallel_schedule": _pipeline_schedule,
-    "activation_checkpoint.selective_ac_option": lambda value: str(value) if isinstance(value, int) else value,
-    "float8.filter_fqns": lambda value: [name for name in _names(value) if name != SMALL_LAYERS],
+def _integer_to_text(value: Any) -> Any:
+    """Return an integer as text, and any other value unchanged."""
+    return str(value) if isinstance(value, int) else value
+
+
+VALUE_CONVERTERS: dict[str, Callable[[Any], Any]] = {
+    "float8.enable": _has_float8,
+    "float8.filter_fqns": _remove_small_layers,
+    "tokenizer.path": _find_tokenizer_file,
+    "parallelism.pipeline_parallel_split_points": _find_split_points,
+    "parallelism.pipeline_parallel_schedule": _find_schedule,
+    "activation_checkpoint.selective_ac_option": _integer_to_text,
 }
+"""titanlite key -> function that converts the torchtitan value of its equivalent."""

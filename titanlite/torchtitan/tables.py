@@ -1,6 +1,9 @@
-"""torchtitan's keys, from `keys.toml` beside this file, and its Llama flavors.
+"""The keys of the torchtitan job files, from keys.toml, and its flavors of Llama 3 and Qwen3.
 
-Invariant: each key of torchtitan's schemas is in exactly one of EQUIVALENT, CONVERTED and WITHOUT.
+A flavor is a named model size, such as "8B".
+
+Invariant: Each key of the torchtitan schemas is in exactly one of EQUIVALENT, CONVERTED and
+WITHOUT.
 """
 
 from __future__ import annotations
@@ -15,30 +18,83 @@ from titanlite.config.flavors import FLAVORS, Architecture
 
 Version = Literal["0.1", "0.2"]
 ROPE_SCALING_FACTOR: dict[Version, float] = {"0.1": 1.0, "0.2": 8.0}
-"""The rotary scaling of all models of a version: 0.1 has none, 0.2 has that of Llama 3.1."""
+"""torchtitan version -> RoPE scaling factor of llama3. Only 0.2 scales, as Llama 3.1 does."""
 
-_FILE: dict[str, Any] = tomli.loads(Path(__file__).with_name("keys.toml").read_text(encoding="utf-8"))
-EQUIVALENT: dict[str, str] = {
-    f"{section}.{key}": f"{section}.{key}" for section, keys in _FILE["same"].items() for key in keys.split()
-} | _FILE["renamed"]
-"""Key of torchtitan's -> key of ours. `titanlite.torchtitan.migrate` translates the values of some."""
+_FILE: dict[str, Any] = tomli.loads(
+    Path(__file__).with_name("keys.toml").read_text(encoding="utf-8")
+)
+
+
+def _list_equivalents() -> dict[str, str]:
+    """Return the content of `EQUIVALENT`: keys with the same name, and renamed keys."""
+    equivalents: dict[str, str] = {}
+    for section, names in _FILE["same"].items():
+        for name in names.split():
+            key = f"{section}.{name}"
+            equivalents[key] = key
+    return equivalents | _FILE["renamed"]
+
+
+EQUIVALENT: dict[str, str] = _list_equivalents()
+"""torchtitan key -> titanlite key with the same meaning.
+
+For some keys, `titanlite.torchtitan.migrate` also converts the value.
+"""
 CONVERTED: frozenset[str] = frozenset(_FILE["converted"]["keys"].split())
-"""Keys that several keys of ours follow from together."""
-WITHOUT: dict[str, str] = {key: group["reason"] for group in _FILE["without"] for key in group["keys"].split()}
-"""Key without an equivalent -> the reason, and what to do."""
+"""torchtitan keys that several titanlite keys depend on. `migrate.Migration` converts them."""
+WITHOUT: dict[str, str] = {
+    key: group["reason"] for group in _FILE["without"] for key in group["keys"].split()
+}
+"""torchtitan key without an equivalent -> the reason, and what to do instead."""
 DEFAULTS: dict[str, Any] = _FILE["defaults"]
-"""What torchtitan does where a file says nothing, and titanlite does otherwise: key of ours -> value."""
+"""titanlite key -> the torchtitan default, for keys whose defaults differ."""
 SECTIONS = frozenset(key.partition(".")[0] for key in (*EQUIVALENT, *CONVERTED, *WITHOUT))
 
-_DEBUG = Architecture(256, 6, 16, 16, 768, vocab_size=2048, rope_theta=500000.0)
-_MODELS = {"debugmodel": _DEBUG, **{name.upper(): FLAVORS[name] for name in ("8b", "70b", "405b")}}
-MASKED = ("debugmodel_flex_attn", "debugmodel_varlen_attn", "8B_flex", "8B_varlen")
-"""Flavors in which a token attends to its own document only."""
-TORCHTITAN_FLAVORS = _MODELS | {name: _MODELS[name.partition("_")[0]] for name in MASKED}
+_LLAMA3 = {
+    "debugmodel": Architecture(256, 6, 16, 16, 768, vocab_size=2048, rope_theta=500000.0),
+    "8B": FLAVORS["8b"],
+    "70B": FLAVORS["70b"],
+    "405B": FLAVORS["405b"],
+}
+# Flavors of llama3 in which a token attends only to tokens of its own document.
+_WITH_DOCUMENT_MASK = {
+    "debugmodel_flex_attn": _LLAMA3["debugmodel"],
+    "debugmodel_varlen_attn": _LLAMA3["debugmodel"],
+    "8B_flex": _LLAMA3["8B"],
+    "8B_varlen": _LLAMA3["8B"],
+}
+FLAVORS_WITH_DOCUMENT_MASK = frozenset(_WITH_DOCUMENT_MASK)
+TORCHTITAN_FLAVORS: dict[str, dict[str, Architecture]] = {
+    "llama3": _LLAMA3 | _WITH_DOCUMENT_MASK,
+    "qwen3": {
+        "0.6B": FLAVORS["qwen3-0.6b"],
+        "1.7B": FLAVORS["qwen3-1.7b"],
+        "4B": FLAVORS["qwen3-4b"],
+        "8B": FLAVORS["qwen3-8b"],
+    },
+}
+"""model.name -> model.flavor -> architecture. The RoPE scaling of llama3 depends on the version."""
 
 
-def version_of(keys: Collection[str]) -> Version:
-    """The version of a job file with these keys. What both versions have is read as 0.2, and so is a mixture."""
-    words = {*keys, *(key.partition(".")[0] for key in keys)}
-    old, new = (words.intersection(_FILE["only_in"][version].split()) for version in ("0.1", "0.2"))
-    return "0.1" if old and not new else "0.2"
+def convert_flavor(model: str, flavor: str) -> str:
+    """Return the titanlite flavor for a torchtitan flavor, for example "qwen3-0.6b".
+
+    Args:
+        model: the torchtitan model.name, "llama3" or "qwen3".
+        flavor: the torchtitan model.flavor, for example "0.6B".
+    """
+    size = flavor.partition("_")[0].lower()
+    return size if model == "llama3" else f"{model}-{size}"
+
+
+def detect_version(keys: Collection[str]) -> Version:
+    """Detect which torchtitan version a job file was written for, by its keys.
+
+    Returns:
+        "0.1" if the file has keys that only 0.1 has and none that only 0.2 has, otherwise "0.2".
+    """
+    names = {*keys, *(key.partition(".")[0] for key in keys)}  # keys and sections
+    only_in_01 = _FILE["only_in"]["0.1"].split()
+    only_in_02 = _FILE["only_in"]["0.2"].split()
+    is_01 = not names.isdisjoint(only_in_01) and names.isdisjoint(only_in_02)
+    return "0.1" if is_01 else "0.2"

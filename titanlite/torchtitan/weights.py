@@ -1,7 +1,8 @@
-"""torchtitan's checkpoints, which DCP writes: the weights of a Llama, whatever else is beside them.
+"""Reads the weights of a Llama from a torchtitan checkpoint in DCP format (.metadata, *.distcp).
 
-Invariant: nothing in the files is executed, none outside of the folder is opened, and about one tensor is held in
-memory. A checkpoint does not say which model it holds, so a job says it, and what contradicts the job is refused.
+Invariant: Nothing in the files is executed, no file outside of the folder is opened, and memory
+holds about one tensor at a time. A checkpoint does not store its architecture, so the job defines
+it, and a checkpoint that contradicts the job is rejected.
 """
 
 from __future__ import annotations
@@ -10,62 +11,126 @@ import dataclasses
 import re
 from pathlib import Path
 
+from torch import Tensor
+
 from titanlite.checkpoint.dcp import SafeReader
-from titanlite.checkpoint.published import Weights, check_tensors, dcp_weights
+from titanlite.checkpoint.huggingface import TensorInfo, Weights, check_tensors, dcp_weights
 from titanlite.config.errors import CheckpointError, UserError
 from titanlite.config.files import MANIFEST, exists
-from titanlite.config.flavors import FITTED_TO_TOKENIZER
-from titanlite.config.run import architecture
+from titanlite.config.flavors import FITTED_TO_TOKENIZER, Architecture
+from titanlite.config.run import build_architecture
 from titanlite.config.schema import Model
 from titanlite.model.formats import from_meta_rotary
-from titanlite.torchtitan.tables import ROPE_SCALING_FACTOR
+from titanlite.torchtitan.tables import ROPE_SCALING_FACTOR, Version
 
 # torchtitan 0.1 puts "model." before the names, unless it saves the model only.
-_WEIGHT = re.compile(r"(model\.)?(tok_embeddings\.weight|norm\.weight|output\.weight|freqs_cis|layers\.\d{1,5}\..+)")
-_SAID_BY = "[model] of the job: dim, n_layers, n_heads, n_kv_heads, ffn_dim, vocab_size, tied_embeddings"
+_WEIGHT = re.compile(
+    r"(model\.)?(tok_embeddings\.weight|norm\.weight|output\.weight|freqs_cis|layers\.\d{1,5}\..+)"
+)
+_DESCRIBED_BY = (
+    "[model] of the job: dim, n_layers, n_heads, n_kv_heads, ffn_dim, vocab_size, tied_embeddings"
+)
 
 
 def torchtitan_weights(path: Path, model: Model) -> Weights:
-    """Those of the folder of one step, with .metadata and *.distcp files.
+    """Open the weights in a torchtitan checkpoint, converted to the layout of this model.
+
+    Weights are read from the files only when the caller asks for them. Optimizer state is ignored.
 
     Args:
-        model: the section of the job that says which Llama it is. If it leaves out the vocabulary of a flavor that is
-            fitted to the tokenizer, that of the checkpoint is taken.
+        path: Checkpoint folder of one step, with .metadata and *.distcp files.
+        model: Section [model] of the job, which defines the architecture. If the flavor adapts its
+            vocabulary to the tokenizer and `vocab_size` is not set, the vocabulary size of the
+            checkpoint is used.
 
     Raises:
-        UserError: it is no such folder, it is damaged, or it contradicts the job; with all differences.
+        UserError: If `path` is not such a folder, is damaged, or contradicts the job. The message
+            lists all differences.
     """
-    arch = architecture(model)
+    arch = build_architecture(model)
     if arch.switches or arch.architecture != "llama":
-        raise UserError(f"model.flavor and its keys have {arch.switches}: of torchtitan's models only Llamas are read.")
+        raise UserError(
+            f"The model of the job has {arch.switches}. Only Llama models can be imported from "
+            "torchtitan checkpoints."
+        )
+    reader, names = _open_checkpoint(path)
+    prefix = "model." if any(name.startswith("model.") for name in reader.index) else ""
+    tensors = {
+        name.removeprefix(prefix): (entry.size, entry.properties.dtype)
+        for name, entry in reader.index.items()
+    }
+    rotary_frequencies = tensors.pop("freqs_cis", None)  # (max_seq_len, head_dim / 2), only in 0.1
+
+    embedding = tensors.get("tok_embeddings.weight")
+    is_fitted = model.vocab_size is None and model.flavor in FITTED_TO_TOKENIZER
+    if is_fitted and embedding is not None:
+        shape, _ = embedding
+        if len(shape) == 2:
+            arch = dataclasses.replace(arch, vocab_size=shape[0])
+    check_tensors(path, arch, tensors, _DESCRIBED_BY)
+    if rotary_frequencies is not None:
+        _check_head_dim(path, arch, rotary_frequencies)
+
+    if prefix or rotary_frequencies is not None:
+        _check_rope_scaling(path, arch, "0.1")
+    elif any(name.startswith("optimizer.") for name in names):
+        _check_rope_scaling(path, arch, "0.2")
+    # Otherwise the checkpoint has only weights, and either version may have saved it.
+
+    weights = dcp_weights(reader, arch, prefix)
+
+    def read(name: str) -> Tensor:
+        return from_meta_rotary(name, weights.read(name), arch.head_dim)
+
+    return dataclasses.replace(weights, read=read)
+
+
+def _open_checkpoint(path: Path) -> tuple[SafeReader, list[str]]:
+    """Open a torchtitan checkpoint and return the reader of its weights and all tensor names.
+
+    Raises:
+        UserError: If `path` is not a torchtitan checkpoint, or is damaged.
+    """
+    if exists(path / MANIFEST):
+        raise UserError(
+            f"{path} is a titanlite checkpoint. Pass it to checkpoint.initial_load_path."
+        )
     names: list[str] = []
 
-    def wanted(name: str) -> bool:
+    def is_weight(name: str) -> bool:
         names.append(name)
         return _WEIGHT.fullmatch(name) is not None
 
-    if exists(path / MANIFEST):
-        raise UserError(f"{path} is a checkpoint of titanlite's, which checkpoint.initial_load_path takes as it is.")
     try:
-        reader = SafeReader(path, wanted)
+        reader = SafeReader(path, {}, is_weight)
     except CheckpointError as error:
-        text = "The folder of one step of torchtitan's is needed, with .metadata and *.distcp files"
+        text = "Pass the folder of one torchtitan step, which contains .metadata and *.distcp files"
         raise UserError(f"{path}: {error}. {text}.") from None
-    import torchao.float8  # noqa: F401 - it tells torch that its wrapper of weights holds data only
+    # This import registers torchao's weight wrapper as a type that is safe to load.
+    import torchao.float8  # noqa: F401
 
-    prefix = "model." if any(name.startswith("model.") for name in reader.index) else ""
-    found = {key.removeprefix(prefix): (entry.size, entry.properties.dtype) for key, entry in reader.index.items()}
-    angles = found.pop("freqs_cis", None)
-    rows = found["tok_embeddings.weight"][0][:1] if "tok_embeddings.weight" in found else ()
-    if model.vocab_size is None and model.flavor in FITTED_TO_TOKENIZER and rows:
-        arch = dataclasses.replace(arch, vocab_size=rows[0])
-    check_tensors(path, arch, found, _SAID_BY)
-    if angles and tuple(angles[0][-1:]) != (arch.head_dim // 2,):
-        raise UserError(f"{path}: its heads are not {arch.head_dim} wide, as in this job. Set model.n_heads.")
-    has_optimizer = any(name.startswith("optimizer.") for name in names)
-    version = "0.1" if prefix or angles else "0.2" if has_optimizer else None  # weights alone do not tell 0.2
-    if version and arch.rope_scaling_factor != ROPE_SCALING_FACTOR[version]:
-        text = f"torchtitan {version} wrote it, whose models have the factor {ROPE_SCALING_FACTOR[version]}"
-        raise UserError(f"{path}: model.rope_scaling_factor is {arch.rope_scaling_factor} in this job; {text}. Set it.")
-    weights = dcp_weights(reader, arch, prefix)
-    return dataclasses.replace(weights, read=lambda name: from_meta_rotary(name, weights.read(name), arch.head_dim))
+    return reader, names
+
+
+def _check_head_dim(path: Path, arch: Architecture, rotary_frequencies: TensorInfo) -> None:
+    """Raise UserError if the attention heads of the checkpoint have another width than the model.
+
+    The shapes of the weights do not show the width of a head, but rotary frequencies have one value
+    for each two channels of a head.
+    """
+    shape, _ = rotary_frequencies
+    if tuple(shape[-1:]) != (arch.head_dim // 2,):
+        raise UserError(
+            f"{path}: its attention heads are not {arch.head_dim} wide, as in this job. Set "
+            "model.n_heads."
+        )
+
+
+def _check_rope_scaling(path: Path, arch: Architecture, version: Version) -> None:
+    """Raise UserError if the model has another RoPE scaling than torchtitan uses in `version`."""
+    expected = ROPE_SCALING_FACTOR[version]
+    if arch.rope_scaling_factor != expected:
+        raise UserError(
+            f"{path}: torchtitan {version} trained it with RoPE scaling factor {expected}, but the "
+            f"job has {arch.rope_scaling_factor}. Set model.rope_scaling_factor to {expected}."
+        )

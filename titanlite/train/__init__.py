@@ -1,1 +1,1 @@
-"""One run on one rank: `build` makes its parts, `loop` trains, `evaluate` scores what is held out."""
+"""Train a model on one rank, replay steps, and profile steps."""

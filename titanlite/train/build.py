@@ -1,7 +1,4 @@
-"""The hooks of a run, in their order, and what is said of it before it starts.
-
-Invariant: `standard_hooks` is the one place that says which hooks there are and in which order they are called.
-"""
+"""Create the hooks of a run, choose its compute dtype, and describe the run in the log."""
 
 from __future__ import annotations
 
@@ -9,83 +6,152 @@ import logging
 from collections.abc import Iterator
 
 import torch
+import torch.distributed as dist
 
+from titanlite.checkpoint.find import read_compute_dtype
+from titanlite.config.compute_dtype import ComputeDtype, cpu_has_bfloat16, fast_compute_dtype
 from titanlite.config.registry import HOOKS
 from titanlite.config.run import Run
-from titanlite.data.amounts import measured, table, toy_note
+from titanlite.data.amounts import describe_sources, explain_toy_run, measure_source
 from titanlite.data.loader import Loader
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.hooks.checkpoints import BestCheckpoint, Checkpoints
+from titanlite.hooks.checkpoints import BestCheckpoint
 from titanlite.hooks.ema import Ema
 from titanlite.hooks.garbage import GarbageCollection
-from titanlite.hooks.guards import NonFiniteGuard
-from titanlite.hooks.hang_report import HangReport
-from titanlite.hooks.hook import Hook, Training
+from titanlite.hooks.guards import build_guards
+from titanlite.hooks.hook import Hook
 from titanlite.hooks.live_view import LiveRun
 from titanlite.hooks.norms import Norms
 from titanlite.hooks.profiler import Profiler
-from titanlite.hooks.records import Records
-from titanlite.hooks.replicas import ReplicaGuard
 from titanlite.hooks.samples import Samples
-from titanlite.hooks.spikes import SpikeGuard
-from titanlite.hooks.stop_signals import StopSignals
 from titanlite.hooks.stragglers import Stragglers
-from titanlite.hooks.validation import Validation
 from titanlite.observe.flops import num_params
-from titanlite.runtime.logging import LOGGER_NAME, Event, setup_logging
+from titanlite.rules import find_suspicious_values
+from titanlite.runtime.logging import LOGGER_NAME, Event
+from titanlite.runtime.world import gathered
 
 
-def standard_hooks(training: Training) -> list[Hook]:
-    """What each run has, as far as its job asks for it, in the order in which the loop calls it."""
-    setup_logging(training.rank, None)
-    job, profiling = training.run.job, training.run.job.profiling
-    watch = HangReport(training)  # first, because a hang in the build is reported, too
-    training.alive = watch.alive
-    records = Records(training)  # locks the folder, and opens the log in it
-    checkpoints = Checkpoints() if job.checkpoint.enable else None
-    validation = Validation() if job.validation.freq else None
-    saves: list[Hook | None] = [checkpoints, validation]  # a save comes first, so that nothing is lost meanwhile
-    if checkpoints is not None and job.checkpoint.keep_best:  # whether it is due, the validation decides
-        saves = [validation, BestCheckpoint(checkpoints), checkpoints]
-    profiles = profiling.enable_profiling or profiling.enable_memory_snapshot
-    hooks = [
-        watch,
-        StopSignals(),
-        GarbageCollection(),
-        Profiler(profiling, training.run.dump_folder) if profiles else None,
-        Ema(job.ema.decay) if job.ema.decay else None,
-        Norms() if job.metrics.details else None,
-        Stragglers() if training.run.world_size > 1 else None,
-        records,
-        *guards(checkpoints),  # before the saves, and after the records, so that the line of the damage is written
-        *saves,
-        Samples() if job.samples.freq else None,
-        LiveRun(training),
-        *(HOOKS.make(name, job) for name in job.job.hooks),
-    ]
-    return [hook for hook in hooks if hook is not None]
+def standard_hooks(run: Run) -> list[Hook]:
+    """Create the hooks that a job enables, in the order in which the trainer calls them.
+
+    The list contains the titanlite hooks, such as the profiler, the weight average and the guards
+    against bad steps, followed by the plugin hooks in job.hooks.
+    """
+    job = run.job
+    profiling = job.profiling
+    hooks: list[Hook] = [GarbageCollection(job.training.gc_freq)]
+    if profiling.enable_profiling or profiling.enable_memory_snapshot:
+        hooks.append(Profiler(profiling, run.dump_folder))
+    if job.ema.decay:
+        hooks.append(Ema(job.ema.decay))
+    if job.metrics.details:
+        hooks.append(Norms())
+    if run.world_size > 1:
+        hooks.append(Stragglers())
+    hooks += build_guards()
+    if job.checkpoint.enable and job.checkpoint.keep_best:
+        hooks.append(BestCheckpoint())
+    if job.samples.freq:
+        hooks.append(Samples())
+    hooks.append(LiveRun())
+    for name in job.job.hooks:
+        hook: Hook = HOOKS.make(name, job)
+        hook.name = hook.name or name
+        hooks.append(hook)
+    return hooks
 
 
-def guards(checkpoints: Checkpoints | None = None) -> list[Hook]:
-    """What protects a run: see [guards]."""
-    return [SpikeGuard(checkpoints), NonFiniteGuard(), ReplicaGuard()]
+def settle_compute_dtype(run: Run, device: torch.device) -> Run:
+    """Replace `training.mixed_precision_param = "auto"` by a concrete dtype, the same on all ranks.
+
+    Rank 0 chooses the dtype of the newest checkpoint if the run resumes from one, and otherwise the
+    fastest dtype of its device. It decides for all ranks, because the CPUs of other nodes may
+    support other instructions. All ranks call this together.
+
+    Returns:
+        The run with the chosen dtype, or `run` itself if the job sets a dtype.
+    """
+    if run.job.training.mixed_precision_param != "auto":
+        return run
+
+    on_gpu = device.type == "cuda"
+    dtype: ComputeDtype | None = None
+    if dist.get_rank() == 0:
+        dtype = read_compute_dtype(run) or fast_compute_dtype(on_gpu)
+    dtype_by_rank: list[ComputeDtype | None] = gathered(dtype)
+    return run.resolve_compute_dtype(on_gpu, dtype_by_rank[0])
 
 
-def describe(run: Run, device: torch.device, tokenizer: Tokenizer, loader: Loader, rank: int) -> Iterator[str]:
-    """The first lines of the log: the model, the data and the devices."""
-    job, training = run.job, run.job.training
-    tokens = sum(rows for _, rows in run.rows) * training.seq_len
+def describe_run(
+    run: Run, device: torch.device, tokenizer: Tokenizer, loader: Loader, rank: int
+) -> Iterator[str | Event]:
+    """Yield the first lines of the log: model size, data, number of tokens, and compute dtype.
+
+    On rank 0, also measure the data, and log warnings about suspicious options and about runs that
+    are too small to train a useful model.
+
+    Args:
+        run: Validated job.
+        device: Device of this rank.
+        tokenizer: Tokenizer of the run.
+        loader: Training data.
+        rank: Number of this rank.
+    """
+    job = run.job
+    training = job.training
+    title = job.job.description or "Training"
+    num_tokens = sum(num_sequences for _, num_sequences in run.sequence_counts) * training.seq_len
     yield (
-        f"{job.job.description or 'Training'}: {job.model.flavor}, {num_params(run.arch):,} parameters, on "
-        f"{loader.describe()}, {tokens:,} tokens in {training.steps:,} steps of {run.global_batch_size} x "
-        f"{training.seq_len}, {run.world_size} x {device.type}"
+        f"{title}: {job.model.flavor}, {num_params(run.arch):,} parameters, "
+        f"on {loader.describe()}, {num_tokens:,} tokens in {training.steps:,} steps of "
+        f"{run.global_batch_size} x {training.seq_len}, {run.world_size} x {device.type}"
     )
+    yield describe_compute_dtype(training.mixed_precision_param, device)
     if job.job.config_file is None:
-        yield f"There is no job file. The job as it runs will be in {run.dump_folder / 'config.toml'}."
-    if unused := run.arch.vocab_size - tokenizer.vocab_size:
-        yield f"{unused:,} of {run.arch.vocab_size:,} rows of the embedding (model.vocab_size) stand for no token."
+        path = run.dump_folder / "config.toml"
+        yield f"The run has no job file. Its options will be saved to {path}."
+
+    num_unused = run.arch.vocab_size - tokenizer.vocab_size
+    if num_unused:
+        yield (
+            f"{num_unused:,} of {run.arch.vocab_size:,} embeddings (model.vocab_size) "
+            "are not used by the tokenizer."
+        )
     if rank == 0:
-        sizes = [measured(source, tokenizer) for source in loader.sources]
-        yield Event(f"Data:\n{table(run, sizes)}", "data")
-        if note := toy_note(run, tokenizer, sizes):
-            logging.getLogger(LOGGER_NAME).warning(Event(note, "data"))
+        yield from _describe_data(run, tokenizer, loader)
+
+
+def _describe_data(run: Run, tokenizer: Tokenizer, loader: Loader) -> Iterator[Event]:
+    """Yield log events that describe the training data. Log warnings about the job and its size.
+
+    This reads a sample of each source to estimate its number of tokens.
+    """
+    logger = logging.getLogger(LOGGER_NAME)
+    for line in find_suspicious_values(run):
+        logger.warning(line)
+
+    sizes = [measure_source(source, tokenizer) for source in loader.sources]
+    yield Event(f"Data:\n{describe_sources(run, sizes)}", "data")
+    warning = explain_toy_run(run, tokenizer, sizes)
+    if warning:
+        logger.warning(Event(warning, "data"))
+
+
+def describe_compute_dtype(dtype: str, device: torch.device) -> str:
+    """Return a log line about the compute dtype and whether the device computes in it fast.
+
+    Args:
+        dtype: "float32" or "bfloat16".
+        device: Device of this rank.
+    """
+    if device.type == "cuda":
+        return f"Computing in {dtype}"
+    if cpu_has_bfloat16():
+        return f"Computing in {dtype}; this CPU has bfloat16 instructions"
+    if dtype == "float32":
+        return "Computing in float32, because this CPU has no bfloat16 instructions"
+    return (
+        "Computing in bfloat16, as the job or the checkpoint requires. This is slow because this "
+        "CPU has no bfloat16 instructions. For a much faster new run, set "
+        "--training.mixed_precision_param float32."
+    )

@@ -1,7 +1,4 @@
-"""Words for a step or a start that ran out of memory: what the plan says of the peak, and what would help.
-
-Invariant: the plan is made in another process, because this one has no memory left.
-"""
+"""Explain an out-of-memory error: the predicted memory peak of the run, and how to reduce it."""
 
 from __future__ import annotations
 
@@ -16,33 +13,55 @@ from titanlite.observe.gpus import GIB, gpu_of_device
 
 
 class OutOfMemory(UserError):
-    """A rank has no memory left. A start after it may succeed, if only the allocator's blocks were scattered."""
+    """Raised when a rank runs out of GPU or CPU memory.
+
+    The launcher may restart the run, which can succeed if the memory was only fragmented.
+    """
 
     exit_code = 1
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device or the host has refused memory."""
-    refused = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-    return refused or isinstance(error, torch.OutOfMemoryError | MemoryError)
+    """Return whether an exception means that the GPU or the CPU has no memory left."""
+    is_cpu_error = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    return is_cpu_error or isinstance(error, torch.OutOfMemoryError | MemoryError)
 
 
-def explained(error: BaseException, run: Run, argv: Sequence[str], device: torch.device, when: str) -> OutOfMemory:
-    """The error with the peak, what it consists of and the cheapest change that takes less memory.
+def explain_out_of_memory(
+    error: BaseException, run: Run, argv: Sequence[str], device: torch.device, when: str
+) -> OutOfMemory:
+    """Run the planner for a failed run, and return an error that explains its use of memory.
+
+    The error lists the predicted peak, its parts, and the cheapest change of the job that reduces
+    the peak. The planner runs in a child process, because this process has no memory left.
 
     Args:
-        argv: The command line of `run`.
-        when: The part of the run in which it happened.
+        error: The original error.
+        run: The run that failed.
+        argv: Command line of `run`.
+        device: Device of this rank.
+        when: Part of the run in which the error occurred, for example "at step 12".
     """
-    torch_says = (str(error).strip() or type(error).__name__).splitlines()[0]
-    measured, options = "", ["--gpu", "cpu"]
+    message = str(error).strip() or type(error).__name__
+    problem = f"Out of memory {when}: {message.splitlines()[0]}"
+    options = ["--gpu", "cpu"]
     if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        measured = f" Tensors took {torch.cuda.max_memory_allocated(device) / GIB:.2f} GiB at the most."
-        name = getattr(gpu_of_device(properties.name), "name", properties.name).replace(" ", "-")
-        options = ["--gpu", name, f"--memory={properties.total_memory / GIB}"]
+        peak = torch.cuda.max_memory_allocated(device) / GIB
+        problem += f" The peak of allocated tensors was {peak:.2f} GiB."
+        options = _planner_options(device)
+
     try:
-        planned = plan_in_child(argv, run.world_size, "--remedies", *options).explain_memory()
-    except UserError as failure:  # for example because the table has no such GPU
-        planned = str(failure)
-    return OutOfMemory(f"Out of memory {when}: {torch_says}{measured} {planned}")
+        plan = plan_in_child(argv, run.world_size, "--remedies", *options)
+        explanation = plan.explain_memory()
+    except UserError as failure:  # for example, if the planner does not know the GPU
+        explanation = str(failure)
+    return OutOfMemory(f"{problem} {explanation}")
+
+
+def _planner_options(device: torch.device) -> list[str]:
+    """Return the options of `titanlite plan` that describe a GPU."""
+    properties = torch.cuda.get_device_properties(device)
+    gpu = gpu_of_device(properties.name)
+    name = properties.name if gpu is None else gpu.name
+    memory = properties.total_memory / GIB
+    return ["--gpu", name.replace(" ", "-"), f"--memory={memory}"]

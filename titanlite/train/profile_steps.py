@@ -1,14 +1,11 @@
-"""A few steps of a job under the profiler: what `titanlite profile` and `titanlite.profile_steps` call.
-
-Invariant: it reads the job's data and trains fresh weights. It loads and saves no checkpoint, and writes nothing but
-the files of the profile.
-"""
+"""Profile a few steps of a job, for `titanlite profile` and `titanlite.profile_steps`."""
 
 from __future__ import annotations
 
 import os
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 from titanlite.config.errors import UserError
@@ -17,46 +14,70 @@ from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig, Metrics
 from titanlite.data.loader import OutOfData
 from titanlite.hooks.profiler import Profiler, StepProfile
-from titanlite.load_run import check_run, world_size
+from titanlite.load_run import check_run, read_world_size
 from titanlite.runtime.logging import working
 from titanlite.runtime.world import gathered
-from titanlite.train.loop import Trainer
+from titanlite.train.trainer import Trainer
 
 
 def profile_steps(
     job: JobConfig | Run, steps: int = 3, warmup: int = 3, out: str | os.PathLike[str] | None = None
 ) -> list[StepProfile]:
-    """Train `warmup` steps and then profile `steps` steps. Under torchrun all ranks call it, and all get the result.
+    """Profile a few training steps of a job, starting from randomly initialized weights.
 
-    It starts the world of ranks and ends it.
+    The function first trains `warmup` steps, and then profiles `steps` steps on the job's data. It
+    creates and destroys the process groups, and writes no files except the profiles. All ranks call
+    it together, and all receive the result.
 
     Args:
-        job: A JobConfig is checked first; a Run has been checked already. [profiling] names the ranks that are
-            profiled, and says whether the memory is, too.
-        out: The files go to the folder `profile` in it. None: job.dump_folder.
+        job: Job to profile. A JobConfig is validated first, a Run has already been validated.
+            `[profiling]` selects the ranks, and whether memory is profiled.
+        steps: Number of profiled steps.
+        warmup: Number of steps before them.
+        out: Folder in which the folder `profile` is created. Defaults to job.dump_folder.
 
     Returns:
-        A profile of each rank of profiling.profiler_ranks. Below its table stand the seconds of a step, the tokens per
-        second of all ranks and the peak of memory, from step 2 on.
+        A profile of each rank in profiling.profiler_ranks. The last line of its table has the
+        seconds per step, the tokens per second of all ranks, and the peak memory, measured from
+        step 2 on.
 
     Raises:
-        UserError: the job breaks a rule, its data cannot be read or is too short, or the files cannot be written.
+        UserError: If the job is invalid, its data is too short or cannot be read, or the files
+            cannot be written.
     """
-    run = job if isinstance(job, Run) else check_run(job, world_size())
+    run = job if isinstance(job, Run) else check_run(job, read_world_size())
     folder = make_folder(run.dump_folder if out is None else Path(out))
-    own = {"profile_freq": warmup + steps, "profiler_warmup": warmup, "profiler_active": steps, "profiler_repeat": 1}
-    settings = run.job.profiling.model_copy(update={"enable_profiling": True, **own})
-    run = Run(run.job.model_copy(update={"metrics": Metrics(log_freq=warmup + steps)}), run.world_size)
-    profiler, logged = Profiler(settings, folder), None
-    saying = working("Building the model") if os.environ.get("RANK", "0") == "0" else nullcontext(str)
-    with saying as say, Trainer(run, hooks=[profiler], standard=False) as trainer:
+    num_steps = warmup + steps
+    schedule = {
+        "enable_profiling": True,
+        "profile_freq": num_steps,
+        "profiler_warmup": warmup,
+        "profiler_active": steps,
+        "profiler_repeat": 1,
+    }
+    profiler = Profiler(run.job.profiling.model_copy(update=schedule), folder)
+    metrics = Metrics(log_freq=num_steps)
+    run = Run(run.job.model_copy(update={"metrics": metrics}), run.world_size)
+
+    is_rank0 = os.environ.get("RANK", "0") == "0"
+    progress = working("Building the model") if is_rank0 else nullcontext(str)
+    entry = None
+    with progress as show, Trainer(run, hooks=[profiler], standard=False) as trainer:
         try:
-            for number in range(warmup + steps):
-                say(f"Training step {number + 1} of {warmup + steps}")
-                logged = trainer.step()
+            for step in range(1, num_steps + 1):
+                show(f"Training step {step} of {num_steps}")
+                entry = trainer.step()
         except OutOfData as end:
-            raise UserError(f"The data ends before step {warmup + steps}: {end}. Profile fewer steps.") from None
-        assert logged is not None  # the last step is logged
-        took = f"{logged.step_time:.3g} s a step, {logged.tps:,.0f} tokens/s, {logged.memory_peak:.2f} GiB at the peak"
-        found = gathered([replace(own, table=f"{own.table}\n{took}") for own in profiler.profiles])
-    return [profile for of_rank in found for profile in of_rank]
+            problem = f"The data ends before step {num_steps}: {end}."
+            raise UserError(f"{problem} Profile fewer steps.") from None
+
+        assert entry is not None  # the last step is logged
+        summary = (
+            f"{entry.step_time:.3g} s a step, {entry.tps:,.0f} tokens/s, "
+            f"{entry.memory_peak:.2f} GiB at the peak"
+        )
+        profiles = [
+            replace(profile, table=f"{profile.table}\n{summary}") for profile in profiler.profiles
+        ]
+        profiles_by_rank = gathered(profiles)
+    return list(chain.from_iterable(profiles_by_rank))

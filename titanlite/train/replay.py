@@ -1,67 +1,266 @@
-"""Steps of a run once more, from the checkpoint before them: what `titanlite replay` calls.
+"""Recompute steps of a run from the checkpoint before them, for `titanlite replay`.
 
-Invariant: state, rows and computation are those of the run, so on its layout the numbers have the same bits. No file of
-the run changes, and the run may go on meanwhile.
+Invariant: State, data and computation are the same as in the run, so on the same layout the metrics
+are bitwise equal. Steps that cannot be computed again are rejected. A replay changes no file of the
+run, which may continue meanwhile.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any, NamedTuple
+
 from titanlite.config.errors import UserError
+from titanlite.config.job_diff import COMPATIBLE, compare_jobs
+from titanlite.config.registry import HOOKS
 from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
 from titanlite.data.loader import OutOfData
-from titanlite.hooks.checkpoints import open_folder
-from titanlite.hooks.hook import Hook, Training
+from titanlite.hooks.checkpoints import open_checkpoints
+from titanlite.hooks.guards import build_guards
 from titanlite.observe.logged_step import LoggedStep
-from titanlite.runtime.logging import note
-from titanlite.train.build import guards
-from titanlite.train.loop import Trainer
+from titanlite.optim.schedule import learning_rate_at
+from titanlite.report.run_files import read_json_lines
+from titanlite.runtime.logging import EVENTS_FILE, Event, note
+from titanlite.train.trainer import Trainer
+
+LEARNING_RATE_KEYS = ("optimizer.lr", "lr_scheduler.", "training.steps")
+UNUSED_KEYS = ("job.hooks", "guards.max_skipped", "guards.max_roll_backs", "guards.compare_every")
+NO_LAST_STEP = 10**9
 
 
-class Earlier(Hook):
-    """Loads the newest good checkpoint before a step. Without one, the run begins anew."""
+class Start(NamedTuple):
+    """One start of a run, either from step 1 or from a checkpoint.
 
-    def __init__(self, step: int, job: JobConfig) -> None:
-        self._step, self._job = step, job  # the job as the user has it
+    Attributes:
+        first_step: First step that was trained after the start.
+        last_step: Last step before the next start. `NO_LAST_STEP` for the newest start.
+        job: Job with which the run was started.
+        hooks: Names of the plugin hooks that may have changed weights or gradients.
+    """
 
-    def built(self, training: Training) -> None:
-        self._training = training
+    first_step: int
+    last_step: int
+    job: JobConfig
+    hooks: list[str]
 
-    def load(self) -> None:
-        resumer = open_folder(self._training, self._job, changes=False)
-        if (state := resumer.load_before(self._step)) is None:
+
+class History(NamedTuple):
+    """The starts and rollbacks of a run that led to its current weights.
+
+    Steps that a later start trained again, after a resume from an earlier checkpoint, are left out.
+
+    Attributes:
+        starts: Starts in order.
+        roll_backs: Steps after which a guard restored an earlier checkpoint and training continued.
+    """
+
+    starts: list[Start]
+    roll_backs: list[int]
+
+
+def read_history(folder: Path) -> History:
+    """Read the starts and rollbacks of a run from events.jsonl in its output folder.
+
+    Args:
+        folder: Output folder of the run.
+    """
+    start_events: list[dict[str, Any]] = []
+    roll_backs: list[int] = []
+    for event in read_json_lines(folder / EVENTS_FILE, []):
+        kind = event.get("event")
+        step = event.get("step")
+        if not isinstance(step, int):
+            continue
+        if kind == "roll back":
+            roll_backs.append(step)
+        elif kind == "start" and "record" in event:
+            # This start trains all steps after `step` again, so drop what happened there before.
+            start_events = [earlier for earlier in start_events if earlier["step"] < step]
+            roll_backs = [earlier for earlier in roll_backs if earlier <= step]
+            start_events.append(event)
+
+    starts = []
+    last_steps = [event["step"] for event in start_events[1:]] + [NO_LAST_STEP]
+    for event, last_step in zip(start_events, last_steps, strict=True):
+        environment = event["record"]
+        job, _ = JobConfig.read(environment["job"])
+        hooks = environment.get("hooks", list(job.job.hooks))
+        starts.append(Start(event["step"] + 1, last_step, job, hooks))
+    return History(starts, roll_backs)
+
+
+def check_history(history: History, job: JobConfig, loaded_step: int, step: int) -> None:
+    """Check that a replay from a checkpoint to `step` computes the same steps as the run did.
+
+    Args:
+        history: Starts and rollbacks of the run.
+        job: Job of the replay.
+        loaded_step: Step of the loaded checkpoint, or 0 for the initial weights.
+        step: Last step to replay.
+
+    Raises:
+        UserError: If the run rolled back between the two steps, was trained with other options, or
+            had plugin hooks that may have changed weights or gradients.
+    """
+    prefix = f"--step {step}: the newest earlier checkpoint is of step {loaded_step}, and"
+    if loaded_step == 0:
+        prefix = f"--step {step}: no earlier checkpoint is left, and"
+
+    for roll_back in history.roll_backs:
+        if loaded_step < roll_back < step:
+            raise UserError(
+                f"{prefix} the run rolled back after step {roll_back} to a checkpoint "
+                f"that no longer exists. Replay a step up to {roll_back}, or after a later "
+                "checkpoint."
+            )
+
+    starts = [
+        start
+        for start in history.starts
+        if start.first_step <= step and start.last_step > loaded_step
+    ]
+    for start in starts:
+        first = max(start.first_step, loaded_step + 1)
+        last = min(start.last_step, step)
+        steps = f"steps {first} to {last}"
+        changes = compare_computations(start.job, job, first, min(last, step - 1))
+        if changes:
+            remedy = "Pass the original options to the command."
+            if len(starts) > 1:
+                remedy = f"Replay a step before the job changed, such as {starts[0].last_step}."
+            changed = "\n  ".join(changes)
+            raise UserError(
+                f"{prefix} {steps} were trained with other options:\n  {changed}\n{remedy}"
+            )
+
+        hooks = [name for name in start.hooks if not _observes_only(name)]
+        if hooks:
+            raise UserError(
+                f"{prefix} hooks may have changed {steps}: {', '.join(hooks)}. "
+                "A replay runs without hooks. If a hook never changes weights, optimizer state or "
+                "gradients, set observes_only = True in its class."
+            )
+
+
+def compare_computations(before: JobConfig, now: JobConfig, first: int, last: int) -> list[str]:
+    """Describe the options that differ between two jobs and affect the results of some steps.
+
+    Options that change only the learning rate are ignored if both jobs have the same learning rate
+    at each of the steps.
+
+    Args:
+        before: Job that trained the steps.
+        now: Job of the replay.
+        first: First of the steps.
+        last: Last of the steps.
+
+    Returns:
+        One line per option. Empty if both jobs compute the steps identically.
+    """
+    ignored_keys = UNUSED_KEYS
+    if _have_same_learning_rates(before, now, first, last):
+        ignored_keys += LEARNING_RATE_KEYS
+
+    lines = []
+    for verdict, line in compare_jobs(before.model_dump(mode="json"), now.model_dump(mode="json")):
+        if verdict != COMPATIBLE and not line.startswith(ignored_keys):
+            lines.append(line)
+    return lines
+
+
+def _have_same_learning_rates(before: JobConfig, now: JobConfig, first: int, last: int) -> bool:
+    """Return whether two jobs have the same learning rate at each step from `first` to `last`."""
+    steps = range(first, last + 1)
+    return all(learning_rate_at(before, step) == learning_rate_at(now, step) for step in steps)
+
+
+def _observes_only(hook: str) -> bool:
+    """Return whether a hook is known to leave weights, optimizer state and gradients unchanged."""
+    return hook in HOOKS and getattr(HOOKS[hook], "observes_only", False)
+
+
+class ReplayTrainer(Trainer):
+    """Recomputes steps of a run, starting from its newest valid checkpoint before a given step.
+
+    Unlike `Trainer`, it writes no file, logs to standard error, and uses the guards as its only
+    hooks.
+    """
+
+    def __init__(self, run: Run, saved_job: JobConfig, step: int) -> None:
+        """Build the trainer, and load the checkpoint.
+
+        Args:
+            run: Run with the options of the replay, such as `log_freq = 1`.
+            saved_job: Original job of the run, without the options of the replay. It is compared
+                with the jobs of the checkpoints.
+            step: Last step to replay. The loaded checkpoint is of an earlier step.
+        """
+        self._saved_job = saved_job
+        self._replayed_step = step
+        super().__init__(run, hooks=build_guards(), standard=False)
+
+    def load_checkpoint(self) -> None:
+        """Load the newest valid checkpoint before the replayed step, or else the initial weights.
+
+        Raises:
+            UserError: If the steps since the checkpoint cannot be computed again; see
+                `check_history`.
+        """
+        resumer = open_checkpoints(self, self._saved_job)
+        ranks = resumer.context.ranks
+        self._resources.callback(ranks.close)
+        state = resumer.load_before(self._replayed_step)
+        if state is None:
             resumer.load_initial_weights()
         else:
-            self._training.load_state_dict(state)
+            self.load_state_dict(state)
 
+        history = ranks.run_on_rank0(lambda: read_history(self.run.dump_folder))
+        check_history(history, self._saved_job, self.steps_done, self._replayed_step)
 
-class _Replayed(Trainer):
-    def log(self, line: str) -> None:
+    def log(self, line: str | Event) -> None:
+        """Print a line on standard error, on rank 0."""
         if self.rank == 0:
-            note(line)
+            note(str(line))
+
+    def warn(self, line: str) -> None:
+        """Ignore the warning. It concerns the state of hooks, which a replay does not load."""
 
 
 def replay(run: Run, step: int) -> list[LoggedStep]:
-    """The numbers of all steps from the newest good checkpoint before `step` to `step`. All ranks call it together.
+    """Compute the steps from the newest valid checkpoint before `step` up to `step` again.
+
+    `titanlite replay` calls it to reproduce a step of a run, for example a loss spike. All ranks
+    call it together.
 
     Args:
-        run: The job of the run, as config.toml in its output folder has it, on the same number of ranks.
+        run: Job in config.toml of the output folder, on the same number of ranks.
+        step: Last step to compute.
+
+    Returns:
+        The metrics of each computed step.
 
     Raises:
-        UserError: the run has no such step, or its data cannot be read.
+        UserError: If the run has no step `step`, its history cannot be computed again, or its data
+            cannot be read.
     """
-    if step > run.job.training.steps:
-        raise UserError(f"--step {step}: the run has {run.job.training.steps} (training.steps)")
+    num_steps = run.job.training.steps
+    if step > num_steps:
+        raise UserError(f"--step {step}: the run has only {num_steps} steps (training.steps)")
+
     metrics = run.job.metrics.model_copy(update={"log_freq": 1})
-    patient = run.job.guards.model_copy(update={"max_skipped": step})  # for the step that has ended the run
-    job, run = run.job, Run(run.job.model_copy(update={"metrics": metrics, "guards": patient}), run.world_size)
-    found: list[LoggedStep] = []
-    with _Replayed(run, hooks=[Earlier(step, job), *guards()], standard=False) as trainer:
+    # A guard may have ended the run after too many skipped steps. It must not end the replay.
+    guards = run.job.guards.model_copy(update={"max_skipped": step})
+    job = run.job.model_copy(update={"metrics": metrics, "guards": guards})
+
+    entries: list[LoggedStep] = []
+    with ReplayTrainer(Run(job, run.world_size), run.job, step) as trainer:
         while trainer.steps_done < step:
             try:
                 entry = trainer.step()
             except OutOfData as end:
                 raise UserError(f"The data ends before step {step}: {end}.") from None
             assert entry is not None
-            found.append(entry)
-    return found
+            entries.append(entry)
+    return entries

@@ -1,39 +1,95 @@
-"""One optimizer step on the device: from the rows of a global batch to new weights.
+"""One optimizer step on the device: from the microbatches of a global batch to new weights.
 
-Invariant: it is the same code in training and in a plan, which runs it on fake tensors. It reads nothing from the
-device. A step whose loss or gradient is not finite leaves weights and optimizer as they are.
+Invariant: Training and `titanlite plan`, which traces it with fake tensors, run the same code. A
+step causes no host sync. If its loss or gradient is not finite, weights and optimizer state stay
+unchanged.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 from torch.profiler import record_function
 
 from titanlite.config.run import Run
-from titanlite.hooks.hook import Hook, StepResult
+from titanlite.hooks.hook import Hook
+from titanlite.model.microbatch import Microbatch
 from titanlite.observe.meter import Part
 from titanlite.optim.build import build_optimizer, set_learning_rate, step_unless
-from titanlite.optim.clip import clip_grad_norm_
+from titanlite.optim.clip import StepSums, reduce_step_sums, scale_gradients_
 from titanlite.parallel.float8 import precompute_scales
-from titanlite.parallel.forward_backward import Microbatch, build_forward_backward
+from titanlite.parallel.forward_backward import build_forward_backward
+from titanlite.parallel.memory_savers import allocate_moments
 from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.parallelize import ShardedModel
 
 
+class StepResult(NamedTuple):
+    """Results of an optimizer step, as scalar tensors on the device unless noted otherwise.
+
+    Attributes:
+        loss: This rank's part of the loss; see `ForwardBackward.__call__`.
+        grad_norm: Norm of the whole gradient before clipping.
+        num_valid_tokens: Number of valid labels in the global batch.
+        seconds: CPU time of each part of the step. The GPU may still be computing.
+        skipped: 1.0 if the weights were left unchanged, because the loss or gradient was not finite
+            or a hook skipped the step. 0.0 otherwise. The same on all ranks.
+        num_requests: Number of ranks that passed `has_request`.
+        squares: See `StepSums`.
+    """
+
+    loss: Tensor
+    grad_norm: Tensor
+    num_valid_tokens: Tensor
+    seconds: dict[Part, float]
+    skipped: Tensor
+    num_requests: Tensor
+    squares: Tensor
+
+
 class TrainStep:
-    """Forward and backward passes, clipping and the optimizer, over a model that is built and sharded."""
+    """Run optimizer steps: forward and backward passes, gradient clipping, and the weight update.
+
+    The trainer calls the object once per step. `titanlite plan` calls it with fake tensors to
+    predict the memory of a run.
+
+    Attributes:
+        model: This rank's part of the model.
+        forward_backward: Computes the loss and the gradients of a list of microbatches.
+        optimizer: Optimizer of the parameters of `model`.
+    """
 
     def __init__(self, run: Run, mesh: Mesh, sharded: ShardedModel, device: torch.device) -> None:
-        self._job, self._mesh, self._device = run.job, mesh, device
+        self._job = run.job
+        self._mesh = mesh
+        self._device = device
+        self._compiles_optimizer = run.compiles("optimizer")
+        self._compiles_clip = run.compiles("clip")
         self.model = sharded.whole
         self.forward_backward = build_forward_backward(sharded, mesh, run, device)
-        settings, compiled = self._job.optimizer, run.compiles("optimizer")
-        self.optimizer = build_optimizer(self.model, settings, compiled, mesh.stage_group, self._job)
-        self._compiles_clip = run.compiles("clip")
+        self.optimizer = self.new_optimizer()
+
+    def new_optimizer(self) -> torch.optim.Optimizer:
+        """Create an optimizer for the model, without any optimizer state.
+
+        The constructor calls this method. It is called again to reset the optimizer when a
+        checkpoint is loaded without optimizer state.
+        """
+        optimizer = build_optimizer(
+            self.model,
+            self._job.optimizer,
+            self._compiles_optimizer,
+            self._mesh.stage_group,
+            self._job,
+        )
+        if self._job.parallelism.memory_savers != "none":
+            allocate_moments(optimizer)
+        return optimizer
 
     def __call__(
         self,
@@ -42,24 +98,40 @@ class TrainStep:
         lr: float,
         hooks: Sequence[Hook] = (),
         step: int = 0,
+        has_request: bool = False,
     ) -> StepResult:
-        """Do one optimizer step at the learning rate `lr` over this rank's rows, which have `num_valid_tokens`.
+        """Run one optimizer step: compute gradients, clip them, and update the weights.
+
+        All ranks call this together. The CPU does not wait for the GPU. If the loss or the gradient
+        norm is not finite, weights and optimizer state keep their values.
 
         Args:
-            hooks: See gradients and update. They know the step by its number.
+            microbatches: This rank's sequences of the global batch.
+            num_valid_tokens: Number of valid labels in `microbatches`.
+            lr: Learning rate.
+            hooks: Hooks whose methods `gradients`, `before_update` and `updated` are called.
+            step: Number of the step, which is passed to the hooks.
+            has_request: Whether this rank has a request for the other ranks. The step counts these
+                ranks; see `RequestExchange`.
+
+        Returns:
+            Loss, gradient norm and other results, as tensors on the device.
         """
-        began = time.perf_counter()
-        total = torch.full((), num_valid_tokens, dtype=torch.int64, device=self._device)
-        # The loss waits for this sum, which has arrived long before.
-        total = collectives.all_reduce(total, "sum", self._mesh.data_group)
-        loss = self.forward_backward(microbatches, total)
-        computed = time.perf_counter()
+        start_time = time.perf_counter()
+        total_tokens = torch.full((), num_valid_tokens, dtype=torch.int64, device=self._device)
+        # Asynchronous: the loss of the first microbatch uses the sum, which is ready by then.
+        total_tokens = collectives.all_reduce(total_tokens, "sum", self._mesh.data_group)
+        loss = self.forward_backward(microbatches, total_tokens)
+        update_time = time.perf_counter()
+
         for hook in hooks:
             hook.gradients(step)
         with record_function("clipping"):
-            share = loss / self._mesh.degrees.tensor  # tensor ranks have the same one
-            sums = clip_grad_norm_(self.model.parameters(), self._job.training.max_norm, self._compiles_clip, share)
-        skip = (~(sums.grad_norm + sums.loss).isfinite()).float()
+            sums = self._clip_gradients(loss, has_request)
+
+        # Set to 1 to skip the update: here if the step is not finite, in place by hooks.
+        is_finite = (sums.grad_norm + sums.loss).isfinite()
+        skip = (~is_finite).float()
         set_learning_rate(self.optimizer, lr)
         for hook in hooks:
             hook.before_update(step, sums, skip)
@@ -69,9 +141,46 @@ class TrainStep:
                 hook.updated(step)
             self.optimizer.zero_grad()
             self.precompute_scales()
-        seconds: dict[Part, float] = {"forward_backward": computed - began, "optimizer": time.perf_counter() - computed}
-        return StepResult(loss, sums.grad_norm, total, seconds, skip, sums.squares)
+
+        seconds: dict[Part, float] = {
+            "forward_backward": update_time - start_time,
+            "optimizer": time.perf_counter() - update_time,
+        }
+        return StepResult(
+            loss=loss,
+            grad_norm=sums.grad_norm,
+            num_valid_tokens=total_tokens,
+            seconds=seconds,
+            skipped=skip,
+            num_requests=sums.num_requests,
+            squares=sums.squares,
+        )
+
+    def _clip_gradients(self, loss: Tensor, has_request: bool) -> StepSums:
+        """Clip the gradients, after summing the gradient norm, loss and requests over all ranks.
+
+        Args:
+            loss: This rank's part of the loss.
+            has_request: Whether this rank has a request for the other ranks, such as a save.
+
+        Returns:
+            The sums over all ranks, as tensors on the device.
+        """
+        parameters = self.model.parameters()
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        # Tensor parallel ranks compute the same loss, so the sum must count it once.
+        loss_part = loss / self._mesh.degrees.tensor
+        sums = reduce_step_sums(gradients, loss_part, has_request, self._compiles_clip)
+
+        max_norm = self._job.training.max_norm
+        if max_norm > 0:
+            scale_gradients_(gradients, max_norm, sums.grad_norm, self._compiles_clip)
+        return sums
 
     def precompute_scales(self) -> None:
-        """Compute the scales for FP8 of the weights as they are now, if the job asks for it."""
+        """Compute the FP8 scales of all weights in one pass, if the job enables it.
+
+        Call it whenever the weights have changed, because FSDP uses the scales in its next
+        all-gather.
+        """
         precompute_scales(self.model, self._job.float8)

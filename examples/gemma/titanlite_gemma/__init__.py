@@ -1,7 +1,7 @@
-"""Gemma's block (https://arxiv.org/abs/2403.08295) for titanlite. Importing this registers the architecture `gemma`.
+"""The Gemma architecture (https://arxiv.org/abs/2403.08295) for titanlite.
 
-Invariant: no torch here, so that a job is checked in a fraction of a second. `model.py` has what torch computes, and
-`formats.py` what transformers calls it; titanlite imports each when it is first used.
+Importing this package registers the architecture `gemma`. It does not import torch, so checking a
+job stays fast. titanlite imports `model.py` and `formats.py` when it first needs them.
 """
 
 from dataclasses import dataclass
@@ -15,16 +15,16 @@ Activation = Literal["gelu_pytorch_tanh", "relu"]
 
 
 class Gemma(Section):
-    """What a Gemma has beside the keys of [model]."""
+    """Options of Gemma beyond the keys of [model]."""
 
     hidden_act: Activation = "gelu_pytorch_tanh"
-    """Activation of the gate in the feed-forward network: the tanh approximation of GELU, or ReLU."""
+    """Activation of the gate in the feed-forward network: GELU (tanh approximation) or ReLU."""
 
 
 @register("architecture", "gemma", Gemma)
 @dataclass(frozen=True)
 class GemmaArchitecture(Architecture):
-    """The numbers of a Gemma. It has as many weights as a Llama of these sizes, so the counts are inherited."""
+    """Sizes of a Gemma model. It has as many weights as a Llama of the same sizes."""
 
     model: ClassVar = "titanlite_gemma.model:Gemma"
     families: ClassVar = "titanlite_gemma.formats:FAMILIES"

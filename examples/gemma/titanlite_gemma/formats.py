@@ -1,4 +1,4 @@
-"""config.json of transformers' GemmaForCausalLM, read by `titanlite import` and written by `titanlite export`."""
+"""The Hugging Face config.json of `GemmaForCausalLM`, for import and export."""
 
 from typing import ClassVar
 
@@ -9,7 +9,7 @@ from titanlite_gemma import Activation, GemmaArchitecture
 
 
 class GemmaConfig(HFConfig):
-    """A field with an alias is one of the architecture, and has transformers' default."""
+    """A Gemma config.json. Fields with an alias belong to the architecture."""
 
     kind: ClassVar = "gemma"
     causal_lm: ClassVar = "GemmaForCausalLM"

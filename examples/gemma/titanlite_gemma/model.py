@@ -1,6 +1,6 @@
-"""What Gemma computes otherwise than Llama: norms, feed-forward network and embedding.
+"""The parts of Gemma that differ from Llama: norms, feed-forward network and embedding.
 
-Modules have the names that they have in a Llama, so titanlite's plan of tensor parallelism shards them as they are.
+Modules have the same names as in Llama, so the tensor parallel plan of titanlite applies unchanged.
 """
 
 from functools import partial
@@ -15,7 +15,7 @@ ACTIVATIONS = {"gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"), "relu":
 
 
 class GemmaNorm(nn.RMSNorm):
-    """RMSNorm whose factor is 1 + weight, computed in fp32."""
+    """RMSNorm in fp32 that multiplies by 1 + weight."""
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
@@ -26,7 +26,7 @@ class GemmaNorm(nn.RMSNorm):
 
 
 class GatedFeedForward(FeedForward):
-    """With another activation than SwiGLU's."""
+    """A gated feed-forward network with the activation of the architecture."""
 
     def __init__(self, arch: GemmaArchitecture) -> None:
         super().__init__(arch)
@@ -37,7 +37,7 @@ class GatedFeedForward(FeedForward):
 
 
 class GemmaBlock(TransformerBlock):
-    """Llama's block with these parts."""
+    """A transformer block with the norms and the feed-forward network of Gemma."""
 
     def __init__(self, arch: GemmaArchitecture) -> None:
         super().__init__(arch)
@@ -47,10 +47,11 @@ class GemmaBlock(TransformerBlock):
 
 
 class Gemma(Llama):
-    """Its embedding is scaled by the square root of its width."""
+    """A Gemma model. The embedding is scaled by the square root of its width."""
 
     block = GemmaBlock
     norm_start = 0.0  # they are added to 1
+    draws_random_numbers = False  # so activation checkpointing need not save the random state
 
     def __init__(self, arch: GemmaArchitecture, blocks: range | None = None) -> None:
         super().__init__(arch, blocks)
@@ -61,5 +62,8 @@ class Gemma(Llama):
         return x * self.arch.dim**0.5
 
     def init_std(self, name: str) -> float:
-        """The stream begins with unit variance, as Llama's does."""
+        """Return the standard deviation of the initial values of a parameter.
+
+        The residual stream starts with unit variance, as in Llama.
+        """
         return self.arch.dim**-0.5 if name == "tok_embeddings.weight" else super().init_std(name)

@@ -35,6 +35,15 @@ CUresult cuPointerGetAttribute(void *value, CUpointer_attribute attribute, CUdev
     return CUDA_SUCCESS;
 }
 
+// NVML, which the allocator of torch calls: there is no NVLink fabric, and no process to list.
+int nvmlInit_v2(void) { return 0; }
+int nvmlDeviceGetHandleByPciBusId_v2(const char *bus, void **device) { return *device = (void *)bus, 0; }
+int nvmlSystemGetCudaDriverVersion_v2(int *version) { return *version = CUDA_VERSION, 0; }
+int nvmlDeviceGetGpuFabricInfoV(void *device, void *info) { return 3; } // NVML_ERROR_NOT_SUPPORTED
+int nvmlDeviceGetNvLinkRemoteDeviceType(void *device, unsigned link, void *type) { return 3; }
+int nvmlDeviceGetNvLinkRemotePciInfo_v2(void *device, unsigned link, void *info) { return 3; }
+int nvmlDeviceGetComputeRunningProcesses(void *device, unsigned *count, void *infos) { return *count = 0, 0; }
+
 // Tables that NVIDIA's tools ask for, such as CUPTI: there are none, so profilers record no kernels.
 CUresult cuGetExportTable(const void **table, const CUuuid *id) { return CUDA_ERROR_NOT_FOUND; }
 

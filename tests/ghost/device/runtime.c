@@ -243,9 +243,10 @@ static const char *name_of(const void *function) {
     return found ? found->name : "?";
 }
 
-// A few kernels of torch run, on small tensors, because programs read back what they compute: zeros, ones and full, sums
-// of whole numbers, their conversion, and a stack of scalars. Whatever was to be compared, `all()` is true, so that
-// guards and torch.equal pass. An argument is the address of what the kernel gets.
+// Compute a few kernels of torch on small tensors, because programs read their results: zeros, ones and full, sums of
+// integers, conversions, a stack of scalars, and the logic of booleans. Comparisons do not look at values: `==`, `!=` and
+// `all()` are true, `<` and `>` are false. So torch.equal and isfinite are true, no value is above a limit, and guards
+// pass on all ranks alike. nonzero() finds nothing. Each argument is the address of a parameter of the kernel.
 static size_t size_of(const char *type) { // of a template's argument in a mangled name
     if (!strncmp(type, "N3c108BFloat16E", 15) || !strncmp(type, "N3c104HalfE", 11)) return 2;
     return strchr("bah", *type) ? 1 : *type == 's' ? 2 : strchr("fi", *type) ? 4 : strchr("dl", *type) ? 8 : 0;
@@ -256,13 +257,14 @@ static const char *after(const char *text, const char *start) { // what follows 
     return strncmp(text, start, length) ? NULL : text + length;
 }
 
-enum { INT32 = 3, INT64 = 4, FLOAT32 = 6, FLOAT64 = 7 }; // torch's numbers of types
+enum { INT32 = 3, INT64 = 4, FLOAT32 = 6, FLOAT64 = 7, BOOL = 11 }; // torch's numbers of types
 
 static void convert(char *to, int to_type, const char *from, int from_type, int64_t count) {
     for (int64_t i = 0; i < count; i++) {
         double x = from_type == INT32     ? ((int32_t *)from)[i]
                    : from_type == INT64   ? ((int64_t *)from)[i]
                    : from_type == FLOAT32 ? ((float *)from)[i]
+                   : from_type == BOOL    ? from[i] != 0
                                           : ((double *)from)[i];
         if (to_type == INT32) ((int32_t *)to)[i] = x;
         if (to_type == INT64) ((int64_t *)to)[i] = x;
@@ -276,7 +278,7 @@ static int is_number(int type) { return type == INT32 || type == INT64 || type =
 static void compute(const char *name, dim3 grid, void **arguments) {
     const char *rest;
     if ((rest = after(name, "_ZN2at6native29vectorized_elementwise_kernelILi"))) { // count, functor, tensors
-        rest = strstr(rest, "ENS0_");
+        rest = strstr(rest, "E");
         int64_t count = *(int *)arguments[0], *numbers = arguments[1], **x = arguments[2];
         if (!rest || count < 1 || count * 8 > (int64_t)GHOST_SMALL || ghost_place(x[0]) != DEVICE) return;
         const char *type = after(rest, "ENS0_11FillFunctorI");
@@ -286,26 +288,44 @@ static void compute(const char *name, dim3 grid, void **arguments) {
             for (int64_t i = 0; i < count; i++) x[0][i] = x[1][i] + numbers[0] * x[2][i];
         if (after(rest, "ENS0_21CUDAFunctorOnSelf_addIlE")) // a + alpha * number
             for (int64_t i = 0; i < count; i++) x[0][i] = x[1][i] + numbers[0] * numbers[1];
+        char *to = (char *)x[0], *a = (char *)x[1], *b = (char *)x[2];
+        if (strstr(rest, "16CompareEqFunctor")) memset(to, 1, count);
+        if (strstr(rest, "14CompareFunctor")) memset(to, 0, count);
+        if (after(rest, "ENS0_13BinaryFunctorIbbbNS0_15binary_internal10MulFunctorIbEE"))
+            for (int64_t i = 0; i < count; i++) to[i] = a[i] && b[i];
+        if (after(rest, "EZNS0_23bitwise_not_kernel_cuda") && strstr(rest, "EUlbE_"))
+            for (int64_t i = 0; i < count; i++) to[i] = !a[i];
     } else if (after(name, "_ZN2at6native27unrolled_elementwise_kernelIZZZNS0_23direct_copy_kernel_cuda") &&
                strstr(name, "LoadWithCastILi1E")) { // count, functor, tensors, two calculators, types
         int64_t count = *(int *)arguments[0];
         char **x = arguments[2];
         int from = *(int8_t *)arguments[5], to = *(int8_t *)arguments[6];
-        if (count * 8 <= (int64_t)GHOST_SMALL && is_number(from) && is_number(to)) convert(x[0], to, x[1], from, count);
-    } else if (strstr(name, "26CatArrayBatchedCopy_contigINS1_10OpaqueTypeILj8EEEjLi1ELi128ELi1E")) {
+        if (count * 8 <= (int64_t)GHOST_SMALL && (is_number(from) || from == BOOL) && is_number(to))
+            convert(x[0], to, x[1], from, count);
+    } else if (strstr(name, "CatArrayBatchedCopy_") && (rest = strstr(name, "_contigINS1_10OpaqueTypeILj")) &&
+               strstr(rest, "EEEjLi1ELi128ELi1E")) {
+        size_t size = atoi(strstr(rest, "ILj") + 3); // bytes of an element
         struct { // as torch has it: pointers, offsets, sizes and numbers of elements
             const void *from[128];
             unsigned offset[128], size[128], count[128];
         } *tensors = arguments[1];
         for (unsigned i = 0; i < grid.y; i++)
-            ghost_move(*(int64_t **)arguments[0] + tensors->offset[i], tensors->from[i], 8ul * tensors->count[i]);
-    } else if (after(name, "_ZN2at6native13reduce_kernelI") && strstr(name, "15and_kernel_cuda")) {
+            ghost_move(*(char **)arguments[0] + size * tensors->offset[i], tensors->from[i], size * tensors->count[i]);
+    } else if (after(name, "_ZN2at6native13reduce_kernelI") &&
+               (strstr(name, "15and_kernel_cuda") || strstr(name, "13MaxNanFunctorIlE"))) {
         // One struct. Look in it for a source, a target, no second target, no accumulator, two buffers, base 0.
+        // The maximum of integers is the first one: torch computes that of numbers that all ranks share.
         for (char **word = arguments[0], **end = word + 400; word < end; word++)
             if (ghost_place(word[0]) == DEVICE && ghost_place(word[1]) == DEVICE && !word[2] && !word[3] && !word[6]) {
-                *word[1] = 1;
+                if (strstr(name, "15and_kernel_cuda"))
+                    *word[1] = 1;
+                else
+                    *(int64_t *)word[1] = *(int64_t *)word[0];
                 break;
             }
+    } else if (strstr(name, "28DeviceReduceSingleTileKernel") && strstr(name, "9NonZeroOp")) { // source, target
+        // nonzero() finds nothing. Otherwise it has as many results as the integer that was there before.
+        **(int32_t **)arguments[1] = 0;
     }
 }
 

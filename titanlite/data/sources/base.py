@@ -1,82 +1,109 @@
-"""What every source of documents is.
+"""Base classes of data sources.
 
-Invariant: document i of a source is the same text each time, whatever was read before. The fingerprint changes when the
-documents change. A file that is not what it was when the source was opened is an error: its documents would be others.
+Invariant: Document i of a source always has the same text, whatever was read before. The
+fingerprint changes when the documents change. A file that changes after its source was opened is an
+error.
 """
 
 from __future__ import annotations
 
-import hashlib
 import io
-import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import chain, islice
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import numpy as np
 import xxhash
 from fsspec.spec import AbstractBufferedFile
 
 from titanlite.config import storage
-from titanlite.config.errors import UserError, counted
+from titanlite.config.errors import UserError, format_count
 from titanlite.config.schema import TextSource
 from titanlite.data.shuffle import permuted
+from titanlite.data.sources.records import Record, parse_record
 
-_BRINGERS = ThreadPoolExecutor(storage.PARALLEL)
-_ONE_A_LINE = "One JSON object a line is needed; `jq -c '.[]' FILE` makes lines of one array"
-
-
-class BadRecord(UserError):
-    """One record cannot be read. The message names file and place; `dataset.on_bad_record` says what follows."""
-
-
-class Prepared(NamedTuple):
-    """A document that was tokenized before."""
-
-    tokens: np.ndarray
-    """bos and eos included; of any integer type."""
-    text_hash: int
-    """`text_hash` of its text; -1 where nobody needs it."""
-
-
-Record = str | Prepared | BadRecord
-"""The text of a document, or its tokens, or why it cannot be read."""
+_CHANGE_REMEDY = 'Restore it, or resume with the new contents: dataset.on_change = "warn".'
+_SAMPLE_DOCUMENTS = 64
+_SAMPLE_BYTES = 1 << 16
+_fetchers = ThreadPoolExecutor(storage.PARALLEL)
 
 
 class File:
-    """A file that stays what it was when it was first opened: its size and the time of its last write."""
+    """A local file whose size and modification time must stay the same while a run reads it.
 
-    def __init__(self, path: Path) -> None:
+    Data files must not change, because a checkpoint stores only positions in them.
+
+    Args:
+        path: Path of the file.
+        remedy: Last sentence of the error that reports a change.
+    """
+
+    def __init__(self, path: Path, remedy: str = _CHANGE_REMEDY) -> None:
         self.path = path
-        self._known: tuple[int, Any] | None = None
+        self._remedy = remedy
+        self._version: tuple[int, Any] | None = None
 
-    def open(self, ahead: int = -1) -> BinaryIO:
-        """The file for reading, at least `ahead` bytes at a time. Raises UserError: it cannot be read, or has
-        changed."""
+    def open(self, buffer_size: int = -1) -> BinaryIO:
+        """Open the file for reading in binary mode, and check that it has not changed.
+
+        Args:
+            buffer_size: Size of the read buffer in bytes, as in Python's `open`.
+
+        Raises:
+            UserError: If the file cannot be read or has changed.
+        """
         try:
-            stream = self.path.open("rb", ahead)
+            stream = self.path.open("rb", buffer_size)
         except OSError as error:
             raise UserError(f"cannot read {self.path}: {error.strerror}") from None
         self.check(stream.fileno())
         return stream
 
     def check(self, descriptor: int | None = None) -> tuple[int, Any]:
-        """Its size and what tells its version. Raises UserError if the file, or what is open as `descriptor`, is gone
-        or has changed."""
-        now = self._look(descriptor)
-        self._known = before = self._known or now
-        if before != now:
-            sizes = f"{before[0]:,} bytes then, {now[0]:,} now"
-            remedy = 'Restore it, or go on with what it is now by dataset.on_change = "warn".'
-            raise UserError(f"{self.path} has changed while it was read ({sizes}). {remedy}")
-        return now
+        """Check that the file has not changed since the first call, and return its version.
 
-    def _look(self, descriptor: int | None) -> tuple[int, object]:
+        Args:
+            descriptor: Descriptor of the open file to check. Default: the file that has this path
+                now.
+
+        Returns:
+            The size of the file in bytes, and a value that identifies its version, such as the
+            modification time.
+
+        Raises:
+            UserError: If the file was removed or has changed.
+        """
+        version = self._read_version(descriptor)
+        if self._version is None:
+            self._version = version
+        if version != self._version:
+            old_size, _ = self._version
+            new_size, _ = version
+            sizes = f"from {old_size:,} to {new_size:,} bytes"
+            raise UserError(f"{self.path} has changed while it was read ({sizes}). {self._remedy}")
+        return version
+
+    def check_while_read(self) -> None:
+        """Check, after data was read from an open stream, that the file has not changed.
+
+        Raises:
+            UserError: If the file was removed or has changed.
+        """
+        self.check()
+
+    def _read_version(self, descriptor: int | None) -> tuple[int, object]:
+        """Return the current size of the file, and a value that changes when the file is written.
+
+        Args:
+            descriptor: Descriptor of the open file. None reads the metadata of the path instead.
+
+        Raises:
+            UserError: If the file does not exist or cannot be accessed.
+        """
         try:
             status = os.stat(self.path if descriptor is None else descriptor)
         except OSError as error:
@@ -84,39 +111,71 @@ class File:
         return status.st_size, status.st_mtime_ns
 
 
-class Blocks(AbstractBufferedFile):
-    """The bytes of the file at the URL `path`, by the blocks that `storage.block` has or brings."""
+class _RemoteStream(AbstractBufferedFile):
+    """A file at a URL, read in blocks that are fetched in parallel and cached on this node."""
 
     def _fetch_range(self, start: int, end: int) -> bytes:
-        first, last = start // storage.BLOCK, -(-min(end, self.size) // storage.BLOCK)
-        raw = b"".join(_BRINGERS.map(partial(storage.block, self.path, self.kwargs["version"]), range(first, last)))
-        return raw[start - first * storage.BLOCK : end - first * storage.BLOCK]
+        """Return bytes `start` to `end` (exclusive) of the file."""
+        first = start // storage.BLOCK
+        last = -(-min(end, self.size) // storage.BLOCK)
+        fetch = partial(storage.read_block, self.path, self.kwargs["version"])
+        raw = b"".join(_fetchers.map(fetch, range(first, last)))
+        offset = first * storage.BLOCK
+        return raw[start - offset : end - offset]
 
 
 class RemoteFile(File):
-    """A file at a URL. The blocks that are read are kept on this machine. It stays what it was as a local one."""
+    """A file at a URL, which must not change while a run reads it."""
 
-    def open(self, ahead: int = -1) -> BinaryIO:
-        version = self._known or self.check()
-        stream: Any = Blocks(None, str(self.path), cache_type="none", size=version[0], version=version)
-        return io.BufferedReader(stream, max(ahead, 1 << 16))
+    def open(self, buffer_size: int = -1) -> BinaryIO:
+        """Open the file for reading in binary mode. Its blocks are cached on this node.
 
-    def _look(self, descriptor: int | None) -> tuple[int, object]:
-        with storage.answered(str(self.path)):
-            remote, path = storage.opened(str(self.path))
-            return storage.identity(remote.info(path))
+        Args:
+            buffer_size: Size of the read buffer in bytes, at least 64 KiB.
+
+        Raises:
+            UserError: If the storage cannot be reached, or the file has changed.
+        """
+        version = self._version or self.check()
+        stream: Any = _RemoteStream(
+            None, str(self.path), cache_type="none", size=version[0], version=version
+        )
+        return io.BufferedReader(stream, max(buffer_size, 1 << 16))
+
+    def check_while_read(self) -> None:
+        """Do nothing, because fetching a block of a changed file fails."""
+
+    def _read_version(self, descriptor: int | None) -> tuple[int, object]:
+        url = str(self.path)
+        with storage.storage_errors(url):
+            remote, path = storage.open_storage(url)
+            return storage.file_version(remote.info(path))
+
+
+def make_file(path: Path, remedy: str = _CHANGE_REMEDY) -> File:
+    """Return an object that reads `path`: a `RemoteFile` for a URL, or a `File` for a local path.
+
+    Args:
+        path: Local path or URL.
+        remedy: Last sentence of the error that reports a change of the file.
+    """
+    return RemoteFile(path, remedy) if storage.as_url(path) else File(path, remedy)
 
 
 class Source(ABC):
-    """A set of documents. It can be pickled, so that background processes can read it, too.
+    """A set of documents, such as the lines of some files or the rows of a table.
+
+    Sources are pickled to send them to data workers.
 
     Attributes:
-        name: what messages call it.
-        column: of the text.
-        files: what it reads on this machine.
-        fingerprint: hash of the contents, or of a sample where a file is too large to read before the first step.
-        num_documents, num_tokens: None where only reading everything would tell.
-        num_units: of what is read in an order: documents, or the parts of a sequential source.
+        name: Name for messages.
+        column: Name of the field or column that contains the text.
+        files: The files that the source reads.
+        fingerprint: Hash of the contents, or of a sample if reading all files would take too long.
+            Checkpoints store it to detect changed data.
+        num_documents: Number of documents, or None if it is unknown before they are read.
+        num_tokens: Number of tokens, or None if it is unknown before the text is tokenized.
+        num_units: Number of units that are shuffled: documents, or parts of a sequential source.
     """
 
     fingerprint: str
@@ -127,136 +186,177 @@ class Source(ABC):
     def __init__(self, spec: TextSource, files: list[Path]) -> None:
         self.name = spec.source if spec.path is None else f"{spec.source} {spec.path}"
         self.column = spec.text_column
-        self.files = [(RemoteFile if storage.url_of(file) else File)(file) for file in files]
-        list(_BRINGERS.map(File.check, self.files))  # a storage answers many in the time of one
+        self.files = [make_file(file) for file in files]
+        # Remote storage takes a while per request, so check all files in parallel.
+        list(_fetchers.map(File.check, self.files))
+
+    def __iter__(self) -> Iterator[Record]:
+        """Yield all documents in the order of the files."""
+        return self.documents()
 
     def describe(self) -> str:
-        """One line for the log."""
-        return f"{self.name}: " + ("streamed" if (n := self.num_documents) is None else counted(n, "document"))
+        """Return one line for the log with the name of the source and its number of documents."""
+        if self.num_documents is None:
+            return f"{self.name}: streamed"
+        return f"{self.name}: {format_count(self.num_documents, 'document')}"
 
     def where(self, part: int, number: int) -> str:
-        """Where a document is from, for a person."""
+        """Return the location of a document for messages, such as "part 3, document 7".
+
+        Args:
+            part: Index of the part of a sequential source, 0 for other sources.
+            number: Index of the document in the part or the source.
+        """
         return f"part {part}, document {number}"
 
-    def check_files(self, file: File | None = None) -> None:
-        """Raises UserError if `file`, or any file, is gone or has changed."""
-        for each in self.files if file is None else (file,):
-            each.check()
+    def check_files(self) -> None:
+        """Check that no file was removed or has changed since the source was opened.
+
+        Raises:
+            UserError: If a file was removed or has changed.
+        """
+        for file in self.files:
+            file.check()
 
     @abstractmethod
     def documents(self, start: int = 0) -> Iterator[Record]:
-        """All documents from number `start` on, in their order."""
-
-    def __iter__(self) -> Iterator[Record]:
-        return self.documents()
+        """Yield the documents in the order of the files, from index `start` on."""
 
 
 class RandomAccess(Source):
-    """Documents that can be read in any order: `num_units` of them, which is `num_documents`, too."""
+    """Base class of sources that can read any document by its index.
+
+    Documents of such a source are shuffled one by one. Other sources are shuffled in larger units.
+    Each unit is one document here, so `num_units` equals `num_documents`.
+    """
 
     @abstractmethod
     def record(self, index: int) -> Record:
-        """Document `index`."""
+        """Return document `index`: its text, its tokens, or a `BadRecord` if it cannot be read."""
 
     def sample(self) -> list[int]:
-        """Numbers of 64 documents, spread over the whole source."""
-        return permuted(np.arange(min(self.num_units, 64)), self.num_units, "sample").tolist()
+        """Return the indices of up to 64 documents, spread over the source.
+
+        The sample is the same in each call. It is used to check a source at startup and to estimate
+        its size.
+        """
+        numbers = np.arange(min(self.num_units, _SAMPLE_DOCUMENTS))
+        return permuted(numbers, self.num_units, "sample").tolist()
 
     def sizes(self) -> np.ndarray:
-        """How large each document is: bytes where they are known, otherwise 1."""
+        """Return the size of each document in bytes, or 1 for each if the sizes are unknown.
+
+        The sizes serve as weights to estimate the number of tokens from a sample.
+        """
         return np.ones(self.num_units, dtype=int)
 
     def documents(self, start: int = 0) -> Iterator[Record]:
+        """Yield the documents in the order of the files, from index `start` on."""
         return map(self.record, range(start, self.num_units))
 
 
 class Sequential(Source):
-    """Documents in parts (files, row groups), each of which can only be read from front to end.
+    """A source whose parts (files or row groups) can only be read from front to back.
+
+    Parts are shuffled as a whole, and their documents within windows.
 
     Attributes:
-        parts: the file that each part is in (None: that is not known), and which part of it.
+        parts: For each part, the file that contains it (None if it is unknown), and the index of
+            the part in this file.
     """
 
     parts: list[tuple[Any, int]]
 
     @property
     def num_units(self) -> int:  # type: ignore[override]
+        """Number of parts."""
         return len(self.parts)
 
     @abstractmethod
     def raw(self, file: Any, number: int) -> Iterator[tuple[str, object]]:
-        """What the documents of a part are made of: where each one is, for a person, and what `text_of` takes."""
+        """Yield the location and the content of each record of a part.
+
+        Args:
+            file: The file that contains the part, or None if it is unknown.
+            number: Index of the part in the file.
+
+        Yields:
+            The location for messages, and a line of JSON (bytes) or a dictionary that contains the
+            text.
+        """
 
     def read(self, part: int, start: int = 0) -> Iterator[Record | None]:
-        """Documents of `part`. In place of those before number `start` come Nones, which cost less.
+        """Yield the documents of a part.
+
+        Yields None for each document before index `start`, so that the caller can count them and
+        report progress while it skips them.
+
+        Args:
+            part: Index of the part.
+            start: Index in the part of the first document to return.
 
         Raises:
-            UserError: the part is damaged, or has changed.
+            UserError: If the part is damaged or has changed.
         """
         file, number = self.parts[part]
-        place = f"the front of {self.name if file is None else file.path}"
+        if file is None:
+            files = self.files
+            location = f"the beginning of {self.name}"
+        else:
+            files = [file]
+            location = f"the beginning of {file.path}"
+
         try:
-            for i, (place, raw) in enumerate(self.raw(file, number)):
-                yield None if i < start else record_of(raw, self.column, place)
-        except Exception as error:  # each library raises errors of its own
-            self.check_files(file)
-            raise UserError(f"cannot read on after {place}: {error!r}. If it is damaged, copy it again.") from None
-        self.check_files(file)
+            for i, (location, raw) in enumerate(self.raw(file, number)):
+                yield None if i < start else parse_record(raw, self.column, location)
+        except Exception as error:  # each library has its own exception types
+            _check_all(files)
+            problem = f"cannot read past {location}: {error!r}"
+            raise UserError(f"{problem}. If the file is damaged, copy it again.") from None
+        _check_all(files)
 
     def documents(self, start: int = 0) -> Iterator[Record]:
-        records = chain.from_iterable(map(self.read, range(self.num_units)))
-        return islice((record for record in records if record is not None), start, None)
+        """Yield the documents in the order of the files, from index `start` on."""
+        index = 0
+        for part in range(self.num_units):
+            for record in self.read(part):
+                if index >= start and record is not None:
+                    yield record
+                index += 1
 
 
-def text_hash(text: str) -> int:
-    """A number below 2**64 that depends on the text alone. It decides whether a document is held out for validation:
-    another hash would let old runs train on what they held out."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
+def _check_all(files: Iterable[File]) -> None:
+    """Check that none of `files` was removed or has changed.
+
+    Raises:
+        UserError: If a file was removed or has changed.
+    """
+    for file in files:
+        file.check()
 
 
-def record_of(raw: object, column: str, place: str) -> str | BadRecord:
-    """`text_of`, or what it says about the record at `place`."""
-    try:
-        return text_of(raw, column)
-    except (ValueError, RecursionError) as error:
-        return BadRecord(f"{place}: {error}")
+def hash_samples(files: list[File], column: str) -> str:
+    """Return a fingerprint for files that are too large to read before the first step.
 
-
-def text_of(raw: object, column: str) -> str:
-    """The text in `column` of a record, or of a line of JSON. Raises ValueError or RecursionError: there is none."""
-    try:  # without the line end, or a mistake there would be in column 1 of the next line
-        record = json.loads(raw.rstrip()) if isinstance(raw, bytes) else raw
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not valid JSON in column {error.colno}: {error.msg}. {_ONE_A_LINE}") from None
-    if not isinstance(record, dict):
-        raise ValueError(f"this is a {type(record).__name__}. {_ONE_A_LINE}")
-    check_column(column, record)
-    if not isinstance(text := record[column], str):
-        raise ValueError(f"field {column!r} must be a string, it is {type(text).__name__.replace('NoneType', 'null')}")
-    text.encode()  # an escape in JSON can be one half of a surrogate pair
-    return text
-
-
-def check_column(column: str, columns: Iterable[str]) -> None:
-    """Raises ValueError: the text column is not there."""
-    if column not in columns:
-        raise ValueError(f"no field {column!r} (text_column); there are: {', '.join(map(repr, columns))}")
-
-
-def sampled_fingerprint(files: list[File], column: str, sample: int = 1 << 16) -> str:
-    """Hash of the names, the sizes, the first and the last `sample` bytes, for files that are too large to read before
-    the first step; and of the text column."""
+    The fingerprint covers the name of the text column and, for each file, its name, its size, and
+    the first and last 64 KiB.
+    """
     digest = xxhash.xxh3_128()
     for file in files:
         with file.open() as stream:
             size = stream.seek(0, os.SEEK_END)
             digest.update(f"{file.path.name} {size}\0".encode())
-            for start in (0, max(0, size - sample)):
+            for start in (0, max(0, size - _SAMPLE_BYTES)):
                 stream.seek(start)
-                digest.update(stream.read(sample))
-    return with_column(digest.hexdigest(), column)
+                digest.update(stream.read(_SAMPLE_BYTES))
+    return add_column(digest.hexdigest(), column)
 
 
-def with_column(fingerprint: str, column: str) -> str:
-    """The fingerprint of the text in `column` of contents that have `fingerprint`: another column is other text."""
-    return fingerprint if column == "text" else xxhash.xxh3_128_hexdigest(f"{fingerprint} {column}".encode())
+def add_column(fingerprint: str, column: str) -> str:
+    """Combine the fingerprint of files with the name of the column that contains the text.
+
+    The column "text" leaves the fingerprint unchanged.
+    """
+    if column == "text":
+        return fingerprint
+    return xxhash.xxh3_128_hexdigest(f"{fingerprint} {column}".encode())

@@ -1,7 +1,6 @@
-"""Local files: the standard library's sources, text, JSON lines, parquet; and what Hugging Face's `datasets` loads.
+"""Sources that read text, JSON lines, Parquet, or anything that Hugging Face `datasets` loads.
 
-Invariant: as in base. Plain files are read at random access; compressed ones cannot be sought in, so that a part of
-them is a file. Libraries are imported where they are used, because that takes up to a second.
+Libraries are imported where they are used, because importing them takes up to a second.
 """
 
 from __future__ import annotations
@@ -10,9 +9,12 @@ import glob
 import io
 import logging
 import os
+import re
+import shlex
+import sys
 import sysconfig
-from collections.abc import Iterator
-from itertools import chain
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,290 +23,564 @@ import xxhash
 
 from titanlite.config import storage
 from titanlite.config.errors import UserError, one_line
+from titanlite.config.mistakes import format_value
 from titanlite.config.registry import SOURCES
 from titanlite.config.schema import DataSource, JobConfig, TextSource
-from titanlite.data import hub
-from titanlite.data.sources import base
-from titanlite.data.sources.base import BadRecord, File, RandomAccess, Record, Sequential, Source, check_column, text_of
+from titanlite.data.hub import propose_download
+from titanlite.data.sources.base import (
+    File,
+    RandomAccess,
+    Sequential,
+    Source,
+    add_column,
+    hash_samples,
+)
+from titanlite.data.sources.records import (
+    MAX_LINE_BYTES,
+    BadRecord,
+    Record,
+    check_column,
+    explain_encoding,
+    extract_text,
+    parse_record,
+    read_lines,
+)
 
-_TEXT_BYTES = 64 * 1024  # of a document of source "text"
-_WHOLE_FILE = 1 << 22  # bytes; no file of the standard library is so large
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
-_KINDS = {**dict.fromkeys((".jsonl", ".json", *COMPRESSIONS), "jsonl"), ".parquet": "parquet"}
-# What a folder holds that a source reads: of `titanlite prepare`, and of datasets' save_to_disk.
-_INSIDE = {"shards": "manifest.json", "arrow": "dataset_*.json"}
-_OWN = frozenset(SOURCES)  # before a plugin has brought others
-_SCAN_BYTES = 1 << 22
-_QUICK_BYTES = 1 << 25  # of text, whose lines are counted in a tenth of a second
-_BLOCK_BYTES = 1 << 18  # of text, in memory for each compressed file that is open
-_BLANK = bytes(range(0x21))  # a line of these alone is no document
+_TABLES = (".csv", ".tsv")
+_SOURCE_OF_SUFFIX = {
+    ".jsonl": "jsonl",
+    ".json": "jsonl",
+    ".gz": "jsonl",
+    ".zst": "jsonl",
+    ".parquet": "parquet",
+}
+# The file in a folder written by `titanlite prepare`, or by save_to_disk of `datasets`.
+_FILE_IN_FOLDER = {"shards": "manifest.json", "arrow": "dataset_*.json"}
+_BUILTIN = frozenset(SOURCES)  # sources that do not come from a plugin
+_MAX_TEXT_BYTES = 64 * 1024  # largest document of source "text"; larger files are divided
+_MAX_FILE_BYTES = 1 << 22  # no file of the standard library is larger
+_READ_AHEAD = 1 << 23  # read buffer in bytes; several remote blocks are fetched in parallel
+_SCAN_BYTES = 1 << 22  # lines are counted in pieces of this size
+_QUICK_BYTES = 1 << 25  # counting the lines of this much text takes a tenth of a second
+_BUFFER_BYTES = 1 << 18  # decompressed bytes that are buffered for each open file
+_BLANK = bytes(range(0x21))  # a line that contains only these bytes is not a document
 _SAMPLE_DOCUMENTS = 64
+_SAMPLE_FILES = 16  # number of files that are inspected for markup
+_HEAD_BYTES = 4096
 _BATCH_ROWS = 256
 _STDLIB = Path(sysconfig.get_paths()["stdlib"])
 _STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
 class FileSpans(RandomAccess):
-    """Documents that are spans of bytes in files. Memory: 8 bytes a document, whatever its length.
+    """Documents that are ranges of bytes in uncompressed files.
 
-    JSON lines: a document is a line that is not blank. Text: a file, or a piece of a large one. The standard library: a
-    file.
+    A document is a line of JSON, a text file or a piece of a large one, or a file of Python's
+    standard library. The index of all documents is kept in memory and takes 8 bytes per document.
     """
 
     def __init__(self, spec: TextSource, files: list[Path]) -> None:
+        """Read all files once to find the end of each document and to compute the fingerprint.
+
+        Args:
+            spec: Table of the job file that describes the source.
+            files: The files.
+
+        Raises:
+            UserError: If a file cannot be read.
+        """
         super().__init__(spec, files)
-        self._is_json, digest = spec.source == "jsonl", xxhash.xxh3_128()
-        most_bytes = _TEXT_BYTES if spec.source == "text" else _WHOLE_FILE
-        self._ends: list[np.ndarray] = []  # one array of end offsets a file
+        self._is_json = spec.source == "jsonl"
+        max_bytes = _MAX_TEXT_BYTES if spec.source == "text" else _MAX_FILE_BYTES
+        digest = xxhash.xxh3_128()
+        self._ends: list[np.ndarray] = []  # end offsets of the documents of each file
+
         for file in self.files:
-            label = file.path.relative_to(_STDLIB).as_posix() if spec.source == "python_stdlib" else file.path.name
-            digest.update(label.encode() + b"\0")
-            with file.open(1 << 23) as stream:  # so that 8 blocks come at a time
-                ends = _line_ends(stream, digest) if self._is_json else _text_ends(stream, digest, most_bytes)
+            name = file.path.name
+            if spec.source == "python_stdlib":
+                name = file.path.relative_to(_STDLIB).as_posix()
+            digest.update(name.encode() + b"\0")
+            with file.open(_READ_AHEAD) as stream:
+                if self._is_json:
+                    ends = _find_line_ends(stream, digest)
+                else:
+                    ends = _find_text_ends(stream, digest, max_bytes)
                 self._ends.append(np.fromiter(ends, dtype=np.int64))
-        self._first = np.cumsum([0, *map(len, self._ends)])  # number of the first document of each file
+
+        # Index of the first document of each file.
+        self._first = np.cumsum([0, *(len(ends) for ends in self._ends)])
         self.num_documents = self.num_units = int(self._first[-1])
-        self.fingerprint = base.with_column(digest.hexdigest(), self.column if self._is_json else "text")
+        self.fingerprint = digest.hexdigest()
+        if self._is_json:
+            self.fingerprint = add_column(self.fingerprint, self.column)
 
     def sizes(self) -> np.ndarray:
+        """Return the size of each document in bytes."""
         return np.concatenate([np.diff(ends, prepend=0) for ends in self._ends])
 
     def where(self, part: int, number: int) -> str:
-        file, start, end = self._span(number)
+        """Return the file and the byte range of a document, for messages."""
+        file, start, end = self._locate(number)
         return f"document {number}: {file.path}, bytes {start} to {end - 1}"
 
-    def _span(self, index: int) -> tuple[File, int, int]:
-        """The file of document `index`, and its first byte and the one after its last."""
-        number = int(np.searchsorted(self._first, index, side="right")) - 1
-        ends, local = self._ends[number], index - int(self._first[number])
-        return self.files[number], (int(ends[local - 1]) if local else 0), int(ends[local])
-
     def record(self, index: int) -> Record:
-        file, start, end = self._span(index)
+        """Return the text of document `index`, or a `BadRecord` with its line number."""
+        file, start, end = self._locate(index)
         with file.open() as stream:
             stream.seek(start)
-            raw = stream.read(end - start)
+            raw = stream.read(min(end - start, MAX_LINE_BYTES + 1))
             try:
-                return text_of(raw, self.column) if self._is_json else raw.decode().removeprefix("\ufeff")  # its mark
+                if self._is_json:
+                    return extract_text(raw, self.column)
+                return raw.decode().removeprefix("\ufeff")  # the byte order mark
+            except UnicodeDecodeError as error:
+                line = _count_lines(stream, start + error.start)
+                return BadRecord(f"{file.path}, line {line}: {explain_encoding(error)}")
             except (ValueError, RecursionError) as error:
-                # The line is the last one of the span: there may be blank ones before it.
-                at = start + error.start if isinstance(error, UnicodeDecodeError) else end - 1
-                stream.seek(0)
-                blocks = (stream.read(min(_SCAN_BYTES, at - done)) for done in range(0, at, _SCAN_BYTES))
-                line = 1 + sum(block.count(b"\n") for block in blocks)
+                # Blank lines can precede the record, so report the last line of the range.
+                line = _count_lines(stream, end - 1)
                 return BadRecord(f"{file.path}, line {line}: {error}")
 
+    def _locate(self, index: int) -> tuple[File, int, int]:
+        """Return the file that contains a document, the first byte of the document, and its end.
 
-class CompressedLines(Sequential):
-    """JSON lines in .gz and .zst files; plain ones may be among them. A part is a file. After a restart a file is
-    decompressed from its front up to its place."""
-
-    def __init__(self, spec: TextSource, files: list[Path]) -> None:
-        super().__init__(spec, files)
-        self.parts = [(file, 0) for file in self.files]
-        self.fingerprint = base.sampled_fingerprint(self.files, self.column)
-
-    def raw(self, file: File, number: int) -> Iterator[tuple[str, bytes]]:
-        import pyarrow
-
-        stream: Any = pyarrow.input_stream(file.open(1 << 23), compression=COMPRESSIONS.get(file.path.suffix))
-        for line_number, line in enumerate(io.BufferedReader(stream, _BLOCK_BYTES), 1):
-            if line.strip():
-                yield f"{file.path}, line {line_number}", line
+        The end is the byte after the last one.
+        """
+        number = int(np.searchsorted(self._first, index, side="right")) - 1
+        ends = self._ends[number]
+        local = index - int(self._first[number])
+        start = int(ends[local - 1]) if local else 0
+        return self.files[number], start, int(ends[local])
 
 
-class Parquet(Sequential):
-    """Parquet files. A part is a row group: after a restart one row group is read up to its place."""
+def _find_line_ends(stream: BinaryIO, digest: xxhash.xxh3_128) -> Iterator[int]:
+    """Yield the offset after each line that is not blank.
 
-    def __init__(self, spec: TextSource, files: list[Path]) -> None:
-        super().__init__(spec, files)
-        self.parts, self.num_documents = [], 0
-        for file in self.files:
-            try:
-                parquet = self._open(file)
-                check_column(self.column, parquet.schema_arrow.names)
-            except (OSError, ValueError, RuntimeError) as error:  # pyarrow's errors are of these
-                raise UserError(f"cannot read {file.path} as parquet: {error}") from None
-            rows = [parquet.metadata.row_group(group).num_rows for group in range(parquet.num_row_groups)]
-            self.parts += [(file, group) for group, count in enumerate(rows) if count]
-            self.num_documents += sum(rows)
-        self.fingerprint = base.sampled_fingerprint(self.files, self.column)
+    Blank lines belong to the document after them.
 
-    def _open(self, file: File) -> Any:
-        import pyarrow.parquet
-
-        return pyarrow.parquet.ParquetFile(file.open())
-
-    def raw(self, file: File, number: int) -> Iterator[tuple[str, dict[str, Any]]]:
-        batches = self._open(file).iter_batches(_BATCH_ROWS, row_groups=[number], columns=[self.column])
-        for row, record in enumerate(chain.from_iterable(batch.to_pylist() for batch in batches), 1):
-            yield f"{file.path}, row group {number}, row {row}", record
-
-
-class MappedDataset(RandomAccess):
-    """A dataset on disk, memory-mapped by `datasets`. The fingerprint covers its length and a sample of its texts."""
-
-    def __init__(self, spec: TextSource, dataset: Any) -> None:
-        super().__init__(spec, [Path(file["filename"]) for file in dataset.cache_files])
-        column = spec.text_column
-        self._dataset = dataset.select_columns([column]).with_format(None)
-        self.num_documents = self.num_units = count = len(dataset)
-        digest = xxhash.xxh3_128(f"{count}".encode())
-        for i in range(0, count, max(1, -(-count // _SAMPLE_DOCUMENTS))):
-            digest.update(repr(self._dataset[i][column]).encode("utf-8", "surrogatepass"))
-        self.fingerprint = digest.hexdigest()
-
-    def record(self, index: int) -> Record:
-        if self.files:  # to read behind the end of a mapped file that became shorter ends the process
-            self.files[index % len(self.files)].check()
-        return base.record_of(self._dataset[index], self.column, f"{self.name}, row {index}")
-
-
-class StreamedDataset(Sequential):
-    """A dataset that is read while it is downloaded; a part is a shard of it (on the hub: a file)."""
-
-    def __init__(self, spec: TextSource, dataset: Any, files: list[Path]) -> None:
-        super().__init__(spec, files)
-        self._dataset, column = dataset, spec.text_column
-        self.parts = [(None, number) for number in range(dataset.num_shards)]
-        first: Any = next(iter(dataset), {column: ""}).get(column)
-        content = f"{self.num_units} {first!r}".encode("utf-8", "surrogatepass")
-        self.fingerprint = xxhash.xxh3_128(content).hexdigest()
-
-    def raw(self, file: None, number: int) -> Iterator[tuple[str, dict[str, Any]]]:
-        self.check_files()
-        for row, record in enumerate(self._dataset.shard(self.num_units, number)):
-            yield f"{self.name}, part {number}, document {row}", record
-
-
-def open_datasets(spec: TextSource, files: list[Path]) -> MappedDataset | StreamedDataset:
-    """Load by `datasets`, which finds the files.
-
-    Raises:
-        UserError: it cannot; the message says what was tried.
+    Args:
+        stream: File of JSON lines.
+        digest: Hash to which the content is added.
     """
-    import datasets
-
-    datasets.disable_progress_bars()
-    for library in ("datasets", "huggingface_hub"):  # which says each try to reach the hub
-        logging.getLogger(library).setLevel(logging.ERROR)
-    path, config = spec.path or "allenai/c4", spec.config or ("en" if spec.source == "c4" else None)
-    path = str(storage.local_copy(path, deep=True)) if spec.source == "arrow" else path  # it is mapped into memory
-    streaming = spec.streaming or spec.source == "c4"
-    place = "this local folder" if Path(path).exists() else "the Hugging Face hub, as there is no such local folder"
-    what = f"dataset {path!r} (configuration {config or 'default'}, split {spec.split})"
-    logging.getLogger("titanlite").info(f"Loading {what} from {place}")
-    try:
-        if spec.source == "arrow":
-            saved: Any = datasets.load_from_disk(path)
-            return MappedDataset(spec, saved[spec.split] if isinstance(saved, datasets.DatasetDict) else saved)
-        loaded: Any = datasets.load_dataset(path, name=config, split=spec.split, streaming=streaming)
-        if not streaming:
-            return MappedDataset(spec, loaded)
-        return StreamedDataset(spec, loaded, [file for file in Path(path).rglob("*") if file.is_file()])
-    except Exception as error:  # each part of the library raises errors of its own
-        why = one_line(str(error.__cause__ or error) or repr(error)).rstrip(".")
-        remedy = "Check dataset.path and the network. `titanlite get data OWNER/NAME` downloads what is on the hub"
-        raise UserError(f"dataset.path: cannot load {what} from {place}: {why}. {remedy}.") from None
-
-
-def open_source(spec: TextSource, job: JobConfig | None = None) -> Source:
-    """The source that a table names. `job` has the keys of a plugin's.
-
-    Raises:
-        UserError: a file is missing, the source is empty, or cannot be opened.
-    """
-    try:
-        files = find_files(spec)
-    except UserError as error:
-        raise UserError(str(error) if spec.path is None else f"dataset.path = {spec.path!r} {error}") from None
-    packed = spec.source == "jsonl" and any(file.suffix in COMPRESSIONS for file in files)
-    source: Source = CompressedLines(spec, files) if packed else SOURCES.make(spec.source, job, spec, files)
-    if not source.num_units:
-        raise UserError(f"{source.name} is empty: it holds no document")
-    return source
-
-
-def open_quickly(spec: TextSource, job: JobConfig) -> Source | None:
-    """As `open_source`, for a look that takes a second at most: None for what a network or a plugin has, and for much
-    plain text. Of many JSON lines it is a source that has not counted them."""
-    files = find_files(spec)
-    if spec.source not in _OWN - {"huggingface", "c4"} or storage.url_of(spec.path):
-        return None
-    if spec.source in ("python_stdlib", "text", "jsonl") and sum(file.stat().st_size for file in files) > _QUICK_BYTES:
-        return CompressedLines(spec, files) if spec.source == "jsonl" else None
-    return open_source(spec, job)
-
-
-def source_of_file(file: Path, column: str) -> DataSource:
-    """The table for a file that the option --data of a command names. What no ending tells otherwise is text."""
-    keys = {"source": _KINDS.get(file.suffix.lower(), "text"), "path": str(file), "text_column": column}
-    return DataSource.model_validate(keys)
-
-
-def find_files(spec: TextSource) -> list[Path]:
-    """The files of a source in a stable order; none for what `datasets` loads, and for a plugin's those that its path
-    matches, if any. Opens none of them, so that the checks before a run can call it. Those at a URL are RemotePaths.
-
-    Raises:
-        UserError: the path is missing, or matches no readable file.
-    """
-    if spec.source == "python_stdlib":
-        return _stdlib_files()
-    pattern, is_own = spec.path, spec.source in _OWN
-    if pattern is None and is_own and spec.source != "c4":
-        raise UserError(f"dataset.path is missing: dataset.source = {spec.source!r} needs one")
-    if pattern is None or spec.source in ("c4", "huggingface"):
-        return []
-    if spec.source in _INSIDE:
-        pattern = os.path.join(pattern if storage.url_of(pattern) else glob.escape(pattern), _INSIDE[spec.source])
-    # A name that holds glob characters is still a name.
-    names = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern, recursive=True))
-    files: list[Any] = [Path(name) for name in names if os.path.isfile(name)]
-    if not files and os.path.isdir(pattern) and is_own:
-        names = f"{pattern.rstrip('/')}/*{'' if spec.source == 'text' else f'.{spec.source}'}"  # text has any name
-        raise UserError(f"is a folder; {names} names the files in it")
-    if not (files := storage.matching(pattern) if storage.url_of(pattern) else files) and is_own:
-        here = f"(of {pattern}{'' if storage.url_of(pattern) else f'; current folder: {Path.cwd()}'})"
-        raise UserError(f"matches no file {here}{hub.remedy('data', pattern)}")
-    if spec.source == "text" and any(file.suffix in COMPRESSIONS for file in files):
-        raise UserError('names a packed file, and source "text" reads plain files only; decompress it')
-    return files
-
-
-def _stdlib_files() -> list[Path]:
-    """The .py files that are not empty (nor dangling links), sorted by their path in the library."""
-    files = []
-    for folder, folders, names in os.walk(_STDLIB):
-        folders[:] = [name for name in folders if name not in _STDLIB_SKIPPED]  # do not even look into site-packages
-        files += [Path(folder, name) for name in names if name.endswith(".py")]
-    return sorted(file for file in files if file.is_file() and file.stat().st_size)
-
-
-def _line_ends(stream: BinaryIO, digest: xxhash.xxh3_128) -> Iterator[int]:
-    """End offsets of the lines that are not blank; blank ones are left at the start of the line after them."""
     offset = 0
-    for line in stream:
-        digest.update(line)
-        offset += len(line)
-        if line.strip(_BLANK):
+    has_text = False
+    while piece := stream.readline(_SCAN_BYTES):  # a long line consists of several pieces
+        digest.update(piece)
+        offset += len(piece)
+        if piece.strip(_BLANK):
+            has_text = True
+        if has_text and piece.endswith(b"\n"):
             yield offset
+            has_text = False
+    if has_text:
+        yield offset
 
 
-def _text_ends(stream: BinaryIO, digest: xxhash.xxh3_128, most_bytes: int) -> Iterator[int]:
-    """End offsets of documents of at most `most_bytes`, cut at line ends where there are any, so that the shuffle
-    reaches within a large file; otherwise between two characters."""
+def _find_text_ends(stream: BinaryIO, digest: xxhash.xxh3_128, max_bytes: int) -> Iterator[int]:
+    """Yield the offset after each document of at most `max_bytes` bytes in a text file.
+
+    Large files are divided, so that their pieces can be shuffled: at line ends, or else between
+    characters.
+
+    Args:
+        stream: Text file in UTF-8.
+        digest: Hash to which the content is added.
+        max_bytes: Maximum size of a document.
+    """
     start = 0
-    while len(block := stream.read(most_bytes + 1)) > most_bytes:
-        size = block.rfind(b"\n", 0, most_bytes) + 1
-        if not size:
-            size = most_bytes
-            while block[size] & 0xC0 == 0x80 and most_bytes - size < 4:  # step back over UTF-8 continuation bytes
+    while len(block := stream.read(max_bytes + 1)) > max_bytes:
+        size = block.rfind(b"\n", 0, max_bytes) + 1
+        has_line_end = size > 0
+        if not has_line_end:
+            size = max_bytes
+            # A character has at most four bytes. Do not search further in bytes that are not UTF-8.
+            while _is_utf8_continuation(block[size]) and max_bytes - size < 4:
                 size -= 1
         digest.update(block[:size])
         start += size
         yield start
         stream.seek(start)
+
     digest.update(block)
     if block:
         yield start + len(block)
+
+
+def _is_utf8_continuation(byte: int) -> bool:
+    """Return whether a byte continues a UTF-8 character, so that no cut may precede it."""
+    return byte & 0xC0 == 0x80
+
+
+def _count_lines(stream: BinaryIO, offset: int) -> int:
+    """Return the number of the line that contains byte `offset`, counted from 1."""
+    stream.seek(0)
+    line = 1
+    for start in range(0, offset, _SCAN_BYTES):
+        line += stream.read(min(_SCAN_BYTES, offset - start)).count(b"\n")
+    return line
+
+
+class CompressedLines(Sequential):
+    """JSON lines in .gz and .zst files, possibly mixed with uncompressed files.
+
+    Each file is a part. When a run resumes, the current file is decompressed from its beginning.
+    """
+
+    def __init__(self, spec: TextSource, files: list[Path]) -> None:
+        super().__init__(spec, files)
+        self.parts = [(file, 0) for file in self.files]
+        self.fingerprint = hash_samples(self.files, self.column)
+
+    def raw(self, file: File, number: int) -> Iterator[tuple[str, bytes]]:
+        """Yield the location and the content of each line of a file that is not blank."""
+        import pyarrow
+
+        compression = COMPRESSIONS.get(file.path.suffix)
+        stream: Any = pyarrow.input_stream(file.open(_READ_AHEAD), compression=compression)
+        lines = read_lines(io.BufferedReader(stream, _BUFFER_BYTES))
+        for line_number, line in enumerate(lines, 1):
+            if not line.isspace():
+                yield f"{file.path}, line {line_number}", line
+
+
+class Parquet(Sequential):
+    """The rows of Parquet files. Each row group is a part."""
+
+    def __init__(self, spec: TextSource, files: list[Path]) -> None:
+        """Read the metadata of all files to list their row groups.
+
+        Args:
+            spec: Table of the job file that describes the source.
+            files: The files.
+
+        Raises:
+            UserError: If a file is not Parquet, or has no column of this name.
+        """
+        super().__init__(spec, files)
+        self.parts = []
+        self.num_documents = 0
+        for file in self.files:
+            try:
+                parquet = self._open(file)
+                check_column(self.column, parquet.schema_arrow.names, file.path)
+            except (OSError, ValueError, RuntimeError) as error:  # bases of pyarrow's exceptions
+                raise UserError(f"cannot read {file.path} as parquet: {error}") from None
+            for group in range(parquet.num_row_groups):
+                num_rows = parquet.metadata.row_group(group).num_rows
+                self.num_documents += num_rows
+                if num_rows:
+                    self.parts.append((file, group))
+        self.fingerprint = hash_samples(self.files, self.column)
+
+    def _open(self, file: File) -> Any:
+        """Open a file with pyarrow."""
+        import pyarrow.parquet
+
+        return pyarrow.parquet.ParquetFile(file.open())
+
+    def raw(self, file: File, number: int) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the location of each row of a row group, and a dictionary with its text column."""
+        groups = [number]
+        row = 0
+        for batch in self._open(file).iter_batches(_BATCH_ROWS, groups, columns=[self.column]):
+            for record in batch.to_pylist():
+                row += 1
+                yield f"{file.path}, row group {number}, row {row}", record
+
+
+class MappedDataset(RandomAccess):
+    """A dataset on disk that the Hugging Face `datasets` library maps into memory.
+
+    The fingerprint covers the number of documents and a sample of them.
+    """
+
+    def __init__(self, spec: TextSource, dataset: Any) -> None:
+        super().__init__(spec, [Path(file["filename"]) for file in dataset.cache_files])
+        check_column(self.column, dataset.column_names, self.name)
+        self._dataset = dataset.select_columns([self.column]).with_format(None)
+        self.num_documents = self.num_units = count = len(dataset)
+
+        digest = xxhash.xxh3_128(f"{count}".encode())
+        for i in range(0, count, max(1, -(-count // _SAMPLE_DOCUMENTS))):
+            text = self._dataset[i][self.column]
+            digest.update(repr(text).encode("utf-8", "surrogatepass"))
+        self.fingerprint = digest.hexdigest()
+
+    def record(self, index: int) -> Record:
+        """Return the text of row `index`, or a `BadRecord` if it has none."""
+        # Reading a mapped file that was truncated kills the process, so check one file per read.
+        if self.files:
+            self.files[index % len(self.files)].check()
+        return parse_record(self._dataset[index], self.column, f"{self.name}, row {index}")
+
+
+class StreamedDataset(Sequential):
+    """A Hugging Face dataset that is read while it is downloaded.
+
+    Each shard of the dataset (on the Hub: a file) is a part. The fingerprint covers the number of
+    shards and the first document.
+    """
+
+    def __init__(self, spec: TextSource, dataset: Any, files: list[Path]) -> None:
+        super().__init__(spec, files)
+        self._dataset = dataset
+        self.parts = [(None, number) for number in range(dataset.num_shards)]
+        first: Any = next(iter(dataset), {self.column: ""}).get(self.column)
+        content = f"{self.num_units} {first!r}".encode("utf-8", "surrogatepass")
+        self.fingerprint = xxhash.xxh3_128_hexdigest(content)
+
+    def raw(self, file: None, number: int) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the location and the fields of each document of a shard."""
+        self.check_files()
+        for i, record in enumerate(self._dataset.shard(self.num_units, number)):
+            yield f"{self.name}, part {number}, document {i}", record
+
+
+def open_datasets(spec: TextSource, files: list[Path]) -> MappedDataset | StreamedDataset:
+    """Open a source with the Hugging Face `datasets` library.
+
+    Args:
+        spec: Table of the job file with source "huggingface", "c4" or "arrow".
+        files: Not used, because the library finds the files by itself.
+
+    Returns:
+        A streamed dataset for "c4" or if dataset.streaming is set, otherwise a memory-mapped one.
+
+    Raises:
+        UserError: If the library cannot load the dataset.
+    """
+    import datasets
+
+    datasets.disable_progress_bars()
+    # These libraries log each failed attempt to reach the Hub.
+    for library in ("datasets", "huggingface_hub"):
+        logging.getLogger(library).setLevel(logging.ERROR)
+
+    path = spec.path or "allenai/c4"
+    config = spec.config or ("en" if spec.source == "c4" else None)
+    streaming = spec.streaming or spec.source == "c4"
+    if spec.source == "arrow":
+        path = str(storage.get_local_copy(path, deep=True))  # only a local file can be mapped
+    origin = "the Hugging Face Hub, because no such local folder exists"
+    if Path(path).exists():
+        origin = "this local folder"
+    name = f"dataset {path!r} (configuration {config or 'default'}, split {spec.split})"
+    logging.getLogger("titanlite").info(f"Loading {name} from {origin}")
+
+    try:
+        if spec.source == "arrow":
+            saved: Any = datasets.load_from_disk(path)
+            has_splits = isinstance(saved, datasets.DatasetDict)
+            return MappedDataset(spec, saved[spec.split] if has_splits else saved)
+        loaded: Any = datasets.load_dataset(
+            path, name=config, split=spec.split, streaming=streaming
+        )
+        if not streaming:
+            return MappedDataset(spec, loaded)
+        local_files = [file for file in Path(path).rglob("*") if file.is_file()]
+        return StreamedDataset(spec, loaded, local_files)
+    except UserError:
+        raise
+    except Exception as error:  # each part of the library has its own exception types
+        cause = one_line(str(error.__cause__ or error) or repr(error)).rstrip(".")
+        remedy = (
+            "Check dataset.path and the network. To download a dataset of the Hub first, use "
+            "`titanlite get data OWNER/NAME`."
+        )
+        raise UserError(
+            f"dataset.path: cannot load {name} from {origin}: {cause}. {remedy}"
+        ) from None
+
+
+def open_source(spec: TextSource, job: JobConfig | None = None) -> Source:
+    """Open the source that a table of the job file describes.
+
+    Args:
+        spec: Table with the keys source, path and text_column.
+        job: The job, whose sections configure the sources of plugins.
+
+    Raises:
+        UserError: If a file is missing or cannot be opened, or the source is empty.
+    """
+    try:
+        files = find_files(spec)
+    except UserError as error:
+        prefix = "" if spec.path is None else f"dataset.path = {spec.path!r} "
+        raise UserError(f"{prefix}{error}") from None
+
+    if spec.source == "jsonl" and _has_compressed(files):
+        source: Source = CompressedLines(spec, files)
+    else:
+        source = SOURCES.make(spec.source, job, spec, files)
+    if not source.num_units:
+        raise UserError(f"{source.name} is empty: it contains no documents")
+    return source
+
+
+def open_quickly(spec: TextSource, job: JobConfig) -> Source | None:
+    """Open a source if that takes less than a second, otherwise return None.
+
+    `titanlite check` uses this function to inspect data without a long wait. Large JSON lines files
+    are opened as a sequential source, which does not count the lines. Remote sources return None.
+    """
+    files = find_files(spec)
+    if spec.source not in _BUILTIN - {"huggingface", "c4"} or storage.as_url(spec.path):
+        return None
+    if spec.source in ("python_stdlib", "text", "jsonl"):
+        num_bytes = sum(file.stat().st_size for file in files)
+        if num_bytes > _QUICK_BYTES:
+            return CompressedLines(spec, files) if spec.source == "jsonl" else None
+    return open_source(spec, job)
+
+
+def describe_file(file: Path, column: str) -> DataSource:
+    """Return the source table for a file that was named on the command line.
+
+    The suffix selects the source, such as "jsonl" for .jsonl and .gz. Files with an unknown suffix
+    are read as text.
+
+    Args:
+        file: The file.
+        column: Name of the field or column that contains the text.
+    """
+    source = _SOURCE_OF_SUFFIX.get(file.suffix.lower(), "text")
+    return DataSource.model_validate({"source": source, "path": str(file), "text_column": column})
+
+
+def find_files(spec: TextSource) -> list[Path]:
+    """List the files of a source in a stable order, without opening them.
+
+    Args:
+        spec: Table of the job file that describes the source. Its path is a file, a pattern with *
+            and **, or a folder for sources such as "shards".
+
+    Returns:
+        The files, as `RemotePath` if they are at a URL. Empty for sources that `datasets` loads.
+        The list can also be empty for a source from a plugin.
+
+    Raises:
+        UserError: If the path is missing, matches no file, or names files of the wrong kind.
+    """
+    is_builtin = spec.source in _BUILTIN
+    if spec.source == "python_stdlib":
+        return _find_stdlib_files()
+    if spec.path is None and is_builtin and spec.source != "c4":
+        raise UserError(f"dataset.path is missing: dataset.source = {spec.source!r} needs one")
+    if spec.path is None or spec.source in ("c4", "huggingface"):
+        return []
+
+    pattern = spec.path
+    is_url = storage.as_url(spec.path) is not None
+    if spec.source in _FILE_IN_FOLDER:
+        folder = spec.path if is_url else glob.escape(spec.path)
+        pattern = os.path.join(folder, _FILE_IN_FOLDER[spec.source])
+    files: list[Any] = list(storage.glob_files(pattern)) if is_url else _find_local_files(pattern)
+
+    if is_builtin:
+        if not files:
+            raise UserError(_explain_no_match(pattern, spec.source))
+        _check_suffixes(files, spec.source)
+    return files
+
+
+def _find_local_files(pattern: str) -> list[Path]:
+    """Return the local files that match a pattern, sorted by path."""
+    if os.path.isfile(pattern):  # The name of an existing file can contain glob characters.
+        return [Path(pattern)]
+    return [
+        Path(name) for name in sorted(glob.glob(pattern, recursive=True)) if os.path.isfile(name)
+    ]
+
+
+def _explain_no_match(pattern: str, source: str) -> str:
+    """Return the error message for a path that matches no file, with a remedy if one is known."""
+    if os.path.isdir(pattern):
+        suffix = "" if source == "text" else f".{source}"  # text files can have any name
+        return f"is a folder; {pattern.rstrip('/')}/*{suffix} names the files in it"
+    searched = pattern
+    if not storage.as_url(pattern):
+        searched = f"{pattern}; current folder: {Path.cwd()}"
+    return f"matches no file (of {searched}){propose_download('data', pattern)}"
+
+
+def _check_suffixes(files: list[Path], source: str) -> None:
+    """Reject files that a built-in source cannot read: tables and compressed text.
+
+    Raises:
+        UserError: If there is such a file. The message explains how to convert it.
+    """
+    tables = [file for file in files if file.suffix.lower() in _TABLES]
+    if tables and source in ("jsonl", "parquet"):
+        raise UserError(f"names a table of text. {_convert_table(tables[0])}")
+    if source == "text" and _has_compressed(files):
+        raise UserError(
+            'names a compressed file, but source "text" reads plain files only; decompress it'
+        )
+
+
+def _has_compressed(files: list[Path]) -> bool:
+    """Return whether any of the files ends with .gz or .zst."""
+    return any(file.suffix in COMPRESSIONS for file in files)
+
+
+def _convert_table(file: Path) -> str:
+    """Return a sentence with the command that converts a CSV or TSV file to Parquet."""
+    separator = r', delimiter="\t"' if file.suffix.lower() == ".tsv" else ""
+    options = f"csv.ParseOptions(newlines_in_values=True{separator})"
+    read = f"csv.read_csv({format_value(str(file))}, parse_options={options})"
+    write = f"parquet.write_table({read}, {format_value(str(file.with_suffix('.parquet')))})"
+    program = f"from pyarrow import csv, parquet; {write}"
+    command = f"{shlex.quote(sys.executable)} -c {shlex.quote(program)}"
+    return f'To convert it, run `{command}`, then set source = "parquet"'
+
+
+def _find_stdlib_files() -> list[Path]:
+    """List the .py files of Python's standard library that are not empty, sorted by path.
+
+    The source "python_stdlib" reads these files, so that a first run requires no download.
+    """
+    files = []
+    for folder, folders, names in os.walk(_STDLIB):
+        folders[:] = [name for name in folders if name not in _STDLIB_SKIPPED]
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    return sorted(file for file in files if file.is_file() and file.stat().st_size)
+
+
+def find_markup(files: Sequence[Path]) -> str:
+    """Return a warning if most of the text files are JSON, HTML or tables, otherwise "".
+
+    A run with source = "text" would train on the braces, tags or separators. Up to 16 local files
+    are inspected.
+    """
+    sample = files[:: max(1, len(files) // _SAMPLE_FILES)]
+    local_files = [file for file in sample if isinstance(file, Path)]
+    if not local_files:
+        return ""
+    counts = Counter(_detect_markup(file) for file in local_files)
+    kind, count = counts.most_common(1)[0]
+    if 2 * count <= len(local_files):
+        return ""
+
+    if kind == "JSON":
+        problem = 'contains JSON records, and source "text" trains on their braces and keys.'
+        return f'{problem} Set source = "jsonl".'
+    if kind == "HTML":
+        return 'contains HTML, and source "text" trains on its tags. Extract the text first.'
+    if kind == "table":
+        table = next(file for file in local_files if file.suffix.lower() in _TABLES)
+        problem = 'is a table, and source "text" trains on its separators and all columns.'
+        return f"{problem} {_convert_table(table)}."
+    return ""
+
+
+def _detect_markup(file: Path) -> str:
+    """Return "table", "JSON", "HTML" or "", judging by the suffix and first bytes of a file."""
+    if file.suffix.lower() in _TABLES:
+        return "table"
+    with File(file).open() as stream:
+        head = stream.read(_HEAD_BYTES)
+    if re.match(rb'\s*\{\s*"[^"\n]*"\s*:', head):
+        return "JSON"
+    is_html = re.match(rb"\s*<(!doctype html|html|\?xml)\b", head, re.IGNORECASE)
+    return "HTML" if is_html else ""

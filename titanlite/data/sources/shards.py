@@ -1,24 +1,29 @@
-"""Token shards that `titanlite prepare` made.
+"""Token shards written by `titanlite prepare`.
 
-Invariant: what is read is what was written. Names, sizes, the tokenizer and the index are checked when shards are
-opened. A block of 64 KiB is checked against its checksum when it is first touched, so that terabytes need no reading in
-advance. Files are read, not mapped into memory: to touch a mapped file that became shorter would end the process.
+Invariant: A run trains on the tokens that `titanlite prepare` wrote, or it stops. Opening the
+shards verifies their sizes, tokenizer and indexes. Each read verifies the blocks that contain the
+data, so training starts without a pass over terabytes. Files are read rather than memory-mapped,
+because reading a mapped file after it was truncated kills the process.
 
-A folder holds manifest.json and three files for each shard. NAME.bin: the token ids of its documents, bos and eos
-included, as uint16 or uint32, little-endian; a record that was skipped is a document without tokens. NAME.idx: the end
-of each document in tokens, then a checksum for each block, all uint64. NAME.hash: `text_hash` of each document, uint64;
-only a run with a holdout reads it.
+A folder contains manifest.json and three files per shard:
+
+- NAME.bin: the token ids of its documents with BOS and EOS, as little-endian uint16 or uint32. A
+  skipped record is a document without tokens.
+- NAME.idx: the end of each document in tokens, then a checksum for each block of 64 KiB of
+  NAME.bin, all as uint64.
+- NAME.hash: `hash_text` of each document as uint64. Only runs with a holdout read it.
 """
 
 from __future__ import annotations
 
-import struct
+import math
 from bisect import bisect_right
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, BinaryIO, Literal
 
 import numpy as np
 import xxhash
@@ -27,136 +32,265 @@ from pydantic import BaseModel, Field, NonNegativeInt
 from titanlite.config.errors import UserError
 from titanlite.config.files import parse_json
 from titanlite.config.schema import TextSource
-from titanlite.data.sources.base import File, Prepared, RandomAccess
+from titanlite.data.sources.base import File, RandomAccess, make_file
+from titanlite.data.sources.records import Prepared
 from titanlite.data.tokenizer import Tokenizer
 
-FORMAT = 2
-"""Format 1 had no hashes of the texts."""
-BLOCK_BYTES = 1 << 16
-_ENDINGS = (".bin", ".idx", ".hash")
-_PAIR, _ZERO = struct.Struct("<2Q"), bytes(8)
+FORMAT = 2  # format 1 had no .hash files
+TOKEN_BLOCK_BYTES = 1 << 16
+MAX_MANIFEST_BYTES = 1 << 28  # enough for a million shards
+# Reading a document requires two numbers of the index, so small blocks save reads. Larger blocks
+# would save memory, which holds one checksum per block.
+_INDEX_BLOCK_BYTES = 1 << 12
 _REMEDY = "Copy it again, or remove the folder and run titanlite prepare again."
-# Each shard has two or three files, and a process may usually open 1,024.
-_opened = lru_cache(maxsize=500)(lambda file: file.open(0))
-MOST_BYTES = 1 << 28  # of a manifest: a million shards
 
 
 class ShardEntry(BaseModel, strict=True, frozen=True):
-    """A shard in the manifest."""
+    """The entry of a shard in manifest.json: its name, sizes and checksums."""
 
     name: Annotated[str, Field(pattern=r"^shard-\d{5,9}$")]
+    """Name of the files without suffix."""
     documents: NonNegativeInt
     tokens: NonNegativeInt
     index_checksum: str
+    """xxh3 checksum of the .idx file."""
     hash_checksum: str | None = None
+    """xxh3 checksum of the .hash file. None in format 1, which has no such file."""
 
 
 class Manifest(BaseModel, strict=True, frozen=True):
-    """What manifest.json must hold. `titanlite prepare` also writes what the shards were made of."""
+    """The fields of manifest.json that are needed to read the shards."""
 
     format: Literal[1, 2]
     tokenizer: str
+    """Fingerprint of the tokenizer."""
     tokenizer_path: str
+    """Name of the tokenizer file, for messages."""
     dtype: Literal["uint16", "uint32"]
+    """Data type of the token ids."""
     shards: Annotated[tuple[ShardEntry, ...], Field(strict=False)]
 
 
-def block_checksums(raw: bytes) -> np.ndarray:
-    """xxh3 of each block of a shard, uint64."""
+def block_checksums(raw: bytes, block_bytes: int = TOKEN_BLOCK_BYTES) -> np.ndarray:
+    """Return the xxh3 checksums of consecutive blocks of `block_bytes` bytes, as uint64.
+
+    The last block can be shorter.
+    """
     view = memoryview(raw)
-    sums = [xxhash.xxh3_64_intdigest(view[i : i + BLOCK_BYTES]) for i in range(0, len(view), BLOCK_BYTES)]
-    return np.array(sums, dtype="<u8")
+    starts = range(0, len(view), block_bytes)
+    checksums = [xxhash.xxh3_64_intdigest(view[start : start + block_bytes]) for start in starts]
+    return np.array(checksums, dtype="<u8")
+
+
+class _IndexFile:
+    """An .idx or .hash file, which contains uint64 numbers.
+
+    The checksums of its blocks stay in memory, so that each read detects whether the file was
+    changed after it was opened.
+    """
+
+    def __init__(self, path: Path, checksum: str | None) -> None:
+        """Read the file once to verify it and to compute the checksums of its blocks.
+
+        Args:
+            path: Path of the file.
+            checksum: Checksum of the whole file in manifest.json.
+
+        Raises:
+            UserError: If the file does not have this checksum.
+        """
+        self._file = make_file(path, _REMEDY)
+        with self._file.open() as stream:
+            raw = stream.read()
+        if xxhash.xxh3_64_hexdigest(raw) != checksum:
+            raise _damaged(self._file, "is altered: its checksum does not match manifest.json")
+        self._size = len(raw)
+        self._checksums = block_checksums(raw, _INDEX_BLOCK_BYTES)
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """Return `count` numbers from index `start`, as uint64.
+
+        Raises:
+            UserError: If the file was changed after it was opened.
+        """
+        first = 8 * start // _INDEX_BLOCK_BYTES
+        last = -(-8 * (start + count) // _INDEX_BLOCK_BYTES)
+        offset = first * _INDEX_BLOCK_BYTES
+        raw = _read(self._file, offset, min(last * _INDEX_BLOCK_BYTES, self._size) - offset)
+        _verify(self._file, raw, first, self._checksums[first:last], _INDEX_BLOCK_BYTES)
+        return np.frombuffer(raw, "<u8", count, 8 * start - offset)
 
 
 class Shards(RandomAccess):
-    """Documents as token arrays.
-
-    Raises:
-        UserError: the folder is damaged, or of a format that this version does not read.
-    """
+    """Documents that `titanlite prepare` has tokenized in advance."""
 
     def __init__(self, spec: TextSource, files: list[Path]) -> None:
+        """Open the shards of a folder and verify their sizes and indexes.
+
+        Args:
+            spec: Table of the job file that describes the source.
+            files: The path of manifest.json, as the only item.
+
+        Raises:
+            UserError: If the folder is damaged or has a format that this version cannot read.
+        """
         super().__init__(spec, files)
         (path,) = files
-        raw, file = self.files[0].open().read(MOST_BYTES), type(self.files[0])
-        self._manifest = manifest = parse_json(path, raw, Manifest, "what titanlite prepare wrote; it is damaged")
+        raw = self.files[0].open().read(MAX_MANIFEST_BYTES)
+        manifest = parse_json(path, raw, Manifest, "what titanlite prepare wrote; it is damaged")
+
+        self._folder = path.parent
+        self._manifest = manifest
         self._dtype = np.dtype(manifest.dtype).newbyteorder("<")
-        self._shards = [[file(path.with_name(entry.name + end)) for end in _ENDINGS] for entry in manifest.shards]
+        # Index of the first document of each shard.
         self._first = list(accumulate((entry.documents for entry in manifest.shards), initial=0))
         self.num_documents = self.num_units = self._first[-1]
         self.num_tokens = sum(entry.tokens for entry in manifest.shards)
         self.fingerprint = xxhash.xxh3_128_hexdigest(raw)
-        self._with_hashes = False
-        with ThreadPoolExecutor() as pool:  # because a storage takes a tenth of a second to answer
-            self._checked = [*pool.map(self._blocks_of, manifest.shards, self._shards)]  # whether each block was
 
-    def _blocks_of(self, entry: ShardEntry, shard: list[File]) -> bytearray:
-        """A byte for each block of a shard, whose size and index are as the manifest says."""
-        tokens, index, _ = shard
-        size = entry.tokens * self._dtype.itemsize
-        if (found := tokens.check()[0]) != size:
-            raise _damage(tokens, f"is truncated or altered: it has {found:,} of {size:,} bytes")
-        _check_whole(index, entry.index_checksum)
-        return bytearray(-(-size // BLOCK_BYTES))
-
-    def record(self, index: int) -> Prepared:
-        number = bisect_right(self._first, index) - 1
-        local, width, text_hash = index - self._first[number], self._dtype.itemsize, -1
-        tokens, ends, hashes = self._shards[number]
-        start, end = _PAIR.unpack(self._read(ends, 8 * local - 8, 16) if local else _ZERO + self._read(ends, 0, 8))
-        start, end = start * width, end * width
-        raw, checked = self._read(tokens, start, end - start), self._checked[number]
-        for block in range(start // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
-            if not checked[block]:
-                self._check(number, block)
-        if self._with_hashes:
-            text_hash = int.from_bytes(self._read(hashes, 8 * local, 8), "little")
-        return Prepared(np.frombuffer(raw, self._dtype), text_hash)
-
-    def _read(self, file: File, start: int, size: int) -> bytes:
-        stream = _opened(file)
-        stream.seek(start)
-        if len(raw := stream.read(size)) < size:
-            raise _damage(file, "has become shorter while it was read")
-        return raw
-
-    def _check(self, number: int, block: int) -> None:
-        """Compare a block of a shard with its checksum."""
-        entry, (tokens, index, _) = self._manifest.shards[number], self._shards[number]
-        start = block * BLOCK_BYTES
-        raw = self._read(tokens, start, min(BLOCK_BYTES, entry.tokens * self._dtype.itemsize - start))
-        checksum = int.from_bytes(self._read(index, 8 * (entry.documents + block), 8), "little")
-        if xxhash.xxh3_64_intdigest(raw) != checksum:
-            raise _damage(tokens, f"is altered: the checksum of block {block} does not match")
-        self._checked[number][block] = 1
+        self._tokens = [make_file(self._path(entry, "bin"), _REMEDY) for entry in manifest.shards]
+        checksums = [entry.index_checksum for entry in manifest.shards]
+        # Remote storage takes a tenth of a second per request, so check all shards in parallel.
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(self._check_size, manifest.shards, self._tokens))
+        self._indexes = self._open_indexes("idx", checksums)
+        self._hashes: list[_IndexFile] = []  # opened only for a holdout
 
     def check(self, tokenizer: Tokenizer, holdout: float) -> None:
-        """Refuse ids of another tokenizer, and shards that do not know which documents are held out.
+        """Check that the shards were made with the tokenizer of the run, and support its holdout.
+
+        Args:
+            tokenizer: Tokenizer of the run.
+            holdout: Value of validation.holdout. If it is positive, the .hash files are opened.
 
         Raises:
-            UserError: they are such.
+            UserError: If the shards do not match, or a file is damaged.
         """
         if not tokenizer.is_known_as(self._manifest.tokenizer):
-            made = f"{self.name} was made with another tokenizer ({self._manifest.tokenizer_path}) than"
-            raise UserError(f"{made} {tokenizer.path}. Set tokenizer.path to that one, or run titanlite prepare again.")
-        self._with_hashes = holdout > 0
-        if self._with_hashes and self._manifest.format == 1:
-            made = f"{self.name} was prepared by an older titanlite, which did not keep what validation.holdout needs"
-            raise UserError(f"{made}. Prepare it again, or give [validation] a source of its own.")
-        if self._with_hashes:
-            sums = (entry.hash_checksum for entry in self._manifest.shards)
-            with ThreadPoolExecutor() as pool:
-                list(pool.map(_check_whole, (hashes for *_, hashes in self._shards), sums))
+            other = self._manifest.tokenizer_path
+            problem = f"{self.name} was made with another tokenizer ({other}) than {tokenizer.path}"
+            fix = "Set tokenizer.path to that tokenizer, or run titanlite prepare again."
+            raise UserError(f"{problem}. {fix}")
+        if holdout == 0:
+            return
+
+        if self._manifest.format == 1:
+            problem = f"{self.name} was prepared by an older titanlite without the hashes"
+            fix = "Prepare it again, or set a source in [validation]."
+            raise UserError(f"{problem} that validation.holdout needs. {fix}")
+        checksums = [entry.hash_checksum for entry in self._manifest.shards]
+        self._hashes = self._open_indexes("hash", checksums)
 
     def describe(self) -> str:
+        """Return one line for the log with the numbers of documents and tokens."""
         return f"{super().describe()}, {self.num_tokens:,} tokens"
 
+    def record(self, index: int) -> Prepared:
+        """Return the tokens of document `index` and the hash of its text.
 
-def _check_whole(file: File, checksum: str | None) -> None:
-    with file.open() as stream:
-        if xxhash.xxh3_64_hexdigest(stream.read()) != checksum:
-            raise _damage(file, "is altered: its checksum does not match manifest.json")
+        Raises:
+            UserError: If the checksum of a block that contains the document does not match.
+        """
+        shard = bisect_right(self._first, index) - 1
+        local = index - self._first[shard]
+        if local:
+            start, end = self._indexes[shard].read(local - 1, 2).tolist()
+        else:
+            start, end = 0, int(self._indexes[shard].read(0, 1)[0])
+        width = self._dtype.itemsize
+        tokens = np.frombuffer(self._read_tokens(shard, start * width, end * width), self._dtype)
+        text_hash = int(self._hashes[shard].read(local, 1)[0]) if self._hashes else -1
+        return Prepared(tokens, text_hash)
+
+    def _read_tokens(self, shard: int, start: int, end: int) -> bytes:
+        """Return a range of bytes of a .bin file, after verifying the blocks that contain it.
+
+        Args:
+            shard: Index of the shard.
+            start: First byte.
+            end: Byte after the last one.
+
+        Raises:
+            UserError: If the checksum of a block does not match.
+        """
+        if start == end:
+            return b""
+        entry = self._manifest.shards[shard]
+        file = self._tokens[shard]
+        file_size = entry.tokens * self._dtype.itemsize
+        first_block = start // TOKEN_BLOCK_BYTES
+        num_blocks = math.ceil(end / TOKEN_BLOCK_BYTES) - first_block
+        blocks_start = first_block * TOKEN_BLOCK_BYTES
+        blocks_end = min(blocks_start + num_blocks * TOKEN_BLOCK_BYTES, file_size)
+
+        blocks = _read(file, blocks_start, blocks_end - blocks_start)
+        # The index has the end of each document first, then the checksum of each block.
+        checksums = self._indexes[shard].read(entry.documents + first_block, num_blocks)
+        _verify(file, blocks, first_block, checksums, TOKEN_BLOCK_BYTES)
+        return blocks[start - blocks_start : end - blocks_start]
+
+    def _path(self, entry: ShardEntry, suffix: str) -> Path:
+        """Return the path of a shard's file with this suffix: "bin", "idx" or "hash"."""
+        return self._folder / f"{entry.name}.{suffix}"
+
+    def _check_size(self, entry: ShardEntry, file: File) -> None:
+        """Check that a .bin file has the size that the manifest states.
+
+        Raises:
+            UserError: If the file has another size.
+        """
+        size = file.check()[0]
+        expected = entry.tokens * self._dtype.itemsize
+        if size != expected:
+            raise _damaged(file, f"is truncated or altered: it has {size:,} of {expected:,} bytes")
+
+    def _open_indexes(self, suffix: str, checksums: Sequence[str | None]) -> list[_IndexFile]:
+        """Open the files of all shards with this suffix in parallel, and verify their checksums."""
+        paths = [self._path(entry, suffix) for entry in self._manifest.shards]
+        with ThreadPoolExecutor() as pool:
+            return list(pool.map(_IndexFile, paths, checksums))
 
 
-def _damage(file: File, fault: str) -> UserError:
-    return UserError(f"{file.path} {fault}. {_REMEDY}")
+@lru_cache(maxsize=500)  # each shard has up to three files, and a process can usually open 1,024
+def _open(file: File) -> BinaryIO:
+    """Open a file without a buffer, and keep it open so that later reads reuse it."""
+    return file.open(0)
+
+
+def _read(file: File, start: int, size: int) -> bytes:
+    """Read `size` bytes from byte `start` of a file.
+
+    Raises:
+        UserError: If the file has changed.
+    """
+    stream = _open(file)
+    stream.seek(start)
+    raw = stream.read(size)
+    file.check_while_read()
+    if len(raw) < size:  # possible only for a file at a URL
+        raise _damaged(file, "is shorter than its index")
+    return raw
+
+
+def _verify(file: File, raw: bytes, first: int, checksums: np.ndarray, block_bytes: int) -> None:
+    """Compare the checksums of consecutive blocks of a file with the expected ones.
+
+    Args:
+        file: The file, for the error message.
+        raw: Content of the blocks.
+        first: Index of the first block in the file.
+        checksums: Expected checksum of each block, uint64.
+        block_bytes: Size of a block in bytes.
+
+    Raises:
+        UserError: If a checksum differs.
+    """
+    wrong = np.flatnonzero(block_checksums(raw, block_bytes) != checksums)
+    if len(wrong):
+        block = first + wrong[0]
+        raise _damaged(file, f"is altered: the checksum of block {block} does not match")
+
+
+def _damaged(file: File, problem: str) -> UserError:
+    """Return the error for a damaged file of a shard."""
+    return UserError(f"{file.path} {problem}. {_REMEDY}")

@@ -54,30 +54,33 @@ for (const run of D.runs) {
 // Tag and meaning of a number; "OBJECT/KEY" is one in an object.
 function described(key) {
   const [name, ...part] = key.split("/");
-  const [tag, about] = D.tags[name] || [`9_more/${name}`, ""];
+  const [tag, about] = D.tags[name] || [`custom/${name}`, ""];
   return part.length ? [`${tag}/${part.join("/")}`, `${part.join("/")}: ${about}`] : [tag, about];
 }
 
-// One chart for each curve that any run has, in TensorBoard's order: those of titanlite first, the loss widest.
+// Return one chart for each curve of any run: the metrics in the order of metrics.jsonl, then those of hooks.
 function chartSpecs() {
   const keys = new Set(D.runs.flatMap((run) => Object.keys(run.curves.y)));
   const validated = new Set(D.runs.flatMap((run) => Object.keys(run.validations.y)));
   const about = "What happened, and when. Pale: trained again after a return to an earlier step.";
-  const specs = [["1_loss/zz", { kind: "events", key: "", title: "Events", wide: true, about }]];
+  const names = Object.keys(D.tags);
+  const rank = (key) => (names.includes(key.split("/")[0]) ? names.indexOf(key.split("/")[0]) : names.length);
+  const last = rank("loss_max_rank"); // events and validations come after the losses
+  const specs = [[last + 0.1, "", { kind: "events", key: "", title: "Events", wide: true, about }]];
   for (const key of keys) {
     const [tag, about] = described(key);
     const both = key === "loss" && validated.delete("loss");
-    specs.push([tag, { key, about: both ? `${about} Dashed: validation.` : about, wide: key === "loss", validation: both ? "loss" : "" }]);
+    specs.push([rank(key), tag, { key, about: both ? `${about} Dashed: validation.` : about, wide: key === "loss", validation: both ? "loss" : "" }]);
   }
   for (const key of validated) {
-    const [tag, about] = D.validation_tags[key] || [`9_more/validation ${key}`, ""];
-    specs.push([tag, { key: "", validation: key, about }]);
+    const [tag, about] = D.validation_tags[key] || [`custom/validation ${key}`, ""];
+    specs.push([last + 0.2, tag, { key: "", validation: key, about }]);
   }
-  specs.sort(([a], [b]) => (a < b ? -1 : 1));
-  const clean = (text) => text.replace(/^[0-9_]+/, "").replaceAll("_", " ");
-  return specs.map(([tag, spec], id) => {
+  specs.sort(([a, tagA], [b, tagB]) => a - b || (tagA < tagB ? -1 : 1));
+  const clean = (text) => text.replaceAll("_", " ");
+  return specs.map(([, tag, spec], id) => {
     const group = clean(tag.split("/")[0]), name = clean(tag.slice(tag.indexOf("/") + 1));
-    return { id, title: name.startsWith(group) || group === "more" ? name : `${group}: ${name}`, ...spec };
+    return { id, title: name.startsWith(group) || group === "custom" ? name : `${group}: ${name}`, ...spec };
   });
 }
 D.charts = chartSpecs();
@@ -344,11 +347,11 @@ function overview() {
       },
       (box) => {
         node("span", box, `state ${run.state}`, run.state);
-        node("span", box, "muted", ` ${clock(run.last_word)}`);
-        node("div", box, "", run.reason);
+        node("span", box, "muted", ` ${clock(run.last_update)}`);
+        node("div", box, "", run.exit_reason);
       },
       count(run.step) + (run.total_steps === null ? "" : ` of ${count(run.total_steps)}`),
-      count(run.numbers.tokens),
+      count(run.tokens),
       run.curves.x.hours?.length ? number(Number(run.curves.x.hours.at(-1).toFixed(2))) : "-",
       number(run.numbers.loss),
       number(validated.length ? Math.min(...validated) : null),

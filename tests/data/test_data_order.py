@@ -1,0 +1,435 @@
+"""Sequence k of a batch is the same on any layout, after any restart, and in each version."""
+
+import hashlib
+import itertools
+import json
+
+import datasets as hf_datasets
+import pytest
+import torch
+from data_helpers import (
+    TOKENIZER,
+    RankLoaders,
+    hide_bad_records,
+    jsonl_dataset,
+    make_dataset,
+    make_loader,
+    make_mixture,
+    some_texts,
+    write_hub,
+    write_jsonl,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from titanlite import Loader
+from titanlite.config.errors import CheckpointError, UserError
+from titanlite.config.flavors import Architecture
+from titanlite.config.schema import Dataset, DataSource, DataStage
+from titanlite.data.loader import OutOfData
+from titanlite.data.tokenizer import load_tokenizer
+from titanlite.model.attention import document_mask
+from titanlite.model.llama import Llama
+
+STEPS = 9
+TEXTS = some_texts(230)
+# Hashes of nine global batches and of the state after each one. They must never change, because old
+# runs are resumed.
+DIGESTS = {
+    "concat": "d0caf91b1757f7f3",
+    "best_fit": "b4f3a602995c609f",
+    "mask": "0482132c9c1858dc",
+    "holdout": "747736b19dbeb28a",
+    "capped": "4b3bb69282cc632b",
+    "capped best_fit": "bc379da785e01277",
+    "skip": "23ada54c4b10a58b",
+    "gz": "9014d83484f73d4a",
+    "zst": "dc70b286c70ee3fd",
+    "parquet": "75ce60ff74e6ccb4",
+    "arrow": "ab284fce0ae4c7b1",
+    "streaming": "e8f528c49a6c8ee7",
+    "text": "1385d6b57c636f00",
+    "windows": "4d6c225a408d9357",
+    "mix": "77f552317a3b5d25",
+}
+# Their fingerprints depend on times, or on the version of a library.
+UNSTABLE_FINGERPRINTS = ("gz", "zst", "mix", "windows", "parquet")
+
+
+@pytest.fixture(scope="module")
+def datasets(tmp_path_factory):
+    """The datasets of DIGESTS."""
+    folder = tmp_path_factory.mktemp("data")
+    for i in range(5):
+        write_jsonl(folder / f"a{i}.jsonl.gz", TEXTS[i::5])
+        write_jsonl(folder / f"a{i}.jsonl.zst", TEXTS[i::5])
+    write_jsonl(folder / "large.jsonl.gz", some_texts(1500, words=20))  # more than one window
+    for name, part in (("a", TEXTS[:100]), ("b", TEXTS[100:])):
+        table = hf_datasets.Dataset.from_dict({"text": part})
+        table.to_parquet(folder / f"{name}.parquet", batch_size=20)
+    write_hub(folder / "hub", TEXTS)
+    hf_datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(folder / "arrow")
+    hide_bad_records(folder / "bad.jsonl", TEXTS, count=5)
+    for name, line in (("a", "x" * 99 + "\n"), ("b", "日本" * 40_000 + "\n"), ("c", "é" * 999)):
+        count = 200_000 // len(line.encode()) + 1
+        (folder / f"{name}.txt").write_text(line * count, encoding="utf-8", newline="")
+    (folder / "d.txt").write_text("small\n", encoding="utf-8-sig")
+
+    plain = jsonl_dataset(folder, some_texts(150))
+    sources = (
+        DataSource(source="jsonl", path=plain.path, weight=0.7),
+        DataSource(source="jsonl", path=str(folder / "*0.jsonl.gz"), weight=0.2),
+        DataSource(source="jsonl", path=plain.path, weight=0.1, max_epochs=3),
+    )
+    stages = (DataStage(start_step=4, weights=(0.2, 0.7, 0.1)),)
+    return {
+        "concat": plain,
+        "best_fit": plain.model_copy(update={"packing": "best_fit"}),
+        "mask": plain.model_copy(update={"document_mask": True}),
+        "holdout": plain,
+        "capped": plain.model_copy(update={"max_epochs": 2}),
+        "capped best_fit": plain.model_copy(update={"max_epochs": 2, "packing": "best_fit"}),
+        "skip": make_dataset("jsonl", folder / "bad.jsonl", on_bad_record="skip"),
+        "gz": make_dataset("jsonl", folder / "a*.gz"),
+        "zst": make_dataset("jsonl", folder / "*.zst", packing="best_fit", max_epochs=1),
+        "parquet": make_dataset("parquet", folder / "*.parquet"),
+        "arrow": make_dataset("arrow", folder / "arrow"),
+        "streaming": make_dataset(
+            "huggingface", folder / "hub", streaming=True, packing="best_fit"
+        ),
+        "text": make_dataset("text", folder / "*.txt"),
+        "windows": make_dataset("jsonl", folder / "large.jsonl.gz"),
+        "mix": Dataset(sources=sources, stages=stages, num_workers=0),
+    }
+
+
+def keys_of(name):
+    return {"holdout": 0.2 if name == "holdout" else 0.0, "seq_len": 512 if name == "text" else 32}
+
+
+@pytest.fixture(scope="module")
+def references(datasets):
+    """The batches of each dataset on one rank, and the states after them."""
+    references = {}
+    for name, dataset in datasets.items():
+        ranks = RankLoaders(dataset, 1, **keys_of(name))
+        references[name] = [], []
+        for _ in range(STEPS):
+            references[name][0].append(ranks.batch())
+            references[name][1].append(ranks.state())
+    return references
+
+
+@pytest.mark.parametrize("name", DIGESTS)
+def test_sequences_and_states_are_the_same_in_each_version(references, name):
+    digest = hashlib.sha256()
+    for batch, state in zip(*references[name], strict=True):
+        sources = state["sources"]
+        positions = [state["schedule"], state["seed"], state["packing"]]
+        positions.append([source["streams"] for source in sources])
+        is_stable = name not in UNSTABLE_FINGERPRINTS
+        fingerprints = [source["fingerprint"] for source in sources if is_stable]
+        content = json.dumps([positions, fingerprints], sort_keys=True)
+        digest.update(batch.numpy().tobytes() + content.encode())
+
+    assert digest.hexdigest()[:16] == DIGESTS[name]
+
+
+@pytest.mark.parametrize("sizes", [(2, 4), (3, 1), (8, 3), (24, 6)])
+@pytest.mark.parametrize("name", DIGESTS)
+def test_sequences_and_states_are_the_same_on_any_layout_and_after_restarts(
+    datasets, references, name, sizes
+):
+    batches, states = references[name]
+    local = 24 // sizes[0] if sizes[0] < 8 else 1
+    ranks = RankLoaders(datasets[name], sizes[0], local=local, **keys_of(name))
+
+    for step in range(STEPS):
+        if step in (2, 5):
+            state = ranks.state()
+            ranks = RankLoaders(datasets[name], sizes[step == 2], **keys_of(name)).load(state)
+            assert ranks.state() == state
+        assert torch.equal(ranks.batch(), batches[step])
+        assert ranks.state() == states[step]
+    assert len(json.dumps(states[-1])) < 8000
+
+
+def test_another_global_batch_size_continues_with_the_same_sequences(datasets, references):
+    batches, states = references["concat"]
+    ranks = RankLoaders(datasets["concat"], 2, global_batch=8).load(states[3])
+
+    assert torch.equal(torch.cat([ranks.batch() for _ in range(6)]), torch.cat(batches[4:6]))
+
+
+def test_another_seed_reads_other_sequences(datasets, references):
+    other = RankLoaders(datasets["concat"], 1, seed=8).batch()
+
+    assert not torch.equal(other, references["concat"][0][0])
+
+
+def read_all(dataset, seq_len):
+    """Return the inputs and labels of all sequences of a dataset with max_epochs."""
+    loader = make_loader(dataset, global_batch_size=1, seq_len=seq_len)
+    batches = [batch.microbatches[0] for batch in loader]
+    return [(batch.input_ids[0].tolist(), batch.labels[0].tolist()) for batch in batches]
+
+
+SIZES = st.lists(st.integers(0, 60), min_size=7, max_size=40)
+
+
+@settings(max_examples=25, deadline=None)
+@given(sizes=SIZES, seq_len=st.integers(1, 20), epochs=st.integers(1, 2))
+def test_concat_predicts_each_token_exactly_once(tmp_path_factory, sizes, seq_len, epochs):
+    texts = [f"{i}" + " a" * size for i, size in enumerate(sizes)]
+    dataset = jsonl_dataset(tmp_path_factory.mktemp("concat"), texts, max_epochs=epochs)
+
+    sequences = read_all(dataset, seq_len)
+
+    for (_, before), (after, _) in itertools.pairwise(sequences):
+        assert before[-1] == after[0]  # the last token of a sequence begins the next one
+    for inputs, labels in sequences:
+        assert all(label in (-100, token) for token, label in zip(inputs[1:], labels, strict=False))
+    tokens = [sequences[0][0][0]]
+    tokens += [label for _, labels in sequences for label in labels if label != -100]
+    text = TOKENIZER.decode(tokens)
+    text = text.removeprefix("<|begin_of_text|>").removesuffix("<|end_of_text|>")
+    documents = text.split("<|end_of_text|><|begin_of_text|>")
+    for epoch in range(epochs):
+        part = documents[epoch * len(texts) : (epoch + 1) * len(texts)]
+        assert sorted(part) == sorted(texts)
+
+
+@settings(max_examples=25, deadline=None)
+@given(sizes=SIZES, seq_len=st.integers(4, 20))
+def test_best_fit_cuts_only_documents_longer_than_a_sequence(tmp_path_factory, sizes, seq_len):
+    texts = [f"{i}" + " a" * size for i, size in enumerate(sizes)]
+    folder = tmp_path_factory.mktemp("best_fit")
+    dataset = jsonl_dataset(folder, texts, max_epochs=1, packing="best_fit", document_mask=True)
+    lengths = [len(TOKENIZER.encode(text)) + 2 for text in texts]
+
+    sequences = read_all(dataset, seq_len)
+
+    # With the mask, each token of a document except the first is predicted once.
+    num_labels = sum(label != -100 for _, labels in sequences for label in labels)
+    assert num_labels == sum(lengths) - len(lengths)
+    found = set()
+    for inputs, labels in sequences:
+        tokens = [*inputs, *(label for label in labels[-1:] if label >= 0)]
+        for document in TOKENIZER.decode(tokens).split("<|begin_of_text|>"):
+            found.add(document.split("<|end_of_text|>")[0])
+    assert found.issuperset(
+        text for text, length in zip(texts, lengths, strict=True) if length <= seq_len
+    )
+
+
+def test_best_fit_leaves_less_than_3_percent_of_the_positions_unused(tmp_path):
+    documents = some_texts(900, words=180)  # 3 to 180 tokens
+    loader = make_loader(jsonl_dataset(tmp_path, documents, packing="best_fit"), seq_len=512)
+    for _ in range(8):
+        loader.next_global_batch()
+
+    assert 0.97 < loader.stats()["token_utilization"] <= 1
+
+
+@pytest.mark.parametrize("packing", ["concat", "best_fit"])
+def test_documents_in_a_sequence_are_scored_independently(tmp_path, packing):
+    model = Llama(Architecture(64, 2, 2, 1, 96, vocab_size=4096))
+    model.init_weights()
+    dataset = jsonl_dataset(tmp_path, some_texts(60, words=40), packing=packing, document_mask=True)
+    loader = make_loader(dataset, seq_len=96, local_batch_size=24)
+    (micro,) = loader.next_global_batch().microbatches
+    assert micro.document_ids is not None
+
+    def sum_loss(logits, labels):
+        return F.cross_entropy(logits, labels, reduction="sum")
+
+    with torch.no_grad():
+        logits = model(micro.input_ids, micro.positions, document_mask(micro.document_ids))
+        packed = sum_loss(logits.flatten(0, 1), micro.labels.flatten())
+        alone = torch.zeros(())
+        num_documents = 0
+        for tokens, labels, ids in zip(
+            micro.input_ids, micro.labels, micro.document_ids, strict=True
+        ):
+            for document in ids.unique():
+                inside = ids == document
+                if (labels[inside] != -100).any():
+                    alone += sum_loss(model(tokens[inside][None])[0], labels[inside])
+                    num_documents += 1
+
+    assert num_documents > 60
+    torch.testing.assert_close(packed, alone, rtol=1e-5, atol=0)  # float32 sums in another order
+
+
+@pytest.mark.parametrize(("count", "holdout"), [(1, 0.0), (3, 0.0), (40, 0.5), (200, 0.5)])
+def test_few_documents_give_no_sequence_twice_in_a_batch(tmp_path, count, holdout):
+    texts = [" ".join(map(str, range(1000 * i, 1000 * i + 800))) for i in range(count)]
+    ranks = RankLoaders(jsonl_dataset(tmp_path, texts), 1, global_batch=64, holdout=holdout)
+
+    for _ in range(3 if count == 1 else 10):
+        assert len(ranks.batch()[:, 0].unique(dim=0)) == 64
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_data_with_max_epochs_ends_at_the_same_step_on_all_ranks(datasets, epochs):
+    dataset = datasets["concat"].model_copy(update={"max_epochs": epochs})
+    sequences = []
+    for size in (1, 2, 3):
+        ranks = RankLoaders(dataset, size, global_batch=6)
+        batches = []
+        with pytest.raises(OutOfData, match=r"dataset\.max_epochs = "):
+            batches.extend(iter(ranks.batch, None))
+        for loader in ranks.loaders:
+            assert isinstance(loader.prefetch(2), OutOfData)
+            with pytest.raises(OutOfData):
+                loader.next_global_batch()
+        assert ranks.state()["schedule"]["step"] == len(batches)
+        sequences.append(torch.cat(batches))
+
+    assert all(torch.equal(other, sequences[0]) for other in sequences)
+
+
+WEIGHT = st.one_of(st.just(0.0), st.integers(1, 1000).map(lambda n: n / 100))
+WEIGHTS = st.lists(WEIGHT, min_size=2, max_size=5).filter(any)
+
+
+@settings(max_examples=20, deadline=None)
+@given(weights=WEIGHTS, batch=st.integers(1, 7))
+def test_each_count_of_a_mixture_is_always_within_one_sequence_of_its_share(
+    tmp_path_factory, weights, batch
+):
+    path = write_jsonl(tmp_path_factory.mktemp("mixture") / "a.jsonl", some_texts(30))
+    loader = make_loader(
+        make_mixture(*((path, weight) for weight in weights)), global_batch_size=batch
+    )
+
+    for step in range(1, 26):
+        loader.next_global_batch()
+        counts = loader.state_dict()["schedule"]["rows"]
+        for count, weight in zip(counts, weights, strict=True):
+            assert abs(count - weight / sum(weights) * step * batch) < 1
+
+
+def test_stages_change_the_weights_and_each_sequence_has_one_source(tmp_path):
+    paths = [write_jsonl(tmp_path / f"{m}.jsonl", some_texts(90, mark=m)) for m in "ab"]
+    stages = (
+        DataStage(start_step=4, weights=(0.0, 1.0)),
+        DataStage(start_step=2, weights=(1.0, 3.0)),
+    )
+    dataset = make_mixture((paths[0], 1.0), (paths[1], 1.0), stages=stages)
+    ranks = RankLoaders(dataset, 1, global_batch=8)
+
+    counts = []
+    for _ in range(6):
+        texts = [TOKENIZER.decode(inputs) for inputs in ranks.batch()[:, 0].tolist()]
+        assert not any("<a" in text and "<b" in text for text in texts)
+        counts.append(ranks.state()["schedule"]["rows"])
+
+    assert counts == [[4, 4], [8, 8], [10, 14], [12, 20], [12, 28], [12, 36]]
+
+
+@pytest.mark.parametrize("weights", [(1.0,), (0.0, 0.0)], ids=["too few", "all zero"])
+def test_invalid_weights_of_a_stage_are_an_error(tmp_path, weights):
+    path = write_jsonl(tmp_path / "a.jsonl", some_texts(90))
+    stages = (DataStage(start_step=1, weights=weights),)
+
+    with pytest.raises(UserError, match=r"dataset\.stages"):
+        make_loader(make_mixture((path, 1.0), (path, 1.0), stages=stages))
+
+
+CHANGES = {
+    "seed": ({}, {"seed": 8}, "seed .* 7 .* 8"),
+    "max_epochs": ({"max_epochs": 1}, {}, r" 64 streams .* 1, .*dataset\.max_epochs"),
+    "seq_len": ({}, {"seq_len": 64}, r"training\.seq_len .*32 .*64"),
+    "holdout": ({}, {"holdout": 0.2}, r"holdout .*0\.0 .*0\.2$"),
+}
+
+
+@pytest.mark.parametrize(("keys", "options", "message"), CHANGES.values(), ids=CHANGES)
+def test_a_changed_job_cannot_resume(datasets, references, keys, options, message):
+    state = references["concat"][1][0]
+    ranks = RankLoaders(datasets["concat"].model_copy(update=keys), 1, **options)
+
+    with pytest.raises(UserError, match=message):
+        ranks.load(state)
+
+
+def test_changed_sources_cannot_resume(datasets, references, tmp_path):
+    state = references["concat"][1][0]
+    path = datasets["concat"].path
+    (tmp_path / "few").mkdir()
+    for dataset, message in (
+        (jsonl_dataset(tmp_path, some_texts(99)), r"jsonl .*a\.jsonl is now jsonl .*a\.jsonl"),
+        (jsonl_dataset(tmp_path / "few", some_texts(20)), r" 64 streams .* 16, .*documents"),
+        (make_mixture((path, 1.0), (path, 1.0)), "1 sources .* 2"),
+    ):
+        with pytest.raises(UserError, match=message):
+            RankLoaders(dataset, 1).load(state)
+
+    allowed = jsonl_dataset(tmp_path, some_texts(99, seed=5, mark="new"), on_change="warn")
+    batch = RankLoaders(allowed, 1).load(state).batch()
+    assert "<new" in TOKENIZER.decode(batch[:, 0].flatten().tolist())
+
+
+def test_only_a_tokenizer_with_the_same_ids_can_resume(datasets, references, tmp_path):
+    state = references["concat"][1][0]
+    smaller = tmp_path / "tokenizer.model"
+    smaller.write_bytes(TOKENIZER.path.read_bytes().rpartition(b"\n")[0].rpartition(b"\n")[0])
+    same = load_tokenizer(TOKENIZER.path.with_suffix(".json"))
+
+    RankLoaders(datasets["concat"], 1, tokenizer=same).load(state)
+    with pytest.raises(UserError, match="tokenizer"):
+        RankLoaders(datasets["concat"], 1, tokenizer=load_tokenizer(smaller)).load(state)
+
+
+def test_a_state_of_an_unknown_version_cannot_be_loaded(datasets, references):
+    state = references["concat"][1][0]
+
+    with pytest.raises(CheckpointError, match="version 99"):
+        RankLoaders(datasets["concat"], 1).load({**state, "version": 99})
+
+
+def test_tokens_and_epochs_of_each_source_count_all_ranks(tmp_path):
+    paths = []
+    for i, count in enumerate((40, 150, 150)):
+        paths.append(write_jsonl(tmp_path / f"{i}.jsonl", some_texts(count)))
+    dataset = make_mixture(*zip(paths, (1.0, 3.0, 0.0), strict=True))
+
+    stats = []
+    for size in (1, 2, 3):
+        ranks = RankLoaders(dataset, size)
+        for step in range(8):
+            ranks.batch()
+            if step == 3:  # saving and resuming in between makes no difference
+                state = ranks.state()
+                ranks = RankLoaders(dataset, size).load(state) if size == 2 else ranks
+        stats += ranks.call(Loader.stats)
+
+    for key in ("source_tokens", "source_epochs"):
+        assert all(other[key] == stats[0][key] for other in stats)
+    a, b, unused = stats[0]["source_tokens"]
+    total = 24 * 8 * 32
+    assert stats[0]["source_tokens"] == {a: total // 4, b: total * 3 // 4, unused: 0}
+    num_tokens = len(TOKENIZER.encode("".join(some_texts(40)))) + 40  # one EOS per text
+    epochs = stats[0]["source_epochs"]
+    # A document counts when it was read to its end, and each of the 32 streams is inside of one.
+    assert epochs[a] == pytest.approx(total // 4 / num_tokens, abs=32 / 40)
+    assert epochs[a] > epochs[b] > epochs[unused] == 0
+
+
+@pytest.mark.parametrize(
+    ("source", "max_epochs"), [("huggingface", 0), ("jsonl", 0), ("jsonl", 20)]
+)
+def test_a_warning_reports_once_that_text_is_read_too_often(tmp_path, caplog, source, max_epochs):
+    path = write_hub(tmp_path / "hub", some_texts(40), files=1)
+    is_streamed = source == "huggingface"
+    path = path if is_streamed else path / "*.jsonl"
+    loader = make_loader(make_dataset(source, path, streaming=is_streamed, max_epochs=max_epochs))
+    caplog.set_level("WARNING", logger="titanlite")
+
+    for _ in range(30):
+        epochs = max(loader.stats()["source_epochs"].values())
+        assert len(caplog.records) == (epochs >= 4 and not max_epochs)
+        loader.next_global_batch()
+    assert epochs > 5

@@ -1,0 +1,165 @@
+"""Errors about unreadable data propose a remedy, and the remedy works for this data."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from titanlite import cli
+
+SMALL = [
+    "check",
+    "--training.seq_len",
+    "64",
+    "--training.steps",
+    "4",
+    "--training.global_batch_size",
+    "8",
+]
+WORDS = "grüße " * 40
+CHAT = [{"role": "user", "content": WORDS}, {"role": "assistant", "content": WORDS}]
+SHARED = [{"from": "human", "value": WORDS}, {"from": "gpt", "value": WORDS}]
+
+
+def json_lines(record):
+    return "".join(json.dumps(record | {"id": i}, ensure_ascii=False) + "\n" for i in range(400))
+
+
+ROWS = "".join(f'{i},"{WORDS}, {i}\n{WORDS}"\n' for i in range(400))
+FILES = {
+    "a.csv": ("id,text\n" + ROWS).encode(),
+    "a.tsv": ("id,text\n" + ROWS).replace(",", "\t").encode(),
+    "chat.jsonl": json_lines({"messages": CHAT}).encode(),
+    "shared.jsonl": json_lines({"conversations": SHARED}).encode(),
+    "alpaca.jsonl": json_lines({"instruction": WORDS, "in put": "", "output": WORDS}).encode(),
+    "array.jsonl": json.dumps([{"text": WORDS}] * 400).encode(),
+    "pretty.jsonl": json.dumps([{"text": WORDS}] * 400, indent=1).encode(),
+    "objects.jsonl": (json.dumps({"text": WORDS}, indent=1) * 400).encode(),
+    "latin1.jsonl": json_lines({"text": WORDS}).encode("latin-1"),
+    "utf16.jsonl": json_lines({"text": WORDS}).encode("utf-16"),
+    "latin1.txt": WORDS.encode("latin-1") * 400,
+}
+
+
+def check(capsys, code, *words):
+    assert cli.main([*SMALL, *map(str, words)]) == code
+    out, err = capsys.readouterr()
+    return out + err
+
+
+@pytest.mark.parametrize(("name", "content"), FILES.items(), ids=FILES)
+def test_the_command_that_a_message_names_converts_the_file(
+    name, content, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).write_bytes(content)
+    kind = "text" if name.endswith("txt") else "jsonl"
+    source = ["--dataset.source", kind, "--dataset.path"]
+    message = check(capsys, 2, *source, name)
+    (command,) = re.findall("`([^`]+)`", message)
+    if not name.startswith("utf16"):  # of which json reads every line but the first
+        assert "on_bad_record" not in message
+    subprocess.run(command.replace("FILE", name).replace("NEW", "new"), shell=True, check=True)
+
+    (made,) = (path for path in tmp_path.iterdir() if path.name != name)
+    if name.endswith("sv"):
+        source[1] = "parquet"
+    check(capsys, 0, *source, made)
+
+
+@pytest.mark.parametrize("column", ["instruction", "output"])
+def test_a_column_that_a_message_names_has_text(column, tmp_path, capsys):
+    file = tmp_path / "alpaca.jsonl"
+    file.write_bytes(FILES[file.name])
+    source = ["--dataset.source", "jsonl", "--dataset.path", file]
+    message = check(capsys, 2, *source)
+    assert re.search(rf"Set dataset.text_column to .*'{column}'", message)
+    assert check(capsys, 0, *source, "--dataset.text_column", column)
+
+
+def test_a_source_whose_records_are_all_skipped_is_an_error_with_the_reason(tmp_path, capsys):
+    file = tmp_path / "chat.jsonl"
+    file.write_bytes(FILES[file.name])
+    message = check(
+        capsys,
+        2,
+        "--dataset.source",
+        "jsonl",
+        "--dataset.path",
+        file,
+        "--dataset.on_bad_record",
+        "skip",
+    )
+    assert "no field 'text'" in message
+    assert "jq" in message
+
+
+@pytest.mark.parametrize("holdout", ["1e-4", "1e-9"])
+def test_a_holdout_without_a_document_names_one_that_has_enough(holdout, tmp_path, capsys):
+    file = tmp_path / "text.jsonl"
+    file.write_text("".join(json.dumps({"text": f"{i} {WORDS}"}) + "\n" for i in range(400)))
+    words = [
+        "--dataset.source",
+        "jsonl",
+        "--dataset.path",
+        file,
+        "--validation.freq",
+        2,
+        "--validation.holdout",
+    ]
+    enough = re.search(r"validation.holdout to ([\d.]+)", check(capsys, 2, *words, holdout))
+    assert enough
+    check(capsys, 0, *words, enough[1])
+
+
+def test_models_of_the_hub_are_valid_flavors(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # away from the outputs of earlier runs in the repository
+    for name in ("meta-llama/Llama-3.2-1B", "Llama-3.2-1B", "llama-3.2-1b", "1B"):
+        out = check(capsys, 0, "--model.flavor", name)
+        assert "OK" in out
+
+
+PEAK_OF_A_LONG_LINE = """
+import gzip, resource, sys
+from titanlite.config.schema import Dataset
+from titanlite.data.sources.files import open_source
+
+def write(path, megabytes):
+    with (gzip.open if path.endswith("gz") else open)(path, "wb", 1) as file:
+        file.write(b'{"text": "first"}\\n{"text": "')
+        for _ in range(megabytes):
+            file.write(b"a" * 1_000_000)
+        file.write(b'"}\\n{"text": "last"}\\n')
+
+def read(path):
+    first, long, last = open_source(Dataset(source="jsonl", path=path))
+    assert (first, last) == ("first", "last")
+    return long, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+write(sys.argv[1], 1)
+long, baseline = read(sys.argv[1])
+assert len(long) == 1_000_000
+write(sys.argv[1], 1500)
+long, peak = read(sys.argv[1])
+assert "line 2" in str(long)
+print(peak - baseline)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz"])
+def test_a_line_of_any_length_is_a_bad_record_and_takes_little_memory(suffix, tmp_path):
+    # A child process, because its peak memory is measured. glibc would otherwise keep a number of
+    # freed blocks that depends on the machine.
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK_OF_A_LONG_LINE, str(tmp_path / f"long.{suffix}")],
+        env={**os.environ, "MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": "0"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    growth = int(done.stdout) / 1024
+    assert growth < 900  # MiB: 256 of the line are kept and copied; the whole line has 1,430

@@ -1,0 +1,1 @@
+"""Mistakes that `titanlite prove` must find; see catalog.py."""

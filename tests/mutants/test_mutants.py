@@ -1,0 +1,33 @@
+"""`titanlite prove` finds every mistake of the catalog, and raises no false alarm."""
+
+import re
+from pathlib import Path
+
+import pytest
+from ranks import start_titanlite
+
+from mutants.catalog import CATALOG, Mutant
+
+pytestmark = pytest.mark.slow
+SAMPLE = (
+    "norm_counts_replicas_twice",
+    "accumulation_forgets_a_microbatch",
+    "optimizer_state_of_one_rank_on_all",
+)
+WORDS = ("--training.mixed_precision_param", "float32")
+
+
+def marked(mutant: Mutant) -> object:
+    marks = () if mutant.name in SAMPLE else (pytest.mark.long,)
+    return pytest.param(mutant, id=mutant.name, marks=marks)
+
+
+@pytest.mark.parametrize("mutant", map(marked, CATALOG.values()))
+def test_a_mistake_is_found_and_explained(mutant: Mutant, tmp_path: Path) -> None:
+    layout = mutant.layout
+    command = ("prove", "--job.dump_folder", tmp_path / "out", *WORDS, *layout.words)
+    output = start_titanlite(*command, ranks=layout.ranks, before=mutant.apply)
+    output.wait()
+    assert output.processes[0].exitcode == 3, output.said
+    first_line = next(line for line in output.said.splitlines() if "First difference" in line)
+    assert re.search(mutant.expected, first_line), first_line

@@ -1,0 +1,87 @@
+"""`titanlite prove` accepts correct jobs of all kinds."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from equivalence_rows import MODEL, Row, all_rows
+from ranks import titanlite
+from train_variants import TINY, merge
+
+from mutants.catalog import (
+    ACCUMULATED,
+    CP,
+    DOCUMENTS,
+    FLOAT8,
+    FSDP,
+    FSDP_TP,
+    HSDP,
+    ONE,
+    PP,
+    TP,
+    Layout,
+    plugin,
+)
+from titanlite.config.load import dump_config
+from titanlite.config.schema import JobConfig
+
+pytestmark = [pytest.mark.slow, pytest.mark.long]
+FP32 = ("--training.mixed_precision_param", "float32")
+BF16 = ("--training.mixed_precision_param", "bfloat16")
+BF16_WEIGHTS = (*BF16, "--training.dtype", "bfloat16", "--optimizer.stochastic_rounding")
+SCHEDULES = ("GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble")
+NO_RECOMPUTATION = ("--activation_checkpoint.mode", "none")
+FAMILIES = ("8b", "mistral-7b", "qwen2.5-7b", "qwen3-8b", "olmo2-1b", "smollm3-3b")
+OPTIMIZERS = ("AdamW", "Muon", "Lion", "SGD", "AdamW8bit")
+PLUGINS = ("dropout_blocks", "parallel_blocks", "fused_projections")
+JOBS: dict[str, Layout] = {
+    "one rank": ONE.plus(*FP32),
+    "accumulation": FSDP.plus(*FP32, *ACCUMULATED),
+    "documents, cp": CP.plus(*FP32, *DOCUMENTS),
+    "bf16, fsdp x tp": FSDP_TP.plus(*BF16),
+    "bf16 weights": FSDP.plus(*BF16_WEIGHTS),
+    "float8 all-gather": HSDP.plus(*BF16, *FLOAT8),
+    "float8 rowwise": TP.plus(*BF16, "--float8.enable", "--float8.recipe_name", "rowwise"),
+    "cpu offload": FSDP.plus(*FP32, "--training.enable_cpu_offload"),
+    "compile": FSDP.plus(*FP32, "--compile.enable"),
+    "average": FSDP.plus(*FP32, "--ema.decay", "0.9"),
+    "z-loss": TP.plus(*FP32, "--training.z_loss", "1e-4"),
+    **{
+        f"schedule {name}": PP.plus(
+            *FP32, "--parallelism.pipeline_parallel_schedule", name, *NO_RECOMPUTATION
+        )
+        for name in SCHEDULES
+    },
+    **{f"optimizer {name}": FSDP.plus(*FP32, "--optimizer.name", name) for name in OPTIMIZERS},
+    **{f"family {name}": FSDP.plus(*FP32, "--model.flavor", name) for name in FAMILIES},
+    **{f"family {name}, tp": TP.plus(*FP32, "--model.flavor", name) for name in FAMILIES},
+    **{
+        f"plugin {name}": FSDP_TP.plus(*FP32, *plugin(name), "--activation_checkpoint.mode", "full")
+        for name in PLUGINS
+    },
+    **{f"seed {seed}": FSDP.plus(*FP32, "--training.seed", str(seed)) for seed in range(10)},
+}
+
+
+@pytest.mark.parametrize("layout", JOBS.values(), ids=JOBS)
+def test_a_correct_job_is_proven(layout: Layout, tmp_path: Path) -> None:
+    command = ("prove", "--job.dump_folder", tmp_path / "out", *layout.words)
+    assert "Proven" in titanlite(*command, ranks=layout.ranks)
+
+
+def job_of_row(row: Row) -> str:
+    """Return the job file of a row of the equivalence tables."""
+    overrides: dict[str, Any] = dict(row.overrides)
+    if overrides.pop("documents", False):
+        overrides = merge(overrides, {"dataset": {"document_mask": True}})
+    if row.ranks == 1:
+        overrides = merge(overrides, {"parallelism": {"data_parallel_shard_degree": 1}})
+    return dump_config(JobConfig.model_validate(merge(TINY, {"model": MODEL}, overrides)))
+
+
+@pytest.mark.parametrize("row", all_rows(), ids=lambda row: row.name)
+def test_rows_of_the_equivalence_tables_are_proven(row: Row, tmp_path: Path) -> None:
+    job = tmp_path / "job.toml"
+    job.write_text(job_of_row(row))
+    command = ("prove", "--job.config_file", job, "--job.dump_folder", tmp_path / "out")
+    assert "Proven" in titanlite(*command, ranks=row.ranks)

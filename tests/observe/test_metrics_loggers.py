@@ -1,0 +1,94 @@
+"""Metrics loggers: Weights & Biases, and plugins written for version 0.2."""
+
+import os
+from pathlib import Path
+
+import pytest
+from ranks import start_small
+from small_runs import logged, losses
+
+from titanlite.config.errors import UserError
+from titanlite.config.load import load_job
+from titanlite.load_run import load_run
+
+
+def test_wandb_that_is_not_installed_is_said_before_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("titanlite.rules.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="enable_wandb = true"):
+        load_run(["--job.dump_folder", str(tmp_path / "out"), "--metrics.enable_wandb"], 1)
+
+
+@pytest.mark.slow
+def test_wandb_gets_what_tensorboard_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    words = ["--metrics.enable_wandb", "--training.steps", 3, "--checkpoint.no-enable"]
+    start_small(tmp_path / "out", *words).ends_with(0)
+    (sent,) = (tmp_path / "out" / "wandb").glob("offline-run-*/run-*.wandb")
+    assert b"train/loss" in sent.read_bytes()
+    for loss in losses(tmp_path / "out").values():
+        assert f"{loss:.7f}"[:6].encode() in sent.read_bytes()
+
+
+def without_key() -> None:
+    os.environ |= {
+        "WANDB_BASE_URL": "http://127.0.0.1:9",
+        "HOME": "/none",
+        "NETRC": "/none",
+        "WANDB_MODE": "online",
+    }
+
+
+@pytest.mark.slow
+def test_wandb_without_a_key_is_a_mistake_of_the_user(tmp_path: Path):
+    pytest.importorskip("wandb")
+    said = start_small(tmp_path / "out", "--metrics.enable_wandb", before=without_key).ends_with(2)
+    assert "metrics.enable_wandb" in said
+    assert "WANDB_MODE=offline" in said
+
+
+OLD_PLUGIN = """
+from titanlite import register
+from titanlite.observe.writers import RunStart, Writer
+
+
+@register("writer", "table")
+class Table(Writer):
+    def __init__(self, start: RunStart) -> None:
+        super().__init__(start)
+        self.file = (start.folder / "table.txt").open("a")
+
+    def logged(self, entry) -> None:
+        self.file.write(f"{entry.loss_max} {entry.clipped} {entry.time_left} {entry.utilization}\\n")
+
+    def close(self) -> None:
+        self.file.close()
+"""
+
+
+@pytest.mark.slow
+def test_plugin_and_job_with_former_names_still_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "old_plugin.py").write_text(OLD_PLUGIN)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    options = ["--job.plugins", "old_plugin", "--metrics.writers", "table", "--training.steps", 2]
+
+    output = start_small(tmp_path / "out", *options).ends_with(0)
+
+    assert "metrics.loggers" in output
+    assert 'loggers = ["table"]' in (tmp_path / "out" / "config.toml").read_text()
+    names = ("loss_max_rank", "clip_fraction", "eta", "token_utilization")
+    expected = [" ".join(str(m[name]) for name in names) for m in logged(tmp_path / "out").values()]
+    assert (tmp_path / "out" / "table.txt").read_text().splitlines() == expected
+
+
+def test_job_file_with_the_former_key_loads(tmp_path: Path):
+    (tmp_path / "job.toml").write_text('[metrics]\nwriters = ["json"]\n')
+
+    job = load_job(["--job.config_file", str(tmp_path / "job.toml")])
+
+    assert job.metrics.loggers == ("json",)

@@ -1,0 +1,118 @@
+"""training.loss: each loss gives the same numbers on each layout, and validation always reports the cross entropy."""
+
+import re
+from pathlib import Path
+
+import pytest
+from ranks import run_ranks, small_trainer
+from small_runs import logged
+
+from titanlite.config.errors import UserError
+from titanlite.hooks.hook import Hook
+
+pytestmark = pytest.mark.slow
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "plugin_optimizers.md"
+WORDS = (
+    *(
+        "--training.steps",
+        "3",
+        "--checkpoint.no-enable",
+        "--model.n_kv_heads",
+        "2",
+        "--training.z_loss",
+        "1e-3",
+    ),
+    *("--validation.freq", "9", "--validation.holdout", "0.1", "--validation.sequences", "2"),
+    *("--training.local_batch_size", "1", "--job.plugins", "my_loss"),
+)
+LOSSES = {
+    "fused": ["cross_entropy"],
+    "reference": ["reference"],
+    "unsmoothed": ["label_smoothing", "--label_smoothing.smoothing", "0"],
+    "smoothed": ["label_smoothing"],
+}
+LAYOUTS = {
+    "fsdp": [
+        "--parallelism.fsdp_min_num_params",
+        "0",
+        "--parallelism.fsdp_reshard_after_forward",
+        "always",
+    ],
+    "microbatch": [
+        "--parallelism.fsdp_min_num_params",
+        "0",
+        "--parallelism.fsdp_reduce",
+        "microbatch",
+    ],
+    "tensor": ["--parallelism.tensor_parallel_degree", "2"],
+    "context": ["--parallelism.context_parallel_degree", "2"],
+    "pipeline": ["--parallelism.pipeline_parallel_degree", "2"],
+    "compiled": ["--compile.enable", "--compile.components", "loss"],
+}
+
+
+def train(folder: str, layouts: list[str]) -> None:
+    for loss, loss_words in LOSSES.items():
+        for layout in layouts:
+            words = [*WORDS, "--training.loss", *loss_words, *LAYOUTS.get(layout, ())]
+            with small_trainer(f"{folder}/{loss}-{layout}", Hook(), *words) as trainer:
+                trainer.train()
+
+
+def train_summed(folder: str) -> None:
+    words = [*WORDS, "--job.plugins", "my_summed_loss", "--training.loss", "summed"]
+    with (
+        small_trainer(f"{folder}/summed", Hook(), *words) as trainer,
+        pytest.raises(UserError, match="per token"),
+    ):
+        trainer.train()
+
+
+@pytest.fixture
+def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Install the plugin of the documentation."""
+    (source,) = re.findall(r'```python title="my_loss.py"\n(.*?)```', PAGE.read_text(), flags=re.S)
+    (tmp_path / "my_loss.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+@pytest.mark.usefixtures("plugin")
+def test_a_loss_that_is_not_per_token_is_an_error(tmp_path: Path) -> None:
+    source = tmp_path / "my_loss.py"
+    code = source.read_text()
+    assert 'reduction="none"' in code
+    code = code.replace('"label_smoothing"', '"summed"').replace(
+        'reduction="none"', 'reduction="sum"'
+    )
+    (tmp_path / "my_summed_loss.py").write_text(code)
+
+    run_ranks(1, train_summed, str(tmp_path))
+
+
+@pytest.mark.usefixtures("plugin")
+def test_each_loss_is_the_same_on_each_layout(tmp_path: Path) -> None:
+    run_ranks(1, train, str(tmp_path), ["alone"])
+    run_ranks(2, train, str(tmp_path), list(LAYOUTS))
+
+    def measured(loss: str, layout: str) -> list[float]:
+        entries = logged(tmp_path / f"{loss}-{layout}" / "out")
+        return [entries[step][key] for step in (1, 2, 3) for key in ("loss", "grad_norm")]
+
+    def validated(loss: str) -> str:
+        log = (tmp_path / f"{loss}-alone" / "out" / "train.log").read_text()
+        return re.findall(r"validation after step 0: (.*)", log)[0]
+
+    expected = {
+        "fused": "fused",
+        "reference": "fused",
+        "unsmoothed": "fused",
+        "smoothed": "smoothed",
+    }
+    for loss, same_as in expected.items():
+        for layout in ("alone", *LAYOUTS):  # fp32 sums in another order
+            assert measured(loss, layout) == pytest.approx(measured(same_as, "alone"), rel=1e-5), (
+                loss,
+                layout,
+            )
+    assert measured("smoothed", "alone") != pytest.approx(measured("fused", "alone"), rel=1e-3)
+    assert validated("smoothed") == validated("fused")

@@ -1,0 +1,93 @@
+"""An optimizer that trains other weights than those to evaluate: validations, saves and resumes get the right ones."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks, small_trainer
+from small_runs import logged
+from torch import Tensor
+
+from titanlite import Trainer, load_checkpoint
+from titanlite.checkpoint.dcp import local
+from titanlite.hooks.hook import Hook
+
+pytestmark = pytest.mark.slow
+WORDS = (
+    *(
+        "--job.plugins",
+        "averaging_sgd",
+        "--optimizer.name",
+        "averaging_sgd",
+        "--optimizer.lr",
+        "0.1",
+    ),
+    *("--lr_scheduler.decay_ratio", "0", "--checkpoint.interval", "2", "--validation.freq", "1"),
+    *(
+        "--validation.holdout",
+        "0.1",
+        "--validation.sequences",
+        "2",
+        "--samples.freq",
+        "2",
+        "--samples.prompts",
+        "def",
+    ),
+)
+
+
+class Mean(Hook):
+    """Computes the mean of the weights after each step, and compares it with the weights that are evaluated."""
+
+    def built(self, trainer: Trainer) -> None:
+        self._weight = trainer.model.get_parameter("output.weight")
+        self._mean: Tensor | None = None
+        self._count = 0
+        self.evaluated_mean: list[bool] = []
+
+    def updated(self, step: int) -> None:
+        weight = local(self._weight.detach())
+        self._count += 1
+        self._mean = (
+            weight.clone() if self._mean is None else self._mean.lerp(weight, 1 / self._count)
+        )
+
+    def _compare(self) -> None:
+        if self._mean is not None:
+            self.evaluated_mean.append(torch.equal(local(self._weight.detach()), self._mean))
+
+    def saving(self, step: int) -> None:
+        self._compare()
+
+    def validated(self, step: int, score: Any) -> None:
+        if step:
+            self._compare()
+
+
+def train(folder: str) -> list[bool]:
+    """Train six steps at once and in two starts.
+
+    Return whether the means were evaluated, and how often.
+    """
+    with small_trainer(
+        f"{folder}/whole", mean := Mean(), *WORDS, "--training.steps", "6"
+    ) as trainer:
+        trainer.train()
+    for steps in ("4", "6"):
+        with small_trainer(f"{folder}/parts", Hook(), *WORDS, "--training.steps", steps) as trainer:
+            trainer.train()
+    whole, parts = (
+        load_checkpoint(f"{folder}/{name}/out").model.state_dict() for name in ("whole", "parts")
+    )
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    return mean.evaluated_mean
+
+
+def test_the_weights_to_evaluate_are_validated_saved_and_resumed_from(tmp_path: Path) -> None:
+    saves, validations = 3, 6
+    assert run_ranks(2, train, str(tmp_path)) == [[True] * (saves + validations)] * 2
+    whole, parts = (logged(tmp_path / name / "out") for name in ("whole", "parts"))
+    assert [entry["loss"] for entry in whole.values()] == [
+        entry["loss"] for entry in parts.values()
+    ]

@@ -1,0 +1,46 @@
+"""Activation checkpointing repeats the random numbers of dropout, and evaluation draws none."""
+
+from typing import Any
+
+import mutants.plugins  # noqa: F401  # registers the architecture "dropout_blocks"
+import pytest
+import torch
+from tiny_run import SEQ_LEN, VOCAB_SIZE, TinyRun, assert_equal
+
+from titanlite.data.batch import Microbatch
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+def trained(checkpointing: dict[str, Any], compiled: bool) -> TinyRun:
+    """Return a run after two steps that draw the same random numbers in each call."""
+    compile_keys = {"enable": compiled, "components": ["model"]}
+    model = {"architecture": "dropout_blocks"}
+    run = TinyRun(model=model, activation_checkpoint=checkpointing, compile=compile_keys)
+    torch.manual_seed(0)
+    run.train(2)
+    return run
+
+
+EAGER = ({"mode": "full"}, {"mode": "selective"}, {"mode": "selective", "selective_ac_option": "2"})
+COMPILED = (*EAGER, {"mode": "memory_budget", "memory_budget": 0.3})
+
+
+@pytest.mark.parametrize(
+    ("compiled", "modes"),
+    [(False, EAGER), pytest.param(True, COMPILED, marks=pytest.mark.slow)],
+    ids=["eager", "compiled"],
+)
+def test_activation_checkpointing_repeats_the_random_numbers(compiled: bool, modes: Any) -> None:
+    expected = trained({"mode": "none"}, compiled).copy_state()
+    for mode in modes:
+        assert_equal(trained(mode, compiled).copy_state(), expected)
+
+
+def test_an_evaluation_draws_no_random_numbers() -> None:
+    run = TinyRun(model={"architecture": "dropout_blocks"})
+    rows = torch.randint(VOCAB_SIZE, (4, SEQ_LEN + 1), generator=torch.Generator().manual_seed(0))
+    microbatches = [Microbatch(rows[:, :-1], rows[:, 1:])]
+    first, second = (run.train_step.forward_backward.evaluate(microbatches) for _ in range(2))
+    assert torch.equal(first, second)
+    assert run.model.training

@@ -1,0 +1,85 @@
+"""`titanlite replay` rejects steps that it cannot reproduce. See test_guards for replayed steps."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from ranks import run_ranks, small_trainer, start_small, titanlite
+from small_runs import logged
+
+from titanlite.hooks.hook import Hook
+
+pytestmark = pytest.mark.slow
+WORDS = ("--checkpoint.interval", 2, "--lr_scheduler.decay_ratio", 0, "--training.steps")
+
+
+def replay(out: Path, step: int, *words: object) -> bool:
+    """Replay a step, and return whether its values equal the logged ones bitwise."""
+    result = json.loads(titanlite("replay", out, "--step", step, "--json", *words).splitlines()[-1])
+    return result["now"] == result["logged"] and result["now"]["loss"] == logged(out)[step]["loss"]
+
+
+def refuse(out: Path, step: int) -> str:
+    return titanlite("replay", out, "--step", step, code=2)
+
+
+def remove_checkpoints(out: Path, *steps: int) -> None:
+    for step in steps:
+        shutil.rmtree(out / "checkpoint" / f"step-{step:08}")
+
+
+def test_steps_after_a_rollback_need_its_checkpoint(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    spikes = (
+        "--guards.on_spike",
+        "roll_back",
+        "--guards.spike_history",
+        3,
+        "--guards.spike_deviations",
+        1e-6,
+    )
+    start_small(out, *WORDS, 5, *spikes, "--guards.max_roll_backs", 9).ends_with(0)
+    events = [json.loads(line) for line in (out / "events.jsonl").open()]
+    roll_backs = [event["step"] for event in events if event["event"] == "roll back"]
+    assert roll_backs[0] == 4
+    assert replay(out, 5)
+    remove_checkpoints(out, 4)
+    assert replay(out, 4)
+    assert "rolled back after step 4" in refuse(out, 5)
+
+
+def test_steps_of_an_earlier_start_need_its_options(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    start_small(out, *WORDS, 4).ends_with(0)
+    start_small(out, *WORDS, 7, "--optimizer.lr", 3e-3).ends_with(0)
+    assert replay(out, 7)
+    remove_checkpoints(out, 6)
+    assert replay(out, 7)  # the rate of the second start
+    assert "optimizer.lr: 0.002 -> 0.003" in refuse(out, 4)
+    assert replay(out, 4, "--optimizer.lr", 2e-3)
+    assert replay(out, 3)  # the rate of a step does not change its loss
+    remove_checkpoints(out, 4)
+    assert "steps 3 to 4 were trained with other options" in refuse(out, 7)
+
+
+class Observer(Hook):
+    observes_only = True
+
+
+class Changer(Hook):
+    pass
+
+
+def train(folder: str) -> None:
+    for hook in (Observer(), Changer()):
+        with small_trainer(
+            f"{folder}/{type(hook).__name__}", hook, *map(str, WORDS), "3"
+        ) as trainer:
+            trainer.train()
+
+
+def test_steps_with_hooks_that_may_change_numbers_are_refused(tmp_path: Path) -> None:
+    run_ranks(1, train, str(tmp_path))
+    assert replay(tmp_path / "Observer" / "out", 3)
+    assert "Changer" in refuse(tmp_path / "Changer" / "out", 3)

@@ -1,0 +1,602 @@
+"""Read and write published weights: Hugging Face models, Meta models, imports and averages.
+
+Invariant: About one tensor, or one output file, is in memory at a time. A folder appears under its
+name only when it is complete. Nothing in the files is executed, and no file outside of the folder
+is opened.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import torch
+from pydantic import Field
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from titanlite.checkpoint.dcp import (
+    CheckpointWriter,
+    SafeReader,
+    describe_error,
+    get_weight_prefix,
+    is_finite,
+    join_lines,
+    load_tensors,
+    manifest_info,
+    model_tensors,
+)
+from titanlite.checkpoint.manifest import (
+    TMP_PREFIX,
+    publish_folder,
+    read_manifest,
+    step_folder_name,
+    sync,
+)
+from titanlite.config.errors import CheckpointError, UserError
+from titanlite.config.files import (
+    exists,
+    find_file_inside,
+    parse_json,
+    read_file,
+    read_json_object,
+)
+from titanlite.config.flavors import Architecture
+from titanlite.config.mistakes import shorten
+from titanlite.config.models import FileModel
+from titanlite.config.registry import ARCHITECTURES
+from titanlite.config.run import LONGEST_DEFAULT_SEQUENCE, model_tables
+from titanlite.config.schema import JobConfig
+from titanlite.model import formats
+from titanlite.model.formats import HF_EMBEDDING, HF_OUTPUT, hf_name, parameter_shapes
+from titanlite.model.llama import Llama
+from titanlite.parallel.init_weights import keep_shard
+
+if TYPE_CHECKING:
+    from titanlite.data.tokenizer import Tokenizer
+
+_SINGLE_FILE = "model.safetensors"
+_INDEX_FILE = "model.safetensors.index.json"
+_ADAPTER_CONFIG = "adapter_config.json"
+_TOKENIZER_CONFIG = "tokenizer_config.json"
+_MAX_JSON_BYTES = 1 << 24  # the index of Llama 405B takes about 100 kB
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+TensorInfo = tuple[Sequence[int], torch.dtype]
+"""Shape and dtype of a tensor in a file."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Weights of a model in files. A weight is read from its file only when it is needed.
+
+    Weights are exported, averaged and imported in this form, whether the files are a checkpoint, a
+    Hugging Face model or a Meta model.
+
+    Attributes:
+        arch: Architecture of the model.
+        dtypes: Stored dtype of each parameter, by its name in titanlite, for example
+            "layers.3.attention.wq.weight".
+        read: Returns a whole parameter, given its name in titanlite.
+    """
+
+    arch: Architecture
+    dtypes: Mapping[str, torch.dtype]
+    read: Callable[[str], Tensor]
+
+
+def check_tensors(
+    folder: Path,
+    arch: Architecture,
+    tensors: Mapping[str, TensorInfo],
+    described_by: str,
+    to_stored_name: Callable[[str], str] = str,
+) -> dict[str, torch.dtype]:
+    """Check that a folder contains exactly the parameters of a model, and return their dtypes.
+
+    Args:
+        folder: The folder, for the message.
+        arch: Architecture of the model.
+        tensors: Shape and dtype of all tensors in the folder, by their names there.
+        described_by: File or section that describes the architecture, for the message.
+        to_stored_name: Converts the titanlite name of a parameter to its name in the folder.
+
+    Returns:
+        The dtypes by the titanlite names.
+
+    Raises:
+        UserError: If the width cannot be divided into heads, or tensors are missing or superfluous,
+            or have another shape or an unsupported dtype. The message lists all such tensors.
+    """
+    if arch.head_dim % 2 or arch.n_heads % arch.n_kv_heads:
+        heads = f"{arch.n_heads} heads of even width and {arch.n_kv_heads} key/value heads"
+        raise UserError(f"{folder}: a width of {arch.dim} cannot be divided into {heads}.")
+
+    stored_names = {}
+    expected_shapes = {}
+    for name, shape in parameter_shapes(arch).items():
+        stored_name = to_stored_name(name)
+        stored_names[name] = stored_name
+        expected_shapes[stored_name] = shape
+    stored_shapes = {name: tuple(shape) for name, (shape, _) in tensors.items()}
+    stored_dtypes = {name: dtype for name, (_, dtype) in tensors.items()}
+
+    problems = formats.compare_shapes(expected_shapes, stored_shapes)
+    for stored_name, dtype in stored_dtypes.items():
+        if dtype not in _DTYPES:
+            problems.append(f"{shorten(stored_name)}: {dtype} is not supported")
+    if problems:
+        listed = join_lines(problems, 20)
+        raise UserError(f"{folder}: the tensors do not match {described_by}:\n  {listed}")
+    return {name: stored_dtypes[stored_name] for name, stored_name in stored_names.items()}
+
+
+def checkpoint_weights(path: Path, averaged: bool = False) -> Weights:
+    """Open the weights of a checkpoint, or their averages (EMA), to read them in one process.
+
+    Args:
+        path: A step folder that has passed `check_checkpoint`, possibly with `verified_on_load`.
+        averaged: Return the averages of the weights.
+
+    Raises:
+        UserError: If the checkpoint has no averages, or its architecture needs a plugin.
+        CheckpointError: If it does not describe its architecture.
+    """
+    manifest = read_manifest(path)
+    arch = manifest["info"]["architecture"]
+    if arch is None:
+        raise CheckpointError(f"{path} does not describe the architecture of its weights")
+    kind = arch.get("architecture", "llama")
+    if kind not in list(ARCHITECTURES):
+        fix = "Load the plugin that registers it."
+        raise UserError(f"{path} contains a model with the architecture {kind}. {fix}")
+
+    reader = SafeReader(path, manifest["files"])
+    prefix = get_weight_prefix(reader, averaged)
+    return dcp_weights(reader, ARCHITECTURES[kind](**arch), prefix)
+
+
+def dcp_weights(reader: SafeReader, arch: Architecture, prefix: str) -> Weights:
+    """Return the weights in a checkpoint whose saved names are `prefix` plus their titanlite name.
+
+    Args:
+        reader: Reader of the checkpoint.
+        arch: Architecture of the model.
+        prefix: Prefix of the names in the checkpoint, for example "model.".
+
+    Returns:
+        The weights. `Weights.read` raises `Damage` if the bytes of a weight are damaged.
+    """
+    shapes = parameter_shapes(arch)
+    dtypes = {name: reader.index[f"{prefix}{name}"].properties.dtype for name in shapes}
+
+    def read(name: str) -> Tensor:
+        tensor = torch.empty(shapes[name], dtype=dtypes[name])
+        load_tensors(reader, {f"{prefix}{name}": tensor})
+        return tensor
+
+    return Weights(arch, dtypes, read)
+
+
+# Hugging Face
+
+
+def export_hf(
+    source: Weights,
+    out: Path,
+    dtype: str,
+    write_tokenizer: Callable[[Path], dict[str, int | None]] = lambda folder: {},
+    shard_bytes: int = 1_000_000_000,
+    token: str | None = None,
+) -> None:
+    """Write a Hugging Face model, which `transformers` can load.
+
+    The model family, such as Llama, is the first one that computes the same function as the model.
+
+    Args:
+        source: The weights.
+        out: The folder to create.
+        dtype: "float32", "bfloat16" or "float16".
+        write_tokenizer: Writes the tokenizer's files into a folder, and returns bos_token_id and
+            eos_token_id.
+        shard_bytes: Largest size of a weight file. Writing a file needs twice its size in memory.
+        token: Part of the name of the temporary folder; None: a random one.
+
+    Raises:
+        UserError: If `out` exists or cannot be written, or no family computes this model.
+    """
+    from huggingface_hub import split_torch_state_dict_into_shards  # slow to import
+
+    if out.exists():
+        raise UserError(f"{out} exists already. Choose another folder, or remove it.")
+    config = formats.hf_config(source.arch, dtype)
+    torch_dtype = getattr(torch, dtype)
+    titanlite_names: dict[str, str] = {}  # by name in the folder
+    empty_tensors = {}
+    for name, shape in parameter_shapes(source.arch).items():
+        hf = hf_name(source.arch, name)
+        titanlite_names[hf] = name
+        empty_tensors[hf] = torch.empty(shape, dtype=torch_dtype, device="meta")
+    shards = split_torch_state_dict_into_shards(empty_tensors, max_shard_size=shard_bytes)
+
+    tmp_folder = out.parent / f"{TMP_PREFIX}{out.name}-{token or secrets.token_hex(4)}"
+    try:
+        tmp_folder.mkdir(parents=True)
+        token_ids = write_tokenizer(tmp_folder)
+        for file_name, hf_names in shards.filename_to_tensors.items():
+            tensors = {}
+            for hf in hf_names:
+                tensor = source.read(titanlite_names[hf]).detach()
+                tensors[hf] = tensor.to("cpu", torch_dtype).contiguous()
+            save_file(tensors, tmp_folder / file_name, {"format": "pt"})
+            del tensors  # before the next file is read, to limit memory
+
+        tables = {
+            "config.json": config | token_ids,
+            "generation_config.json": {"do_sample": True, **token_ids},
+        }
+        if shards.is_sharded:
+            weight_map = shards.tensor_to_filename
+            tables[_INDEX_FILE] = {"metadata": shards.metadata, "weight_map": weight_map}
+        for name, table in tables.items():
+            (tmp_folder / name).write_text(json.dumps(table, indent=2) + "\n")
+        for path in tmp_folder.iterdir():
+            sync(path)
+        publish_folder(tmp_folder, out)
+    except BaseException as error:
+        shutil.rmtree(tmp_folder, ignore_errors=True)
+        if isinstance(error, OSError | SafetensorError):
+            fix = "Choose another folder, or free some space."
+            raise UserError(f"cannot write {out}: {error}. {fix}") from None
+        raise
+
+
+def hf_weights(folder: Path) -> Weights:
+    """Open the weights of a Hugging Face model, whose files are memory-mapped.
+
+    Args:
+        folder: Folder with config.json and safetensors files.
+
+    Raises:
+        UserError: If the folder contains no model, or if titanlite would compute other results than
+            transformers for this model. The message lists all reasons.
+    """
+    if exists(folder / _ADAPTER_CONFIG):
+        problem = f"{folder} contains an adapter ({_ADAPTER_CONFIG}), which would be ignored"
+        raise UserError(f"{problem}. Merge it into the model first.")
+    config = read_json_object(find_file_inside(folder, "config.json"), _MAX_JSON_BYTES)
+    arch = formats.architecture_from_hf(config)
+
+    tensors = _open_safetensors(folder)
+    output = tensors.pop(HF_OUTPUT, None) if arch.tied_embeddings else None
+    infos: dict[str, TensorInfo] = {}
+    for name, tensor in tensors.items():
+        is_derived = formats.HF_DERIVED.fullmatch(name)  # from the configuration
+        if not is_derived:
+            infos[name] = (tensor.shape, tensor.dtype)
+    dtypes = check_tensors(folder, arch, infos, "config.json", lambda name: hf_name(arch, name))
+
+    if output is not None and not _are_equal(output, tensors[HF_EMBEDDING]):
+        problem = f"config.json ties the embeddings, but {HF_OUTPUT} differs from {HF_EMBEDDING}"
+        fix = f"Set tie_word_embeddings to false, or remove {HF_OUTPUT}."
+        raise UserError(f"{folder}: {problem}. {fix}")
+    return Weights(arch, dtypes, lambda name: tensors[hf_name(arch, name)])
+
+
+def _open_safetensors(folder: Path) -> dict[str, Tensor]:
+    """Memory-map the tensors of a Hugging Face model, and return them by their Hugging Face names.
+
+    Raises:
+        UserError: If a file is missing or damaged.
+    """
+    tensors: dict[str, Tensor] = {}
+    for path in _list_safetensors(folder):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 - not a dict
+                    tensors[name] = file.get_tensor(name)
+        except (OSError, SafetensorError, ValueError) as error:
+            raise UserError(f"cannot read {path}: {shorten(str(error))}") from None
+    return tensors
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors have the same dtype and values."""
+    return one.dtype == other.dtype and torch.equal(one, other)
+
+
+class _SafetensorsIndex(FileModel):
+    """Content of model.safetensors.index.json."""
+
+    metadata: Any = None
+    weight_map: Annotated[dict[str, str], Field(min_length=1)]
+
+
+def _list_safetensors(folder: Path) -> list[Path]:
+    """Return the weight files that transformers would read.
+
+    This is model.safetensors, or else all files that model.safetensors.index.json lists.
+    """
+    if exists(folder / _SINGLE_FILE):
+        return [find_file_inside(folder, _SINGLE_FILE)]
+    path = find_file_inside(folder, _INDEX_FILE)
+    index = parse_json(path, read_file(path, _MAX_JSON_BYTES), _SafetensorsIndex)
+    names = sorted(set(index.weight_map.values()))
+    return [find_file_inside(folder, name) for name in names]
+
+
+@torch.no_grad()
+def load_hf_weights(folder: Path, model: Llama) -> None:
+    """Load a Hugging Face model into a model in place. Each rank copies only its own shards.
+
+    Args:
+        folder: Folder of the Hugging Face model.
+        model: The model, sharded or not.
+
+    Raises:
+        UserError: If titanlite cannot reproduce the Hugging Face model, or its architecture differs
+            from `model`. The message lists the differences.
+    """
+    source = hf_weights(folder)
+    saved = asdict(source.arch)
+    differences = []
+    for key, value in asdict(model.arch).items():
+        if key != "max_seq_len" and saved[key] != value:
+            differences.append(f"{key}: {saved[key]} there, {value} in this job")
+    if differences:
+        listed = "\n  ".join(differences)
+        raise UserError(f"{folder} is another model. Set these keys of [model]:\n  {listed}")
+
+    for name, tensor in model_tensors(model).items():
+        keep_shard(tensor, source.read(name))
+
+
+# Meta
+
+
+def meta_weights(folder: Path) -> Weights:
+    """Open the weights of a Llama in Meta's format.
+
+    Args:
+        folder: Folder with params.json and consolidated.00.pth, consolidated.01.pth, ... The files
+            contain the tensor-parallel shards of each weight, which are joined when it is read.
+
+    Raises:
+        UserError: If files are missing, or their tensors do not form a Llama. The message
+            lists the differences.
+    """
+    path = find_file_inside(folder, "params.json")
+    params = parse_json(path, read_file(path, _MAX_JSON_BYTES), formats.MetaParams)
+    file_names = sorted(path.name for path in folder.glob("consolidated.*.pth"))
+    files = [_load_pth(find_file_inside(folder, name)) for name in file_names]
+
+    embedding = "tok_embeddings.weight"
+    feed_forward = "layers.0.feed_forward.w1.weight"
+    output = "output.weight"
+    shapes = [{name: tensor.shape for name, tensor in file.items()} for file in files]
+    try:
+        num_rows, width = shapes[0][embedding]
+        ffn_dim, _ = shapes[0][feed_forward]
+    except (IndexError, KeyError, ValueError):
+        problem = f"has no consolidated.*.pth, or they lack {embedding} or {feed_forward}"
+        raise UserError(f"{folder} {problem}.") from None
+    if any(other != shapes[0] for other in shapes):
+        problem = "the consolidated.*.pth files have tensors with different names or shapes"
+        raise UserError(f"{folder}: {problem}.")
+
+    names = list(shapes[0])
+    is_tied = output in names and all(_are_equal(file[output], file[embedding]) for file in files)
+    if is_tied:
+        names.remove(output)
+    # Llama 3 splits the embedding by tokens, Llama 2 by width.
+    is_split_by_tokens = width == params.dim
+    vocab_size = num_rows * len(files) if is_split_by_tokens else num_rows
+    arch = formats.architecture_from_meta(params, vocab_size, ffn_dim * len(files), is_tied)
+    split_by_columns = ["attention.wo.weight", "feed_forward.w2.weight"]
+    if not is_split_by_tokens:
+        split_by_columns.append(embedding)
+
+    def join(name: str, device: str = "cpu") -> Tensor:
+        """Concatenate the shards of a weight in all files."""
+        parts = [file[name].to(device) for file in files]
+        if parts[0].ndim != 2:
+            return parts[0]  # norms are not split
+        return torch.cat(parts, dim=1 if name.endswith(tuple(split_by_columns)) else 0)
+
+    def read(name: str) -> Tensor:
+        return formats.from_meta_rotary(name, join(name), arch.head_dim)
+
+    infos: dict[str, TensorInfo] = {}
+    for name in names:
+        whole = join(name, "meta")
+        infos[name] = (whole.shape, whole.dtype)
+    dtypes = check_tensors(folder, arch, infos, "params.json")
+    return Weights(arch, dtypes, read)
+
+
+def _load_pth(path: Path) -> dict[str, Tensor]:
+    """Memory-map the tensors of a .pth file.
+
+    Returns:
+        The tensors by name, without "rope.freqs", which is derived from the configuration.
+
+    Raises:
+        UserError: If the file is damaged, or contains anything but contiguous tensors.
+    """
+    try:
+        tensors = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
+        tensors.pop("rope.freqs", None)  # derived, not learned
+        for name, tensor in tensors.items():
+            # A strided view could claim to be larger than the file, and fill memory when copied.
+            if not isinstance(name, str) or not tensor.is_contiguous():
+                raise ValueError("it is not a table of contiguous tensors")
+    except Exception as error:  # damaged bytes raise any kind of exception
+        problem = shorten(describe_error(error))
+        raise UserError(f"{path} is damaged, or contains more than tensors: {problem}") from None
+    return tensors
+
+
+# Averages and imports
+
+
+def average_weights(
+    paths: Sequence[Path], sources: Sequence[Weights], factors: Sequence[float]
+) -> Weights:
+    """Return the weighted mean of the weights of several checkpoints of one model.
+
+    The mean is computed in float64 when a weight is read, and returned in float32.
+
+    Args:
+        paths: Path of each checkpoint, for the message.
+        sources: Weights of each checkpoint.
+        factors: Factor of each checkpoint. The factors are divided by their sum.
+
+    Raises:
+        UserError: If the checkpoints contain different models.
+    """
+    first = sources[0]
+    shapes = parameter_shapes(first.arch)
+    for path, source in zip(paths, sources, strict=True):
+        lines = formats.compare_shapes(shapes, parameter_shapes(source.arch))
+        if lines:
+            listed = join_lines(lines)
+            raise UserError(f"{path} contains another model than {paths[0]}:\n  {listed}")
+    total_factor = sum(factors)
+
+    def read(name: str) -> Tensor:
+        total = torch.zeros(shapes[name], dtype=torch.float64)
+        for source, factor in zip(sources, factors, strict=True):
+            total.add_(source.read(name), alpha=factor / total_factor)
+        return total.float()
+
+    return Weights(first.arch, dict.fromkeys(first.dtypes, torch.float32), read)
+
+
+def import_weights(
+    out: Path,
+    source: Weights,
+    origin: str,
+    *,
+    step: int = 0,
+    job: JobConfig | None = None,
+    tokenizer: Tokenizer | None = None,
+    tokenizer_fingerprint: str | None = None,
+) -> Path:
+    """Write weights as a titanlite checkpoint, without optimizer state and data position.
+
+    A run can start from the checkpoint with `checkpoint.initial_load_path`, but cannot resume it.
+
+    Args:
+        out: Folder of checkpoints in which the step folder is created.
+        source: The weights and their architecture.
+        origin: Where the weights come from, for example the path of a model. It is recorded in the
+            manifest.
+        step: Step of the checkpoint.
+        job: Job that describes the model. Default: a job with the architecture of `source`.
+        tokenizer: Tokenizer of the model. Its files are copied into the checkpoint.
+        tokenizer_fingerprint: Fingerprint of the tokenizer, if its files are not to be copied.
+
+    Returns:
+        The step folder.
+
+    Raises:
+        UserError: If the step folder exists, cannot be written, or a weight is not finite.
+    """
+    target = out / step_folder_name(step)
+    if target.exists():
+        raise UserError(f"{target} exists already. Choose another folder, or remove it.")
+
+    if job is None:
+        job = describing_job(source)
+    files: dict[str, Path] = {}
+    if tokenizer is not None:
+        tokenizer_fingerprint = tokenizer.fingerprint
+        files = _tokenizer_files(tokenizer)
+        if files:
+            path_in_checkpoint = job.tokenizer.model_copy(update={"path": next(iter(files))})
+            job = job.model_copy(update={"tokenizer": path_in_checkpoint})
+
+    info = manifest_info(
+        source.arch,
+        {"data": {"tokenizer": tokenizer_fingerprint}},
+        job=job.model_dump(mode="json"),
+        weights_only=True,
+        origin=origin,
+    )
+    writer = CheckpointWriter(out, step, secrets.token_hex(8), info)
+    # DCP keeps all tensors of a file in memory until the file is written.
+    writer.single_file_per_rank = False
+    tensors = {
+        f"model.{name}": torch.empty(shape, dtype=source.dtypes[name], device="meta")
+        for name, shape in parameter_shapes(source.arch).items()
+    }
+    try:
+        for name, file in files.items():
+            writer.add_file(name, file.read_bytes())
+        dcp_save(tensors, storage_writer=writer, planner=_ReadingPlanner(source), no_dist=True)
+    except (CheckpointException, OSError) as error:
+        shutil.rmtree(writer.tmp_folder, ignore_errors=True)
+        raise UserError(f"cannot import {origin} to {out}: {describe_error(error)}") from None
+    return target
+
+
+def describing_job(source: Weights, plugins: Sequence[str] = ()) -> JobConfig:
+    """Return a job for the manifest of a model that titanlite did not train.
+
+    Commands build the model of a checkpoint from the job in its manifest.
+
+    Args:
+        source: The weights and their architecture.
+        plugins: Plugins that the architecture needs.
+    """
+    is_full_precision = set(source.dtypes.values()) == {torch.float32}
+    training = {
+        "seq_len": min(source.arch.max_seq_len, LONGEST_DEFAULT_SEQUENCE),
+        "mixed_precision_param": "float32" if is_full_precision else "bfloat16",
+    }
+    tables = {"job": {"plugins": [*plugins]}, "training": training}
+    return JobConfig.model_validate(model_tables(source.arch) | tables)
+
+
+def _tokenizer_files(tokenizer: Tokenizer) -> dict[str, Path]:
+    """Return the files of a tokenizer to copy into a checkpoint.
+
+    Returns:
+        Path of each file by its name in the checkpoint, the main file first. Empty if a plugin's
+        tokenizer has no file.
+    """
+    if not tokenizer.path.is_file():
+        return {}
+    files = {f"tokenizer{tokenizer.path.suffix}": tokenizer.path}
+    config = tokenizer.path.with_name(_TOKENIZER_CONFIG)
+    if config.is_file():
+        files[_TOKENIZER_CONFIG] = config
+    return files
+
+
+class _ReadingPlanner(DefaultSavePlanner):
+    """DCP save planner that reads each tensor from its source just before it is written.
+
+    DCP receives tensors without data, so only one weight is in memory at a time.
+    """
+
+    def __init__(self, source: Weights) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._source = source
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        name = write_item.index.fqn.removeprefix("model.")
+        tensor = self._source.read(name).contiguous()
+        if not is_finite(tensor):
+            raise CheckpointError(f"{name} contains NaN or infinity")
+        return tensor

@@ -1,0 +1,631 @@
+"""Resume a run from its newest valid checkpoint, or load only the weights of a checkpoint.
+
+Invariant: Loading restores exactly what a save stored. Each parameter gets the tensor with its own
+name and shape, all weights are finite, and no tensor of the saved model is left over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import asdict
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from titanlite.checkpoint.dcp import (
+    WEIGHTS,
+    LiveState,
+    SafeReader,
+    get_weight_prefix,
+    is_finite,
+    join_lines,
+    load_tensors,
+    local,
+    model_tensors,
+)
+from titanlite.checkpoint.find import (
+    find_checkpoints,
+    get_checkpoint_keys,
+    has_gone_back,
+    load_newest,
+    resolve_url,
+)
+from titanlite.checkpoint.huggingface import load_hf_weights
+from titanlite.checkpoint.manifest import (
+    CheckpointContext,
+    check_checkpoint,
+    get_step,
+    has_titanlite_manifest,
+    list_checkpoints,
+    list_set_aside,
+    read_manifest,
+    set_aside,
+)
+from titanlite.config.errors import CheckpointError, Damage, UserError
+from titanlite.config.files import MANIFEST
+from titanlite.config.flavors import Architecture
+from titanlite.config.job_diff import (
+    AFFECTS_TRAINING,
+    INCOMPATIBLE,
+    DataChanges,
+    compare_jobs,
+    report_changes,
+)
+from titanlite.config.storage import get_local_copy
+from titanlite.model.formats import compare_shapes, parameter_shapes
+from titanlite.model.llama import Llama
+from titanlite.optim.build import set_learning_rate, set_mode
+from titanlite.runtime.rank_group import RankGroup
+
+if TYPE_CHECKING:
+    from titanlite.data.tokenizer import Tokenizer
+
+_NEW_SCHEDULE = (
+    "lr_scheduler: titanlite 0.2 and earlier started the decay one step earlier; the learning rate "
+    "now equals torchtitan's"
+)
+_THIS_PROCESS = RankGroup()
+
+
+class Resumer:
+    """Loads the checkpoints of a run into its model, optimizer and hooks.
+
+    All ranks create one, and call each method together.
+
+    Args:
+        context: Checkpoint folder, options, live state and ranks of the run.
+        is_same_tokenizer: Returns whether the run's tokenizer has a given fingerprint.
+        compare_data: `Loader.compare` of the run's data; None to skip this comparison.
+    """
+
+    def __init__(
+        self,
+        context: CheckpointContext,
+        is_same_tokenizer: Callable[[str], bool] = lambda fingerprint: True,
+        compare_data: Callable[[dict[str, Any]], DataChanges] | None = None,
+    ) -> None:
+        self.context = context
+        self._live = context.live
+        self._ranks = context.ranks
+        self._config = context.config
+        self._log = context.log
+        self._is_same_tokenizer = is_same_tokenizer
+        self._compare_data = compare_data
+        self._initial_hook_tensors = _copy_hook_tensors(context.live)
+
+    def load(self) -> dict[str, Any] | None:
+        """Load the newest valid checkpoint in place, or the checkpoint of `checkpoint.load_step`.
+
+        Called when a run starts.
+
+        - If a checkpoint is damaged, it is renamed, and the next older one is loaded.
+        - With `load_step`, only the checkpoint of that step is loaded. Later checkpoints are
+          renamed, because the run will write these steps again.
+        - `load_step` and `exclude_from_loading` apply only once. A checkpoint that was saved by a
+          run with the same values is loaded completely, so a restart does not repeat the reset.
+        - If there is no checkpoint, the weights at `initial_load_path` are loaded, if it is set.
+
+        Returns:
+            The training state that was passed to `Saver.save`, without the keys in
+            `exclude_from_loading`. None if there is no checkpoint.
+
+        Raises:
+            UserError: If model, optimizer, tokenizer or data of the job do not fit the checkpoint.
+            CheckpointError: If there are checkpoints, but no valid one.
+        """
+        folder = self.context.folder
+        checkpoints, renamed = self._ranks.run_on_rank0(
+            lambda: (list_checkpoints(folder), list_set_aside(folder))
+        )
+        candidates = checkpoints
+        later: list[Path] = []
+        problems = [f"{path.name}: damaged, renamed earlier" for path in renamed]
+
+        step = self._config.load_step
+        if step != -1 and not self._ranks.run_on_rank0(lambda: has_gone_back(checkpoints, step)):
+            candidates = [path for path in checkpoints if get_step(path) == step]
+            later = [path for path in checkpoints if get_step(path) > step]
+            names = ", ".join(path.name for path in checkpoints) or "none"
+            problems = [f"checkpoint.load_step = {step}; available: {names}"]
+
+        for path in reversed(candidates):
+            try:
+                state = self._load(path)
+            except Damage as damage:
+                problems.append(f"{path.name}: {damage}")
+                self._rename(path, f"Checkpoint {path.name} is DAMAGED ({damage})", "damaged")
+                continue
+            for later_path in later:
+                reason = f"Going back to step {step}: {later_path.name}"
+                self._rename(later_path, reason, "archived")
+            return state
+
+        if problems:
+            listed = "\n  ".join([f"{folder}: there is no valid checkpoint.", *problems])
+            fix = "To start from scratch, move them away or choose another checkpoint.folder."
+            raise CheckpointError(f"{listed}\n{fix}")
+        self.load_initial_weights()
+        return None
+
+    def load_before(self, step: int) -> dict[str, Any] | None:
+        """Load the newest valid checkpoint before `step` in place, without changing files.
+
+        Called for rollbacks and by `titanlite replay`.
+
+        Args:
+            step: Only checkpoints of earlier steps are loaded.
+
+        Returns:
+            The training state; see `load`. None if there is no checkpoint before `step`, and
+            nothing has changed.
+
+        Raises:
+            UserError: If model, optimizer, tokenizer or data of the job do not fit the checkpoint.
+            CheckpointError: If there are checkpoints before `step`, but no valid one. The weights
+                and the optimizer state in memory are then unusable.
+        """
+        folder = self.context.folder
+        checkpoints = self._ranks.run_on_rank0(lambda: list_checkpoints(folder))
+        earlier = [path for path in checkpoints if get_step(path) < step]
+        problems: list[str] = []
+        for path in reversed(earlier):
+            try:
+                return self._load(path)
+            except Damage as damage:
+                problem = f"{path.name} is damaged: {damage}"
+                problems.append(problem)
+                self._log(problem)
+
+        if problems:
+            listed = "\n  ".join([f"{folder}: no valid checkpoint before step {step}.", *problems])
+            raise CheckpointError(listed)
+        return None
+
+    def load_initial_weights(self) -> None:
+        """Load the weights at `checkpoint.initial_load_path` into the model, for a new run.
+
+        The path is a Hugging Face model or a checkpoint. Without the option, do nothing.
+
+        Raises:
+            UserError: If the path contains another model or does not exist.
+            CheckpointError: If there is no valid checkpoint at the path, or its weights are not
+                finite.
+        """
+        if self._config.initial_load_path is None:
+            return
+        path_or_url = Path(self._config.initial_load_path)
+        model = self._live.model
+
+        if self._config.initial_load_in_hf:
+            path = self._ranks.run_together(lambda: get_local_copy(path_or_url))
+            load_hf_weights(path, model)
+            weights = self._live.tensors(optimizer=False, hooks=False)
+            self._ranks.run_together(lambda: _check_finite(path, weights))
+        else:
+            folder = self._ranks.run_together(lambda: resolve_url(path_or_url))
+            path = load_newest(
+                folder,
+                lambda step_folder: load_weights(step_folder, model, self._ranks),
+                check=lambda step_folder: check_on_all_ranks(step_folder, self._ranks),
+                list_paths=lambda path: self._ranks.run_on_rank0(lambda: find_checkpoints(path)),
+                log=self._log,
+            )
+        self._log(f"Starting from the weights in {path}")
+
+    def check_job(self, path: PurePath, manifest: dict[str, Any]) -> None:
+        """Compare the run's job with the job that saved a checkpoint, and log the differences.
+
+        Args:
+            path: Path of the checkpoint, for messages.
+            manifest: Manifest of the checkpoint.
+
+        Raises:
+            UserError: If the job cannot resume from the checkpoint.
+        """
+        info = manifest["info"]
+        saved_job = info["job"]
+        job = self.context.job
+        if job is None or saved_job is None:
+            return
+
+        data_state = info["train_state"].get("data") or {}
+        loads_data = bool(data_state) and "data" not in self._get_excluded(info)
+        data_changes = None
+        if loads_data and self._compare_data is not None:
+            data_changes = self._compare_data(data_state)
+
+        # A job can name a flavor or list the keys of its model, so compare the architectures.
+        saved_job = saved_job | {"model": info["architecture"]}
+        current_job = job | {"model": asdict(self._live.model.arch)}
+        changes = compare_jobs(saved_job, current_job, data_changes)
+        if "tokenizer" in data_state and not self._is_same_tokenizer(data_state["tokenizer"]):
+            line = f"tokenizer.path: {job['tokenizer']['path']} has other token IDs"
+            changes.append((INCOMPATIBLE, line))
+        if manifest["format"] == 1 and job["lr_scheduler"]["decay_ratio"] != 0:
+            changes.append((AFFECTS_TRAINING, _NEW_SCHEDULE))
+        report_changes(path, changes, self._log)
+
+    def _rename(self, path: Path, description: str, reason: str) -> None:
+        """Rename a checkpoint so that no later start loads it, and log why.
+
+        A folder without a manifest written by titanlite stays, because another program may own it.
+
+        Args:
+            path: The step folder.
+            description: Beginning of the log line, which gives the reason.
+            reason: Suffix of the new name, "damaged" or "archived".
+        """
+
+        def rename() -> str:
+            if not has_titanlite_manifest(path):
+                return f"not renamed, because it has no {MANIFEST} written by titanlite"
+            return f"renamed to {set_aside(path, reason).name}"
+
+        result = self._ranks.run_on_rank0(rename)
+        self._log(f"{description}; {result}")
+
+    def _load(self, path: Path) -> dict[str, Any]:
+        """Load one checkpoint into model, optimizer and hooks.
+
+        Args:
+            path: The step folder.
+
+        Returns:
+            The training state, without the keys in `exclude_from_loading`.
+
+        Raises:
+            Damage: On all ranks, if the checkpoint is damaged. No value from it remains in memory,
+                but the previous weights and optimizer state may be lost.
+        """
+        manifest = check_on_all_ranks(path, self._ranks)
+        info = manifest["info"]
+        _check_train_state(path, info)
+        excluded = self._get_excluded(info)
+        self._log_exclusions(path, excluded)
+        self.check_job(path, manifest)
+
+        reader = self._ranks.run_together(lambda: SafeReader(path, manifest["files"]))
+        try:
+            self._load_tensors(reader, info, excluded)
+        except Damage:
+            _erase(self._live)
+            raise
+
+        state = info["train_state"]
+        self._log(f"Resumed after step {state['step']} of {path}: {state['tokens']:,} tokens seen")
+        return {key: value for key, value in state.items() if key not in excluded}
+
+    def _load_tensors(self, reader: SafeReader, info: dict[str, Any], excluded: set[str]) -> None:
+        """Read the tensors of a checkpoint into model, optimizer, hooks and random generators.
+
+        Args:
+            reader: Reader of the checkpoint.
+            info: `info` of the manifest, with the training state and the layout.
+            excluded: Parts to reset instead of loading them; see `exclude_from_loading`.
+        """
+        saved = reader.index
+        with_hooks = "hooks" not in excluded
+        if with_hooks:
+            sizes = {
+                name.removeprefix("hooks."): entry.size
+                for name, entry in saved.items()
+                if name.startswith("hooks.")
+            }
+            hook_states = info["train_state"].get("hooks", {})
+            self._live.prepare_hooks(sizes, hook_states)
+
+        has_optimizer = any(name.startswith("optimizer.") for name in saved)
+        with_optimizer = has_optimizer and "optimizer" not in excluded
+        self._prepare_optimizer(with_optimizer)
+
+        # Each rank has a random state, so restoring them needs the same number of ranks.
+        is_same_layout = info["layout"]["world_size"] == self._ranks.size
+        with_rng = is_same_layout and "rng" not in excluded
+        wanted = self._live.tensors(optimizer=with_optimizer, hooks=with_hooks, rng=with_rng)
+        # A checkpoint may lack hooks that the job has added, and generators of GPUs.
+        for name in list(wanted):
+            if name not in saved and name.startswith(("rng.cuda.", "hooks.")):
+                del wanted[name]
+
+        self._reset_hook_tensors(except_for=wanted)
+        _load_and_check(wanted, self._live.model.arch, reader, self._ranks)
+        _set_random_state(wanted)
+
+    def _reset_hook_tensors(self, except_for: Collection[str]) -> None:
+        """Restore the initial values of the hook tensors that a checkpoint does not load.
+
+        The current values may belong to later steps, after a rollback, or be NaN, after a damaged
+        checkpoint. The initial values are those at the creation of this object.
+
+        Args:
+            except_for: Names of the tensors that the checkpoint loads.
+        """
+        for name, tensor in self._live.tensors(optimizer=False).items():
+            if not name.startswith("hooks.") or name in except_for:
+                continue
+            shard = local(tensor)
+            initial = self._initial_hook_tensors.get(name)
+            if initial is not None and initial.shape == shard.shape:
+                shard.copy_(initial)
+            else:
+                _fill_with_nan(tensor)
+
+    def _prepare_optimizer(self, with_optimizer: bool) -> None:
+        """Create optimizer state to load into, or reset the optimizer if its state is not loaded.
+
+        torch optimizers create their state in the first step, so a new optimizer has no tensors
+        yet.
+        """
+        optimizer = self._live.optimizer
+        if not with_optimizer:
+            _reset_optimizer(self._live)  # a rollback must not keep the state of later steps
+        elif optimizer is not None:
+            set_mode(optimizer, "train")  # because creating the state takes a step
+            _create_optimizer_state(optimizer)
+            set_mode(optimizer, "eval")
+
+    def _log_exclusions(self, path: Path, excluded: set[str]) -> None:
+        """Log which parts of a checkpoint `checkpoint.exclude_from_loading` resets.
+
+        Args:
+            path: The step folder.
+            excluded: The parts that are not loaded from the checkpoint; see `_get_excluded`.
+        """
+        if excluded:
+            names = ", ".join(sorted(excluded))
+            self._log(f"Not loaded from {path.name}: {names} (checkpoint.exclude_from_loading)")
+        included = set(self._config.exclude_from_loading) - excluded
+        if included:
+            names = ", ".join(sorted(included))
+            self._log(f"{path.name} was saved after {names} had started fresh, so they are loaded")
+
+    def _get_excluded(self, info: dict[str, Any]) -> set[str]:
+        """Return the parts of the state that the run resets instead of loading from a checkpoint.
+
+        `checkpoint.exclude_from_loading` names these parts, for example "optimizer". If the run
+        that saved the checkpoint excluded the same part, that run has already reset it. The part is
+        then loaded.
+
+        Args:
+            info: `info` entry of the checkpoint's manifest.
+        """
+        excluded_before = get_checkpoint_keys(info).get("exclude_from_loading", ())
+        return {part for part in self._config.exclude_from_loading if part not in excluded_before}
+
+
+def check_on_all_ranks(path: Path, ranks: RankGroup) -> dict[str, Any]:
+    """Verify the files of a checkpoint that is about to be loaded, and return its manifest.
+
+    Each rank checks a part of the files. The content of tensors is not read here, because
+    `SafeReader` verifies their checksums when it loads them.
+
+    Args:
+        path: The step folder.
+        ranks: The ranks that load together.
+
+    Raises:
+        Damage: On all ranks, if any rank found damage.
+        CheckpointError: On all ranks, if any rank cannot read a file now.
+    """
+
+    def select_share(names: list[str]) -> list[str]:
+        return names[ranks.rank :: ranks.size]
+
+    return ranks.run_together(lambda: check_checkpoint(path, select_share, verified_on_load=True))
+
+
+def load_weights(
+    path: Path, model: Llama, ranks: RankGroup = _THIS_PROCESS, averaged: bool = False
+) -> Path:
+    """Load the weights of a checkpoint into a model in place, without any other training state.
+
+    Args:
+        path: A step folder that has passed `check_checkpoint`, possibly with `verified_on_load`.
+        model: The model, sharded or not.
+        ranks: The ranks that hold the model together. All of them call this.
+        averaged: Load the averages of the weights (EMA).
+
+    Returns:
+        The step folder.
+
+    Raises:
+        UserError: If the checkpoint contains another model, or no averages.
+        Damage: If the weights are damaged. The weights of `model` are then unusable.
+        CheckpointError: If the weights are not finite, or cannot be read now.
+    """
+    files = ranks.run_together(lambda: read_manifest(path)["files"])
+    reader = ranks.run_together(lambda: SafeReader(path, files))
+    prefix = ranks.run_together(lambda: get_weight_prefix(reader, averaged))
+    tensors = {f"{prefix}{name}": tensor for name, tensor in model_tensors(model).items()}
+    _load_and_check(tensors, model.arch, reader, ranks)
+    return path
+
+
+def check_tokenizer(path: Path, tokenizer: Tokenizer, name: object, num_embeddings: int) -> None:
+    """Check that a tokenizer is the one that a checkpoint was trained with.
+
+    Args:
+        path: The step folder.
+        tokenizer: The tokenizer.
+        name: Name of the tokenizer for the message, for example its path.
+        num_embeddings: Number of rows of the model's embedding.
+
+    Raises:
+        CheckpointError: If the token IDs differ, or exceed the rows of the embedding.
+    """
+    data_state = read_manifest(path)["info"]["train_state"].get("data") or {}
+    fingerprint = data_state.get("tokenizer")
+    is_other = fingerprint is not None and not tokenizer.is_known_as(fingerprint)
+    if is_other or tokenizer.vocab_size > num_embeddings:
+        problem = f"{path} was trained with another tokenizer than {name}, or the file has changed"
+        raise CheckpointError(f"{problem}. Use the original file.")
+
+
+def _load_and_check(
+    tensors: dict[str, Tensor], arch: Architecture, reader: SafeReader, ranks: RankGroup
+) -> None:
+    """Check the shapes of saved tensors, read them in place, and check that weights are finite.
+
+    All ranks call this together, and raise errors together.
+
+    Args:
+        tensors: This rank's tensors to fill, by their names in the checkpoint.
+        arch: Architecture of the model.
+        reader: Reader of the checkpoint.
+        ranks: The ranks that load together.
+
+    Raises:
+        UserError: If the checkpoint contains another model, lacks a tensor, or has a tensor with
+            another shape.
+        Damage: If the bytes of a tensor are damaged. Some tensors are then overwritten.
+        CheckpointError: If a tensor cannot be read, or is not finite.
+    """
+    ranks.run_together(lambda: _check_shapes(tensors, arch, reader))
+    load_tensors(reader, tensors, ranks.group)
+    ranks.run_together(lambda: _check_finite(reader.path, tensors))
+
+
+def _check_train_state(path: Path, info: dict[str, Any]) -> None:
+    """Check that a checkpoint has the state that a run needs to resume.
+
+    Args:
+        path: The step folder, for messages.
+        info: `info` of the manifest.
+
+    Raises:
+        CheckpointError: If the checkpoint contains only weights.
+        Damage: If step, tokens and data position contradict each other.
+    """
+    state = info["train_state"]
+    if info.get("weights_only") or "step" not in state:
+        problem = f"{path} contains weights only, so a run cannot resume from it"
+        fix = f'another checkpoint.folder and checkpoint.initial_load_path = "{path}"'
+        raise CheckpointError(f"{problem}. Start a new run with {fix}.")
+
+    data_state = state.get("data") or {}
+    schedule = data_state.get("schedule")
+    if schedule is None:
+        return
+    num_sequences = sum(schedule["rows"])
+    has_too_many_sequences = num_sequences > state["tokens"]  # each has at least one token
+    if schedule["step"] > state["step"] or has_too_many_sequences:
+        raise Damage(f"{MANIFEST}: no run can reach this data position")
+
+
+def _check_shapes(tensors: dict[str, Tensor], arch: Architecture, reader: SafeReader) -> None:
+    """Check that the tensors in a checkpoint have the names and shapes that the run expects.
+
+    Raises:
+        UserError: If names or shapes differ. The message lists the differences.
+    """
+    # With pipeline parallelism a rank has only some parameters; the architecture has all of them.
+    expected = {f"model.{name}": shape for name, shape in parameter_shapes(arch).items()}
+    for name, tensor in tensors.items():
+        expected[name] = tuple(tensor.shape)
+    saved = {}
+    for name, entry in reader.index.items():
+        if name in expected or name.startswith("model."):
+            saved[name] = tuple(entry.size)
+
+    lines = compare_shapes(expected, saved)
+    if not lines:
+        return
+    if all(line.startswith("hooks.") for line in lines):
+        problem = "does not fit the hooks of this job"
+        fix = 'Restore their options, or set checkpoint.exclude_from_loading = ["hooks"].'
+    else:
+        problem = "does not fit this model"
+        fix = "Restore the keys of [model]."
+    raise UserError(f"{reader.path} {problem}:\n  {join_lines(lines)}\n{fix}")
+
+
+def _check_finite(path: object, tensors: dict[str, Tensor]) -> None:
+    """Check that all weights are finite. Other tensors, such as hook state, may contain NaN.
+
+    Raises:
+        CheckpointError: If weights contain NaN or infinity. The message lists them.
+    """
+    bad = [
+        name
+        for name, tensor in tensors.items()
+        if name.startswith(WEIGHTS) and not is_finite(local(tensor))
+    ]
+    if bad:
+        names = join_lines(sorted(bad))
+        raise CheckpointError(f"{path} contains weights that are NaN or infinite:\n  {names}")
+
+
+def _set_random_state(tensors: dict[str, Tensor]) -> None:
+    """Set the random generators of this rank to the states that a checkpoint contains, if any.
+
+    Args:
+        tensors: The loaded tensors by name. The names of random states start with "rng.".
+    """
+    for name, tensor in tensors.items():
+        if name.startswith("rng.cuda."):
+            torch.cuda.set_rng_state(tensor)
+        elif name.startswith("rng.cpu."):
+            torch.set_rng_state(tensor)
+
+
+def _copy_hook_tensors(live: LiveState) -> dict[str, Tensor]:
+    """Copy this rank's shards of the hook tensors, so that they can be restored later.
+
+    Tensors in which all values are NaN are left out, because they have no value yet.
+    """
+    copies = {}
+    for name, tensor in live.tensors(optimizer=False).items():
+        if not name.startswith("hooks."):
+            continue
+        shard = local(tensor)
+        if not shard.isnan().all():
+            copies[name] = shard.clone()
+    return copies
+
+
+def _erase(live: LiveState) -> None:
+    """Reset the optimizer and fill all other live tensors with NaN, after a damaged checkpoint.
+
+    Loading the checkpoint may have written damaged values. NaN lets hooks detect that their tensors
+    have no value, and keeps training from silently continuing with damaged weights.
+    """
+    for tensor in live.tensors(optimizer=False).values():
+        _fill_with_nan(tensor)
+    _reset_optimizer(live)
+
+
+def _fill_with_nan(tensor: Tensor) -> None:
+    """Fill a tensor with NaN, or with 0 if it contains integers."""
+    tensor.fill_(torch.nan if tensor.is_floating_point() else 0)
+
+
+def _create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Make an optimizer allocate its state, by a step that does not change the weights.
+
+    The step has zero gradients and learning rate 0. An optimizer that has state already stays
+    unchanged.
+    """
+    if optimizer.state:
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+
+    # The next training step sets the learning rate again.
+    set_learning_rate(optimizer, 0.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _reset_optimizer(live: LiveState) -> None:
+    """Reset the live optimizer to the state and options of a new optimizer."""
+    if live.optimizer is None or live.new_optimizer is None:
+        return
+    live.optimizer.state.clear()  # first, so that two states never exist at once
+    fresh = live.new_optimizer()
+    live.optimizer.state.update(fresh.state)
+    for group, fresh_group in zip(live.optimizer.param_groups, fresh.param_groups, strict=True):
+        group.update({key: value for key, value in fresh_group.items() if key != "params"})

@@ -1,0 +1,662 @@
+"""Publish, list, verify, rename and remove checkpoints, which are step folders on disk.
+
+Invariant: A folder such as `step-00000100` is complete, or it does not exist. A save writes to a
+temporary folder `.tmp-...`, adds a manifest with the size and checksum of each file, syncs all of
+it, and publishes it with one rename. Published folders are never written to.
+
+This module works on files only and does not import torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import logging
+import math
+import os
+import secrets
+import shutil
+import stat
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from titanlite.config import schema
+from titanlite.config.errors import CheckpointError, Damage, UserError
+from titanlite.config.files import INCOMPLETE, MANIFEST, STEP_FOLDER
+from titanlite.runtime.logging import LOGGER_NAME
+
+if TYPE_CHECKING:
+    from titanlite.checkpoint.dcp import LiveState
+    from titanlite.runtime.logging import Event
+    from titanlite.runtime.rank_group import RankGroup
+
+TMP_PREFIX = ".tmp-"
+BEST_LINK = "best"
+"""Name of the link to the checkpoint with the lowest validation loss."""
+EXPORT_MARKER = "titanlite.json"
+"""File in `final_hf` that shows that a run wrote this folder."""
+INDEX = ".metadata"
+"""DCP's index of tensors."""
+FORMAT_VERSION = 2
+"""Checkpoints of format 1 were trained with another learning rate schedule."""
+
+# Names under which checkpoints store the state of the titanlite hooks.
+EMA = "ema"
+BEST_CHECKPOINT = "best_checkpoint"
+NON_FINITE_GUARD = "non_finite_guard"
+SPIKE_GUARD = "spike_guard"
+OLD_HOOK_NAMES = {
+    "Ema": EMA,
+    "BestCheckpoint": BEST_CHECKPOINT,
+    "NonFiniteGuard": NON_FINITE_GUARD,
+    "SpikeGuard": SPIKE_GUARD,
+}
+"""Current hook names by the class names that titanlite 0.2 and earlier stored instead."""
+
+Entry = dict[str, Any]
+"""A file in the manifest: {"size": bytes, "xxh3_128": hexadecimal, "chunk_checksums": bool}.
+
+`chunk_checksums` is true if the index has a checksum of each chunk in the file. titanlite 0.2 did
+not write this key.
+"""
+
+
+class HashingFile(io.BufferedWriter):
+    """A new file that computes checksums of itself and of its chunks while it is written.
+
+    A chunk is one saved tensor or shard. Its checksum lets a reader verify it without reading the
+    whole file. Write sequentially; seeking is not supported.
+
+    Attributes:
+        error: The first OSError of a write, or None. `torch.save` replaces it by a less helpful
+            exception, so callers raise this one.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(io.FileIO(path, "xb"), buffer_size=1 << 20)
+        self.error: OSError | None = None
+        self._size = 0
+        self._file_hash = xxhash.xxh3_128()
+        self._chunk_hash = xxhash.xxh3_128()
+        self._chunk_start = 0
+
+    def write(self, data: Any) -> int:
+        """Write bytes and add them to the checksums."""
+        self._file_hash.update(data)
+        self._chunk_hash.update(data)
+        try:
+            written = super().write(data)
+        except OSError as error:
+            self.error = error
+            raise
+        self._size += written
+        return written
+
+    def end_chunk(self) -> tuple[int, int, bytes]:
+        """End the current chunk.
+
+        Return its offset in the file, its length in bytes, and its checksum.
+        """
+        offset = self._chunk_start
+        checksum = self._chunk_hash.digest()
+        self._chunk_start = self._size
+        self._chunk_hash.reset()
+        return offset, self._size - offset, checksum
+
+    def fileno(self) -> int:
+        """Flush the file and return its file descriptor.
+
+        DCP syncs the file to disk by its descriptor, and does not flush it before.
+        """
+        self.flush()
+        return super().fileno()
+
+    def entry(self) -> Entry:
+        """Return the manifest entry (size and checksum). Call this after the last write."""
+        return {
+            "size": self._size,
+            "xxh3_128": self._file_hash.hexdigest(),
+            "chunk_checksums": self._chunk_start > 0,
+        }
+
+
+class _CheckpointFile(io.FileIO):
+    """A file that raises CheckpointError instead of OSError when it cannot be read."""
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        super().__init__(descriptor)
+        self._path = path
+
+    def readinto(self, buffer: Any, /) -> int | None:
+        try:
+            return super().readinto(buffer)
+        except OSError as error:
+            raise _unreadable(self._path, error) from None
+
+    def readall(self) -> bytes:
+        try:
+            return super().readall()
+        except OSError as error:
+            raise _unreadable(self._path, error) from None
+
+
+@contextmanager
+def open_file(path: Path) -> Iterator[io.BufferedReader[Any]]:
+    """Open a regular file of a checkpoint for reading. Links, pipes and folders are rejected.
+
+    Raises:
+        Damage: If the file is missing or not a regular file.
+        CheckpointError: If the file cannot be opened, or a read in the `with` block fails. Its
+            content may be intact. Other errors in the block are not converted.
+    """
+    try:
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            raise Damage(f"{path.name}: not a regular file")
+        # O_NONBLOCK keeps `open` from waiting if a pipe replaces the file at this moment.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        descriptor = os.open(path, flags)
+    except FileNotFoundError:
+        raise Damage(f"{path.name}: missing") from None
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    with io.BufferedReader(_CheckpointFile(path, descriptor)) as file:
+        yield file
+
+
+def _unreadable(path: Path, error: OSError) -> CheckpointError:
+    """Return the error for a file that cannot be read now, for example on failing storage."""
+    problem = f"cannot read {path}: {type(error).__name__}: {error.strerror}"
+    fix = "Its content may be intact. Fix the cause, or move this checkpoint away."
+    return CheckpointError(f"{problem}. {fix}")
+
+
+def step_folder_name(step: int) -> str:
+    """Return the name of the folder of a step, for example "step-00000100", which sorts by step."""
+    return f"step-{step:08d}"
+
+
+def get_step(path: Path) -> int:
+    """Return the step in the name of a step folder, or -1 for any other name."""
+    match = STEP_FOLDER.fullmatch(path.name)
+    return int(match[1]) if match else -1
+
+
+def list_checkpoints(*folders: Path) -> list[Path]:
+    """Return the step folders in `folders`, sorted by step.
+
+    Damaged checkpoints are included. Unfinished saves, interrupted removals and renamed checkpoints
+    are not.
+    """
+    checkpoints = []
+    for folder in folders:
+        for path in folder.glob("step-*"):
+            is_removed = (path / INCOMPLETE).exists() and not (path / MANIFEST).exists()
+            if get_step(path) >= 0 and path.is_dir() and not is_removed:
+                checkpoints.append(path)
+    return sorted(checkpoints, key=lambda path: (get_step(path), path))
+
+
+def list_set_aside(folder: Path) -> list[Path]:
+    """Return damaged checkpoints that were renamed, such as "step-00000100.damaged"."""
+    return sorted(folder.glob("step-*.damaged*"))
+
+
+def list_unfinished(folder: Path) -> list[Path]:
+    """Return the temporary folders of saves, and step folders whose removal is not complete."""
+    return sorted([*folder.glob(f"{TMP_PREFIX}*"), *_list_half_removed(folder)])
+
+
+def _list_half_removed(folder: Path) -> list[Path]:
+    return [path.parent for path in folder.glob(f"step-*/{INCOMPLETE}")]
+
+
+def publish_checkpoint(
+    tmp_folder: Path, step: int, files: dict[str, Entry], info: dict[str, Any]
+) -> Path:
+    """Complete a checkpoint: write its manifest, and rename the temporary folder to "step-...".
+
+    Called on rank 0 when all ranks have written and synced their files. From the rename on, readers
+    see the complete checkpoint.
+
+    Args:
+        tmp_folder: The temporary folder.
+        step: The step of the checkpoint.
+        files: Manifest entries of all files in the folder.
+        info: JSON value to store in the manifest.
+
+    Returns:
+        The step folder.
+
+    Raises:
+        FileExistsError: If the step folder exists.
+        OSError: If the disk fails, or if a file is missing or differs in size from its entry. This
+            happens if the nodes do not share the folder.
+    """
+    for name, entry in files.items():
+        path = tmp_folder / name
+        if not path.is_file() or path.stat().st_size != entry["size"]:
+            problem = f"{path} is incomplete on the first rank"
+            raise OSError(f"{problem}; do all nodes share this folder?")
+
+    body = {
+        "format": FORMAT_VERSION,
+        "step": step,
+        "files": dict(sorted(files.items())),
+        "info": info,
+    }
+    manifest_path = tmp_folder / MANIFEST
+    manifest_path.write_bytes(encode_manifest(body))
+    sync(manifest_path)
+
+    target = tmp_folder.with_name(step_folder_name(step))
+    publish_folder(tmp_folder, target)
+    return target
+
+
+def publish_folder(tmp_folder: Path, target: Path) -> None:
+    """Rename a temporary folder to its final name, so that readers see it only when it is complete.
+
+    If the sync after the rename fails, the folder is complete and visible, but a power failure may
+    undo the rename. This is logged as a warning.
+
+    Args:
+        tmp_folder: The temporary folder. Its files are synced.
+        target: The new path, on the same file system.
+
+    Raises:
+        FileExistsError: If `target` exists.
+        OSError: If the folder cannot be synced or renamed. It keeps its temporary name.
+    """
+    sync(tmp_folder)
+    if target.exists():  # a rename would silently replace an empty folder
+        raise FileExistsError(f"{target} exists already")
+    tmp_folder.rename(target)
+    try:
+        sync(target.parent)
+    except OSError as error:
+        problem = f"{target} is complete, but may be lost in a power failure"
+        logging.getLogger(LOGGER_NAME).warning(f"{problem}, because fsync failed: {error}")
+
+
+def sync(path: Path) -> None:
+    """Force the content of a file, or the entries of a folder, to disk.
+
+    A renamed file survives a crash only if its folder is synced afterward.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def encode_manifest(body: dict[str, Any]) -> bytes:
+    """Return a manifest as bytes: indented JSON, whose last key is a checksum of the other keys."""
+    content = json.dumps(body, separators=(",", ":")).encode()
+    sealed = {**body, "checksum": xxhash.xxh3_128_hexdigest(content)}
+    return (json.dumps(sealed, indent=1) + "\n").encode()
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Read and check the manifest of a checkpoint.
+
+    Args:
+        folder: The step folder.
+
+    Returns:
+        {"format": version, "step": number, "files": entry by file name, "info": job, architecture,
+        training state and more}.
+
+    Raises:
+        Damage: If the manifest is missing or altered, or names files outside of the folder.
+        CheckpointError: If it cannot be read now, or has a newer format.
+    """
+    with open_file(folder / MANIFEST) as file:
+        return parse_manifest(file.read(), folder / MANIFEST)
+
+
+def parse_manifest(raw: bytes, source: object) -> dict[str, Any]:
+    """Check and decode the bytes of a manifest.
+
+    Args:
+        raw: Content of the manifest file.
+        source: Path or URL of the manifest, for messages.
+
+    Returns:
+        The manifest; see `read_manifest`.
+
+    Raises:
+        Damage: If the manifest is altered, or names files outside of the folder.
+        CheckpointError: If it has a newer format.
+    """
+    body = _decode_manifest(raw)
+    if body is None:
+        raise Damage(f"{MANIFEST}: altered or truncated ({len(raw)} bytes)")
+    if body["format"] > FORMAT_VERSION:
+        problem = f"format {body['format']} is unknown to this version of titanlite"
+        fix = f"It reads formats up to {FORMAT_VERSION}; upgrade titanlite."
+        raise CheckpointError(f"{source}: {problem}. {fix}")
+    for name in body["files"]:
+        if Path(name).name != name or name == "..":
+            raise Damage(f"{MANIFEST}: files outside of the folder")
+
+    hook_states = body["info"]["train_state"].get("hooks", {})
+    for old_name, name in OLD_HOOK_NAMES.items():
+        if old_name in hook_states:
+            hook_states[name] = hook_states.pop(old_name)
+    return body
+
+
+def _decode_manifest(raw: bytes) -> dict[str, Any] | None:
+    """Parse a manifest and verify its checksum.
+
+    Returns:
+        The entries of the manifest except the checksum, or None if the bytes are altered or
+        incomplete.
+    """
+    try:
+        body = json.loads(raw)
+        del body["checksum"]
+        # Compare all bytes instead of the checksum, so that a flipped space is found as well.
+        if raw != encode_manifest(body):
+            return None
+
+        keys = {*body, *body["info"]}
+        if not keys >= {"format", "step", "job", "architecture", "train_state"}:
+            return None
+        for entry in body["files"].values():
+            if not {*entry} >= {"size", "xxh3_128"}:
+                return None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    return body
+
+
+def get_run_id(manifest: dict[str, Any]) -> str | None:
+    """Return the ID of the run that saved a checkpoint, or None if the manifest has no ID.
+
+    Checkpoints of titanlite 0.1, imported weights, and averages of checkpoints have no ID.
+    """
+    return manifest["info"]["train_state"].get("run")
+
+
+def holds_run_state(manifest: dict[str, Any]) -> bool:
+    """Return whether a training run saved the checkpoint, so that a run can resume from it.
+
+    False for imported weights and averages of checkpoints, whose manifests record an origin, such
+    as the path of the imported model.
+    """
+    return "origin" not in manifest["info"]
+
+
+def belongs_to_run(manifest: dict[str, Any], run: str | None) -> bool:
+    """Return whether a given run saved a checkpoint. Only such checkpoints may be removed.
+
+    Args:
+        manifest: Manifest of the checkpoint.
+        run: ID of the run. A checkpoint of titanlite 0.1 has no ID and belongs to any run.
+    """
+    return holds_run_state(manifest) and get_run_id(manifest) in (None, run)
+
+
+def is_titanlite_manifest(raw: bytes) -> bool:
+    """Return whether titanlite wrote the bytes of a manifest, even if they are damaged."""
+    return b'"xxh3_128"' in raw
+
+
+def has_titanlite_manifest(folder: Path) -> bool:
+    """Return whether a folder has a manifest written by titanlite, which may be damaged."""
+    path = folder / MANIFEST
+    return path.is_file() and is_titanlite_manifest(path.read_bytes())
+
+
+def find_foreign_export(dump_folder: Path) -> Path | None:
+    """Return the path of `final_hf` if another program wrote it, or None.
+
+    The run must not replace such a folder with its Hugging Face export.
+
+    Args:
+        dump_folder: Output folder of the run.
+    """
+    path = dump_folder / "final_hf"
+    is_foreign = os.path.lexists(path) and not (path / EXPORT_MARKER).is_file()
+    return path if is_foreign else None
+
+
+def get_validation_loss(manifest: dict[str, Any]) -> float:
+    """Return the validation loss of the weights in a checkpoint, or infinity if it is unknown.
+
+    The loss is known if the run validated at the step of the checkpoint.
+    """
+    state = manifest["info"]["train_state"]
+    best = state.get("hooks", {}).get(BEST_CHECKPOINT, {})
+    if best.get("step") == manifest["step"]:
+        return best["loss"]
+    return state.get("validation_loss", math.inf)  # titanlite 0.2 stored it here
+
+
+def select_outdated(steps: list[int], config: schema.Checkpoint) -> list[int]:
+    """Return the steps whose checkpoints the retention options of a job do not keep.
+
+    `keep_latest_k` keeps the newest checkpoints (0: all), and `keep_every_n_steps` keeps those of
+    every n-th step.
+
+    Args:
+        steps: Steps of all checkpoints, in ascending order.
+        config: Section [checkpoint] of the job.
+    """
+    older = steps[: -config.keep_latest_k] if config.keep_latest_k else []
+    every = config.keep_every_n_steps
+    return [step for step in older if not every or step % every]
+
+
+def check_checkpoint(
+    path: Path,
+    select: Callable[[list[str]], list[str]] = lambda names: names,
+    *,
+    verified_on_load: bool = False,
+) -> dict[str, Any]:
+    """Verify the files of a checkpoint against its manifest, and return the manifest.
+
+    Args:
+        path: The step folder.
+        select: Returns the file names that this caller checks, so that ranks can share the work.
+        verified_on_load: Do not read the index and files with chunk checksums, only compare their
+            sizes. `SafeReader` verifies their content when it loads them.
+
+    Raises:
+        Damage: If the manifest is altered, or a file is missing or has another size or checksum.
+            The message names the first such file.
+        CheckpointError: If a file cannot be read now, or the format is newer. The content may be
+            intact.
+    """
+    manifest = read_manifest(path)
+    if manifest["step"] != get_step(path):
+        raise Damage(f"{MANIFEST}: belongs to step {manifest['step']}")
+
+    for name in select(sorted(manifest["files"])):
+        entry = manifest["files"][name]
+        loading_verifies = name == INDEX or entry.get("chunk_checksums")
+        with open_file(path / name) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != entry["size"]:
+                raise Damage(f"{name}: {size} bytes instead of {entry['size']}")
+            if verified_on_load and loading_verifies:
+                continue
+            checksum = hashlib.file_digest(file, xxhash.xxh3_128)
+        if checksum.hexdigest() != entry["xxh3_128"]:
+            raise Damage(f"{name}: checksum differs ({size} bytes)")
+    return manifest
+
+
+def remove_unfinished(folder: Path, owner: str, log: Callable[[str], None]) -> None:
+    """Delete the temporary files that interrupted saves of earlier starts left behind.
+
+    A file that cannot be deleted, for example because it is open on another node, is logged and
+    stays. It does no harm, because temporary names are never used twice.
+
+    Args:
+        folder: The folder to clean up.
+        owner: Hash of the checkpoint folder, which is part of the names of its temporary files.
+            Other files are never deleted.
+        log: Called with one line of text for each file.
+    """
+    for path in folder.glob(f"{TMP_PREFIX}*{owner}*"):
+        try:
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+            log(f"Removed the unfinished {path.name}")
+        except OSError as error:
+            log(f"Could not remove the unfinished {path.name}: {error}")
+
+
+def finish_removals(folder: Path, log: Callable[[str], None]) -> None:
+    """Complete the removal of checkpoints that an earlier start began, see `remove_checkpoint`."""
+    for path in _list_half_removed(folder):
+        try:
+            _remove_listed_files(path)
+            log(f"Removed the unfinished {path.name}")
+        except (OSError, CheckpointError) as error:
+            log(f"Could not remove the unfinished {path.name}: {error}")
+
+
+def set_aside(path: Path, reason: str = "damaged") -> Path:
+    """Rename a checkpoint so that no reader finds it, for example to "step-00000100.damaged".
+
+    Args:
+        path: The step folder.
+        reason: Suffix of the new name. A number is appended if the name exists already.
+
+    Returns:
+        The new path.
+    """
+    target = path.with_name(f"{path.name}.{reason}")
+    count = 1
+    while target.exists():
+        count += 1
+        target = path.with_name(f"{path.name}.{reason}-{count}")
+    path.rename(target)
+    return target
+
+
+def replace_link(link: Path, target: Path) -> None:
+    """Create a symbolic link to a checkpoint, or atomically replace an existing link."""
+    new_link = link.with_name(f".{link.name}.new")
+    if new_link.is_symlink():  # left by a killed process
+        new_link.unlink()
+    new_link.symlink_to(os.path.relpath(target, link.parent))
+    new_link.replace(link)
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Delete the files listed in the manifest of a checkpoint, and its folder if it is then empty.
+
+    The manifest is renamed first, so that no reader finds a partial checkpoint. If the removal is
+    interrupted, `finish_removals` completes it.
+    """
+    read_manifest(path)
+    (path / MANIFEST).rename(path / INCOMPLETE)
+    _remove_listed_files(path)
+
+
+def _remove_listed_files(path: Path) -> None:
+    """Delete the files that the renamed manifest lists, the manifest, and the empty folder."""
+    with open_file(path / INCOMPLETE) as file:
+        manifest = parse_manifest(file.read(), path / INCOMPLETE)
+    for name in manifest["files"]:
+        (path / name).unlink(missing_ok=True)
+    (path / INCOMPLETE).unlink()
+    with suppress(OSError):  # not empty, because it holds files that titanlite did not write
+        path.rmdir()
+
+
+@dataclass
+class CheckpointContext:
+    """The checkpoint folder of a run, and all that is needed to save to it and to load from it.
+
+    `Saver`, `Resumer` and `Mirror` share one instance.
+
+    Attributes:
+        config: Section [checkpoint] of the job.
+        folder: Parent of the step folders. All nodes must share it.
+        live: Model, optimizer and hooks in memory.
+        ranks: The ranks of the run.
+        log: Called with one line of text for each event, also from other threads.
+        job: The resolved job as a JSON value. A save stores it in the manifest, and a resume
+            compares it with the stored one.
+        token: Part of the names of temporary files. It is the same on all ranks, and no other
+            start has used it. Set by `prepare_folder`.
+    """
+
+    config: schema.Checkpoint
+    folder: Path
+    live: LiveState
+    ranks: RankGroup
+    log: Callable[[str | Event], None]
+    job: dict[str, Any] | None = None
+    token: str = ""
+
+    def prepare_folder(self) -> None:
+        """Create the folder, remove leftovers of interrupted saves, and check that nodes share it.
+
+        All ranks call this together, before the first save.
+
+        Raises:
+            UserError: On all ranks, if the folder is not writable, or the nodes do not share it.
+        """
+        self.token = self.ranks.run_on_rank0(self._clean_up)
+        probe = self.folder / f"{TMP_PREFIX}{self.token}"  # created by rank 0
+        deadline = time.monotonic() + 10  # network storage shows files of other nodes with a delay
+        while not probe.exists() and time.monotonic() < deadline:
+            time.sleep(0.5)
+
+        is_visible_on_ranks = self.ranks.gather(probe.exists())
+        if not all(is_visible_on_ranks):
+            problem = f"{self.folder} is not the same folder on all nodes"
+            raise UserError(f"{problem}. Put it on storage that they share.")
+        self.ranks.run_on_rank0(probe.unlink)
+
+    def check_free_space(self, size: int) -> None:
+        """Check that a checkpoint fits on the disk, before training starts.
+
+        Args:
+            size: Estimated size of a checkpoint in bytes.
+
+        Raises:
+            UserError: On all ranks, if it does not fit.
+        """
+        free = self.ranks.run_on_rank0(lambda: shutil.disk_usage(self.folder).free)
+        if free < size:
+            problem = f"a checkpoint takes about {size / 1e9:.2f} GB, {free / 1e9:.2f} GB are free"
+            fix = "Free some space, or choose another checkpoint.folder."
+            raise UserError(f"{self.folder}: {problem}. {fix}")
+
+    def _clean_up(self) -> str:
+        """Remove leftovers of earlier starts, and create a file that all nodes must see.
+
+        Runs on rank 0.
+
+        Returns:
+            A token for the names of temporary files. It is a hash of the folder's path, which
+            identifies leftovers of earlier starts, followed by a random part.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        owner = xxhash.xxh3_64_hexdigest(os.fsencode(self.folder.resolve()))
+        output_folder = self.folder.parent
+        for folder in (self.folder, output_folder / "final", output_folder):
+            remove_unfinished(folder, owner, self.log)
+        finish_removals(self.folder, self.log)
+
+        token = f"{owner}-{secrets.token_hex(4)}"
+        probe = self.folder / f"{TMP_PREFIX}{token}"
+        probe.touch(exist_ok=False)
+        return token

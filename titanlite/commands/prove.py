@@ -1,0 +1,125 @@
+"""`titanlite prove`: check that a job computes what it should, before you run it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from titanlite.commands.common import format_table, start_ranks
+from titanlite.config.certificate import FOLDER
+from titanlite.config.errors import UserError
+from titanlite.config.files import make_folder
+from titanlite.config.options import (
+    AsJson,
+    OptionPath,
+    OptionRanks,
+    Options,
+    parse_options_and_job,
+)
+from titanlite.load_run import read_world_size
+from titanlite.prove.report import (
+    format_summary,
+    make_certificate,
+    table_rows,
+    write_certificate,
+)
+from titanlite.prove.shrink import parse_original, shrink
+
+MAX_RANKS = 64
+"""Most ranks that the command starts by itself. Each is a process of about 0.5 GB."""
+COLUMNS = ("check", "count", "worst error", "tolerance", "result", "where")
+
+
+class Prove(Options):
+    """Train a small version of a job in its layout, and compare every step with a reference.
+
+    The reference computes the same steps on one process in float64 with plain formulas. The command
+    exits with code 0 if all numbers agree, with 3 if they differ, and with 2 if the job is invalid.
+    """
+
+    world_size: OptionRanks | None = None
+    """Number of ranks of the small job. Default: WORLD_SIZE or NGPU, or 2 ranks along each parallel
+    dimension of the job."""
+    steps: Annotated[int, Field(ge=2)] = 4
+    """Number of steps to train and compare."""
+    out: OptionPath | None = None
+    """Folder for the certificate. Default: the folder `proof` in job.dump_folder."""
+    as_json: AsJson = False
+    """Print the certificate as one JSON object and nothing else."""
+
+
+class NotProven(UserError):
+    """Raised if a job does not compute what the reference computes."""
+
+    exit_code = 3
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run `titanlite prove`: compare a small version of a job with a reference.
+
+    Args:
+        argv: Arguments after the name of the command: options, and overrides of the job.
+
+    Raises:
+        UserError: If the job or an option is invalid.
+        NotProven: If a number differs by more than its tolerance.
+    """
+    options, words = parse_options_and_job(Prove, argv, "prove")
+    job = parse_original(words)
+    out = (options.out or Path(job.job.dump_folder, FOLDER)).absolute()
+    small = shrink(job, choose_world_size(options.world_size), options.steps, out)
+    has_launcher = "WORLD_SIZE" in os.environ
+    if not has_launcher and small.run.world_size > MAX_RANKS:
+        raise UserError(
+            f"--world-size {small.run.world_size}: at most {MAX_RANKS} ranks can start here. "
+            "For more, start the command with torchrun or srun on several nodes."
+        )
+    make_folder(out)
+    os.environ["NGPU"] = str(small.run.world_size)
+    start_ranks("prove", argv)
+
+    from titanlite.prove.prove import prove  # slow, because it imports torch
+
+    result = prove(small.run, out)
+    if result is None:
+        return
+    certificate = make_certificate(small, result)
+    path = write_certificate(certificate, out)
+    if options.as_json:
+        print(certificate.model_dump_json())
+    else:
+        print(f"{format_summary(certificate)}\n")
+        print(format_table(COLUMNS, table_rows(certificate)))
+        print(f"\nWrote {path}.")
+    if not certificate.proven:
+        raise NotProven(certificate.first_difference)
+    if not options.as_json:
+        print("Proven: the layout computes what the reference computes.")
+
+
+def choose_world_size(option: int | None) -> int | None:
+    """Return the number of ranks for `titanlite prove`.
+
+    It comes from --world-size, from the environment variable NGPU or from a launcher such as
+    torchrun. None means that none of them sets it.
+
+    Args:
+        option: Value of --world-size, or None without it.
+
+    Raises:
+        UserError: If a launcher has started another number of ranks than `option`.
+    """
+    if "WORLD_SIZE" not in os.environ:
+        num_processes = os.environ.get("NGPU")
+        return option or (int(num_processes) if num_processes else None)
+    world_size = read_world_size()
+    if option not in (None, world_size):
+        raise UserError(
+            f"--world-size {option}: the launcher has started {world_size} ranks. "
+            "Leave the option out."
+        )
+    return world_size

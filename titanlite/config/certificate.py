@@ -1,0 +1,166 @@
+"""Certificates: the results of `titanlite prove` as JSON files, and how a start finds them."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+from titanlite import __version__
+from titanlite.config.models import FileModel
+from titanlite.config.run import Degrees, Run
+from titanlite.config.schema import SECTIONS, JobConfig
+
+FOLDER = "proof"
+"""Folder of the certificates in job.dump_folder."""
+PROVEN_SECTIONS = (
+    "model",
+    "training",
+    "optimizer",
+    "lr_scheduler",
+    "parallelism",
+    "activation_checkpoint",
+    "compile",
+    "float8",
+    "ema",
+)
+"""Sections of a job that decide what a step computes."""
+UNPROVEN_KEYS = ("steps", "seed", "num_threads", "gc_freq")
+"""Keys in these sections that a certificate does not depend on."""
+
+
+class Row(FileModel):
+    """One line of the result table of `titanlite prove`, which sums up all comparisons of one kind.
+
+    Attributes:
+        check: Kind of comparison.
+        error: Largest error, relative to its tolerance.
+        tolerance: Tolerance of the largest error. 0 in a bitwise comparison.
+        worst: Step and parameter or rank at which the largest error occurred.
+        count: Number of comparisons.
+        passed: Whether all comparisons of this kind have passed.
+    """
+
+    check: str
+    error: float
+    tolerance: float
+    worst: str
+    count: int
+    passed: bool
+
+
+class Certificate(FileModel):
+    """Result of `titanlite prove`, which compares the steps of a small job with a reference.
+
+    Attributes:
+        proven: Whether all comparisons have passed.
+        first_difference: Description and likely cause of the first failed comparison, or "".
+        job_hash: Result of `hash_job` for the job.
+        job: Name of the job file, or "".
+        time: Unix time of the proof.
+        layout: Parallelism degrees of the small job.
+        precision: Precision of the computation.
+        device: Name of the device.
+        optimizer_reference: Description of the expected optimizer updates.
+        versions: Versions of titanlite, torch, torchao and Python.
+        commit: Commit of titanlite, or "".
+        changes: Keys that the small job changes.
+        not_kept: Descriptions of the parts of the job that the small job leaves out.
+        rows: One row per kind of comparison.
+    """
+
+    proven: bool
+    first_difference: str
+    job_hash: str
+    job: str
+    time: float
+    layout: dict[str, int]
+    precision: str
+    device: str
+    optimizer_reference: str
+    versions: dict[str, str]
+    commit: str
+    changes: list[str]
+    not_kept: list[str]
+    rows: list[Row]
+
+    @property
+    def is_valid(self) -> bool:
+        """Return whether all comparisons have passed, and the rows of the table agree."""
+        return self.proven and all(row.passed for row in self.rows)
+
+    def covers(self, degrees: Degrees) -> bool:
+        """Return whether the small job was parallel along each parallel dimension of a run."""
+        return all(self.layout[name] > 1 for name in self.layout if getattr(degrees, name) > 1)
+
+    def day(self) -> str:
+        """Return the local date of the proof, such as "2026-11-24"."""
+        return time.strftime("%Y-%m-%d", time.localtime(self.time))
+
+
+def hash_job(job: JobConfig) -> str:
+    """Return a hash of the parts of a job that determine what a training step computes.
+
+    A certificate is valid only for jobs with the same hash. The hash includes the versions of
+    torch, torchao and Python, and the source code of titanlite and of plugins, but not of modules
+    that a plugin imports. It does not include the size of the vocabulary, because a proof trains
+    with a small vocabulary instead.
+    """
+    values = job.model_dump(mode="json")
+    parts = {name: values[name] for name in PROVEN_SECTIONS}
+    for key in UNPROVEN_KEYS:
+        parts["training"].pop(key)
+    parts["model"].pop("vocab_size")
+    parts["hooks"] = values["job"]["hooks"]
+    parts["dataset"] = [values["dataset"][key] for key in ("document_mask", "packing")]
+    parts["versions"] = read_versions()
+    parts["plugins"] = {name: _hash_module(name) for name in job.job.plugins}
+    parts["titanlite"] = _hash_module("titanlite")
+    parts["plugin_sections"] = {name: values[name] for name in values.keys() - SECTIONS.keys()}
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def read_versions() -> dict[str, str]:
+    """Return the versions of titanlite, torch, torchao and Python."""
+    libraries = {name: version(name) for name in ("torch", "torchao")}
+    python = sys.version.split()[0]
+    return {"titanlite": __version__, "python": python} | libraries
+
+
+def _hash_module(name: str) -> str:
+    """Return a hash of the source files of a plugin, or "" if the plugin has no source files."""
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:
+        return ""
+    origin = Path(spec.origin)
+    files = [origin]
+    if origin.name == "__init__.py":
+        files = sorted(origin.parent.rglob("*.py"))
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def find_certificate(run: Run) -> tuple[Path, Certificate] | None:
+    """Return the newest certificate for the job, the layout and the library versions of a run.
+
+    Returns:
+        The path of the file and the certificate, or None if there is no such certificate.
+    """
+    paths = sorted(Path(run.dump_folder, FOLDER).glob("certificate-*.json"), reverse=True)
+    if not paths:
+        return None
+    job_hash = hash_job(run.job)
+    for path in paths:
+        try:
+            certificate = Certificate.model_validate_json(path.read_bytes())
+        except (OSError, ValueError):
+            continue
+        if certificate.job_hash == job_hash and certificate.covers(run.degrees):
+            return path, certificate
+    return None

@@ -1,0 +1,168 @@
+"""Print the help of `titanlite train`, which explains the keys of a job."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from titanlite.config.errors import UserError
+from titanlite.config.mistakes import (
+    describe_unknown_name,
+    find_table_model,
+    format_value,
+    wrap_text,
+)
+from titanlite.config.registry import Registry
+from titanlite.config.schema import SECTIONS, JobConfig, list_keys
+
+_USAGE = """usage: titanlite train [--from FOLDER_OR_NAME] [--SECTION.KEY VALUE ...]
+
+Train the model that a job file describes. Pass the file with `--job.config_file FILE`; the default
+is debug_model.toml. `titanlite launch` takes the same options and starts one process per GPU, or
+NGPU=N processes.
+
+Pass `--from` to start from a model: a folder, or OWNER/NAME on the Hugging Face Hub. Then you need
+no job file, because [model], tokenizer, sequence length and learning rate follow from the model
+unless you set them.
+
+You can set each key below in the job file or on the command line, which takes precedence. Run
+`titanlite help SECTION` for the keys of a section, `titanlite help KEY` for one key, and `titanlite
+help all` for all keys."""
+_TYPE_NAMES = {str: "<string>", int: "<integer>", float: "<float>", bool: "<boolean>"}
+
+
+def print_help(job: JobConfig, topics: Sequence[str]) -> None:
+    """Print the help on sections and keys of a job.
+
+    Args:
+        job: Job whose values are shown as the defaults.
+        topics: Sections ("training") and keys ("training.steps" or "steps") to explain, or "all"
+            for everything. If empty, only the names of all keys are listed.
+
+    Raises:
+        UserError: If there is no such section or key.
+    """
+    if not topics:
+        _print_overview()
+        return
+
+    names = {topic.removeprefix("--").replace("-", "_") for topic in topics}
+    known_names = {"all"}
+    for full_name in list_keys():
+        known_names |= {full_name, *full_name.split(".")}
+    unknown_names = names - known_names
+    if unknown_names:
+        raise UserError(describe_unknown_name(JobConfig, min(unknown_names)).describe())
+
+    for section in SECTIONS:
+        _print_section(job, section, names)
+
+
+def _print_overview() -> None:
+    """Print the usage, and the names of all keys by section. Advanced keys are listed last."""
+    print(wrap_text(_USAGE), end="\n\n")
+    for section, model in SECTIONS.items():
+        common = [key for key in model.model_fields if key not in model.advanced]
+        print(wrap_text(f"[{section}] {model.__doc__}"))
+        print(wrap_text(", ".join(common), 6))
+        if model.advanced:
+            print(wrap_text(f"Advanced: {', '.join(model.advanced)}", 6))
+        print()
+
+
+def _print_section(job: JobConfig, section: str, names: set[str]) -> None:
+    """Print the keys of a section that `names` selects, advanced keys last.
+
+    Args:
+        job: Job whose values are shown as the defaults.
+        section: Name of the section.
+        names: Sections and keys to print, or "all".
+    """
+    model = SECTIONS[section]
+    prints_all_keys = "all" in names or section in names
+    if prints_all_keys:
+        print(wrap_text(f"[{section}] {model.__doc__}"), end="\n\n")
+
+    keys = [key for key in model.model_fields if key not in model.advanced]
+    keys += model.advanced
+    first_advanced_key = next(iter(model.advanced), None)
+    for key in keys:
+        if prints_all_keys and key == first_advanced_key:
+            print(f"Advanced keys of [{section}]:\n")
+        if prints_all_keys or key in names or f"{section}.{key}" in names:
+            value = getattr(getattr(job, section), key)
+            _print_key(f"{section}.{key}", model.model_fields[key], value, "--")
+
+
+def _print_key(key: str, field: FieldInfo, value: Any, prefix: str) -> None:
+    """Print a key with its type, description and value.
+
+    For a list of tables, print the keys of its tables as well.
+
+    Args:
+        key: Full name of the key, such as "training.steps".
+        field: Field of the schema.
+        value: Value to show as the default. PydanticUndefined means that the key is required.
+        prefix: "--", or "" for keys that can only be set in a job file.
+    """
+    table = find_table_model(field.annotation)
+    if table is not None:
+        print(f"[[{key}]] (job file only)")
+        print(wrap_text(field.description or "", 6), end="\n\n")
+        for name, inner_field in table.model_fields.items():
+            _print_key(f"{key}.{name}", inner_field, inner_field.default, "")
+        return
+
+    type_name = describe_type(field)
+    if prefix and type_name == "<boolean>":
+        negated_key = key.replace(".", ".no-")
+        print(f"--{key}, --{negated_key}")
+    else:
+        print(f"{prefix}{key} {type_name}")
+
+    if value is PydanticUndefined:
+        default = "required"
+    elif value is None:
+        default = "default: None"
+    else:
+        default = f"default: {format_value(value)}"
+    print(wrap_text(f"{field.description} ({default})", 6), end="\n\n")
+
+
+def describe_type(field: FieldInfo) -> str:
+    """Return the type of a key for the help, such as "<integer>" or "auto|bfloat16".
+
+    Lists end with an ellipsis, as in "<string> ...".
+    """
+    registries = [item for item in field.metadata if isinstance(item, Registry)]
+    names = _list_types(registries[0] if registries else field.annotation)
+    text = " ".join(dict.fromkeys(names))
+    return f"{text} ..." if typing.get_origin(field.annotation) is tuple else text
+
+
+def _list_types(annotation: Any) -> list[str]:
+    """Return the names of the types in an annotation, or the values that it allows.
+
+    For example, `int | None` gives ["<integer>"], and `Literal["a", "b"]` gives ["a|b"].
+    """
+    if isinstance(annotation, Registry):
+        registered_names = "|".join(annotation)
+        return [registered_names or "<string>"]
+
+    parts = typing.get_args(annotation)
+    if not parts:
+        type_name = _TYPE_NAMES.get(annotation)
+        return [type_name] if type_name else []
+    if typing.get_origin(annotation) is typing.Literal:
+        return ["|".join(map(str, parts))]
+
+    # A registry lists its names, so the type `str` beside it is not needed.
+    registries = [part for part in parts if isinstance(part, Registry)]
+    names: list[str] = []
+    for part in registries or parts:
+        names += _list_types(part)
+    return names

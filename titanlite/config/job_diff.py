@@ -1,0 +1,240 @@
+"""Compare the job of a checkpoint with the job that resumes from it.
+
+Each changed key is classified as compatible, affecting training, or incompatible. Keys that this
+module does not list affect training. Changes of the data are found by the data loader, which
+compares its contents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import PurePath
+from typing import Any, Literal
+
+from titanlite.config.errors import UserError
+from titanlite.config.mistakes import shorten
+from titanlite.config.schema import SECTIONS
+
+Effect = Literal["compatible", "affects training", "incompatible"]
+COMPATIBLE: Effect = "compatible"
+AFFECTS_TRAINING: Effect = "affects training"
+INCOMPATIBLE: Effect = "incompatible"
+_ORDER = (COMPATIBLE, AFFECTS_TRAINING, INCOMPATIBLE)
+_OLD_EFFECTS: dict[str, Effect] = {
+    "harmless": COMPATIBLE,
+    "changes the curve": AFFECTS_TRAINING,
+    "refused": INCOMPATIBLE,
+}
+"""Value of `on_resume` in plugins written for titanlite 0.2 -> current value."""
+
+DataChanges = tuple[list[str], list[str]]
+"""Result of `Loader.compare`, two lists of descriptions:
+
+- changes that make the saved data position meaningless, for example another sequence length;
+- changed contents of files, which `dataset.on_change` allows or forbids.
+"""
+
+_REMEDY = """\
+Restore these values, or start a new run in another job.dump_folder. If model and tokenizer are \
+the same, it can start from these weights: checkpoint.initial_load_path = "{checkpoint}".
+To resume although only data has changed, set dataset.on_change = "warn". To resume with a new \
+optimizer state, set checkpoint.exclude_from_loading = ["optimizer"]."""
+
+_COMPATIBLE_SECTIONS = {
+    "activation_checkpoint",
+    "checkpoint",
+    "comm",
+    "compile",
+    "ema",
+    "job",
+    "metrics",
+    "parallelism",
+    "profiling",
+    "samples",
+    "validation",
+}
+_COMPATIBLE_KEYS = {
+    "dataset.num_workers",
+    "dataset.on_change",
+    "dataset.path",
+    "dataset.prefetch",
+    "dataset.streaming",
+    "optimizer.implementation",
+    "training.deterministic",
+    "training.enable_cpu_offload",
+    "training.init_dtype",
+    "training.num_threads",
+}
+# Keys in compatible sections that affect training.
+_AFFECTING_KEYS = {"checkpoint.exclude_from_loading", "job.hooks", "validation.holdout"}
+# Location and order of the data. The loader compares what follows from these keys.
+_LOADER_KEYS = {
+    "dataset.config",
+    "dataset.packing",
+    "dataset.path",
+    "dataset.seed",
+    "dataset.source",
+    "dataset.sources",
+    "dataset.split",
+    "dataset.text_column",
+    "training.seq_len",
+    "validation.holdout",
+}
+# Keys of an entry of dataset.sources that [dataset] does not have.
+_MIXTURE_KEYS = {"max_epochs", "weight"}
+# Keys of [model] that change the shapes or names of parameters.
+_SHAPE_KEYS = {
+    "architecture",
+    "dim",
+    "ffn_dim",
+    "head_dim",
+    "n_heads",
+    "n_kv_heads",
+    "n_layers",
+    "qk_norm",
+    "qkv_bias",
+    "tied_embeddings",
+    "vocab_size",
+}
+
+
+def compare_jobs(
+    before: Mapping[str, Any], now: Mapping[str, Any], data: DataChanges | None = None
+) -> list[tuple[Effect, str]]:
+    """Compare two jobs, and return the effect and a description of each difference.
+
+    This is called on resume. Keys that only one job has are skipped, because another version of
+    titanlite wrote the other job. Keys of the tokenizer are skipped, because its token IDs are
+    compared elsewhere.
+
+    Args:
+        before: Job in the checkpoint, as given by `JobConfig.model_dump(mode="json")`, with the
+            resolved architecture as [model].
+        now: Job that resumes from the checkpoint, in the same form.
+        data: Differences of the data, from `Loader.compare`. None if the data position of the
+            checkpoint is not used.
+
+    Returns:
+        Differences sorted by effect, incompatible ones last. The description of a changed key is
+        "section.key: before -> now".
+    """
+    old = flatten(before)
+    new = flatten(now)
+    data_effect = INCOMPATIBLE if new["dataset.on_change"] == "error" else AFFECTS_TRAINING
+    common_keys = old.keys() & new.keys() - {"tokenizer.path", "tokenizer.name"}
+
+    changes: list[tuple[Effect, str]] = []
+    for key in common_keys:
+        if old[key] == new[key]:
+            continue
+        effect = _classify(key, old, new, data, data_effect)
+        if effect is not None:
+            old_value = shorten(str(old[key]))
+            new_value = shorten(str(new[key]))
+            changes.append((effect, f"{key}: {old_value} -> {new_value}"))
+    if data is not None:
+        position_changes, content_changes = data
+        changes.extend((INCOMPATIBLE, description) for description in position_changes)
+        changes.extend((data_effect, description) for description in content_changes)
+
+    return sorted(changes, key=lambda change: (_ORDER.index(change[0]), change[1]))
+
+
+def report_changes(
+    path: PurePath, changes: Sequence[tuple[Effect, str]], log: Callable[[str], None]
+) -> None:
+    """Log the differences between a job and the checkpoint that it resumes from.
+
+    Args:
+        path: Path of the checkpoint.
+        changes: Effect and description of each difference, from `compare_jobs`.
+        log: Receives one line for each difference that is not incompatible.
+
+    Raises:
+        UserError: If any difference is incompatible. The message lists all incompatible ones.
+    """
+    incompatible = []
+    for effect, description in changes:
+        if effect == INCOMPATIBLE:
+            incompatible.append(description)
+        else:
+            log(f"Changed since {path.name}: {description} ({effect})")
+
+    if incompatible:
+        lines = "\n  ".join([f"This job cannot resume from {path}:", *incompatible])
+        remedy = _REMEDY.format(checkpoint=path)
+        raise UserError(f"{lines}\n{remedy}")
+
+
+def flatten(table: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """Convert nested tables to a flat dictionary of their values by full name.
+
+    Tables in a list are numbered, for example "dataset.sources.0.path".
+
+    Args:
+        table: Nested tables.
+        prefix: Prefix of all names, such as "dataset.".
+    """
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        name = f"{prefix}{key}"
+        is_list_of_tables = isinstance(value, list) and value and isinstance(value[0], dict)
+        if is_list_of_tables:
+            flat[name] = f"{len(value)} tables"
+            numbered_tables = dict(enumerate(value))
+            flat |= flatten(numbered_tables, f"{name}.")
+        elif isinstance(value, dict):
+            flat |= flatten(value, f"{name}.")
+        else:
+            flat[name] = value
+    return flat
+
+
+def _classify(
+    name: str,
+    old: dict[str, Any],
+    new: dict[str, Any],
+    data: DataChanges | None,
+    data_effect: Effect,
+) -> Effect | None:
+    """Return the effect of a changed key, or None if the change need not be reported.
+
+    A change is not reported if another line already describes it.
+
+    Args:
+        name: Full name of the key.
+        old: Values of the job in the checkpoint, from `flatten`.
+        new: Values of the job that resumes, from `flatten`.
+        data: Differences of the data, or None if the data position is not used.
+        data_effect: Effect of changed data, which depends on `dataset.on_change`.
+    """
+    section = name.split(".")[0]
+    key = name.split(".")[-1]
+    if name == "optimizer.name":  # its state has other tensors
+        is_excluded = "optimizer" in new["checkpoint.exclude_from_loading"]
+        return AFFECTS_TRAINING if is_excluded else INCOMPATIBLE
+    if name == "training.mixed_precision_param" and new[name] == "auto":
+        return None  # a resume keeps the dtype of the checkpoint
+    if section == "model":
+        if f"{new['model.architecture']}.{key}" in new:
+            return None  # reported as a key of the architecture's own section
+        return INCOMPATIBLE if key in _SHAPE_KEYS else AFFECTS_TRAINING
+
+    is_source_key = name.startswith("dataset.sources.")
+    if is_source_key and key in _MIXTURE_KEYS:
+        return AFFECTS_TRAINING if data is None else data_effect
+    if is_source_key:  # treated like the key of a single source
+        name = f"dataset.{key}"
+    is_data_seed = name == "training.seed" and new["dataset.seed"] is None
+    if data is not None and (name in _LOADER_KEYS or is_data_seed):
+        return None if any(data) else COMPATIBLE
+
+    if name == "training.local_batch_size" and old.get("training.global_batch_size", -1) != -1:
+        return COMPATIBLE  # an explicit global batch size determines the batch
+    is_compatible = section in _COMPATIBLE_SECTIONS or name in _COMPATIBLE_KEYS
+    if is_compatible and name not in _AFFECTING_KEYS:
+        return COMPATIBLE
+    if section not in SECTIONS:
+        return AFFECTS_TRAINING
+    effect = SECTIONS[section].on_resume
+    return _OLD_EFFECTS.get(effect, effect)

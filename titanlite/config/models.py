@@ -1,0 +1,66 @@
+"""Base classes of the pydantic models for the contents of files and the sections of a job."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict
+from pydantic.functional_validators import model_validator
+
+
+class FileModel(BaseModel):
+    """Base class for the content of a file.
+
+    Values are not converted (the text "5" is not an integer), unknown keys are errors, and
+    instances are immutable.
+    """
+
+    model_config = ConfigDict(
+        strict=True, extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=()
+    )
+
+
+class Section(FileModel):
+    """Base class for a section of a job file, such as [training].
+
+    The docstring of each field is its help text.
+    """
+
+    # Instances are validated again, because `model_copy(update=...)` does not validate.
+    model_config = ConfigDict(use_attribute_docstrings=True, revalidate_instances="always")
+
+    dropped: ClassVar[dict[str, tuple[object, str]]] = {}
+    """Keys of earlier versions: name -> (default, error message for any other value).
+
+    Earlier versions saved every key of a job. A dropped key that has its default is therefore
+    ignored.
+    """
+    advanced: ClassVar[tuple[str, ...]] = ()
+    """Rarely used keys, which the help lists last."""
+    on_resume: ClassVar[Literal["compatible", "affects training", "incompatible"]] = (
+        "affects training"
+    )
+    """Whether a run can resume with changed values in this section. Used for sections of
+    plugins.
+    """
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        """Join the lines of each description."""
+        for field in cls.model_fields.values():
+            field.description = " ".join((field.description or "").split())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _ignore_dropped_defaults(cls, values: Any) -> Any:
+        return cls.without_dropped_defaults(values) if isinstance(values, dict) else values
+
+    @classmethod
+    def without_dropped_defaults(cls, values: dict[Any, Any]) -> dict[Any, Any]:
+        """Return `values` without the dropped keys that have their default."""
+        kept = {}
+        for key, value in values.items():
+            is_dropped_default = key in cls.dropped and value == cls.dropped[key][0]
+            if not is_dropped_default:
+                kept[key] = value
+        return kept

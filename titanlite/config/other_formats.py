@@ -1,0 +1,131 @@
+"""Parse job files, and give helpful errors for files that are not TOML."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from contextlib import suppress
+from typing import Any
+
+import tomli
+
+from titanlite.config.mistakes import shorten
+
+_PYTHON_STATEMENTS = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
+
+
+def parse_toml(content: bytes) -> dict[str, Any]:
+    """Parse the content of a TOML file.
+
+    Raises:
+        ValueError: If the content is not TOML in UTF-8. The message explains how to fix the invalid
+            line. If the file has a known other format, such as a Hugging Face config.json, it
+            explains what to do with the file instead.
+    """
+    try:
+        text = content.decode("utf-8-sig")
+        return tomli.loads(text)
+    except tomli.TOMLDecodeError as error:
+        line = text.split("\n")[error.lineno - 1].strip()
+        remedy = _correct_line(line) or f"{error.msg}, in column {error.colno}"
+        problem = f"line {error.lineno}: {shorten(line)} is not valid TOML. {remedy}."
+    except (ValueError, RecursionError) as error:
+        # Not UTF-8, a number of 5,000 digits, or lists 400 deep.
+        problem = f"not valid TOML in UTF-8: {error}."
+    raise ValueError(explain_other_format(content) or problem)
+
+
+def _correct_line(line: str) -> str:
+    """Return an instruction that corrects a line written in the syntax of Python, YAML or a shell.
+
+    For example, "steps: 100" gives "Write steps = 100". The result is empty if the mistake is not
+    recognized.
+    """
+    assignment = re.fullmatch(r"([\w.-]+)\s*([=:])\s*([^#]*?)\s*(#.*)?", line)
+    if assignment is None or _is_toml(line):
+        return ""
+
+    key, sign, value, _ = assignment.groups()
+    if sign == ":" and not value:  # the header of a YAML table
+        return f"Write [{key}]"
+    if value.lower() in ("none", "null"):
+        return f"TOML has no {value}. Leave {key} out"
+
+    is_flavor = key.rpartition(".")[2] == "flavor"
+    corrected = f"{key} = {_correct_value(value, is_flavor)}"
+    if _is_toml(corrected):
+        return f"Write {corrected}"
+    is_text_without_quotes = re.fullmatch(r"[^'\"]*[A-Za-z][^'\"]*", value)
+    if is_text_without_quotes:
+        return "Put text in quotation marks, and write numbers with digits only"
+    return ""
+
+
+def _correct_value(value: str, is_flavor: bool) -> str:
+    """Return a value in the syntax of TOML, such as "true" for "True", or '"llama"' for "llama".
+
+    Args:
+        value: Text after the equals sign.
+        is_flavor: Whether the value is the name of a model flavor, which may start with a digit.
+    """
+    value = value.strip("\u2018\u2019\u201c\u201d ")  # curly quotation marks of word processors
+    if value.lower() in ("true", "false"):
+        return value.lower()
+
+    has_backslash = "\\" in value  # as in a Windows path; literal only between single quotes
+    if value.startswith('"') and has_backslash:
+        return "'" + value.strip('"') + "'"
+    is_bare_text = re.fullmatch(r"[^\s\d.+\[\]{}'\"-][^\s\[\]{}'\"]*", value)
+    if is_bare_text or (is_flavor and re.fullmatch(r"[\w.-]+", value)):
+        return f"'{value}'" if has_backslash else f'"{value}"'
+    return value
+
+
+def _is_toml(text: str) -> bool:
+    """Return whether `text` is valid TOML."""
+    with suppress(ValueError):
+        tomli.loads(text)
+        return True
+    return False
+
+
+def explain_other_format(content: bytes) -> str | None:
+    """Recognize the format of a file that is not TOML, and explain what to do with it.
+
+    Nothing in the file is executed.
+
+    Returns:
+        A sentence for the user, or None if the format is not recognized.
+    """
+    text = content.decode("utf-8-sig", errors="replace")
+    with suppress(ValueError, RecursionError):  # not JSON
+        value = json.loads(text)
+        if isinstance(value, dict):
+            return _explain_json(value)
+
+    with suppress(SyntaxError, ValueError, RecursionError, MemoryError):  # not Python
+        statements = ast.parse(text).body
+        if any(isinstance(statement, _PYTHON_STATEMENTS) for statement in statements):
+            return (
+                "this is Python code, such as a config of torchtitan 0.3, which titanlite does not "
+                "run. Copy a job file from train_configs/ and set the same values in it; "
+                "`titanlite train --help` explains the keys."
+            )
+    return None
+
+
+def _explain_json(table: dict[str, Any]) -> str:
+    """Explain what kind of JSON file was passed as a job file, and which command accepts it."""
+    if "model_type" in table or "architectures" in table:
+        return (
+            "this is the config.json of a Hugging Face model, not a job file. To train the model, "
+            "run `titanlite train --from FOLDER`. To convert its weights to a checkpoint, run "
+            "`titanlite import --hf FOLDER --out DIR`."
+        )
+    if {"job", "model", "training"} <= table.keys():
+        return (
+            "this is the JSON copy of a torchtitan job that job.save_config_file writes. "
+            "Run `titanlite migrate` on the TOML file of that job."
+        )
+    return "this is JSON, and a job file is TOML."

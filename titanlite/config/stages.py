@@ -1,0 +1,179 @@
+"""Choose pipeline stages, based on estimates of their time and memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from titanlite.config.flavors import Architecture
+
+FLOPS_PER_BYTE = 300  # of an H100: its bf16 FLOP/s divided by its memory bandwidth
+LOSS_TOKENS = 4096  # tokens whose logits are in memory at one time
+LOGIT_BYTES = 6  # per logit: in bf16 as computed, and its gradient in fp32
+
+
+@dataclass(frozen=True)
+class PieceCosts:
+    """Cost of the embedding, a block and the output of a model: time or memory, in any unit.
+
+    Pipeline stages are balanced by these costs.
+
+    Attributes:
+        embedding: Cost of the embedding, which is in the first pipeline stage.
+        block: Cost of one transformer block.
+        output: Cost of the output layer and the loss, which are in the last pipeline stage.
+    """
+
+    embedding: float
+    block: float
+    output: float
+
+    def of_stage(self, stage: int, stages: int, blocks: int) -> float:
+        """Return the cost of a pipeline stage.
+
+        Args:
+            stage: Index of the stage, from 0.
+            stages: Total number of stages.
+            blocks: Number of blocks in the stage.
+        """
+        cost = blocks * self.block
+        if stage == 0:
+            cost += self.embedding
+        if stage == stages - 1:
+            cost += self.output
+        return cost
+
+
+def piece_times(arch: Architecture, seq_len: int) -> PieceCosts:
+    """Estimate the time of each piece of a model, in forward FLOPs per token.
+
+    The embedding has no matmul. Its time is the memory traffic of its dense gradient (vocab_size x
+    dim in fp32, once per sequence), converted to FLOPs. This is divided by 3, because a whole
+    training step takes as long as three forward passes.
+
+    Args:
+        arch: Architecture of the model.
+        seq_len: Sequence length in tokens, which determines the cost of attention.
+    """
+    attention = 4 * arch.attended(seq_len) * arch.q_dim  # scores and weighted sum
+    return PieceCosts(
+        embedding=4 * arch.vocab_size * arch.dim * FLOPS_PER_BYTE / (3 * seq_len),
+        block=2 * arch.block_matrices + attention,
+        output=2.0 * arch.dim * arch.vocab_size,
+    )
+
+
+def activation_values(arch: Architecture, tensor_degree: int) -> float:
+    """Estimate how many values per token a block stores for its backward pass.
+
+    Without activation checkpointing, these are the residual stream (twice), the queries, keys,
+    values and output of attention, three tensors of SwiGLU, and the outputs of the norms, which are
+    not sharded by tensor parallelism.
+
+    Args:
+        arch: Architecture of the model.
+        tensor_degree: Tensor-parallel degree.
+    """
+    sharded = 2 * arch.dim + 2 * arch.q_dim + 2 * arch.kv_dim + 3 * arch.ffn_dim
+    return sharded / tensor_degree + 2 * arch.dim
+
+
+class _Split(NamedTuple):
+    """A distribution of the first blocks of a model over the first pipeline stages.
+
+    Attributes:
+        slowest: Time of the slowest stage.
+        squares: Sum of the squared times of the stages.
+        ends: End of each stage: the index of its last block plus 1.
+    """
+
+    slowest: float
+    squares: float
+    ends: list[int]
+
+    def add_stage(self, time: float, end: int) -> _Split:
+        """Return this split extended by a stage that takes `time` and ends before block `end`."""
+        return _Split(max(self.slowest, time), self.squares + time * time, [*self.ends, end])
+
+    def is_better_than(self, other: _Split) -> bool:
+        """Return whether this split has a faster slowest stage or, if equal, more even stages.
+
+        Args:
+            other: Another split of the same blocks.
+        """
+        return (self.slowest, self.squares) < (other.slowest, other.squares)
+
+
+def balanced_cuts(times: PieceCosts, memory: list[PieceCosts], num_layers: int) -> list[int]:
+    """Choose which blocks belong to each pipeline stage, so that the slowest stage is fast.
+
+    Each stage has at least one block. The cuts are chosen by these criteria, in this order:
+
+    - No stage takes more memory than the largest stage of an even split, in which the embedding and
+      the output count as one block each.
+    - The slowest stage is as fast as possible.
+    - The sum of squared times is as small as possible, so that the first and the last stage do not
+      get a surplus block.
+
+    Args:
+        times: Time of each piece.
+        memory: Memory of each piece, for each stage.
+        num_layers: Number of blocks of the model.
+
+    Returns:
+        Index of the first block of stages 1, 2, ... For example, [3, 6] means that stage 1 begins
+        with block 3 and stage 2 with block 6.
+    """
+    num_stages = len(memory)
+    assert num_stages <= num_layers
+    memory_limit = _max_memory_of_even_split(memory, num_layers)
+
+    # Dynamic programming: best_splits[n] is the best way to distribute the first n blocks over the
+    # stages so far.
+    best_splits = {0: _Split(0.0, 0.0, [])}
+    for stage in range(num_stages):
+        last_end = num_layers - (num_stages - 1 - stage)  # later stages need a block each
+        longer_splits: dict[int, _Split] = {}
+        for start, split in best_splits.items():
+            for end in range(start + 1, last_end + 1):
+                num_blocks = end - start
+                if memory[stage].of_stage(stage, num_stages, num_blocks) > memory_limit:
+                    break
+                candidate = split.add_stage(times.of_stage(stage, num_stages, num_blocks), end)
+                if end not in longer_splits or candidate.is_better_than(longer_splits[end]):
+                    longer_splits[end] = candidate
+        best_splits = longer_splits
+
+    return best_splits[num_layers].ends[:-1]
+
+
+def _max_memory_of_even_split(memory: list[PieceCosts], num_layers: int) -> float:
+    """Return the memory of the largest pipeline stage if `even_cuts` splits the model."""
+    num_stages = len(memory)
+    boundaries = [0, *even_cuts(num_layers, num_stages), num_layers]
+    sizes = [
+        memory[stage].of_stage(stage, num_stages, end - first)
+        for stage, (first, end) in enumerate(pairwise(boundaries))
+    ]
+    return max(sizes)
+
+
+def even_cuts(layers: int, stages: int) -> list[int]:
+    """Split the blocks of a model evenly into stages. Return the first block of stages 1, 2, ...
+
+    The embedding and the output count as one block each.
+
+    Args:
+        layers: Number of blocks of the model.
+        stages: Number of pipeline stages.
+    """
+    size, surplus = divmod(layers + 2, stages)
+    cuts = []
+    for stage in range(1, stages):
+        cut = stage * size + min(stage, surplus) - 1  # the embedding counts as the first block
+        # If there are few blocks, shift the cut so that each stage has at least one.
+        first_possible = stage
+        last_possible = layers - stages + stage
+        cuts.append(min(max(cut, first_possible), last_possible))
+    return cuts

@@ -1,0 +1,250 @@
+"""Opening the data sources of a job, and turning their records into tokenized documents."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field, replace
+from itertools import islice
+
+import numpy as np
+
+from titanlite.config.errors import UserError
+from titanlite.config.run import Run
+from titanlite.config.schema import Dataset, DataSource, JobConfig
+from titanlite.data.sources.base import RandomAccess, Source
+from titanlite.data.sources.files import open_source
+from titanlite.data.sources.records import BadRecord, Prepared, Record, hash_text
+from titanlite.data.sources.shards import Shards
+from titanlite.data.tokenizer import Tokenizer
+
+_SAMPLE_DOCUMENTS = 64
+# Values of validation.holdout that an error message can propose.
+_HOLDOUTS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
+
+
+@dataclass
+class DocumentTokenizer:
+    """Tokenizes the records of a source, and selects the documents for training or for validation.
+
+    Attributes:
+        tokenizer: Tokenizer of the run.
+        holdout: Fraction of the documents that is held out for validation, 0 to 1.
+        is_validation: Select the held-out documents instead of all others.
+        skip_bad: Skip records that cannot be read instead of raising an error.
+        section: Section of the job file that describes the data, for messages.
+        can_skip: Whether an error may propose to skip records that cannot be read. Set to False if
+            the source seems to have no other records.
+        skipped: Reasons why records were skipped. The caller that reports them empties the list.
+    """
+
+    tokenizer: Tokenizer
+    holdout: float = 0.0
+    is_validation: bool = False
+    skip_bad: bool = False
+    section: str = "dataset"
+    can_skip: bool = True
+    skipped: list[str] = field(default_factory=list, init=False)
+
+    @classmethod
+    def for_run(
+        cls, run: Run, tokenizer: Tokenizer, *, validation: bool = False
+    ) -> DocumentTokenizer:
+        """Create the document tokenizer for the training data of a run, or for its validation data.
+
+        Validation reads the held-out documents of [dataset] if validation.holdout is set. Otherwise
+        it reads all documents of the source in [validation].
+        """
+        holdout = run.job.validation.holdout
+        uses_holdout = validation and holdout > 0
+        section = "validation" if validation and not uses_holdout else "dataset"
+        skip_bad = getattr(run.job, section).on_bad_record == "skip"
+        return cls(tokenizer, holdout, uses_holdout, skip_bad, section)
+
+    def __post_init__(self) -> None:
+        bos_id = self.tokenizer.bos_id
+        self._bos = np.array([] if bos_id is None else [bos_id], dtype=np.int32)
+        self._eos = np.array([self.tokenizer.eos_id], dtype=np.int32)
+        self._nothing = self._eos[:0]
+        self.empty_length = len(self._bos) + len(self._eos)
+        """Number of tokens of a document without text."""
+
+    def encode(self, record: Record, *, is_repeated: bool = False) -> np.ndarray:
+        """Tokenize a record to BOS, the tokens of its text, and EOS.
+
+        Args:
+            record: A text, a document that was tokenized in advance, or the error for a bad record.
+            is_repeated: Whether the record was read in an earlier epoch. A bad record is then not
+                reported a second time.
+
+        Returns:
+            Tokens, shape (n,), int32. Empty if the record is skipped, or is held out in training
+            (or not held out in validation).
+
+        Raises:
+            BadRecord: If the record cannot be read and `skip_bad` is False.
+        """
+        if isinstance(record, BadRecord):
+            if not self.skip_bad:
+                raise self._explain(record)
+            if not is_repeated:
+                self.skipped.append(str(record))
+            return self._nothing
+
+        is_prepared = isinstance(record, Prepared)
+        if self.holdout:
+            # The hash depends on the text alone, so duplicates are in the same part.
+            text_hash = record.text_hash if is_prepared else hash_text(record)
+            is_held_out = text_hash < self.holdout * 2**64
+            if is_held_out != self.is_validation:
+                return self._nothing
+
+        if is_prepared:
+            return record.tokens
+        text = self.tokenizer.encode_array(record).view(np.int32)
+        return np.concatenate([self._bos, text, self._eos])
+
+    def _explain(self, record: BadRecord) -> BadRecord:
+        """Return the error for a bad record. Its remedy names the key of the job file to change."""
+        problem = str(record).replace("Set text_column", f"Set {self.section}.text_column")
+        if not self.can_skip:
+            return BadRecord(f"{problem}.")
+        return BadRecord(
+            f'{problem}. To skip such records, set {self.section}.on_bad_record = "skip".'
+        )
+
+
+def source_specs(dataset: Dataset) -> tuple[DataSource | Dataset, ...]:
+    """Return the tables of the job file that describe the sources of a dataset.
+
+    These are the tables in [[dataset.sources]] for a mixture. Otherwise the section itself is the
+    only source.
+    """
+    return dataset.sources or (dataset,)
+
+
+def open_sources(
+    dataset: Dataset, documents: DocumentTokenizer, seq_len: int, job: JobConfig
+) -> list[Source]:
+    """Open all sources of a dataset and read a sample of each one.
+
+    Mistakes, such as a wrong column or a corrupt file, are thus reported at startup instead of
+    hours later.
+
+    Args:
+        dataset: Section that describes the sources.
+        documents: Tokenizes the records of the sample.
+        seq_len: Number of tokens that each source must exceed.
+        job: The job, whose sections configure the sources of plugins.
+
+    Returns:
+        The sources, in the order of the job file.
+
+    Raises:
+        UserError: If a source cannot be opened, has too little text for one sequence, or contains a
+            record in the sample that cannot be read.
+    """
+    sources = [open_source(spec, job) for spec in source_specs(dataset)]
+    for source in sources:
+        inspect_source(source, documents, seq_len)
+    return sources
+
+
+def inspect_source(source: Source, documents: DocumentTokenizer, seq_len: int) -> None:
+    """Check that a source has enough text for one sequence, and that a sample of it can be read.
+
+    Args:
+        source: The opened source.
+        documents: Tokenizes the sample.
+        seq_len: Number of tokens that the source must exceed.
+
+    Raises:
+        UserError: If the source has too little text, or a record in the sample cannot be read.
+    """
+    sample = islice(source, _SAMPLE_DOCUMENTS)
+    has_good_records = any(not isinstance(record, BadRecord) for record in sample)
+    # A copy, so that the records that it skips are not reported.
+    documents = replace(documents, can_skip=has_good_records)
+    if isinstance(source, Shards):
+        source.check(documents.tokenizer, documents.holdout)
+
+    num_tokens = _count_tokens(source, documents, seq_len)
+    if num_tokens <= seq_len:
+        raise UserError(_explain_too_little_text(source, documents, num_tokens, seq_len))
+
+    if isinstance(source, RandomAccess):
+        for index in source.sample():
+            record = source.record(index)
+            if isinstance(record, BadRecord):
+                documents.encode(record)  # raises it, unless the job skips bad records
+
+
+def _count_tokens(source: Source, documents: DocumentTokenizer, limit: int) -> int:
+    """Count the tokens of the documents that have text, and stop above `limit` tokens.
+
+    Documents that are skipped, not selected, or empty do not count.
+    """
+    num_tokens = 0
+    for record in source:
+        size = len(documents.encode(record))
+        if size > documents.empty_length:
+            num_tokens += size
+        if num_tokens > limit:
+            break
+    return num_tokens
+
+
+def _explain_too_little_text(
+    source: Source, documents: DocumentTokenizer, num_tokens: int, seq_len: int
+) -> str:
+    """Return an error message for a source with fewer tokens than one sequence needs.
+
+    The remedy in the message depends on the cause: all records are skipped, all documents are
+    empty, the holdout is too small, or the source is too small.
+
+    Args:
+        source: The source.
+        documents: Tokenizes records, and counts the skipped ones.
+        num_tokens: Number of tokens that the source has.
+        seq_len: Number of tokens that the source must exceed.
+    """
+    num_skipped = len(documents.skipped)
+    if num_skipped and num_tokens == 0:
+        problem = f"{source.name}: all {num_skipped:,} records are skipped"
+        return f"{problem}. The first one: {documents.skipped[0]}."
+    if num_tokens == 0 and not documents.is_validation:
+        return f"{source.name}: the documents contain no text. Choose other files."
+
+    if documents.is_validation:
+        kind = "held-out documents"
+        remedy = _propose_holdout(source, documents, seq_len)
+    else:
+        kind = "documents"
+        remedy = "Lower training.seq_len or add text."
+    problem = f"{source.name}: the {kind} contain {num_tokens:,} tokens"
+    reason = f"fewer than one sequence (training.seq_len = {seq_len:,})"
+    return f"{problem}, {reason}. {remedy}"
+
+
+def _propose_holdout(source: Source, documents: DocumentTokenizer, seq_len: int) -> str:
+    """Return a sentence that proposes a larger validation.holdout, or more text.
+
+    A proposed holdout leaves enough text for one sequence in both training and validation.
+    """
+    for holdout in _HOLDOUTS:
+        if holdout <= documents.holdout:
+            continue
+        validation = replace(documents, holdout=holdout, is_validation=True)
+        training = replace(documents, holdout=holdout, is_validation=False)
+        num_tokens = min(
+            _count_tokens(source, validation, seq_len),
+            _count_tokens(source, training, seq_len),
+        )
+        if num_tokens > seq_len:
+            return f"Set validation.holdout to {holdout}, or set a validation.source."
+    return "Add text, or lower training.seq_len."
+
+
+def log_skipped_records(reasons: list[str]) -> None:
+    """Log a warning for each skipped record."""
+    for reason in reasons:
+        logging.getLogger("titanlite").warning("Skipped a record: %s", reason)

@@ -1,0 +1,222 @@
+"""Packing: documents become sequences of equal length.
+
+A packer is a generator over one stream of documents. (A stream is a fixed subset of a source's
+documents; see `titanlite.data.stream`.) It yields each sequence together with the data position at
+which the next sequence begins. A new packer that starts from this position yields exactly the
+following sequences, which makes runs resumable.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from titanlite.data.shuffle import permuted
+
+BEST_FIT_WINDOW = 64  # a window contains the tokens of about this many sequences
+
+
+class DocumentPosition(NamedTuple):
+    """Position of a document in its stream, from which reading can be resumed."""
+
+    turn: int = 0
+    """Index of the document (random access) or part (sequential) in the stream, over all epochs."""
+    window: int = 0
+    """Sequential sources: index in the part of the first document of the shuffle window."""
+    index: int = 0
+    """Sequential sources: index in the shuffle window."""
+
+
+class StreamPosition(NamedTuple):
+    """Position in a stream at which a training sequence begins. Later positions compare greater.
+
+    Checkpoints do not store the field `sequence`, because the state of the mixture determines it.
+    """
+
+    sequence: int = 0
+    """Number of sequences of the stream before this position."""
+    document: DocumentPosition = DocumentPosition()
+    """concat: the document in which the sequence begins. best_fit: the first document of the window
+    that is packed together."""
+    offset: int = 0
+    """concat: index in that document of the first token of the sequence. best_fit: index of the
+    sequence in the window."""
+
+
+class Segment(NamedTuple):
+    """Consecutive tokens of one document that were placed into one sequence."""
+
+    tokens: np.ndarray
+    """(n,) int32."""
+    origin: tuple[int, int, int, int]
+    """Index of the part, index of the document, offset of the first token in the document, and
+    number of tokens."""
+
+
+class Document(NamedTuple):
+    """A tokenized document, with its position in the stream and the position after it."""
+
+    position: DocumentPosition
+    next_position: DocumentPosition
+    part: int
+    """Part of a sequential source. 0 for other sources."""
+    number: int
+    """Index of the document in the source, or in the part."""
+    tokens: np.ndarray
+    """int32, with BOS and EOS. Empty if the document is skipped or held out."""
+
+    def segment(self, offset: int, size: int) -> Segment:
+        """Return the segment of `size` tokens that begins at token `offset` of this document."""
+        tokens = self.tokens[offset : offset + size]
+        return Segment(tokens, (self.part, self.number, offset, size))
+
+
+PackedSegments = Iterator[tuple[list[Segment], StreamPosition]]
+"""Segments of each sequence, and the position at which the next sequence begins."""
+
+ReadDocuments = Callable[[DocumentPosition], Iterator[Document]]
+"""Function that reads the documents of a stream from a position."""
+
+
+def concat(read_documents: ReadDocuments, length: int, start: StreamPosition) -> PackedSegments:
+    """Concatenate documents and divide the result into sequences of `length` tokens.
+
+    This packer implements dataset.packing = "concat". The last token of a sequence is also the
+    first token of the next one, so every token of the stream except the first is predicted exactly
+    once. Only the last sequence of a source with `max_epochs` can be shorter.
+
+    Args:
+        read_documents: Reads the documents of the stream from a position.
+        length: Number of tokens per sequence: training.seq_len + 1, because labels are shifted by
+            one.
+        start: Position of the first sequence to yield.
+
+    Yields:
+        The segments of a sequence, and the position at which the next sequence begins.
+    """
+    num_sequences, position, offset = start
+    segments: list[Segment] = []
+    missing = length  # tokens that the current sequence still lacks
+    last_read = offset  # index in its document of the last token that was used
+
+    for document in read_documents(position):
+        size = len(document.tokens)
+        while offset < size:
+            count = min(missing, size - offset)
+            segments.append(document.segment(offset, count))
+            position = document.position
+            last_read = offset + count - 1
+            missing -= count
+            if missing > 0:
+                break  # the document is used up
+            num_sequences += 1
+            yield segments, StreamPosition(num_sequences, position, last_read)
+
+            # The next sequence begins with the last token of this one.
+            offset = last_read
+            segments = []
+            missing = length
+        offset = 0
+
+    # The source has ended. A single token has no successor to predict.
+    has_label = length - missing >= 2
+    if has_label:
+        yield segments, StreamPosition(num_sequences + 1, position, last_read)
+
+
+def best_fit(read_documents: ReadDocuments, length: int, start: StreamPosition) -> PackedSegments:
+    """Pack documents without cutting those that fit into one sequence.
+
+    This packer implements dataset.packing = "best_fit". A document that is too long is cut into
+    full sequences and a remainder. Within a window of documents, segments are then placed in order
+    of decreasing length. Each one goes into the sequence with the least space that is sufficient
+    (best-fit-decreasing, as in "Fewer Truncations Improve Language Modeling", Ding et al., 2024).
+    Sequences can be shorter than `length`; the caller pads them.
+
+    Args:
+        read_documents: Reads the documents of the stream from a position.
+        length: Maximum number of tokens per sequence: training.seq_len + 1, because labels are
+            shifted by one.
+        start: Position of the first sequence to yield.
+
+    Yields:
+        The segments of a sequence, and the position at which the next sequence begins.
+    """
+    num_sequences, position, first_index = start
+    documents = read_documents(position)
+    while True:
+        window_documents = _read_window(documents, BEST_FIT_WINDOW * length)
+        num_tokens = sum(len(document.tokens) for document in window_documents)
+        if num_tokens == 0:
+            return
+
+        segments: list[Segment] = []
+        for document in window_documents:
+            segments += _cut(document, length)
+        sequences = _place_segments(segments, length)
+        # The fullest sequences come first, so shuffle to make the batches similar. The key must not
+        # change, because it determines the data order of existing runs.
+        turn, window, index = position
+        key = f"rows Place(turn={turn}, window={window}, index={index}) {num_tokens}"
+        order = permuted(np.arange(len(sequences)), len(sequences), key).tolist()
+        next_position = window_documents[-1].next_position
+        for i in range(first_index, len(sequences)):
+            num_sequences += 1
+            is_last = i + 1 == len(sequences)
+            following = (next_position, 0) if is_last else (position, i + 1)
+            yield sequences[order[i]], StreamPosition(num_sequences, *following)
+        position = next_position
+        first_index = 0
+
+
+def _read_window(documents: Iterator[Document], num_tokens: int) -> list[Document]:
+    """Read documents until they contain at least `num_tokens` tokens, or until the source ends."""
+    window = []
+    num_read = 0
+    while num_read < num_tokens:
+        document = next(documents, None)
+        if document is None:
+            break
+        window.append(document)
+        num_read += len(document.tokens)
+    return window
+
+
+def _cut(document: Document, length: int) -> list[Segment]:
+    """Cut a document into segments of at most `length` tokens.
+
+    Consecutive segments overlap by one token, because the last token of a sequence is only a label.
+    """
+    size = len(document.tokens)
+    if size == 0:
+        return []
+    starts = range(0, max(1, size - 1), length - 1)
+    return [document.segment(start, min(length, size - start)) for start in starts]
+
+
+def _place_segments(segments: list[Segment], length: int) -> list[list[Segment]]:
+    """Assign segments to sequences of at most `length` tokens by best-fit-decreasing.
+
+    Returns:
+        For each sequence, its segments in order of decreasing length.
+    """
+    sequences: list[list[Segment]] = []
+    free_space: list[tuple[int, int]] = []  # (free tokens, index of the sequence), sorted
+    by_length = sorted(segments, key=lambda segment: len(segment.tokens), reverse=True)
+    for segment in by_length:
+        size = len(segment.tokens)
+        best = bisect_left(free_space, (size, -1))  # the least space that is sufficient
+        if best < len(free_space):
+            free, index = free_space.pop(best)
+        else:
+            free = length
+            index = len(sequences)
+            sequences.append([])
+
+        sequences[index].append(segment)
+        if free > size:
+            insort(free_space, (free - size, index))
+    return sequences

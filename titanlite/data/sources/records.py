@@ -1,0 +1,222 @@
+"""Extracting text from the records of data sources, and explaining why a record has none."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shlex
+from collections.abc import Iterable, Iterator
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+from titanlite.config.errors import UserError
+
+MAX_LINE_BYTES = 1 << 28  # a small compressed file can contain a JSON line of any length
+_SKIP_BYTES = 1 << 20  # the rest of a longer line is skipped in pieces of this size
+_MAX_FIELDS = 8  # maximum number of fields that an error message lists
+_ROLE_FIELDS = ("role", "from")  # fields of chat messages
+_CONTENT_FIELDS = ("content", "value")
+_SPLIT_ARRAY = ". `jq -c '.[]' FILE > NEW.jsonl` writes each item of an array to its own line"
+
+
+class BadRecord(UserError):
+    """An error for a record that cannot be read.
+
+    Functions return it in place of the text of the record. `dataset.on_bad_record` decides whether
+    the record is then skipped or ends the run.
+    """
+
+
+class Prepared(NamedTuple):
+    """A document that was tokenized in advance."""
+
+    tokens: np.ndarray
+    """(n,) integers, with BOS and EOS."""
+    text_hash: int
+    """`hash_text` of the text, or -1 if the run has no holdout."""
+
+
+Record = str | Prepared | BadRecord
+"""The text of a document, its tokens, or the error that explains why it cannot be read."""
+
+
+def hash_text(text: str) -> int:
+    """Return a 64-bit hash of a text, which decides whether the document is held out.
+
+    A document is held out for validation if its hash is less than holdout * 2**64. Changing this
+    function would train resumed runs on documents that were held out before.
+    """
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
+
+
+def parse_record(raw: object, column: str, location: str) -> str | BadRecord:
+    """Return the text of a record, or a `BadRecord` if it has none.
+
+    Args:
+        raw: A line of JSON (bytes), or a dictionary.
+        column: Name of the field that contains the text.
+        location: Location of the record, for the error message.
+    """
+    try:
+        return extract_text(raw, column)
+    except (ValueError, RecursionError) as error:
+        return BadRecord(f"{location}: {error}")
+
+
+def read_lines(stream: BinaryIO) -> Iterator[bytes]:
+    """Yield the lines of a file, including their line ends.
+
+    Lines of more than `MAX_LINE_BYTES` are truncated, so that a damaged file cannot exhaust memory.
+    `extract_text` rejects truncated lines.
+    """
+    while line := stream.readline(MAX_LINE_BYTES + 1):
+        is_truncated = len(line) > MAX_LINE_BYTES
+        while is_truncated and not line.endswith(b"\n"):
+            piece = stream.readline(_SKIP_BYTES)
+            is_truncated = bool(piece) and not piece.endswith(b"\n")
+        yield line
+
+
+def extract_text(raw: object, column: str) -> str:
+    """Return the text of a record.
+
+    Args:
+        raw: A line of JSON (bytes), or a dictionary.
+        column: Name of the field that contains the text.
+
+    Raises:
+        ValueError: If the record has no such text. The message proposes a remedy if one is known.
+        RecursionError: If the JSON is nested too deeply.
+    """
+    record = _parse_line(raw) if isinstance(raw, bytes) else raw
+    if not isinstance(record, dict):
+        kind = type(record).__name__
+        remedy = _SPLIT_ARRAY if isinstance(record, list) else ""
+        raise ValueError(f"each line must be a JSON object, this one is a {kind}{remedy}")
+
+    text = record.get(column)
+    if not isinstance(text, str):
+        raise ValueError(_explain_missing_text(record, column))
+    text.encode()  # raises for half of a surrogate pair, which a JSON escape can contain
+    return text
+
+
+def _parse_line(line: bytes) -> object:
+    """Parse a line of JSON.
+
+    Raises:
+        ValueError: If the line is too long or is not valid JSON in UTF-8. The message explains how
+            to convert the file.
+    """
+    if len(line) > MAX_LINE_BYTES:
+        limit = f"{MAX_LINE_BYTES >> 20} MiB"
+        raise ValueError(f"the line is longer than {limit}. Divide the document or the array")
+
+    line = line.rstrip()  # otherwise an error at the end is reported in column 1 of the next line
+    try:
+        return json.loads(line)
+    except UnicodeDecodeError as error:
+        raise ValueError(explain_encoding(error)) from None
+    except json.JSONDecodeError as error:
+        remedy = ""
+        if line.startswith(b"["):
+            remedy = _SPLIT_ARRAY
+        elif not line.startswith(b"{"):
+            remedy = '. To read plain text, set source = "text"'
+        elif error.pos >= len(error.doc):
+            remedy = ". If objects span lines, `jq -c . FILE > NEW.jsonl` writes one per line"
+        raise ValueError(f"not valid JSON in column {error.colno}: {error.msg}{remedy}") from None
+
+
+def explain_encoding(error: UnicodeDecodeError) -> str:
+    """Return a message that a file is not UTF-8, with the command that converts it.
+
+    UTF-16 is recognized by zero bytes. Otherwise the message assumes Latin-1.
+    """
+    name, encoding = ("UTF-16", "UTF-16") if b"\0" in error.object[:64] else ("Latin-1", "LATIN1")
+    convert = f"If it is {name}, `iconv -f {encoding} -t UTF-8 FILE > NEW` converts it"
+    return f"byte 0x{error.object[error.start]:02x} is not UTF-8. {convert}"
+
+
+def check_column(column: str, columns: Iterable[str], name: object) -> None:
+    """Check that a table has the column that text_column names.
+
+    Args:
+        column: Value of text_column.
+        columns: Names of the table's columns.
+        name: Name of the table, for the message.
+
+    Raises:
+        UserError: If the table has no such column.
+    """
+    columns = list(columns)
+    if column not in columns:
+        problem = f"{name}: {_explain_missing_field(column, columns)}"
+        raise UserError(f"{problem}. Set text_column to the column that contains the text.")
+
+
+def _explain_missing_field(column: str, fields: Iterable[str]) -> str:
+    """Return a message that `column` does not exist, which lists the existing fields."""
+    return f"no field {column!r} (text_column); there are: {', '.join(map(repr, fields))}"
+
+
+def _explain_missing_text(record: dict[str, Any], column: str) -> str:
+    """Return a message that a record has no text in `column`, and propose other fields.
+
+    The proposal depends on the record: a jq command for chat messages, another text_column, or a jq
+    command that joins several fields.
+    """
+    kind = type(record.get(column)).__name__.replace("NoneType", "null")
+    problem = f"field {column!r} must be a string, it is {kind}"
+    if column not in record:
+        problem = _explain_missing_field(column, record)
+
+    conversations = [name for name, value in record.items() if _is_conversation(value)]
+    if conversations:
+        name = conversations[0]
+        message = record[name][0]
+        role = next(field for field in _ROLE_FIELDS if field in message)
+        content = next(field for field in _CONTENT_FIELDS if field in message)
+        parts = f'.{_quote_for_jq(name)}[] | .{role} + ": " + .{content}'
+        return f"{problem}. To convert conversations to text: {_join_with_jq(parts)}"
+
+    text_fields = [name for name, value in record.items() if isinstance(value, str)]
+    filled_fields = [name for name in text_fields if record[name].strip()]
+    if column in record or not filled_fields:
+        return problem
+
+    columns = " or ".join(map(repr, filled_fields[:_MAX_FIELDS]))
+    remedy = f"Set text_column to {columns}"
+    if len(text_fields) > 1:
+        parts = ", ".join(f".{_quote_for_jq(name)}" for name in text_fields[:_MAX_FIELDS])
+        remedy += f", or join fields: {_join_with_jq(parts)}"
+    return f"{problem}. {remedy}"
+
+
+def _join_with_jq(parts: str) -> str:
+    """Return a jq command that joins the results of an expression to a field "text".
+
+    Args:
+        parts: jq expression, such as ".title, .body".
+    """
+    program = f'{{text: [{parts}] | join("\\n")}}'
+    return f"`jq -c {shlex.quote(program)} FILE > NEW.jsonl`"
+
+
+def _quote_for_jq(name: str) -> str:
+    """Return a field name as jq syntax, quoted unless it is an identifier."""
+    return name if re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name) else json.dumps(name)
+
+
+def _is_conversation(value: object) -> bool:
+    """Return whether the value of a field is a list of chat messages.
+
+    A chat message is an object with a role ("role" or "from") and a content ("content" or "value").
+    """
+    if not isinstance(value, list) or not value or not isinstance(value[0], dict):
+        return False
+    first = value[0]
+    has_content = any(isinstance(first.get(name), str) for name in _CONTENT_FIELDS)
+    return has_content and any(name in first for name in _ROLE_FIELDS)

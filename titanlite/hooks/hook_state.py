@@ -1,0 +1,127 @@
+"""Collect the state of all hooks for a checkpoint, and restore it under the name of each hook."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titanlite.checkpoint.manifest import OLD_HOOK_NAMES
+from titanlite.config.errors import UserError
+from titanlite.hooks.hook import Hook
+
+
+def keeps_state(hook: Hook) -> bool:
+    """Return whether a hook has state to save: its class overrides `state_dict` or `tensors`."""
+    hook_class = hook.__class__
+    return hook_class.state_dict is not Hook.state_dict or hook_class.tensors is not Hook.tensors
+
+
+def check_hook_names(hooks: Sequence[Hook]) -> None:
+    """Check that the hooks with state have unique names, which are their keys in checkpoints.
+
+    Raises:
+        UserError: If a hook with state has no name, the name of another hook, or a name with a dot.
+    """
+    names = set[str]()
+    for hook in hooks:
+        if not keeps_state(hook):
+            continue
+        hook_class = type(hook).__name__
+        if not hook.name:
+            raise UserError(
+                f"The hook {hook_class} keeps state, but has no name to save it under. "
+                'Set `name` in its class, such as name = "my_hook".'
+            )
+        if "." in hook.name:
+            raise UserError(
+                f"The name {hook.name!r} of the hook {hook_class} has a dot. Remove it."
+            )
+        if hook.name in names:
+            raise UserError(
+                f"The hook {hook_class} has the name of another hook, {hook.name!r}. Change `name`."
+            )
+        names.add(hook.name)
+
+
+def hook_states(hooks: Sequence[Hook]) -> dict[str, Any]:
+    """Return the `state_dict` of each hook that has state, keyed by the name of the hook.
+
+    Checkpoints store the result in their manifest; `load_hook_states` restores it.
+    """
+    return {hook.name: hook.state_dict() for hook in hooks if keeps_state(hook)}
+
+
+def load_hook_states(hooks: Sequence[Hook], states: Mapping[str, Any]) -> None:
+    """Restore the states of hooks from a checkpoint. A hook without a saved state stays unchanged.
+
+    Args:
+        hooks: Hooks of this run.
+        states: Saved states, keyed as in `hook_states`.
+    """
+    for hook in hooks:
+        state = states.get(hook.name)
+        if state:
+            hook.load_state_dict(state)
+
+
+def hook_tensors(hooks: Sequence[Hook]) -> dict[str, Tensor]:
+    """Return the tensors of all hooks that checkpoints store, such as the weight averages.
+
+    Returns:
+        The tensors, keyed by "<hook name>.<tensor name>".
+    """
+    tensors = {}
+    for hook in hooks:
+        for name, tensor in hook.tensors().items():
+            tensors[f"{hook.name}.{name}"] = tensor
+    return tensors
+
+
+def prepare_hooks(
+    hooks: Sequence[Hook],
+    warn: Callable[[str], None],
+    sizes: Mapping[str, torch.Size],
+    states: Mapping[str, Any],
+) -> None:
+    """Prepare hooks for loading a checkpoint: resize their tensors, and warn about mismatches.
+
+    A mismatch is a saved state without a hook in this run, or a hook without a saved state. Neither
+    prevents the resume.
+
+    Args:
+        hooks: Hooks of this run.
+        warn: Function that logs a warning.
+        sizes: Sizes of the saved tensors, keyed as in `hook_tensors`.
+        states: Saved states, keyed as in `hook_states`.
+    """
+    sizes_by_hook: dict[str, dict[str, torch.Size]] = {}
+    for key, size in sizes.items():
+        hook_name, _, tensor_name = key.partition(".")
+        sizes_by_hook.setdefault(hook_name, {})[tensor_name] = size
+    for hook in hooks:
+        hook.resize_tensors(sizes_by_hook.get(hook.name, {}))
+
+    saved_hooks = sizes_by_hook.keys() | {name for name, state in states.items() if state}
+    unknown = saved_hooks - {hook.name for hook in hooks}
+    if unknown:
+        names = ", ".join(sorted(unknown))
+        warn(f"Ignoring the saved state of hooks that this run does not have: {names}")
+
+    missing = _hooks_with_state(hooks) - sizes_by_hook.keys() - states.keys()
+    if missing:
+        names = ", ".join(sorted(missing))
+        warn(f"The checkpoint has no state of these hooks, which start without it: {names}")
+
+
+def _hooks_with_state(hooks: Sequence[Hook]) -> set[str]:
+    """Return the names of the hooks that store a state in every checkpoint."""
+    names = set()
+    for hook in hooks:
+        # titanlite 0.2 did not save the state of its own hooks while it was empty.
+        may_be_absent = hook.name in OLD_HOOK_NAMES.values()
+        if hook.tensors() or (keeps_state(hook) and not may_be_absent):
+            names.add(hook.name)
+    return names

@@ -1,0 +1,567 @@
+"""The losses that `training.loss` selects, and base classes for the losses of plugins.
+
+Invariant: A loss is a sum over valid tokens, never a mean, so the losses of all ranks and
+microbatches add up to the same number however a batch is split. The fused cross entropy never holds
+the logits of all tokens at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import _functional_collectives as collectives
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.nn import functional as F
+
+from titanlite.config.errors import UserError
+from titanlite.config.registry import LOSSES
+from titanlite.config.schema import JobConfig
+from titanlite.model.microbatch import IGNORE_INDEX
+
+VOCAB_BLOCK = {"cpu": 2048, "cuda": 2**20}
+"""Number of classes that are converted between fp32 and a lower precision at once, by type of
+device. A block fits into the cache of a CPU. A GPU converts all classes with one kernel."""
+TOKENS_OF_FULL_CHUNKS = 4 * 4096
+"""Number of tokens from which on the size of a chunk is constant; see `tokens_per_chunk`."""
+
+
+@dataclass(frozen=True)
+class LossRecipe:
+    """Arguments with which a loss is constructed.
+
+    Attributes:
+        z_loss: Weight of the z-loss, from `training.z_loss`.
+        compiled: Whether the job compiles the loss.
+        tensor: 1-D mesh of the tensor parallel ranks. None without tensor parallelism.
+    """
+
+    z_loss: float
+    compiled: bool
+    tensor: DeviceMesh | None
+
+
+class Loss(ABC):
+    """Base class of losses that are computed from the hidden states after the final norm.
+
+    Subclass `LogitsLoss` instead if your loss needs logits, as most losses do.
+
+    Args:
+        recipe: Options of the loss.
+    """
+
+    backward_reads_weight: ClassVar[bool] = True
+    """Whether the backward pass reads the output matrix. If so, FSDP keeps the matrix unsharded
+    or gathers it again. Set this to False only if the forward pass already computes all gradients:
+    FSDP frees the matrix between the two passes, and reading it would give wrong gradients.
+    """
+
+    def __init__(self, recipe: LossRecipe) -> None:
+        self.recipe = recipe
+
+    @abstractmethod
+    def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
+        """Return `scale` times the sum of the losses of all tokens that have a label.
+
+        The result is a sum, never a mean, so that it does not depend on how a batch is split.
+
+        Args:
+            hidden: Hidden states, shape (B, T, C). With tensor parallelism, a DTensor sharded along
+                T.
+            weight: Output matrix, shape (V, C). With tensor parallelism, a DTensor sharded along V.
+            labels: Token ids, shape (B, T). IGNORE_INDEX where there is no loss.
+            scale: Scalar on the device, usually 1 / number of valid tokens in the global batch.
+
+        Returns:
+            Scalar in fp32, the same on all tensor parallel ranks.
+        """
+
+
+class CrossEntropy(Loss):
+    """Cross entropy, fused with the output projection and computed in chunks of tokens.
+
+    With tensor parallelism, each rank computes the logits of its shard of the vocabulary.
+    """
+
+    backward_reads_weight = False
+
+    def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
+        """Return `scale` times the summed cross entropy. See `Loss.__call__` for the arguments."""
+        options = {"z_loss": self.recipe.z_loss, "compiled": self.recipe.compiled}
+        mesh = self.recipe.tensor
+        if mesh is None:
+            return linear_cross_entropy_sum(hidden, weight, labels, scale, **options)
+
+        assert isinstance(weight, DTensor)
+        shard_size = math.ceil(weight.shape[0] / mesh.size())  # as torch.chunk cuts
+        first_class = shard_size * mesh.get_local_rank()
+        return linear_cross_entropy_sum(
+            _gather_sequence(hidden),
+            weight.to_local(),
+            labels,
+            scale,
+            first_class=first_class,
+            group=mesh.get_group(),
+            **options,
+        )
+
+
+class LogitsLoss(Loss):
+    """Base class of losses that are computed from logits. Override `token_losses`.
+
+    The logits of all tokens of a microbatch exist at once in fp32.
+    """
+
+    def __init__(self, recipe: LossRecipe) -> None:
+        super().__init__(recipe)
+        self._sum: Callable[[Tensor, Tensor], Tensor] = self._sum_token_losses
+        if recipe.compiled:
+            self._sum = torch.compile(self._sum_token_losses)
+
+    @abstractmethod
+    def token_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss of each token, shape (N,), without reduction.
+
+        Args:
+            logits: Logits in fp32, shape (N, V).
+            labels: Token ids, shape (N,). Where a label is IGNORE_INDEX, the returned loss is
+                ignored.
+        """
+
+    def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
+        """Return `scale` times the sum of `token_losses`. See `Loss.__call__` for the arguments."""
+        logits = _project(hidden, weight)  # (B, T, V)
+        return self._sum(logits.flatten(0, 1), labels.flatten()) * scale
+
+    def _sum_token_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the summed loss of all tokens that have a label, including the z-loss.
+
+        Tokens whose label is IGNORE_INDEX do not count.
+
+        Args:
+            logits: Logits in any dtype, shape (N, V).
+            labels: Token ids, shape (N,).
+
+        Raises:
+            UserError: If `token_losses` does not return one loss per token.
+        """
+        logits = logits.float()
+        losses = self.token_losses(logits, labels)
+        if losses.shape != labels.shape:  # broadcasting would scale the loss without an error
+            problem = f"{type(self).__name__}.token_losses returned shape {tuple(losses.shape)}"
+            expected = f"must return one loss per token, shape {tuple(labels.shape)}"
+            raise UserError(f'training.loss: {problem}, but {expected}. Use reduction="none".')
+
+        if self.recipe.z_loss:
+            losses = losses + self.recipe.z_loss * logits.logsumexp(-1).square()
+        return losses.masked_fill(labels == IGNORE_INDEX, 0.0).sum()
+
+
+class Reference(LogitsLoss):
+    """Cross entropy from unfused torch functions, as a simple reference to check other losses."""
+
+    def token_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the cross entropy of each token, shape (N,)."""
+        return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
+
+
+def build_loss(job: JobConfig, recipe: LossRecipe) -> Loss:
+    """Build the loss that `training.loss` selects."""
+    return LOSSES.make(job.training.loss, job, recipe)
+
+
+def _project(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Return the logits (B, T, V) of the whole vocabulary on every tensor parallel rank.
+
+    Args:
+        hidden: Hidden states, shape (B, T, C), possibly a DTensor sharded along T.
+        weight: Output matrix, shape (V, C), possibly a DTensor sharded along V.
+    """
+    if not isinstance(weight, DTensor):
+        return F.linear(hidden, weight)
+
+    local_logits = F.linear(_gather_sequence(hidden), weight.to_local())  # (B, T, V / ranks)
+    full_shape = torch.Size((*local_logits.shape[:-1], weight.shape[0]))
+    full_stride = torch.empty(full_shape, device="meta").stride()
+    logits = DTensor.from_local(
+        local_logits, weight.device_mesh, [Shard(2)], shape=full_shape, stride=full_stride
+    )
+    return logits.full_tensor()
+
+
+def _gather_sequence(hidden: Tensor) -> Tensor:
+    """All-gather hidden states (B, T, C) that are sharded along T by tensor parallelism."""
+    assert isinstance(hidden, DTensor)
+    whole = hidden.redistribute(placements=[Replicate()])
+    # Each rank computes the gradient of its shard of the vocabulary; the whole gradient is the sum.
+    return whole.to_local(grad_placements=[Partial()])
+
+
+def tokens_per_chunk(num_tokens: int, fewer_launches: bool = False) -> int:
+    """Return the number of tokens in a chunk, whose logits the fused loss holds at a time.
+
+    Usually this is an eighth of the microbatch, which takes an eighth of the memory. A chunk has at
+    least 512 tokens, because each chunk reads and writes the whole weight gradient, and small
+    matmuls are slow. It has at most 2048 tokens, because a chunk of a large model should not take
+    more memory than the backward pass of a block.
+
+    Args:
+        num_tokens: Number of tokens in the microbatch.
+        fewer_launches: Double the chunk size and allow up to 4096 tokens, for fewer kernel
+            launches.
+    """
+    chunk_size = max(512, num_tokens // 8)
+    if fewer_launches:
+        return min(4096, 2 * chunk_size)
+    return min(2048, chunk_size)
+
+
+@functools.cache
+def compiled_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the compiled function. All callers share it, so it is compiled once per process."""
+    return torch.compile(function)
+
+
+class Targets(NamedTuple):
+    """The labels of n tokens, converted to the form that `softmax_loss` needs.
+
+    They are prepared once for all tokens and then split into chunks.
+
+    Attributes:
+        column: Column of the label in the logits of this rank, shape (n, 1). Clamped to a valid
+            column if the class of the label belongs to another rank.
+        is_local: Whether the class of the label belongs to this rank, shape (n,).
+        factor: Factor of the loss of each token, shape (n,). 0 for ignored labels.
+        label_grad: Value added to the gradient of the logit of the label, shape (n, 1).
+    """
+
+    column: Tensor
+    is_local: Tensor
+    factor: Tensor
+    label_grad: Tensor
+
+    def select(self, chunk: slice) -> Targets:
+        """Return the targets of a chunk of the tokens."""
+        return Targets(*(tensor[chunk] for tensor in self))
+
+
+def prepare_targets(labels: Tensor, scale: Tensor, first_class: int, num_classes: int) -> Targets:
+    """Convert labels to `Targets` for a rank that holds a contiguous range of the classes.
+
+    With tensor parallelism the output matrix is sharded along the vocabulary, so each rank computes
+    the logits of only some classes.
+
+    Args:
+        labels: Classes of the whole vocabulary, shape (n,). IGNORE_INDEX where there is no loss.
+        scale: Factor of the loss, a scalar on the device.
+        first_class: First class of this rank.
+        num_classes: Number of classes of this rank.
+    """
+    column = labels - first_class
+    is_local = (column >= 0) & (column < num_classes)
+    factor = torch.where(labels == IGNORE_INDEX, 0.0, scale)
+    return Targets(
+        column=column.clamp(0, num_classes - 1)[:, None],
+        is_local=is_local,
+        factor=factor,
+        label_grad=torch.where(is_local, -factor, 0.0)[:, None],
+    )
+
+
+def softmax_loss(
+    logits: Tensor,
+    label_logits: Tensor,
+    targets: Targets,
+    needs_grad: bool,
+    z_loss: float,
+    group: dist.ProcessGroup | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute the unscaled loss of each token, and overwrite the logits with their gradient.
+
+    In eager mode the logits must be fp32. A compiled graph accepts any dtype, reads the logits
+    twice (for the sums and for the gradient), and stores no other tensor of their size.
+
+    Args:
+        logits: Logits of this rank's classes, shape (n, V).
+        label_logits: Logits of the labels, shape (n,). The caller gathers them, because the
+            compiler could overwrite the logits before it gathered them here.
+        targets: Prepared labels.
+        needs_grad: Whether to compute the gradient. Without it, `z_loss` is ignored.
+        z_loss: Weight of the z-loss; see `linear_cross_entropy_sum`.
+        group: Ranks that hold the other classes, or None.
+
+    Returns:
+        The losses (n,), undefined where the label is ignored; and the gradient of the logits (n, V)
+        in the memory and dtype of `logits`, or None.
+    """
+    is_compiling = torch.compiler.is_compiling()
+    x = logits.float()
+    row_max = _all_reduce(x.amax(-1), "max", group)  # (n,)
+    label_logit = label_logits.float() - row_max
+    if is_compiling:
+        exp = (x - row_max[:, None]).exp()
+    else:
+        exp = x.sub_(row_max[:, None]).exp_()
+
+    denominator = exp.sum(-1)
+    # Without a group nothing is stacked, so that a compiled graph can write the gradient in place.
+    if group is not None:
+        sums = torch.stack((denominator, torch.where(targets.is_local, label_logit, 0.0)))
+        denominator, label_logit = _all_reduce(sums, "sum", group)
+    log_denominator = denominator.log()
+    loss = log_denominator - label_logit
+    if not needs_grad:
+        return loss, None
+
+    factor = targets.factor
+    if z_loss:
+        log_sum_exp = log_denominator + row_max
+        loss = loss + z_loss * log_sum_exp.square()
+        factor = factor * (1.0 + 2.0 * z_loss * log_sum_exp)
+    if not is_compiling:
+        gradient = exp.mul_((factor / denominator)[:, None])
+        return loss, gradient.scatter_add_(1, targets.column, targets.label_grad)
+
+    # Compute the exponential again, because a graph on a CPU would otherwise store all of the first
+    # one.
+    softmax = (x - row_max[:, None] - log_denominator[:, None]).exp()
+    is_label = torch.arange(x.shape[1], device=x.device) == targets.column
+    gradient = softmax * factor[:, None] + torch.where(is_label, targets.label_grad, 0.0)
+    return loss, logits.copy_(gradient)
+
+
+def linear_cross_entropy_sum(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    scale: Tensor,
+    *,
+    z_loss: float = 0.0,
+    first_class: int = 0,
+    group: dist.ProcessGroup | None = None,
+    compiled: bool = False,
+) -> Tensor:
+    """Return `scale` times the summed cross entropy of the logits `hidden @ weight.T`, in fp32.
+
+    The logits exist for one chunk of tokens at a time. The forward pass computes the gradients
+    together with the loss, so nothing is computed twice (https://arxiv.org/abs/2410.10989). The
+    gradient of `hidden` overwrites `hidden`. Softmax, sums and the weight gradient are in fp32 for
+    any input.
+
+    Args:
+        hidden: Hidden states, shape (B, T, C). Overwritten if gradients are computed.
+        weight: Output matrix, shape (V, C). With a group, the rows of this rank only. The caller
+            must then sum the gradient of `hidden` over the ranks of the group.
+        labels: Classes of the whole vocabulary, shape (B, T). IGNORE_INDEX where there is no loss.
+        scale: Scalar on the device.
+        z_loss: Weight of the squared log of the softmax denominator
+            (https://arxiv.org/abs/2204.02311). An evaluation, which computes no gradients, leaves
+            it out.
+        first_class: Class of the first row of `weight`.
+        group: Ranks that hold the other rows of the output matrix. All of them return the same
+            loss.
+        compiled: Compile the softmax with its loss and gradient.
+    """
+    needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    compute_loss = compiled_once(softmax_loss) if compiled else softmax_loss
+    tokens = hidden.detach().flatten(0, -2)  # (N, C)
+    matrix = weight.detach()
+    labels = labels.flatten()
+    # On a GPU the compiled function is one kernel instead of 13. On a CPU the compile time would
+    # exceed the gain.
+    prepare = compiled_once(prepare_targets) if compiled and hidden.is_cuda else prepare_targets
+    targets = prepare(labels, scale, first_class, len(matrix))
+    weight_grad = torch.empty_like(matrix, dtype=torch.float32) if needs_grad else None
+
+    # Created before the hidden states change, so that autograd rejects a backward pass that reads
+    # these again.
+    carriers: list[Tensor] = []
+    if weight_grad is not None:
+        carriers = _create_carriers(hidden, tokens.view_as(hidden), weight, weight_grad)
+
+    def compute_chunk(chunk: slice) -> Tensor:
+        """Return the token losses of one chunk, shape (n,), and accumulate its gradients."""
+        x = tokens[chunk]  # (n, C)
+        chunk_targets = targets.select(chunk)
+        logits = x @ matrix.T if compiled else fp32_logits(x, matrix)  # (n, V)
+        label_logits = logits.gather(1, chunk_targets.column).squeeze(1)
+        loss, logits_grad = compute_loss(
+            logits, label_logits, chunk_targets, needs_grad, z_loss, group
+        )
+        if weight_grad is not None and logits_grad is not None:
+            _backpropagate(logits_grad, x, matrix, weight_grad, is_first=chunk.start == 0)
+        return loss
+
+    # A shard of the vocabulary has smaller logits, and an eager step on a GPU has the memory.
+    larger_chunks = group is not None or (hidden.is_cuda and not compiled)
+    size = tokens_per_chunk(len(tokens), larger_chunks)
+    chunks = [slice(start, start + size) for start in range(0, len(tokens), size)]
+    with torch.no_grad():
+        losses = torch.cat([compute_chunk(chunk) for chunk in chunks])  # (N,)
+        total = losses.masked_fill_(labels == IGNORE_INDEX, 0.0).sum() * scale
+    return sum(carriers, start=total)
+
+
+def fp32_logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Return the logits `hidden @ weight.T` in fp32, shape (n, V), without a bfloat16 copy of them.
+
+    A plain matmul would first store all logits in bfloat16. Compiled losses do not call this
+    function, because the compiler fuses the conversion.
+
+    Args:
+        hidden: Hidden states, shape (n, C).
+        weight: Output matrix, shape (V, C).
+    """
+    if hidden.dtype == torch.float32:
+        return hidden @ weight.T
+    logits = torch.empty(len(hidden), len(weight), device=hidden.device)
+    block_size = VOCAB_BLOCK[hidden.device.type]
+    blocks = zip(logits.split(block_size, dim=1), weight.split(block_size), strict=True)
+    for block_logits, block_weight in blocks:
+        if hidden.is_cuda:  # out_dtype keeps the fp32 sums of the kernel unrounded
+            torch.mm(hidden, block_weight.T, out_dtype=torch.float32, out=block_logits)
+        else:
+            block_logits.copy_(hidden @ block_weight.T)
+    return logits
+
+
+def _backpropagate(
+    logits_grad: Tensor, hidden: Tensor, weight: Tensor, weight_grad: Tensor, is_first: bool
+) -> None:
+    """Add a chunk's weight gradient to `weight_grad`, and overwrite `hidden` with its gradient.
+
+    Args:
+        logits_grad: Gradient of the logits, shape (n, V). Overwritten.
+        hidden: Hidden states, shape (n, C). Overwritten with the gradient of the hidden states.
+        weight: Output matrix, shape (V, C).
+        weight_grad: Sum of the weight gradients, shape (V, C), fp32.
+        is_first: Initialize `weight_grad` instead of adding to it.
+    """
+    logits_grad = _convert_in_place(logits_grad, hidden.dtype)
+    _add_weight_grad(weight_grad, logits_grad, hidden, is_first)
+    torch.mm(logits_grad, weight, out=hidden)
+
+
+def _add_weight_grad(
+    weight_grad: Tensor, logits_grad: Tensor, hidden: Tensor, is_first: bool
+) -> None:
+    """Add a chunk's weight gradient, `logits_grad.T @ hidden`, to `weight_grad` in fp32.
+
+    Args:
+        weight_grad: Sum of the weight gradients, shape (V, C), fp32.
+        logits_grad: Gradient of the logits, shape (n, V).
+        hidden: Hidden states, shape (n, C), in the dtype of `logits_grad`.
+        is_first: Initialize `weight_grad` instead of adding to it.
+    """
+    beta = 0 if is_first else 1
+    if hidden.dtype == torch.float32:
+        weight_grad.addmm_(logits_grad.T, hidden, beta=beta)
+        return
+    if hidden.is_cuda:
+        torch.addmm(
+            weight_grad,
+            logits_grad.T,
+            hidden,
+            beta=beta,
+            out_dtype=torch.float32,
+            out=weight_grad,
+        )
+        return
+
+    block_size = VOCAB_BLOCK[hidden.device.type]
+    grad_blocks = weight_grad.split(block_size)
+    logits_blocks = logits_grad.split(block_size, dim=1)
+    for grad_block, logits_block in zip(grad_blocks, logits_blocks, strict=True):
+        if is_first:
+            grad_block.copy_(logits_block.T @ hidden)
+        else:
+            grad_block.add_(logits_block.T @ hidden)
+
+
+def _convert_in_place(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert a matrix to a smaller dtype without allocating a second matrix if it is large.
+
+    Args:
+        x: Matrix. If it has more columns than `VOCAB_BLOCK`, the result is written block by block
+            into the memory of `x`.
+        dtype: A dtype that is at most as large as the dtype of `x`.
+    """
+    if x.dtype == dtype:
+        return x
+    num_columns = x.shape[1]
+    block_size = VOCAB_BLOCK[x.device.type]
+    if num_columns <= block_size:
+        return x.to(dtype)
+    converted = x.view(dtype)[:, :num_columns]  # each row has more memory than it needs
+    blocks = zip(converted.split(block_size, dim=1), x.split(block_size, dim=1), strict=True)
+    for converted_block, block in blocks:
+        converted_block.copy_(block.to(dtype))
+    return converted
+
+
+def _all_reduce(x: Tensor, operation: str, group: dist.ProcessGroup | None) -> Tensor:
+    """All-reduce a tensor over a group.
+
+    Args:
+        x: Tensor to reduce.
+        operation: Reduction, such as "sum" or "max".
+        group: Ranks to reduce over. None returns `x` unchanged.
+    """
+    if group is None:
+        return x
+    return collectives.wait_tensor(collectives.all_reduce(x, operation, group))
+
+
+def _create_carriers(
+    hidden: Tensor, hidden_grad: Tensor, weight: Tensor, weight_grad: Tensor
+) -> list[Tensor]:
+    """Return two zero scalars that pass precomputed gradients to `hidden` and `weight`.
+
+    Added to a loss, each one gives its tensor the gradient in the backward pass. There are two,
+    because some pipeline schedules compute the two gradients at different times.
+
+    Args:
+        hidden: Hidden states, shape (B, T, C).
+        hidden_grad: Gradient of `hidden`, which may be incomplete until the backward pass.
+        weight: Output matrix, shape (V, C).
+        weight_grad: Gradient of `weight`, which may be incomplete until the backward pass.
+    """
+    zero = torch.zeros((), device=hidden.device)
+    return [
+        _GradientCarrier.apply(hidden, zero, hidden_grad),
+        _GradientCarrier.apply(weight, zero, weight_grad),
+    ]
+
+
+class _GradientCarrier(torch.autograd.Function):
+    """Autograd function that returns `value` and passes a precomputed gradient to `tensor`.
+
+    The backward pass scales the stored gradient in place and then frees it, so it can run only
+    once.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
+        ctx.gradient = gradient
+        ctx.dtype = tensor.dtype
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
+        gradient = ctx.gradient
+        if gradient is None:
+            raise RuntimeError("The gradient of this loss was computed once and has been used.")
+        ctx.gradient = None
+        result = gradient
+        if gradient.dtype != ctx.dtype:
+            result = torch.empty_like(gradient, dtype=ctx.dtype)
+        torch.mul(gradient, grads[0], out=result)  # one kernel multiplies and converts
+        return result, None, None

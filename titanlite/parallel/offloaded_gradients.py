@@ -1,0 +1,48 @@
+"""Gradient accumulation on the CPU, for CPU offload with a reduction after each microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import cast
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+
+class OffloadedGradients:
+    """Accumulate the gradients of several microbatches on the CPU.
+
+    FSDP2 copies the gradients of the first microbatch without blocking, but waits for each copy of
+    later microbatches. This class takes the gradients away after each microbatch, so that FSDP2
+    treats every microbatch as the first one.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Start without gradients.
+
+        Args:
+            parameters: Sharded parameters on the CPU.
+        """
+        self._parameters = list(parameters)
+        self._sums: list[DTensor | None] = [None] * len(self._parameters)
+
+    def add(self) -> None:
+        """Add the gradients of the latest microbatch to the sums and clear `parameter.grad`."""
+        for i, parameter in enumerate(self._parameters):
+            gradient = cast(DTensor | None, parameter.grad)
+            total = self._sums[i]
+            parameter.grad = None
+            if total is None:
+                self._sums[i] = gradient
+            elif gradient is not None:
+                total.to_local().add_(gradient.to_local())
+
+    def restore(self) -> None:
+        """Add the gradients of the latest microbatch, and store the sums in `parameter.grad`.
+
+        Call it after the last microbatch of a step, before gradient clipping.
+        """
+        self.add()
+        for i, parameter in enumerate(self._parameters):
+            parameter.grad = self._sums[i]
+            self._sums[i] = None

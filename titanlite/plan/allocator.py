@@ -1,0 +1,148 @@
+"""Simulates the CUDA caching allocator of torch, to predict how many bytes it reserves.
+
+torch needs more GPU memory than its tensors, because of fragmentation. The simulation follows
+c10/cuda/CUDACachingAllocator.cpp with expandable segments, which the launcher turns on. Each CUDA
+stream has one segment for small blocks and one for large blocks. An allocation takes the smallest
+free block that is large enough, and the remainder of that block stays free. If no free block is
+large enough, the segment grows by whole pages. Segments never shrink, so holes between long-lived
+blocks are lost to fragmentation.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import defaultdict
+
+MIB = 2**20
+MAX_SMALL_BLOCK = MIB  # larger blocks are allocated in the segment for large blocks
+SMALL_PAGE = 2 * MIB
+LARGE_PAGE = 20 * MIB
+ROUNDING = 512  # block sizes are multiples of this
+CUBLAS_WORKSPACES = 33 * MIB  # on an H100, allocated by the first matmul and never freed
+
+
+class CachingAllocator:
+    """Simulate the CUDA caching allocator of one GPU, to predict how much memory it reserves.
+
+    Blocks are identified by a number that the caller chooses, such as the number of a storage.
+    """
+
+    def __init__(self) -> None:
+        """Create an allocator that has reserved nothing."""
+        self._segments: dict[tuple[int, bool], Segment] = {}
+        self._blocks = defaultdict[int, list[tuple[Segment, int, int]]](list)
+        self._has_workspaces = False
+
+    @property
+    def reserved(self) -> int:
+        """Return the number of reserved bytes, which never decreases."""
+        return sum(segment.size for segment in self._segments.values())
+
+    def holds(self, name: int) -> bool:
+        """Return whether a block with the number `name` is allocated."""
+        return bool(self._blocks[name])
+
+    def allocate(self, name: int, size: int, stream: int) -> None:
+        """Allocate a block of simulated GPU memory.
+
+        Args:
+            name: Number that identifies the block. Several blocks may have the same number.
+            size: Number of bytes.
+            stream: Index of the CUDA stream. Memory is never shared between streams.
+        """
+        size = -(-size // ROUNDING) * ROUNDING
+        is_small = size <= MAX_SMALL_BLOCK
+        page = SMALL_PAGE if is_small else LARGE_PAGE
+        segment = self._segments.setdefault((stream, is_small), Segment(page))
+        self._blocks[name].append((segment, segment.allocate(size), size))
+
+    def free(self, name: int) -> None:
+        """Free the oldest block with the number `name`."""
+        segment, address, size = self._blocks[name].pop(0)
+        segment.free(address, size)
+
+    def run_matmul(self) -> None:
+        """Allocate the workspaces of cuBLAS, if this is the first matmul."""
+        if not self._has_workspaces:
+            self._has_workspaces = True
+            self.allocate(-1, CUBLAS_WORKSPACES, stream=0)
+
+
+class Segment:
+    """Simulate an expandable segment: a range of addresses from 0 that grows by whole pages.
+
+    Attributes:
+        size: Number of reserved bytes.
+    """
+
+    def __init__(self, page: int) -> None:
+        """Create an empty segment that grows by multiples of `page` bytes."""
+        self.size = 0
+        self._page = page
+        self._free: list[tuple[int, int]] = []  # (size, address), sorted
+        self._size_at: dict[int, int] = {}  # address of a free block -> its size
+        self._start_of: dict[int, int] = {}  # end of a free block -> its address
+
+    def allocate(self, size: int) -> int:
+        """Allocate a block of `size` bytes and return its address."""
+        address = self._best_fit(size)
+        if address is None:
+            address = self._grow(size)
+        remainder = self._remove(address) - size
+        if remainder:
+            self._insert(address + size, remainder)
+        return address
+
+    def free(self, address: int, size: int) -> None:
+        """Free a block and merge it with adjacent free blocks."""
+        if address in self._start_of:
+            left = self._start_of[address]
+            size += self._remove(left)
+            address = left
+        if address + size in self._size_at:
+            size += self._remove(address + size)
+        self._insert(address, size)
+
+    def _best_fit(self, size: int) -> int | None:
+        """Find the smallest free block with at least `size` bytes.
+
+        The last block of the segment can grow, so it is used only if no other block fits.
+
+        Returns:
+            Address of the block, or None if no block is large enough.
+        """
+        last = self._start_of.get(self.size)
+        first = bisect_left(self._free, (size, -1))
+        for _, address in self._free[first : first + 2]:
+            if address != last:
+                return address
+        return last if last is not None and self._size_at[last] >= size else None
+
+    def _grow(self, size: int) -> int:
+        """Reserve pages at the end of the segment until its last free block has `size` bytes.
+
+        Returns:
+            Address of the block.
+        """
+        address = self.size
+        free = 0
+        if self.size in self._start_of:
+            address = self._start_of[self.size]
+            free = self._remove(address)
+        pages = -(-(size - free) // self._page)
+        self.size += pages * self._page
+        self._insert(address, free + pages * self._page)
+        return address
+
+    def _insert(self, address: int, size: int) -> None:
+        """Add a free block to the lists."""
+        insort(self._free, (size, address))
+        self._size_at[address] = size
+        self._start_of[address + size] = address
+
+    def _remove(self, address: int) -> int:
+        """Remove a free block from the lists and return its size."""
+        size = self._size_at.pop(address)
+        del self._start_of[address + size]
+        del self._free[bisect_left(self._free, (size, address))]
+        return size

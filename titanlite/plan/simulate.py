@@ -1,0 +1,116 @@
+"""Simulates a GPU and the other ranks, so that the trainer's code runs on fake CPU tensors.
+
+This module lists everything that a trace replaces in torch and titanlite, except for the compiler.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.nn import functional as F
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from titanlite.model import attention
+from titanlite.optim import losses
+from titanlite.parallel import forward_backward, recompute
+from titanlite.plan.override import override
+
+
+class FusedRMSNorm(torch.autograd.Function):
+    """RMSNorm that allocates and reads the same memory as the fused GPU kernels.
+
+    On a CPU, RMSNorm would consist of many operators on fp32 tensors. The values do not matter,
+    because a trace has only fake tensors.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        """Save the tensors that the GPU kernel saves, and return a tensor with the shape of `x`."""
+        reciprocal_rms = x[..., 0].float()
+        ctx.save_for_backward(x, weight, reciprocal_rms)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """Return two tensors with the shapes of the gradients of the input and of the weight."""
+        x, weight, _ = ctx.saved_tensors
+        grad_x = grad + x
+        batch_dims = tuple(range(x.ndim - 1))
+        return grad_x, grad_x.sum(batch_dims, dtype=weight.dtype)
+
+
+def _cudnn_attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
+    """Replace scaled dot-product attention by its cuDNN operator, as on a Hopper GPU."""
+    return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True)[0]
+
+
+def _flex_attention(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+    """Replace flex attention by flash attention, which saves and returns the same tensors."""
+    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
+
+
+def _rms_norm(
+    x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    """Replace `F.rms_norm` by operators with the memory traffic of a GPU."""
+    if torch.compiler.is_compiling() or weight is None:  # the compiler decomposes it
+        return torch.ops.aten._fused_rms_norm(x, shape, weight, eps)[0]
+    return FusedRMSNorm.apply(x, weight)
+
+
+def _small_mask(*_: Any) -> tuple[()]:
+    """Replace a block mask by an empty value, because its memory is negligible."""
+    return ()
+
+
+@contextmanager
+def simulate_gpu() -> Iterator[None]:
+    """Let CPU tensors take the same code path as GPU tensors within this context.
+
+    Attention runs as the cuDNN operator and flex attention as flash attention. Selective activation
+    checkpointing does not save the result of flex attention, so it is excluded here as well.
+    """
+    flash_attention = torch.ops.aten._scaled_dot_product_flash_attention.default
+    saved_ops = recompute.ALWAYS_SAVED - {flash_attention}
+    vocab_block = {"cpu": losses.VOCAB_BLOCK["cuda"]}
+    with (
+        override(Tensor, is_cuda=property(lambda _: True)),
+        override(F, scaled_dot_product_attention=_cudnn_attention, rms_norm=_rms_norm),
+        override(forward_backward, document_mask=_small_mask, context_mask=_small_mask),
+        override(attention, flex_function=lambda _: _flex_attention),
+        override(recompute, ALWAYS_SAVED=saved_ops),
+        override(losses, VOCAB_BLOCK=vocab_block),
+    ):
+        yield
+
+
+@contextmanager
+def simulate_ranks(world_size: int, rank: int) -> Iterator[None]:
+    """Let one process run as a rank of a large job within this context.
+
+    The collectives of the simulated process group return immediately. The group is destroyed on
+    exit. As in training, Python does not collect reference cycles within this context.
+
+    Args:
+        world_size: Number of simulated ranks.
+        rank: Rank of this process.
+    """
+    assert not dist.is_initialized()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        dist.destroy_process_group()
+        # DTensor caches meshes. Those of a later process group compare equal, but its groups have
+        # other names.
+        _clear_sharding_prop_cache()

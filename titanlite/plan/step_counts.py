@@ -1,0 +1,494 @@
+"""Runs a training step under a `Counter` and adds up its memory and work.
+
+Microbatches are alike, so only some of them run, and the counts of one are repeated for the others.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from titanlite.config.run import V_SHAPED, Run
+from titanlite.data.batch import blank_microbatch
+from titanlite.hooks.ema import Ema
+from titanlite.hooks.hook import Hook
+from titanlite.model.llama import Llama
+from titanlite.optim.adamw import local_shard
+from titanlite.optim.clip import StepSums
+from titanlite.parallel.forward_backward import PipelineForwardBackward
+from titanlite.parallel.mesh import Mesh
+from titanlite.parallel.parallelize import ShardedModel
+from titanlite.plan.allocator import CachingAllocator
+from titanlite.plan.counter import (
+    ALL_KINDS,
+    DEFAULT_KINDS,
+    MATMULS,
+    OFFLOADED,
+    START,
+    Counter,
+    Group,
+    Location,
+    Work,
+)
+from titanlite.plan.override import override
+from titanlite.train.step import TrainStep
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining import PipelineStage
+
+DEVICE = torch.device("cpu")  # torch without CUDA cannot run a backward pass on fake CUDA tensors
+MIN_MICROBATCHES = 6  # a pipeline with fewer microbatches runs all of them
+OFFLOAD_STREAM = -1
+
+# Methods of a pipeline stage -> phase. The last two return communication operations.
+PIPELINE_ACTIONS = {
+    "forward_one_chunk": "forward",
+    "backward_one_chunk": "backward",
+    "backward_weight_one_chunk": "backward",
+    "get_fwd_send_ops": "forward",
+    "get_bwd_send_ops": "backward",
+}
+# Methods of a pipeline stage that torch calls between an action and its communication. In torch
+# 2.15 they allocate the tensors to receive.
+PIPELINE_RECEIVES = ("get_fwd_recv_ops", "get_bwd_recv_ops")
+
+
+class StepCounts(NamedTuple):
+    """Memory and work of one training step on one rank.
+
+    Attributes:
+        peaks: Location in the step -> bytes of each of `ALL_KINDS` when GPU memory is at its peak
+            there. The value of `OFFLOADED` is its maximum over the step.
+        pools: (stream, location) -> peak of the GPU memory that was allocated in this CUDA stream.
+        work: `Work.key` -> count, FLOPs and bytes.
+        reserved: Bytes that the caching allocator of a GPU reserves for the blocks that ran. 0 with
+            pipeline parallelism.
+    """
+
+    peaks: dict[Location, np.ndarray]
+    pools: dict[tuple[int, Location], int]
+    work: dict[tuple[Any, ...], np.ndarray]
+    reserved: int
+
+
+def count_step(
+    run: Run, mesh: Mesh, sharded: ShardedModel, train_step: TrainStep, whole: bool = False
+) -> StepCounts:
+    """Run two training steps on empty sequences and count the memory and work of the second one.
+
+    The first step allocates what persists, such as optimizer state. For this, the last microbatch
+    is enough. Tensors may be real or fake.
+
+    Args:
+        run: The validated job and the number of ranks.
+        mesh: Layout of the ranks.
+        sharded: This rank's part of the model.
+        train_step: Training step of the model.
+        whole: Run all microbatches instead of repeating the counts of one.
+    """
+    counter = Counter(_describe_groups(mesh))
+    allocator = CachingAllocator()
+    skipped = _skippable_microbatches(run, whole)
+    with counter.watching():
+        _run_steps(counter, allocator, run, sharded, train_step, skipped)
+
+    # Without a pipeline, the second microbatch represents the skipped ones. It frees all that it
+    # allocates.
+    repeated = range(0)
+    if skipped and run.degrees.pipeline == 1:
+        second_start, third_start = counter.forward_starts[1:3]
+        repeated = range(second_start, third_start)
+    work = _add_up_work(counter, repeated, num_repeats=len(skipped))
+    peaks, pools = _find_peaks(counter)
+
+    if run.job.training.enable_cpu_offload:
+        # A reduced gradient is on the GPU, in a stream of FSDP2, until it has been copied.
+        shards = [local_shard(parameter) for parameter in train_step.model.parameters()]
+        largest_gradient = max(shard.nbytes for shard in shards)
+        pools[OFFLOAD_STREAM, Location("backward", "end")] = largest_gradient
+        allocator.allocate(-1, largest_gradient, OFFLOAD_STREAM)
+    return StepCounts(peaks, pools, work, allocator.reserved)
+
+
+def _run_steps(
+    counter: Counter,
+    allocator: CachingAllocator,
+    run: Run,
+    sharded: ShardedModel,
+    train_step: TrainStep,
+    skipped: range,
+) -> None:
+    """Run two training steps on empty sequences, so that `counter` holds the log of the second one.
+
+    Args:
+        counter: Counter that is watching.
+        allocator: Allocator on which the allocations of both steps are replayed. Without a pipeline
+            only, because a pipeline repeats the log of a microbatch in another order.
+        run: The validated job and the number of ranks.
+        sharded: This rank's part of the model.
+        train_step: Training step of the model.
+        skipped: Indices of the microbatches that do not run in the second step.
+    """
+    training = run.job.training
+    learning_rate = run.job.optimizer.lr
+    shape = training.local_batch_size, training.seq_len, run.job.dataset.document_mask
+    microbatches = [blank_microbatch(*shape, DEVICE) for _ in range(run.microbatches)]
+
+    hooks: list[Hook] = [StepFollower(counter, sharded, train_step, run)]
+    if run.job.ema.decay:
+        ema = Ema(run.job.ema.decay)
+        ema.follow(train_step.model)
+        kind = OFFLOADED if training.enable_cpu_offload else "optimizer state"
+        counter.mark(ema.tensors().values(), kind)
+        hooks.append(ema)
+
+    if run.degrees.pipeline > 1:
+        assert isinstance(train_step.forward_backward, PipelineForwardBackward)
+        stages = train_step.forward_backward.pipeline_stages
+        skipped_at_first = range(run.microbatches - 1) if skipped else range(0)
+        for skipped_now in (skipped_at_first, skipped):
+            counter.begin()
+            with _follow_pipeline(counter, stages, skipped_now):
+                train_step(microbatches, 1, learning_rate, hooks)
+        return
+
+    remaining = [x for i, x in enumerate(microbatches) if i not in skipped]
+    for microbatches_now in (microbatches[-1:], remaining):
+        counter.begin()
+        train_step(microbatches_now, 1, learning_rate, hooks)
+        _replay_allocations(counter, allocator)
+
+
+def _skippable_microbatches(run: Run, whole: bool) -> range:
+    """Return the indices of microbatches that need not run, because another one represents them.
+
+    Without a pipeline, the second microbatch represents them. A pipeline runs one microbatch more
+    before the skipped ones, because part of its memory is freed while the next one runs. It runs
+    all microbatches if the memory of a microbatch depends on more than its stage:
+
+    - Stages on one rank hand their results to each other (V-shaped schedules).
+    - A rank has so many stages that torch unshards and reshards some while others run.
+
+    Args:
+        run: The validated job and the number of ranks.
+        whole: Skip none.
+    """
+    none = range(0)
+    if whole:
+        return none
+    num_ranks = run.degrees.pipeline
+    if num_ranks == 1:
+        return range(2, run.microbatches - 1)
+
+    is_v_shaped = run.job.parallelism.pipeline_parallel_schedule in V_SHAPED
+    has_many_stages = len(run.stages) > 3 * num_ranks
+    if is_v_shaped or has_many_stages or run.microbatches < MIN_MICROBATCHES:
+        return none
+    return range(3, run.microbatches - 1)
+
+
+def _describe_groups(mesh: Mesh) -> dict[str, Group]:
+    """Map the name of each process group of a mesh to a description with its number of ranks."""
+    groups = {
+        "stage": mesh.stage_group,
+        "loss": mesh.loss_group,
+        "world": mesh.world_group,
+        "data": mesh.data_group,
+    }
+    for name in ("pipeline", "context", "tensor"):
+        submesh = getattr(mesh, name)
+        if submesh is not None:
+            groups[name] = submesh.get_group()
+    if mesh.fsdp.ndim == 2:
+        groups["replicate"] = mesh.fsdp.get_group(0)
+    groups["fsdp"] = mesh.fsdp.get_group(mesh.fsdp.ndim - 1)
+
+    descriptions = {}
+    for name, group in groups.items():
+        ranks = dist.get_process_group_ranks(group)
+        span = max(ranks) - min(ranks) + 1
+        descriptions[group.group_name] = Group(name, len(ranks), span)
+    return descriptions
+
+
+def _add_up_work(
+    counter: Counter, repeated: range, num_repeats: int
+) -> dict[tuple[Any, ...], np.ndarray]:
+    """Sum up the work in the log of a step, by kind of work.
+
+    Args:
+        counter: Counter of the step.
+        repeated: Log entries of the last computed microbatch. They also represent the microbatches
+            that were skipped.
+        num_repeats: Number of skipped microbatches, for which `repeated` is added again.
+
+    Returns:
+        `Work.key` -> array of count, FLOPs and bytes.
+    """
+    totals = defaultdict[Any, Any](int)
+    for i, (_, entry) in enumerate(counter.log):
+        if isinstance(entry, Work):
+            times = 1 + num_repeats if i in repeated else 1
+            totals[entry.key] += times * np.array(entry.amounts)
+    return totals
+
+
+def _find_peaks(
+    counter: Counter,
+) -> tuple[dict[Location, np.ndarray], dict[tuple[int, Location], int]]:
+    """Return the peak memory of each location: `StepCounts.peaks` and `StepCounts.pools`."""
+    peaks: dict[Location, np.ndarray] = {}
+    peak_sizes = defaultdict[Location, int](int)
+    pools = defaultdict[tuple[int, Location], int](int)
+    allocated = dict.fromkeys(ALL_KINDS, 0)
+    allocated_in_stream = defaultdict[int, int](int)
+    peak_offloaded = 0
+    for location, entry in counter.log:
+        if isinstance(entry, Work):
+            continue
+        kind = counter.kinds[entry.storage]
+        allocated[kind] += entry.change
+        if kind == OFFLOADED:
+            peak_offloaded = max(peak_offloaded, allocated[OFFLOADED])
+        else:
+            stream = counter.streams[entry.storage]
+            allocated_in_stream[stream] += entry.change
+            pools[stream, location] = max(pools[stream, location], allocated_in_stream[stream])
+
+        gpu_size = sum(allocated.values()) - allocated[OFFLOADED]
+        if entry.change > 0 and gpu_size > peak_sizes[location]:
+            peak_sizes[location] = gpu_size
+            peaks[location] = np.array(list(allocated.values()))
+
+    for sizes in peaks.values():
+        sizes[-1] = peak_offloaded
+    return peaks, pools
+
+
+def _replay_allocations(counter: Counter, allocator: CachingAllocator) -> None:
+    """Replay the allocations of a step on a simulated allocator, to predict its reserved memory."""
+    for location, entry in counter.log:
+        if isinstance(entry, Work):
+            if entry.op.removeprefix("aten.") in MATMULS:
+                allocator.run_matmul()
+            continue
+
+        storage, num_bytes = entry
+        if counter.kinds[storage] == OFFLOADED:
+            continue
+        # The log starts with existing storages. The previous step has allocated most of them.
+        is_allocated = location == START and allocator.holds(storage)
+        if num_bytes < 0:
+            allocator.free(storage)
+        elif num_bytes > 0 and not is_allocated:
+            allocator.allocate(storage, num_bytes, counter.streams[storage])
+
+
+class StepFollower(Hook):
+    """Tell a counter which part of the step is running and which tensors are persistent.
+
+    Persistent tensors are weights, gradients and optimizer state. The hook changes no tensor and
+    keeps none alive.
+    """
+
+    def __init__(
+        self, counter: Counter, sharded: ShardedModel, train_step: TrainStep, run: Run
+    ) -> None:
+        """Mark the weights and the optimizer state, and register hooks in the model."""
+        self._counter = counter
+        self._train_step = train_step
+        is_offloaded = run.job.training.enable_cpu_offload
+        self._gradient_kind = OFFLOADED if is_offloaded else "gradients"
+        self._state_kind = OFFLOADED if is_offloaded else "optimizer state"
+        # Before FP8 weights get scales, which torchao compares.
+        counter.mark(train_step.model.parameters(), OFFLOADED if is_offloaded else "weights")
+        self._mark_state()
+        for stage, module in sharded.stages.items():
+            _follow_stage(counter, stage, module)
+        _follow_loss(counter, train_step, last_stage=max(sharded.stages))
+
+    def gradients(self, step: int) -> None:
+        """Mark the gradients, before they are clipped."""
+        gradients = [parameter.grad for parameter in self._train_step.model.parameters()]
+        self._counter.mark(gradients, self._gradient_kind)
+        self._counter.location = Location("optimizer", "gradient norm")
+
+    def before_update(self, step: int, sums: StepSums, skip: Tensor) -> None:
+        """Set the location to the optimizer update."""
+        self._counter.location = Location("optimizer", "optimizer")
+
+    def updated(self, step: int) -> None:
+        """Mark optimizer state that the update created, and set the location to "end"."""
+        self._mark_state()
+        self._counter.location = Location("optimizer", "end")
+
+    def _mark_state(self) -> None:
+        """Mark the optimizer state that exists."""
+        for state in self._train_step.optimizer.state.values():
+            self._counter.mark(state.values(), self._state_kind)
+
+
+def _follow_stage(counter: Counter, stage: int, module: Llama) -> None:
+    """Register hooks on the modules of a pipeline stage that set the location of a counter.
+
+    The counter then assigns memory and work to the embedding, the blocks, the final norm or the
+    output, forward or backward. The hooks also mark unsharded parameters and gradients.
+
+    Args:
+        counter: The counter.
+        stage: Index of the pipeline stage.
+        module: Module of the stage.
+    """
+    start = Location("forward", "forward", stage)
+    has_hook = set[int]()  # identities of parameters
+
+    def start_forward(*_: Any) -> None:
+        counter.location = start
+        counter.forward_starts.append(len(counter.log))
+
+    def mark_unsharded(part: nn.Module, _: Any) -> None:
+        parameters = list(part.parameters())
+        counter.mark(parameters, "unsharded parameters", DEFAULT_KINDS)
+        for parameter in parameters:
+            if parameter.requires_grad and id(parameter) not in has_hook:
+                parameter.register_post_accumulate_grad_hook(mark_gradient)
+                has_hook.add(id(parameter))
+
+    def mark_gradient(parameter: Tensor) -> None:
+        counter.mark((parameter.grad,), "gradients", DEFAULT_KINDS)
+
+    parts = [
+        ("embedding", module.tok_embeddings),
+        ("norm", module.norm),
+        ("output", module.output),
+        *(("block", block) for block in module.layers.values()),
+    ]
+    for name, part in parts:
+        if part is None:
+            continue
+        part.register_forward_pre_hook(mark_unsharded)
+        if name == "output":
+            continue  # `_follow_loss` sets its location
+        location = Location("forward", name, stage)
+        enter = partial(_set_location, counter, location)
+        part.register_forward_pre_hook(enter, prepend=True)
+        follow_backward = partial(_follow_backward, counter, location)
+        part.register_forward_hook(follow_backward, prepend=True)
+    module.register_forward_pre_hook(start_forward, prepend=True)
+
+
+def _follow_loss(counter: Counter, train_step: TrainStep, last_stage: int) -> None:
+    """Wrap the loss function so that its work is counted at the location "loss".
+
+    Args:
+        counter: The counter.
+        train_step: Training step whose loss is wrapped.
+        last_stage: Index of the pipeline stage that computes the loss.
+    """
+    forward_backward = train_step.forward_backward
+    compute_loss = forward_backward.loss_fn
+    location = Location("forward", "loss", last_stage)
+
+    def compute_loss_at_location(
+        hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor
+    ) -> Tensor:
+        counter.mark((scale,), "loss", DEFAULT_KINDS)
+        counter.location = location
+        loss = compute_loss(hidden, weight, labels, scale)
+        _follow_backward(counter, location, loss)
+        counter.location = location._replace(name="forward")
+        return loss
+
+    forward_backward.loss_fn = compute_loss_at_location
+
+
+def _set_location(counter: Counter, location: Location, *_: Any) -> None:
+    """Set the location of a counter. As a module hook, it ignores all further arguments."""
+    counter.location = location
+
+
+def _follow_backward(counter: Counter, location: Location, *values: Any) -> None:
+    """Set the location of a counter to the backward pass when the gradient of a result is computed.
+
+    Args:
+        counter: The counter.
+        location: Location of the forward pass that computed the result.
+        values: Arguments of a forward hook. The last one is the result.
+    """
+    result = values[-1]
+    if result.requires_grad:
+        backward = location._replace(phase="backward")
+        result.register_hook(partial(_set_location, counter, backward))
+
+
+@contextmanager
+def _follow_pipeline(
+    counter: Counter, stages: Sequence[PipelineStage], skipped: range
+) -> Iterator[None]:
+    """Count the actions of a pipeline schedule separately within this context.
+
+    To save time, the `skipped` microbatches compute nothing. Their actions repeat the counts of the
+    previous microbatch.
+
+    Args:
+        counter: The counter.
+        stages: This rank's stages.
+        skipped: Indices of the microbatches that compute nothing.
+    """
+    last_loss = torch.zeros(())  # of the last microbatch that ran
+
+    def follow_action(stage: PipelineStage, method: str) -> Callable[..., Any]:
+        """Return a method that counts an action and runs `stage.<method>`, unless it is skipped."""
+        run_action = getattr(stage, method)
+        location = Location(PIPELINE_ACTIONS[method], "stage", stage.stage_index)
+        has_loss = method == "forward_one_chunk" and stage.is_last
+        returns_operations = method.startswith("get")
+
+        def follow(microbatch: int, *args: Any, **kwargs: Any) -> Any:
+            nonlocal last_loss
+            is_skipped = microbatch in skipped
+            counter.start_action((method, stage.stage_index), location, replay=is_skipped)
+            if not is_skipped:
+                result = run_action(microbatch, *args, **kwargs)
+                if has_loss:
+                    last_loss = result.detach()
+                return result
+
+            if has_loss:
+                return last_loss
+            return [] if returns_operations else None
+
+        return follow
+
+    def follow_receive(stage: PipelineStage, method: str) -> Callable[[int], list[Any]]:
+        """Return a method that counts the buffers which `stage.<method>` allocates to receive."""
+        get_operations = getattr(stage, method)
+
+        def follow(microbatch: int) -> list[Any]:
+            is_skipped = microbatch in skipped
+            with counter.inner_action((method, stage.stage_index), replay=is_skipped):
+                return [] if is_skipped else get_operations(microbatch)
+
+        return follow
+
+    # Before their first step, ranks agree on whether all of them know the shapes of what they
+    # receive. They do, but no other rank answers here.
+    agreement = {
+        "_warmup_forward_vote": lambda *_, **__: None,
+        "_warmup_backward_result": lambda *_, **__: SimpleNamespace(item=lambda: 1),
+    }
+    with ExitStack() as stack:
+        for stage in stages:
+            actions = {method: follow_action(stage, method) for method in PIPELINE_ACTIONS}
+            receives = {method: follow_receive(stage, method) for method in PIPELINE_RECEIVES}
+            stack.enter_context(override(stage, **actions, **receives, **agreement))
+        yield

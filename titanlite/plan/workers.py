@@ -1,0 +1,69 @@
+"""Starts processes that trace jobs in parallel.
+
+This module does not import torch, so a command can start the processes before it imports torch
+itself, and all of them import torch at the same time.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+from collections.abc import Iterator
+from concurrent.futures import BrokenExecutor, Executor, ProcessPoolExecutor
+from contextlib import contextmanager
+from multiprocessing import active_children, get_context
+
+from titanlite.config.errors import UserError
+from titanlite.runtime.process import PARENT, serve_parent
+
+NUM_WORKERS = 2
+
+
+@contextmanager
+def workers() -> Iterator[Executor]:
+    """Start a process pool for traces and stop it on exit.
+
+    The processes print to standard error only. They exit with this process even if it is killed.
+
+    Yields:
+        The pool. Pass its `map` method as `apply` to the functions of `titanlite.plan`.
+
+    Raises:
+        UserError: If one of the processes was killed, probably for lack of memory.
+    """
+    pool = ProcessPoolExecutor(NUM_WORKERS, get_context("spawn"), _set_up_worker, (os.getpid(),))
+    for _ in range(NUM_WORKERS):
+        pool.submit(_import_torch)
+    try:
+        yield pool
+    except BrokenExecutor:
+        raise UserError(
+            "A process of the plan was killed, probably because this machine is out of memory. "
+            "Free memory, or plan on another machine."
+        ) from None
+    except BaseException:
+        for child in active_children():
+            child.kill()  # do not wait for the end of a trace
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _set_up_worker(parent: int) -> None:
+    """Prepare a worker process: exit with the parent, print to standard error, log no warnings.
+
+    Args:
+        parent: Process id of the parent.
+    """
+    os.environ[PARENT] = str(parent)
+    serve_parent()
+    os.dup2(2, 1)
+    logging.disable(logging.WARNING)  # libraries warn about things that only affect a real run
+
+
+def _import_torch() -> None:
+    """Import torch and the planner in a worker process, before the first trace needs them."""
+    import titanlite.plan.advice  # noqa: F401
+
+    gc.freeze()  # otherwise the garbage collection of each trace visits all imported modules

@@ -1,0 +1,181 @@
+"""Results of single comparisons, and the tolerances that follow from dtype and size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from titanlite.config.run import Run
+from titanlite.prove.record import Tensors
+
+EPS32 = torch.finfo(torch.float32).eps
+YARDSTICK_FACTOR = 4
+"""A layout may be this many times less accurate than one process in the same precision."""
+FLOOR_ROUNDINGS = 32
+"""Relative error, in roundings of fp32, that is always allowed in a sum or a gradient."""
+LOSS_ROUNDING = 1 / 64
+"""Relative error of the loss, in roundings of the computation, that is always allowed."""
+UPDATE_ROUNDINGS = 64
+"""Relative error, in roundings of fp32, that is allowed in an optimizer update or its state."""
+SMALL_GRADIENT = 1e-3
+"""Gradients whose norm is a smaller fraction of the whole norm are compared with this fraction."""
+CAPS = {"float32": 1e-4, "bfloat16": 0.05, "float8": 0.2}
+"""Largest relative error of one process that widens a tolerance, by precision of the computation.
+A mistake that one process shares with the layout would otherwise hide itself."""
+
+
+class Check(NamedTuple):
+    """Compare one value of the trained layout with its expected value.
+
+    `titanlite prove` makes hundreds of these comparisons. The check passes if `error` is at most
+    `tolerance`.
+
+    Attributes:
+        name: Kind of comparison, such as "gradient".
+        step: Number of the training step, or 0 for the state before the first step.
+        subject: Name of the compared parameter or rank, such as "rank 3".
+        error: Measured error, or the fraction of different elements in a bitwise comparison.
+        tolerance: Largest allowed error. 0 in a bitwise comparison.
+        hint: Likely cause of a failure for the user to read, or "".
+    """
+
+    name: str
+    step: int
+    subject: str
+    error: float
+    tolerance: float
+    hint: str = ""
+
+    @property
+    def has_passed(self) -> bool:
+        """Return whether the error is within the tolerance. NaN is not."""
+        return self.error <= self.tolerance
+
+
+def relative_error(value: Tensor, expected: Tensor, minimum: float = 0.0) -> float:
+    """Return the norm of `value - expected` divided by the norm of `expected`.
+
+    NaN in both tensors counts as equal. The result is infinite if the shapes differ.
+
+    Args:
+        value: Tensor to check.
+        expected: Expected tensor of the same shape.
+        minimum: Lower bound of the divisor, for expected values that are nearly zero.
+    """
+    if value.shape != expected.shape:
+        return math.inf
+    value = value.double()
+    expected = expected.double()
+    is_unset = value.isnan() & expected.isnan()  # such as the history of a guard that is not full
+    value = value.masked_fill(is_unset, 0.0)
+    expected = expected.masked_fill(is_unset, 0.0)
+    difference = (value - expected).norm().item()
+    scale = max(expected.norm().item(), minimum)
+    if difference == 0:
+        return 0.0
+    return difference / scale if scale else math.inf
+
+
+def fraction_of_different(value: Tensor, expected: Tensor) -> float:
+    """Return the fraction of elements that are not bitwise equal."""
+    if value.shape != expected.shape or value.dtype != expected.dtype:
+        return 1.0
+    if value.numel() == 0 or torch.equal(value, expected):
+        return 0.0
+    are_nan = value.isnan() & expected.isnan() if value.is_floating_point() else False
+    return ((value != expected) & ~torch.as_tensor(are_nan)).double().mean().item()
+
+
+def compare_bitwise(
+    name: str, step: int, values: Mapping[str, Tensor], expected: Mapping[str, Tensor]
+) -> list[Check]:
+    """Compare two sets of named tensors, whose elements must be equal."""
+    checks = []
+    for key in sorted(values.keys() | expected.keys()):
+        if key in values and key in expected:
+            error = fraction_of_different(values[key], expected[key])
+            hint = ""
+        else:
+            error = 1.0
+            hint = f"only {'the layout' if key in values else 'the reference'} has {key}"
+        checks.append(Check(name, step, key, error, 0.0, hint))
+    return checks
+
+
+def compute_precision(run: Run) -> str:
+    """Return the precision of the computation: "float32", "bfloat16" or "float8"."""
+    return "float8" if run.job.float8.enable else run.job.training.mixed_precision_param
+
+
+def total_norm(tensors: Iterable[Tensor]) -> float:
+    """Return the norm of all elements of several tensors, in float64."""
+    return math.sqrt(sum(tensor.double().square().sum().item() for tensor in tensors))
+
+
+def gradient_tolerance(run: Run, error_of_one_rank: float) -> float:
+    """Return the largest relative error that a gradient of the layout may have.
+
+    It is four times the error that a single rank makes in the same precision, plus a small constant
+    for rounding in fp32.
+
+    Args:
+        run: The small run, which determines the precision.
+        error_of_one_rank: Relative error of the same gradient computed on one rank.
+    """
+    cap = CAPS[compute_precision(run)]
+    return YARDSTICK_FACTOR * min(error_of_one_rank, cap) + FLOOR_ROUNDINGS * EPS32
+
+
+def loss_tolerance(run: Run, error_of_one_rank: float) -> float:
+    """Return the largest relative error that a loss of the layout may have.
+
+    It is the tolerance of a gradient plus 1/64 of a rounding step of the compute dtype. The loss is
+    a single number, so the error on one rank can be zero by chance.
+
+    Args:
+        run: The small run, which determines the precision.
+        error_of_one_rank: Relative error of the same loss computed on one rank.
+    """
+    is_float32 = compute_precision(run) == "float32"
+    eps = EPS32 if is_float32 else torch.finfo(torch.bfloat16).eps
+    return gradient_tolerance(run, error_of_one_rank) + LOSS_ROUNDING * eps
+
+
+def compare_gradients(
+    step: int,
+    run: Run,
+    gradients: Tensors,
+    reference: Tensors,
+    yardstick: Tensors,
+) -> list[Check]:
+    """Compare the gradients of one step with gradients computed in float64.
+
+    Args:
+        step: Number of the step.
+        run: The small run, which determines the precision.
+        gradients: Gradients of the layout, by parameter name.
+        reference: Float64 gradients, by parameter name.
+        yardstick: Gradients of one process in the precision of the run. Their error determines the
+            tolerance.
+
+    Returns:
+        One check for each parameter.
+    """
+    minimum = SMALL_GRADIENT * total_norm(reference.values())
+    num_elements = sum(gradient.numel() for gradient in reference.values())
+    checks = []
+    for name, expected in reference.items():
+        if name not in gradients:
+            hint = "the layout computes no gradient"
+            checks.append(Check("gradient", step, name, math.inf, 0.0, hint))
+            continue
+        scale = minimum * math.sqrt(expected.numel() / num_elements)
+        error = relative_error(gradients[name], expected, scale)
+        error_of_one_rank = relative_error(yardstick[name], expected, scale)
+        tolerance = gradient_tolerance(run, error_of_one_rank)
+        checks.append(Check("gradient", step, name, error, tolerance))
+    return checks

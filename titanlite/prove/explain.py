@@ -1,0 +1,266 @@
+"""Find what a failed comparison points to."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from titanlite.config.run import Run
+from titanlite.prove.record import Tensors
+
+if TYPE_CHECKING:
+    from titanlite.prove.reference import Reference
+
+RATIO_TOLERANCE = 1e-3
+FIT_TOLERANCE = 0.1
+"""Largest part of a difference that an explanation may leave unexplained."""
+MISSING = 0.01
+"""Largest factor with which a sequence counts as missing."""
+MAX_NAMES = 3
+
+
+def coordinates(run: Run, rank: int) -> dict[str, int]:
+    """Convert the number of a rank to its index along each parallel dimension.
+
+    Returns:
+        Indices along "pipeline", "replicate", "shard", "context" and "tensor". The additional key
+        "data" is the index of the part of the global batch that the rank reads.
+    """
+    degrees = run.degrees
+    names = ("pipeline", "replicate", "shard", "context", "tensor")
+    sizes = [getattr(degrees, name) for name in names]
+    indices = [int(index) for index in np.unravel_index(rank, sizes)]
+    _, replicate, shard, _, _ = indices
+    return {**dict(zip(names, indices, strict=True)), "data": replicate * degrees.shard + shard}
+
+
+def explain_ratio(ratio: float, run: Run) -> str:
+    """Explain a wrong value by a number of the layout, for the message of a failed check.
+
+    For example, "2 times the expected value = the data-parallel degree".
+
+    Args:
+        ratio: Wrong value divided by the expected value.
+        run: The small run, which has the layout.
+
+    Returns:
+        The explanation, or "" if the ratio is 1.
+    """
+    if not math.isfinite(ratio) or ratio <= 0:
+        return "the value is not a positive number"
+    degrees = run.degrees
+    numbers = {
+        "data-parallel degree": degrees.data,
+        "number of replicas": degrees.replicate,
+        "number of shards": degrees.shard,
+        "tensor-parallel degree": degrees.tensor,
+        "context-parallel degree": degrees.context,
+        "pipeline-parallel degree": degrees.pipeline,
+        "number of microbatches": run.microbatches,
+        "number of ranks": run.world_size,
+    }
+    shown = f"{ratio:.4g} times the expected value"
+    for power, label in ((1.0, ""), (0.5, "the square root of ")):
+        matches = [
+            name
+            for name, number in numbers.items()
+            if number > 1 and abs(max(ratio, 1 / ratio) / number**power - 1) < RATIO_TOLERANCE
+        ]
+        if matches:
+            inverse = "1 / " if ratio < 1 else ""
+            return f"{shown} = {inverse}{label}the {' = the '.join(matches)}"
+    return shown if abs(ratio - 1) > RATIO_TOLERANCE else ""
+
+
+def explain_factor(value: torch.Tensor, expected: torch.Tensor, run: Run) -> str:
+    """Describe the factor by which a wrong tensor is scaled, for the message of a failed check.
+
+    Args:
+        value: Wrong tensor.
+        expected: Expected tensor of the same shape.
+        run: The small run, which has the layout.
+
+    Returns:
+        A text such as "2 times the expected value", or "" if the tensors do not differ by a factor.
+    """
+    value = value.double().flatten()
+    expected = expected.double().flatten()
+    square = (expected @ expected).item()
+    if square == 0 or not value.isfinite().all():
+        return ""
+    ratio = (value @ expected).item() / square
+    if (value - ratio * expected).norm() > FIT_TOLERANCE * (value - expected).norm():
+        return ""
+    return explain_ratio(ratio, run)
+
+
+def describe_names(failed: Sequence[str], names: Sequence[str], run: Run) -> str:
+    """Describe which parameters differ, for the message of a failed check.
+
+    Args:
+        failed: Names of the parameters that differ.
+        names: Names of all parameters.
+        run: The small run, which assigns parameters to pipeline stages.
+
+    Returns:
+        A text such as "only the parameters of pipeline stage 1 differ".
+    """
+    if set(failed) == set(names):
+        return "all parameters differ"
+    kinds = {kind_of(name) for name in failed}
+    is_whole_kind = {name for name in names if kind_of(name) in kinds} == set(failed)
+    if is_whole_kind:
+        return f"only parameters of the kind {', '.join(sorted(kinds))} differ"
+    stages = {_stage_of(name, run) for name in failed}
+    is_whole_stage = {name for name in names if _stage_of(name, run) in stages} == set(failed)
+    if is_whole_stage and run.degrees.pipeline > 1:
+        return f"only the parameters of pipeline stage {', '.join(map(str, stages))} differ"
+    shown = ", ".join(failed[:MAX_NAMES])
+    others = len(failed) - MAX_NAMES
+    return f"only {shown}{f' and {others} others' if others > 0 else ''} differ"
+
+
+def kind_of(name: str) -> str:
+    """Remove the block number from a parameter name.
+
+    For example, "layers.3.attention.wq.weight" becomes "attention.wq.weight".
+    """
+    return re.sub(r"^layers\.\d+\.", "", name)
+
+
+def _stage_of(name: str, run: Run) -> int:
+    match = re.match(r"layers\.(\d+)\.", name)
+    if match is None:
+        return 0 if "embeddings" in name else len(run.stages) - 1
+    return next(i for i, blocks in enumerate(run.stages) if int(match[1]) in blocks)
+
+
+def explain_gradient(
+    run: Run,
+    failed: Sequence[str],
+    gradients: Tensors,
+    expected: Tensors,
+    weights: Mapping[str, torch.Tensor],
+    sequences: Tensors,
+    reference: Reference,
+) -> str:
+    """Explain wrong gradients by a factor, by missing sequences, or by a mistake in the model.
+
+    The gradient of a step is the sum of the gradients of its sequences. If a least squares fit with
+    another weight per sequence reproduces the wrong gradients, its weights show which sequences are
+    missing or counted too often.
+
+    Args:
+        run: The small run.
+        failed: Names of the wrong gradients.
+        gradients: Gradients of the layout.
+        expected: Gradients of the reference.
+        weights: Weights before the step.
+        sequences: Sequences of the step.
+        reference: The reference.
+    """
+    names = [name for name in failed if name in gradients]
+    where = describe_names(failed, list(expected), run)
+    if not names:
+        return f"{where}: they have no gradient"
+
+    def flat(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return torch.cat([tensors[name].double().flatten() for name in names])
+
+    def compute(part: Tensors, *indices: slice, **options: Any) -> torch.Tensor:
+        return flat(reference.compute_gradients(weights, part, *indices, **options)[1])
+
+    wrong = flat(gradients)
+    right = flat(expected)
+    if not wrong.isfinite().all():
+        return f"{where}: they are not finite"
+    factor = explain_factor(wrong, right, run)
+    if factor:
+        return f"{where}: {factor}"
+
+    largest_residual = FIT_TOLERANCE * (wrong - right).norm()
+    for mistake, (changed, options) in _possible_mistakes(run, sequences).items():
+        if (compute(changed, **options) - wrong).norm() < largest_residual:
+            return f"{where}: {mistake}"
+
+    indices = range(len(sequences["labels"]))
+    parts = torch.stack([compute(sequences, slice(i, i + 1)) for i in indices], 1)
+    factors = torch.linalg.lstsq(parts, wrong[:, None]).solution[:, 0]
+    if (parts @ factors - wrong).norm() < largest_residual:
+        return f"{where}: {_describe_factors(run, factors.tolist())}"
+    return f"{where}: {_suspects(run)}"
+
+
+def _possible_mistakes(run: Run, sequences: Tensors) -> dict[str, tuple[Tensors, dict[str, Any]]]:
+    """Return mistakes that the reference can repeat: changed sequences, and options."""
+    ids = sequences["input_ids"]
+    positions = torch.arange(ids.shape[1]).expand_as(ids)
+    size_of_microbatch = run.job.training.local_batch_size * run.degrees.data
+    rolled = sequences["labels"].roll(size_of_microbatch, 0)
+
+    mistakes: dict[str, tuple[Tensors, dict[str, Any]]] = {}
+    if "document_ids" in sequences:
+        without_ids = {key: value for key, value in sequences.items() if key != "document_ids"}
+        mistakes["tokens attend to other documents"] = (without_ids, {})
+        mistakes["positions do not restart at documents"] = (
+            {**sequences, "positions": positions},
+            {},
+        )
+    elif run.degrees.context > 1:
+        restarted = positions % (ids.shape[1] // run.degrees.context)
+        mistakes["positions restart in each context-parallel rank"] = (
+            {**sequences, "positions": restarted},
+            {},
+        )
+    if run.microbatches > 1:
+        mistakes["the labels are those of another microbatch"] = (
+            {**sequences, "labels": rolled},
+            {},
+        )
+    if run.arch.sliding_window:
+        mistakes["the sliding window is ignored"] = (sequences, {"window": 0})
+    if run.job.training.z_loss:
+        mistakes["the z-loss is left out"] = (sequences, {"z_loss": 0.0})
+    return mistakes
+
+
+def _suspects(run: Run) -> str:
+    """List the features of the job that may cause an unexplained error in the forward pass.
+
+    For example, "look at tensor parallelism, the compiled blocks".
+    """
+    degrees = run.degrees
+    parts = {
+        "tensor parallelism": degrees.tensor > 1,
+        "context parallelism": degrees.context > 1,
+        "the pipeline": degrees.pipeline > 1,
+        "the compiled blocks": run.compiles("model"),
+        f"the architecture {run.arch.architecture}": run.arch.architecture != "llama",
+        f"the loss {run.job.training.loss}": run.job.training.loss != "cross_entropy",
+    }
+    used = [name for name, is_used in parts.items() if is_used]
+    return f"look at {', '.join(used)}" if used else "look at the model and its precision"
+
+
+def _describe_factors(run: Run, factors: Sequence[float]) -> str:
+    """Describe by which factors the sequences contribute to a wrong gradient."""
+    missing = [i for i, factor in enumerate(factors) if abs(factor) < MISSING]
+    if missing:
+        data_degree, local = run.degrees.data, run.job.training.local_batch_size
+        microbatches = sorted({i // data_degree // local for i in missing})
+        ranks = sorted({i % data_degree for i in missing})
+        return (
+            f"sequences {_join(missing)} of the batch do not contribute "
+            f"(microbatches {_join(microbatches)} of data-parallel ranks {_join(ranks)})"
+        )
+    listed = ", ".join(f"{factor:.3g}" for factor in factors)
+    return f"the sequences of the batch contribute with the factors {listed} instead of 1"
+
+
+def _join(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))

@@ -1,0 +1,607 @@
+"""Run a small job in its layout, run the reference, and compare them at every step.
+
+Each step of the layout is compared separately. The reference starts a step from the weights and the
+optimizer state that the layout had before it, and computes the gradient at these weights and the
+update for the gradient of the layout. The errors of several steps therefore never add up, and the
+first failed comparison shows where the mistake is: data, loss, gradient, norm, update or state. As
+the initial weights are bitwise equal, all steps together prove the run.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from titanlite.checkpoint.dcp import AVERAGES, plain
+from titanlite.checkpoint.find import load_newest
+from titanlite.checkpoint.huggingface import checkpoint_weights, export_hf, hf_weights
+from titanlite.config.run import Run
+from titanlite.hooks.records import describe_code
+from titanlite.load_run import check_run
+from titanlite.model.formats import has_hf_family
+from titanlite.parallel.init_weights import keep_shard
+from titanlite.prove.checks import (
+    EPS32,
+    FLOOR_ROUNDINGS,
+    UPDATE_ROUNDINGS,
+    Check,
+    compare_bitwise,
+    compare_gradients,
+    fraction_of_different,
+    loss_tolerance,
+    relative_error,
+    total_norm,
+)
+from titanlite.prove.explain import (
+    coordinates,
+    explain_factor,
+    explain_gradient,
+    explain_ratio,
+)
+from titanlite.prove.record import (
+    Recorder,
+    Snapshot,
+    StepRecord,
+    Tensors,
+    has_random_numbers,
+    train_in_layout,
+    turn_dropout_off,
+)
+from titanlite.prove.reference import FORMULAS, Reference, expected_update
+from titanlite.runtime.logging import LOGGER_NAME
+from titanlite.runtime.process import STORE
+from titanlite.runtime.world import gathered, process_group
+from titanlite.train.build import settle_compute_dtype
+from titanlite.train.trainer import Trainer
+
+MODEL = "model."
+OPTIMIZER = "optimizer."
+LOG_FILE = "prove.log"
+
+
+class Proof(NamedTuple):
+    """Hold the result of `titanlite prove`: all comparisons and their conditions.
+
+    A certificate is written from this object.
+
+    Attributes:
+        run: The small run that was trained, with its compute dtype.
+        checks: All comparisons, in the order of the computation.
+        device: Name of the GPU or CPU, such as "NVIDIA H100".
+        optimizer_reference: Description of the expected optimizer updates.
+        commit: Git commit of titanlite, or "" if unknown.
+        not_kept: Properties of the original job that the proof does not cover, one sentence each.
+    """
+
+    run: Run
+    checks: list[Check]
+    device: str
+    optimizer_reference: str
+    commit: str
+    not_kept: list[str]
+
+
+@dataclass
+class LayoutStep:
+    """Combine the records of all ranks for one training step.
+
+    Attributes:
+        ranks: Record of each rank, in order of the rank number.
+        gradients: Unsharded gradients by parameter name.
+        state: Unsharded weights, optimizer state and hook tensors by checkpoint name.
+        initial: State before the initial matrices were amplified. Empty except before the first
+            step.
+    """
+
+    ranks: list[StepRecord]
+    gradients: Tensors = field(default_factory=dict)
+    state: Tensors = field(default_factory=dict)
+    initial: Tensors = field(default_factory=dict)
+
+    @property
+    def weights(self) -> Tensors:
+        """Return the weights after the step, by parameter name."""
+        return select(self.state, MODEL)
+
+
+def select(tensors: Tensors, prefix: str) -> Tensors:
+    """Return the tensors whose names have a prefix, without the prefix."""
+    return {
+        name.removeprefix(prefix): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(prefix)
+    }
+
+
+def load_steps(folder: Path, name: str, num_ranks: int) -> dict[int, LayoutStep]:
+    """Load the record files of all ranks and combine them into one record per step.
+
+    Args:
+        folder: Folder with files such as "first-0.pt".
+        name: Run to load: "first", or "resumed" for the run that resumed from a checkpoint.
+        num_ranks: Number of ranks that wrote a file.
+
+    Returns:
+        Step number -> combined record. The lowest number is the state before the first step.
+    """
+    of_ranks = [
+        torch.load(folder / f"{name}-{rank}.pt", weights_only=False) for rank in range(num_ranks)
+    ]
+    steps = {}
+    for number in of_ranks[0]:
+        step = LayoutStep([records[number] for records in of_ranks])
+        for record in step.ranks:
+            step.gradients |= record.gradients.whole
+            step.state |= record.state.whole
+            step.initial |= record.initial.whole
+        steps[number] = step
+    return steps
+
+
+class SteeredRecorder(Recorder):
+    """Record a run on one rank that starts each step from the values of another run.
+
+    Before each step, this hook copies the weights of the other run into the model. After the
+    backward pass, it records the gradients and then overwrites them with the gradients of the other
+    run. The optimizer update is therefore comparable with the update of the other run.
+    """
+
+    def __init__(self, steps: dict[int, LayoutStep]) -> None:
+        super().__init__()
+        self._followed = steps
+
+    def before_step(self, step: int) -> None:
+        """Copy the weights that the other run had before this step."""
+        super().before_step(step)
+        weights = self._followed[step - 1].weights
+        with torch.no_grad():
+            for name, parameter in self.trainer.model.named_parameters():
+                keep_shard(plain(parameter), weights[name].to(self.trainer.device))
+        self.trainer.train_step.precompute_scales()
+
+    def gradients(self, step: int) -> None:
+        """Record the gradients, then overwrite them with the gradients of the other run."""
+        super().gradients(step)
+        gradients = self._followed[step].gradients
+        for name, parameter in self.trainer.model.named_parameters():
+            if parameter.grad is not None and name in gradients:
+                keep_shard(parameter.grad, gradients[name].to(self.trainer.device))
+
+
+def single_run(run: Run, dump_folder: Path, recompute: bool = False) -> Run:
+    """Return a copy of a run that trains on one rank, without parallelism and compilation.
+
+    Args:
+        run: The small run on several ranks.
+        dump_folder: Output folder of the returned run.
+        recompute: Whether to keep activation checkpointing. By default, it is disabled.
+    """
+    job = run.job
+    degrees = {name: 1 for name in type(job.parallelism).model_fields if name.endswith("_degree")}
+    layout = degrees | {
+        "pipeline_parallel_schedule": "1F1B",
+        "enable_async_tensor_parallel": False,
+    }
+    sections = {
+        "parallelism": job.parallelism.model_copy(update=layout),
+        "compile": job.compile.model_copy(update={"enable": False}),
+        "job": job.job.model_copy(update={"dump_folder": str(dump_folder)}),
+    }
+    if not recompute:
+        mode = {"mode": "none"}
+        sections["activation_checkpoint"] = job.activation_checkpoint.model_copy(update=mode)
+    return check_run(job.model_copy(update=sections), 1)
+
+
+def prove(run: Run, out: Path) -> Proof | None:
+    """Train a small run in its layout and compare every step with a reference on one process.
+
+    All ranks must call this together.
+
+    Args:
+        run: The small run.
+        out: Existing folder for temporary files, which all ranks share.
+
+    Returns:
+        The comparisons on rank 0, and None on all other ranks.
+    """
+    with ExitStack() as stack:
+        log = stack.enter_context((out / LOG_FILE).open("a", encoding="utf-8"))
+        stack.enter_context(redirect_stdout(log))
+        stack.enter_context(redirect_stderr(log))
+        with process_group(run.job) as device:
+            is_first_rank = dist.get_rank() == 0
+            made = tempfile.mkdtemp(prefix="run-", dir=out) if is_first_rank else ""
+            folder = Path(gathered(made)[0])
+            if is_first_rank:
+                stack.callback(shutil.rmtree, folder)
+                # The log files of the trainers are in that folder.
+                stack.callback(logging.getLogger(LOGGER_NAME).handlers.clear)
+            run = settle_compute_dtype(run, device)
+            layout = run.job.job.model_copy(update={"dump_folder": str(folder / "layout")})
+            run = Run(run.job.model_copy(update={"job": layout}), run.world_size)
+            save_after = max(1, run.job.training.steps // 2)
+            train_in_layout(run, device, save_after, folder)
+        if not is_first_rank:
+            return None
+
+        # From here on, this process is the only rank.
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+        os.environ.pop(STORE, None)
+        checks = list(compare(run, folder, save_after))
+    has_formula = run.job.optimizer.name in FORMULAS
+    optimizer = "plain formulas in float64" if has_formula else "the same optimizer on one rank"
+    name = "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    not_kept = []
+    if has_random_numbers(run):
+        not_kept.append("Dropout, if the model has any: it is off, except to check recomputation.")
+    if not any(check.name == "exported weights" for check in checks):
+        not_kept.append("Export: transformers has no model with this architecture.")
+    return Proof(run, checks, name, optimizer, describe_code().get("commit", ""), not_kept)
+
+
+def compare(run: Run, folder: Path, save_after: int) -> Iterator[Check]:
+    """Yield all comparisons of a trained layout with its reference.
+
+    Args:
+        run: The small run.
+        folder: Folder with the record files of all ranks, and with "layout", the output folder of
+            the run.
+        save_after: Step after which the run saved its checkpoint.
+    """
+    first = load_steps(folder, "first", run.world_size)
+    resumed = load_steps(folder, "resumed", run.world_size)
+    single = single_run(run, folder / "single")
+    with process_group(single.job) as device:
+        recorder = SteeredRecorder(first)
+        reference = Reference(single, device)
+        with Trainer(single, device, [recorder]) as trainer:
+            turn_dropout_off(trainer)
+            yield from compare_bitwise(
+                "initial weights", 0, select(first[0].initial, MODEL), reference.initial
+            )
+            yield from compare_replicas(run, 0, "replicas of weights", first[0], "state")
+            for step in range(1, run.job.training.steps + 1):
+                recorder.train(step)
+                yield from compare_step(
+                    run, step, first[step - 1], first[step], recorder.steps[step], reference
+                )
+        reference.close()
+        yield from compare_resumed(run, save_after, first, resumed)
+        on_one_rank = single_run(run, folder / "layout")
+        yield from compare_resumed_on_one_rank(
+            on_one_rank, device, first[save_after], recorder.steps[save_after + 1]
+        )
+        yield from compare_export(first[save_after].weights, folder, save_after)
+        yield from compare_recomputation(run, device, folder)
+
+
+def compare_step(
+    run: Run,
+    step: int,
+    before: LayoutStep,
+    after: LayoutStep,
+    single: StepRecord,
+    reference: Reference,
+) -> Iterator[Check]:
+    """Yield the comparisons of one training step.
+
+    They cover sequences, loss, gradients, gradient norm, weights and optimizer state, in the order
+    in which a step computes these values. The first failure therefore shows where the error begins.
+
+    Args:
+        run: The small run.
+        step: Number of the step.
+        before: State of the layout before the step.
+        after: Records of the layout after the step.
+        single: Record of the same step on one rank, in the precision of the run.
+        reference: Model that computes the expected loss and gradients in float64.
+    """
+    sequences = reference.read_sequences()
+    yield from compare_sequences(run, step, after, sequences)
+
+    loss, gradients = reference.compute_gradients(before.weights, sequences)
+    checks = compare_gradients(step, run, after.gradients, gradients, single.gradients.whole)
+    failed = [check for check in checks if not check.has_passed]
+    hint = ""
+    if failed:
+        names = [check.subject for check in failed]
+        hint = explain_gradient(
+            run, names, after.gradients, gradients, before.weights, sequences, reference
+        )
+
+    tolerance = loss_tolerance(run, abs(single.loss - loss) / abs(loss))
+    for rank, record in enumerate(after.ranks):
+        hints = filter(None, (explain_ratio(record.loss / loss, run), hint))
+        error = abs(record.loss - loss) / abs(loss)
+        yield Check("loss", step, f"rank {rank}", error, tolerance, "; ".join(hints))
+    yield from compare_replicas(run, step, "replicas of gradients", after, "gradients")
+    for check in checks:
+        yield check._replace(hint=hint) if check in failed else check
+    for name in reference.trainable:
+        if name not in gradients:
+            hint = "the model computes no gradient for it, for example after detach()"
+            yield Check("gradient", step, name, math.inf, 0.0, hint)
+
+    norm = max(total_norm(after.gradients.values()), sys.float_info.min)
+    for rank, record in enumerate(after.ranks):
+        error = abs(record.grad_norm - norm) / norm
+        hint = explain_ratio(record.grad_norm / norm, run)
+        tolerance = FLOOR_ROUNDINGS * EPS32
+        yield Check("gradient norm", step, f"rank {rank}", error, tolerance, hint)
+
+    yield from compare_replicas(run, step, "replicas of weights", after, "state")
+    yield from compare_update(run, step, before, after, single.state, norm)
+    yield from compare_scales(step, after)
+
+
+def compare_sequences(
+    run: Run, step: int, after: LayoutStep, sequences: Tensors
+) -> Iterator[Check]:
+    """Check that each rank read exactly its part of the global batch, bitwise.
+
+    Args:
+        run: The small run.
+        step: Number of the step.
+        after: Records of the step, with the sequences that each rank read.
+        sequences: Sequences of the global batch: field name -> tensor of shape (sequences, T).
+
+    Yields:
+        One check for each rank.
+    """
+    data_degree = run.degrees.data
+    parts = [
+        {name: values[index::data_degree] for name, values in sequences.items()}
+        for index in range(data_degree)
+    ]
+    for rank, record in enumerate(after.ranks):
+        place = coordinates(run, rank)
+        index = place["data"]
+        errors = [
+            fraction_of_different(values, parts[index][name])
+            for name, values in record.sequences.items()
+        ]
+        hint = ""
+        for other, part in enumerate(parts):
+            if other != index and torch.equal(record.sequences["input_ids"], part["input_ids"]):
+                hint = f"it read those of data-parallel rank {other} instead of {index}"
+        yield Check("sequences", step, f"rank {rank}", max(errors), 0.0, hint)
+
+
+def compare_replicas(
+    run: Run, step: int, name: str, after: LayoutStep, kind: str
+) -> Iterator[Check]:
+    """Check that replicated shards are bitwise equal on all ranks that hold them.
+
+    Args:
+        run: The small run.
+        step: Number of the step.
+        name: Name of the yielded checks, such as "replicas of gradients".
+        after: Records of all ranks.
+        kind: Recorded tensors to compare: "gradients" or "state".
+    """
+    owners: dict[object, tuple[str, int]] = {}
+    different: dict[str, str] = {}
+    num_replicated = 0
+    for rank, record in enumerate(after.ranks):
+        snapshot: Snapshot = getattr(record, kind)
+        for key, digest in snapshot.digests.items():
+            if key not in owners:
+                owners[key] = (digest, rank)
+                continue
+            num_replicated += 1
+            expected, owner = owners[key]
+            if digest != expected:
+                first, second = coordinates(run, owner), coordinates(run, rank)
+                dims = [dim for dim in first if first[dim] != second[dim] and dim != "data"]
+                different.setdefault(key[0], f"ranks {owner} and {rank} differ ({', '.join(dims)})")
+    for subject, hint in different.items():
+        yield Check(name, step, subject, 1.0, 0.0, hint)
+    if num_replicated and not different:
+        yield Check(name, step, f"{num_replicated} shards", 0.0, 0.0)
+
+
+def compare_update(
+    run: Run,
+    step: int,
+    before: LayoutStep,
+    after: LayoutStep,
+    single: Snapshot,
+    norm: float,
+) -> Iterator[Check]:
+    """Compare the weights and optimizer state after a step with the expected optimizer update.
+
+    Args:
+        run: The small run.
+        step: Number of the step.
+        before: State of the layout before the step.
+        after: Gradients of the layout, and its state after the step.
+        single: State after the step on one rank that applied the gradients of the layout.
+        norm: Total gradient norm, from which the clipping factor follows.
+    """
+    max_norm = run.job.training.max_norm
+    factor = min(1.0, max_norm / (norm + 1e-6)) if max_norm else 1.0
+    eps_of_weights = torch.finfo(getattr(torch, run.job.training.dtype)).eps
+    has_formula = run.job.optimizer.name in FORMULAS
+    for name, weight in before.weights.items():
+        if name not in after.gradients:
+            continue  # a failed comparison of gradients already
+        new_weight = after.weights[name].double()
+        moments = select(before.state, f"{OPTIMIZER}{name}.")
+        new_moments = select(after.state, f"{OPTIMIZER}{name}.")
+        if has_formula:
+            gradient = after.gradients[name].double() * factor
+            parameter = expected_update(run, step, name, weight, gradient, moments)
+            expected = parameter.weight
+            if parameter.is_sure is not None:
+                expected = torch.where(parameter.is_sure, expected, new_weight)
+            expected_moments = parameter.moments
+        else:
+            expected = single.whole[MODEL + name].double()
+            expected_moments = select(single.whole, f"{OPTIMIZER}{name}.")
+
+        for key, expected_moment in expected_moments.items():
+            yield _compare_moment(run, step, f"{name}.{key}", new_moments[key], expected_moment)
+
+        change = expected - weight.double()
+        new_change = new_weight - weight.double()
+        error = relative_error(new_change, change)
+        size = change.norm().item()
+        rounding = eps_of_weights * weight.double().norm().item() / size if size else 0.0
+        tolerance = UPDATE_ROUNDINGS * EPS32 + rounding
+        hint = explain_factor(new_change, change, run)
+        yield Check("weight update", step, name, error, tolerance, hint)
+    averages = select(after.state, AVERAGES)
+    for name, expected in select(single.whole, AVERAGES).items():
+        error = relative_error(averages[name], expected)
+        yield Check("weight average", step, name, error, UPDATE_ROUNDINGS * EPS32)
+
+
+def _compare_moment(
+    run: Run, step: int, name: str, value: torch.Tensor, expected: torch.Tensor
+) -> Check:
+    """Compare one tensor of the optimizer state with its expected value."""
+    if not value.is_floating_point():  # 8-bit codes: rounding can change a few by one
+        error = fraction_of_different(value, expected)
+        return Check("optimizer state", step, name, error, 1e-3)
+    eps = torch.finfo(value.dtype).eps
+    tolerance = UPDATE_ROUNDINGS * EPS32 + (eps if eps > EPS32 else 0.0)
+    hint = explain_factor(value, expected, run)
+    return Check("optimizer state", step, name, relative_error(value, expected), tolerance, hint)
+
+
+def compare_scales(step: int, after: LayoutStep) -> Iterator[Check]:
+    """Check the FP8 scales that were computed in advance for all-gathers.
+
+    The expected scale of a weight is the largest FP8 value divided by the largest absolute element.
+
+    Args:
+        step: Number of the step.
+        after: Records of all ranks after the step.
+    """
+    largest_float8 = torch.finfo(torch.float8_e4m3fn).max
+    for rank, record in enumerate(after.ranks):
+        for name, scale in record.scales.items():
+            expected = largest_float8 / after.weights[name].double().abs().max()
+            error = relative_error(scale, expected)
+            hint = f"rank {rank} has {scale.item():.6g} instead of {expected.item():.6g}"
+            yield Check("FP8 scale", step, name, error, FLOOR_ROUNDINGS * EPS32, hint)
+
+
+def compare_resumed(
+    run: Run, save_after: int, first: dict[int, LayoutStep], resumed: dict[int, LayoutStep]
+) -> Iterator[Check]:
+    """Check that a resumed run repeats the steps of the uninterrupted run, bitwise.
+
+    Args:
+        run: The small run.
+        save_after: Step after which the checkpoint was saved.
+        first: Records of the uninterrupted run, by step.
+        resumed: Records of the run that resumed from the checkpoint in the same layout, by step.
+    """
+    name = "resume"
+    yield from compare_bitwise(
+        f"{name}: loaded state", save_after, resumed[save_after].state, first[save_after].state
+    )
+    yield from compare_replicas(run, save_after, f"{name}: replicas", resumed[save_after], "state")
+    for step in range(save_after + 1, run.job.training.steps + 1):
+        for rank, record in enumerate(resumed[step].ranks):
+            expected = first[step].ranks[rank]
+            checks = compare_bitwise(
+                f"{name}: sequences", step, record.sequences, expected.sequences
+            )
+            yield from (check._replace(subject=f"rank {rank}") for check in checks)
+        yield from compare_bitwise(
+            f"{name}: gradient", step, resumed[step].gradients, first[step].gradients
+        )
+        yield from compare_bitwise(f"{name}: state", step, resumed[step].state, first[step].state)
+
+
+def compare_resumed_on_one_rank(
+    run: Run, device: torch.device, saved: LayoutStep, next_step: StepRecord
+) -> Iterator[Check]:
+    """Resume the checkpoint of the layout on one rank and train one step.
+
+    The loaded state, and the sequences and gradients of the step, must be bitwise as expected.
+
+    Args:
+        run: The small job on one rank, with the output folder of the layout.
+        device: Device of this rank.
+        saved: State of the layout when it saved the checkpoint.
+        next_step: Record of the expected next step, from the same weights on one rank.
+    """
+    recorder = Recorder()
+    with Trainer(run, device, [recorder]) as trainer:
+        turn_dropout_off(trainer)
+        step = trainer.steps_done
+        loaded = recorder.steps[step].state.whole
+        yield from compare_bitwise("resume on one rank: loaded state", step, loaded, saved.state)
+        recorder.train(step + 1)
+    record = recorder.steps[step + 1]
+    for name, values, expected in (
+        ("sequences", record.sequences, next_step.sequences),
+        ("gradient", record.gradients.whole, next_step.gradients.whole),
+    ):
+        yield from compare_bitwise(f"resume on one rank: {name}", step + 1, values, expected)
+
+
+def compare_export(weights: Tensors, folder: Path, step: int) -> Iterator[Check]:
+    """Check that weights exported to Hugging Face transformers are bitwise equal.
+
+    The newest checkpoint is exported and read again. Models without a family in transformers are
+    skipped.
+
+    Args:
+        weights: Weights of the layout after the step, by parameter name.
+        folder: Folder that contains "layout", the output folder of the run.
+        step: Number of the saved step.
+    """
+    checkpoint = load_newest(folder / "layout", lambda path: path)
+    saved = checkpoint_weights(checkpoint)
+    if not has_hf_family(saved.arch):
+        return
+    export_hf(saved, folder / "exported", "float32")
+    exported = hf_weights(folder / "exported")
+    values = {name: exported.read(name) for name in exported.dtypes}
+    expected = {name: weight.float() for name, weight in weights.items()}
+    yield from compare_bitwise("exported weights", step, values, expected)
+
+
+def compare_recomputation(run: Run, device: torch.device, folder: Path) -> Iterator[Check]:
+    """Compare gradients with and without activation checkpointing, with dropout enabled.
+
+    A difference can mean that the backward pass recomputes with another dropout mask. The
+    comparison is skipped if the job does not use activation checkpointing, or if the model has no
+    random numbers.
+    """
+    if run.job.activation_checkpoint.mode in ("none", "memory_budget"):
+        return
+    if not has_random_numbers(run):
+        return
+
+    gradients = []
+    for recompute in (False, True):
+        single = single_run(run, folder / f"recompute-{recompute}", recompute)
+        recorder = Recorder()
+        with Trainer(single, device, [recorder]):
+            recorder.amplify_weights()
+            torch.manual_seed(0)
+            recorder.train(1)
+        gradients.append(recorder.steps[1].gradients.whole)
+    expected, recomputed = gradients
+    for name, value in recomputed.items():
+        error = relative_error(value, expected[name])
+        hint = "the backward pass recomputes other activations, for example with another dropout"
+        yield Check("recomputation", 1, name, error, FLOOR_ROUNDINGS * EPS32, hint)

@@ -1,0 +1,261 @@
+"""Train the small job in its layout, and record what each step reads and computes.
+
+Invariant: Recording changes no number. Each rank writes a digest of its shards, and the first rank
+of each pipeline stage writes whole tensors, so that the comparison needs no process group.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from titanlite.checkpoint.dcp import LiveState, local, plain
+from titanlite.config.registry import resolve
+from titanlite.config.run import Run
+from titanlite.data.batch import GlobalBatch
+from titanlite.hooks.hook import Hook
+from titanlite.hooks.hook_state import hook_tensors
+from titanlite.model.llama import INIT_STD
+from titanlite.model.microbatch import Microbatch
+from titanlite.optim.adamw import shard_slices
+from titanlite.parallel.recompute import draws_random_numbers
+from titanlite.train.step import StepResult
+from titanlite.train.trainer import Trainer
+
+Tensors = dict[str, Tensor]
+ShardDigests = dict[tuple[str, tuple[int, ...]], str]
+"""(name of a tensor, offsets of the shard in it) -> SHA-256 of the shard."""
+FIELDS = ("input_ids", "labels", "document_ids", "positions")
+
+
+@dataclass
+class Snapshot:
+    """Hold the tensors of a model at one moment, such as after a step.
+
+    Attributes:
+        whole: Unsharded tensors on the CPU, by name. Empty except on the first rank of each
+            pipeline stage.
+        digests: SHA-256 of each shard of this rank, to find replicas that differ.
+    """
+
+    whole: Tensors = field(default_factory=dict)
+    digests: ShardDigests = field(default_factory=dict)
+
+
+@dataclass
+class StepRecord:
+    """Values that one rank has recorded in one step.
+
+    Attributes:
+        initial: State before `Recorder.amplify_weights`. Empty except before the first step.
+        sequences: Tokens, labels and, if there are any, document ids and positions of the sequences
+            that the rank has read, each of shape (sequences, T).
+        gradients: Gradients before clipping, by parameter name.
+        state: Weights, optimizer state and tensors of hooks after the step, by their names in a
+            checkpoint.
+        scales: FP8 scale of each weight that FSDP gathers in FP8.
+        loss: Logged loss.
+        grad_norm: Logged gradient norm.
+    """
+
+    initial: Snapshot = field(default_factory=Snapshot)
+    sequences: Tensors = field(default_factory=dict)
+    gradients: Snapshot = field(default_factory=Snapshot)
+    state: Snapshot = field(default_factory=Snapshot)
+    scales: Tensors = field(default_factory=dict)
+    loss: float = float("nan")
+    grad_norm: float = float("nan")
+
+
+class Recorder(Hook):
+    """Record sequences, gradients, weights and optimizer state of each training step.
+
+    Attributes:
+        steps: Step number -> record of this rank. The first entry is the state before training.
+    """
+
+    observes_only = True
+
+    def __init__(self) -> None:
+        self.steps: dict[int, StepRecord] = {}
+        self.record = StepRecord()
+
+    def built(self, trainer: Trainer) -> None:
+        """Keep the trainer, and record each batch that its loader returns."""
+        self.trainer = trainer
+        self._keeps_whole = dist.get_rank(trainer.mesh.stage_group) == 0
+        read_batch = trainer.loader.next_global_batch
+
+        def read_and_record() -> GlobalBatch:
+            batch = read_batch()
+            self.record.sequences = stack_sequences(batch.microbatches)
+            return batch
+
+        trainer.loader.next_global_batch = read_and_record
+
+    def started(self, step: int) -> None:
+        """Record the weights and the optimizer state before the first step."""
+        self.record = self.steps[step] = StepRecord(state=self.snapshot_state())
+
+    @torch.no_grad()
+    def amplify_weights(self) -> None:
+        """Multiply the matrices of all blocks by a power of two, and record the new initial state.
+
+        With the usual small initial weights, attention is nearly uniform, so a wrong mask or
+        position would hardly change the loss.
+        """
+        model = self.trainer.model
+        exponent = -math.log2(INIT_STD * math.sqrt(model.arch.dim))
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 2 and name.startswith("layers."):
+                plain(parameter).mul_(2.0 ** round(exponent))
+        self.trainer.train_step.precompute_scales()
+        self.record.initial = self.record.state
+        self.record.state = self.snapshot_state()
+
+    def before_step(self, step: int) -> None:
+        """Begin the record of a step."""
+        self.record = self.steps[step] = StepRecord()
+
+    def gradients(self, step: int) -> None:
+        """Record the gradients before clipping."""
+        gradients = {
+            name: parameter.grad
+            for name, parameter in self.trainer.model.named_parameters()
+            if parameter.grad is not None
+        }
+        self.record.gradients = self._snapshot(gradients)
+
+    def train(self, step: int) -> None:
+        """Train one step, then record its loss, its gradient norm and the state after it."""
+        entry = self.trainer.step()
+        assert entry is not None  # every step is logged
+        self.record.loss = entry.loss
+        self.record.grad_norm = entry.grad_norm
+        self.record.state = self.snapshot_state()
+
+    def after_step(self, step: int, result: StepResult) -> None:
+        """Record the FP8 scales of the new weights."""
+        self.record.scales = _float8_scales(self.trainer)
+
+    def snapshot_state(self) -> Snapshot:
+        """Return the weights, the optimizer state and the tensors of hooks."""
+        trainer = self.trainer
+        hooks = partial(hook_tensors, trainer.hooks)
+        live = LiveState(trainer.model, trainer.optimizer, hook_tensors=hooks)
+        return self._snapshot(live.tensors())
+
+    def _snapshot(self, tensors: Mapping[str, Tensor]) -> Snapshot:
+        snapshot = Snapshot()
+        for name, tensor in tensors.items():
+            tensor = plain(tensor)
+            shard = local(tensor).contiguous().cpu()
+            snapshot.digests[name, _offsets(tensor)] = _digest(shard)
+            whole = tensor.full_tensor().cpu() if isinstance(tensor, DTensor) else shard
+            if self._keeps_whole:
+                snapshot.whole[name] = whole.clone()
+        return snapshot
+
+
+def stack_sequences(microbatches: list[Microbatch]) -> Tensors:
+    """Concatenate the sequences of microbatches along the batch dimension.
+
+    Returns:
+        Field name, such as "input_ids" -> tensor of shape (sequences, T).
+    """
+    stacked = {}
+    for name in FIELDS:
+        values = [getattr(microbatch, name) for microbatch in microbatches]
+        if values[0] is not None:
+            stacked[name] = torch.cat(values).cpu()
+    return stacked
+
+
+def train_in_layout(run: Run, device: torch.device, save_after: int, folder: Path) -> None:
+    """Train a run, resume it from its checkpoint, and write the records of both runs.
+
+    Each rank writes "first-RANK.pt" and "resumed-RANK.pt". All ranks must call this together,
+    within a process group.
+
+    Args:
+        run: The small run.
+        device: Device of this rank.
+        save_after: Step after which the checkpoint is saved.
+        folder: Existing folder that all ranks share.
+    """
+    for name in ("first", "resumed"):
+        recorder = Recorder()
+        with Trainer(run, device, [recorder]) as trainer:
+            turn_dropout_off(trainer)
+            if name == "first":
+                recorder.amplify_weights()
+            while trainer.steps_done < run.job.training.steps:
+                recorder.train(trainer.steps_done + 1)
+                if name == "first" and trainer.steps_done == save_after:
+                    trainer.save()
+        torch.save(recorder.steps, folder / f"{name}-{dist.get_rank()}.pt")
+    dist.barrier()
+
+
+def turn_dropout_off(trainer: Trainer) -> None:
+    """Disable dropout in the model of a trainer.
+
+    Dropout masks depend on the number of ranks, so losses with dropout would not be comparable.
+    """
+    if has_random_numbers(trainer.run):
+        trainer.model.eval()
+
+
+def has_random_numbers(run: Run) -> bool:
+    """Return whether the forward pass of the model may draw random numbers, as dropout does."""
+    return draws_random_numbers(resolve(run.arch.model))
+
+
+def _offsets(tensor: Tensor) -> tuple[int, ...]:
+    """Return the position and size of this rank's shard within the unsharded tensor.
+
+    Returns:
+        First index along each dimension, followed by the length along each dimension. Empty for a
+        tensor that is not a DTensor.
+    """
+    if not isinstance(tensor, DTensor):
+        return ()
+    slices = shard_slices(tensor)
+    starts = [part.start for part in slices]
+    sizes = [part.stop - part.start for part in slices]
+    return (*starts, *sizes)
+
+
+def _digest(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def _float8_scales(trainer: Trainer) -> Tensors:
+    """Return the precomputed FP8 scales of weights, by parameter name."""
+    if not trainer.job.float8.precompute_float8_dynamic_scale_for_fsdp:
+        return {}
+    scales = {}
+    for name, parameter in trainer.model.named_parameters():
+        # `to_local` would return a copy of torchao's wrapper without the scale.
+        shard = _inner_tensors(parameter)[0] if isinstance(parameter, DTensor) else parameter
+        if is_traceable_wrapper_subclass(shard):
+            for scale in _inner_tensors(shard)[1:]:  # empty if it has none
+                scales[name] = scale.detach().cpu().clone()
+    return scales
+
+
+def _inner_tensors(tensor: Any) -> list[Tensor]:
+    """Return the tensors inside of a tensor subclass."""
+    names, _ = tensor.__tensor_flatten__()
+    return [getattr(tensor, name) for name in names]

@@ -1,0 +1,295 @@
+"""Compute what a step should compute: in one process, in float64, with plain formulas.
+
+The reference shares only the model class, and the loss of a plugin, with the training path. It has
+no parallelism, FSDP, compiler, fused loss or optimizer class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from titanlite.config.registry import resolve
+from titanlite.config.run import Run
+from titanlite.data.loader import Loader
+from titanlite.model.llama import Llama
+from titanlite.model.microbatch import IGNORE_INDEX
+from titanlite.optim.losses import LossRecipe, build_loss
+from titanlite.optim.schedule import learning_rate_at
+from titanlite.prove.record import Tensors, stack_sequences
+
+EPS32 = torch.finfo(torch.float32).eps
+
+
+class Float64Mode(TorchDispatchMode):
+    """Keep a computation in float64 by redirecting conversions to other floating dtypes.
+
+    Model code converts to fp32 or bfloat16 in some places, which would make the reference inexact.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        dtype = kwargs.get("dtype")
+        if dtype is not None and dtype.is_floating_point:
+            kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def computing_in_float64() -> Iterator[None]:
+    """Compute in float64 within this context, in the forward and the backward pass."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with Float64Mode():
+            yield
+    finally:
+        torch.set_default_dtype(default)
+
+
+class Reference:
+    """Compute expected losses and gradients in float64 on one process.
+
+    Attributes:
+        initial: Initial weights in the dtype of the run, by parameter name.
+        trainable: Names of the parameters that need a gradient.
+    """
+
+    def __init__(self, run: Run, device: torch.device) -> None:
+        """Build the model, and draw its initial weights on `device`."""
+        training = run.job.training
+        arch = run.arch
+        with torch.device("meta"):
+            model: Llama = resolve(arch.model)(arch)
+        model.to_empty(device=device)
+        model.init_weights(training.seed, device=device)
+        model.to(getattr(torch, training.init_dtype)).to(getattr(torch, training.dtype))
+        self.initial = {name: p.detach().cpu() for name, p in model.named_parameters()}
+        self.trainable = [name for name, p in model.named_parameters() if p.requires_grad]
+        self.model = model.cpu().double()
+        self.model.eval()  # without dropout
+        self._run = run
+        self._loader = Loader.from_job(run.job)
+
+    def read_sequences(self) -> Tensors:
+        """Read the sequences of the next global batch.
+
+        Returns:
+            Field name, such as "input_ids" -> tensor of shape (sequences, T).
+        """
+        return stack_sequences(self._loader.next_global_batch().microbatches)
+
+    def close(self) -> None:
+        """Stop the data workers."""
+        self._loader.close()
+
+    def compute_gradients(
+        self,
+        weights: Mapping[str, Tensor],
+        sequences: Tensors,
+        indices: slice = slice(None),
+        *,
+        window: int | None = None,
+        z_loss: float | None = None,
+    ) -> tuple[float, Tensors]:
+        """Compute the loss and the gradients of some weights in float64.
+
+        Args:
+            weights: Weights of the model in any dtype, by parameter name.
+            sequences: Sequences from `read_sequences`.
+            indices: Sequences that contribute to the loss. The divisor is always the number of
+                valid tokens of all sequences.
+            window: Sliding window in tokens. By default, the window of the model.
+            z_loss: Weight of the z-loss. By default, the weight in the job.
+
+        Returns:
+            The loss, and the gradients by parameter name.
+        """
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(weights[name])
+        self.model.zero_grad()
+        if window is None:
+            window = self._run.arch.sliding_window
+        if z_loss is None:
+            z_loss = self._run.job.training.z_loss
+
+        num_valid_tokens = int((sequences["labels"] != IGNORE_INDEX).sum())
+        part = {name: values[indices] for name, values in sequences.items()}
+        mask = None  # the model then attends causally
+        if "document_ids" in part or self._run.arch.sliding_window:
+            mask = _plain_mask(part, window)
+        with computing_in_float64():
+            head = _loss_head(self._run, part["labels"], num_valid_tokens, z_loss)
+            loss = self.model(part["input_ids"], part.get("positions"), mask, head=head)
+            loss.backward()
+        gradients = {
+            name: parameter.grad.clone()
+            for name, parameter in self.model.named_parameters()
+            if parameter.grad is not None
+        }
+        return loss.item(), gradients
+
+
+def _plain_mask(sequences: Tensors, window: int) -> Tensor:
+    """Return a boolean attention mask, shape (B, 1, T, T), that is True where a token is visible.
+
+    A token attends to itself and to earlier tokens of the same document.
+
+    Args:
+        sequences: Token ids and, if sequences contain several documents, document ids, (B, T).
+        window: Number of tokens that a token attends to, including itself. 0 means all.
+    """
+    document_ids = sequences.get("document_ids")
+    length = sequences["input_ids"].shape[1]
+
+    distance = torch.arange(length)[:, None] - torch.arange(length)  # query - key
+    mask = (distance >= 0)[None, None]
+    if window:
+        mask = mask & (distance < window)
+    if document_ids is not None:
+        same_document = document_ids[:, :, None] == document_ids[:, None, :]
+        mask = mask & same_document[:, None]
+    return mask
+
+
+def _loss_head(
+    run: Run, labels: Tensor, num_valid_tokens: int, z_loss: float
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a function that computes the loss from hidden states and the output matrix.
+
+    The returned function takes hidden states of shape (B, T, C) and a matrix of shape (V, C).
+
+    Args:
+        run: The run, whose `training.loss` selects the loss.
+        labels: Labels of the tokens, shape (B, T).
+        num_valid_tokens: Divisor of the summed loss.
+        z_loss: Weight of the z-loss.
+    """
+    training = run.job.training
+    if training.loss not in ("cross_entropy", "reference"):
+        loss = build_loss(run.job, LossRecipe(z_loss, compiled=False, tensor=None))
+        scale = torch.tensor(1 / num_valid_tokens)
+        return lambda hidden, weight: loss(hidden, weight, labels, scale)
+
+    def cross_entropy(hidden: Tensor, weight: Tensor) -> Tensor:
+        logits = F.linear(hidden, weight).flatten(0, 1)
+        targets = labels.flatten()
+        total = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
+        if z_loss:
+            is_valid = targets != IGNORE_INDEX
+            total = total + z_loss * logits.logsumexp(-1)[is_valid].square().sum()
+        return total / num_valid_tokens
+
+    return cross_entropy
+
+
+class Update(NamedTuple):
+    """The update of one parameter by the formula of an optimizer.
+
+    Attributes:
+        direction: The optimizer subtracts the direction, multiplied by the learning rate.
+        moments: Moments after the step, such as "exp_avg".
+        is_sure: Mask of the elements to compare. None means all elements.
+    """
+
+    direction: Tensor
+    moments: Tensors
+    is_sure: Tensor | None = None
+
+
+class ExpectedParameter(NamedTuple):
+    """The expected state of one parameter after an optimizer step.
+
+    Attributes:
+        weight: Expected weight.
+        moments: Expected moments, such as "exp_avg".
+        is_sure: Mask of the elements to compare. None means all elements.
+    """
+
+    weight: Tensor
+    moments: Tensors
+    is_sure: Tensor | None
+
+
+def adamw(run: Run, step: int, weight: Tensor, grad: Tensor, moments: Tensors) -> Update:
+    """Compute the direction and the moments of one AdamW step, by its published formula.
+
+    The caller multiplies the direction by the learning rate and applies weight decay.
+    """
+    config = run.job.optimizer
+    mean = config.beta1 * moments["exp_avg"] + (1 - config.beta1) * grad
+    square = config.beta2 * moments["exp_avg_sq"] + (1 - config.beta2) * grad.square()
+    corrected_mean = mean / (1 - config.beta1**step)
+    corrected_square = square / (1 - config.beta2**step)
+    direction = corrected_mean / (corrected_square.sqrt() + config.eps)
+    return Update(direction, {"exp_avg": mean, "exp_avg_sq": square})
+
+
+def sgd(run: Run, step: int, weight: Tensor, grad: Tensor, moments: Tensors) -> Update:
+    """Compute the direction and the momentum of one SGD step.
+
+    The caller multiplies the direction by the learning rate and applies weight decay.
+    """
+    momentum = run.job.optimizer.momentum * moments["momentum_buffer"] + grad
+    return Update(momentum, {"momentum_buffer": momentum})
+
+
+def lion(run: Run, step: int, weight: Tensor, grad: Tensor, moments: Tensors) -> Update:
+    """Compute the direction and the moment of one Lion step, by its published formula.
+
+    Lion steps in the direction of a sign. Elements close to zero are excluded from the comparison,
+    because rounding can flip their sign.
+    """
+    config = run.job.optimizer
+    mean = moments["exp_avg"]
+    average = config.beta1 * mean + (1 - config.beta1) * grad
+    is_sure = average.abs() > 4 * EPS32 * (mean.abs() + grad.abs())
+    new_mean = config.beta2 * mean + (1 - config.beta2) * grad
+    return Update(average.sign(), {"exp_avg": new_mean}, is_sure)
+
+
+FORMULAS = {"AdamW": adamw, "SGD": sgd, "Lion": lion}
+"""Optimizers with a plain formula. All others are compared with the same optimizer on one rank."""
+
+
+def expected_update(
+    run: Run, step: int, name: str, weight: Tensor, grad: Tensor, moments: Tensors
+) -> ExpectedParameter:
+    """Compute one parameter and its moments after an optimizer step, with a plain formula.
+
+    Args:
+        run: The run. Its optimizer must be in `FORMULAS`.
+        step: Number of the step, counted from 1.
+        name: Name of the parameter.
+        weight: Weight before the step.
+        grad: Gradient after clipping.
+        moments: Moments before the step, such as "exp_avg".
+    """
+    lr, weight_decay = _group_of(run, step, name, weight.ndim)
+    formula = FORMULAS[run.job.optimizer.name]
+    moments = {key: moment.double() for key, moment in moments.items()}
+    update = formula(run, step, weight, grad.double(), moments)
+    new_weight = weight.double() * (1 - lr * weight_decay) - lr * update.direction
+    return ExpectedParameter(new_weight, update.moments, update.is_sure)
+
+
+def _group_of(run: Run, step: int, name: str, ndim: int) -> tuple[float, float]:
+    """Return the learning rate and the weight decay of a parameter."""
+    config = run.job.optimizer
+    lr = learning_rate_at(run.job, step)
+    is_kept_embedding = "tok_embeddings" in name and not config.decay_embeddings
+    has_decay = ndim >= 2 and not is_kept_embedding
+    weight_decay = config.weight_decay if has_decay else 0.0
+    for group in config.groups:
+        if group.claims(name):
+            lr *= group.lr_factor
+            if group.weight_decay is not None:
+                weight_decay = group.weight_decay
+    return lr, weight_decay

@@ -1,0 +1,135 @@
+"""Convert the comparisons of a proof to a certificate, and format it."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from titanlite.config.certificate import Certificate, Row, hash_job, read_versions
+from titanlite.config.files import write_output
+
+if TYPE_CHECKING:
+    from titanlite.prove.checks import Check
+    from titanlite.prove.prove import Proof
+    from titanlite.prove.shrink import SmallJob
+
+
+def summarize_checks(checks: Sequence[Check]) -> list[Row]:
+    """Summarize all comparisons of the same kind in one row of the printed table.
+
+    Each row shows the check with the largest error relative to its tolerance.
+    """
+    by_name: dict[str, list[Check]] = {}
+    for check in checks:
+        by_name.setdefault(check.name, []).append(check)
+    rows = []
+    for name, group in by_name.items():
+        worst = max(group, key=_severity)
+        place = f"step {worst.step}, {worst.subject}"
+        passed = all(check.has_passed for check in group)
+        error = worst.error if math.isfinite(worst.error) else sys.float_info.max
+        rows.append(
+            Row(
+                check=name,
+                error=error,
+                tolerance=worst.tolerance,
+                worst=place,
+                count=len(group),
+                passed=passed,
+            )
+        )
+    return rows
+
+
+def _severity(check: Check) -> tuple[bool, float]:
+    ratio = check.error / check.tolerance if check.tolerance else check.error
+    return not check.has_passed, ratio
+
+
+def describe_first_difference(checks: Sequence[Check]) -> str:
+    """Describe the first failed check in one sentence, or return "" if all checks passed."""
+    failed = [check for check in checks if not check.has_passed]
+    if not failed:
+        return ""
+    first = failed[0]
+    size = "not bitwise equal"
+    if first.tolerance:
+        size = f"error {first.error:.2g}, tolerance {first.tolerance:.2g}"
+    hint = f": {first.hint}" if first.hint else ""
+    return f"First difference at step {first.step}: {first.name} of {first.subject} ({size}){hint}."
+
+
+def make_certificate(small: SmallJob, proof: Proof) -> Certificate:
+    """Create the certificate that records whether the layout of a job was proven correct.
+
+    Args:
+        small: The original job, and the small version that was trained.
+        proof: Results of all comparisons.
+    """
+    run, checks = proof.run, proof.checks
+    precision = "float8" if run.job.float8.enable else run.job.training.mixed_precision_param
+    degrees = run.degrees
+    layout = {
+        "pipeline": degrees.pipeline,
+        "replicate": degrees.replicate,
+        "shard": degrees.shard,
+        "context": degrees.context,
+        "tensor": degrees.tensor,
+    }
+    return Certificate(
+        proven=all(check.has_passed for check in checks),
+        first_difference=describe_first_difference(checks),
+        job_hash=hash_job(small.job),
+        job=small.job.job.config_file or "",
+        time=time.time(),
+        layout=layout,
+        precision=precision,
+        device=proof.device,
+        optimizer_reference=proof.optimizer_reference,
+        versions=read_versions(),
+        commit=proof.commit,
+        changes=small.changes,
+        not_kept=[*small.not_kept, *proof.not_kept],
+        rows=summarize_checks(checks),
+    )
+
+
+def write_certificate(certificate: Certificate, folder: Path) -> Path:
+    """Write a certificate to a new JSON file in `folder` and return the path of the file.
+
+    The file name contains the time, for example "certificate-20260131-120000.json".
+    """
+    moment = time.strftime("%Y%m%d-%H%M%S", time.gmtime(certificate.time))
+    path = folder / f"certificate-{moment}.json"
+    write_output(path, f"{certificate.model_dump_json(indent=2)}\n".encode())
+    return path
+
+
+def format_summary(certificate: Certificate) -> str:
+    """Format the layout, precision, device and sizes of the small job as a few lines of text."""
+    layout = " x ".join(f"{name} {size}" for name, size in certificate.layout.items() if size > 1)
+    lines = [
+        f"Layout: {layout or 'one rank'}; {certificate.precision} on {certificate.device}",
+        f"Updates compared with: {certificate.optimizer_reference}",
+        "Shrunk:",
+        *(f"  {change}" for change in certificate.changes),
+    ]
+    if certificate.not_kept:
+        lines += ["Not kept:", *(f"  {text}" for text in certificate.not_kept)]
+    return "\n".join(lines)
+
+
+def table_rows(certificate: Certificate) -> list[tuple[str, ...]]:
+    """Return the rows of the table that the command prints."""
+    rows = []
+    for row in certificate.rows:
+        is_bitwise = row.tolerance == 0
+        error = f"{row.error:.1e}" if row.error else "0"
+        tolerance = "bitwise" if is_bitwise else f"{row.tolerance:.1e}"
+        result = "ok" if row.passed else "DIFFERS"
+        rows.append((row.check, str(row.count), error, tolerance, result, row.worst))
+    return rows

@@ -1,0 +1,378 @@
+"""Shrink a job to a small one that runs the same code, for `titanlite prove`.
+
+Invariant: The small job keeps everything that decides which code runs: architecture, options of the
+model, precision, parallel dimensions, optimizer and schedule. It only has smaller sizes. What the
+small job cannot keep is listed.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import heapq
+import inspect
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from titanlite.config.errors import UserError
+from titanlite.config.files import write_output
+from titanlite.config.flavors import Architecture
+from titanlite.config.job_diff import flatten
+from titanlite.config.load import parse_job
+from titanlite.config.registry import HOOKS
+from titanlite.config.run import ONE_STAGE_A_RANK, Run, sequence_divisor
+from titanlite.config.schema import JobConfig, Model, TextSource, Tokenizer
+from titanlite.config.storage import as_url
+from titanlite.data.sources.files import find_files
+from titanlite.load_run import check_run
+from titanlite.model.formats import parameter_shapes
+from titanlite.pretrained import build_job_tables, split_from_option
+from titanlite.rules import check_stages, check_tensor_sizes, make_mistake
+
+SEQ_LEN = 64
+WINDOW = 24
+HEAD_DIM = 16
+QUANTIZED_HEAD_DIM = 64  # AdamW8bit quantizes matrices whose rows are a multiple of 256
+TOY_VOCAB_SIZE = 4096  # of the tokenizer that is included in titanlite
+TOY_TEXT = "toy_text.jsonl"
+ONE_GROUP = 2**62  # parameters, more than any model has
+LISTED_SECTIONS = ("model.", "training.", "parallelism.", "lr_scheduler.", "optimizer.", "float8.")
+
+
+class SmallJob(NamedTuple):
+    """Hold a job and the small version of it that `titanlite prove` trains.
+
+    Attributes:
+        job: The original job.
+        run: The small job and its number of ranks.
+        changes: Options with a new value, such as "training.seq_len: 4096 -> 64".
+        not_kept: Properties of the original job that the small job lacks, one sentence each.
+    """
+
+    job: JobConfig
+    run: Run
+    changes: list[str]
+    not_kept: list[str]
+
+
+def parse_original(argv: Sequence[str]) -> JobConfig:
+    """Parse the job described by `argv`, the options of `titanlite train`.
+
+    The parallelism degrees must fit the original model. The small job cannot check them, because
+    its degrees and its model are smaller.
+
+    Raises:
+        UserError: If a value is invalid, or the degrees do not fit the model.
+    """
+    model, words = split_from_option(argv)
+    build_base = None if model is None else partial(build_job_tables, model)
+    parsed = parse_job(words, build_base=build_base)
+    if parsed.mistakes:
+        raise parsed.error(parsed.mistakes)
+
+    degrees = [value for name, value in parsed.job.parallelism if name.endswith("_degree")]
+    run = Run(parsed.job, math.prod(max(degree, 1) for degree in degrees))
+    problems = list(check_tensor_sizes(run))
+    if run.degrees.pipeline > 1:
+        problems += check_stages(run)
+    if problems:
+        raise parsed.error([make_mistake(run, problem) for problem in problems])
+    return parsed.job
+
+
+def shrink(job: JobConfig, world_size: int | None, steps: int, out: Path) -> SmallJob:
+    """Shrink a job to a few small layers and short sequences, and validate the small job.
+
+    Args:
+        job: The job to shrink.
+        world_size: Number of ranks of the small job. None uses 2 ranks along each parallel
+            dimension of the job.
+        steps: Number of steps to train.
+        out: Output folder of the small job. A toy text is written there if the job cannot read its
+            own data.
+
+    Raises:
+        UserError: If the job is invalid, or its dimensions do not fit `world_size`.
+    """
+    degrees = shrink_degrees(job, world_size)
+    num_ranks = math.prod(degrees.values())
+    original = Run(job, num_ranks)
+    small = _update(job, "parallelism", **degrees)
+    model, not_kept = shrink_model(original, Run(small, num_ranks))
+    small = small.model_copy(update={"model": model})
+    small = _shrink_training(small, original)
+
+    small, notes = _drop_missing_names(small)
+    not_kept += notes
+    small, notes = _shrink_data(small, out)
+    not_kept += notes
+    small, notes = _shrink_outputs(small, out)
+    not_kept += notes
+
+    run = check_run(_update(small, "training", steps=steps), num_ranks)
+    return SmallJob(job, run, list_changes(original, run), not_kept)
+
+
+def list_changes(original: Run, small: Run) -> list[str]:
+    """List the options that the small job changes, such as "training.seq_len: 4096 -> 64"."""
+    before, after = (
+        flatten(run.job.model_dump(mode="json") | {"model": _model_keys(run.arch)})
+        for run in (original, small)
+    )
+    return [
+        f"{name}: {before.get(name)} -> {value}"
+        for name, value in after.items()
+        if name.startswith(LISTED_SECTIONS) and before.get(name) != value
+    ]
+
+
+def shrink_degrees(job: JobConfig, world_size: int | None) -> dict[str, int]:
+    """Return the parallel degrees of the small job: 2 for each degree that is larger than 1.
+
+    Args:
+        job: The original job.
+        world_size: Number of ranks. The FSDP degree grows until all ranks are used. None means the
+            smallest possible number.
+
+    Returns:
+        Option name, such as "tensor_parallel_degree" -> degree.
+
+    Raises:
+        UserError: If the degrees do not divide `world_size`.
+    """
+    names = (
+        "data_parallel_replicate_degree",
+        "tensor_parallel_degree",
+        "context_parallel_degree",
+        "pipeline_parallel_degree",
+    )
+    degrees = {name: min(2, getattr(job.parallelism, name)) for name in names}
+    others = math.prod(degrees.values())
+    is_sharded = job.parallelism.data_parallel_shard_degree != 1
+    shard = 2 if is_sharded else 1
+    if world_size is not None:
+        shard = world_size // others
+        is_possible = shard * others == world_size and (is_sharded or shard == 1)
+        if shard == 0 or not is_possible:
+            needed = f"a multiple of {others}" if is_sharded else str(others)
+            raise UserError(
+                f"--world-size {world_size}: the small job needs {needed}, 2 ranks along each "
+                "parallel dimension of the job."
+            )
+    return {**degrees, "data_parallel_shard_degree": shard}
+
+
+def shrink_model(original: Run, layout: Run) -> tuple[Model, list[str]]:
+    """Shrink the sizes of a model, such as its width and number of blocks.
+
+    The ratio of query heads to key-value heads stays the same. If `head_dim * n_heads` equals the
+    width of the model, the small model keeps this property.
+
+    Args:
+        original: The run with the original model.
+        layout: The run with the small parallel degrees.
+
+    Returns:
+        The small [model] section, and one sentence for each property that the small model lacks.
+    """
+    arch, job = original.arch, original.job
+    tensor, pipeline = layout.degrees.tensor, layout.degrees.pipeline
+    is_quantized = job.optimizer.name == "AdamW8bit"
+    head_dim = min(arch.head_dim, QUANTIZED_HEAD_DIM if is_quantized else HEAD_DIM)
+    n_kv_heads = min(arch.n_kv_heads, max(2, tensor))
+    n_heads = n_kv_heads * (arch.n_heads // arch.n_kv_heads)
+    dim = n_heads * head_dim
+    if arch.q_dim != arch.dim:
+        dim += 32
+    multiple = 16 * tensor
+    ffn_dim = multiple * max(1, round(dim * arch.ffn_dim / arch.dim / multiple))
+
+    not_kept = []
+    if is_quantized and dim % 256:
+        not_kept.append("8-bit moments: rows of the small matrices are not a multiple of 256.")
+
+    schedule = job.parallelism.pipeline_parallel_schedule
+    num_stages = pipeline * (1 if schedule in ONE_STAGE_A_RANK else 2)
+    option = job.activation_checkpoint.selective_ac_option
+    interval = 1 if option == "op" else int(option)
+    n_layers = min(arch.n_layers, max(2, num_stages, interval, arch.no_rope_interval))
+    vocab_size = TOY_VOCAB_SIZE + arch.vocab_size % tensor
+    window = min(arch.sliding_window, WINDOW)
+    sizes = {
+        "dim": dim,
+        "n_layers": n_layers,
+        "n_heads": n_heads,
+        "n_kv_heads": n_kv_heads,
+        "head_dim": head_dim,
+        "ffn_dim": ffn_dim,
+        "vocab_size": vocab_size,
+        "sliding_window": window,
+    }
+    return job.model.model_copy(update=sizes), not_kept
+
+
+def _shrink_training(small: JobConfig, original: Run) -> JobConfig:
+    """Shrink the batch size, sequence length and warmup of a job.
+
+    FSDP groups blocks by their size, so options are set that keep the grouping of the original
+    job.
+
+    Args:
+        small: Job with the small model and the small parallel degrees.
+        original: The run with the original job.
+    """
+    job = original.job
+    training = job.training
+    degrees = Run(small).degrees
+    replicas = job.parallelism.data_parallel_replicate_degree
+    shards = max(1, job.parallelism.data_parallel_shard_degree)
+    accumulates = training.global_batch_size > training.local_batch_size * replicas * shards
+    microbatches = 2 if accumulates else 1
+    if degrees.pipeline > 1:
+        microbatches = 2 * degrees.pipeline
+
+    local_batch_size = min(2, training.local_batch_size)
+    small = _update(
+        small,
+        "training",
+        seq_len=min(training.seq_len, max(SEQ_LEN, sequence_divisor(degrees))),
+        local_batch_size=local_batch_size,
+        global_batch_size=local_batch_size * degrees.data * microbatches,
+        deterministic=True,
+    )
+    # Blocks of the original size are FSDP groups of their own, or share one group.
+    has_own_groups = original.arch.block_matrices >= job.parallelism.fsdp_min_num_params
+    small = _update(
+        small,
+        "parallelism",
+        fsdp_min_num_params=0 if has_own_groups else ONE_GROUP,
+        fsdp_reduce=original.fsdp_reduce,
+    )
+    if job.float8.enable:
+        small = _update(small, "float8", min_features=0)
+    warmup_steps = 0 if job.lr_scheduler.warmup_steps == 0 else 1
+    return _update(small, "lr_scheduler", warmup_steps=warmup_steps, total_steps=None)
+
+
+def _drop_missing_names(small: JobConfig) -> tuple[JobConfig, list[str]]:
+    """Remove options that name blocks or parameters that the small model does not have.
+
+    Returns:
+        The changed job, and one sentence for each removed option.
+    """
+    notes = []
+    if small.parallelism.pipeline_parallel_split_points:
+        notes.append(
+            "parallelism.pipeline_parallel_split_points: the small model has fewer blocks."
+        )
+        small = _update(small, "parallelism", pipeline_parallel_split_points=())
+
+    names = list(parameter_shapes(Run(small).arch))
+    groups = []
+    for group in small.optimizer.groups:
+        kept = tuple(pattern for pattern in group.params if fnmatch.filter(names, pattern))
+        dropped = [pattern for pattern in group.params if pattern not in kept]
+        notes += [
+            f"optimizer.groups: {pattern!r} is not in the small model." for pattern in dropped
+        ]
+        if kept:
+            groups.append(group.model_copy(update={"params": kept}))
+    return _update(small, "optimizer", groups=tuple(groups)), notes
+
+
+def _shrink_data(small: JobConfig, out: Path) -> tuple[JobConfig, list[str]]:
+    """Replace the data of the small job by a toy text if the job cannot read its own data.
+
+    Args:
+        small: The small job.
+        out: Folder in which the toy text is written.
+
+    Returns:
+        The changed job, and one sentence for each changed setting of the data.
+    """
+    dataset = small.dataset
+    reasons = [_find_data_problem(source) for source in dataset.sources or (dataset,)]
+    reason = next(filter(None, reasons), "")
+    if dataset.document_mask or dataset.packing != "concat":
+        reason = "the small sequences need shorter documents"
+
+    changes: dict[str, Any] = {"stages": (), "num_workers": min(1, dataset.num_workers)}
+    notes = []
+    if dataset.stages:
+        notes.append("dataset.stages: the small job ends before they begin.")
+    if reason:
+        notes.append(f"[dataset]: a toy text is read instead, because {reason}.")
+        write_output(out / TOY_TEXT, _make_toy_text().encode())
+        changes |= {"source": "jsonl", "path": str(out / TOY_TEXT), "sources": ()}
+        changes |= {"text_column": "text", "max_epochs": 0, "streaming": False, "config": None}
+    small = _update(small, "dataset", **changes)
+    return small.model_copy(update={"tokenizer": Tokenizer()}), notes
+
+
+def _find_data_problem(source: TextSource) -> str:
+    """Return the reason why the small job cannot read a text source, or "" if it can.
+
+    For example, "the data is not on this machine".
+    """
+    if source.source in ("huggingface", "c4") or as_url(source.path or "") is not None:
+        return "the data is not on this machine"
+    if source.source == "shards":
+        return "the token ids of shards need the whole vocabulary"
+    try:
+        find_files(source)
+    except UserError:
+        return f"{source.path} does not exist"
+    return ""
+
+
+def _make_toy_text() -> str:
+    """Return JSON lines of short documents, to replace training data that is not available.
+
+    Several documents fit into a sequence of 64 tokens, so document masks are tested as well.
+    """
+    paragraphs: list[str] = []
+    for module in (heapq, statistics):
+        paragraphs += inspect.getsource(module).split("\n\n")
+    texts = [paragraph[:160] for paragraph in paragraphs if len(paragraph) > 20]
+    return "".join(f"{json.dumps({'text': text})}\n" for text in texts)
+
+
+def _shrink_outputs(small: JobConfig, out: Path) -> tuple[JobConfig, list[str]]:
+    """Disable validation, samples and metrics loggers, and remove hooks that may change weights.
+
+    Returns:
+        The changed job, and one sentence for each removed hook.
+    """
+    hooks = [name for name in small.job.hooks if getattr(HOOKS[name], "observes_only", False)]
+    notes = [
+        f"job.hooks: {name} may change weights or gradients (observes_only is false)."
+        for name in small.job.hooks
+        if name not in hooks
+    ]
+    defaults = ("validation", "samples", "profiling")
+    small = small.model_copy(
+        update={name: type(getattr(small, name))() for name in defaults},
+    )
+    small = _update(
+        small, "job", hooks=tuple(hooks), dump_folder=str(out), require_certificate=False
+    )
+    small = _update(
+        small, "metrics", log_freq=1, enable_tensorboard=False, enable_wandb=False, loggers=()
+    )
+    checkpoint = type(small.checkpoint)(interval=10**6)
+    return small.model_copy(update={"checkpoint": checkpoint}), notes
+
+
+def _model_keys(arch: Architecture) -> dict[str, Any]:
+    """Return the sizes and options of a model that [model] describes."""
+    return {name: getattr(arch, name) for name in Model.model_fields if hasattr(arch, name)}
+
+
+def _update(job: JobConfig, section: str, **values: Any) -> JobConfig:
+    """Return a copy of a job with new values for some options of one section."""
+    table = getattr(job, section).model_copy(update=values)
+    return job.model_copy(update={section: table})

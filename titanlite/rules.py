@@ -1,0 +1,894 @@
+"""Rules for jobs that involve several keys, the number of ranks, or files.
+
+A rule is a function that takes a `Run` (a job on a number of ranks) and yields its problems. All
+rules run before torch is imported or any folder is created. Rules for single values are in
+`titanlite.config.schema`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import os
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from titanlite.checkpoint.find import has_gone_back, load_newest
+from titanlite.checkpoint.manifest import (
+    find_foreign_export,
+    get_step,
+    list_checkpoints,
+    read_manifest,
+)
+from titanlite.config import storage
+from titanlite.config.certificate import FOLDER as PROOFS
+from titanlite.config.certificate import find_certificate
+from titanlite.config.errors import UserError
+from titanlite.config.files import find_write_problem
+from titanlite.config.mistakes import Mistake, format_value
+from titanlite.config.run import (
+    ONE_STAGE_A_RANK,
+    SPLIT_BACKWARD,
+    V_SHAPED,
+    Run,
+    sequence_divisor,
+)
+from titanlite.config.schema import Checkpoint, Dataset, Optimizer, TextSource, Validation
+from titanlite.data.hub import propose_download
+from titanlite.data.sources.files import find_files, find_markup
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.model.formats import parameter_shapes
+from titanlite.observe.outputs import FILES, find_foreign_file
+
+UNUSED_KEYS = {
+    "AdamW": ("momentum",),
+    "Muon": ("implementation", "stochastic_rounding"),
+    "AdamW8bit": ("momentum", "implementation", "state_dtype", "stochastic_rounding"),
+    "Lion": ("momentum", "implementation", "eps"),
+    "SGD": ("beta1", "beta2", "eps", "implementation"),
+}
+"""Value of optimizer.name -> keys of [optimizer] that this optimizer ignores."""
+NORMALIZED = ("AdamW", "AdamW8bit", "Muon", "Lion")
+"""Optimizers that normalize the gradient, so that each weight changes by about the learning
+rate.
+"""
+MAX_LR = 1.0
+UNUSUAL_LR = 0.1
+
+
+class Problem(NamedTuple):
+    """A broken rule, reported for the key that the user should change.
+
+    Attributes:
+        key: Full name of the key, such as "training.steps" or "dataset.sources.0.weight".
+        text: Rest of the sentence that starts with the key, such as "must be at most 8.".
+    """
+
+    key: str
+    text: str
+
+
+Problems = Iterator[Problem]
+
+
+class Rule(NamedTuple):
+    """A rule together with the job sections that it reads.
+
+    A rule is skipped if one of these sections has an invalid value. The job has the default in
+    place of that value, so the rule could report a problem that the user did not cause.
+
+    Attributes:
+        check: Function that yields the problems of a run.
+        sections: Names of the sections, such as ("model", "training").
+    """
+
+    check: Callable[[Run], Problems]
+    sections: tuple[str, ...]
+
+
+def make_mistake(run: Run, problem: Problem) -> Mistake:
+    """Convert a problem of `run` to a `Mistake`, which also contains the value of the key.
+
+    If the job does not set a key of [model], this is the value that the flavor gives it.
+    """
+    section, name, *_ = parts = problem.key.split(".")
+    value: Any = run.job
+    for part in parts:
+        value = value[int(part)] if isinstance(value, tuple) else getattr(value, part)
+    if value is None and section == "model":
+        value = getattr(run.arch, name)
+    return Mistake(f"{section}.{name}", problem.key, format_value(value), problem.text)
+
+
+def find_broken_rules(run: Run) -> list[Problem]:
+    """Return the problems of a run, except those that involve files.
+
+    The planner uses this to skip layouts that cannot work.
+    """
+    problems = list(check_warmup(run))
+    for rule in KEY_RULES:
+        problems += rule.check(run)
+    return problems
+
+
+# Model and layout.
+
+
+def check_model(run: Run) -> Problems:
+    """Check that the shape of the model is valid, and that its context length covers `seq_len`."""
+    arch = run.arch
+    if arch.head_dim % 2 and run.job.model.head_dim:
+        yield Problem("model.head_dim", "must be even, because RoPE rotates pairs of channels.")
+    elif arch.head_dim % 2:
+        text = f"must divide model.dim = {arch.dim} into heads of an even width. Or set head_dim."
+        yield Problem("model.n_heads", text)
+    elif arch.n_heads % arch.n_kv_heads:
+        yield Problem("model.n_kv_heads", f"must divide model.n_heads = {arch.n_heads}.")
+
+    if run.job.training.seq_len > arch.max_seq_len:
+        text = f"must be at most model.max_seq_len = {arch.max_seq_len}. Change one of them."
+        yield Problem("training.seq_len", text)
+
+
+def check_layout(run: Run) -> Problems:
+    """Check that the parallelism degrees fit the number of ranks, the model and the batch sizes.
+
+    Batch sizes depend on the data-parallel degree, so they are checked only if the product of the
+    degrees equals the number of ranks.
+    """
+    degrees = run.degrees
+    uses_all_ranks = degrees.world == run.world_size
+    batch_problems = list(check_batch_sizes(run)) if uses_all_ranks else []
+    yield from batch_problems
+    if not uses_all_ranks:
+        names = [name for name, _ in run.job.parallelism if name.endswith("_degree")]
+        largest = max(names, key=lambda name: getattr(run.job.parallelism, name))
+        text = (
+            f"makes {degrees.world} ranks together with the other degrees, but the world has "
+            f"{run.world_size} (NGPU times NNODES)."
+        )
+        yield Problem(f"parallelism.{largest}", text)
+
+    yield from check_tensor_sizes(run)
+    if degrees.pipeline > 1:
+        yield from check_stages(run)
+        yield from check_pipeline_schedule(run)
+        if uses_all_ranks and not batch_problems:
+            yield from check_microbatches(run)
+
+
+def check_tensor_sizes(run: Run) -> Problems:
+    """Check that tensor and context parallelism can split the model and the sequences evenly."""
+    kv_heads = run.arch.n_kv_heads
+    ffn_dim = run.arch.ffn_dim
+    tensor_degree = run.degrees.tensor
+    if kv_heads % tensor_degree or ffn_dim % tensor_degree:
+        text = f"must divide model.n_kv_heads = {kv_heads} and model.ffn_dim = {ffn_dim}."
+        yield Problem("parallelism.tensor_parallel_degree", text)
+
+    seq_len = run.job.training.seq_len
+    divisor = sequence_divisor(run.degrees)
+    if seq_len % divisor:
+        nearest = _nearest_multiples(seq_len, divisor)
+        text = (
+            f"must be a multiple of {divisor}, because context and tensor parallelism split "
+            f"sequences. Nearest: {nearest}."
+        )
+        yield Problem("training.seq_len", text)
+
+
+def check_batch_sizes(run: Run) -> Problems:
+    """Check that each global batch size can be split into equal microbatches on all ranks."""
+    unit = run.job.training.local_batch_size * run.degrees.data
+    for key, size in _list_batch_sizes(run):
+        if size == 0 or size % unit:
+            text = (
+                f"must be a multiple of {unit}, local_batch_size times data-parallel degree = "
+                f"{run.degrees.data}. Nearest: {_nearest_multiples(size, unit)}."
+            )
+            yield Problem(key, text)
+
+
+def check_stages(run: Run) -> Problems:
+    """Check that the blocks of the model can be split into pipeline stages.
+
+    Each rank needs the number of stages that the schedule requires, and each stage needs a block.
+    """
+    num_layers = run.arch.n_layers
+    num_ranks = run.degrees.pipeline
+    cuts = run.pipeline_cuts  # from pipeline_parallel_split_points; empty if it is not set
+    num_stages = len(cuts) + 1 if cuts else run.stages_per_rank * num_ranks
+
+    if cuts and not _are_valid_cuts(run):
+        text = (
+            f"must rise up to at most layers.{num_layers - 1} and make {run.stages_per_rank} "
+            f"stages for each of {num_ranks} ranks."
+        )
+        yield Problem("parallelism.pipeline_parallel_split_points", text)
+    elif num_stages > num_layers:
+        text = f"makes {num_stages} stages, but the model has only {num_layers} blocks."
+        yield Problem("parallelism.pipeline_parallel_degree", text)
+
+    if run.arch.tied_embeddings:
+        text = (
+            "does not work with a pipeline, because its first and last stage would share a matrix."
+        )
+        yield Problem("model.tied_embeddings", text)
+    if run.job.parallelism.fsdp_reduce == "microbatch":
+        text = 'must be "step" with a pipeline, whose stages reduce with the last microbatch.'
+        yield Problem("parallelism.fsdp_reduce", text)
+
+
+def _are_valid_cuts(run: Run) -> bool:
+    """Return whether the pipeline schedule can run the stages between the job's split points."""
+    boundaries = [0, *run.pipeline_cuts, run.arch.n_layers]
+    if any(first >= end for first, end in pairwise(boundaries)):
+        return False
+
+    num_ranks = run.degrees.pipeline
+    num_stages = len(run.pipeline_cuts) + 1
+    if run.job.parallelism.pipeline_parallel_schedule in (*ONE_STAGE_A_RANK, *V_SHAPED):
+        return num_stages == run.stages_per_rank * num_ranks
+    return num_stages % num_ranks == 0
+
+
+def check_pipeline_schedule(run: Run) -> Problems:
+    """Check that the job is compatible with a zero-bubble schedule, which splits the backward pass.
+
+    These schedules compute the gradients of activations and weights in two separate passes:
+
+    - Compiled blocks fail in the second pass, because the first one has donated their buffers
+      (torch 2.13; with donated_buffer = False the loss is off by 1.4e-3 after ten fp32 steps).
+    - Blocks that recompute only some operators fail for the same reason.
+    - Before torch 2.13, stages on the same rank that send to each other fail, and FP8 layers cannot
+      delay the gradients of their weights.
+    """
+    schedule = run.job.parallelism.pipeline_parallel_schedule
+    if schedule not in SPLIT_BACKWARD:
+        return
+
+    checkpointing = run.job.activation_checkpoint
+    recomputes_operators = (
+        checkpointing.mode == "selective" and checkpointing.selective_ac_option == "op"
+    )
+    major, minor = version("torch").split(".")[:2]
+    is_old_torch = (int(major), int(minor)) < (2, 13)
+    needs_new_torch = schedule in V_SHAPED or run.job.float8.enable
+
+    if run.compiles("model") or recomputes_operators or (needs_new_torch and is_old_torch):
+        text = (
+            'needs compile.enable = false and activation_checkpoint.mode "full" or "none", and '
+            "torch 2.13 for FP8 or ZBVZeroBubble."
+        )
+        yield Problem("parallelism.pipeline_parallel_schedule", text)
+
+
+def check_microbatches(run: Run) -> Problems:
+    """Check that each global batch size makes enough microbatches for the pipeline schedule.
+
+    Each rank needs a microbatch. Interleaved schedules run microbatches in rounds of equal size.
+    """
+    num_ranks = run.degrees.pipeline
+    schedule = run.job.parallelism.pipeline_parallel_schedule
+    runs_in_rounds = schedule in ("Interleaved1F1B", "InterleavedZeroBubble")
+    unit = run.job.training.local_batch_size * run.degrees.data
+    for key, size in _list_batch_sizes(run):
+        count = size // unit
+        num_rounds = count // num_ranks
+        is_too_small = num_rounds == 0
+        if is_too_small or (runs_in_rounds and count % num_rounds):
+            nearest = _nearest_multiples(count * unit, num_ranks * unit)
+            plural = "" if count == 1 else "es"
+            text = (
+                f"makes {count} microbatch{plural}, but the pipeline needs a multiple of "
+                f"{num_ranks}. Nearest: {nearest}."
+            )
+            yield Problem(key, text)
+
+
+def _list_batch_sizes(run: Run) -> list[tuple[str, int]]:
+    """Return each key that sets a global batch size, together with its value.
+
+    The keys are training.global_batch_size and those of data stages, such as
+    "dataset.stages.0.global_batch_size".
+    """
+    sizes = [("training.global_batch_size", run.global_batch_size)]
+    for number, stage in enumerate(run.job.dataset.stages):
+        if stage.global_batch_size is not None:
+            key = f"dataset.stages.{number}.global_batch_size"
+            sizes.append((key, stage.global_batch_size))
+    return sizes
+
+
+def _nearest_multiples(number: int, divisor: int) -> str:
+    """Return the positive multiples of `divisor` below and above `number`, such as "8 or 16"."""
+    lower = number // divisor * divisor
+    return f"{lower} or {lower + divisor}" if lower else f"{divisor}"
+
+
+# Optimizer and numerics.
+
+
+def check_total_steps(run: Run) -> Problems:
+    """Check that the learning rate schedule is not shorter than the run."""
+    steps, total = run.job.training.steps, run.job.lr_scheduler.total_steps
+    if total is not None and total < steps:
+        text = f"must be at least training.steps = {steps}."
+        yield Problem("lr_scheduler.total_steps", text)
+
+
+def check_warmup(run: Run, *, is_preview: bool = False) -> Problems:
+    """Check that warmup ends within the learning rate schedule.
+
+    Args:
+        run: Run to check.
+        is_preview: Whether the run trains only the first steps of a longer run. Its warmup may be
+            longer than the run.
+    """
+    schedule = run.job.lr_scheduler
+    total = schedule.total_steps or run.job.training.steps
+    if (schedule.warmup_steps or 0) > total and not is_preview:
+        text = (
+            f"must be at most training.steps = {total}, or the learning rate never reaches its "
+            "peak."
+        )
+        yield Problem("lr_scheduler.warmup_steps", text)
+
+
+def check_moments(run: Run) -> Problems:
+    """Check that optimizer moments stored in bfloat16 are precise enough to follow the gradients.
+
+    A step changes a moment by (1 - beta) times its distance to a new value, and bfloat16 rounds
+    away changes below 2^-8 of a value. With 1 - beta = 0.01, a moment can stop anywhere between
+    0.72 and 1.64 times the new value. With 0.004, it never falls.
+    """
+    optimizer = run.job.optimizer
+    if run.state_dtype != "bfloat16" or optimizer.stochastic_rounding:
+        return
+    for key in ("beta1", "beta2"):
+        if getattr(optimizer, key) > 0.99:
+            text = (
+                "must be at most 0.99 with moments in bfloat16. Or set stochastic_rounding = true."
+            )
+            yield Problem(f"optimizer.{key}", text)
+
+
+def check_optimizer(run: Run) -> Problems:
+    """Check the keys of [optimizer] against each other, and against features that need AdamW.
+
+    This reports learning rates that are far too high, keys that the optimizer ignores, and features
+    that it does not support, such as tensor parallelism with AdamW8bit.
+    """
+    optimizer = run.job.optimizer
+    if optimizer.name in NORMALIZED and optimizer.lr > MAX_LR:
+        text = (
+            f"must be at most 1. {optimizer.name} changes each weight by about lr in a step; 3e-4 "
+            "is typical."
+        )
+        yield Problem("optimizer.lr", text)
+
+    for key in UNUSED_KEYS.get(optimizer.name, ()):
+        default = Optimizer.model_fields[key].default
+        if getattr(optimizer, key) != default:
+            text = f'is not used with optimizer.name = "{optimizer.name}". Remove it.'
+            yield Problem(f"optimizer.{key}", text)
+
+    if optimizer.name != "AdamW" and "updates" in run.job.metrics.details:
+        text = 'can contain "updates" only with optimizer.name = "AdamW". Remove it.'
+        yield Problem("metrics.details", text)
+
+    needs_other_optimizer = run.degrees.tensor > 1 or run.job.training.enable_cpu_offload
+    if optimizer.name == "AdamW8bit" and needs_other_optimizer:
+        text = "does not work with tensor parallelism or CPU offload. Choose another optimizer."
+        yield Problem("optimizer.name", text)
+
+
+def check_optimizer_groups(run: Run) -> Problems:
+    """Check that each parameter is in exactly one group, and that each pattern matches a parameter.
+
+    The parameter names come from the model on the meta device, so that parameters of plugins are
+    included. Building the model imports torch, so this is skipped for jobs without groups.
+    """
+    arch = run.arch
+    groups = run.job.optimizer.groups
+    is_buildable = arch.head_dim % 2 == 0 and arch.n_heads % arch.n_kv_heads == 0
+    if not groups or not is_buildable:
+        return
+
+    names = list(parameter_shapes(arch))
+    for number, group in enumerate(groups):
+        for pattern in group.params:
+            if not fnmatch.filter(names, pattern):
+                nearest = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)[0]
+                text = f'has "{pattern}", which matches no parameter. Nearest: {nearest}.'
+                yield Problem(f"optimizer.groups.{number}.params", text)
+
+    missing = []
+    repeated = []
+    for name in names:
+        num_groups = sum(group.claims(name) for group in groups)
+        if num_groups == 0:
+            missing.append(name)
+        elif num_groups > 1:
+            repeated.append(name)
+
+    last_key = f"optimizer.groups.{len(groups) - 1}.params"
+    if missing:
+        text = f"must match the parameters that are in no group: {_summarize(missing)}."
+        yield Problem(last_key, text)
+    if repeated:
+        text = f"must not match parameters of another group: {_summarize(repeated)}."
+        yield Problem(last_key, text)
+
+
+def _summarize(names: list[str]) -> str:
+    """Return the first name and the number of other names, such as "norm.weight and 2 more"."""
+    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
+
+
+def check_float8(run: Run) -> Problems:
+    """Check that FP8 applies to at least one layer. Its matmul sizes must be multiples of 16."""
+    float8 = run.job.float8
+    if not float8.enable:
+        return
+
+    arch = run.arch
+    if arch.dim < float8.min_features:
+        text = (
+            f"converts no layer, because model.dim = {arch.dim} is less than float8.min_features. "
+            "Set that to 0."
+        )
+        yield Problem("float8.enable", text)
+        return
+
+    layer_sizes = []
+    for size in dict.fromkeys((arch.dim, arch.q_dim, arch.kv_dim, arch.ffn_dim)):
+        is_converted = size >= float8.min_features and size % 16 == 0
+        if is_converted:
+            layer_sizes.append(size)
+    shard_sizes = [size // run.degrees.tensor for size in layer_sizes]
+    if any(size % 16 for size in shard_sizes):
+        text = f"must divide the sizes of FP8 layers, {layer_sizes}, into multiples of 16."
+        yield Problem("parallelism.tensor_parallel_degree", text)
+
+    # The matmul of the weight gradient sums over the tokens.
+    training = run.job.training
+    num_tokens = training.local_batch_size * training.seq_len // run.degrees.context
+    has_fp8_weight_gradients = float8.recipe_name != "rowwise_with_gw_hp"
+    if has_fp8_weight_gradients and num_tokens % 16:
+        text = f"makes {num_tokens} tokens per microbatch, but FP8 matmuls need multiples of 16."
+        yield Problem("training.seq_len", text)
+
+
+def check_memory_budget(run: Run) -> Problems:
+    """Check that activation checkpointing by memory budget is used with a compiled model."""
+    mode = run.job.activation_checkpoint.mode
+    if mode == "memory_budget" and not run.compiles("model"):
+        text = 'needs compile.enable = true, with "model" in compile.components.'
+        yield Problem("activation_checkpoint.mode", text)
+
+
+def check_profiling(run: Run) -> Problems:
+    """Check that a profile fits into its interval, and that the ranks to profile exist."""
+    profiling = run.job.profiling
+    needed = profiling.profiler_warmup + profiling.profiler_active
+    if needed > profiling.profile_freq:
+        text = f"must be at least profiler_warmup + profiler_active = {needed}."
+        yield Problem("profiling.profile_freq", text)
+    if any(rank >= run.world_size for rank in profiling.profiler_ranks):
+        yield Problem("profiling.profiler_ranks", f"must be at most {run.world_size - 1}.")
+
+
+def check_symmetric_memory(run: Run) -> Problems:
+    """Check that FSDP has collectives, and that no memory saver replaces them."""
+    if not run.job.parallelism.enable_fsdp_symmetric_memory:
+        return
+    key = "parallelism.enable_fsdp_symmetric_memory"
+    if run.job.parallelism.memory_savers != "none":
+        text = "cannot be combined with memory savers, which replace collectives of FSDP."
+        yield Problem(key, f'{text} Set parallelism.memory_savers = "none", or remove the key.')
+    if run.degrees.shard * run.degrees.context == 1:
+        yield Problem(key, "has no effect, because no parameters are sharded. Remove it.")
+
+
+def check_effects(run: Run) -> Problems:
+    """Find keys that have no effect because of the value of another key.
+
+    For example, samples.freq has no effect without samples.prompts.
+    """
+    job = run.job
+    checkpoint, float8, parallelism = job.checkpoint, job.float8, job.parallelism
+    validation = job.validation
+
+    has_prompts = bool(job.samples.prompts)
+    validates = validation.freq > 0
+    has_validation_data = bool(validation.path or validation.sources)
+    validation_key = "validation.path" if validation.path else "validation.source"
+    may_validate = validates or validation.holdout or "freq" in validation.model_fields_set
+    rolls_back = job.guards.on_spike == "roll_back"
+    is_tensorwise = float8.recipe_name == "tensorwise"
+    gathers_fp8 = float8.enable_fsdp_float8_all_gather
+    has_bfloat16 = "bfloat16" in (run.state_dtype, job.training.dtype)
+    compiles_tensor_parallel = run.degrees.tensor > 1 and run.compiles("model")
+    has_pipeline = run.degrees.pipeline > 1
+
+    # Key, whether it is set, whether it has an effect, and what it needs.
+    effects = [
+        ("samples.freq", job.samples.freq, has_prompts, "samples.prompts"),
+        (validation_key, has_validation_data, may_validate, "validation.freq"),
+        ("checkpoint.keep_best", checkpoint.keep_best, validates, "validation.freq"),
+        ("checkpoint.keep_best", checkpoint.keep_best, checkpoint.enable, "checkpoint.enable"),
+        ("checkpoint.mirror", checkpoint.mirror, checkpoint.enable, "checkpoint.enable"),
+        ("guards.on_spike", rolls_back, checkpoint.enable, "checkpoint.enable"),
+        (
+            "float8.enable_fsdp_float8_all_gather",
+            gathers_fp8,
+            is_tensorwise,
+            'float8.recipe_name = "tensorwise"',
+        ),
+        (
+            "float8.precompute_float8_dynamic_scale_for_fsdp",
+            float8.precompute_float8_dynamic_scale_for_fsdp,
+            gathers_fp8,
+            "float8.enable_fsdp_float8_all_gather",
+        ),
+        (
+            "optimizer.stochastic_rounding",
+            job.optimizer.stochastic_rounding,
+            has_bfloat16,
+            "weights or moments in bfloat16",
+        ),
+        (
+            "parallelism.enable_async_tensor_parallel",
+            parallelism.enable_async_tensor_parallel,
+            compiles_tensor_parallel,
+            "tensor parallelism and a compiled model",
+        ),
+        (
+            "parallelism.pipeline_parallel_split_points",
+            parallelism.pipeline_parallel_split_points,
+            has_pipeline,
+            "pipeline_parallel_degree > 1",
+        ),
+    ]
+    for key, is_set, has_effect, needed in effects:
+        if is_set and not has_effect:
+            yield Problem(key, f"has no effect without {needed}. Set both, or remove it.")
+
+
+# Data and tokenizer.
+
+
+def check_tokenizer(run: Run, tokenizer: Tokenizer) -> Problems:
+    """Check that the embedding covers the vocabulary, and that sample prompts are not too long."""
+    length, vocab_size = run.job.training.seq_len, tokenizer.vocab_size
+    if vocab_size > run.arch.vocab_size:
+        text = f"must be at least {vocab_size}, the vocabulary size of {run.job.tokenizer.path}."
+        yield Problem("model.vocab_size", text)
+
+    prompts = run.job.samples.prompts if run.job.samples.freq else ()
+    for prompt in prompts:
+        tokens = len(tokenizer.encode(prompt)) + (tokenizer.bos_id is not None)
+        if not 0 < tokens < length:
+            text = (
+                f"has a prompt of {tokens} tokens. With training.seq_len = {length}, prompts have "
+                f"1 to {length - 1} tokens."
+            )
+            yield Problem("samples.prompts", text)
+
+
+def suggest_tokenizer(run: Run) -> str:
+    """Return a hint on how to get a missing tokenizer, to append to an error message.
+
+    For example, the hint proposes a download command or a command that trains a tokenizer. It is
+    empty if the tokenizer is not missing, or is at a URL.
+    """
+    path = run.job.tokenizer.path
+    if storage.as_url(path) or os.path.isfile(run.tokenizer_path):
+        return ""
+    if run.job.checkpoint.initial_load_in_hf:
+        return "; copy the tokenizer of the model there, or set tokenizer.path"
+    if os.path.isdir(run.tokenizer_path):
+        return f"; set a file in this folder, such as {os.path.join(path, 'tokenizer.json')}"
+
+    vocab_size = run.arch.vocab_size
+    download = propose_download("tokenizer", path, vocab_size)
+    if download:
+        return download
+
+    folder, name = os.path.split(path)
+    if name not in ("tokenizer.json", "tokenizer.model"):
+        folder, _ = os.path.splitext(path)
+    command = (
+        f"titanlite tokenizer train --job.config_file {run.job.job.config_file} "
+        f"--vocab-size {vocab_size} --out {folder}"
+    )
+    return f"; `{command}` trains {folder}/tokenizer.json on the data of this job"
+
+
+def check_dataset(run: Run) -> Problems:
+    """Check that the training data exists, and that each data stage has one weight per source."""
+    yield from _check_sources("dataset", run.job.dataset)
+    num_sources = len(run.job.dataset.sources)
+    for number, stage in enumerate(run.job.dataset.stages):
+        weights = stage.weights
+        if weights is not None and (len(weights) != num_sources or not any(weights)):
+            text = f"must have {num_sources} weights, one per source, and not only zeros."
+            yield Problem(f"dataset.stages.{number}.weights", text)
+
+
+def check_validation(run: Run) -> Problems:
+    """Check that the validation data exists, and is set in one way only."""
+    validation = run.job.validation
+    if validation.holdout > 0 and (validation.path or validation.sources):
+        key = "validation.path" if validation.path else "validation.source"
+        text = "is not used with validation.holdout, which uses documents of [dataset]. Remove one."
+        yield Problem(key, text)
+    elif validation.freq > 0 and validation.holdout == 0:
+        if validation.sources or "source" in validation.model_fields_set:
+            yield from _check_sources("validation", validation)
+        else:
+            text = "needs validation.holdout, such as 0.01, or validation.source."
+            yield Problem("validation.freq", text)
+
+
+def _check_sources(section: str, dataset: Dataset | Validation) -> Problems:
+    """Check the keys of the data sources in a section, and that their files exist.
+
+    Args:
+        section: Name of the section, "dataset" or "validation".
+        dataset: The section, which is itself the only source if it has no list of sources.
+    """
+    if not dataset.sources:
+        yield from _check_source(section, dataset)
+        return
+
+    if dataset.path is not None:
+        text = f"is not used with [[{section}.sources]]. Move it to the table of its source."
+        yield Problem(f"{section}.path", text)
+    if not any(source.weight for source in dataset.sources):
+        text = "must be above 0 for at least one source."
+        yield Problem(f"{section}.sources.0.weight", text)
+    for number, source in enumerate(dataset.sources):
+        yield from _check_source(f"{section}.sources.{number}", source)
+
+
+def _check_source(table: str, source: TextSource) -> Problems:
+    """Check the keys of one data source, and that its files exist.
+
+    Args:
+        table: Full name of the table of the source, such as "dataset.sources.0".
+        source: The source.
+    """
+    if source.path is not None and source.source in ("python_stdlib", "c4"):
+        text = (
+            f'is not used with {table}.source = "{source.source}". Set that too, for example to '
+            '"text" or "jsonl".'
+        )
+        yield Problem(f"{table}.path", text)
+        return
+
+    try:
+        find_files(source)
+    except UserError as error:
+        if source.path is None:
+            yield Problem(f"{table}.source", f"needs {table}.path.")
+        else:
+            text = str(error).rstrip(".").replace("dataset.", f"{table}.")
+            yield Problem(f"{table}.path", f"{text}.")
+
+
+# Outputs and initial weights.
+
+
+def check_output_folders(run: Run) -> Problems:
+    """Check that the output folders are writable and contain no files that a run did not write."""
+    folder = run.dump_folder.absolute()
+    checkpoint_folder = _get_checkpoint_folder(run)
+    saves_checkpoints = run.job.checkpoint.enable
+
+    write_problem = find_write_problem(folder)
+    foreign_file = find_foreign_file(folder)
+    if write_problem:
+        yield Problem("job.dump_folder", f"cannot be used: {write_problem}")
+    elif foreign_file:
+        yield Problem("job.dump_folder", f"{foreign_file}, or choose another folder.")
+    elif saves_checkpoints:
+        checkpoint_problem = find_write_problem(checkpoint_folder)
+        if checkpoint_problem:
+            yield Problem("checkpoint.folder", f"cannot be used: {checkpoint_problem}")
+
+    other_outputs = [folder / name for name in ("final", "final_hf", *FILES)]
+    if checkpoint_folder in (folder, *other_outputs):
+        text = "is used for other outputs. Choose a folder for the checkpoints alone."
+        yield Problem("checkpoint.folder", text)
+
+    foreign_export = find_foreign_export(folder)
+    if foreign_export is not None and saves_checkpoints and run.job.checkpoint.last_save_in_hf:
+        text = f"cannot replace {foreign_export}, which no run has written. Move it."
+        yield Problem("checkpoint.last_save_in_hf", text)
+
+
+def check_urls(run: Run) -> Problems:
+    """Check that the URLs of the mirror and of the initial weights can be accessed.
+
+    Only rank 0 connects to the storage.
+    """
+    checkpoint = run.job.checkpoint
+    if not checkpoint.enable or os.environ.get("RANK", "0") != "0":
+        return
+    urls = {"mirror": checkpoint.mirror}
+    if not _list_saved(run):  # otherwise the run resumes
+        urls["initial_load_path"] = checkpoint.initial_load_path
+    for key, url in urls.items():
+        if storage.as_url(url):
+            problem = storage.find_storage_problem(str(url), write=key == "mirror")
+            if problem:
+                yield Problem(f"checkpoint.{key}", f"cannot be used: {problem}")
+
+
+def check_mirror(run: Run) -> Problems:
+    """Check that checkpoint.mirror is a URL whose files still exist after the run has ended."""
+    mirror = run.job.checkpoint.mirror
+    if mirror is None:
+        return
+    if storage.as_url(mirror) is None:
+        text = "must be a URL, such as s3://bucket/my_run or file:///mnt/copies/my_run."
+        yield Problem("checkpoint.mirror", text)
+        return
+    scheme, _, path = mirror.partition("://")
+    is_inside = Path(path).resolve().is_relative_to(run.dump_folder.resolve())
+    if scheme == "memory" or (scheme == "file" and is_inside):
+        text = "must outlive the run. Choose a URL outside of memory and of job.dump_folder."
+        yield Problem("checkpoint.mirror", text)
+
+
+def check_checkpoints(run: Run) -> Problems:
+    """Check that the initial weights, and the checkpoint of checkpoint.load_step, exist.
+
+    Initial weights are needed only for a run that has no checkpoint to resume from.
+    """
+    checkpoint = run.job.checkpoint
+    if not checkpoint.enable:
+        return
+    saved = _list_saved(run)
+    if checkpoint.initial_load_path is not None and not saved:
+        yield from _check_initial_weights(checkpoint.initial_load_path, checkpoint)
+
+    step = checkpoint.load_step
+    saved_steps = [get_step(folder) for folder in saved]
+    is_available = step == -1 or step in saved_steps or has_gone_back(saved, step)
+    if not is_available and not checkpoint.mirror:
+        names = ", ".join(folder.name for folder in saved) or "none"
+        text = f"is not in {_get_checkpoint_folder(run)}. Checkpoints there: {names}."
+        yield Problem("checkpoint.load_step", text)
+
+
+def _check_initial_weights(path: str, checkpoint: Checkpoint) -> Problems:
+    """Check that the folder `path` contains a checkpoint, or exists for a Hugging Face model.
+
+    A URL is checked by `check_urls`.
+    """
+    is_hf_folder = checkpoint.initial_load_in_hf and os.path.isdir(path)
+    if is_hf_folder or storage.as_url(path):
+        return
+    try:
+        load_newest(Path(path), read_manifest, check=lambda step_folder: None)
+    except UserError as error:
+        yield Problem("checkpoint.initial_load_path", f"cannot be used: {error}")
+
+
+def check_wandb(run: Run) -> Problems:
+    """Check that the package wandb is installed if the job logs to Weights & Biases."""
+    if run.job.metrics.enable_wandb and find_spec("wandb") is None:
+        text = "needs the package wandb. Install it with pip install 'wandb>=0.19'."
+        yield Problem("metrics.enable_wandb", text)
+
+
+def check_certificate(run: Run) -> Problems:
+    """Check that `titanlite prove` has proven the job if job.require_certificate is set."""
+    if not run.job.job.require_certificate:
+        return
+    found = find_certificate(run)
+    if found is None:
+        problem = (
+            f"needs a certificate that fits this run, and {run.dump_folder / PROOFS} has none."
+        )
+    elif not found[1].is_valid:
+        problem = f"needs a proof, but {found[0]} found a difference."
+    else:
+        return
+    remedy = "Run `titanlite prove` with the options of this run."
+    yield Problem("job.require_certificate", f"{problem} {remedy}")
+
+
+def _get_checkpoint_folder(run: Run) -> Path:
+    return Path(os.path.normpath(run.dump_folder.absolute() / run.job.checkpoint.folder))
+
+
+def _list_saved(run: Run) -> list[Path]:
+    """Return the checkpoints in the run's folder from which the run can resume."""
+    folder = _get_checkpoint_folder(run)
+    return list_checkpoints(folder) if folder.is_dir() else []
+
+
+KEY_RULES = [
+    Rule(check_model, ("model", "training")),
+    Rule(
+        check_layout,
+        (
+            "model",
+            "training",
+            "parallelism",
+            "dataset",
+            "compile",
+            "float8",
+            "activation_checkpoint",
+        ),
+    ),
+    Rule(check_total_steps, ("training", "lr_scheduler")),
+    Rule(check_moments, ("training", "optimizer")),
+    Rule(check_float8, ("model", "training", "parallelism", "float8")),
+    Rule(check_memory_budget, ("activation_checkpoint", "compile")),
+    Rule(check_profiling, ("profiling",)),
+    Rule(check_optimizer, ("training", "optimizer", "metrics", "parallelism")),
+    Rule(check_optimizer_groups, ("model", "optimizer")),
+    Rule(check_symmetric_memory, ("parallelism",)),
+    Rule(
+        check_effects,
+        (
+            "samples",
+            "validation",
+            "checkpoint",
+            "guards",
+            "float8",
+            "optimizer",
+            "training",
+            "parallelism",
+            "compile",
+        ),
+    ),
+]
+"""Rules that only involve keys and the number of ranks, and read no files."""
+DATA_RULES = [
+    Rule(check_dataset, ("dataset",)),
+    Rule(check_validation, ("dataset", "validation")),
+]
+"""Rules that check the training and validation data."""
+OUTPUT_RULES = [
+    Rule(check_output_folders, ("job", "checkpoint")),
+    Rule(check_urls, ("job", "checkpoint")),
+    Rule(check_mirror, ("job", "checkpoint")),
+    Rule(check_checkpoints, ("job", "checkpoint")),
+    Rule(check_wandb, ("metrics",)),
+    Rule(check_certificate, ("job",)),
+]
+"""Rules on output folders, initial weights and loggers, which matter only if the run trains."""
+
+
+def find_suspicious_values(run: Run) -> list[str]:
+    """Return a warning for each value that is allowed but is probably a mistake.
+
+    Examples are a learning rate of 0.5 for AdamW, or a source of plain text that contains markup.
+    """
+    warnings = []
+    optimizer = run.job.optimizer
+    if optimizer.name in NORMALIZED and optimizer.lr > UNUSUAL_LR:
+        text = f"is unusually high for {optimizer.name}. Typical learning rates are 1e-4 to 1e-2."
+        warnings.append(f"optimizer.lr = {format_value(optimizer.lr)} {text}")
+
+    validation = run.job.validation
+    sources: list[TextSource] = [*(run.job.dataset.sources or (run.job.dataset,))]
+    if validation.freq and validation.holdout == 0:
+        sources += validation.sources or (validation,)
+    for source in sources:
+        if source.source != "text":
+            continue
+        markup = find_markup(find_files(source))
+        if markup:
+            warnings.append(f"{source.path}: {markup}")
+    return warnings

@@ -1,0 +1,79 @@
+"""Locks that keep two runs from using the same folder."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from titanlite.config.errors import UserError
+
+LOCK_TIMEOUT = 120
+"""Longest time in seconds to wait for the lock of another run. A run whose launcher was killed
+holds its lock until its ranks have saved a checkpoint and exited."""
+
+
+def lock_file(folder: Path) -> Path:
+    """Return the path of the lock file of a folder, which is next to the folder."""
+    return folder.with_name(f".{folder.name}.lock")
+
+
+def lock_folder(folder: Path, timeout: float, log: Callable[[str], None]) -> int | None:
+    """Lock a folder for this process, so that no other run writes to it.
+
+    The lock is held until this process exits or closes the returned descriptor. Child processes do
+    not inherit it. On NFS, other nodes respect it.
+
+    Args:
+        folder: Part of an output folder, such as its checkpoints. It need not exist yet. Its parent
+            is created.
+        timeout: Seconds to wait for a run that holds the lock.
+        log: Called with one line of text if this process waits, or if it cannot lock.
+
+    Returns:
+        The file descriptor that holds the lock; None if the file system does not support locks.
+
+    Raises:
+        UserError: If another run still holds the lock, or the lock file is a symbolic link.
+    """
+    path = lock_file(folder)
+    deadline = time.monotonic() + timeout
+    is_waiting = False
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_symlink():
+            raise UserError(f"{path} is a symbolic link, so a run cannot lock it. Remove the link.")
+
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            owner = os.pread(descriptor, 300, 0).decode(errors="replace") or "another run"
+            os.close(descriptor)
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                problem = f"cannot lock {folder}: {error.strerror}"
+                log(f"{problem}. A second run in this folder would not be noticed")
+                return None
+        else:
+            is_removed = os.fstat(descriptor).st_nlink == 0  # another run removed its empty folder
+            if not is_removed:
+                with suppress(OSError):  # a full disk
+                    os.ftruncate(descriptor, 0)
+                    name = f"process {os.getpid()} on {socket.gethostname()}"
+                    os.write(descriptor, name.encode())
+                return descriptor
+            os.close(descriptor)
+            continue
+
+        if time.monotonic() > deadline:
+            fix = "Stop that run, or choose another job.dump_folder."
+            raise UserError(f"{folder.parent} is in use by {owner}. {fix}")
+        if not is_waiting:
+            log(f"{folder.parent} is in use by {owner}; waiting up to {timeout:.0f} s for its end")
+            is_waiting = True
+        time.sleep(0.1)

@@ -1,0 +1,93 @@
+"""A CPU process group through which ranks agree on files that they share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar, cast
+
+import torch.distributed as dist
+
+from titanlite.config.errors import Damage, UserError
+from titanlite.runtime.world import gathered
+
+T = TypeVar("T")
+
+
+class RankGroup:
+    """A gloo process group of all ranks, used to coordinate file access, such as saves.
+
+    It is separate from the groups of the training step, so a background thread can use it while
+    training continues. All ranks call each method together.
+
+    Args:
+        timeout_seconds: Longest time to wait for another rank. None: create no process group, and
+            work as a group that contains only this process.
+
+    Attributes:
+        group: The process group, or None.
+        rank: Number of this rank; 0 without a process group.
+        size: Number of ranks; 1 without a process group.
+    """
+
+    def __init__(self, timeout_seconds: int | None = None) -> None:
+        self.group: dist.ProcessGroup | None = None
+        self.rank = 0
+        self.size = 1
+        if timeout_seconds is not None:
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+            self.group = cast(dist.ProcessGroup, group)
+            self.rank = dist.get_rank()
+            self.size = dist.get_world_size()
+
+    def close(self) -> None:
+        """Wait for all ranks, and destroy the process group.
+
+        Its threads must end before Python exits.
+        """
+        dist.barrier(self.group)
+        dist.destroy_process_group(self.group)
+        del self.group
+
+    def gather(self, value: T) -> list[T]:
+        """Return the values of all ranks in rank order. Values are pickled, so keep them small."""
+        return [value] if self.group is None else gathered(value, self.group)
+
+    def run_together(self, function: Callable[[], T]) -> T:
+        """Call `function` on every rank, and return this rank's result if no rank fails.
+
+        An error on one rank is raised on all of them, so no rank continues alone and waits forever.
+
+        Raises:
+            UserError: On all ranks, if `function` raised a UserError, OSError or ValueError on any
+                rank. The error is `Damage` (a file with wrong content) only if all failing ranks
+                raised `Damage`. A failure to read a file takes precedence, because the file may be
+                intact.
+        """
+        result = None
+        error_here = None
+        try:
+            result = function()
+        except UserError as error:
+            error_here = error
+        except (OSError, ValueError) as error:
+            error_here = UserError(f"{type(error).__name__}: {error}")
+
+        errors = [error for error in self.gather(error_here) if error is not None]
+        if errors:
+            other_errors = [error for error in errors if not isinstance(error, Damage)]
+            raise (other_errors or errors)[0]
+        return cast(T, result)
+
+    def run_on_rank0(self, function: Callable[[], T]) -> T:
+        """Call `function` on rank 0 only, and return its result on every rank.
+
+        The result is pickled, so it should be small.
+
+        Raises:
+            UserError: On all ranks, if `function` raised a UserError, OSError or ValueError on rank
+                0.
+        """
+        result = [self.run_together(lambda: function() if self.rank == 0 else None)]
+        dist.broadcast_object_list(result, src=0, group=self.group)
+        return cast(T, result[0])

@@ -1,0 +1,709 @@
+"""The trainer: builds a run on one rank and trains it step by step.
+
+Invariant: While a step runs on the GPU, the CPU launches the next one. It waits for all launched
+work only when it logs or saves. The training loop has no branches on the layout.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import record_function
+
+from titanlite.checkpoint.find import resume_hint
+from titanlite.config.errors import GuardError, StoppedBySignal, StoppedUnsaved, UserError
+from titanlite.config.run import Run
+from titanlite.config.schema import JobConfig
+from titanlite.data.loader import Loader, OutOfData
+from titanlite.data.tokenizer import load_tokenizer
+from titanlite.hooks.checkpoints import Checkpointer
+from titanlite.hooks.hang_report import HangReport
+from titanlite.hooks.hook import Hook, Request
+from titanlite.hooks.hook_state import check_hook_names, hook_states, load_hook_states
+from titanlite.hooks.records import Records, lock_folders
+from titanlite.hooks.stop_signals import StopSignals
+from titanlite.hooks.validation import Validator
+from titanlite.load_run import check_run, read_world_size
+from titanlite.observe.gpus import check_memory
+from titanlite.observe.logged_step import LoggedStep
+from titanlite.observe.meter import Meter
+from titanlite.optim.build import has_modes, set_mode
+from titanlite.optim.schedule import learning_rate_at
+from titanlite.parallel.mesh import build_mesh
+from titanlite.parallel.parallelize import build_model
+from titanlite.runtime.logging import LOGGER_NAME, Event, setup_logging
+from titanlite.runtime.world import gathered, process_group
+from titanlite.score import Score
+from titanlite.train.build import describe_run, settle_compute_dtype, standard_hooks
+from titanlite.train.out_of_memory import explain_out_of_memory, is_out_of_memory
+from titanlite.train.request_exchange import RequestExchange
+from titanlite.train.step import StepResult, TrainStep
+
+
+class Trainer:
+    """Trains a model on one rank. Every rank of a distributed run creates its own `Trainer`.
+
+    Use it as a context manager, which closes files and stops background work at the end:
+
+        with Trainer(job) as trainer:
+            trainer.train()
+
+    Attributes:
+        run: The validated job, with values derived from the job, such as the parallelism degrees.
+        hosts: Host name of each rank, indexed by rank.
+        run_id: Random ID of the run. A resumed run keeps the ID stored in its checkpoint.
+        steps_done: Number of optimizer steps since the beginning of the run, including the steps
+            before a resume.
+        resumed: Whether a checkpoint of this run was loaded.
+        model: This rank's part of the model. Its parameters are DTensors.
+        loader: Training data.
+        checkpointer: Saves and loads checkpoints. None if the run has no checkpoints.
+        validator: Computes the validation loss. None if the run has no validation.
+        records: Writes the metrics and the log. None without the standard hooks.
+        hooks: Guards, optional parts of the run, and plugins, in the order in which the trainer
+            calls them.
+    """
+
+    def __init__(
+        self,
+        job: JobConfig | Run,
+        device: torch.device | None = None,
+        hooks: Sequence[Hook] = (),
+        *,
+        standard: bool = True,
+    ) -> None:
+        """Build and parallelize the model, and resume from the newest checkpoint if there is one.
+
+        Args:
+            job: Job to train. A JobConfig is validated first, a Run has already been validated.
+            device: Device of this rank, if the caller has already entered `process_group`. By
+                default the trainer enters it.
+            hooks: Additional hooks, called after the standard hooks.
+            standard: Whether to use the standard hooks. Without them nothing is logged, saved or
+                resumed.
+
+        Raises:
+            UserError: If the job is invalid, or the data, tokenizer or checkpoint cannot be used.
+        """
+        self.steps_done = 0
+        self.resumed = False
+        self.run_id = ""
+        self.hang_report: HangReport | None = None
+        self.stop_signals: StopSignals | None = None
+        self.records: Records | None = None
+        self.checkpointer: Checkpointer | None = None
+        self.validator: Validator | None = None
+        self._resources = ExitStack()  # closed in reverse order by `close`
+        try:
+            run = job if isinstance(job, Run) else check_run(job, read_world_size())
+            check_memory(run)
+            if device is None:
+                device = self._resources.enter_context(process_group(run.job))
+            self._build(run, device, hooks, standard)
+        except BaseException:
+            self.__exit__(*sys.exc_info())
+            raise
+
+    def _build(
+        self, run: Run, device: torch.device, extra_hooks: Sequence[Hook], standard: bool
+    ) -> None:
+        """Create the mesh, hooks, tokenizer, loader, model and optimizer, and load a checkpoint.
+
+        The constructor calls this method once the process group exists. The order matters: the hang
+        report starts first to watch the build, the output folder is locked before files are
+        written, and hooks are `built` before their state is loaded.
+
+        Args:
+            run: Validated job.
+            device: Device of this rank.
+            extra_hooks: Hooks of the caller, called after the standard hooks.
+            standard: Whether to add the standard hooks, checkpoints, validation and log files.
+        """
+        run = settle_compute_dtype(run, device)
+        self.run = run
+        self.job = run.job
+        self.device = device
+        self.rank = dist.get_rank()
+        self.mesh = build_mesh(run.degrees, device.type)
+        self.hosts = gathered(socket.gethostname())
+
+        self.hooks = self._create_hooks(extra_hooks, standard)
+        self.tokenizer = load_tokenizer(run.tokenizer_path, run.job)
+        self._create_loader()
+
+        sharded_model = build_model(run, self.mesh, device, self.log)
+        self.train_step = TrainStep(run, self.mesh, sharded_model, device)
+        self.model = self.train_step.model
+        self.optimizer = self.train_step.optimizer
+        self.new_optimizer = self.train_step.new_optimizer
+        self.forward_backward = self.train_step.forward_backward
+        self.meter = Meter(run, device)
+
+        if standard and self.job.checkpoint.enable:
+            self.checkpointer = Checkpointer(self)
+            self._resources.callback(self.checkpointer.close)
+        if standard and self.job.validation.freq:
+            self.validator = Validator(self)
+        for hook in self.hooks:
+            hook.built(self)
+        with self.evaluation_mode():
+            self.load_checkpoint()
+        self.train_step.precompute_scales()
+
+        self.loader.start()  # again, because the checkpoint may have changed the data position
+        self.meter.start(self.steps_done)
+        if self.records is not None:
+            self._resources.callback(self.records.close)
+            self.records.start(self.steps_done)
+        for hook in self.hooks:
+            hook.started(self.steps_done)
+
+    def _create_hooks(self, extra_hooks: Sequence[Hook], standard: bool) -> list[Hook]:
+        """Create the hooks, and before them, if `standard`, the log files that they write to.
+
+        Called once the process group exists, because the ranks communicate to lock the output
+        folder.
+
+        Args:
+            extra_hooks: Hooks of the caller, which follow the standard hooks.
+            standard: Whether to lock the output folder, and to create the standard hooks, the
+                records and the signal handlers.
+
+        Returns:
+            The hooks in the order in which the trainer calls them.
+        """
+        hooks = list(extra_hooks)
+        if standard:
+            setup_logging(self.rank, None)
+            self.hang_report = HangReport(self)  # first, so that it covers the rest of the build
+            self._resources.callback(self.hang_report.close)
+            self.run_id = lock_folders(self.run, self.log, self._resources)
+            self.records = Records(self)
+            self.stop_signals = StopSignals()
+            hooks = [*standard_hooks(self.run), *extra_hooks]
+
+        check_hook_names(hooks)
+        for hook in hooks:
+            self._resources.callback(hook.close)
+        if self.hang_report is not None:
+            hooks.insert(0, self.hang_report)
+        return hooks
+
+    def _create_loader(self) -> None:
+        """Create the loader of the training data, describe the run in the log, and read ahead.
+
+        The loader starts before the model is built, so that its workers read meanwhile.
+        """
+        self.loader = Loader(
+            self.run,
+            self.tokenizer,
+            self.mesh.data_rank,
+            self.mesh.data_group,
+            self.device,
+            is_stopping=lambda: bool(self.stop_signal),
+        )
+        self._resources.callback(self.loader.close)
+        for line in describe_run(self.run, self.device, self.tokenizer, self.loader, self.rank):
+            self.log(line)
+        self.loader.start()
+
+    def load_checkpoint(self) -> None:
+        """Load the newest checkpoint of the run, or else `checkpoint.initial_load_path`.
+
+        The weights stay randomly initialized if neither exists. Subclasses override this method to
+        start from another checkpoint; `ReplayTrainer` does.
+        """
+        if self.checkpointer is not None:
+            self.checkpointer.load()
+
+    def train(self) -> None:
+        """Train until the last step, the end of the data, a stop signal or a `finish` request.
+
+        Validate and save as the job requires, save a final checkpoint, and close the trainer.
+
+        Raises:
+            StoppedBySignal: If a signal stopped the run and a checkpoint was saved.
+            StoppedUnsaved: If a signal stopped the run and checkpoint.enable is false.
+            UserError: If the data ends before the first step or cannot be read.
+            CheckpointError: If the last save failed.
+            GuardError: If a guard stopped the run. The failed step was not saved.
+        """
+        try:
+            self._train()
+        except BaseException as error:
+            if isinstance(error, UserError):
+                error.step = self.steps_done
+            for hook in self.hooks:
+                hook.failed(error)
+            raise
+
+    def _train(self) -> None:
+        """Run the training loop, then save the last step and let all hooks finish.
+
+        `train` calls this method, and reports its exceptions to the hooks.
+        """
+        first_step = self.steps_done
+        if first_step >= self.job.training.steps:
+            remedy = "Set a larger training.steps to continue."
+            self.log(f"Nothing to do: step {first_step} is done. {remedy}")
+
+        if self.stop_signals is not None:
+            self.stop_signals.install()
+        for hook in self.hooks:
+            hook.train_begins(first_step)
+        if first_step == 0:
+            self.validate()
+
+        request, data_error = self._run_steps()
+
+        has_finished = self.steps_done >= self.job.training.steps or bool(request.finish)
+        if isinstance(data_error, OutOfData):
+            self._report_end_of_data(data_error)
+            data_error = None
+            has_finished = True
+
+        # A run that ends early because of a signal or an error validates only if it is due.
+        has_trained = self.steps_done > first_step
+        ends_normally = has_trained and data_error is None and not request.stop
+        final_actions = request._replace(
+            save=has_trained or data_error is None,
+            validate=request.validate or ends_normally,
+            last=has_finished,
+        )
+        self._act(final_actions)
+        self._finish(request, has_finished=has_finished, data_error=data_error)
+
+    def _run_steps(self) -> tuple[Request, Exception | None]:
+        """Run the training loop until the last step, a request to end the run, or a data error.
+
+        Returns:
+            - The combined request of all ranks after the last step. The trainer has not acted on it
+              yet.
+            - The error of a rank that cannot read its data for the next step, or None.
+        """
+        exchange = RequestExchange(self.mesh.world_group, self.device)
+        # Before the first step, a run can only end: after a signal, or without data.
+        data_error = self._wait_for_data(1)
+        exchange.send(Request(stop=self.stop_signal, data_fails=data_error is not None))
+        request = exchange.receive()
+        has_ended, data_error = self._check_end(request)
+
+        # No earlier step can send the requests for the first `delay` steps.
+        for step in range(self.steps_done + 1, self.steps_done + 1 + exchange.delay):
+            exchange.send(self._collect_request(step))
+        while not has_ended:
+            own_request = self._collect_request(self.steps_done + 1 + exchange.delay)
+            self.step(has_request=own_request != Request())
+            exchange.send(own_request, self._num_requests)
+
+            request = exchange.receive()
+            has_ended, data_error = self._check_end(request)
+            if not has_ended:
+                self._act(request)
+        return request, data_error
+
+    def step(self, has_request: bool = False) -> LoggedStep | None:
+        """Run one optimizer step on this rank's part of the global batch.
+
+        Args:
+            has_request: Whether this rank has a request for the other ranks. `train` passes it, and
+                the step counts the ranks with a request; see `RequestExchange`.
+
+        Returns:
+            The metrics, if this step is logged (metrics.log_freq), which synchronizes with the GPU.
+            Otherwise None.
+
+        Raises:
+            OutOfData: If there is no further batch (dataset.max_epochs). All ranks raise it at the
+                same step.
+            UserError: If a record cannot be read.
+            GuardError: If a guard stops the run at a logged step.
+        """
+        step = self.steps_done + 1
+        for hook in self.hooks:
+            hook.before_step(step)
+        with self.meter.timing("data"), record_function("data"):
+            batch = self.loader.next_global_batch()
+        self.steps_done = step
+
+        lr = learning_rate_at(self.job, step)
+        result = self.train_step(
+            batch.microbatches,
+            batch.num_valid_tokens,
+            lr,
+            self.hooks,
+            step,
+            has_request=has_request,
+        )
+        self._num_requests = result.num_requests
+        self.meter.record(result.grad_norm, result.num_valid_tokens, result.seconds)
+        for hook in self.hooks:
+            hook.after_step(step, result)
+
+        if not self.meter.is_log_step(step):
+            return None
+        return self._log_step(lr, result, batch.num_valid_tokens)
+
+    def _log_step(self, lr: float, result: StepResult, num_valid_tokens: int) -> LoggedStep:
+        """Collect the metrics since the previous logged step, and pass them to records and hooks.
+
+        This reads values from the GPU, so the CPU waits until the step is complete.
+
+        Args:
+            lr: Learning rate of the step.
+            result: Result of the step.
+            num_valid_tokens: Number of valid labels in this rank's sequences.
+        """
+        step = self.steps_done
+        losses = self._reduce_losses(result.loss, num_valid_tokens)
+
+        metrics = self.loader.stats()
+        if self.records is not None:
+            metrics |= self.records.stats()
+        if self.checkpointer is not None:
+            metrics |= self.checkpointer.stats()
+        for hook in self.hooks:
+            metrics |= hook.numbers(step)
+        entry = self.meter.read(step, lr, losses, **metrics)
+
+        if self.records is not None:
+            self.records.log_step(entry)
+        for hook in self.hooks:
+            hook.logged(entry)
+        return entry
+
+    def _act(self, request: Request) -> None:
+        """Check the completed step, and take the requested actions: save, validate, run hooks.
+
+        The training loop calls this method after each step. Guards come first, so a step that a
+        guard rejects is never saved.
+
+        Args:
+            request: Combined requests of all ranks, so all ranks take the same actions.
+        """
+        step = self.steps_done
+        for hook in self.hooks:
+            hook.check(step, request)
+
+        if request.save and self.stop_signals is not None:
+            # The save also serves a signal that has arrived since this rank sent its request.
+            self.stop_signals.clear_save_request()
+
+        # Usually save first, so that an interruption during validation loses no step. With
+        # keep_best, validate first, because the validation loss decides whether to save the step.
+        if request.validate and self.job.checkpoint.keep_best:
+            self.validate()
+        if self.checkpointer is not None and (request.save or self.checkpointer.is_due(step)):
+            self.checkpointer.save(step, is_last=request.last)
+        if request.validate and not self.job.checkpoint.keep_best:
+            self.validate()
+
+        for hook in self.hooks:
+            hook.act(step, request)
+
+    def validate(self) -> Score | None:
+        """Compute the validation loss of the current weights, and log it.
+
+        Returns:
+            The score, or None if the job has no validation (validation.freq = 0).
+        """
+        if self.validator is None:
+            return None
+        step = self.steps_done
+        with self.evaluation_mode():
+            score = self.validator.compute_score()
+            if self.records is not None:
+                self.records.log_validation(step, asdict(score))
+            for hook in self.hooks:
+                hook.validated(step, asdict(score))
+        self.log(Event(f"validation after step {step}: {score}", "validation", step))
+        return score
+
+    def save(self) -> None:
+        """Save a checkpoint of the current step. Do nothing if the run has no checkpoints.
+
+        Raises:
+            GuardError: If too many consecutive steps were skipped because of non-finite gradients.
+                Nothing is saved.
+        """
+        if self.checkpointer is not None:
+            self.checkpointer.save(self.steps_done)
+
+    @property
+    def stop_signal(self) -> int:
+        """Number of the last signal that stops this rank, for example 15 for SIGTERM. 0 if none."""
+        return 0 if self.stop_signals is None else self.stop_signals.stop_signal
+
+    def report_progress(self) -> None:
+        """Report that this rank is alive. Call it every few seconds during long work between steps.
+
+        Without the call, `HangReport` treats the work as a hang once it takes most of the timeout,
+        and writes a report for the launcher.
+        """
+        if self.hang_report is not None:
+            self.hang_report.restart()
+
+    def log(self, line: str | Event) -> None:
+        """Log a line at level INFO. An `Event` is also written to events.jsonl."""
+        logging.getLogger(LOGGER_NAME).info(line)
+
+    def warn(self, line: str) -> None:
+        """Log a warning. `ReplayTrainer` overrides this method."""
+        logging.getLogger(LOGGER_NAME).warning(line)
+
+    @contextmanager
+    def evaluation_mode(self) -> Iterator[None]:
+        """Give the model the weights to evaluate and save during the `with` block.
+
+        Only schedule-free optimizers keep two versions of the weights. With any other optimizer
+        this context manager does nothing.
+        """
+        if not has_modes(self.optimizer):
+            yield
+            return
+
+        set_mode(self.optimizer, "eval")
+        self.train_step.precompute_scales()
+        try:
+            yield
+        finally:
+            set_mode(self.optimizer, "train")
+            self.train_step.precompute_scales()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the training state that is not a tensor, for the manifest of a checkpoint.
+
+        All ranks must call it together.
+
+        Returns:
+            A small JSON value, the same on all ranks: "step", "tokens" (trained so far), "data"
+            (data position), "run" (run ID), and "hooks" (state of each hook by name).
+        """
+        return {
+            "step": self.steps_done,
+            "tokens": self.meter.tokens_so_far(),
+            "data": self.loader.state_dict(),
+            "run": self.run_id,
+            "hooks": hook_states(self.hooks),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state that `state_dict` returned, when a run resumes.
+
+        Args:
+            state: State from the checkpoint. Data or hooks start from the beginning if
+                checkpoint.exclude_from_loading removed their keys "data" or "hooks".
+        """
+        self.steps_done = state["step"]
+        self.resumed = True
+        self.run_id = state.get("run", self.run_id)
+        self.meter.tokens = state["tokens"]
+        if "data" in state:
+            self.loader.load_state_dict(state["data"])
+        load_hook_states(self.hooks, state.get("hooks", {}))
+
+    def close(self) -> None:
+        """Close all files, and wait for or stop background work such as data workers and saves."""
+        self._resources.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # After an error on one rank, the others may wait in another collective, so closing could
+        # hang.
+        if error is None or (dist.is_initialized() and dist.get_world_size() == 1):
+            self.close()
+
+    def _collect_request(self, step: int) -> Request:
+        """Collect the actions that this rank requests to take after `step`.
+
+        This method waits until the data of step `step` + 1 has been read. Otherwise the other ranks
+        would learn too late that this rank has no data for it. It also consumes a received signal
+        to save (SIGUSR2), so call it once for each step.
+
+        Args:
+            step: The next step or, on a GPU, the step after it; see `RequestExchange`.
+        """
+        if step > self.job.training.steps:
+            return Request()
+        data_error = self._wait_for_data(step + 1 - self.steps_done)
+        request = Request(
+            data_fails=data_error is not None,
+            save=self.checkpointer is not None and step % self.job.checkpoint.interval == 0,
+            validate=self.validator is not None and step % self.job.validation.freq == 0,
+        )
+        if self.stop_signals is not None:
+            request |= self.stop_signals.take_request()
+        for hook in self.hooks:
+            request |= hook.wants(step)
+        return request
+
+    def _wait_for_data(self, num_steps: int) -> Exception | None:
+        """Wait until the data of the next `num_steps` steps has been read on this rank.
+
+        Returns:
+            The first exception that reading the data raised, such as `OutOfData`. None if the data
+            is ready, or if a stop signal arrived before.
+        """
+        remaining_steps = self.job.training.steps - self.steps_done
+        num_steps = max(0, min(num_steps, remaining_steps))
+        with self.meter.timing("data"):
+            return self.loader.prefetch(num_steps)
+
+    def _check_end(self, request: Request) -> tuple[bool, Exception | None]:
+        """Check whether training ends now. All ranks call this together and get the same result.
+
+        Args:
+            request: Combined requests of all ranks after the step that has just been completed.
+
+        Returns:
+            - Whether training ends.
+            - The error of the first rank that cannot read its data for the next step, or None.
+        """
+        is_complete = self.steps_done >= self.job.training.steps
+        if is_complete or request.stop or request.finish:
+            return True, None
+        if not request.data_fails:
+            return False, None
+
+        for data_error in gathered(self._wait_for_data(1), self.mesh.world_group):
+            if data_error is not None:
+                return True, data_error
+        return False, None
+
+    def _report_end_of_data(self, end: OutOfData) -> None:
+        """Log that the run ends early because its data ends.
+
+        Raises:
+            UserError: If the data ends before the first step.
+        """
+        if self.steps_done > 0:
+            self.log(f"The data ends after step {self.steps_done}: {end}")
+            return
+        problem = f"The data is smaller than one global batch: {end}."
+        remedy = (
+            "Lower training.global_batch_size or training.seq_len, or raise dataset.max_epochs."
+        )
+        raise UserError(f"{problem} {remedy}")
+
+    def _reduce_losses(self, loss: Tensor, num_valid_tokens: int) -> Tensor:
+        """Compute the loss of the global batch and the largest loss of any data-parallel rank.
+
+        Args:
+            loss: This rank's part of the loss of the global batch.
+            num_valid_tokens: Number of valid labels in this rank's sequences.
+
+        Returns:
+            Both losses in this order, shape (2,), float64, on the device.
+        """
+        # One column per data-parallel rank. Context and pipeline parallel ranks that hold parts of
+        # the same sequences add their losses and their shares of the tokens in the same column.
+        degrees = self.mesh.degrees
+        sums = torch.zeros(2, self.mesh.data_degree, dtype=torch.float64, device=self.device)
+        sums[0, self.mesh.data_rank] = loss
+        sums[1, self.mesh.data_rank] = num_valid_tokens / (degrees.context * degrees.pipeline)
+        dist.all_reduce(sums, group=self.mesh.loss_group)
+
+        # A rank's part is its summed token loss divided by the tokens of the global batch.
+        loss_parts, num_tokens = sums
+        mean_losses = loss_parts * num_tokens.sum() / num_tokens.clamp(min=1.0)
+        return torch.stack([loss_parts.sum(), mean_losses.max()])
+
+    def _finish(
+        self, request: Request, *, has_finished: bool, data_error: Exception | None
+    ) -> None:
+        """End the run: call `Hook.ended`, wait for the last save, close the trainer, log the end.
+
+        Args:
+            request: Combined requests of all ranks after the last step.
+            has_finished: Whether the run completed all its steps or a hook requested to finish it.
+            data_error: Error of the training data that ended the run, or None.
+
+        Raises:
+            Exception: `data_error`, or else the first error of a hook or of the last save.
+            StoppedBySignal: If a signal stopped the run before its last step and a checkpoint was
+                saved.
+            StoppedUnsaved: If a signal stopped the run and checkpoint.enable is false.
+        """
+        step = self.steps_done
+        stopped = ""
+        if request.stop:
+            stopped = f"Stopped by {signal.Signals(request.stop).name} after step {step}"
+
+        errors: list[Exception | None] = [data_error]
+        for hook in reversed(self.hooks):
+            errors.append(hook.ended(step, stopped))
+        if self.checkpointer is not None:
+            errors.append(self.checkpointer.finish(step, stopped))
+        self.close()
+        for error in errors:
+            if error is not None:
+                raise error
+
+        if stopped and not has_finished:
+            if self.job.checkpoint.enable:
+                raise StoppedBySignal(f"{stopped}: saved.")
+            text = f"{stopped}: nothing saved, as checkpoint.enable is false."
+            raise StoppedUnsaved(text, signal.Signals(request.stop))
+
+        reason = f": {request.finish}" if request.finish else "."
+        self.log(Event(f"Finished after step {step}{reason}", "finish", step))
+
+
+def train(run: Run, argv: Sequence[str] = ()) -> None:
+    """Run a training job on this rank, from building the model to the last checkpoint.
+
+    `titanlite train` calls this function once in each process. The environment variables of the
+    launcher or torchrun (RANK, WORLD_SIZE, ...) identify the rank.
+
+    Args:
+        run: Validated job.
+        argv: Command line of the run. If the run ends early, the error quotes it in the command
+            that resumes the run.
+
+    Raises:
+        UserError: If the run ends for a reason that the user can correct. Its `exit_code` is the
+            exit code of the program.
+    """
+    with process_group(run.job) as device:
+        trainer = None
+        try:
+            trainer = Trainer(run, device)
+            trainer.train()
+        except SystemExit as error:
+            problem = f"sys.exit({error.code!r}) was called during training."
+            remedy = 'To end a run early, return Request(finish="reason") from Hook.wants.'
+            exit_call = RuntimeError(f"{problem} {remedy}")
+            exit_call.add_note(resume_hint(run, argv))
+            raise exit_call from error
+        except Exception as error:
+            if trainer is not None and isinstance(error, GuardError):
+                # All ranks raise it together, so they can complete a save of an earlier step.
+                trainer.close()
+            if is_out_of_memory(error):
+                when = "in the build" if trainer is None else f"at step {trainer.steps_done}"
+                out_of_memory = explain_out_of_memory(error, run, argv, device, when)
+                out_of_memory.add_note(resume_hint(run, argv))
+                raise out_of_memory from None
+
+            is_wrong_job = trainer is None and isinstance(error, UserError)
+            if not is_wrong_job:
+                error.add_note(resume_hint(run, argv))
+            raise
