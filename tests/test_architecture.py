@@ -17,9 +17,7 @@ LINKS = re.findall(r"\[`?([^`\]]+)`?\]\(((?:\.\./)*)([^)#:]+?)(?:#L\d+)?\)", PAG
 @pytest.mark.parametrize(
     ("text", "up", "path"), LINKS, ids=[f"{text} in {path}" for text, _, path in LINKS]
 )
-def test_each_link_leads_to_a_file_that_has_what_the_link_names(
-    text: str, up: str, path: str
-) -> None:
+def test_each_link_leads_to_a_file_that_has_what_the_link_names(text: str, up: str, path: str):
     """Link texts such as `Class.method` or `function` name a definition in the linked file."""
     target = (ROOT / "docs" / "internals" / up / path).resolve()
     assert target.exists(), path
@@ -37,7 +35,7 @@ def test_each_link_leads_to_a_file_that_has_what_the_link_names(
             scope = inside[0]
 
 
-def test_every_room_stands_on_the_page_above_those_that_it_imports() -> None:
+def test_every_room_stands_on_the_page_above_those_that_it_imports():
     rooms = re.findall(r"^\| \[?`(\w+)(?:/|\.py)`.*\|$", PAGE, flags=re.MULTILINE)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     layers = project["tool"]["importlinter"]["contracts"][0]["layers"]
@@ -57,7 +55,7 @@ def test_every_room_stands_on_the_page_above_those_that_it_imports() -> None:
 COUNT = runpy.run_path(str(ROOT / "scripts" / "count_code.py"))
 
 
-def test_package_and_tests_stay_below_their_token_ceilings() -> None:
+def test_package_and_tests_stay_below_their_token_ceilings():
     package = COUNT["count_folder"](ROOT / "titanlite")
     tests = COUNT["count_folder"](ROOT / "tests")
 
@@ -66,7 +64,7 @@ def test_package_and_tests_stay_below_their_token_ceilings() -> None:
     assert tests.tokens <= COUNT["MAX_TEST_TOKENS"]
 
 
-def test_comments_docstrings_and_layout_do_not_count(tmp_path: Path) -> None:
+def test_comments_docstrings_and_layout_do_not_count(tmp_path):
     module = tmp_path / "module.py"
     docstring = '"""Docstring\n\nof three lines."""\n\n'
     assignment = 'x = """a\n\nb"""  # a string of three lines\n\n'  # 3 tokens, 1 line

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ def shown(capsys: Output, *words: str) -> str:
     return " ".join(re.sub(r"[│─╭╮╰╯]", " ", capsys.readouterr().out).split())
 
 
-def test_help_names_each_command_at_once_and_imports_none(cpu_seconds: Callable[..., float]):
+def test_help_names_each_command_at_once_and_imports_none(cpu_seconds):
     ended = subprocess.run([*TITANLITE, "--help"], capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert all(name in ended.stdout for name in cli.COMMANDS)
@@ -51,7 +50,7 @@ def test_help_names_each_command_at_once_and_imports_none(cpu_seconds: Callable[
 
 
 def test_the_help_of_train_explains_every_key_and_shows_the_values_of_the_job_file(
-    tmp_path: Path, capsys: Output
+    tmp_path, capsys
 ):
     (tmp_path / "job.toml").write_text("[training]\nsteps = 12345\n")
     text = shown(capsys, "train", "--job.config_file", str(tmp_path / "job.toml"), "--help", "all")
@@ -88,9 +87,7 @@ def test_the_help_of_train_explains_every_key_and_shows_the_values_of_the_job_fi
         (["--version"], f"titanlite {__version__}, torch 2.", "usage"),
     ],
 )
-def test_what_is_asked_for_is_explained(
-    words: list[str], there: str, not_there: str, capsys: Output
-):
+def test_what_is_asked_for_is_explained(words: list[str], there: str, not_there: str, capsys):
     text = shown(capsys, *words)
     assert there in text
     assert not_there not in text
@@ -108,7 +105,7 @@ def test_what_is_asked_for_is_explained(
     ],
 )
 def test_an_error_is_its_message_and_its_exit_code(
-    error, code: int, said: str, tmp_path: Path, monkeypatch, capfd
+    error, code: int, said: str, tmp_path, monkeypatch, capfd
 ):
     def command() -> None:
         raise error
@@ -136,7 +133,7 @@ def test_an_output_that_nobody_can_write_to_is_answered_without_a_traceback():
         assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
 
 
-def test_ctrl_c_during_the_import_of_a_command_is_silent(tmp_path: Path):
+def test_ctrl_c_during_the_import_of_a_command_is_silent(tmp_path):
     """Extension modules turn a KeyboardInterrupt in their import into other exceptions."""
     (tmp_path / "pydantic.py").write_text(
         "import os, signal\n"
@@ -153,7 +150,7 @@ def test_ctrl_c_during_the_import_of_a_command_is_silent(tmp_path: Path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["train", "plan"])
-def test_ctrl_c_is_silent_from_our_first_line_on(command: str, tmp_path: Path):
+def test_ctrl_c_is_silent_from_our_first_line_on(command: str, tmp_path):
     """Before it, Python's own start can be interrupted, which ends with 1."""
     for wait in (0.03, 0.06, 0.1, 0.2, 0.8, 2.4):
         words = [*TITANLITE, command, "--job.dump_folder", str(tmp_path)]

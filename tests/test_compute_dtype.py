@@ -28,7 +28,7 @@ CPUS = {
 
 
 @pytest.fixture
-def use_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def use_cpu(tmp_path, monkeypatch):
     """Let titanlite see the CPU that /proc/cpuinfo describes so."""
 
     def use(name: str) -> None:
@@ -42,7 +42,7 @@ def use_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.fixture
-def job_file(tmp_path: Path) -> Path:
+def job_file(tmp_path) -> Path:
     path = tmp_path / "small.toml"
     path.write_text(SMALL.replace('mixed_precision_param = "float32"\n', ""))
     return path

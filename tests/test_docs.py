@@ -96,7 +96,7 @@ TUTORIALS = {  # and what its commands say
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TUTORIALS)
-def test_the_files_and_commands_of_a_tutorial_work(name: str, tmp_path: Path) -> None:
+def test_the_files_and_commands_of_a_tutorial_work(name: str, tmp_path):
     found = blocks(page := f"{name}.md")
     (tmp_path / "bin").mkdir()
     for program, words in (
@@ -132,7 +132,7 @@ def test_the_files_and_commands_of_a_tutorial_work(name: str, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_every_command_of_the_readme_works_in_a_fresh_clone(tmp_path: Path) -> None:
+def test_every_command_of_the_readme_works_in_a_fresh_clone(tmp_path):
     """The clone contains a job file and text, and a local hub serves the datasets in README."""
     clone = copy_of_repository(tmp_path / "titanlite")
     (clone / "my_job.toml").write_text(README.partition("```toml\n")[2].partition("```")[0])
@@ -176,7 +176,7 @@ def test_every_command_of_the_readme_works_in_a_fresh_clone(tmp_path: Path) -> N
     assert sum("run_train.sh" in command for command in commands) >= 2
 
 
-def test_a_plan_is_as_its_page_shows_it() -> None:
+def test_a_plan_is_as_its_page_shows_it():
     """Numbers may differ by 10%, because other versions of torch run other kernels."""
     page = (ROOT / "docs/guides/memory_and_speed.md").read_text()
     said = run(
@@ -196,7 +196,7 @@ def test_a_plan_is_as_its_page_shows_it() -> None:
         assert found == pytest.approx(expected, rel=0.1, abs=0.02), numbers
 
 
-def test_a_migration_is_as_its_page_shows_it(tmp_path: Path) -> None:
+def test_a_migration_is_as_its_page_shows_it(tmp_path):
     (tmp_path / "llama3_8b.toml").write_text(OF_02)
     said = run(
         f"{shlex.quote(sys.executable)} -m titanlite migrate llama3_8b.toml --out my_8b.toml",
@@ -205,12 +205,12 @@ def test_a_migration_is_as_its_page_shows_it(tmp_path: Path) -> None:
     assert absent(samples("reference/from_torchtitan.md")[0], said) == []
 
 
-def test_no_page_installs_titanlite_from_where_it_is_not() -> None:
+def test_no_page_installs_titanlite_from_where_it_is_not():
     pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("titanlite/**/*.py")]
     assert [page for page in pages if re.search(r"pip install '?titanlite", page.read_text())] == []
 
 
-def test_the_readme_names_files_that_exist() -> None:
+def test_the_readme_names_files_that_exist():
     for link in re.findall(r"\]\(([^)#:]+)\)", README):
         assert (ROOT / link).exists(), link
 
@@ -219,13 +219,13 @@ def test_the_readme_names_files_that_exist() -> None:
 @pytest.mark.parametrize(
     "page", sorted(page for page, found in PROGRAMS.items() if found), ids=lambda page: page.name
 )
-def test_python_of_the_documentation_runs(page: Path, tmp_path: Path) -> None:
+def test_python_of_the_documentation_runs(page: Path, tmp_path):
     """All blocks of a page form one program, which runs in an empty folder."""
     (tmp_path / "program.py").write_text("\n".join(PROGRAMS[page]))
     run(f"{shlex.quote(sys.executable)} program.py", tmp_path)
 
 
-def test_the_documented_signatures_are_those_of_the_functions() -> None:
+def test_the_documented_signatures_are_those_of_the_functions():
     documented = next(
         text for language, _, text in blocks("reference/python.md") if language == "text"
     ).splitlines()
@@ -237,7 +237,7 @@ def test_the_documented_signatures_are_those_of_the_functions() -> None:
         assert line == f"{function.__module__}.{function.__name__}{plain}"
 
 
-def test_the_reference_has_every_key_with_its_type_default_and_text() -> None:
+def test_the_reference_has_every_key_with_its_type_default_and_text():
     page = runpy.run_path(str(ROOT / "scripts" / "docs_site.py"))["keys_page"]()
     for key, field in list_keys().items():
         assert f"### {key} {{ #{key} }}" in page
@@ -254,8 +254,8 @@ def test_the_reference_has_every_key_with_its_type_default_and_text() -> None:
     importlib.util.find_spec("material") is None, reason="pip install 'titanlite[docs]'"
 )
 def test_the_site_is_built_without_a_warning_and_asks_for_nothing_on_the_network(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     build = f"{shlex.quote(sys.executable)} -m mkdocs build --strict --site-dir {shlex.quote(str(tmp_path))}"
     assert "WARNING" not in run(build, ROOT, NO_MKDOCS_2_WARNING="1")
     written = {path.relative_to(tmp_path).with_suffix(".md") for path in tmp_path.rglob("*.html")}

@@ -21,7 +21,7 @@ from titanlite.load_run import check_run, load_run
 
 
 @pytest.fixture(autouse=True)
-def in_folder_with_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_folder_with_a_job(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("job.toml").write_text("[training]\nsteps = 1000\n")
 
@@ -135,7 +135,7 @@ def test_a_flavor_of_our_own_has_the_tokenizers_vocabulary_in_multiples_of_128(f
     assert "at least 2000" in check("--tokenizer.path", "odd.model", "--model.vocab_size", "1999")
 
 
-def test_jobs_that_an_earlier_version_saved_are_read_without_what_is_gone(tmp_path: Path):
+def test_jobs_that_an_earlier_version_saved_are_read_without_what_is_gone(tmp_path):
     dropped = {
         name: {key: value for key, (value, _) in model.dropped.items()}
         for name, model in SECTIONS.items()
@@ -299,7 +299,7 @@ def test_the_nearest_that_is_named_works(key: str, line: str, ranks: int, neares
     ] * len(nearest)
 
 
-def test_what_an_older_torch_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch):
+def test_what_an_older_torch_cannot_do_is_refused(monkeypatch):
     line = f"{PIPELINE} ZBVZeroBubble --training.global_batch_size 32 --activation_checkpoint.mode none"
     for torch, refused in (("2.11.0+cu130", True), ("2.13.0", False)):
         monkeypatch.setattr("titanlite.rules.version", lambda _name, torch=torch: torch)

@@ -5,7 +5,7 @@ from tiny_run import TinyRun
 
 
 @pytest.fixture
-def two_saved(tmp_path: Path) -> tuple[Path, TinyRun]:
+def two_saved(tmp_path) -> tuple[Path, TinyRun]:
     """Return the checkpoint folder of a run that saved at steps 2 and 4, and the run."""
     run = TinyRun()
     checkpoints = run.checkpoints(tmp_path)

@@ -228,7 +228,7 @@ def test_imported_weights_are_kept_in_the_folder_and_at_the_mirror(tmp_path):
         assert not (folder / "step-00000002").exists()
 
 
-def test_mirror_with_only_imported_weights_is_an_error_before_training(tmp_path: Path) -> None:
+def test_mirror_with_only_imported_weights_is_an_error_before_training(tmp_path):
     run = tmp_path / "run"
     start_small(run, "--training.steps", 1).ends_with(0)
     titanlite("average", run, run, "--out", tmp_path / "mirror")
@@ -249,7 +249,7 @@ def fill_mirror() -> None:
     mirror.Mirror._copy_file = raise_full  # type: ignore[method-assign]
 
 
-def test_full_mirror_on_a_local_disk_gets_no_advice_about_s3(tmp_path: Path) -> None:
+def test_full_mirror_on_a_local_disk_gets_no_advice_about_s3(tmp_path):
     url = f"file://{tmp_path}/mirror"
     words = "--checkpoint.mirror", url, "--training.steps", 1
 

@@ -128,7 +128,7 @@ def test_best_checkpoint_is_determined_by_the_files_alone(tmp_path):
 
 
 @pytest.mark.slow
-def test_best_checkpoint_survives_worse_steps_and_a_restart(tmp_path: Path) -> None:
+def test_best_checkpoint_survives_worse_steps_and_a_restart(tmp_path):
     keys = 'interval = 5\nkeep_best = true\nkeep_latest_k = 1\nasync_mode = "async"'
     validation = "[validation]\nfreq = 2\nholdout = 0.05\nsequences = 4\n"
     (tmp_path / "job.toml").write_text(SMALL.replace("interval = 5", keys) + validation)
@@ -244,7 +244,7 @@ def test_last_save_never_replaces_files_of_other_programs(tmp_path, name):
 
 
 @pytest.mark.slow
-def test_foreign_final_hf_is_an_error_before_training(tmp_path: Path) -> None:
+def test_foreign_final_hf_is_an_error_before_training(tmp_path):
     (tmp_path / "job.toml").write_text(SMALL)
     foreign = tmp_path / "out" / "final_hf" / "model.pt"
     foreign.parent.mkdir(parents=True)

@@ -14,8 +14,8 @@ VERSIONS = Path(__file__).with_name("versions")
 @pytest.mark.parametrize("archive", sorted(VERSIONS.glob("*.tar.xz")), ids=lambda path: path.name)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_resume_of_a_run_of_an_earlier_version_repeats_its_losses(
-    archive: Path, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    archive: Path, ranks: int, tmp_path, monkeypatch
+):
     shutil.unpack_archive(archive, tmp_path, filter="data")
     monkeypatch.chdir(VERSIONS)
     expected = losses(tmp_path)

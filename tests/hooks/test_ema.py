@@ -1,7 +1,6 @@
 """The average of the weights: exact on each layout, across resumes, and what other commands take."""
 
 import math
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -40,7 +39,7 @@ def train(folder: str) -> None:
             trainer.train()
 
 
-def test_the_average_is_exact_on_any_layout_and_is_what_other_commands_take(tmp_path: Path) -> None:
+def test_the_average_is_exact_on_any_layout_and_is_what_other_commands_take(tmp_path):
     run_ranks(2, train, str(tmp_path))
     out = tmp_path / "out"
     (tmp_path / "text.txt").write_text("import os\n" * 20)

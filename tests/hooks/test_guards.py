@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -81,8 +80,8 @@ def skipping(folder: str) -> dict[str, dict[int, bool]]:
 
 
 def test_a_step_with_a_gradient_that_is_not_finite_changes_nothing_on_any_layout(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     ranks = run_ranks(2, skipping, str(tmp_path))
     assert (
         ranks == [{name: {1: True, 2: False, 3: True, 4: True, 5: False} for name in LAYOUTS}] * 2
@@ -137,7 +136,7 @@ def spiking(folder: str) -> dict[str, dict[int, bool]]:
     return found
 
 
-def test_a_spike_is_named_or_skipped_by_a_history_that_a_resume_continues(tmp_path: Path) -> None:
+def test_a_spike_is_named_or_skipped_by_a_history_that_a_resume_continues(tmp_path):
     ranks = run_ranks(2, spiking, str(tmp_path))
     assert ranks == [{"warn": {7: False, 8: False}, "skip": {7: True, 8: False}}] * 2
     for policy in ranks[0]:
@@ -188,7 +187,7 @@ def rolled_back(folder: str) -> tuple[list[list[int]], list[bool], str]:
     )
 
 
-def test_a_spike_takes_the_weights_back_and_the_data_between_is_passed_over(tmp_path: Path) -> None:
+def test_a_spike_takes_the_weights_back_and_the_data_between_is_passed_over(tmp_path):
     ranks = run_ranks(2, rolled_back, str(tmp_path))
     assert [each[:2] for each in ranks] == [([[5, 9, 10, 12], [5, 9], [10, 12]], [True] * 4)] * 2
     assert all(each[2].startswith("Step 12:") for each in ranks)
@@ -258,8 +257,8 @@ def excluding(folder: str) -> None:
 
 
 def test_exclude_from_loading_drops_only_what_it_names_also_when_a_run_goes_back(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     run_ranks(2, excluding, str(tmp_path))
     log = (tmp_path / "fsdp" / "out" / "train.log").read_text()
     assert re.findall("Not loaded from (.*) \\(", log) == [
@@ -303,7 +302,7 @@ def excluding_hooks(folder: str) -> list[list[float]]:
     return counter.counts
 
 
-def test_a_rollback_without_saved_hook_state_restores_its_initial_values(tmp_path: Path) -> None:
+def test_a_rollback_without_saved_hook_state_restores_its_initial_values(tmp_path):
     assert (
         run_ranks(2, excluding_hooks, str(tmp_path))
         == [[[100.0] * 2, [100.0] * 2, [101.0] * 2]] * 2
@@ -337,7 +336,7 @@ def corrupted(folder: str) -> list[str]:
     return errors
 
 
-def test_a_flipped_bit_ends_the_run_unsaved_and_the_rank_is_named(tmp_path: Path) -> None:
+def test_a_flipped_bit_ends_the_run_unsaved_and_the_rank_is_named(tmp_path):
     ranks = run_ranks(4, corrupted, str(tmp_path))
     assert ranks == [ranks[0]] * 4
     hybrid, tensor = ranks[0]
@@ -349,7 +348,7 @@ def test_a_flipped_bit_ends_the_run_unsaved_and_the_rank_is_named(tmp_path: Path
     assert [path.name for path in tmp_path.glob("*/out/checkpoint/step-*")] == ["step-00000002"] * 2
 
 
-def test_too_many_skipped_steps_in_a_row_end_the_run_also_across_a_resume(tmp_path: Path) -> None:
+def test_too_many_skipped_steps_in_a_row_end_the_run_also_across_a_resume(tmp_path):
     [said], second = run_ranks(2, stopped, str(tmp_path))
     assert [said] == second
     assert "2 consecutive steps" in said
@@ -363,9 +362,7 @@ def test_too_many_skipped_steps_in_a_row_end_the_run_also_across_a_resume(tmp_pa
 @pytest.mark.parametrize(
     "lr", [2e-3, 1e30]
 )  # with the second, the weights after step 1 give no number
-def test_a_replayed_step_has_the_bits_of_the_logged_one_also_if_it_was_skipped(
-    tmp_path: Path, lr: float
-) -> None:
+def test_a_replayed_step_has_the_bits_of_the_logged_one_also_if_it_was_skipped(tmp_path, lr: float):
     out = tmp_path / "out"
     words = f"--training.steps 4 --checkpoint.interval 2 --optimizer.lr {lr} --training.max_norm 0".split()
     words += ["--optimizer.name", "SGD"]
@@ -407,8 +404,8 @@ def wait_for_slow_rank(folder: str) -> None:
 
 
 def test_a_slow_rank_is_named_once_and_by_a_collective_that_is_read_a_line_later(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     run_ranks(2, wait_for_slow_rank, str(tmp_path))
     events = [json.loads(line) for line in (tmp_path / "out" / "events.jsonl").open()]
     for words in (r"data 1e\+03 s a step", r"product"):

@@ -63,7 +63,7 @@ def follow(folder: str, delay: int) -> list[tuple[str, int | None]]:
 
 
 @pytest.mark.parametrize("delay", [0, 1], ids=["CPU", "GPU"])
-def test_a_hook_is_called_in_one_order_on_all_ranks(tmp_path: Path, delay: int) -> None:
+def test_a_hook_is_called_in_one_order_on_all_ranks(tmp_path, delay: int):
     """On a GPU requests are sent a step earlier, and take effect after the same step."""
     first, second = run_ranks(2, follow, str(tmp_path), delay)
     assert first == second
@@ -116,7 +116,7 @@ def finish_event(folder: Path) -> tuple[int, str]:
     return finish["step"], finish["text"]
 
 
-def test_a_hook_on_one_rank_finishes_the_run_on_all_ranks(tmp_path: Path) -> None:
+def test_a_hook_on_one_rank_finishes_the_run_on_all_ranks(tmp_path):
     assert run_ranks(2, train_until_finished, str(tmp_path)) == [3, 3]
 
     step, text = finish_event(tmp_path / "out")
@@ -149,16 +149,14 @@ def calls_until_stopped(folder: str) -> list[tuple[str, int]]:
     return hook.calls
 
 
-def test_a_stopped_run_calls_check_and_act_once_after_its_last_step(tmp_path: Path) -> None:
+def test_a_stopped_run_calls_check_and_act_once_after_its_last_step(tmp_path):
     (calls,) = run_ranks(1, calls_until_stopped, str(tmp_path))
 
     assert calls == [(name, step) for step in (1, 2, 3) for name in ("check", "act")]
     assert [path.name for path in (tmp_path / "out" / "checkpoint").iterdir()] == ["step-00000003"]
 
 
-def test_the_early_stopping_hook_of_the_docs_ends_a_run_with_exit_code_0(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_early_stopping_hook_of_the_docs_ends_a_run_with_exit_code_0(tmp_path, monkeypatch):
     page = (Path(__file__).parents[2] / "docs" / "reference" / "plugin_hooks.md").read_text()
     block = re.search(r'```python title="my_early_stopping.py"\n(.*?)```', page, flags=re.DOTALL)
     assert block is not None
@@ -229,8 +227,8 @@ def tally(folder: str) -> list[list[int]]:
 
 
 def test_two_hooks_of_a_class_keep_their_state_and_a_renamed_one_is_reported(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     assert run_ranks(1, tally, str(tmp_path)) == [[[4, 4], [40, 40], [1, 1]]]
     log = (tmp_path / "out" / "train.log").read_text()
     assert re.findall(r" hooks .*: (\w+)$| hooks, .*: (\w+)$", log, flags=re.M) == [
@@ -247,6 +245,6 @@ def refusal(folder: str, *names: str) -> str:
 
 
 @pytest.mark.parametrize("names", [("one", "one"), ("ema.x",), ("",), ("spike_guard",)])
-def test_a_hook_with_state_needs_a_name_of_its_own(names: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_hook_with_state_needs_a_name_of_its_own(names: tuple[str, ...], tmp_path):
     (message,) = run_ranks(1, refusal, str(tmp_path), *names)
     assert "Tally" in message

@@ -31,8 +31,8 @@ TASKS = {
 
 
 def test_every_layout_scores_tasks_as_its_checkpoint_does_and_training_does_not_notice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     start_small(tmp_path / "none", *WORDS, ranks=2).ends_with(0)
     checkpoint, total, right = load_checkpoint(tmp_path / "none"), 0.0, 0

@@ -1,7 +1,6 @@
 """Norms by group of parameters: they are those of the whole model, on any layout, and training does not notice them."""
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ GROUPS = {
 }
 
 
-def test_all_layouts_measure_the_same_and_training_does_not_notice(tmp_path: Path) -> None:
+def test_all_layouts_measure_the_same_and_training_does_not_notice(tmp_path):
     both = (
         "--parallelism.pipeline_parallel_degree",
         "2",
@@ -97,7 +96,7 @@ def measured_and_real(folder: str, *words: str) -> list[tuple[dict[str, float], 
 
 
 @pytest.mark.parametrize("own_adamw", [False, True])
-def test_the_update_is_what_the_weights_have_changed_by(tmp_path: Path, own_adamw: bool) -> None:
+def test_the_update_is_what_the_weights_have_changed_by(tmp_path, own_adamw: bool):
     words = [
         "--checkpoint.no-enable",
         "--optimizer.weight_decay",
@@ -125,7 +124,7 @@ def train_with_skipped_steps(folder: str) -> None:
         trainer.train()
 
 
-def test_a_skipped_step_reports_no_update(tmp_path: Path) -> None:
+def test_a_skipped_step_reports_no_update(tmp_path):
     run_ranks(1, train_with_skipped_steps, str(tmp_path))
     reported = {
         step: {*entry.get("update_ratios", ())} for step, entry in logged(tmp_path / "out").items()

@@ -48,8 +48,8 @@ def fill_disk_once() -> None:
 
 @pytest.mark.slow
 def test_a_run_has_the_traces_of_its_schedule_and_the_numbers_of_a_run_without(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     """Its disk is full at the first trace, which ends no run."""
     start_small(tmp_path / "plain", ranks=2).ends_with(0)
     said = start_small(tmp_path / "profiled", *ALL, ranks=2, before=fill_disk_once).ends_with(0)
@@ -82,9 +82,7 @@ def test_a_run_has_the_traces_of_its_schedule_and_the_numbers_of_a_run_without(
 @pytest.mark.parametrize(
     "command", re.findall(r"```bash\n(titanlite profile .*)\n```", PAGES), ids=["short", "trace"]
 )
-def test_the_commands_of_the_page_do_what_it_says(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_commands_of_the_page_do_what_it_says(command: str, tmp_path, monkeypatch):
     as_json = "--out" not in command
     ranks, folder = (2, "outputs/debug_model/profile") if as_json else (1, "traces/profile")
     monkeypatch.chdir(tmp_path)
@@ -110,8 +108,8 @@ def test_the_commands_of_the_page_do_what_it_says(
 
 
 def test_a_gpus_memory_is_written_on_the_schedule_and_where_it_was_not_enough(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     memory = torch.cuda.memory
     monkeypatch.setattr(memory, "_record_memory_history", lambda max_entries: None)
     monkeypatch.setattr(memory, "_dump_snapshot", lambda path: Path(path).write_bytes(b"blocks"))

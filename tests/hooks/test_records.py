@@ -23,7 +23,7 @@ def start_event(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_start_says_what_has_changed_since_the_one_before(tmp_path: Path) -> None:
+def test_a_start_says_what_has_changed_since_the_one_before(tmp_path):
     out = tmp_path / "out"
     (tmp_path / "text.jsonl").write_text(
         (json.dumps({"text": "some words to learn from. " * 20}) + "\n") * 40
@@ -72,9 +72,7 @@ def test_a_start_says_what_has_changed_since_the_one_before(tmp_path: Path) -> N
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="no git")
-def test_in_a_clone_code_has_the_commit_and_whether_a_file_differs_from_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_in_a_clone_code_has_the_commit_and_whether_a_file_differs_from_it(tmp_path, monkeypatch):
     package = tmp_path / "package"
     package.mkdir()
     (package / "module.py").write_text("x = 1\n")

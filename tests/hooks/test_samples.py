@@ -19,7 +19,7 @@ temperature = 0
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def job(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("job") / "job.toml"
     path.write_text(SMALL.replace("n_kv_heads = 1", "n_kv_heads = 2") + SAMPLES)
     return path
@@ -32,7 +32,7 @@ def trained(job: Path, folder: Path, *words: object, ranks: int = 1) -> list[dic
 
 
 @pytest.fixture(scope="module")
-def alone(job: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]]:
+def alone(job: Path, tmp_path_factory) -> tuple[Path, list[dict]]:
     """A run on one process, and what it wrote."""
     folder = tmp_path_factory.mktemp("alone")
     return folder, trained(job, folder)
@@ -40,7 +40,7 @@ def alone(job: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, li
 
 def test_each_prompt_is_completed_every_few_steps_with_the_text_of_generate(
     alone: tuple[Path, list[dict]],
-) -> None:
+):
     folder, samples = alone
     prompts = ["def f", "import os, sys", ""]
     assert [(line["step"], line["prompt"]) for line in samples] == [
@@ -55,8 +55,8 @@ def test_each_prompt_is_completed_every_few_steps_with_the_text_of_generate(
 
 
 def test_training_does_not_notice_and_neither_does_a_resume(
-    job: Path, alone: tuple[Path, list[dict]], tmp_path: Path
-) -> None:
+    job: Path, alone: tuple[Path, list[dict]], tmp_path
+):
     """What is trained again is sampled again, and the old text is kept."""
     folder, samples = alone
     titanlite(
@@ -78,8 +78,8 @@ def test_training_does_not_notice_and_neither_does_a_resume(
 
 @pytest.mark.parametrize(("ranks", "degree"), [(2, "context"), (2, "pipeline"), (4, "tensor")])
 def test_every_layout_writes_the_same_text(
-    job: Path, alone: tuple[Path, list[dict]], tmp_path: Path, ranks: int, degree: str
-) -> None:
+    job: Path, alone: tuple[Path, list[dict]], tmp_path, ranks: int, degree: str
+):
     words = [f"--parallelism.{degree}_parallel_degree", 2]
     batch = ["--training.local_batch_size", 1, "--training.global_batch_size", 4]
     assert trained(job, tmp_path, *words, *batch, ranks=ranks) == alone[1]

@@ -11,7 +11,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,7 +26,7 @@ Said = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(autouse=True)
-def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def clean_environment(monkeypatch, tmp_path) -> None:
     for name in (*NUMBERS, "MASTER_ADDR", "LOG_RANK", "CUDA_VISIBLE_DEVICES", "TITANLITE_COMMAND"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
@@ -38,9 +38,7 @@ def executable(file: Path, text: str) -> None:
     file.chmod(file.stat().st_mode | stat.S_IEXEC)
 
 
-def test_a_wrong_job_is_refused_at_once_without_torch_or_a_folder(
-    tmp_path: Path, cpu_seconds: Callable[..., float]
-):
+def test_a_wrong_job_is_refused_at_once_without_torch_or_a_folder(tmp_path, cpu_seconds):
     (tmp_path / "wrong.toml").write_text('[training]\nsteps = "abc"\n[modle]\ndim = 3\n')
 
     def refused() -> None:
@@ -63,9 +61,7 @@ def test_a_wrong_job_is_refused_at_once_without_torch_or_a_folder(
     assert [path.name for path in tmp_path.iterdir()] == ["wrong.toml"]
 
 
-def test_more_processes_than_visible_gpus_are_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Said
-):
+def test_more_processes_than_visible_gpus_are_refused(monkeypatch, tmp_path, capsys):
     executable(
         tmp_path / "nvidia-smi", "#!/bin/sh\necho 'GPU 0: NVIDIA H100'\necho 'GPU 1: NVIDIA H100'\n"
     )
@@ -149,7 +145,7 @@ def test_a_signal_reaches_each_rank_once_and_they_have_time_to_save(
     code: int,
     said: str,
     command: list[str],
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch,
 ):
     monkeypatch.setenv("STOP_SECONDS", "60" if how == "save" or len(numbers) > 1 else "2")
     launcher = start(command, how)
@@ -165,9 +161,7 @@ def test_a_signal_reaches_each_rank_once_and_they_have_time_to_save(
 
 @pytest.mark.slow
 @LINUX
-def test_a_launcher_that_was_stopped_names_the_rank_that_failed_first(
-    command: list[str], tmp_path: Path
-):
+def test_a_launcher_that_was_stopped_names_the_rank_that_failed_first(command: list[str], tmp_path):
     launcher = start(command, "lost")
     ranks = descendants(launcher.pid)[1:]
     launcher.send_signal(signal.SIGSTOP)
@@ -187,7 +181,7 @@ def is_zombie(pid: int) -> bool:
 
 @pytest.mark.slow
 @LINUX
-def test_ranks_save_and_stop_when_their_launcher_is_killed(command: list[str], tmp_path: Path):
+def test_ranks_save_and_stop_when_their_launcher_is_killed(command: list[str], tmp_path):
     launcher = start(command, "orphan")
     launcher.kill()
     launcher.wait(timeout=10)
@@ -199,7 +193,7 @@ def test_ranks_save_and_stop_when_their_launcher_is_killed(command: list[str], t
 
 @pytest.mark.slow
 def test_hangs_crashes_and_restarts_are_events_and_cannot_command_a_terminal(
-    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: list[str], tmp_path, monkeypatch
 ):
     """The launcher trusts no rank to have escaped what it quotes, and says names of folders itself."""
     monkeypatch.setenv("MAX_RESTARTS", "1")
@@ -244,9 +238,7 @@ def test_a_child_in_a_busy_loop_does_not_outlive_its_killed_parent():
 
 
 @pytest.mark.parametrize(("number", "ends", "code"), [(signal.SIGTERM, 75, 143), (None, 3, 3)])
-def test_a_pod_that_is_evicted_saves_first(
-    number: int | None, ends: int, code: int, tmp_path: Path
-):
+def test_a_pod_that_is_evicted_saves_first(number: int | None, ends: int, code: int, tmp_path):
     yaml = pytest.importorskip("yaml")
     job = yaml.safe_load((REPOSITORY / "scripts/kubernetes/pytorchjob.yaml").read_text())
     (container,) = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
@@ -266,7 +258,7 @@ def test_a_pod_that_is_evicted_saves_first(
     assert (tmp_path / "saved").exists() == bool(number)
 
 
-def test_the_sample_for_slurm_trains_on_the_data_that_it_is_given_and_on_no_other(tmp_path: Path):
+def test_the_sample_for_slurm_trains_on_the_data_that_it_is_given_and_on_no_other(tmp_path):
     executable(tmp_path / "scontrol", "#!/bin/sh\necho first\n")
     executable(tmp_path / "srun", '#!/bin/sh\nshift 2\nexec "$@"\n')
     executable(tmp_path / "run_train.sh", '#!/bin/sh\necho "$MASTER_ADDR" "$@"\n')
@@ -298,7 +290,7 @@ seq -f "Collecting package-%g" 146
 
 
 @pytest.fixture
-def clone(tmp_path: Path) -> Path:
+def clone(tmp_path) -> Path:
     (tmp_path / "clone/scripts").mkdir(parents=True)
     shutil.copy(REPOSITORY / "scripts/setup.sh", tmp_path / "clone/scripts")
     (tmp_path / "clone/pyproject.toml").write_text("one")
@@ -336,9 +328,7 @@ def test_set_up_installs_once_and_again_when_something_has_changed(clone: Path):
     assert set_up(clone.rename(clone.with_name("moved"))) == (0, 8)
 
 
-def test_set_up_installs_the_versions_of_the_constraints_file(
-    clone: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_set_up_installs_the_versions_of_the_constraints_file(clone: Path, monkeypatch):
     set_up(clone)
     monkeypatch.setenv("TITANLITE_CONSTRAINTS", "")
     set_up(clone)
@@ -366,9 +356,7 @@ def test_set_up_prints_large_downloads_and_errors_but_not_each_package(clone: Pa
 
 
 @pytest.mark.parametrize(("old", "code"), [("typing_extensions", 0), ("tyro", 1)])
-def test_a_python_that_has_all_packages_lends_them_without_a_network(
-    tmp_path: Path, old: str, code: int
-):
+def test_a_python_that_has_all_packages_lends_them_without_a_network(tmp_path, old: str, code: int):
     """It lacks ensurepip, and version 0.1 of one package is too old for others, or for titanlite itself."""
     (tmp_path / "scripts").mkdir()
     shutil.copy(REPOSITORY / "scripts/setup.sh", tmp_path / "scripts")

@@ -1,7 +1,6 @@
 """`titanlite prove` finds every mistake of the catalog, and raises no false alarm."""
 
 import re
-from pathlib import Path
 
 import pytest
 from ranks import start_titanlite
@@ -23,7 +22,7 @@ def marked(mutant: Mutant) -> object:
 
 
 @pytest.mark.parametrize("mutant", map(marked, CATALOG.values()))
-def test_a_mistake_is_found_and_explained(mutant: Mutant, tmp_path: Path) -> None:
+def test_a_mistake_is_found_and_explained(mutant: Mutant, tmp_path):
     layout = mutant.layout
     command = ("prove", "--job.dump_folder", tmp_path / "out", *WORDS, *layout.words)
     output = start_titanlite(*command, ranks=layout.ranks, before=mutant.apply)

@@ -1,6 +1,5 @@
 """`titanlite prove` accepts correct jobs of all kinds."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,7 +63,7 @@ JOBS: dict[str, Layout] = {
 
 
 @pytest.mark.parametrize("layout", JOBS.values(), ids=JOBS)
-def test_a_correct_job_is_proven(layout: Layout, tmp_path: Path) -> None:
+def test_a_correct_job_is_proven(layout: Layout, tmp_path):
     command = ("prove", "--job.dump_folder", tmp_path / "out", *layout.words)
     assert "Proven" in titanlite(*command, ranks=layout.ranks)
 
@@ -80,7 +79,7 @@ def job_of_row(row: Row) -> str:
 
 
 @pytest.mark.parametrize("row", all_rows(), ids=lambda row: row.name)
-def test_rows_of_the_equivalence_tables_are_proven(row: Row, tmp_path: Path) -> None:
+def test_rows_of_the_equivalence_tables_are_proven(row: Row, tmp_path):
     job = tmp_path / "job.toml"
     job.write_text(job_of_row(row))
     command = ("prove", "--job.config_file", job, "--job.dump_folder", tmp_path / "out")

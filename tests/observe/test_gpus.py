@@ -1,7 +1,5 @@
 """The table of accelerators: data sheets, names as devices and people give them, and files of one's own."""
 
-from pathlib import Path
-
 import pytest
 
 from titanlite.config.errors import UserError
@@ -58,7 +56,7 @@ def test_people_write_names_as_they_like_and_none_is_taken_for_a_relative():
         (("bf16 = 100.0", "bf16 = "), "not valid TOML"),
     ],
 )
-def test_mistakes_in_ones_own_numbers_are_named(tmp_path: Path, change: tuple[str, str], said: str):
+def test_mistakes_in_ones_own_numbers_are_named(tmp_path, change: tuple[str, str], said: str):
     file = tmp_path / "mine.toml"
     file.write_text(MINE.replace(*change))
     with pytest.raises(UserError, match=said):

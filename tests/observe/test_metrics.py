@@ -58,7 +58,7 @@ PARTS = ("data_time", "forward_backward_time", "optimizer_time", "checkpoint_tim
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     """What two starts have left.
 
     The first was killed at step 9, as far as its files can tell, after a save at 5.
@@ -87,7 +87,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path / "out"
 
 
-def test_a_line_has_these_numbers(folder: Path) -> None:
+def test_a_line_has_these_numbers(folder: Path):
     lines = logged(folder)
     assert list(lines) == list(range(1, 13))
     assert list(lines[1]) == [*KEYS, "grad_norms"]
@@ -111,7 +111,7 @@ def test_a_line_has_these_numbers(folder: Path) -> None:
     assert lines[8]["time"] < lines[9]["time"]
 
 
-def test_what_is_trained_again_stands_in_each_file_once_and_is_kept(folder: Path) -> None:
+def test_what_is_trained_again_stands_in_each_file_once_and_is_kept(folder: Path):
     first = [json.loads(line)["step"] for line in (folder / "archived-1" / "metrics.jsonl").open()]
     assert first == [6, 7, 8, 9]
     validated = [json.loads(line) for line in (folder / "validation.jsonl").open()]
@@ -123,7 +123,7 @@ def test_what_is_trained_again_stands_in_each_file_once_and_is_kept(folder: Path
     )
 
 
-def test_tensorboard_has_the_same_numbers_in_groups(folder: Path) -> None:
+def test_tensorboard_has_the_same_numbers_in_groups(folder: Path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     board: Any = EventAccumulator(str(folder / "tb"))
@@ -147,8 +147,8 @@ def test_tensorboard_has_the_same_numbers_in_groups(folder: Path) -> None:
 
 
 def test_non_finite_numbers_are_valid_json_and_the_guard_comes_after_the_line(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     diverging = ["--optimizer.name", "SGD", "--optimizer.lr", "1e30", "--training.max_norm", "0"]
     words = [tmp_path / "out", *diverging, "--validation.freq", "1"]
     said = start_small(
@@ -169,7 +169,7 @@ def fill_disk() -> None:
     )
 
 
-def test_a_full_disk_costs_metrics_and_not_the_run(tmp_path: Path) -> None:
+def test_a_full_disk_costs_metrics_and_not_the_run(tmp_path):
     words = [
         tmp_path / "out",
         "--metrics.enable_tensorboard",

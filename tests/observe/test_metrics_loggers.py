@@ -1,7 +1,6 @@
 """Metrics loggers: Weights & Biases, and plugins written for version 0.2."""
 
 import os
-from pathlib import Path
 
 import pytest
 from ranks import start_small
@@ -12,16 +11,14 @@ from titanlite.config.load import load_job
 from titanlite.load_run import load_run
 
 
-def test_wandb_that_is_not_installed_is_said_before_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_wandb_that_is_not_installed_is_said_before_the_start(tmp_path, monkeypatch):
     monkeypatch.setattr("titanlite.rules.find_spec", lambda name: None)
     with pytest.raises(UserError, match="enable_wandb = true"):
         load_run(["--job.dump_folder", str(tmp_path / "out"), "--metrics.enable_wandb"], 1)
 
 
 @pytest.mark.slow
-def test_wandb_gets_what_tensorboard_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_wandb_gets_what_tensorboard_gets(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     words = ["--metrics.enable_wandb", "--training.steps", 3, "--checkpoint.no-enable"]
@@ -42,7 +39,7 @@ def without_key() -> None:
 
 
 @pytest.mark.slow
-def test_wandb_without_a_key_is_a_mistake_of_the_user(tmp_path: Path):
+def test_wandb_without_a_key_is_a_mistake_of_the_user(tmp_path):
     pytest.importorskip("wandb")
     said = start_small(tmp_path / "out", "--metrics.enable_wandb", before=without_key).ends_with(2)
     assert "metrics.enable_wandb" in said
@@ -69,9 +66,7 @@ class Table(Writer):
 
 
 @pytest.mark.slow
-def test_plugin_and_job_with_former_names_still_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_plugin_and_job_with_former_names_still_work(tmp_path, monkeypatch):
     (tmp_path / "old_plugin.py").write_text(OLD_PLUGIN)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -86,7 +81,7 @@ def test_plugin_and_job_with_former_names_still_work(
     assert (tmp_path / "out" / "table.txt").read_text().splitlines() == expected
 
 
-def test_job_file_with_the_former_key_loads(tmp_path: Path):
+def test_job_file_with_the_former_key_loads(tmp_path):
     (tmp_path / "job.toml").write_text('[metrics]\nwriters = ["json"]\n')
 
     job = load_job(["--job.config_file", str(tmp_path / "job.toml")])

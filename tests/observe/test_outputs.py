@@ -46,7 +46,7 @@ def everything(path: Path) -> str:
     )
 
 
-def test_a_run_that_begins_anew_sets_all_of_the_earlier_one_aside_together(tmp_path: Path) -> None:
+def test_a_run_that_begins_anew_sets_all_of_the_earlier_one_aside_together(tmp_path):
     start(tmp_path, "first")
     assert start(tmp_path, "first") == ""  # nothing was measured
     measure(tmp_path, 5, 10, note="of the first")
@@ -63,7 +63,7 @@ def test_a_run_that_begins_anew_sets_all_of_the_earlier_one_aside_together(tmp_p
     ]
 
 
-def test_no_sequence_of_starts_loses_a_measurement(tmp_path: Path) -> None:
+def test_no_sequence_of_starts_loses_a_measurement(tmp_path):
     marks = []
     plan = [
         ("a", None),
@@ -90,8 +90,8 @@ def test_no_sequence_of_starts_loses_a_measurement(tmp_path: Path) -> None:
     "damage", [b"\xff\xfe\n", b'{"step": 1e999}\n', b'{"step": 2, "lo', b'{"step": 1}', b""]
 )
 def test_a_resumed_run_keeps_its_steps_and_sets_damage_and_later_ones_aside(
-    tmp_path: Path, damage: bytes
-) -> None:
+    tmp_path, damage: bytes
+):
     """The files are of version 0.1, which names no run."""
     (tmp_path / "environment.json").write_text('{"python": "3.11"}')
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n{"step": 3}\n' + damage)
@@ -119,9 +119,7 @@ def test_a_resumed_run_keeps_its_steps_and_sets_damage_and_later_ones_aside(
         ("train.log", "epoch 1: loss 3\n"),
     ],
 )
-def test_start_is_refused_if_it_would_write_to_a_foreign_file(
-    tmp_path: Path, name: str, content: str
-) -> None:
+def test_start_is_refused_if_it_would_write_to_a_foreign_file(tmp_path, name: str, content: str):
     (tmp_path / name).write_text(content)
     if name != "config.toml":
         (tmp_path / "config.toml").touch()

@@ -29,7 +29,7 @@ def data_of(*folders: Path) -> dict[str, Any]:
     return json.loads(found)
 
 
-def test_a_page_has_all_that_a_run_has_written(tmp_path: Path) -> None:
+def test_a_page_has_all_that_a_run_has_written(tmp_path):
     saved = (
         ("data", None, "Data: a table"),
         ("save", 50, "saved step 50"),
@@ -74,8 +74,8 @@ def test_a_page_has_all_that_a_run_has_written(tmp_path: Path) -> None:
 
 
 def test_events_that_a_later_start_went_behind_are_marked_and_a_kill_is_found(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     a_run(tmp_path)
     first = [("start", 0), ("save", 50), ("save", 100)]
     kinds = [*first, ("start", 50), ("save", 100), ("stop", None), ("start", 100)]
@@ -99,8 +99,8 @@ def test_events_that_a_later_start_went_behind_are_marked_and_a_kill_is_found(
 
 
 def test_a_stop_between_two_logged_steps_is_at_its_step_and_counts_its_tokens(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     a_run(
         tmp_path,
         ("save", 3, "Saved step 3"),
@@ -118,7 +118,7 @@ def test_a_stop_between_two_logged_steps_is_at_its_step_and_counts_its_tokens(
     assert (run["step"], run["total_steps"], run["tokens"]) == (3, 400, 6144)
 
 
-def test_text_from_files_is_in_the_data_only_and_printable(tmp_path: Path) -> None:
+def test_text_from_files_is_in_the_data_only_and_printable(tmp_path):
     run = a_run(tmp_path / "a<b>&", ("failure", None, EVIL), (EVIL, 3, "text"))
     (run / "config.toml").write_text(
         f"[job]\ndescription = {json.dumps(EVIL)}\n[{json.dumps(EVIL)}]\nx = 1\n"
@@ -149,8 +149,8 @@ def test_text_from_files_is_in_the_data_only_and_printable(tmp_path: Path) -> No
 
 
 def test_a_million_steps_keep_their_mean_and_each_spike_and_pages_stay_small(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     run = a_run(tmp_path / "long")
     odd = {12_345: 99.0, 54_321: -7.0, **dict.fromkeys(range(50_000, 50_070), None)}
     rows = (line(step, loss=odd.get(step, 1.0), step_time=1.0) for step in range(1, 100_001))
@@ -175,7 +175,7 @@ def test_a_million_steps_keep_their_mean_and_each_spike_and_pages_stay_small(
     assert len(make_page(sorted(tmp_path.glob("run*"))).encode()) < 5_000_000
 
 
-def test_the_commands_need_no_torch(tmp_path: Path) -> None:
+def test_the_commands_need_no_torch(tmp_path):
     run, out = a_run(tmp_path / "run", ("finish", 50, "Finished")), tmp_path / "page.html"
     code = f"import sys; from titanlite.cli import main; main(['report', {str(run)!r}, '--out', {str(out)!r}]); "
     code += f"main(['runs', {str(tmp_path)!r}]); main(['watch', {str(run)!r}]); print({{'torch'}} & set(sys.modules))"
@@ -202,7 +202,7 @@ ODD = [
 ]
 
 
-def test_whatever_the_files_hold_there_is_a_view_and_a_page(tmp_path: Path) -> None:
+def test_whatever_the_files_hold_there_is_a_view_and_a_page(tmp_path):
     events = {"save": 20, "start": 20, "stop": None}
     metrics = [line(step, tokens=step, elapsed=step, grad_norm=None) for step in range(1, 60)]
     for seed in range(40):
@@ -289,7 +289,7 @@ def opened(file: Path, page: str) -> str:
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
 def test_in_a_browser_a_page_tells_draws_zooms_smooths_and_changes_its_axis_and_asks_for_nothing(
-    tmp_path: Path,
+    tmp_path,
 ):
     for name in ("a", "b"):
         a_run(tmp_path / name, ("failure", 250, EVIL), ("finish", 500, "Finished"), steps=600)

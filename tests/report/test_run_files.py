@@ -83,12 +83,12 @@ SAVED = ("save", 50, "saved step 50")
     ],
 )  # fmt: skip
 def test_the_last_event_says_how_a_run_ended(
-    tmp_path: Path, events: list[Any], expected: tuple[str, str, int]
-) -> None:
+    tmp_path, events: list[Any], expected: tuple[str, str, int]
+):
     assert seen(a_run(tmp_path, *events)) == expected
 
 
-def test_a_run_that_was_killed_has_crashed_where_its_process_tells(tmp_path: Path) -> None:
+def test_a_run_that_was_killed_has_crashed_where_its_process_tells(tmp_path):
     with subprocess.Popen(["sleep", "600"]) as trains:
         a_run(tmp_path, host=socket.gethostname(), process=trains.pid)
         assert seen(tmp_path)[0] == "running"
@@ -105,7 +105,7 @@ def test_a_run_that_was_killed_has_crashed_where_its_process_tells(tmp_path: Pat
     assert seen(tmp_path)[0] == "running"
 
 
-def test_a_run_of_another_machine_is_stale_after_a_time_without_a_word(tmp_path: Path) -> None:
+def test_a_run_of_another_machine_is_stale_after_a_time_without_a_word(tmp_path):
     a_run(tmp_path, time=(old := time.time() - 3600))
     (tmp_path / "metrics.jsonl").write_text(line(10, time=old))
     assert seen(tmp_path)[0] == "stale"
@@ -116,8 +116,8 @@ def test_a_run_of_another_machine_is_stale_after_a_time_without_a_word(tmp_path:
 
 
 def test_a_resumed_run_is_at_the_step_of_its_start_and_of_a_large_file_the_end_is_read(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     a_run(tmp_path, SAVED, ("stop", None, "stopped"), ("start", 20, "goes back"), steps=999)
     (tmp_path / "metrics.jsonl").write_text(line(10) + line(20))
     status = read_status(tmp_path)
@@ -129,7 +129,7 @@ def test_a_resumed_run_is_at_the_step_of_its_start_and_of_a_large_file_the_end_i
     assert 1000 < len(status.losses) < 10_000
 
 
-def test_metrics_of_version_0_2_are_read_by_their_new_names(tmp_path: Path) -> None:
+def test_metrics_of_version_0_2_are_read_by_their_new_names(tmp_path):
     a_run(tmp_path)
     old_names = {"loss_max": 9.0, "clipped": 0.5, "utilization": 0.9, "time_left": 40.0}
 
@@ -141,7 +141,7 @@ def test_metrics_of_version_0_2_are_read_by_their_new_names(tmp_path: Path) -> N
     assert not old_names.keys() & curves.keys()
 
 
-def test_the_eta_is_unknown_until_a_resumed_run_logs_a_step(tmp_path: Path) -> None:
+def test_the_eta_is_unknown_until_a_resumed_run_logs_a_step(tmp_path):
     a_run(
         tmp_path, SAVED, ("stop", None, "stopped"), ("data", None, "Data"), ("start", 50, "starts")
     )
@@ -156,7 +156,7 @@ def test_the_eta_is_unknown_until_a_resumed_run_logs_a_step(tmp_path: Path) -> N
     assert "step 60/100  0:00:40 left" in read_status(tmp_path).to_lines()
 
 
-def test_a_damaged_line_costs_that_line_and_is_named(tmp_path: Path) -> None:
+def test_a_damaged_line_costs_that_line_and_is_named(tmp_path):
     """The last line is not damaged, but not finished."""
     path = a_run(tmp_path) / "metrics.jsonl"
     damage = b"\x00\xff\xfe{{{\n[1, 2]\n" + b"[" * 100_000 + b"\n"  # no JSON, no object, too deep
@@ -167,9 +167,7 @@ def test_a_damaged_line_costs_that_line_and_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl", "config.toml"])
-def test_a_file_that_cannot_be_read_is_named_and_the_rest_is_shown(
-    tmp_path: Path, name: str
-) -> None:
+def test_a_file_that_cannot_be_read_is_named_and_the_rest_is_shown(tmp_path, name: str):
     (a_run(tmp_path) / name).unlink()
     for make in (os.mkdir, os.mkfifo):  # opening a pipe would wait for ever
         make(tmp_path / name)
@@ -192,9 +190,7 @@ def in_terminal(*words: str, **environment: str) -> str:
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output.decode())
 
 
-def test_a_run_that_has_ended_is_shown_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_has_ended_is_shown_once(tmp_path, capsys):
     a_run(
         tmp_path,
         ("save", 50, "saved [red]step 50\nin\x1b[2J"),
@@ -217,7 +213,7 @@ def test_a_run_that_has_ended_is_shown_once(
     assert "tokens/s" not in in_terminal("runs", str(tmp_path))  # no room
 
 
-def test_the_view_erases_all_rows_into_which_a_narrower_window_has_broken_its_lines() -> None:
+def test_the_view_erases_all_rows_into_which_a_narrower_window_has_broken_its_lines():
     console = Console(
         file=io.StringIO(), force_terminal=True, _environ={"TERM": "xterm"}, width=100, height=40
     )
@@ -264,7 +260,7 @@ class Terminal(io.StringIO):
         return len(text)
 
 
-def test_the_echo_of_ctrl_c_below_a_full_line_leaves_no_second_view() -> None:
+def test_the_echo_of_ctrl_c_below_a_full_line_leaves_no_second_view():
     terminal = Terminal(width=56)
     console = Console(
         file=terminal, force_terminal=True, _environ={"TERM": "xterm"}, width=56, height=40
@@ -284,15 +280,15 @@ def test_the_echo_of_ctrl_c_below_a_full_line_leaves_no_second_view() -> None:
     assert [row for row in terminal.rows if row] == ["a line of the log"]
 
 
-def test_a_sparkline_of_nothing_of_one_value_and_of_many() -> None:
+def test_a_sparkline_of_nothing_of_one_value_and_of_many():
     falling = [-float(i) for i in range(1001)]
     assert [sparkline(values, 8) for values in ([], [3.0], falling)] == ["", "▄", "█▇▆▅▄▃▂▁"]
 
 
 @pytest.mark.slow
 def test_watching_follows_a_run_to_its_end_and_ctrl_c_ends_the_watching_quietly(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     a_run(tmp_path)
     command = [sys.executable, "-u", "-m", "titanlite", "watch", str(tmp_path)]
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "bufsize": 1}
@@ -319,7 +315,7 @@ def test_watching_follows_a_run_to_its_end_and_ctrl_c_ends_the_watching_quietly(
 
 
 @pytest.mark.slow
-def test_training_on_a_terminal_shows_its_log_and_the_view_below_it(tmp_path: Path) -> None:
+def test_training_on_a_terminal_shows_its_log_and_the_view_below_it(tmp_path):
     (tmp_path / "small.toml").write_text(SMALL)
     words = [
         "train",
@@ -335,9 +331,7 @@ def test_training_on_a_terminal_shows_its_log_and_the_view_below_it(tmp_path: Pa
     assert "running  mine" not in in_terminal(*words, TERM="dumb")  # it cannot move its cursor
 
 
-def test_runs_are_listed_the_latest_first_and_each_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_are_listed_the_latest_first_and_each_once(tmp_path, capsys):
     a_run(tmp_path / "old", ("finish", 50, "Finished"), steps=50)
     for path in (tmp_path / "old").glob("*.jsonl"):
         path.write_text(

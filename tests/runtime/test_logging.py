@@ -17,7 +17,7 @@ Output = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(autouse=True)
-def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _fresh(monkeypatch) -> Iterator[None]:
     monkeypatch.delenv("LOG_RANK", raising=False)
     yield
     logging.captureWarnings(False)
@@ -33,7 +33,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ],
 )
 def test_the_terminal_shows_the_ranks_that_are_asked_for_and_errors_of_all(
-    shown: str, rank: int, out: str, err: str, monkeypatch: pytest.MonkeyPatch, capsys: Output
+    shown: str, rank: int, out: str, err: str, monkeypatch, capsys
 ):
     monkeypatch.setenv("LOG_RANK", shown)
     setup_logging(rank, None)
@@ -46,7 +46,7 @@ def test_the_terminal_shows_the_ranks_that_are_asked_for_and_errors_of_all(
 
 
 def test_rank_0_appends_to_its_files_even_if_the_terminal_shows_another_rank(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Output
+    monkeypatch, tmp_path, capsys
 ):
     monkeypatch.setenv("LOG_RANK", "1")
     log_file = tmp_path / "run" / LOG_FILE
@@ -67,16 +67,14 @@ def test_rank_0_appends_to_its_files_even_if_the_terminal_shows_another_rank(
     assert not (tmp_path / "run" / EVENTS_FILE).exists()
 
 
-def test_a_log_does_not_follow_a_link_that_takes_its_place(tmp_path: Path):
+def test_a_log_does_not_follow_a_link_that_takes_its_place(tmp_path):
     logger = setup_logging(0, tmp_path / LOG_FILE)
     (tmp_path / LOG_FILE).symlink_to(tmp_path / "elsewhere")
     logger.info("a line")
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_a_message_cannot_command_the_terminal_or_pretend_to_be_another_line(
-    tmp_path: Path, capsys: Output
-):
+def test_a_message_cannot_command_the_terminal_or_pretend_to_be_another_line(tmp_path, capsys):
     description = "mine\x1b[2J\r\u2028\n[12:00:00] step 9  loss 0.0\n[2026-01-01 12:00:00] saved\u202e\x85\ud800"
     setup_logging(0, tmp_path / LOG_FILE).info(Event(description, "save", 5, {"took": 0.5}))
     for text in (capsys.readouterr().out, (tmp_path / LOG_FILE).read_text()):
@@ -93,7 +91,7 @@ def test_a_message_cannot_command_the_terminal_or_pretend_to_be_another_line(
 
 @pytest.mark.parametrize("full", [LOG_FILE, EVENTS_FILE, "the folder is gone", "standard output"])
 def test_what_cannot_be_written_is_said_once_counted_and_stops_nothing(
-    tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch, full: str
+    tmp_path, capsys, monkeypatch, full: str
 ):
     folder = tmp_path / "run"
     folder.mkdir()

@@ -19,7 +19,7 @@ from titanlite.runtime.world import gathered, process_group
 
 
 @pytest.mark.slow
-def test_the_programs_of_the_documentation_run_on_two_ranks_of_torchrun(tmp_path: Path) -> None:
+def test_the_programs_of_the_documentation_run_on_two_ranks_of_torchrun(tmp_path):
     """They start one world after the other in a process, each of which resumes, or scores, what the one before made."""
     page = (Path(__file__).parents[2] / "docs/reference/python.md").read_text()
     (tmp_path / "program.py").write_text(
@@ -41,7 +41,7 @@ def test_the_programs_of_the_documentation_run_on_two_ranks_of_torchrun(tmp_path
 
 
 @pytest.mark.slow
-def test_a_second_open_trainer_is_refused_and_the_first_one_still_trains(tmp_path: Path) -> None:
+def test_a_second_open_trainer_is_refused_and_the_first_one_still_trains(tmp_path):
     World(1, open_two_trainers, tmp_path).ends_with(0)
 
 
@@ -57,9 +57,7 @@ def open_two_trainers(folder: Path, store: Path) -> None:
     assert first.steps_done == 1
 
 
-def test_a_world_that_no_launcher_has_described_is_answered_in_words(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_world_that_no_launcher_has_described_is_answered_in_words(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.delenv("MASTER_PORT", raising=False)
@@ -90,7 +88,7 @@ def sum_of_sockets() -> int:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="counts in /proc")
-def test_a_rank_connects_only_to_the_ranks_that_it_exchanges_data_with() -> None:
+def test_a_rank_connects_only_to_the_ranks_that_it_exchanges_data_with():
     """Groups that connect all with all would have 16 sockets on each of eight ranks."""
     world = World(8, count_sockets)
     world.ends_with(0)
