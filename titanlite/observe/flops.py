@@ -22,10 +22,9 @@ def num_params(arch: Architecture) -> int:
 def state_bytes(run: Run) -> int:
     """Return the bytes of parameters, gradients, optimizer state and EMA weights on one rank.
 
-    This is a lower bound for the memory of a training step, because activations come on top.
+    This is a lower bound for the memory of a training step, which also needs activations.
     """
     job = run.job
-    # Bytes of a parameter of a matrix in a block, which most parameters are.
     moment = DTYPE_BYTES[run.state_dtype]
     moments = {"AdamW": 2 * moment, "AdamW8bit": 2}.get(job.optimizer.name, moment)
     weight_and_gradient = 2 * DTYPE_BYTES[job.training.dtype]

@@ -32,9 +32,9 @@ RANK_VARIABLES = (
 
 
 class Forecast(FileModel):
-    """Estimated memory and time of a run.
+    """Estimated peak memory and step time of a training run.
 
-    The memory belongs to the rank with the highest peak, and the time to the slowest rank.
+    Memory fields describe the rank with the highest peak, and time fields the slowest rank.
     """
 
     job: str
@@ -80,30 +80,27 @@ class Forecast(FileModel):
 
     @property
     def needs(self) -> int:
-        """Device memory that the run needs, including an allowance for libraries, in bytes."""
+        """Bytes of device memory that the run needs, including the allowance for libraries."""
         return self.peak + self.allowance
 
     @property
     def fits(self) -> bool:
-        """Whether the available memory is enough for the peak and the allowance."""
+        """Whether the device has enough memory for the peak and the allowance for libraries."""
         return self.needs <= self.memory
 
     def explain_memory(self) -> str:
-        """Explain the memory peak in a text.
-
-        It names the cheapest change that makes the run fit.
-        """
-        kinds = sorted(self.kinds.items(), key=lambda kind: kind[1], reverse=True)
-        parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in kinds if size > 0)
+        """Return a paragraph that breaks down the memory peak and suggests a change that fits."""
+        largest_first = sorted(self.kinds.items(), key=lambda kind: kind[1], reverse=True)
+        kinds = ", ".join(f"{name} {size / GIB:.2f}" for name, size in largest_first if size > 0)
         return (
             f"The plan: peak memory {self.peak / GIB:.2f} GiB on rank {self.rank}, "
-            f"in {self.moment}. In GiB: {parts}. Allocator and libraries need about "
+            f"in {self.moment}. In GiB: {kinds}. Allocator and libraries need about "
             f"{self.allowance / GIB:.1f} more; available are {self.memory / GIB:.1f}. "
             f"{self.remedy()}"
         )
 
     def remedy(self) -> str:
-        """Return a sentence that names the cheapest change that makes the run fit."""
+        """Return advice for the user: the cheapest change that makes the run fit into memory."""
         if self.changes:
             return f"Cheapest change that fits: {self.changes[0]}."
         return (
@@ -112,9 +109,9 @@ class Forecast(FileModel):
 
 
 def plan_in_child(argv: Sequence[str], world_size: int, *options: str) -> Forecast:
-    """Run `titanlite plan` on a job in another process, and return its result.
+    """Run `titanlite plan` for a job in a child process, and return its forecast.
 
-    The other process uses no GPU, because this process may have filled the memory of its GPU.
+    The child runs on the CPU, because this process may have used up the memory of its GPU.
 
     Args:
         argv: Options of `titanlite train` that describe the job.
@@ -122,29 +119,47 @@ def plan_in_child(argv: Sequence[str], world_size: int, *options: str) -> Foreca
         options: Further options of `titanlite plan`, such as "--gpu=H100".
 
     Raises:
-        UserError: If the plan cannot be made. The message contains the reason in one line.
+        UserError: If the child fails or takes longer than `PLAN_SECONDS`. The message contains the
+            reason.
     """
     command = ["-m", "titanlite", "plan", "--json", "--quick", f"--world-size={world_size}"]
-    variables: dict[str, str | None] = dict.fromkeys(RANK_VARIABLES)  # None removes a variable
-    variables["CUDA_VISIBLE_DEVICES"] = ""
     try:
-        process = start_python(
-            [*command, *options, *argv],
-            variables,
-            text=True,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        with process:
-            try:
-                output, errors = process.communicate(timeout=PLAN_SECONDS)
-            finally:
-                process.kill()
+        exit_code, output, errors = _run_on_cpu([*command, *options, *argv])
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UserError(f"titanlite plan failed: {error}") from None
 
-    if process.returncode != 0:
-        lines = errors.strip().splitlines() or [f"exit code {process.returncode}"]
+    if exit_code != 0:
+        lines = errors.strip().splitlines() or [f"exit code {exit_code}"]
         raise UserError(f"titanlite plan failed: {lines[-1]}")
     return Forecast.model_validate_json(output)
+
+
+def _run_on_cpu(arguments: Sequence[str]) -> tuple[int, str, str]:
+    """Run a child Python process without GPU and without the variables that a launcher sets.
+
+    Args:
+        arguments: Arguments of Python, such as "-m" and a module.
+
+    Returns:
+        The exit code, and the text on standard output and on standard error.
+
+    Raises:
+        OSError: If the process cannot be started.
+        subprocess.TimeoutExpired: If it takes longer than `PLAN_SECONDS`.
+    """
+    variables: dict[str, str | None] = dict.fromkeys(RANK_VARIABLES)  # None removes a variable
+    variables["CUDA_VISIBLE_DEVICES"] = ""
+    process = start_python(
+        arguments,
+        variables,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    with process:
+        try:
+            output, errors = process.communicate(timeout=PLAN_SECONDS)
+        finally:
+            process.kill()
+    return process.returncode, output, errors

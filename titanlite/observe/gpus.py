@@ -28,9 +28,7 @@ from titanlite.observe.flops import state_bytes
 TABLE = Path(__file__).with_name("gpus.toml")
 MAX_FILE_BYTES = 1 << 22
 DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
-"""Device files that exist if there is a GPU: of NVIDIA's driver, AMD's driver, and Windows
-(WSL).
-"""
+"""Device files of the GPU drivers of NVIDIA, AMD and Windows (WSL)."""
 MIB, GIB = 2**20, 2**30
 MOST_GIB = 1e6
 """Maximum memory of a device, in GiB. This is about a thousand times that of the largest GPU."""
@@ -38,9 +36,9 @@ Amount = Annotated[float, Field(gt=0, le=1e9)]
 
 
 class Gpu(FileModel):
-    """Specification of an accelerator, or of a machine that computes on its CPU.
+    """Memory, peak compute rates and bandwidths of a GPU, or of a machine that trains on its CPU.
 
-    All rates are per device. If `cpu` is true, they are for the whole machine.
+    All values are per device. If `cpu` is true, they describe the whole machine.
     """
 
     name: str
@@ -77,17 +75,18 @@ class Gpu(FileModel):
 
     @property
     def memory(self) -> int:
-        """Memory of one device, or of the whole machine if `cpu`, in bytes."""
+        """Bytes of memory of one device, or of the whole machine if `cpu` is true."""
         return int(self.memory_gib * GIB)
 
     def of_rank(self, ranks: int) -> Gpu:
-        """Return the part of the hardware that one rank can use.
+        """Return the share of the hardware that each rank can use.
 
         Args:
             ranks: Number of ranks on the node.
 
         Returns:
-            The device itself. If `cpu`, the memory and the rates are divided by `ranks`.
+            This specification if each rank has its own GPU. On a CPU, a copy whose memory and rates
+            are divided by `ranks`.
         """
         if not self.cpu:
             return self
@@ -97,20 +96,24 @@ class Gpu(FileModel):
 
 @cache
 def known_gpus() -> tuple[Gpu, ...]:
-    """Return the devices in gpus.toml, specific variants such as "H100 PCIe" before plain names."""
+    """Load the specifications in gpus.toml.
+
+    Variants such as "H100 PCIe" come before the plain name, so the first match of a device name is
+    the most specific one.
+    """
     table = tomli.loads(TABLE.read_text(encoding="utf-8"))
     return tuple(Gpu.model_validate(entry) for entry in table["gpu"])
 
 
 def gpu_of_device(device_name: str) -> Gpu | None:
-    """Return the specification of a device.
+    """Look up the specification of a GPU by the name that its driver reports.
 
     Args:
         device_name: Name from `torch.cuda.get_device_name()`, such as "NVIDIA H100 80GB HBM3".
 
     Returns:
-        The specification. None if the device is not in gpus.toml, or is a MIG slice, because its
-        name does not show exactly which share of the GPU it has.
+        The specification. None if gpus.toml does not list the device, or if the device is a MIG
+        slice, whose name does not show its share of the GPU.
     """
     words = _split_name(device_name)
     if "MIG" in words:
@@ -122,27 +125,27 @@ def gpu_of_device(device_name: str) -> Gpu | None:
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Return the peak dense bfloat16 FLOP/s of a device, from which MFU is computed.
+    """Return the peak dense bfloat16 FLOP/s of a GPU, which is the denominator of MFU.
 
     Args:
         device_name: Name from `torch.cuda.get_device_name()`.
 
     Returns:
-        FLOP/s, or None if the device is unknown (see `gpu_of_device`).
+        Peak FLOP/s, or None if gpus.toml does not list the device.
     """
     gpu = gpu_of_device(device_name)
     return None if gpu is None else gpu.bf16 * 1e12
 
 
 def find_gpu(name: str) -> Gpu:
-    """Return the specification of the device that the user chose with --gpu.
+    """Return the specification of the GPU that the user selects with the option --gpu.
 
     Args:
-        name: Name in gpus.toml, such as H100, H100-PCIe or A100-80GB, or a TOML file that describes
-            a device.
+        name: Name in gpus.toml, such as H100, H100-PCIe or A100-80GB, or path of a TOML file with
+            the fields of `Gpu`.
 
     Raises:
-        UserError: If there is no such name or file, or the content of the file is invalid.
+        UserError: If the name is unknown, or the file does not exist or is invalid.
     """
     if name.endswith(".toml"):
         return _read_gpu(name)
@@ -154,10 +157,10 @@ def find_gpu(name: str) -> Gpu:
 
 
 def _read_gpu(path: str) -> Gpu:
-    """Read the specification of a device from a TOML file.
+    """Read the specification of a GPU from a TOML file.
 
     Raises:
-        UserError: If there is no such file, or its content is invalid.
+        UserError: If the file does not exist, or its content is invalid.
     """
     try:
         text = read_file(Path(path).expanduser(), MAX_FILE_BYTES).decode("utf-8-sig")
@@ -171,24 +174,28 @@ def _read_gpu(path: str) -> Gpu:
 
 @cache
 def device_memory() -> tuple[str | None, int]:
-    """Return the name and the memory of the first GPU of this node, without torch.
+    """Return the name and the memory in bytes of the first GPU of this node, without torch.
 
     Returns:
-        The name and the bytes of memory:
+        A pair (name, bytes):
 
-        - ("unknown", 0) if there is a GPU, but nvidia-smi cannot describe it;
-        - (None, bytes of this machine) if there is no GPU.
+        - ("unknown", 0) if there is a GPU, but nvidia-smi cannot describe it.
+        - (None, memory of this machine) if there is no GPU, or CUDA_VISIBLE_DEVICES hides it.
     """
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if is_hidden:
         return None, machine_memory()
+
     if shutil.which("nvidia-smi"):
         query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
         output = subprocess.run(query, capture_output=True, text=True, check=False).stdout
         match = re.match(r"(.+), *(\d+)\s", output)
         if match:
-            return match[1], int(match[2]) * MIB
-    if any(os.path.exists(path) for path in DRIVERS):
+            name, mebibytes = match.groups()
+            return name, int(mebibytes) * MIB
+
+    has_driver = any(os.path.exists(path) for path in DRIVERS)
+    if has_driver:
         return "unknown", 0
     return None, machine_memory()
 
@@ -199,13 +206,11 @@ def machine_memory() -> int:
 
 
 def check_memory(run: Run, ranks: int = 0, elsewhere: bool = False) -> None:
-    """Check that the memory of each rank can hold the training state and the inputs of the blocks.
+    """Reject a run that is certain to run out of memory.
 
-    The training state consists of parameters, gradients and optimizer moments. The estimate ignores
-    other activations and buffers. It is a lower bound, so a run that is rejected would certainly
-    have run out of memory. With CPU offload and on a CPU, the limit is the rank's share of the
-    memory of the node. With CPU offload, the inputs of the blocks are not checked. Only the first
-    rank of a node checks.
+    Each rank must at least hold its training state (parameters, gradients and optimizer moments)
+    and, without CPU offload, the inputs of the transformer blocks. Other activations and buffers
+    are ignored. Only the first rank of a node checks.
 
     Args:
         run: Run to check.
@@ -219,20 +224,36 @@ def check_memory(run: Run, ranks: int = 0, elsewhere: bool = False) -> None:
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return
-    training = run.job.training
-    memory = _memory_of_rank(ranks, training.enable_cpu_offload, elsewhere)
-    if memory == 0:
+    is_offloaded = run.job.training.enable_cpu_offload
+    memory = _memory_of_rank(ranks, is_offloaded, elsewhere)
+    is_unknown = memory == 0
+    if is_unknown:
         return
+
     state = state_bytes(run)
     if memory < state:
         raise UserError(_describe_missing_memory(run, memory, state))
-    if training.enable_cpu_offload:
-        return
+    if not is_offloaded:
+        _check_block_inputs(run, memory, state)
 
-    # The input of each block is kept in at least 2 bytes, even with full activation checkpointing.
+
+def _check_block_inputs(run: Run, memory: int, state: int) -> None:
+    """Check that a rank can hold the inputs of its transformer blocks beside its training state.
+
+    Args:
+        run: Run to check.
+        memory: Memory of a rank, in bytes.
+        state: Bytes of weights, gradients and optimizer state on a rank.
+
+    Raises:
+        UserError: If the memory is too small for training.local_batch_size sequences.
+    """
+    training = run.job.training
     num_tokens = training.seq_len // (run.degrees.context * run.degrees.tensor)
     num_blocks = run.arch.n_layers // run.degrees.pipeline
+    # The input of each block is kept in at least 2 bytes, even with full activation checkpointing.
     sequence_bytes = 2 * num_tokens * run.arch.dim * num_blocks
+
     batch_size = training.local_batch_size
     inputs = batch_size * sequence_bytes
     if memory < state + inputs:
@@ -244,10 +265,10 @@ def check_memory(run: Run, ranks: int = 0, elsewhere: bool = False) -> None:
 
 
 def _describe_missing_memory(run: Run, memory: int, state: int) -> str:
-    """Return the error message for a rank that cannot hold its training state.
+    """Return the error message for a run whose ranks cannot hold their training state.
 
     Args:
-        run: The run.
+        run: The rejected run.
         memory: Memory of a rank, in bytes.
         state: Bytes of weights, gradients and optimizer state on a rank.
     """
@@ -263,12 +284,12 @@ def _describe_missing_memory(run: Run, memory: int, state: int) -> str:
 
 
 def _memory_of_rank(ranks: int, is_offloaded: bool, elsewhere: bool) -> int:
-    """Return the memory that a rank has for its training state, in bytes, or 0 if it is unknown.
+    """Return the bytes of memory that a rank has for its training state, or 0 if unknown.
 
     Args:
-        ranks: Number of ranks on this node. With 0, the number is read from the environment of the
+        ranks: Number of ranks on this node. 0: take it from the environment variables of the
             launcher.
-        is_offloaded: Whether the training state is in CPU memory.
+        is_offloaded: Whether the training state is in CPU memory, which the ranks share.
         elsewhere: Whether the run is for other machines. The result is then the memory of the
             largest known device.
     """

@@ -130,7 +130,7 @@ class LoggedStep(BaseModel):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """Return the field that was formerly called `name`, for plugins that use this name."""
+            """Return the field that was formerly called `name`, which old plugins still use."""
             if name in RENAMED_FIELDS:
                 return getattr(self, RENAMED_FIELDS[name])
             return super().__getattr__(name)
@@ -150,23 +150,28 @@ VALIDATION_CURVES = {
 
 
 def rename_old_fields(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a line of metrics.jsonl in which former field names are replaced by the current ones.
+    """Replace field names of older titanlite versions in a line of metrics.jsonl.
 
-    The line may come from any version of titanlite.
+    Args:
+        line: Fields of a log step, with the names of any version.
+
+    Returns:
+        The same values under the current field names.
     """
     return {RENAMED_FIELDS.get(name, name): value for name, value in line.items()}
 
 
 def json_line(values: Mapping[str, Any]) -> str:
-    """Return `values` as one line of strict JSON, which has no NaN and no infinity.
+    """Format `values` as one line of strict JSON, which does not allow NaN and infinity.
 
-    `LoggedStep` explains how non-finite numbers are stored.
+    A non-finite number becomes null, and the additional key "nonfinite" has it as a string:
+    {"loss": null, "nonfinite": {"loss": "nan"}}.
     """
     return json.dumps(_to_strict_json(values), allow_nan=False) + "\n"
 
 
 def _to_strict_json(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `values` with non-finite numbers moved to "nonfinite", and without empty groups."""
+    """Move non-finite numbers to the key "nonfinite" as strings, and drop empty dictionaries."""
     result: dict[str, Any] = {}
     nonfinite: dict[str, str] = {}
     for name, value in values.items():
@@ -185,16 +190,17 @@ def _to_strict_json(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def scalar_points(entry: LoggedStep) -> Iterator[tuple[str, float]]:
-    """Yield the TensorBoard tag and the value of each number in a log step.
+    """Yield a TensorBoard tag and a value for each number in a log step.
 
-    A group of values, such as the gradient norm per parameter group, yields one pair per value, for
-    example ("grad_norms/layers.0", 0.5). Fields that hooks have added get tags "custom/NAME".
+    A field such as `loss` yields one pair: ("train/loss", 2.5). A dictionary yields one pair per
+    key, for example ("grad_norms/attention.wq", 0.5). The tag of a field that a hook has added is
+    "custom/" and its name.
     """
     for name, value in entry.model_dump(exclude={"step", "time", "distributions"}).items():
-        tag = TAGS.get(name, f"custom/{name}")  # Hooks can add fields.
+        tag = TAGS.get(name, f"custom/{name}")
         values = {tag: value}
         if isinstance(value, dict):
-            values = {f"{tag}/{part}": part_value for part, part_value in value.items()}
+            values = {f"{tag}/{key}": item for key, item in value.items()}
         for full_tag, number in values.items():
             if isinstance(number, int | float):
                 yield full_tag, number

@@ -55,10 +55,10 @@ class Meter:
         self.start(0)
 
     def start(self, step: int) -> None:
-        """Start the clock before the first training step.
+        """Start the clock. Call this directly before the first training step.
 
         Args:
-            step: Step of the loaded checkpoint, or 0.
+            step: Step of the loaded checkpoint, or 0 if training starts from scratch.
         """
         self._start_time = time.perf_counter()
         self._first_step = step + 1
@@ -68,10 +68,10 @@ class Meter:
         self._begin_window(step, self._start_time)
 
     def _begin_window(self, step: int, now: float) -> None:
-        """Reset all sums at the beginning of a window.
+        """Reset all sums, to measure the steps after a log step.
 
         Args:
-            step: Last step before the window.
+            step: The log step, or the step of the loaded checkpoint.
             now: Current time, from `time.perf_counter`.
         """
         self._window_step = step
@@ -92,12 +92,12 @@ class Meter:
 
     @property
     def data_seconds(self) -> float:
-        """Seconds that this rank has waited for data in the current window."""
+        """Seconds that this rank has waited for data since the previous log step."""
         return self._seconds["data"]
 
     @contextmanager
     def timing(self, part: Part) -> Iterator[None]:
-        """Add the CPU time of the `with` block to a part of the training loop, such as "data"."""
+        """Measure the CPU time of a `with` block, and count it for `part`, such as "data"."""
         start = time.perf_counter()
         try:
             yield
@@ -105,7 +105,7 @@ class Meter:
             self._seconds[part] += time.perf_counter() - start
 
     def record(self, grad_norm: Tensor, num_tokens: Tensor, seconds: Mapping[Part, float]) -> None:
-        """Add an optimizer step to the window, without a host sync.
+        """Add the measurements of an optimizer step, without a host sync.
 
         Args:
             grad_norm: L2 norm of the gradient before clipping, a scalar tensor.
@@ -119,7 +119,7 @@ class Meter:
             self._seconds[part] += part_seconds
 
     def read(self, step: int, lr: float, losses: Tensor, **fields: Any) -> LoggedStep:
-        """Return the metrics of the window that ends with `step`, and begin the next window.
+        """Return the metrics of all steps since the previous log step, and reset the sums.
 
         This waits for the GPU, in a single host sync.
 
@@ -172,14 +172,15 @@ class Meter:
         return entry
 
     def _read_scalars(self, losses: Tensor) -> list[float]:
-        """Copy all values of the window from the GPU in one transfer, which waits for the GPU.
+        """Copy all measured values from the GPU in one transfer, which waits for the GPU.
 
         Args:
-            losses: See `read`.
+            losses: Loss of the global batch, and highest loss of any data-parallel rank, shape
+                (2,).
 
         Returns:
-            Five numbers in this order: loss of the global batch, highest loss of any data-parallel
-            rank, gradient norm of the last step, number of clipped steps, and number of tokens.
+            Five numbers: both losses, the gradient norm of the last step, the number of steps with
+            a clipped gradient, and the number of tokens.
         """
         assert self._grad_norm is not None, "read() before any record()"
         values = [*losses.unbind(), self._grad_norm, self._num_clipped, self._window_tokens]
@@ -187,15 +188,19 @@ class Meter:
         return torch.stack(scalars).tolist()
 
     def tokens_so_far(self) -> int:
-        """Return the number of tokens trained on since step 1, across restarts.
+        """Return the number of tokens trained on since step 1, including all restarts.
 
-        This synchronizes with the device.
+        This waits for the GPU.
         """
         return self.tokens + int(self._window_tokens)
 
 
 def _read_memory(device: torch.device) -> dict[str, Any]:
-    """Return the memory fields of `LoggedStep`, in GiB, and reset the peak counters of a GPU."""
+    """Measure the memory use of this rank, and reset the peak counters if it uses a GPU.
+
+    Returns:
+        The fields of `LoggedStep` that describe memory. Sizes are in GiB.
+    """
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -206,15 +211,16 @@ def _read_memory(device: torch.device) -> dict[str, Any]:
             "alloc_retries": stats["num_alloc_retries"],
         }
 
-    # Linux counts the peak in KiB, macOS in bytes.
+    # macOS reports the peak in bytes, Linux in KiB.
     peak_unit = 1 if sys.platform == "darwin" else 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * peak_unit
     resident = peak
     statm = Path("/proc/self/statm")
-    if statm.exists():  # Without Linux, only the peak is known.
+    if statm.exists():  # Only Linux reports the current size.
         num_pages = int(statm.read_text().split()[1])
         resident = num_pages * os.sysconf("SC_PAGE_SIZE")
-    peak = max(peak, resident)  # The kernel updates its peak with a delay.
+        peak = max(peak, resident)  # The kernel updates the peak with a delay.
+
     return {
         "memory": resident / GIB,
         "memory_peak": peak / GIB,

@@ -33,12 +33,12 @@ JSON_FILES = ("metrics.jsonl", "validation.jsonl", "samples.jsonl")
 
 @dataclass(frozen=True)
 class RunStart:
-    """One start of a run, passed to each metrics logger.
+    """Information about a start of a run, passed to each metrics logger.
 
-    A run has several starts if it is interrupted and resumed.
+    A run that is interrupted and resumed has several starts.
 
     Attributes:
-        run: The run.
+        run: The run that starts.
         step: Step of the checkpoint that was loaded, or 0. All later steps are logged again.
         environment: Content of environment.json. Its key "run" is the ID of the run.
     """
@@ -68,7 +68,7 @@ class MetricsLogger:
         self.start = start
 
     def logged(self, entry: LoggedStep) -> None:
-        """Log the metrics of a step. This is called every `metrics.log_freq` steps."""
+        """Log the metrics of a step. Called every `metrics.log_freq` steps."""
 
     def validated(self, step: int, score: Mapping[str, float]) -> None:
         """Log the result of the validation after `step`.
@@ -91,9 +91,9 @@ class MetricsLogger:
 
 
 class JsonLines(MetricsLogger):
-    """Metrics logger that appends to metrics.jsonl, validation.jsonl and samples.jsonl.
+    """Metrics logger that writes metrics.jsonl, validation.jsonl and samples.jsonl.
 
-    Each line is one JSON object.
+    It appends one JSON object per line.
     """
 
     def __init__(self, start: RunStart) -> None:
@@ -203,10 +203,16 @@ class TensorBoard(MetricsLogger):
 
 
 def _start_wandb(start: RunStart) -> Any:
-    """Start or resume a Weights & Biases run that copies the TensorBoard curves.
+    """Start or resume a Weights & Biases run that uploads the TensorBoard curves.
 
-    W&B reads the project and the account from its own environment variables. It writes its local
-    files to the folder wandb.
+    The environment variables of W&B, such as WANDB_PROJECT and WANDB_API_KEY, select project and
+    account.
+
+    Returns:
+        The W&B run. Call `finish` on it at the end.
+
+    Raises:
+        UserError: If W&B cannot start.
     """
     import wandb
 
@@ -222,9 +228,9 @@ def _start_wandb(start: RunStart) -> Any:
             id=start.environment["run"],
             resume="allow",
             sync_tensorboard=True,
-            settings=wandb.Settings(console="off"),  # train.log has the same lines.
+            settings=wandb.Settings(console="off"),  # train.log has the same lines
         )
-    except (wandb.Error, ValueError) as error:  # ValueError: an invalid WANDB_* variable.
+    except (wandb.Error, ValueError) as error:  # ValueError: a WANDB_* variable is invalid
         reason = one_line(str(error)).rstrip(".")
         raise UserError(
             f"metrics.enable_wandb: Weights & Biases cannot start: {reason}. Fix this, set "
@@ -237,7 +243,7 @@ def open_metrics_loggers(start: RunStart) -> list[MetricsLogger]:
     """Create the metrics loggers that the job enables: JSON, TensorBoard and plugins.
 
     Args:
-        start: The start of the run, which determines the output folder and the step.
+        start: The start of the run, with its job, output folder and step.
 
     Returns:
         The loggers. Call `close` on each of them at the end.
@@ -250,4 +256,6 @@ def open_metrics_loggers(start: RunStart) -> list[MetricsLogger]:
     if job.metrics.enable_tensorboard or job.metrics.enable_wandb:
         names.append("tensorboard")
     names += job.metrics.loggers
-    return [METRICS_LOGGERS.make(name, job, start) for name in dict.fromkeys(names)]
+
+    unique_names = dict.fromkeys(names)
+    return [METRICS_LOGGERS.make(name, job, start) for name in unique_names]

@@ -41,10 +41,10 @@ HEAD_BYTES = 1 << 16
 
 
 def find_foreign_file(folder: Path) -> str | None:
-    """Find a file in the output folder that a run would overwrite although no run has written it.
+    """Find a file in the output folder that titanlite did not write, but would overwrite.
 
     Returns:
-        An error message with a remedy, or None if there is no such file.
+        An error message that names the file and how to fix this, or None if there is no such file.
     """
     names = ("config.toml", ENVIRONMENT_FILE, *LOGS, *JSON_FILES)
     for name in names:
@@ -62,17 +62,17 @@ def find_foreign_file(folder: Path) -> str | None:
 
 
 def _is_written_by_run(path: Path) -> bool:
-    """Return whether the content of a file shows that a run has written it.
+    """Return whether a training run has written the file, judging by its content.
 
     For example, a metrics.jsonl must contain a line with a step and a loss.
     """
     if path.name == ENVIRONMENT_FILE:
         return read_environment(path.parent).keys() >= {"python", "packages"}
     if path.name == "config.toml":
-        # The content can be anything, so look at the other files that every run writes: first
-        # environment.json, and before titanlite 0.3 only the metrics.
-        others = [path.with_name(name) for name in (ENVIRONMENT_FILE, "metrics.jsonl")]
-        return any(other.exists() and _is_written_by_run(other) for other in others)
+        # A job can have any content, so check the files that a run writes beside it. Versions
+        # before 0.3 did not write environment.json.
+        siblings = [path.with_name(name) for name in (ENVIRONMENT_FILE, "metrics.jsonl")]
+        return any(sibling.exists() and _is_written_by_run(sibling) for sibling in siblings)
 
     with path.open("rb") as file:
         head = file.read(HEAD_BYTES)
@@ -80,13 +80,14 @@ def _is_written_by_run(path: Path) -> bool:
         return True
     if path.name == LOG_FILE:
         return LOG_LINE.match(head) is not None
-    # Look for any valid line, because lines can be damaged, and the last one incomplete.
+
+    # One valid line is enough, because a crash can leave incomplete lines.
     required_keys = REQUIRED_KEYS[path.name]
     return any(_has_keys(line, required_keys) for line in head.splitlines())
 
 
 def _has_keys(line: bytes, keys: set[str]) -> bool:
-    """Return whether a line is a JSON object that has all of `keys`."""
+    """Return whether a line of a file is a JSON object with all of `keys`."""
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError):
@@ -95,9 +96,10 @@ def _has_keys(line: bytes, keys: set[str]) -> bool:
 
 
 def read_environment(folder: Path) -> dict[str, Any]:
-    """Return the content of environment.json, or an empty dictionary if it cannot be read.
+    """Read environment.json, which describes the machine, the packages and the ID of a run.
 
-    The file describes the machine and the packages of the last start, and has the ID of the run.
+    Returns:
+        The content of the file, or an empty dictionary if it is missing or damaged.
     """
     try:
         return dict(json.loads((folder / ENVIRONMENT_FILE).read_bytes()))
@@ -106,13 +108,13 @@ def read_environment(folder: Path) -> dict[str, Any]:
 
 
 class OutputFolder:
-    """The files in the output folder of a run, except its checkpoints. Used on rank 0 only.
+    """Continues or archives the files that earlier starts have left in the output folder.
 
-    Create the object before this start writes to its log, because the sizes of the existing logs
-    show which lines belong to earlier starts.
+    Only rank 0 uses this class. Create the object before logging starts: it records the sizes of
+    the logs, to tell the lines of earlier starts from those of this start.
 
     Args:
-        folder: The output folder, which exists.
+        folder: The output folder, which must exist.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -122,7 +124,7 @@ class OutputFolder:
         }
 
     def environment(self) -> dict[str, Any]:
-        """Return the environment.json of the previous start, or {} if there was none."""
+        """Return the environment.json of the previous start, or {} without a previous start."""
         return read_environment(self._folder)
 
     def begin(
@@ -176,19 +178,21 @@ class OutputFolder:
         return f"Archived {files} {reason} to {archive}"
 
     def _archive_all(self, archive: Path) -> None:
-        """Move all files of earlier starts to the folder `archive`, if they contain any metrics.
+        """Move all files of earlier starts to the new folder `archive`.
 
-        The lines that this start has already written to its logs stay in the output folder.
+        Log lines that this start has already written stay in the output folder. Without metrics of
+        an earlier start, nothing is archived.
         """
-        sizes = [_size(self._folder / name) for name in JSON_FILES]
-        if not any(sizes):
+        has_metrics = any(_file_size(self._folder / name) > 0 for name in JSON_FILES)
+        if not has_metrics:
             return
+
         archive.mkdir()
         for name in FILES:
             path = self._folder / name
             if name in self._log_sizes:
-                content = path.read_bytes()
                 size = self._log_sizes[name]
+                content = path.read_bytes()
                 write_atomically(archive / name, content[:size])
                 write_atomically(path, content[size:])
             elif name not in LOGS and path.exists():
@@ -203,18 +207,22 @@ def _choose_archive(folder: Path) -> Path:
     return folder / f"archived-{number}"
 
 
-def _size(path: Path) -> int:
-    """Return the size of a file in bytes, or 0 if there is no such file."""
+def _file_size(path: Path) -> int:
+    """Return the size of a file in bytes, or 0 if the file does not exist."""
     return path.stat().st_size if path.is_file() else 0
 
 
 def _archive_after(path: Path, archive: Path, last_step: int) -> None:
-    """Move the lines of a JSON Lines file after step `last_step` to a file in the folder `archive`.
+    """Move the lines of a JSON Lines file that belong to later steps into an archive folder.
 
-    Damaged lines are moved as well.
+    Args:
+        path: The file. Nothing happens if it does not exist.
+        archive: Folder to which lines after `last_step` and damaged lines are moved.
+        last_step: Last step whose line stays in the file.
     """
     if not path.is_file():
         return
+
     kept: list[bytes] = []
     archived: list[bytes] = []
     for line in path.read_bytes().splitlines(keepends=True):
@@ -231,7 +239,7 @@ def _archive_after(path: Path, archive: Path, last_step: int) -> None:
 
 
 def _read_step(line: bytes) -> int | None:
-    """Return the step of a line of JSON, or None if the line is damaged or incomplete."""
+    """Return the value of "step" in a line of JSON, or None if the line is damaged."""
     if not line.endswith(b"\n"):
         return None
     try:
