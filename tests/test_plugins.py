@@ -14,7 +14,7 @@ JOB = SMALL.replace("[model]", OWN).replace("n_kv_heads = 1", "n_kv_heads = 2")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def installed(tmp_path_factory: pytest.TempPathFactory):
+def installed(tmp_path_factory):
     """Make the example importable as an installed package."""
     described = tmp_path_factory.mktemp("installed") / "titanlite_gemma-1.0.dist-info"
     described.mkdir()
@@ -29,7 +29,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.fixture(scope="module")
-def trained(installed: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(installed, tmp_path_factory) -> Path:
     """Train on one rank, export to `hf`, and return the output folder."""
     folder = tmp_path_factory.mktemp("gemma")
     (folder / "job.toml").write_text(JOB)
@@ -47,7 +47,7 @@ def words(folder: Path, name: str, *more: object) -> tuple[object, ...]:
 @pytest.mark.parametrize(
     "layout", [LAYOUTS[0], *(pytest.param(each, marks=pytest.mark.long) for each in LAYOUTS[1:])]
 )
-def test_the_example_trains_alike_in_each_layout(layout: str, trained: Path):
+def test_the_example_trains_alike_in_each_layout(layout: str, trained):
     ways = [f"--parallelism.{layout}_degree", 2, "--training.local_batch_size", 1]
     titanlite(*words(trained.parent, layout, *ways), ranks=2)
     assert losses(trained.parent / layout) == pytest.approx(
@@ -65,13 +65,13 @@ def test_the_example_trains_alike_in_each_layout(layout: str, trained: Path):
         ("import --hf RUN/hf --out RUN/imported", "olmo2"),
     ],
 )
-def test_a_checkpoint_or_a_model_folder_causes_no_import(command: str, needed: str, trained: Path):
+def test_a_checkpoint_or_a_model_folder_causes_no_import(command: str, needed: str, trained):
     argv = command.replace("RUN", str(trained)).split()
     assert needed in titanlite(*argv, code=2)
     titanlite(*argv, "--job.plugins", "gemma")
 
 
-def test_keys_of_a_plugin_are_checked_and_a_missing_one_is_named(trained: Path):
+def test_keys_of_a_plugin_are_checked_and_a_missing_one_is_named(trained):
     check = ["check", "--job.config_file", trained / "config.toml", "--gemma.hidden_at", "relu"]
     assert "Did you mean gemma.hidden_act?" in titanlite(*check, code=2)
     assert '"none_such"' in titanlite(*check, "--job.plugins", "none_such", code=2)
@@ -82,7 +82,7 @@ def test_keys_of_a_plugin_are_checked_and_a_missing_one_is_named(trained: Path):
     titanlite("check", "--job.config_file", trained / "from_hf.toml")
 
 
-def test_the_export_computes_what_was_trained(trained: Path):
+def test_the_export_computes_what_was_trained(trained):
     run_ranks(1, compare_with_transformers, trained)
 
 
@@ -112,7 +112,7 @@ params = ["tok_*", "*norm.weight", "*.wo.weight", "output.weight"]
 
 
 @pytest.fixture
-def fused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def fused(tmp_path, monkeypatch) -> Path:
     """Create a job whose model has the fused projections of docs/reference/plugin_models.md."""
     page = (EXAMPLE.parents[1] / "docs" / "reference" / "plugin_models.md").read_text()
     (tmp_path / "my_fused.py").write_text(
@@ -127,7 +127,7 @@ def fused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_model_with_fused_projections_trains_alike_with_tensor_parallelism(fused: Path):
+def test_a_model_with_fused_projections_trains_alike_with_tensor_parallelism(fused):
     titanlite(*words(fused, "alone"))
     titanlite(*words(fused, "two", "--parallelism.tensor_parallel_degree", 2), ranks=2)
     assert losses(fused / "two") == pytest.approx(
@@ -135,7 +135,7 @@ def test_a_model_with_fused_projections_trains_alike_with_tensor_parallelism(fus
     )  # fp32, another order of sums
 
 
-def test_groups_match_the_parameters_of_a_plugin(fused: Path):
+def test_groups_match_the_parameters_of_a_plugin(fused):
     job = fused / "job.toml"
     titanlite("check", "--job.config_file", job)
     job.write_text(job.read_text().replace("*.wqkv.weight", "*.wq.weight"))
@@ -144,7 +144,7 @@ def test_groups_match_the_parameters_of_a_plugin(fused: Path):
     assert "layers.0.attention.wqkv.weight and 1 more" in said
 
 
-def test_declared_weights_of_a_plugin_start_smaller_with_depth(fused: Path):
+def test_declared_weights_of_a_plugin_start_smaller_with_depth(fused):
     run_ranks(1, check_initial_weights, fused / "job.toml")
 
 

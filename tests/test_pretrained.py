@@ -34,14 +34,14 @@ ROWS += [
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory) -> Path:
     """Train a small run, and return its Hugging Face model."""
     out = tmp_path_factory.mktemp("model") / "out"
     start_small(out, "--training.steps", 3, "--checkpoint.last_save_in_hf").ends_with(0)
     return out / "final_hf"
 
 
-def test_a_model_or_a_run_says_all_that_a_job_needs(model: Path, tmp_path: Path):
+def test_a_model_or_a_run_says_all_that_a_job_needs(model, tmp_path):
     for name, start in (("folder", model), ("run", model.parent)):
         titanlite("train", "--from", start, *ROWS, "--job.dump_folder", tmp_path / name)
     job = tomli.loads((tmp_path / "folder" / "config.toml").read_text())
@@ -65,7 +65,7 @@ def test_a_model_or_a_run_says_all_that_a_job_needs(model: Path, tmp_path: Path)
     assert losses(tmp_path / "folder")[1] < 8.2  # untrained, it is ln 4096 = 8.3 or more
 
 
-def test_a_model_of_a_hub_is_brought_once_and_trained_by_all_ranks(model: Path, tmp_path: Path):
+def test_a_model_of_a_hub_is_brought_once_and_trained_by_all_ranks(model, tmp_path):
     def ended(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
         words = [sys.executable, "-m", "titanlite", command, "--from", "someone/small", *ROWS]
         keys = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1", "NGPU": "2"}
@@ -96,7 +96,7 @@ WRONG = {
 
 @pytest.mark.parametrize(("config", "problem"), WRONG.items())
 def test_a_folder_without_a_model_that_is_computed_here_is_refused(
-    config: str, problem: str, tmp_path: Path
+    config: str, problem: str, tmp_path
 ):
     (tmp_path / ("config.json" if config else "readme")).write_text(config)
     with pytest.raises(UserError, match=problem):

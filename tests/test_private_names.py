@@ -70,7 +70,7 @@ TABLE_ROWS = [
 ]
 
 
-def test_every_private_name_in_the_package_is_listed() -> None:
+def test_every_private_name_in_the_package_is_listed():
     listed = {
         (name, place) for names, places, *_ in TABLE_ROWS for name in names for place in places
     }
@@ -84,12 +84,12 @@ def test_every_private_name_in_the_package_is_listed() -> None:
     assert unlisted == []
 
 
-def test_the_number_of_listed_names_does_not_grow() -> None:
+def test_the_number_of_listed_names_does_not_grow():
     assert len({name for names, *_ in TABLE_ROWS for name in names}) <= MAX_NAMES
 
 
 @pytest.mark.parametrize("row", TABLE_ROWS, ids=lambda row: " ".join(row[0])[:40])
-def test_every_listed_name_is_used_in_the_listed_modules_and_has_a_test(row) -> None:
+def test_every_listed_name_is_used_in_the_listed_modules_and_has_a_test(row):
     names, places, _reason, tests = row
     assert tests
     for place in places:

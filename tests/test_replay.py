@@ -29,7 +29,7 @@ def remove_checkpoints(out: Path, *steps: int) -> None:
         shutil.rmtree(out / "checkpoint" / f"step-{step:08}")
 
 
-def test_steps_after_a_rollback_need_its_checkpoint(tmp_path: Path) -> None:
+def test_steps_after_a_rollback_need_its_checkpoint(tmp_path):
     out = tmp_path / "out"
     spikes = (
         "--guards.on_spike",
@@ -49,7 +49,7 @@ def test_steps_after_a_rollback_need_its_checkpoint(tmp_path: Path) -> None:
     assert "rolled back after step 4" in refuse(out, 5)
 
 
-def test_steps_of_an_earlier_start_need_its_options(tmp_path: Path) -> None:
+def test_steps_of_an_earlier_start_need_its_options(tmp_path):
     out = tmp_path / "out"
     start_small(out, *WORDS, 4).ends_with(0)
     start_small(out, *WORDS, 7, "--optimizer.lr", 3e-3).ends_with(0)
@@ -79,7 +79,7 @@ def train(folder: str) -> None:
             trainer.train()
 
 
-def test_steps_with_hooks_that_may_change_numbers_are_refused(tmp_path: Path) -> None:
+def test_steps_with_hooks_that_may_change_numbers_are_refused(tmp_path):
     run_ranks(1, train, str(tmp_path))
     assert replay(tmp_path / "Observer" / "out", 3)
     assert "Changer" in refuse(tmp_path / "Changer" / "out", 3)

@@ -26,7 +26,7 @@ with titanlite.Trainer(job) as trainer:
 
 
 @pytest.fixture(scope="module")
-def hostile_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def hostile_folder(tmp_path_factory) -> Path:
     """Create a folder with modules that record their import."""
     folder = tmp_path_factory.mktemp("runs") / "here"
     for name in HOSTILE.replace(",", " ").split():

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def job_file(tmp_path: Path) -> Path:
+def job_file(tmp_path) -> Path:
     path = tmp_path / "small.toml"
     path.write_text(SMALL)
     return path
@@ -287,9 +287,7 @@ class Refusing(Hook):
 """
 
 
-def test_a_refused_start_deletes_nothing_that_it_did_not_write(
-    job_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_refused_start_deletes_nothing_that_it_did_not_write(job_file, tmp_path, monkeypatch):
     (tmp_path / "refusing_hook.py").write_text(REFUSING_HOOK)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     out = tmp_path / "out"
@@ -313,9 +311,7 @@ class Leaving(Hook):
 
 
 @pytest.mark.parametrize("call", ["sys.exit(0)", "os._exit(0)"])
-def test_a_hook_that_exits_with_0_is_no_success(
-    job_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
-):
+def test_a_hook_that_exits_with_0_is_no_success(job_file, tmp_path, monkeypatch, call: str):
     (tmp_path / "leaving_hook.py").write_text(LEAVING_HOOK.format(call=call))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     options = ["--job.plugins", "leaving_hook", "--job.hooks", "leaving"]
@@ -330,7 +326,7 @@ def test_a_hook_that_exits_with_0_is_no_success(
     "name",
     ["train.log", "events.jsonl", "metrics.jsonl", "config.toml", ".run.lock", ".checkpoint.lock"],
 )
-def test_a_run_never_writes_through_a_symbolic_link(job_file: Path, tmp_path: Path, name: str):
+def test_a_run_never_writes_through_a_symbolic_link(job_file, tmp_path, name: str):
     target = tmp_path / "precious"
     target.write_text("mine")
     (tmp_path / "out").mkdir()
@@ -343,7 +339,7 @@ def test_a_run_never_writes_through_a_symbolic_link(job_file: Path, tmp_path: Pa
 
 @pytest.mark.parametrize("create", [os.mkfifo, os.mkdir])
 def test_a_run_refuses_an_output_file_that_is_not_regular(
-    job_file: Path, tmp_path: Path, create: Callable[[Path], None]
+    job_file, tmp_path, create: Callable[[Path], None]
 ):
     (tmp_path / "out").mkdir()
     create(tmp_path / "out" / "train.log")
@@ -351,7 +347,7 @@ def test_a_run_refuses_an_output_file_that_is_not_regular(
     assert "train.log" in run(job_file, tmp_path / "out", code=2)
 
 
-def test_a_run_does_not_overwrite_a_job_file_in_its_output_folder(tmp_path: Path):
+def test_a_run_does_not_overwrite_a_job_file_in_its_output_folder(tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     (out / "config.toml").write_text(SMALL)

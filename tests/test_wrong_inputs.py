@@ -431,7 +431,7 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(tmp_path_factory) -> Path:
     """Folders that each case gets: `run`, the output of a training run, and `hurt`, one with a damaged checkpoint."""
     folder = tmp_path_factory.mktemp("runs")
     (folder / "run").mkdir()
@@ -457,7 +457,7 @@ VARIABLES = [
 
 
 @pytest.fixture
-def place(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def place(runs, tmp_path, monkeypatch) -> Iterator[Path]:
     """The folder that a case starts in, for a minute at most: a busy machine lets it wait for seconds."""
     for name in ("run", "hurt"):
         shutil.copytree(runs / name, tmp_path / name, copy_function=os.link)
@@ -483,9 +483,7 @@ def place(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.command[:50]} {case.named[:30]}")
-def test_a_wrong_input_is_answered(
-    case: Case, place: Path, monkeypatch: pytest.MonkeyPatch, capsys
-):
+def test_a_wrong_input_is_answered(case: Case, place, monkeypatch, capsys):
     if case.file:
         (place / case.file).parent.mkdir(parents=True, exist_ok=True)
         (place / case.file).write_bytes(

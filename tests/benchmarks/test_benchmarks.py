@@ -56,7 +56,7 @@ def test_the_lists_of_the_offline_start_have_all_that_is_needed():
 
 
 @pytest.fixture(scope="session")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shards(tmp_path_factory) -> Path:
     """Prepare a small text."""
     folder = tmp_path_factory.mktemp("shards")
     (folder / "text.txt").write_text(
@@ -83,7 +83,7 @@ TINY = runs.Work(32, 1, 2, 1, 64, seq_len=32, rows=4, steps=5, threads=1)
 
 
 @pytest.mark.slow
-def test_both_sides_train_the_same_model_on_the_same_tokens(shards: Path, tmp_path: Path):
+def test_both_sides_train_the_same_model_on_the_same_tokens(shards, tmp_path):
     ours, theirs = (run(TINY, shards, tmp_path) for run in (runs.run_titanlite, runs.run_plain))
     assert ours.loss == pytest.approx(
         theirs.loss, rel=0.1
@@ -93,7 +93,7 @@ def test_both_sides_train_the_same_model_on_the_same_tokens(shards: Path, tmp_pa
 
 
 @pytest.mark.slow
-def test_loss_variants_agree_with_float64(tmp_path: Path):
+def test_loss_variants_agree_with_float64(tmp_path):
     variants = [
         "materialised",
         "fused",
@@ -107,7 +107,7 @@ def test_loss_variants_agree_with_float64(tmp_path: Path):
 
 
 @pytest.mark.long
-def test_growth_measures_and_makes_its_table(tmp_path: Path):
+def test_growth_measures_and_makes_its_table(tmp_path):
     printed = run(
         "growth.py",
         "--only",
@@ -128,7 +128,7 @@ def test_growth_measures_and_makes_its_table(tmp_path: Path):
 @pytest.mark.parametrize(
     "case", ["tiny model, FSDP2, 2 ranks", pytest.param("bf16 compiled", marks=pytest.mark.long)]
 )
-def test_cpu_compares_and_makes_its_table(case: str, tmp_path: Path):
+def test_cpu_compares_and_makes_its_table(case: str, tmp_path):
     printed = run("cpu.py", "--only", case, "--pairs", 1, "--steps", 5, "--out", tmp_path)
     assert f"| {case} |" in printed
     assert "at least" in printed
@@ -136,7 +136,7 @@ def test_cpu_compares_and_makes_its_table(case: str, tmp_path: Path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_torchtitan_trains_the_same_model_on_a_cpu(ranks: int, tmp_path: Path):
+def test_torchtitan_trains_the_same_model_on_a_cpu(ranks: int, tmp_path):
     for package in ("triton", "torchtitan"):
         pytest.importorskip(package, reason="needs torchtitan 0.2.2 and triton")
     text, work = runs.write_text(tmp_path), replace(TINY, ranks=ranks)

@@ -30,7 +30,7 @@ def gpu(out: Path, *options: str, code: int = 0) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_smoke_starts_resumes_and_generates(tmp_path: Path):
+def test_smoke_starts_resumes_and_generates(tmp_path):
     cases = gpu(tmp_path, "smoke")
     assert list(cases) == ["started", "resumed", "generated"]
     assert not any("error" in case for case in cases.values())
@@ -41,7 +41,7 @@ def test_smoke_starts_resumes_and_generates(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_titanlite_measures_a_normal_run_into_the_file_that_is_there(tmp_path: Path):
+def test_titanlite_measures_a_normal_run_into_the_file_that_is_there(tmp_path):
     (tmp_path / "gpu_titanlite.json").write_text('{"8b bf16 compiled": {"tokens/s": 1}}')
     cases = gpu(tmp_path, "titanlite", "--only", "8b bf16 eager")
     assert cases["8b bf16 compiled"] == {"tokens/s": 1}
@@ -51,14 +51,14 @@ def test_titanlite_measures_a_normal_run_into_the_file_that_is_there(tmp_path: P
 
 
 @pytest.fixture
-def part(tmp_path: Path) -> script.Part:
+def part(tmp_path) -> script.Part:
     options = argparse.Namespace(
         device="cpu", out=tmp_path / "out", seconds=60.0, only=None, pairs=2, cache=None
     )
     return script.Part("titanlite", options, tmp_path)
 
 
-def test_a_case_that_fails_in_any_way_leaves_the_others(part: script.Part):
+def test_a_case_that_fails_in_any_way_leaves_the_others(part):
     def hangs(result: dict[str, Any]) -> None:
         part.run(["sh", "-c", "sleep 100 & echo $!; wait"], limit=0.5)
 
@@ -77,7 +77,7 @@ def test_a_case_that_fails_in_any_way_leaves_the_others(part: script.Part):
     assert part.failed == ["hangs", "breaks"]
 
 
-def test_a_case_is_measured_with_the_first_mode_that_fits(part: script.Part):
+def test_a_case_is_measured_with_the_first_mode_that_fits(part):
     def run(work: script.Work, cache: Path, result: dict[str, Any]) -> None:
         if work.activation_checkpoint != "full":
             part.run([sys.executable, "-c", "raise SystemExit('CUDA error: out of memory')"])
@@ -91,7 +91,7 @@ def test_a_case_is_measured_with_the_first_mode_that_fits(part: script.Part):
 
 
 @pytest.mark.slow
-def test_a_profile_has_kernels_idle_time_and_floors(tmp_path: Path):
+def test_a_profile_has_kernels_idle_time_and_floors(tmp_path):
     work = replace(
         script.WORKS["8b bf16 eager"], flavor="debugmodel", tiny=True, rows=2, seq_len=64, steps=100
     )

@@ -44,7 +44,7 @@ def shapes(model: nn.Module) -> Counter[tuple[torch.Size, torch.dtype]]:
 
 
 @pytest.mark.parametrize("case", gpu.COMPARED)
-def test_model_dtypes_steps_and_what_is_done_in_them_are_the_same(case: str, tmp_path: Path):
+def test_model_dtypes_steps_and_what_is_done_in_them_are_the_same(case: str, tmp_path):
     ours, theirs = both(case, tmp_path)
     arch, args = build_architecture(ours.model), llama3_args[theirs.model.flavor]
     with torch.device("meta"):

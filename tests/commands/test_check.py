@@ -16,7 +16,7 @@ PAGES = "<!DOCTYPE html>\n" + "<p>Some words to learn from.</p>\n" * 500
 
 
 @pytest.fixture
-def job_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def job_file(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "records.txt").write_text(RECORDS)
     (tmp_path / "pages.txt").write_text(PAGES)

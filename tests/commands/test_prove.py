@@ -45,7 +45,7 @@ def marked(name: str) -> object:
 
 
 @pytest.mark.parametrize(("ranks", "words"), map(marked, LAYOUTS))
-def test_a_correct_layout_is_proven(ranks: int, words: tuple[object, ...], tmp_path: Path) -> None:
+def test_a_correct_layout_is_proven(ranks: int, words: tuple[object, ...], tmp_path):
     certificate = prove(tmp_path / "out", *words, ranks=ranks)
     assert certificate["proven"]
     assert {row["check"] for row in certificate["rows"] if row["passed"]} >= {
@@ -60,7 +60,7 @@ def test_a_correct_layout_is_proven(ranks: int, words: tuple[object, ...], tmp_p
     }
 
 
-def test_a_start_can_require_a_certificate(tmp_path: Path) -> None:
+def test_a_start_can_require_a_certificate(tmp_path):
     out = tmp_path / "out"
     assert prove(out)["proven"]
     train = ("train", "--job.config_file", out.with_suffix(".toml"), "--job.dump_folder", out)
@@ -73,14 +73,14 @@ def test_a_start_can_require_a_certificate(tmp_path: Path) -> None:
     assert "certificate" in titanlite(*required)
 
 
-def test_a_certificate_of_one_rank_does_not_fit_a_parallel_run(tmp_path: Path) -> None:
+def test_a_certificate_of_one_rank_does_not_fit_a_parallel_run(tmp_path):
     out = tmp_path / "out"
     assert prove(out, ranks=1)["proven"]
     train = ("train", "--job.config_file", out.with_suffix(".toml"), "--job.dump_folder", out)
     assert "require_certificate" in titanlite(*train, "--job.require_certificate", ranks=2, code=2)
 
 
-def test_a_certificate_with_a_failed_comparison_is_rejected(tmp_path: Path) -> None:
+def test_a_certificate_with_a_failed_comparison_is_rejected(tmp_path):
     out = tmp_path / "out"
     certificate = prove(out, ranks=1)
     certificate["rows"][0]["passed"] = False
@@ -90,7 +90,7 @@ def test_a_certificate_with_a_failed_comparison_is_rejected(tmp_path: Path) -> N
     assert "require_certificate" in titanlite(*train, "--job.require_certificate", code=2)
 
 
-def test_more_ranks_than_a_node_can_start_are_rejected(tmp_path: Path) -> None:
+def test_more_ranks_than_a_node_can_start_are_rejected(tmp_path):
     command = [sys.executable, "-m", "titanlite", "prove", "--world-size", "500"]
     command += ["--job.dump_folder", str(tmp_path)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -98,12 +98,12 @@ def test_more_ranks_than_a_node_can_start_are_rejected(tmp_path: Path) -> None:
     assert "--world-size 500" in ended.stderr
 
 
-def test_an_impossible_number_of_ranks_is_an_invalid_job(tmp_path: Path) -> None:
+def test_an_impossible_number_of_ranks_is_an_invalid_job(tmp_path):
     words = ("--job.dump_folder", tmp_path, "--parallelism.tensor_parallel_degree", 2)
     assert "--world-size 3" in titanlite("prove", *words, ranks=3, code=2)
 
 
-def test_degrees_that_do_not_fit_the_original_model_are_rejected(tmp_path: Path) -> None:
+def test_degrees_that_do_not_fit_the_original_model_are_rejected(tmp_path):
     job = tmp_path / "job.toml"
     job.write_text(SMALL)
     command = ("prove", "--job.config_file", job, "--job.dump_folder", tmp_path / "out")

@@ -107,17 +107,17 @@ def complete(loaded: LoadedCheckpoint, prompt: str, max_new_tokens: int = 30) ->
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory) -> Path:
     return save_run(tmp_path_factory.mktemp("run"), 10, 20)
 
 
 @pytest.fixture(scope="module")
-def loaded(trained: Path) -> LoadedCheckpoint:
+def loaded(trained) -> LoadedCheckpoint:
     return load_checkpoint(trained)
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def files(tmp_path_factory) -> list[Path]:
     """TEXTS: the first one in a text file, the others as JSON lines."""
     folder = tmp_path_factory.mktemp("data")
     text, lines = folder / "a.txt", folder / "b.jsonl"
@@ -126,9 +126,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [text, lines]
 
 
-def test_average_writes_the_weighted_mean_as_a_checkpoint(
-    trained: Path, files: list[Path], tmp_path: Path
-):
+def test_average_writes_the_weighted_mean_as_a_checkpoint(trained, files, tmp_path):
     out = tmp_path / "mean"
     first = trained / "checkpoint" / "step-00000010"
 
@@ -142,9 +140,7 @@ def test_average_writes_the_weighted_mean_as_a_checkpoint(
     assert evaluate_text(out, files).loss > 0
 
 
-def test_average_of_unsuitable_checkpoints_is_an_error(
-    trained: Path, tmp_path: Path, capsys: Output
-):
+def test_average_of_unsuitable_checkpoints_is_an_error(trained, tmp_path, capsys):
     other = tmp_path / "other"
     other.mkdir()
     save_run(other, 10, job=change_model(ffn_dim=64))
@@ -189,9 +185,7 @@ def score_by_transformers(folder: Path, length: int, stride: int) -> tuple[float
 
 
 @pytest.mark.slow
-def test_eval_computes_the_loss_of_transformers_on_the_exported_model(
-    trained: Path, files: list[Path], tmp_path: Path
-):
+def test_eval_computes_the_loss_of_transformers_on_the_exported_model(trained, files, tmp_path):
     titanlite("export", "--checkpoint", trained, "--out", tmp_path / "hf", "--dtype", "float32")
     num_bytes = sum(len(text.encode()) for text in TEXTS)
 
@@ -230,7 +224,7 @@ def score_in_layouts(trained: Path, files: list[Path], store: Path) -> list[Text
 
 
 @pytest.mark.slow
-def test_eval_computes_the_same_score_in_each_layout(trained: Path, files: list[Path]) -> None:
+def test_eval_computes_the_same_score_in_each_layout(trained, files):
     alone = asdict(evaluate_text(trained, files, window=37, stride=10))
 
     world = World(4, score_in_layouts, trained, files)
@@ -241,7 +235,7 @@ def test_eval_computes_the_same_score_in_each_layout(trained: Path, files: list[
 
 
 @pytest.mark.slow
-def test_eval_starts_ngpu_ranks_and_prints_only_json(trained: Path, files: list[Path]) -> None:
+def test_eval_starts_ngpu_ranks_and_prints_only_json(trained, files):
     command = [sys.executable, "-m", "titanlite", "eval", "--checkpoint", str(trained), "--data"]
     command += [*map(str, files), "--json", "--parallelism.tensor_parallel_degree", "2"]
     environment = {**os.environ, "NGPU": "2"}
@@ -254,9 +248,7 @@ def test_eval_starts_ngpu_ranks_and_prints_only_json(trained: Path, files: list[
     assert loss == pytest.approx(alone.loss, rel=1e-6)  # fp32 sums in another order
 
 
-def test_greedy_text_does_not_depend_on_the_other_prompts_of_a_batch(
-    loaded: LoadedCheckpoint, monkeypatch: pytest.MonkeyPatch
-):
+def test_greedy_text_does_not_depend_on_the_other_prompts_of_a_batch(loaded, monkeypatch):
     expected = [(prompt, complete(loaded, prompt)) for prompt in PROMPTS]
     assert len({text for _, text in expected}) == len(PROMPTS)
 
@@ -277,7 +269,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_text_equals_that_of_transformers(tmp_path: Path, family: str) -> None:
+def test_greedy_text_equals_that_of_transformers(tmp_path, family: str):
     from transformers import AutoModelForCausalLM
 
     trained = save_run(tmp_path, 1, job=change_model(**FAMILIES[family]))
@@ -294,7 +286,7 @@ def test_greedy_text_equals_that_of_transformers(tmp_path: Path, family: str) ->
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_import_restores_exported_weights(tmp_path: Path, family: str) -> None:
+def test_import_restores_exported_weights(tmp_path, family: str):
     job = change_model(**FAMILIES[family])
     trained = save_run(tmp_path, 1, job=job)
     hf = tmp_path / "hf"
@@ -312,7 +304,7 @@ def test_import_restores_exported_weights(tmp_path: Path, family: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def imported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def imported(tmp_path_factory) -> Path:
     """A folder with an imported Llama and Qwen3, whose tokenizers have different formats."""
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
@@ -338,9 +330,7 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "qwen"])
-def test_every_command_accepts_an_imported_checkpoint(
-    imported: Path, files: list[Path], tmp_path: Path, capsys: Output, name: str
-) -> None:
+def test_every_command_accepts_an_imported_checkpoint(imported, files, tmp_path, capsys, name: str):
     checkpoint = shutil.copytree(imported / name, tmp_path / "moved")
     text = run_generate(capsys, checkpoint, "--prompt", "def f")[0]
     score = evaluate_text(checkpoint, files)
@@ -364,9 +354,7 @@ def test_every_command_accepts_an_imported_checkpoint(
 
 
 @pytest.mark.slow
-def test_a_damaged_tokenizer_of_a_checkpoint_is_reported(
-    imported: Path, tmp_path: Path, capsys: Output
-) -> None:
+def test_a_damaged_tokenizer_of_a_checkpoint_is_reported(imported, tmp_path, capsys):
     checkpoint = shutil.copytree(imported / "llama", tmp_path / "copy")
     run("verify", checkpoint)
 
@@ -377,9 +365,7 @@ def test_a_damaged_tokenizer_of_a_checkpoint_is_reported(
     run_generate(capsys, checkpoint, code=4)
 
 
-def test_weights_are_imported_without_a_tokenizer_that_does_not_fit(
-    trained: Path, tmp_path: Path, capsys: Output
-):
+def test_weights_are_imported_without_a_tokenizer_that_does_not_fit(trained, tmp_path, capsys):
     hf = tmp_path / "hf"
     run("export", "--checkpoint", trained, "--out", hf)
     (hf / "tokenizer.json").unlink()
@@ -400,7 +386,7 @@ def test_weights_are_imported_without_a_tokenizer_that_does_not_fit(
     run("check", "--from", tmp_path / "bare", *tokenizer)
 
 
-def test_sampled_text_depends_only_on_its_prompt_and_the_seed(loaded: LoadedCheckpoint) -> None:
+def test_sampled_text_depends_only_on_its_prompt_and_the_seed(loaded):
     def sample(seed: int, batch_size: int = 8) -> list[str]:
         results = generate_many(loaded, PROMPTS, 10, seed=seed, batch_size=batch_size)
         return [result.completion for result in results]
@@ -422,7 +408,7 @@ def test_sampled_text_depends_only_on_its_prompt_and_the_seed(loaded: LoadedChec
 )
 def test_tokens_are_sampled_from_the_softmax_of_the_top_k(
     temperature: float, top_k: int, allowed: list[int]
-) -> None:
+):
     logits = torch.tensor([0.0, 3.0, 1.0, 2.0, -1.0])
     generator = torch.Generator().manual_seed(0)
     tokens = [sample_token(logits, temperature, top_k, generator) for _ in range(4000)]
@@ -437,8 +423,8 @@ def test_tokens_are_sampled_from_the_softmax_of_the_top_k(
 @pytest.mark.parametrize("name", ["tokenizer.model", "tokenizer.json"])
 @pytest.mark.parametrize("text", ["def f(x):\n\treturn x", "naïve — 漢字かな 🦜🦜 \ufffd?"])
 def test_pieces_are_whole_characters_and_add_up_to_the_text(
-    loaded: LoadedCheckpoint, monkeypatch, name: str, text: str
-) -> None:
+    loaded, monkeypatch, name: str, text: str
+):
     tokenizer = load_tokenizer(MODEL_FILE.with_name(name))
     ids = iter([*tokenizer.encode(text), tokenizer.eos_id])
     monkeypatch.setattr(completion, "sample_token", lambda *args: next(ids))
@@ -449,9 +435,7 @@ def test_pieces_are_whole_characters_and_add_up_to_the_text(
     assert sum("\ufffd" in piece for piece in pieces) == text.count("\ufffd")
 
 
-def test_generate_prints_only_the_completion_to_standard_output(
-    capsys: Output, trained: Path, loaded: LoadedCheckpoint
-) -> None:
+def test_generate_prints_only_the_completion_to_standard_output(capsys, trained, loaded):
     greedy = ("--prompt", "import os", "--temperature", "0")
 
     out, err = run_generate(capsys, trained, *greedy)
@@ -463,17 +447,15 @@ def test_generate_prints_only_the_completion_to_standard_output(
     assert run_generate(capsys, older, *greedy)[0] != out
 
 
-def test_generate_escapes_control_characters_on_a_terminal(
-    capsys: Output, trained: Path, monkeypatch
-) -> None:
+def test_generate_escapes_control_characters_on_a_terminal(capsys, trained, monkeypatch):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
 
     assert run_generate(capsys, trained, "--prompt", "a\x1b[2J")[0].startswith(r"a\x1b[2J")
 
 
 def test_generate_reads_prompts_from_files_and_standard_input(
-    capsys: Output, trained: Path, tmp_path: Path, monkeypatch
-) -> None:
+    capsys, trained, tmp_path, monkeypatch
+):
     text, lines = tmp_path / "a.txt", tmp_path / "a.jsonl"
     text.write_text("def f\n\nimport os\r\n")
     lines.write_text('"def f"\n{"prompt": "import os"}\n{"prompt": "two\\nlines"}')
@@ -492,9 +474,7 @@ def test_generate_reads_prompts_from_files_and_standard_input(
     assert (results[0]["tokens"], results[0]["end"]) == (12, "length")
 
 
-def test_a_checkpoint_of_another_model_or_tokenizer_is_an_error(
-    capsys: Output, trained: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_of_another_model_or_tokenizer_is_an_error(capsys, trained, tmp_path):
     folder = shutil.copytree(trained, tmp_path / "run")
     (folder / "config.toml").write_text(dump_config(change_model(dim=64)))
     assert "does not fit" in run_generate(capsys, folder, code=2)[1]
@@ -508,6 +488,6 @@ def test_a_checkpoint_of_another_model_or_tokenizer_is_an_error(
     assert "another tokenizer" in run_generate(capsys, folder, code=4)[1]
 
 
-def test_logits_that_are_not_finite_are_an_error() -> None:
+def test_logits_that_are_not_finite_are_an_error():
     with pytest.raises(CheckpointError, match="not finite"):
         sample_token(torch.tensor([0.0, math.nan]), 0, 0, None)

@@ -23,7 +23,7 @@ Output = pytest.CaptureFixture[str]
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+def hub(tmp_path, monkeypatch) -> Iterator[Hub]:
     """A hub with small versions of the presets, and a folder to start in."""
     write_parquet(tmp_path / "texts", [path.read_text() for path in ROOT.glob("titanlite/**/*.py")])
     raw, model = (
@@ -58,7 +58,7 @@ def run(capsys: Output, *words: str, code: int = 0) -> str:
     return out + re.sub(r"[\s│]+", " ", err)
 
 
-def test_the_preset_jobs_name_the_downloads_that_they_need(hub: Hub, capsys: Output):
+def test_the_preset_jobs_name_the_downloads_that_they_need(hub, capsys):
     needed = dict[str, list[str]]()
     for preset in sorted((ROOT / "train_configs").glob("fineweb_*.toml")):
         needed[preset.name] = re.findall(
@@ -90,9 +90,7 @@ def test_the_preset_jobs_name_the_downloads_that_they_need(hub: Hub, capsys: Out
     assert {name for name, _ in hub.asked} == {*hub.files[FINEWEB], "tokenizer.json"}
 
 
-def test_a_dry_run_lists_files_and_a_folder_can_replace_the_hub(
-    hub: Hub, tmp_path: Path, capsys: Output
-):
+def test_a_dry_run_lists_files_and_a_folder_can_replace_the_hub(hub, tmp_path, capsys):
     answer = run(capsys, "get", "data", "fineweb-edu-10bt", "--from", hub.url, "--dry-run")
     size = len(next(iter(hub.files[FINEWEB].values())))
     assert re.findall(r"^ *([\d,]+)  (\S+)$", answer, re.M) == [
@@ -109,7 +107,7 @@ def test_a_dry_run_lists_files_and_a_folder_can_replace_the_hub(
     assert hub.asked == [("train.jsonl", 0)]
 
 
-def test_a_download_resumes_after_a_broken_connection(hub: Hub, capsys: Output):
+def test_a_download_resumes_after_a_broken_connection(hub, capsys):
     hub.cut, content = (
         "train.txt",
         b"a line\n" * 3_000_000,
@@ -123,7 +121,7 @@ def test_a_download_resumes_after_a_broken_connection(hub: Hub, capsys: Output):
 
 @pytest.mark.parametrize("size", [10, 5000], ids=["git", "lfs"])
 def test_only_files_with_the_stated_checksum_are_kept_and_none_is_overwritten(
-    hub: Hub, size: int, capsys: Output
+    hub, size: int, capsys
 ):
     content, name, command = b"x" * size, "train.txt", ["get", "data", "me/sums", "--from", hub.url]
     hub.files["datasets/me/sums"], out = {name: content}, Path("data/sums")
@@ -138,7 +136,7 @@ def test_only_files_with_the_stated_checksum_are_kept_and_none_is_overwritten(
     assert (out / name).read_bytes() == b"z" * size
 
 
-def test_a_stream_is_not_read_beyond_the_size_of_the_file(hub: Hub, capsys: Output):
+def test_a_stream_is_not_read_beyond_the_size_of_the_file(hub, capsys):
     hub.files["datasets/me/endless"], hub.endless = {"train.txt": b"a line\n" * 1000}, "train.txt"
     assert "train.txt" in run(capsys, "get", "data", "me/endless", "--from", hub.url, code=2)
     assert hub.sent < 32_000_000  # the client reads 10 MB at once, and sockets hold some more
@@ -159,7 +157,7 @@ LISTS = {
 
 
 @pytest.mark.parametrize("tree", LISTS.values(), ids=LISTS)
-def test_a_malformed_list_of_files_is_an_error(hub: Hub, tree: bytes, capsys: Output):
+def test_a_malformed_list_of_files_is_an_error(hub, tree: bytes, capsys):
     hub.tree = tree
     assert "/api/datasets/me/mine" in run(
         capsys, "get", "data", "me/mine", "--from", hub.url, code=2
@@ -168,7 +166,7 @@ def test_a_malformed_list_of_files_is_an_error(hub: Hub, tree: bytes, capsys: Ou
 
 
 @pytest.mark.parametrize("tree", [b"[]", b""], ids=["empty", "full"])
-def test_a_list_of_files_that_links_to_itself_is_an_error(hub: Hub, tree: bytes, capsys: Output):
+def test_a_list_of_files_that_links_to_itself_is_an_error(hub, tree: bytes, capsys):
     hub.tree, hub.link = tree, f"{hub.url}/api/datasets/me/mine/tree/main?cursor=1"
     assert "/api/datasets/me/mine" in run(
         capsys, "get", "data", "me/mine", "--from", hub.url, code=2
@@ -176,7 +174,7 @@ def test_a_list_of_files_that_links_to_itself_is_an_error(hub: Hub, tree: bytes,
 
 
 @pytest.mark.slow
-def test_ctrl_c_stops_a_download_and_the_same_command_resumes_it(hub: Hub):
+def test_ctrl_c_stops_a_download_and_the_same_command_resumes_it(hub):
     files = {name: raw for name, raw in hub.files[FINEWEB].items() if "/10BT/" in name}
     first, hub.held = files
     words = [
@@ -217,9 +215,7 @@ def test_ctrl_c_stops_a_download_and_the_same_command_resumes_it(hub: Hub):
         ("data me/mine --from {hub} --out /proc/none", "/proc"),
     ],
 )
-def test_a_failed_download_reports_how_to_fix_it(
-    hub: Hub, command: str, named: str, capsys: Output
-):
+def test_a_failed_download_reports_how_to_fix_it(hub, command: str, named: str, capsys):
     hub.gated = {"models/meta-llama/Llama-3.1-8B"}
     assert named in run(capsys, "get", *command.format(hub=hub.url).split(), code=2)
 
@@ -243,7 +239,7 @@ def test_a_failed_download_reports_how_to_fix_it(
     ],
 )
 def test_check_warns_that_a_run_trains_on_a_toy(
-    tmp_path: Path, monkeypatch, words: str, told: set[str], capsys
+    tmp_path, monkeypatch, words: str, told: set[str], capsys
 ):
     monkeypatch.chdir(tmp_path)
     for name in ("train.jsonl", "train.jsonl.gz"):

@@ -1,7 +1,6 @@
 """Stages change the batch size, learning rate and weights of a run at a step, on any layout."""
 
 from itertools import accumulate, pairwise
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -74,7 +73,7 @@ def train_with_stages(folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_in_stages_is_the_same_after_a_resume_and_on_a_pipeline(tmp_path: Path) -> None:
+def test_a_run_in_stages_is_the_same_after_a_resume_and_on_a_pipeline(tmp_path):
     run_ranks(2, train_with_stages, str(tmp_path))
 
     runs = {name: logged(tmp_path / name / "out") for name in RUNS}

@@ -30,7 +30,7 @@ def train(folder: Path, ranks: int, *options: object) -> Path:
     return folder
 
 
-def test_the_curve_does_not_depend_on_the_layout(tmp_path: Path) -> None:
+def test_the_curve_does_not_depend_on_the_layout(tmp_path):
     straight, moved = train(tmp_path / "straight", 1), tmp_path / "moved"
     for last, ranks, options in LEGS:
         train(moved, ranks, "--training.steps", last, *options)  # ends with a save
@@ -38,7 +38,7 @@ def test_the_curve_does_not_depend_on_the_layout(tmp_path: Path) -> None:
     assert losses(moved) == pytest.approx(losses(straight), abs=1e-5)
 
 
-def test_a_pipeline_that_validates_first_resumes_exactly(tmp_path: Path) -> None:
+def test_a_pipeline_that_validates_first_resumes_exactly(tmp_path):
     options = [
         *PIPELINE,
         "--training.steps",

@@ -31,7 +31,7 @@ HANGS = {
 }
 
 
-def test_a_hang_ends_in_a_report_that_names_the_late_rank(tmp_path: Path) -> None:
+def test_a_hang_ends_in_a_report_that_names_the_late_rank(tmp_path):
     """Run all hangs at the same time, because they use no CPU."""
     (tmp_path / "job.toml").write_text(SMALL)
     launchers = {}
@@ -62,8 +62,8 @@ def test_a_hang_ends_in_a_report_that_names_the_late_rank(tmp_path: Path) -> Non
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds stopped processes in Linux's /proc")
 def test_a_rank_that_is_stopped_after_a_save_is_reported_while_the_others_wait(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     (tmp_path / "job.toml").write_text(SMALL)
     words = [
         "launch",

@@ -86,7 +86,7 @@ def is_loopback(address: str) -> bool:
     )
 
 
-def test_a_run_on_one_machine_opens_no_port_that_another_can_reach(tmp_path: Path) -> None:
+def test_a_run_on_one_machine_opens_no_port_that_another_can_reach(tmp_path):
     cluster = {
         "MASTER_ADDR": socket.gethostname(),
         "NCCL_SOCKET_IFNAME": "eth0",
@@ -121,8 +121,8 @@ def two_machines(folder: Path, *options: str, **variables: str) -> list["subproc
 
 
 def test_a_crash_on_one_machine_restarts_all_and_a_signal_to_one_saves_and_stops_all(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     running = two_machines(tmp_path, NNODES="2", MAX_RESTARTS="1")
     try:
         wait_for("Saved step 5 ", tmp_path, running)
@@ -147,7 +147,7 @@ def test_a_crash_on_one_machine_restarts_all_and_a_signal_to_one_saves_and_stops
 
 
 @pytest.mark.long
-def test_the_run_goes_on_without_a_machine_that_is_lost(tmp_path: Path) -> None:
+def test_the_run_goes_on_without_a_machine_that_is_lost(tmp_path):
     running = two_machines(tmp_path, NNODES="1:2", MAX_RESTARTS="3")
     try:
         wait_for("Saved step 5 ", tmp_path, running)
@@ -162,7 +162,7 @@ def test_the_run_goes_on_without_a_machine_that_is_lost(tmp_path: Path) -> None:
     assert list(losses(tmp_path / "out")) == list(range(1, len(losses(tmp_path / "out")) + 1))
 
 
-def test_a_hook_that_exits_with_0_fails_the_run_on_both_nodes(tmp_path: Path) -> None:
+def test_a_hook_that_exits_with_0_fails_the_run_on_both_nodes(tmp_path):
     hook = """
 import os
 from titanlite import register
@@ -185,7 +185,7 @@ class Leaving(Hook):
 
 
 @pytest.mark.long
-def test_a_node_that_loses_the_other_ends_soon_after_the_timeout(tmp_path: Path) -> None:
+def test_a_node_that_loses_the_other_ends_soon_after_the_timeout(tmp_path):
     """A stopped node looks like a broken link: its connections stay open."""
     timeouts = ["--comm.train_timeout_seconds", "20", "--checkpoint.timeout_seconds", "20"]
     running = two_machines(tmp_path, *timeouts, NNODES="2", MAX_RESTARTS="0")
@@ -202,7 +202,7 @@ def test_a_node_that_loses_the_other_ends_soon_after_the_timeout(tmp_path: Path)
         running[1].kill()
 
 
-def test_the_node_that_has_the_address_hosts_the_store(tmp_path: Path) -> None:
+def test_the_node_that_has_the_address_hosts_the_store(tmp_path):
     """This holds even if the host name resolves to another address, as on Debian."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
@@ -222,13 +222,13 @@ def test_the_node_that_has_the_address_hosts_the_store(tmp_path: Path) -> None:
             process.kill()
 
 
-def test_an_address_that_cannot_be_resolved_is_refused_at_once(tmp_path: Path) -> None:
+def test_an_address_that_cannot_be_resolved_is_refused_at_once(tmp_path):
     run = launch(tmp_path, NGPU="1", NNODES="2", MASTER_ADDR="no-such-node.invalid")
     assert run.wait(60) == 2
     assert "no-such-node.invalid" in (tmp_path / "log").read_text()
 
 
-def test_a_node_that_waits_logs_what_is_missing(tmp_path: Path) -> None:
+def test_a_node_that_waits_logs_what_is_missing(tmp_path):
     cluster = {
         "NGPU": "1",
         "NNODES": "1:2",

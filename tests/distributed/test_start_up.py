@@ -45,9 +45,7 @@ def alive(trial: str) -> list[int]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_the_first_two_seconds_of_a_run_leave_nothing_behind(
-    number: signal.Signals, tmp_path: Path
-) -> None:
+def test_the_first_two_seconds_of_a_run_leave_nothing_behind(number: signal.Signals, tmp_path):
     (tmp_path / "job.toml").write_text(SMALL)
     words = ["--job.config_file", "job.toml", "--training.steps", "3000"]
     before = signal.signal(

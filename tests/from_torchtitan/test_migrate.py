@@ -102,7 +102,7 @@ JOBS = {
 
 
 @pytest.fixture(autouse=True)
-def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_empty_folder(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
@@ -190,9 +190,7 @@ OTHER_FORMATS = {
 
 
 @pytest.mark.parametrize(("content", "named"), OTHER_FORMATS.items(), ids=OTHER_FORMATS.values())
-def test_files_of_other_formats_are_recognized(
-    content: str, named: str, capsys: pytest.CaptureFixture[str]
-):
+def test_files_of_other_formats_are_recognized(content: str, named: str, capsys):
     Path("file").write_text(content)
     for command in (["migrate", "file"], ["check", "--job.config_file", "file"]):
         assert cli.main(command) == 2
@@ -302,7 +300,7 @@ def test_what_has_no_equivalent_is_named_with_the_reason(text: str, reason: str)
     assert any(reason in found for found in lost), lost
 
 
-def test_a_file_without_any_torchtitan_key_is_rejected(capsys: pytest.CaptureFixture[str]):
+def test_a_file_without_any_torchtitan_key_is_rejected(capsys):
     Path("old.toml").write_text("[optimizer]\nwd = 0.1")
 
     assert cli.main(["migrate", "old.toml", "--out", "new.toml"]) == 2
@@ -313,7 +311,7 @@ def test_a_file_without_any_torchtitan_key_is_rejected(capsys: pytest.CaptureFix
     assert not Path("new.toml").exists()
 
 
-def test_the_command_writes_a_whole_file_or_prints_it(capsys: pytest.CaptureFixture[str]):
+def test_the_command_writes_a_whole_file_or_prints_it(capsys):
     old, new = Path("old.toml"), Path("made/new.toml")
     old.write_text("[training]\ndataset_path = 'data'\n[checkpoint]\ninitial_load_path = ''")
     assert cli.main(["migrate", "old.toml"]) == 0

@@ -114,7 +114,7 @@ def said(factor: float = 8.0, **keys: int) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def steps(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("steps")
     for kind in ("0.1", "0.2", "weights"):
         save(str(folder / kind), kind)

@@ -315,9 +315,7 @@ def toml_mutant(file: Path, number: int) -> bytes:
 
 
 @pytest.mark.parametrize("count", [SAMPLE, ALL])
-def test_a_mutant_is_a_job_or_a_users_error(
-    count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_mutant_is_a_job_or_a_users_error(count: int, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 

@@ -121,7 +121,7 @@ def ghost(
 
 
 @pytest.fixture(scope="session")
-def taken(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def taken(request, tmp_path_factory) -> Any:
     """Return `taken(ranks)`, which maps jobs to the measurements of each rank (see steps.py).
 
     `events` are the lines of the log.
@@ -168,7 +168,7 @@ def launches(events: list[str]) -> int:
 
 
 @pytest.mark.parametrize(("ranks", "name"), SOME)
-def test_a_step_runs_and_neither_waits_nor_compiles_anew(taken: Any, ranks: int, name: str):
+def test_a_step_runs_and_neither_waits_nor_compiles_anew(taken, ranks: int, name: str):
     """Neither torch nor CUDA reports a host sync (steps.py fails otherwise)."""
     for rank in taken(ranks)[name]:
         assert "error" not in rank, rank["error"]
@@ -194,7 +194,7 @@ def test_a_step_runs_and_neither_waits_nor_compiles_anew(taken: Any, ranks: int,
     "name",
     ["1b, tensor 2", pytest.param("8b, full, compiled, 4 microbatches", marks=pytest.mark.long)],
 )
-def test_a_plan_says_what_the_allocator_says(tmp_path: Path, name: str):
+def test_a_plan_says_what_the_allocator_says(tmp_path, name: str):
     """Plans are as accurate as benchmarks/planner.md shows. Collectives need no other rank."""
     files = ["--results", str(tmp_path / "results.json"), "--out", str(tmp_path / "page.md")]
     ghost("python", "benchmarks/planner.py", "--only", name, *files)
@@ -283,7 +283,7 @@ TRAFFIC |= {(2, f"{name}, compiled"): TRAFFIC[2, name] for name in ("tp", "cp")}
 
 
 @pytest.mark.parametrize(("ranks", "name"), [p for p in SOME if p.values in TRAFFIC])
-def test_no_more_is_communicated_than_the_layout_needs(taken: Any, ranks: int, name: str):
+def test_no_more_is_communicated_than_the_layout_needs(taken, ranks: int, name: str):
     for rank in taken(ranks)[name]:
         moved = Counter[tuple[str, int]]()
         for event in rank["events"]:
@@ -294,13 +294,13 @@ def test_no_more_is_communicated_than_the_layout_needs(taken: Any, ranks: int, n
 
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "most"), [("compiled", 30 + 17), ("tensorwise", 50 + 17)])
-def test_a_compiled_block_launches_few_kernels(taken: Any, name: str, most: int):
+def test_a_compiled_block_launches_few_kernels(taken, name: str, most: int):
     """Subtract the launches of two jobs, so only blocks and their FSDP copies and updates count."""
     four, two = (launches(taken(1)[key][0]["events"]) for key in (name, f"{name}, 2 blocks"))
     assert (four - two) / 2 / 2 <= most  # two steps were counted
 
 
-def test_each_entry_trains_saves_and_resumes_what_another_left(tmp_path: Path):
+def test_each_entry_trains_saves_and_resumes_what_another_left(tmp_path):
     """The launcher, one process, torchrun and Python resume from each other's checkpoints."""
     pinned = f"{SMALL} --checkpoint.interval 2 --checkpoint.async_mode async_with_pinned_mem"
     words = [*pinned.split(), "--job.dump_folder", str(tmp_path / "run"), "--training.steps"]
@@ -339,7 +339,7 @@ def test_each_entry_trains_saves_and_resumes_what_another_left(tmp_path: Path):
     assert "def" in ghost("python", "-m", "titanlite", "generate", *generate)
 
 
-def test_each_of_four_pinned_async_saves_completes(tmp_path: Path):
+def test_each_of_four_pinned_async_saves_completes(tmp_path):
     pinned = "--checkpoint.interval 1 --checkpoint.async_mode async_with_pinned_mem"
     options = f"{SMALL} {pinned} --training.steps 4 --job.dump_folder {tmp_path / 'run'}".split()
 
@@ -377,7 +377,7 @@ class Watch(Hook):
 """
 
 
-def test_the_loop_opens_no_socket_and_waits_for_nothing_between_logged_steps(tmp_path: Path):
+def test_the_loop_opens_no_socket_and_waits_for_nothing_between_logged_steps(tmp_path):
     """The ranks agree on what to do after each step through the GPU."""
     (tmp_path / "watching.py").write_text(PLUGIN)
     words = (
@@ -397,7 +397,7 @@ def test_the_loop_opens_no_socket_and_waits_for_nothing_between_logged_steps(tmp
         assert not re.search("^wait|pageable", step, re.MULTILINE)
 
 
-def test_no_step_is_skipped_because_of_what_memory_holds(tmp_path: Path):
+def test_no_step_is_skipped_because_of_what_memory_holds(tmp_path):
     """Replicas are compared after each step, and all that reads the device runs beside them."""
     compared = f"{HYBRID} 1 --guards.compare_every 1 --ema.decay 0.9 --metrics.log_freq 1"
     read = "--validation.freq 2 --validation.holdout 0.1 --samples.freq 3 --samples.prompts def"
@@ -409,7 +409,7 @@ def test_no_step_is_skipped_because_of_what_memory_holds(tmp_path: Path):
 
 
 @pytest.mark.long
-def test_a_model_that_does_not_fit_is_explained(tmp_path: Path):
+def test_a_model_that_does_not_fit_is_explained(tmp_path):
     """By the allocator and by the plan."""
     words = [*SMALL.split(), "--job.dump_folder", str(tmp_path), "--training.seq_len", "8192"]
     said = ghost(

@@ -74,7 +74,7 @@ def weights(trainer: Trainer) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("recipe", [("tensorwise", *ALL_GATHER), ("rowwise",)])
-def test_float8_learns_as_bf16_does(tmp_path: Path, recipe: tuple[str, ...]):
+def test_float8_learns_as_bf16_does(tmp_path, recipe: tuple[str, ...]):
     with training(tmp_path, *EACH_STEP) as trainer:
         expected = losses(trainer, 20)
     with training(
@@ -90,7 +90,7 @@ def test_float8_learns_as_bf16_does(tmp_path: Path, recipe: tuple[str, ...]):
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async_with_pinned_mem"])
-def test_resume_is_bitwise_equal_to_an_uninterrupted_run(tmp_path: Path, mode: str):
+def test_resume_is_bitwise_equal_to_an_uninterrupted_run(tmp_path, mode: str):
     """With deterministic kernels, a resumed run is bitwise equal."""
     options = (
         "--metrics.log_freq",
@@ -119,7 +119,7 @@ def test_resume_is_bitwise_equal_to_an_uninterrupted_run(tmp_path: Path, mode: s
         (*ALL, "--training.dtype", "bfloat16", "--optimizer.stochastic_rounding"),
     ],
 )
-def test_a_step_never_waits_for_the_gpu(tmp_path: Path, options: tuple[str, ...]):
+def test_a_step_never_waits_for_the_gpu(tmp_path, options: tuple[str, ...]):
     """Two steps compile the kernels and log before the measurement."""
     with training(
         tmp_path, "--metrics.log_freq", "50", "--checkpoint.no-enable", *options

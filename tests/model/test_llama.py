@@ -118,7 +118,7 @@ def test_casting_the_model_does_not_round_its_rotary_angles():
 
 @pytest.mark.parametrize("window", [0, 20])
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_flex_attention_computes_the_same(window: int) -> None:
+def test_flex_attention_computes_the_same(window: int):
     """The form used on a GPU, here by its definition."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, 3, (2, 128), generator=generator).sort(dim=1).values

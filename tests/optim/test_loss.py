@@ -40,7 +40,7 @@ def error(value: Tensor, exact: Tensor) -> float:
 
 
 @pytest.fixture
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_chunks(monkeypatch) -> None:
     """Several chunks of tokens, the last one shorter, and several blocks of the vocabulary."""
     monkeypatch.setattr("titanlite.optim.losses.tokens_per_chunk", lambda *_: 48)
     monkeypatch.setattr("titanlite.optim.losses.VOCAB_BLOCK", {"cpu": 100})
@@ -50,8 +50,8 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("z_loss", [0.0, 1e-2])
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_as_exact_as_with_all_logits_at_once(
-    small_chunks: None, dtype: torch.dtype, z_loss: float, compiled: bool
-) -> None:
+    small_chunks, dtype: torch.dtype, z_loss: float, compiled: bool
+):
     """Also compiled, by every version of torch: the graph overwrites the logits with their gradient, in an order of
     its own, so that fp32's sums are in another order."""
     hidden, weight, labels = inputs(200, 1003, dtype=dtype)
@@ -74,9 +74,7 @@ def test_as_exact_as_with_all_logits_at_once(
         assert error(ours, best) <= most * error(theirs, best) + compiled * 1e-6
 
 
-def test_the_scale_is_in_loss_and_gradients_and_no_label_is_zero_and_an_evaluation_has_no_z_loss() -> (
-    None
-):
+def test_the_scale_is_in_loss_and_gradients_and_no_label_is_zero_and_an_evaluation_has_no_z_loss():
     hidden, weight, labels = inputs(40, 11)
     whole = linear_cross_entropy_sum(hidden.clone(), weight, labels, ONE)
     expected = torch.autograd.grad(whole, (hidden, weight))
@@ -104,7 +102,7 @@ def test_the_scale_is_in_loss_and_gradients_and_no_label_is_zero_and_an_evaluati
 
 
 @pytest.mark.slow
-def test_a_compiled_softmax_over_a_part_of_the_vocabulary_knows_which_labels_are_its_own() -> None:
+def test_a_compiled_softmax_over_a_part_of_the_vocabulary_knows_which_labels_are_its_own():
     hidden, weight, labels = inputs(48, 100)
     labels = labels.where(labels < 0, labels * 3)
     both = [(c, hidden.clone()) for c in (False, True)]
@@ -128,7 +126,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 """
 
 
-def test_the_logits_of_all_tokens_never_exist() -> None:
+def test_the_logits_of_all_tokens_never_exist():
     """All logits are 512 MiB in fp32, those of a chunk 128 MiB; the weight's gradient is 8 MiB."""
     done = subprocess.run(
         [sys.executable, "-c", PEAK], capture_output=True, text=True, check=True, cwd=Path.cwd()

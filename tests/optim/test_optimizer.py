@@ -45,13 +45,13 @@ def trained(compiled: bool = False, **keys: object) -> torch.Tensor:
         ({"state_dtype": "bfloat16"}, 2 * 3e-4 * 2**-7),
     ],
 )
-def test_implementations_agree(keys: dict[str, Any], tolerance: float) -> None:
+def test_implementations_agree(keys: dict[str, Any], tolerance: float):
     torch.testing.assert_close(
         trained(**keys), trained(implementation="for-loop"), rtol=0, atol=tolerance
     )
 
 
-def test_small_updates_are_lost_by_rounding_but_not_by_chance() -> None:
+def test_small_updates_are_lost_by_rounding_but_not_by_chance():
     """100 steps of 1e-4 at weights of 1: each is far below the 2^-9 at which bfloat16 would round up."""
 
     def after_100_steps(stochastic: bool) -> torch.Tensor:
@@ -99,5 +99,5 @@ def updates_of_shards() -> list[bool]:
 
 
 @pytest.mark.slow
-def test_a_shard_is_updated_as_the_whole_parameter_is() -> None:
+def test_a_shard_is_updated_as_the_whole_parameter_is():
     assert run_ranks(4, updates_of_shards) == [[True] * 16] * 4

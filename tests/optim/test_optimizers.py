@@ -1,7 +1,6 @@
 """Muon, AdamW8bit and groups through the trainer: on any layout, after any resume, and beside torch's own."""
 
 import zlib
-from pathlib import Path
 
 import pytest
 import torch
@@ -57,7 +56,7 @@ def weights_after(folder: str, jobs: list[str]) -> list[str]:
 
 
 @pytest.mark.slow
-def test_muon_gives_the_same_bits_on_any_layout(tmp_path: Path) -> None:
+def test_muon_gives_the_same_bits_on_any_layout(tmp_path):
     muon = "Muon --model.ffn_dim 88 --training.steps 3 --checkpoint.no-enable "
     (alone,) = run_ranks(1, weights_after, f"{tmp_path}/1", [muon])[0]
     for ranks, layouts in LAYOUTS.items():
@@ -68,7 +67,7 @@ def test_muon_gives_the_same_bits_on_any_layout(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_each_is_resumed_bit_for_bit_on_another_number_of_ranks(tmp_path: Path) -> None:
+def test_each_is_resumed_bit_for_bit_on_another_number_of_ranks(tmp_path):
     # with rows of whole blocks
     sizes = "--model.n_layers 1 --model.dim 256 --model.ffn_dim 256 --training.steps"
     jobs = [f"{name} {sizes}" for name in ("Muon", "AdamW8bit")]
@@ -101,7 +100,7 @@ class BesideTorchs(Drawn):
         self.muon.step()
 
 
-def test_muon_on_one_process_is_torchs(tmp_path: Path) -> None:
+def test_muon_on_one_process_is_torchs(tmp_path):
     """torch rounds the momentum's product and sum once, ours twice.
 
     Where the last bit of fp32 so differs next to the middle of two values in bfloat16, the
@@ -122,7 +121,7 @@ def test_muon_on_one_process_is_torchs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "decayed"), [("AdamW", True), ("Muon", False), ("AdamW8bit", True)]
 )
-def test_groups_have_their_rates_and_decays(tmp_path: Path, name: str, decayed: bool) -> None:
+def test_groups_have_their_rates_and_decays(tmp_path, name: str, decayed: bool):
     job = load_run([*TINY.split(), name, "--job.dump_folder", str(tmp_path)], 1).job
     still = ParameterGroup(params=("tok_embeddings.*", "layers.0.*"), lr_factor=0.0)
     rest = ParameterGroup(params=("layers.1.*", "norm.weight", "output.weight"), weight_decay=0.3)

@@ -1,6 +1,5 @@
 """An optimizer that trains other weights than those to evaluate: validations, saves and resumes get the right ones."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,7 +83,7 @@ def train(folder: str) -> list[bool]:
     return mean.evaluated_mean
 
 
-def test_the_weights_to_evaluate_are_validated_saved_and_resumed_from(tmp_path: Path) -> None:
+def test_the_weights_to_evaluate_are_validated_saved_and_resumed_from(tmp_path):
     saves, validations = 3, 6
     assert run_ranks(2, train, str(tmp_path)) == [[True] * (saves + validations)] * 2
     whole, parts = (logged(tmp_path / name / "out") for name in ("whole", "parts"))

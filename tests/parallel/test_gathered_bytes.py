@@ -30,7 +30,7 @@ def traffic(**job: Any) -> tuple[int, int, int]:
     return sum(work.bytes for work in gathers), sum(work.count for work in gathers), reductions
 
 
-def test_fp8_halves_what_travels_of_the_blocks() -> None:
+def test_fp8_halves_what_travels_of_the_blocks():
     assert traffic(**BF16)[0] == 2 * (BLOCKS + 2 * EMBEDDING + NORM)
     # Scales do not travel: they were computed on all ranks alike.
     assert traffic(**BF16, float8=FP8)[0] == MATRICES + 2 * (
@@ -38,7 +38,7 @@ def test_fp8_halves_what_travels_of_the_blocks() -> None:
     )
 
 
-def test_each_microbatch_gathers_but_the_output_matrix_and_reduces_if_asked() -> None:
+def test_each_microbatch_gathers_but_the_output_matrix_and_reduces_if_asked():
     """The embedding is gathered for forward passes only, because its gradient needs only token ids."""
     rows = {"global_batch_size": 12}
     gathered = 4 * (EMBEDDING + 3 * (EMBEDDING + 2 * (BLOCKS + NORM))), 1 + 3 * (1 + 2 * 3)
@@ -49,7 +49,7 @@ def test_each_microbatch_gathers_but_the_output_matrix_and_reduces_if_asked() ->
     )
 
 
-def test_large_gradients_are_reduced_with_each_microbatch_unless_that_saves_no_memory() -> None:
+def test_large_gradients_are_reduced_with_each_microbatch_unless_that_saves_no_memory():
     """Embedding and output have 70 million parameters each."""
     large = {"model": {"vocab_size": 1_100_000}}
     rows = {"global_batch_size": 12}
@@ -68,7 +68,7 @@ def test_large_gradients_are_reduced_with_each_microbatch_unless_that_saves_no_m
         )
 
 
-def test_small_blocks_share_a_group() -> None:
+def test_small_blocks_share_a_group():
     """The model has three blocks of 37,000 parameters, an embedding and an output layer.
 
     The final norm belongs to the last group of blocks.

@@ -1,6 +1,5 @@
 """Memory savers: each one saves memory or traffic, and is off where it would be unsafe."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,8 +51,8 @@ def count_gathers(rank_trace: RankTrace) -> int:
     ids=lambda value: str(value).rpartition(".")[-1],
 )
 def test_each_saver_lowers_reserved_memory(
-    monkeypatch: pytest.MonkeyPatch, level: str, saver: str, result_without: object
-) -> None:
+    monkeypatch, level: str, saver: str, result_without: object
+):
     with_saver = trace(level)
     monkeypatch.setattr(saver, lambda *_: result_without)
     without_saver = trace(level)
@@ -61,7 +60,7 @@ def test_each_saver_lowers_reserved_memory(
     assert without_saver.reserved - with_saver.reserved >= SEGMENT
 
 
-def test_safe_gathers_embedding_and_output_only_for_the_forward_pass() -> None:
+def test_safe_gathers_embedding_and_output_only_for_the_forward_pass():
     blocks = 2 * 4  # each of the four blocks is gathered for both passes
     reference_loss = {"training": {"loss": "reference"}}
 
@@ -87,8 +86,8 @@ def test_safe_gathers_embedding_and_output_only_for_the_forward_pass() -> None:
     ids=["default", "none", "bf16 reduction", "offload", "reduction per microbatch", "per step"],
 )
 def test_only_results_that_stay_are_allocated_in_the_main_stream(
-    monkeypatch: pytest.MonkeyPatch, job: dict[str, Any], is_replaced: bool
-) -> None:
+    monkeypatch, job: dict[str, Any], is_replaced: bool
+):
     """FSDP2 would free any other result before the main stream has waited for the collective."""
     replaced: list[FSDPModule] = []
     replace = FSDPModule.set_custom_reduce_scatter
@@ -104,15 +103,15 @@ def test_only_results_that_stay_are_allocated_in_the_main_stream(
 
 
 @pytest.mark.parametrize(("level", "exist"), [("none", False), ("safe", True), ("all", True)])
-def test_moments_exist_before_the_first_step(tmp_path: Path, level: str, exist: bool) -> None:
+def test_moments_exist_before_the_first_step(tmp_path, level: str, exist: bool):
     words = ["--model.flavor", "debugmodel", "--parallelism.memory_savers", level]
     with Trainer(load_run([*words, "--job.dump_folder", str(tmp_path)], world_size=1)) as trainer:
         assert bool(trainer.optimizer.state) == exist
 
 
 def test_symmetric_memory_is_refused_on_a_cpu_and_set_for_every_group_on_gpus(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     groups: list[FSDPModule] = []
 
     def record(module: FSDPModule) -> None:

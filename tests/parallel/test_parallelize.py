@@ -67,7 +67,7 @@ def relative_difference(a: list[float], b: list[float]) -> float:
     return max(abs(x - y) / abs(x) for x, y in zip(a, b, strict=True))
 
 
-def test_same_weights_anywhere(results: Results) -> None:
+def test_same_weights_anywhere(results):
     """Initial weights are bitwise equal for any number of ranks and every option."""
     whole = {
         r["initial"] for ranks in results.values() for name, r in ranks.items() if name not in BUILT
@@ -79,7 +79,7 @@ def test_same_weights_anywhere(results: Results) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_schedule_of_computation_changes_no_bit(results: Results, ranks: int) -> None:
+def test_schedule_of_computation_changes_no_bit(results, ranks: int):
     for name in UNCHANGED.keys() & results[ranks].keys():
         for what in ("losses", "norms", "final"):
             assert results[ranks][name][what] == results[ranks]["fp32"][what], name
@@ -91,7 +91,7 @@ def test_schedule_of_computation_changes_no_bit(results: Results, ranks: int) ->
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_trains_close_to_fp32(results: Results, ranks: int) -> None:
+def test_trains_close_to_fp32(results, ranks: int):
     for name in CLOSE.keys() & results[ranks].keys():
         losses, reference = results[ranks][name]["losses"], results[ranks]["fp32"]["losses"]
         assert losses[-1] < losses[0] - 0.5, name
@@ -101,7 +101,7 @@ def test_trains_close_to_fp32(results: Results, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_mixed_precision_dtypes(results: Results, ranks: int) -> None:
+def test_mixed_precision_dtypes(results, ranks: int):
     """Check the dtypes of weights, gathered parameters, reductions and optimizer state."""
     single, half = "torch.float32", "torch.bfloat16"
     for name, stored, computed in (
@@ -116,7 +116,7 @@ def test_mixed_precision_dtypes(results: Results, ranks: int) -> None:
         assert results[ranks][name]["dtypes"] == expected, name
 
 
-def test_float8_says_what_it_converted(results: Results) -> None:
+def test_float8_says_what_it_converted(results):
     for name, said in (
         ("fp8", "converted 21 linear layers"),
         ("fp8_filtered", "kept 12 (3 attention.wq, 3 attent"),
@@ -126,7 +126,7 @@ def test_float8_says_what_it_converted(results: Results) -> None:
         assert "emulated" in note
 
 
-def test_compiled_blocks_train_like_eager_ones() -> None:
+def test_compiled_blocks_train_like_eager_ones():
     compiled = run_ranks(2, train_variants, COMPILED_VARIANTS)[0]
     reference = compiled.pop("fp32")["losses"]
     for name, result in compiled.items():

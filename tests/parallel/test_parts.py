@@ -66,7 +66,7 @@ def count(mode: str, option: str = "op") -> tuple[Counter[str], torch.Tensor]:
 )
 def test_recomputes_what_the_mode_says(
     mode: str, option: str, recomputed_matmuls: int, recomputed_attentions: int
-) -> None:
+):
     (reference, gradient), (ops, same_gradient) = count("none"), count(mode, option)
     assert ops["mm"] - reference["mm"] == recomputed_matmuls
     assert ops[ATTENTION] - reference[ATTENTION] == recomputed_attentions
@@ -75,7 +75,7 @@ def test_recomputes_what_the_mode_says(
 
 @pytest.mark.parametrize("rank", range(2))
 @pytest.mark.parametrize("documents", [False, True])
-def test_the_context_mask_of_a_gpu_is_that_of_a_cpu(rank: int, documents: bool) -> None:
+def test_the_context_mask_of_a_gpu_is_that_of_a_cpu(rank: int, documents: bool):
     group: Any = SimpleNamespace(get_local_rank=lambda: rank, size=lambda: 2)  # of a device mesh
     assert (
         local_chunks(torch.arange(8)[None], group)[0].tolist() == [[0, 1, 6, 7], [2, 3, 4, 5]][rank]
@@ -90,8 +90,8 @@ def test_the_context_mask_of_a_gpu_is_that_of_a_cpu(rank: int, documents: bool) 
 
 
 def test_the_cast_of_weights_to_fp8_is_compiled_with_the_model_and_is_the_same(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     def cast() -> torch.Tensor:
         weight = torch.randn(48, 32, generator=torch.Generator().manual_seed(0))
         wrapped = fsdp_utils.WeightWithDynamicFloat8CastTensor(
@@ -135,7 +135,7 @@ def switched_on() -> tuple[bool, bool]:
 
 
 @pytest.mark.slow
-def test_async_tensor_parallelism_is_switched_on_where_the_compiler_looks() -> None:
+def test_async_tensor_parallelism_is_switched_on_where_the_compiler_looks():
     assert run_ranks(1, switched_on) == [(True, True)]
 
 
@@ -166,7 +166,7 @@ def groups_of_meshes() -> list[tuple[set[str], set[str]]]:
 
 
 @pytest.mark.slow
-def test_the_mesh_knows_every_process_group_that_was_made_for_it() -> None:
+def test_the_mesh_knows_every_process_group_that_was_made_for_it():
     """A timeout must reach every group."""
     for of_rank in run_ranks(4, groups_of_meshes):
         for listed, existing in of_rank:

@@ -31,13 +31,13 @@ COMPILED = (*EAGER, {"mode": "memory_budget", "memory_budget": 0.3})
     [(False, EAGER), pytest.param(True, COMPILED, marks=pytest.mark.slow)],
     ids=["eager", "compiled"],
 )
-def test_activation_checkpointing_repeats_the_random_numbers(compiled: bool, modes: Any) -> None:
+def test_activation_checkpointing_repeats_the_random_numbers(compiled: bool, modes: Any):
     expected = trained({"mode": "none"}, compiled).copy_state()
     for mode in modes:
         assert_equal(trained(mode, compiled).copy_state(), expected)
 
 
-def test_an_evaluation_draws_no_random_numbers() -> None:
+def test_an_evaluation_draws_no_random_numbers():
     run = TinyRun(model={"architecture": "dropout_blocks"})
     rows = torch.randint(VOCAB_SIZE, (4, SEQ_LEN + 1), generator=torch.Generator().manual_seed(0))
     microbatches = [Microbatch(rows[:, :-1], rows[:, 1:])]

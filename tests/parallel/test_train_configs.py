@@ -18,7 +18,7 @@ WORLD = {  # ranks that the file's first lines speak of
 }
 
 
-def test_every_job_file_is_here() -> None:
+def test_every_job_file_is_here():
     assert {path.stem for path in CONFIGS.glob("*.toml")} == set(WORLD)
     for name, ranks in WORLD.items():
         header = (CONFIGS / f"{name}.toml").read_text().split("\n\n")[0]
@@ -28,7 +28,7 @@ def test_every_job_file_is_here() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*WORLD][:-2])  # tests/plan/test_trace.py has the two largest
-def test_a_job_file_steps_on_the_gpus_it_is_for_and_fits(name: str) -> None:
+def test_a_job_file_steps_on_the_gpus_it_is_for_and_fits(name: str):
     words = ["--quick", "--json", "--gpu", "H100", "--world-size", WORLD[name]]
     flavor = name.partition("_")[2].removesuffix("_float8")
     if name.startswith("fineweb_"):  # whose text and tokenizer are not there

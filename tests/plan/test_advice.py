@@ -213,9 +213,7 @@ def test_tokens_and_mfu_follow_from_the_step():
 
 
 @pytest.mark.parametrize(("mode", "rows"), [("none", 3), ("full", 33)])
-def test_the_largest_batch_that_fits(
-    mode: str, rows: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_the_largest_batch_that_fits(mode: str, rows: int, monkeypatch, capsys):
     """10 GiB and 20 (or 2) for each row, of 79.1 GiB, of which about 2 are for allocator and libraries."""
     monkeypatch.setattr(advice, "trace_run", trace_of_rows)
     job = run(training={"local_batch_size": 1}, activation_checkpoint={"mode": mode})
@@ -250,9 +248,7 @@ def test_the_peak_of_more_rows_is_on_the_line_through_two_numbers_of_rows():
     assert many == few + 8 * (more - few)
 
 
-def test_changes_that_fit_are_listed_cheapest_first(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_changes_that_fit_are_listed_cheapest_first(monkeypatch, capsys):
     monkeypatch.setattr(advice, "trace_run", trace_of_rows)
     changes = advice.make_plan(run(training={"local_batch_size": 8}), H100).changes
     assert (
@@ -269,7 +265,7 @@ def test_changes_that_fit_are_listed_cheapest_first(
 
 
 def test_the_search_lists_what_keeps_the_rules_and_fits_fastest_first(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch,
 ):
     monkeypatch.setattr(advice, "trace_run", trace_of_rows)
     job, gpu = run(16, compile={"enable": True}), find_gpu("A100-80GB")

@@ -18,15 +18,13 @@ from titanlite.train.trainer import Trainer
 
 
 @pytest.fixture
-def job_file(tmp_path: Path) -> Path:
+def job_file(tmp_path) -> Path:
     path = tmp_path / "small.toml"
     path.write_text(SMALL)
     return path
 
 
-def test_a_state_that_cannot_fit_is_refused_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_a_state_that_cannot_fit_is_refused_before_anything_starts(tmp_path, monkeypatch, capsys):
     """By the launcher, on a rank, and in Python; but not where a GPU does not say how much memory it has."""
     tool = tmp_path / "nvidia-smi"
     tool.write_text("#!/bin/sh\necho NVIDIA H100 80GB HBM3, 81000\n")
@@ -53,7 +51,7 @@ def test_a_state_that_cannot_fit_is_refused_before_anything_starts(
 
 
 @pytest.mark.slow
-def test_out_of_memory_is_said_in_words(job_file: Path, tmp_path: Path):
+def test_out_of_memory_is_said_in_words(job_file, tmp_path):
     """Clipping asks for a tensor of 2**50 bytes, which torch refuses as it refuses any tensor that is too large."""
     words = ("train", "--job.config_file", job_file, "--job.dump_folder", tmp_path / "out")
     said = start_titanlite(*words, before=_run_out).ends_with(1)
@@ -80,7 +78,7 @@ def _run_out() -> None:
 
 
 @pytest.mark.slow
-def test_the_command_prints_a_plan_and_the_fastest_jobs(job_file: Path, tmp_path: Path):
+def test_the_command_prints_a_plan_and_the_fastest_jobs(job_file, tmp_path):
     own = tmp_path / "gpu.toml"
     rates = ("memory_gib", "bf16", "fp32", "bandwidth", "link", "network", "host", "machine")
     own.write_text('name = "mine"\n' + "".join(f"{key} = {n}\n" for n, key in enumerate(rates, 4)))

@@ -86,9 +86,7 @@ def pipeline(schedule: str) -> tuple[int, dict[str, Any]]:
     ],
     ids=[*LAYOUTS, *ONLY_PLANNED, *SCHEDULES],
 )
-def test_few_blocks_and_microbatches_tell_what_all_take(
-    ranks: int, overrides: dict[str, Any]
-) -> None:
+def test_few_blocks_and_microbatches_tell_what_all_take(ranks: int, overrides: dict[str, Any]):
     run = tiny_run({"model": {"n_layers": 9}} | overrides, ranks)
     for few, whole in zip(trace_run(run), trace_run(run, whole=True), strict=True):
         assert set(few.work) == set(whole.work)
@@ -101,7 +99,7 @@ def test_few_blocks_and_microbatches_tell_what_all_take(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_real_step_takes_what_is_counted_on_fake_tensors(ranks: int) -> None:
+def test_a_real_step_takes_what_is_counted_on_fake_tensors(ranks: int):
     jobs = {
         name: {"model": {"n_layers": 3}} | overrides for name, (_, overrides) in LAYOUTS.items()
     }
@@ -139,7 +137,7 @@ def real_bytes(jobs: dict[str, dict[str, Any]]) -> dict[str, dict[str, int]]:
 )
 def test_of_pipeline_ranks_that_are_alike_the_one_with_the_highest_peak_is_traced(
     schedule: str,
-) -> None:
+):
     layout = {"pipeline_parallel_degree": 4, "pipeline_parallel_schedule": schedule}
     job = {"model": {"n_layers": 8}, "parallelism": layout, "training": {"global_batch_size": 20}}
     shown, every = trace_run(tiny_run(job, 4)), trace_run(tiny_run(job, 4), whole=True)
@@ -152,7 +150,7 @@ def test_of_pipeline_ranks_that_are_alike_the_one_with_the_highest_peak_is_trace
     ("name", "ranks", "kinds"),
     [("llama_70b.toml", 64, 1), pytest.param("llama_405b.toml", 512, 3, marks=pytest.mark.long)],
 )
-def test_the_job_files_of_large_models_are_planned(name: str, ranks: int, kinds: int) -> None:
+def test_the_job_files_of_large_models_are_planned(name: str, ranks: int, kinds: int):
     run = load_run(["--job.config_file", name], ranks)
     plan = make_plan(run, find_gpu("H100"), quick=True)
     assert len(plan.peaks) == kinds
@@ -170,9 +168,7 @@ def test_the_job_files_of_large_models_are_planned(name: str, ranks: int, kinds:
         (4, "none", 11740, 12528),
     ],
 )
-def test_a_small_job_is_planned_with_the_holes_in_its_memory(
-    ranks, mode, allocated, reserved
-) -> None:
+def test_a_small_job_is_planned_with_the_holes_in_its_memory(ranks, mode, allocated, reserved):
     """1b with one sequence of 4,096 tokens, in MiB as torch's allocator has them (benchmarks/planner.md)."""
     training = {"seq_len": 4096, "local_batch_size": 1}
     job = {"model": {"flavor": "1b"}, "training": training, "activation_checkpoint": {"mode": mode}}
@@ -183,7 +179,7 @@ def test_a_small_job_is_planned_with_the_holes_in_its_memory(
     assert (plan.needs - bytes_outside_allocator(run)) / MIB == pytest.approx(reserved, rel=0.05)
 
 
-def test_all_flops_of_a_step_are_counted() -> None:
+def test_all_flops_of_a_step_are_counted():
     job = {"model": {"flavor": "1b"}, "training": {"seq_len": 4096, "local_batch_size": 1}}
     run = Run(JobConfig.model_validate(job | {"activation_checkpoint": {"mode": "full"}}), 8)
     (counted,) = trace_run(run)
@@ -199,7 +195,7 @@ def test_all_flops_of_a_step_are_counted() -> None:
 )
 def test_ranks_that_share_a_row_share_its_attention_and_its_recomputation(
     job: dict[str, Any],
-) -> None:
+):
     flops = list[int]()
     for ranks in (1, 2):
         layout = {
@@ -210,7 +206,7 @@ def test_ranks_that_share_a_row_share_its_attention_and_its_recomputation(
     assert flops[0] == flops[1] > 0
 
 
-def test_offloaded_state_and_gradients_are_in_host_memory() -> None:
+def test_offloaded_state_and_gradients_are_in_host_memory():
     offloaded, kept = (
         trace_run(tiny_run({"training": {"enable_cpu_offload": each}}, 2))[0]
         for each in (True, False)
@@ -223,9 +219,7 @@ def test_offloaded_state_and_gradients_are_in_host_memory() -> None:
     assert offloaded.peak <= kept.peak - state
 
 
-def test_a_device_with_fp8_is_planned_with_its_matmuls_and_compiled_blocks_keep_what_the_compiler_chooses() -> (
-    None
-):
+def test_a_device_with_fp8_is_planned_with_its_matmuls_and_compiled_blocks_keep_what_the_compiler_chooses():
     run = tiny_run({"float8": FLOAT8 | {"emulate": False}, "compile": {"enable": True}}, 2)
     ops = {
         name: {work.op for work in trace_run(run, find_gpu(name))[0].work}
