@@ -170,16 +170,19 @@ def main() -> None:
         "",
         "    python benchmarks/checkpoint.py",
         "",
-        f"Measured with one rank on {device}, {os.cpu_count()} cores (load {os.getloadavg()[0]:.1f} before the start), "
-        f"torch {torch.__version__}, Python {platform.python_version()}, {commit()}. All times are medians of {SAVES} "
-        "saves after one warmup save, with files in the page cache.",
+        "This page shows how long it takes to save and load a checkpoint. All times are medians of "
+        f"{SAVES} saves after one warmup save, with files in the page cache. They were measured on one rank "
+        f"({device}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} before the start) with torch "
+        f"{torch.__version__}, Python {platform.python_version()} and {commit()}.",
         "",
-        "The table shows how much a save delays training. The columns have these meanings:",
+        "How much does saving a checkpoint delay training? The columns of the table have these meanings:",
         "",
-        "- **blocked:** the time for which a save blocks training",
-        "- **share:** this time relative to a synchronous save",
-        "- **published:** the time until the checkpoint is complete",
-        "- **step, step during a save:** the time of a training step without a save and during a save",
+        "| column | meaning |",
+        "|---|---|",
+        "| blocked | time for which a save blocks training |",
+        "| share | this time relative to a synchronous save |",
+        "| published | time until the checkpoint is complete |",
+        "| step, step during a save | time of a training step without a save and during a save |",
         "",
         "| state | async_mode | blocked | share | published | step | step during a save |",
         "|---:|---|---:|---:|---:|---:|---:|",
@@ -203,8 +206,9 @@ def main() -> None:
             print(lines[-1], flush=True)
     lines += [
         "",
-        "The next table shows how long it takes to load a checkpoint, and how much of this time is spent on verifying "
-        'its checksums ("share"). For comparison, "copy in memory" is the time to copy as many bytes in memory.',
+        "How long does it take to load a checkpoint? The next table shows this time, the time that is spent on verifying "
+        "checksums, and its share of the total. For comparison, "
+        '"copy in memory" is the time to copy the same number of bytes in memory.',
         "",
     ]
     lines += ["| state | bytes on disk | copy in memory | load | verification | share |"]

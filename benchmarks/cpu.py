@@ -64,9 +64,9 @@ START_UP = {
     "./run_train.sh (debug model, all defaults) to the end of step 1": 6.0,
 }
 INTRO = """\
-The tables compare titanlite with a plain PyTorch loop, `benchmarks/plain.py`. This program contains the model and the
-training loop in less than 150 lines, with fused AdamW, clipping and the same dtypes as titanlite. Unlike titanlite, it
-keeps all logits in memory.
+How much speed does a framework cost? The tables compare titanlite with a plain PyTorch loop, `benchmarks/plain.py`,
+which contains the model and the training loop in less than 150 lines. The loop uses fused AdamW, gradient clipping and
+the same dtypes as titanlite. Unlike titanlite, it keeps all logits in memory.
 
 - **Models.** The debug model has dim 256 and 6 layers, or 2 layers with the large vocabulary, and trains on 8 sequences
   of 256 tokens per step. The tiny model has dim 64 and 2 layers, and trains on 4 sequences of 64 tokens per step.
@@ -78,8 +78,9 @@ keeps all logits in memory.
 - **Threads.** A run with one process uses 2 threads for the debug model and 1 thread for the tiny model. In a run with 2
   gloo ranks, each rank uses 1 thread.
 
-The tables show the speed, the memory, and the time to the first step. A ratio is the value of titanlite divided by the
-value of the plain loop, as the median of {pairs} pairs of runs. Ratios that miss their target are **bold**.
+The tables compare the speed, the memory, and the time to the first step. Each ratio is the value of titanlite divided
+by the value of the plain PyTorch loop, and is the median of {pairs} pairs of runs. A ratio that misses its target is
+**bold**.
 """
 INTRO_TORCHTITAN = """\
 The tables compare titanlite with torchtitan 0.2.2 on a CPU. The program `benchmarks/cpu_torchtitan.py` runs the trainer
@@ -92,8 +93,8 @@ of torchtitan.
 - **Precision.** In bf16 on one process, torchtitan uses autocast, which keeps the residual stream in fp32. On two ranks,
   FSDP2 casts the weights of both programs.
 
-The tables show the speed, the memory, and the time to the first step. A ratio is the value of titanlite divided by the
-value of torchtitan, as the median of {pairs} pairs of runs. If titanlite is worse than torchtitan, the ratio is **bold**.
+The tables compare the speed, the memory, and the time to the first step. Each ratio is the value of titanlite divided
+by the value of torchtitan, and is the median of {pairs} pairs of runs. A ratio is **bold** if torchtitan is better.
 """
 NOTES = """\
 The following table explains the columns of all tables in this section.

@@ -59,8 +59,9 @@ def main() -> None:
     lines = [
         "# Speed of the data pipeline",
         "",
-        f"All numbers on this page are medians of {options.repeats}, measured with `{command}` on {machine}, "
-        f"Python {platform.python_version()}, {versions}, {commit()}.",
+        "This page shows how fast titanlite tokenizes and reads training data. All numbers are medians of "
+        f"{options.repeats} measurements with `{command}`. They were measured on {machine} with Python "
+        f"{platform.python_version()}, {versions} and {commit()}.",
         "",
     ]
 
@@ -197,9 +198,10 @@ def stepping(tokenizer: TiktokenTokenizer, steps: int) -> list[str]:
     return [
         "## Cost of background tokenization",
         "",
-        "Does tokenization in the background slow down training? The table compares steps that get their batch from "
-        "the loader, which tokenizes in a background process, with steps on a fixed batch. The debug model was trained "
-        f"on 8 sequences of 512 tokens per step with {torch.get_num_threads()} threads, in {steps} pairs of steps.",
+        "Does tokenization in the background slow down training? The table compares training steps on a fixed batch "
+        "with steps whose batch comes from the loader, which tokenizes text in a background process. Each step trained "
+        f"the debug model on 8 sequences of 512 tokens with {torch.get_num_threads()} threads. We measured {steps} "
+        "pairs of steps.",
         "",
         "| | value |",
         "|---|---:|",

@@ -39,8 +39,8 @@ SERIES = {
         {n: replace(BASE, seq_len=n, rows=8192 // n) for n in (512, 1024, 2048, 4096)},
         LINEAR,
         CONSTANT,
-        "each step has 8,192 tokens in sequences of n tokens. The attention time per token grows with n, but all other "
-        "time and the memory are constant",
+        "each step trains on 8,192 tokens, in sequences of n tokens. Longer sequences take more time only in attention, "
+        "whose time per token grows with n. All other time and the memory stay constant",
     ),
     "layers": Series(
         {n: replace(BASE, n_layers=n) for n in (2, 4, 8, 16)},
@@ -59,28 +59,28 @@ SERIES = {
         {n: replace(BASE, rows=8 * n, accumulate=n) for n in (2, 4, 8, 16)},
         LINEAR,
         CONSTANT,
-        "each step has n microbatches of 2,048 tokens. Time is a + b n, where a is the time of the optimizer step. "
-        "Memory is constant",
+        "each step accumulates gradients over n microbatches of 2,048 tokens, so its time is a + b n. Here, a is the time "
+        "of the optimizer step, and b the time of a microbatch. The memory stays constant",
     ),
     "ranks": Series(
         {n: replace(BASE, n_layers=6, ranks=n, threads=1, rows=8 * n) for n in (1, 2)},
         CONSTANT,
         CONSTANT,
-        "each rank has 2,048 tokens and one thread, so time and memory would be constant with an ideal network. In "
-        "fact, FSDP2 communicates over gloo on the same cores that compute. A plain PyTorch loop on two ranks takes as "
-        "long",
+        "each rank trains on 2,048 tokens with one thread. With an ideal network, time and memory would stay constant. "
+        "In this measurement, FSDP2 communicates over gloo, on the same cores that compute. A plain PyTorch loop takes "
+        "as long on two ranks",
     ),
 }
 INTRO = """\
-The tables show how the step time and the memory of a run grow with one of its sizes, such as the sequence length. Below
-each table, you find how they are expected to grow.
+Each table shows how the step time and the memory of a training run grow with one of its sizes, for example the sequence
+length. The text below a table describes the growth that we expect.
 
-The model has dim 256 and 2 layers (6 layers in the table of ranks), and trains in fp32 on 2,048 tokens per step, unless
-the text below a table states a different number. "ms/step" is the median step time, and "memory" the largest resident set
-of a training process, from {repeats} run(s).
+All runs of this section train a model with dim 256 and 2 layers (6 layers in the table of ranks) in fp32, on 2,048
+tokens per step unless the text below a table states otherwise. "ms/step" is the median step time, and "memory" the
+largest resident set of a training process, over {repeats} run(s).
 
-The columns "expected" show the expected growth, fitted to all rows except the last one. The last row therefore shows
-whether the expectation is right. Ratios of more than 1.15 are **bold**.
+To test our expectations, we fit the expected growth to all rows of a table except the last one, and predict the last
+row. The columns "expected" show the fitted values. The ratio of measured to expected is **bold** if it exceeds 1.15.
 """
 
 

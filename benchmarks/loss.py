@@ -32,9 +32,9 @@ TOKENS, VOCABULARY, CALLS = 4096, 128256, 3
 TOKENS_OF_ERRORS = 512  # in float64 they take minutes, too
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 INTRO = """\
-The tables compare three ways to compute the output projection and the cross-entropy loss. Each one runs in its own
-process, on {tokens:,} tokens with a vocabulary of {vocabulary:,}. It computes the loss, the gradient of the hidden states
-and the gradient of the output matrix.
+The tables compare three ways to compute the output projection together with the cross-entropy loss. Each method runs in
+a process of its own, on {tokens:,} tokens with a vocabulary of {vocabulary:,}. It computes the loss and two gradients:
+that of the hidden states and that of the output matrix.
 
 - **fused:** `linear_cross_entropy_sum` in titanlite/optim/losses.py.
 - **materialised:** `F.linear`, then `F.cross_entropy` in fp32, with all logits in memory.
@@ -50,8 +50,8 @@ The following table explains the columns of all tables in this section.
 | error of the loss | relative difference from a computation in float64, for {errors:,} tokens |
 | error of a gradient | norm of the difference from float64, divided by the norm of the gradient |
 
-Ratios and shares that miss their target are **bold**. Errors are **bold** if they exceed 2e-7, the rounding error of fp32,
-and also 1.05 times the error of the materialised version.
+Ratios and shares are **bold** if they miss their target. An error is **bold** if it exceeds both 2e-7, which is the
+rounding error of fp32, and 1.05 times the error of the materialised version.
 """
 
 

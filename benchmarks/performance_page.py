@@ -19,10 +19,10 @@ PAGE = ROOT / "docs" / "internals" / "performance.md"
 INTRO = """\
 # Performance results
 
-This page compares the speed and memory of titanlite on CPUs with a plain PyTorch loop and with torchtitan. To measure
-again, run the command below a heading on an idle machine. Then run `python benchmarks/performance_page.py`, which
-generates this page from the files in `benchmarks/results/`. For all benchmarks, see
-[benchmarks/README.md](../../benchmarks/README.md).
+This page compares the speed and memory of titanlite on CPUs with a plain PyTorch loop and with torchtitan. To repeat a
+measurement, run the command below its heading on an idle machine. Then run `python benchmarks/performance_page.py` to
+generate this page again from the files in `benchmarks/results/`. [benchmarks/README.md](../../benchmarks/README.md)
+describes all benchmarks.
 """
 
 

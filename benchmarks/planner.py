@@ -247,23 +247,24 @@ meanings:
 - **kept:** the memory that is still allocated after the model was freed.
 - **error but for it:** the error of the plan without the kept memory.
 
-We ran {run} of {cases} cases. The largest error is {largest:.2%} and the median error {median:.2%}. If memory that
-is still allocated after the model was freed is not counted, the largest error is {largest_but:.2%} and the median error
-{median_but:.2%}.
+We ran {run} of {cases} cases. The memory plans have a largest error of {largest:.2%} and a median error of {median:.2%}. Some
+memory stays allocated even after the model was freed. Without this memory, the largest error is {largest_but:.2%}
+and the median error {median_but:.2%}.
 """
 GHOST_INTRO = """
 ## On the ghost GPU
 
 `scripts/ghost.sh python benchmarks/planner.py`
 
-The table compares plans with the memory of training steps on a simulated H100, the
-[ghost GPU](../docs/internals/ghost.md). The steps use the torch allocator with expandable segments, as a real run does.
-The columns have these meanings:
+The table compares the memory that `titanlite plan` predicts with the memory of real training steps on a simulated H100,
+the [ghost GPU](../docs/internals/ghost.md). Like a real run, the steps use the torch allocator with expandable
+segments.
 
-- **allocated:** the peak of allocated memory in the second and third step, with the workspaces of cuBLAS
-- **reserved:** the memory that the allocator has taken from CUDA after the third step, without the memory that CUDA and
-  NCCL use outside of torch
-- **off:** the difference between the plan and the measured value
+| column | meaning |
+| --- | --- |
+| allocated | peak of allocated memory in the second and third step, with the workspaces of cuBLAS |
+| reserved | memory that the allocator has taken from CUDA after the third step, without what CUDA and NCCL use outside of torch |
+| off | difference between the plan and the measured value |
 
 We ran {run} of {cases} cases. The largest error of the plan is {allocated:.1%} for allocated and {reserved:.1%} for reserved
 memory.
