@@ -198,9 +198,7 @@ def planted(mistake: str | None) -> AbstractContextManager[Any]:
     if mistake in (None, "doubled_data"):
         return nullcontext()
     return {
-        "missing_reduction": patch.object(
-            context.collectives, "all_gather_tensor_autograd", gather_without_gradient
-        ),
+        "missing_reduction": patch.object(context, "all_gather_autograd", gather_without_gradient),
         "doubled_shard": patch("titanlite.parallel.init_weights.keep_shard", first_shard),
         "averaged_gradients": patch.object(
             FSDPModule, "set_gradient_divide_factor", lambda self, _: set_factor(self, 2.0)

@@ -232,7 +232,7 @@ def gradients_of_keys_not_reduced() -> None:
         parts[dist.get_rank(group)] = x
         return torch.cat(parts, dim)
 
-    swap("titanlite.parallel.context.collectives.all_gather_tensor_autograd", gather)
+    swap("titanlite.parallel.context.all_gather_autograd", gather)
 
 
 @mutant(CP, r"positions restart in each context-parallel rank")

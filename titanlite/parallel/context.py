@@ -24,6 +24,12 @@ from titanlite.model.llama import Attention, Llama, causal_mask
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
+# torch 2.13 renamed this function and warns about the old name, which torch 2.12 needs.
+if hasattr(collectives, "all_gather_single_autograd"):
+    all_gather_autograd = collectives.all_gather_single_autograd
+else:
+    all_gather_autograd = collectives.all_gather_tensor_autograd
+
 
 def apply_context_parallel(model: Llama, mesh: DeviceMesh) -> None:
     """Make every block attend across the context parallel ranks, by replacing `Attention.attend`.
@@ -74,7 +80,7 @@ def gather_chunks(x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
         dim: Sequence dimension, which has length T in the result.
     """
     group = mesh.get_group()
-    gathered = collectives.all_gather_tensor_autograd(x.contiguous(), dim, group)
+    gathered = all_gather_autograd(x.contiguous(), dim, group)
 
     # With n ranks, the chunks arrive in the order 0, 2n - 1, 1, 2n - 2, ..., n - 1, n.
     chunks = gathered.chunk(2 * mesh.size(), dim)
