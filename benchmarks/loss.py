@@ -29,7 +29,7 @@ from titanlite.optim.losses import linear_cross_entropy_sum
 from titanlite.runtime.world import keep_freed_memory
 
 TOKENS, VOCABULARY, CALLS = 4096, 128256, 3
-TOKENS_OF_ERRORS = 512  # in float64 they take minutes, too
+MAX_ERROR_TOKENS = 512  # float64 takes minutes for more
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 INTRO = """\
 The tables compare three ways to compute the output projection together with the cross-entropy loss. Each method runs in
@@ -55,50 +55,53 @@ rounding error of fp32, and 1.05 times the error of the materialised version.
 """
 
 
-def mean(loss_sum: Callable[..., Tensor]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Return the titanlite loss as a mean over tokens."""
-    return lambda hidden, weight, labels: loss_sum(
-        hidden[None], weight, labels[None], torch.tensor(1.0 / len(labels), device=hidden.device)
-    )
+# Each variant takes hidden states (N, C), weights (V, C) and labels (N,), and returns the mean loss.
 
 
 def materialised(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """Compute all logits, then the cross-entropy in fp32."""
     return F.cross_entropy(F.linear(hidden, weight).float(), labels)
 
 
-def exactly(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(F.linear(hidden, weight), labels)  # all in the inputs' dtype
-
-
 @functools.cache
-def compiled() -> Callable[..., Tensor]:
+def compile_materialised() -> Callable[..., Tensor]:
     """Return `materialised` compiled. Importing the compiler takes seconds."""
     return torch.compile(materialised)
 
 
-def materialised_compiled(*args: Any) -> Tensor:
-    return compiled()(*args)
+def materialised_compiled(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """Compute `materialised` in compiled kernels."""
+    return compile_materialised()(hidden, weight, labels)
 
 
-def fused_compiled(*args: Any) -> Tensor:
-    return linear_cross_entropy_sum(*args, compiled=True)
+def fused(hidden: Tensor, weight: Tensor, labels: Tensor, compiled: bool = False) -> Tensor:
+    """Compute the default loss of titanlite, which never holds all logits."""
+    scale = torch.tensor(1.0 / len(labels), device=hidden.device)
+    return linear_cross_entropy_sum(hidden[None], weight, labels[None], scale, compiled=compiled)
 
 
-def torch_own(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """Compute the fused loss of torch."""
     options = nn.LinearCrossEntropyOptions()  # pyright: ignore[reportAttributeAccessIssue]
     return F.linear_cross_entropy(hidden, weight, labels, options=options)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 VARIANTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "materialised": materialised,
-    "fused": mean(linear_cross_entropy_sum),
+    "fused": fused,
     "materialised, compiled": materialised_compiled,
-    "fused, compiled": mean(fused_compiled),
-    "F.linear_cross_entropy": torch_own,
+    "fused, compiled": functools.partial(fused, compiled=True),
+    "F.linear_cross_entropy": linear_cross_entropy,
 }
 
 
-def main() -> None:
+def float64_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """Compute the loss with all operations in float64."""
+    return F.cross_entropy(F.linear(hidden.double(), weight.double()), labels)
+
+
+def parse() -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -115,77 +118,103 @@ def main() -> None:
     parser.add_argument(
         "--here", choices=("seconds", "memory"), help="measure one variant here and print its JSON"
     )
-    options = parser.parse_args()
-    if options.here:
-        print(json.dumps(measure(options)))
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure the chosen variants in child processes, store the results, and print the tables."""
+    options = parse()
+    if options.here == "seconds":
+        print(json.dumps({"seconds": measure_seconds(options)}))
         return
+    if options.here == "memory":
+        print(json.dumps({"bytes": measure_memory(options), "errors": measure_errors(options)}))
+        return
+
     sizes = {name: getattr(options, name) for name in ("dim", "tokens", "vocabulary", "calls")}
-    words = [str(word) for name, value in sizes.items() for word in (f"--{name}", value)] + [
-        "--device",
-        options.device,
-    ]
-    # Without the threshold the heap keeps what a call has freed, and the next one's memory would
-    # not be seen.
-    environments = {"seconds": {}, "memory": {"MALLOC_MMAP_THRESHOLD_": str(MIB)}}
     gpu = torch.cuda.get_device_name() if options.device == "cuda" else ""
     for dtype in options.dtype:
         part = f"{options.device}, dim {options.dim:,}, {dtype}"
         for variant in options.only:
             if variant == "F.linear_cross_entropy" and not hasattr(F, "linear_cross_entropy"):
                 continue
-            cost: dict[str, Any] = {}
-            for what, environment in environments.items():
-                command = [
-                    sys.executable,
-                    __file__,
-                    "--here",
-                    what,
-                    "--only",
-                    variant,
-                    "--dtype",
-                    dtype,
-                    *words,
-                ]
-                environment = os.environ | environment | {"PYTHONPATH": str(ROOT)}
-                ended = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
-                cost |= json.loads(ended.stdout)
-            known = read_parts(options.out, "loss").get(part, {}).get("variants", {})
-            result = {"sizes": sizes, "variants": known | {variant: cost}}
+            cost = measure_in_children(variant, dtype, options.device, sizes)
+            stored = read_parts(options.out, "loss").get(part, {}).get("variants", {})
+            result = {"sizes": sizes, "variants": stored | {variant: cost}}
             write_part(options.out, "loss", part, result, gpu)
     print("\n".join(tables(read_parts(options.out, "loss"))))
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure one variant: seconds of each call, or peak memory and errors."""
-    loss_fn, dtype = VARIANTS[options.only[0]], DTYPES[options.dtype[0]]
-    inputs = random_inputs(options, options.tokens, dtype)
-    if options.here == "seconds":
-        keep_freed_memory()
+def measure_in_children(
+    variant: str, dtype: str, device: str, sizes: dict[str, int]
+) -> dict[str, Any]:
+    """Measure the time, memory and errors of a variant, each in a new process.
+
+    Returns:
+        - "seconds": Seconds of each call.
+        - "bytes": Peak memory of a call.
+        - "errors": Relative errors of the loss and of both gradients.
+    """
+    command = [sys.executable, __file__, "--only", variant, "--dtype", dtype, "--device", device]
+    for name, value in sizes.items():
+        command += [f"--{name}", str(value)]
+
+    # Without this threshold, the heap would keep the memory that the first call frees, and the
+    # peak of the measured call would not show.
+    memory_variables = {"MALLOC_MMAP_THRESHOLD_": str(MIB)}
+    cost: dict[str, Any] = {}
+    for measurement, variables in (("seconds", {}), ("memory", memory_variables)):
+        environment = os.environ | variables | {"PYTHONPATH": str(ROOT)}
+        child = subprocess.run(
+            [*command, "--here", measurement], env=environment, stdout=subprocess.PIPE, check=True
+        )
+        cost |= json.loads(child.stdout)
+    return cost
+
+
+def measure_seconds(options: argparse.Namespace) -> list[float]:
+    """Return the seconds of each call of a variant, after one call to warm up."""
+    loss_fn = VARIANTS[options.only[0]]
+    inputs = random_inputs(options, options.tokens)
+    keep_freed_memory()
     loss_and_gradients(loss_fn, *inputs)
-    if options.here == "seconds":
-        seconds = []
-        for _ in range(options.calls):
-            start = time.perf_counter()
-            loss_and_gradients(loss_fn, *inputs)
-            seconds.append(time.perf_counter() - start)
-        return {"seconds": seconds}
+
+    seconds = []
+    for _ in range(options.calls):
+        start = time.perf_counter()
+        loss_and_gradients(loss_fn, *inputs)
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def measure_memory(options: argparse.Namespace) -> int:
+    """Return the peak memory of the second call, without its inputs and results, in bytes."""
+    loss_fn = VARIANTS[options.only[0]]
+    inputs = random_inputs(options, options.tokens)
+    loss_and_gradients(loss_fn, *inputs)
+
     before = start_of_memory(options.device)
     results = loss_and_gradients(loss_fn, *inputs)
-    held = sum(result.nbytes for result in results)
-    memory = peak_of_memory(options.device) - before - held
-    inputs = random_inputs(options, min(options.tokens, TOKENS_OF_ERRORS), dtype)
-    exact = loss_and_gradients(exactly, inputs[0].double(), inputs[1].double(), inputs[2])
-    errors = [
-        float((found.double() - true).norm() / true.norm())
-        for found, true in zip(loss_and_gradients(loss_fn, *inputs), exact, strict=True)
+    result_bytes = sum(result.nbytes for result in results)
+    return peak_of_memory(options.device) - before - result_bytes
+
+
+def measure_errors(options: argparse.Namespace) -> list[float]:
+    """Return the relative errors of the loss and of the gradients of hidden states and weights."""
+    loss_fn = VARIANTS[options.only[0]]
+    hidden, weight, labels = random_inputs(options, min(options.tokens, MAX_ERROR_TOKENS))
+    # The fused loss overwrites `hidden`, so it runs last.
+    exact_results = loss_and_gradients(float64_loss, hidden.double(), weight.double(), labels)
+    results = loss_and_gradients(loss_fn, hidden, weight, labels)
+    return [
+        float((result.double() - exact).norm() / exact.norm())
+        for result, exact in zip(results, exact_results, strict=True)
     ]
-    return {"bytes": memory, "errors": errors}
 
 
-def random_inputs(
-    options: argparse.Namespace, tokens: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
+def random_inputs(options: argparse.Namespace, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return normalized hidden states (N, C), weights (V, C) and labels (N,)."""
+    dtype = DTYPES[options.dtype[0]]
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(tokens, options.dim, generator=generator)
     weight = torch.randn(options.vocabulary, options.dim, generator=generator).mul_(0.02)
@@ -200,7 +229,9 @@ def random_inputs(
 def loss_and_gradients(
     loss_fn: Callable[..., Tensor], hidden: Tensor, weight: Tensor, labels: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    hidden, weight = (x.detach().requires_grad_() for x in (hidden, weight))
+    """Return the loss and the gradients of `hidden` and `weight`, when the device has computed them."""
+    hidden = hidden.detach().requires_grad_()
+    weight = weight.detach().requires_grad_()
     loss = loss_fn(hidden, weight, labels)
     loss.backward()
     assert hidden.grad is not None
@@ -222,6 +253,7 @@ def start_of_memory(device: str) -> int:
 
 
 def peak_of_memory(device: str) -> int:
+    """Return the peak since `start_of_memory`: allocated GPU memory, or the resident set, in bytes."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated()
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -229,10 +261,10 @@ def peak_of_memory(device: str) -> int:
 
 
 def tables(parts: dict[str, Any]) -> list[str]:
-    """Return a Markdown table that compares each variant with the materialized one."""
+    """Return Markdown tables that compare each variant with the materialized one."""
     sizes = next(iter(parts.values()))["sizes"]
-    lines = [INTRO.format(errors=min(TOKENS_OF_ERRORS, sizes["tokens"]), **sizes)]
-    header = [
+    lines = [INTRO.format(errors=min(MAX_ERROR_TOKENS, sizes["tokens"]), **sizes)]
+    columns = [
         "seconds",
         "ratio",
         "memory, MiB",
@@ -242,33 +274,38 @@ def tables(parts: dict[str, Any]) -> list[str]:
         "of d weight",
     ]
     for name, part in parts.items():
-        rows = []
-        for variant, cost in part["variants"].items():
-            base = part["variants"]["materialised" + ", compiled" * variant.endswith("compiled")]
-            bold = "**" if variant.startswith("fused") else ""
-            seconds = statistics.median(cost["seconds"])
-            slower = seconds / statistics.median(base["seconds"])
-            share = cost["bytes"] / base["bytes"]
-            rows.append(
-                [
-                    variant,
-                    f"{seconds:.{2 if seconds >= 1 else 5}f}",
-                    _judged(slower, 1.05, ".2f", bold),
-                ]
-            )
-            rows[-1] += [f"{cost['bytes'] / MIB:,.0f}", _judged(share, 0.1, ".1%", bold)]
-            pairs = zip(cost["errors"], base["errors"], strict=True)
-            rows[-1] += [
-                _judged(ours, max(1.05 * theirs, 2e-7), ".1e", bold) for ours, theirs in pairs
-            ]
-        lines += table([name, *header], rows)
+        rows = [table_row(variant, part["variants"]) for variant in part["variants"]]
+        lines += table([name, *columns], rows)
         if "F.linear_cross_entropy" not in part["variants"]:
             lines += ["`F.linear_cross_entropy` needs torch 2.13 and was not measured.", ""]
     return lines
 
 
-def _judged(value: float, most: float, form: str, bold: str) -> str:
-    return f"{bold}{value:{form}}{bold}" if value > most else f"{value:{form}}"
+def table_row(variant: str, costs: dict[str, Any]) -> list[str]:
+    """Return the cells of a variant, in which missed targets of the fused variants are bold."""
+    base_name = "materialised, compiled" if variant.endswith("compiled") else "materialised"
+    cost, base = costs[variant], costs[base_name]
+    has_targets = variant.startswith("fused")
+
+    def cell(value: float, target: float, form: str) -> str:
+        text = f"{value:{form}}"
+        return f"**{text}**" if has_targets and value > target else text
+
+    seconds = statistics.median(cost["seconds"])
+    time_ratio = seconds / statistics.median(base["seconds"])
+    digits = 2 if seconds >= 1 else 5
+    errors = [
+        cell(error, max(1.05 * base_error, 2e-7), ".1e")
+        for error, base_error in zip(cost["errors"], base["errors"], strict=True)
+    ]
+    return [
+        variant,
+        f"{seconds:.{digits}f}",
+        cell(time_ratio, 1.05, ".2f"),
+        f"{cost['bytes'] / MIB:,.0f}",
+        cell(cost["bytes"] / base["bytes"], 0.1, ".1%"),
+        *errors,
+    ]
 
 
 if __name__ == "__main__":
