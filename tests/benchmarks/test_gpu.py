@@ -138,7 +138,7 @@ def test_a_profile_has_kernels_idle_time_and_floors(tmp_path):
 
 
 def test_idle_time_is_what_no_kernel_covers():
-    from gpu_profile import device_time  # pyright: ignore[reportMissingImports]
+    from gpu_profile import summarize_kernels  # pyright: ignore[reportMissingImports]
 
     def event(name: str, start: float, duration: float, kind: str = "kernel") -> dict[str, Any]:
         return {"ph": "X", "cat": kind, "name": name, "ts": start, "dur": duration}
@@ -149,7 +149,7 @@ def test_idle_time_is_what_no_kernel_covers():
         event("a", 2, 3),
         event("launch", 0, 100, "cuda_runtime"),
     ]
-    found = device_time([*events, event("copy", 9, 1, "gpu_memcpy")], "cuda")
+    found = summarize_kernels([*events, event("copy", 9, 1, "gpu_memcpy")], "cuda")
     assert found["traced, ms"] == pytest.approx(0.010)
     assert found["idle share"] == pytest.approx(0.2)  # from 5 to 6 and from 8 to 9
     assert [(kernel["name"], kernel["share"]) for kernel in found["kernels"]] == [
