@@ -1,4 +1,4 @@
-"""Measure how step time and memory grow with one size, and compare them with a model.
+"""Measure how step time and memory grow with one size, and compare the growth with a model.
 
     python benchmarks/growth.py [--only NAME ...] [--repeats 3] [--out benchmarks/results]
 
@@ -19,53 +19,68 @@ import numpy as np
 from runs import MIB, RESULTS, Work, prepare_tokens, read_parts, run_titanlite, table, write_part
 
 BASE = Work(dim=256, n_layers=2, rows=8, steps=10)
-Law = Callable[[float], tuple[float, ...]]  # x -> what the unknowns are multiplied by
+Model = Callable[[float], tuple[float, ...]]  # x -> factors of the coefficients
 
 
 @dataclass(frozen=True)
 class Series:
-    """Runs that differ only in x."""
+    """Runs that differ only in one size x.
+
+    Attributes:
+        points: x -> run.
+        time: Model of the step time.
+        memory: Model of the memory.
+        description: Expected growth, for the text below the table.
+    """
 
     points: dict[int, Work]
-    time: Law
-    memory: Law
-    words: str
+    time: Model
+    memory: Model
+    description: str
 
 
-CONSTANT: Law = lambda x: (1.0,)  # noqa: E731
-LINEAR: Law = lambda x: (1.0, x)  # noqa: E731
+def constant(x: float) -> tuple[float, ...]:
+    """Model y = a."""
+    return (1.0,)
+
+
+def linear(x: float) -> tuple[float, ...]:
+    """Model y = a + b x."""
+    return (1.0, x)
+
+
 SERIES = {
     "sequence length": Series(
         {n: replace(BASE, seq_len=n, rows=8192 // n) for n in (512, 1024, 2048, 4096)},
-        LINEAR,
-        CONSTANT,
+        linear,
+        constant,
         "each step trains on 8,192 tokens, in sequences of n tokens. Longer sequences take more time only in attention, "
         "whose time per token grows with n. All other time and the memory stay constant",
     ),
     "layers": Series(
         {n: replace(BASE, n_layers=n) for n in (2, 4, 8, 16)},
-        LINEAR,
-        LINEAR,
+        linear,
+        linear,
         "time and memory are a + b n for n layers",
     ),
     "vocabulary": Series(
         {n: replace(BASE, vocab_size=n, steps=7) for n in (8192, 16384, 65536, 131072)},
-        LINEAR,
-        LINEAR,
+        linear,
+        linear,
         "time and memory are a + b n for a vocabulary of n tokens, because the embedding and the output matrix grow with "
         "n",
     ),
     "accumulation": Series(
         {n: replace(BASE, rows=8 * n, accumulate=n) for n in (2, 4, 8, 16)},
-        LINEAR,
-        CONSTANT,
+        linear,
+        constant,
         "each step accumulates gradients over n microbatches of 2,048 tokens, so its time is a + b n. Here, a is the time "
         "of the optimizer step, and b the time of a microbatch. The memory stays constant",
     ),
     "ranks": Series(
         {n: replace(BASE, n_layers=6, ranks=n, threads=1, rows=8 * n) for n in (1, 2)},
-        CONSTANT,
-        CONSTANT,
+        constant,
+        constant,
         "each rank trains on 2,048 tokens with one thread. With an ideal network, time and memory would stay constant. "
         "In this measurement, FSDP2 communicates over gloo, on the same cores that compute. A plain PyTorch loop takes "
         "as long on two ranks",
@@ -84,7 +99,8 @@ row. The columns "expected" show the fitted values. The ratio of measured to exp
 """
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -95,62 +111,94 @@ def main() -> None:
     parser.add_argument("--points", type=int, help="measure only the first so many")
     parser.add_argument("--steps", type=int, help="instead of what each series has")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of growth.json")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure the chosen series, store the results, and print the tables of all series."""
+    options = parse()
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
-        shards = prepare_tokens(Path(name))
+        folder = Path(name)
+        shards = prepare_tokens(folder)
         for title in options.only or SERIES:
-            points = dict(list(SERIES[title].points.items())[: options.points])
+            points = list(SERIES[title].points.items())[: options.points]
             if options.steps:
-                points = {x: replace(work, steps=options.steps) for x, work in points.items()}
-            runs = [
-                [run_titanlite(work, shards, Path(name)) for work in points.values()]
-                for _ in range(options.repeats)
-            ]
-            rows = []
-            for (x, work), measured in zip(points.items(), zip(*runs, strict=True), strict=True):
-                rate = statistics.median(run.tokens_per_second for run in measured)
-                peak = statistics.median(run.peak_rss for run in measured)
-                rows.append(
-                    {
-                        "x": x,
-                        "work": asdict(work),
-                        "seconds": work.rows * work.seq_len / rate,
-                        "bytes": peak,
-                    }
-                )
-            write_part(options.out, "growth", title, {"repeats": options.repeats, "points": rows})
+                points = [(x, replace(work, steps=options.steps)) for x, work in points]
+            measured = measure_points(points, shards, folder, options.repeats)
+            part = {"repeats": options.repeats, "points": measured}
+            write_part(options.out, "growth", title, part)
     print("\n".join(tables(read_parts(options.out, "growth"))))
 
 
-def expected(law: Law, xs: list[int], measured: list[float]) -> list[float]:
-    """Fit the formula to all points but the last, and return its predictions."""
-    design, values = np.array([law(x) for x in xs]), np.array(measured)
-    fitted = slice(0, max(1, len(xs) - 1))
-    unknowns = np.linalg.lstsq(
-        design[fitted] / values[fitted, None], np.ones(len(xs[fitted])), rcond=None
-    )[0]
-    return list(design @ unknowns)
+def measure_points(
+    points: list[tuple[int, Work]], shards: Path, folder: Path, num_repeats: int
+) -> list[dict[str, Any]]:
+    """Run all points in turn, several times, and return the median time and memory of each."""
+    repeats = []
+    for _ in range(num_repeats):
+        repeats.append([run_titanlite(work, shards, folder) for _, work in points])
+
+    results = []
+    for index, (x, work) in enumerate(points):
+        runs = [repeat[index] for repeat in repeats]
+        tokens_per_second = statistics.median(run.tokens_per_second for run in runs)
+        results.append(
+            {
+                "x": x,
+                "work": asdict(work),
+                "seconds": work.rows * work.seq_len / tokens_per_second,
+                "bytes": statistics.median(run.peak_rss for run in runs),
+            }
+        )
+    return results
+
+
+def fit(model: Model, xs: list[int], measured: list[float]) -> list[float]:
+    """Fit a model to all points but the last, and return its values at all points.
+
+    The fit minimizes the sum of the squared relative errors.
+    """
+    factors = np.array([model(x) for x in xs])
+    values = np.array(measured)
+    num_fitted = max(1, len(xs) - 1)
+    relative_factors = factors[:num_fitted] / values[:num_fitted, None]
+    coefficients = np.linalg.lstsq(relative_factors, np.ones(num_fitted), rcond=None)[0]
+    return list(factors @ coefficients)
 
 
 def tables(parts: dict[str, Any]) -> list[str]:
-    """Return Markdown tables of all series and their predictions."""
-    lines = [INTRO.format(repeats=next(iter(parts.values()))["repeats"])]
+    """Return Markdown tables of all series and their fitted values."""
+    num_repeats = next(iter(parts.values()))["repeats"]
+    lines = [INTRO.format(repeats=num_repeats)]
     for title, part in parts.items():
-        series, points = SERIES[title], part["points"]
-        rows = [[f"{point['x']:,}"] for point in points]
-        for key, law, unit, digits in (
-            ("seconds", series.time, 1e-3, 1),
-            ("bytes", series.memory, MIB, 0),
-        ):
-            values = [point[key] for point in points]
-            for row, value, says in zip(
-                rows, values, expected(law, [p["x"] for p in points], values), strict=True
-            ):
-                ratio = f"**{value / says:.2f}**" if value > 1.15 * says else f"{value / says:.2f}"
-                row += [f"{value / unit:,.{digits}f}", f"{says / unit:,.{digits}f}", ratio]
+        series = SERIES[title]
+        points = part["points"]
+        xs = [point["x"] for point in points]
+        seconds = [point["seconds"] for point in points]
+        sizes = [point["bytes"] for point in points]
+        fitted_seconds = fit(series.time, xs, seconds)
+        fitted_sizes = fit(series.memory, xs, sizes)
+
+        rows = [
+            [
+                f"{xs[i]:,}",
+                f"{1e3 * seconds[i]:,.1f}",
+                f"{1e3 * fitted_seconds[i]:,.1f}",
+                format_ratio(seconds[i] / fitted_seconds[i]),
+                f"{sizes[i] / MIB:,.0f}",
+                f"{fitted_sizes[i] / MIB:,.0f}",
+                format_ratio(sizes[i] / fitted_sizes[i]),
+            ]
+            for i in range(len(points))
+        ]
         header = [title, "ms/step", "expected", "ratio", "memory, MiB", "expected", "ratio"]
-        lines += [*table(header, rows), f"Expected growth: {series.words}.", ""]
+        lines += [*table(header, rows), f"Expected growth: {series.description}.", ""]
     return lines
+
+
+def format_ratio(ratio: float) -> str:
+    """Format the ratio of a measured to an expected value, bold if it exceeds 1.15."""
+    return f"**{ratio:.2f}**" if ratio > 1.15 else f"{ratio:.2f}"
 
 
 if __name__ == "__main__":
