@@ -100,13 +100,15 @@ def describe_run(
     job = run.job
     training = job.training
     title = job.job.description or "Training"
-    num_tokens = sum(num_sequences for _, num_sequences in run.sequence_counts) * training.seq_len
+    num_sequences = sum(count for _, count in run.sequence_counts)
+    num_tokens = num_sequences * training.seq_len
     yield (
         f"{title}: {job.model.flavor}, {num_params(run.arch):,} parameters, "
         f"on {loader.describe()}, {num_tokens:,} tokens in {training.steps:,} steps of "
         f"{run.global_batch_size} x {training.seq_len}, {run.world_size} x {device.type}"
     )
     yield describe_compute_dtype(training.mixed_precision_param, device)
+
     if job.job.config_file is None:
         path = run.dump_folder / "config.toml"
         yield f"The run has no job file. Its options will be saved to {path}."
@@ -117,14 +119,15 @@ def describe_run(
             f"{num_unused:,} of {run.arch.vocab_size:,} embeddings (model.vocab_size) "
             "are not used by the tokenizer."
         )
+
     if rank == 0:
         yield from _describe_data(run, tokenizer, loader)
 
 
 def _describe_data(run: Run, tokenizer: Tokenizer, loader: Loader) -> Iterator[Event]:
-    """Yield log events that describe the training data. Log warnings about the job and its size.
+    """Yield log events that describe the training data, and log warnings about the job.
 
-    This reads a sample of each source to estimate its number of tokens.
+    The number of tokens is estimated from a sample of each source.
     """
     logger = logging.getLogger(LOGGER_NAME)
     for line in find_suspicious_values(run):

@@ -25,7 +25,12 @@ from titanlite.runtime.logging import EVENTS_FILE, Event, note
 from titanlite.train.trainer import Trainer
 
 LEARNING_RATE_KEYS = ("optimizer.lr", "lr_scheduler.", "training.steps")
-UNUSED_KEYS = ("job.hooks", "guards.max_skipped", "guards.max_roll_backs", "guards.compare_every")
+KEYS_WITHOUT_EFFECT = (
+    "job.hooks",
+    "guards.max_skipped",
+    "guards.max_roll_backs",
+    "guards.compare_every",
+)
 NO_LAST_STEP = 10**9
 
 
@@ -75,7 +80,8 @@ def read_history(folder: Path) -> History:
         if kind == "roll back":
             roll_backs.append(step)
         elif kind == "start" and "record" in event:
-            # This start trains all steps after `step` again, so drop what happened there before.
+            # The run resumed from `step` and trained all later steps again, so forget the starts
+            # and rollbacks after it.
             start_events = [earlier for earlier in start_events if earlier["step"] < step]
             roll_backs = [earlier for earlier in roll_backs if earlier <= step]
             start_events.append(event)
@@ -86,7 +92,8 @@ def read_history(folder: Path) -> History:
         environment = event["record"]
         job, _ = JobConfig.read(environment["job"])
         hooks = environment.get("hooks", list(job.job.hooks))
-        starts.append(Start(event["step"] + 1, last_step, job, hooks))
+        start = Start(first_step=event["step"] + 1, last_step=last_step, job=job, hooks=hooks)
+        starts.append(start)
     return History(starts, roll_backs)
 
 
@@ -158,15 +165,16 @@ def compare_computations(before: JobConfig, now: JobConfig, first: int, last: in
     Returns:
         One line per option. Empty if both jobs compute the steps identically.
     """
-    ignored_keys = UNUSED_KEYS
+    ignored_keys = KEYS_WITHOUT_EFFECT
     if _have_same_learning_rates(before, now, first, last):
         ignored_keys += LEARNING_RATE_KEYS
 
-    lines = []
-    for verdict, line in compare_jobs(before.model_dump(mode="json"), now.model_dump(mode="json")):
-        if verdict != COMPATIBLE and not line.startswith(ignored_keys):
-            lines.append(line)
-    return lines
+    changes = compare_jobs(before.model_dump(mode="json"), now.model_dump(mode="json"))
+    return [
+        line  # starts with the key of the option
+        for effect, line in changes
+        if effect != COMPATIBLE and not line.startswith(ignored_keys)
+    ]
 
 
 def _have_same_learning_rates(before: JobConfig, now: JobConfig, first: int, last: int) -> bool:
@@ -208,15 +216,16 @@ class ReplayTrainer(Trainer):
                 `check_history`.
         """
         resumer = open_checkpoints(self, self._saved_job)
-        ranks = resumer.context.ranks
-        self._resources.callback(ranks.close)
+        rank_group = resumer.context.ranks
+        self._resources.callback(rank_group.close)
+
         state = resumer.load_before(self._replayed_step)
         if state is None:
             resumer.load_initial_weights()
         else:
             self.load_state_dict(state)
 
-        history = ranks.run_on_rank0(lambda: read_history(self.run.dump_folder))
+        history = rank_group.run_on_rank0(lambda: read_history(self.run.dump_folder))
         check_history(history, self._saved_job, self.steps_done, self._replayed_step)
 
     def log(self, line: str | Event) -> None:
@@ -261,6 +270,6 @@ def replay(run: Run, step: int) -> list[LoggedStep]:
                 entry = trainer.step()
             except OutOfData as end:
                 raise UserError(f"The data ends before step {step}: {end}.") from None
-            assert entry is not None
+            assert entry is not None  # because each step is logged
             entries.append(entry)
     return entries

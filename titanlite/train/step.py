@@ -53,7 +53,7 @@ class StepResult(NamedTuple):
 
 
 class TrainStep:
-    """Run optimizer steps: forward and backward passes, gradient clipping, and the weight update.
+    """Runs optimizer steps: forward and backward passes, gradient clipping, and the weight update.
 
     The trainer calls the object once per step. `titanlite plan` calls it with fake tensors to
     predict the memory of a run.
@@ -168,7 +168,7 @@ class TrainStep:
         """
         parameters = self.model.parameters()
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        # Tensor parallel ranks compute the same loss, so the sum must count it once.
+        # All ranks of a tensor parallel group have the same loss, and the sum must count it once.
         loss_part = loss / self._mesh.degrees.tensor
         sums = reduce_step_sums(gradients, loss_part, has_request, self._compiles_clip)
 

@@ -170,15 +170,14 @@ class Trainer:
             hook.started(self.steps_done)
 
     def _create_hooks(self, extra_hooks: Sequence[Hook], standard: bool) -> list[Hook]:
-        """Create the hooks, and before them, if `standard`, the log files that they write to.
+        """Create all hooks of the run, and the log files and signal handlers if `standard` is set.
 
-        Called once the process group exists, because the ranks communicate to lock the output
-        folder.
+        All ranks call this together, because they communicate to lock the output folder.
 
         Args:
             extra_hooks: Hooks of the caller, which follow the standard hooks.
-            standard: Whether to lock the output folder, and to create the standard hooks, the
-                records and the signal handlers.
+            standard: Whether to create the standard hooks. This locks the output folder, opens the
+                log files, and creates the signal handlers.
 
         Returns:
             The hooks in the order in which the trainer calls them.
@@ -253,8 +252,9 @@ class Trainer:
 
         `train` calls this method, and reports its exceptions to the hooks.
         """
+        num_steps = self.job.training.steps
         first_step = self.steps_done
-        if first_step >= self.job.training.steps:
+        if first_step >= num_steps:
             remedy = "Set a larger training.steps to continue."
             self.log(f"Nothing to do: step {first_step} is done. {remedy}")
 
@@ -267,13 +267,13 @@ class Trainer:
 
         request, data_error = self._run_steps()
 
-        has_finished = self.steps_done >= self.job.training.steps or bool(request.finish)
+        has_finished = self.steps_done >= num_steps or bool(request.finish)
         if isinstance(data_error, OutOfData):
             self._report_end_of_data(data_error)
             data_error = None
             has_finished = True
 
-        # A run that ends early because of a signal or an error validates only if it is due.
+        # Always validate at a normal end, but after a signal or an error only if it is due.
         has_trained = self.steps_done > first_step
         ends_normally = has_trained and data_error is None and not request.stop
         final_actions = request._replace(
@@ -288,24 +288,26 @@ class Trainer:
         """Run the training loop until the last step, a request to end the run, or a data error.
 
         Returns:
-            - The combined request of all ranks after the last step. The trainer has not acted on it
-              yet.
+            - The actions that the ranks requested after the last step. They are not executed yet.
             - The error of a rank that cannot read its data for the next step, or None.
         """
+        # The run may end before its first step, because of a signal or missing data.
         exchange = RequestExchange(self.mesh.world_group, self.device)
-        # Before the first step, a run can only end: after a signal, or without data.
         data_error = self._wait_for_data(1)
         exchange.send(Request(stop=self.stop_signal, data_fails=data_error is not None))
         request = exchange.receive()
         has_ended, data_error = self._check_end(request)
 
-        # No earlier step can send the requests for the first `delay` steps.
-        for step in range(self.steps_done + 1, self.steps_done + 1 + exchange.delay):
+        # On a GPU, all ranks receive a request one step after it was sent (exchange.delay is 1), so
+        # the loop sends it one step early. The request for the first step is sent here.
+        next_step = self.steps_done + 1
+        for step in range(next_step, next_step + exchange.delay):
             exchange.send(self._collect_request(step))
+
         while not has_ended:
-            own_request = self._collect_request(self.steps_done + 1 + exchange.delay)
-            self.step(has_request=own_request != Request())
-            exchange.send(own_request, self._num_requests)
+            rank_request = self._collect_request(self.steps_done + 1 + exchange.delay)
+            self.step(has_request=rank_request != Request())
+            exchange.send(rank_request, self._num_requests)
 
             request = exchange.receive()
             has_ended, data_error = self._check_end(request)
@@ -543,11 +545,12 @@ class Trainer:
         """
         if step > self.job.training.steps:
             return Request()
+
         data_error = self._wait_for_data(step + 1 - self.steps_done)
+        should_save = self.checkpointer is not None and step % self.job.checkpoint.interval == 0
+        should_validate = self.validator is not None and step % self.job.validation.freq == 0
         request = Request(
-            data_fails=data_error is not None,
-            save=self.checkpointer is not None and step % self.job.checkpoint.interval == 0,
-            validate=self.validator is not None and step % self.job.validation.freq == 0,
+            save=should_save, validate=should_validate, data_fails=data_error is not None
         )
         if self.stop_signals is not None:
             request |= self.stop_signals.take_request()
@@ -583,7 +586,9 @@ class Trainer:
         if not request.data_fails:
             return False, None
 
-        for data_error in gathered(self._wait_for_data(1), self.mesh.world_group):
+        # Requests may be sent one step early. If all ranks can still read the next step, continue.
+        data_errors = gathered(self._wait_for_data(1), self.mesh.world_group)
+        for data_error in data_errors:
             if data_error is not None:
                 return True, data_error
         return False, None
@@ -604,26 +609,28 @@ class Trainer:
         raise UserError(f"{problem} {remedy}")
 
     def _reduce_losses(self, loss: Tensor, num_valid_tokens: int) -> Tensor:
-        """Compute the loss of the global batch and the largest loss of any data-parallel rank.
+        """Compute the mean loss of the global batch, and the highest mean loss of one data rank.
 
         Args:
-            loss: This rank's part of the loss of the global batch.
+            loss: This rank's part of the loss: the sum over its tokens, divided by the number of
+                valid tokens in the global batch.
             num_valid_tokens: Number of valid labels in this rank's sequences.
 
         Returns:
             Both losses in this order, shape (2,), float64, on the device.
         """
-        # One column per data-parallel rank. Context and pipeline parallel ranks that hold parts of
-        # the same sequences add their losses and their shares of the tokens in the same column.
+        # The context and pipeline parallel ranks of a data rank share its sequences, so each of
+        # them contributes a part of the loss and of the tokens to the same column.
         degrees = self.mesh.degrees
+        num_sharing_ranks = degrees.context * degrees.pipeline
         sums = torch.zeros(2, self.mesh.data_degree, dtype=torch.float64, device=self.device)
         sums[0, self.mesh.data_rank] = loss
-        sums[1, self.mesh.data_rank] = num_valid_tokens / (degrees.context * degrees.pipeline)
+        sums[1, self.mesh.data_rank] = num_valid_tokens / num_sharing_ranks
         dist.all_reduce(sums, group=self.mesh.loss_group)
 
-        # A rank's part is its summed token loss divided by the tokens of the global batch.
-        loss_parts, num_tokens = sums
-        mean_losses = loss_parts * num_tokens.sum() / num_tokens.clamp(min=1.0)
+        loss_parts, num_tokens = sums  # one element per data rank
+        token_losses = loss_parts * num_tokens.sum()
+        mean_losses = token_losses / num_tokens.clamp(min=1.0)
         return torch.stack([loss_parts.sum(), mean_losses.max()])
 
     def _finish(
@@ -653,15 +660,15 @@ class Trainer:
         if self.checkpointer is not None:
             errors.append(self.checkpointer.finish(step, stopped))
         self.close()
+
         for error in errors:
             if error is not None:
                 raise error
-
         if stopped and not has_finished:
             if self.job.checkpoint.enable:
                 raise StoppedBySignal(f"{stopped}: saved.")
-            text = f"{stopped}: nothing saved, as checkpoint.enable is false."
-            raise StoppedUnsaved(text, signal.Signals(request.stop))
+            message = f"{stopped}: nothing saved, as checkpoint.enable is false."
+            raise StoppedUnsaved(message, signal.Signals(request.stop))
 
         reason = f": {request.finish}" if request.finish else "."
         self.log(Event(f"Finished after step {step}{reason}", "finish", step))
@@ -695,14 +702,16 @@ def train(run: Run, argv: Sequence[str] = ()) -> None:
             raise exit_call from error
         except Exception as error:
             if trainer is not None and isinstance(error, GuardError):
-                # All ranks raise it together, so they can complete a save of an earlier step.
+                # A guard stops all ranks together, so they can complete the save in progress.
                 trainer.close()
+
             if is_out_of_memory(error):
                 when = "in the build" if trainer is None else f"at step {trainer.steps_done}"
                 out_of_memory = explain_out_of_memory(error, run, argv, device, when)
                 out_of_memory.add_note(resume_hint(run, argv))
                 raise out_of_memory from None
 
+            # A job that cannot be built must be corrected, so do not suggest to resume it.
             is_wrong_job = trainer is None and isinstance(error, UserError)
             if not is_wrong_job:
                 error.add_note(resume_hint(run, argv))
