@@ -34,8 +34,8 @@ else:
 def apply_context_parallel(model: Llama, mesh: DeviceMesh) -> None:
     """Make every block attend across the context parallel ranks, by replacing `Attention.attend`.
 
-    Afterwards call the model with `positions`, because the positions of a rank's two chunks are not
-    consecutive.
+    Afterwards, pass `positions` to the model: a rank holds two chunks of each sequence, whose
+    positions are not consecutive.
 
     Args:
         model: Model or pipeline stage, modified in place.
@@ -49,8 +49,8 @@ def apply_context_parallel(model: Llama, mesh: DeviceMesh) -> None:
 def local_chunks(x: Tensor, mesh: DeviceMesh, dim: int = 1) -> Tensor:
     """Return the two chunks of a tensor that this context parallel rank holds, concatenated.
 
-    With 2 ranks and the sequence [0 1 2 3 4 5 6 7], rank 0 gets [0 1 6 7] and rank 1 gets [2 3 4
-    5].
+    With 2 ranks and the sequence [0 1 2 3 4 5 6 7], rank 0 gets [0 1 6 7], and rank 1 gets
+    [2 3 4 5].
 
     Args:
         x: Tensor that is identical on all ranks of the group. `dim` has length T, a multiple of
@@ -121,14 +121,14 @@ def context_mask(
 def flex_context_mask(
     tokens: Tensor, document_ids: Tensor | None, mesh: DeviceMesh, window: int = 0
 ) -> BlockMask:
-    """Build the mask of `context_mask` as a block mask for flex attention, on any device.
+    """Build a block mask for flex attention from this rank's queries to all keys of the sequence.
 
     Args:
-        tokens: Whole sequences, shape (B, T).
+        tokens: Whole sequences, shape (B, T). Only their shape and device are used.
         document_ids: Document of each token, shape (B, T), or None if each sequence is one
             document.
         mesh: 1-D mesh of the context parallel ranks.
-        window: See `context_mask`.
+        window: Number of tokens that a token attends to, including itself. 0 means all.
     """
     batch_size, seq_len = tokens.shape
     positions = torch.arange(seq_len, device=tokens.device)

@@ -86,8 +86,9 @@ def convert_to_float8(
         if not isinstance(module, nn.Linear):
             return False
         is_chosen = is_converted(name, (module.in_features, module.out_features), config)
+        counts = converted if is_chosen else kept
         name_in_block = name.split(".", 2)[-1]
-        (converted if is_chosen else kept)[name_in_block] += 1
+        counts[name_in_block] += 1
         return is_chosen
 
     convert_to_float8_training(model, config=recipe, module_filter_fn=should_convert)
@@ -104,18 +105,18 @@ def convert_to_float8(
 def _list_counts(counts: Counter[str]) -> str:
     """Format the number of layers of each name for a log line.
 
-    For example, "32 attention.wq, 32 attention.wk", or "none" without layers.
+    The result is, for example, "32 attention.wq, 32 attention.wk". It is "none" without layers.
     """
     return ", ".join(f"{count} {name}" for name, count in counts.items()) or "none"
 
 
 @cache
 def _compile_weight_cast() -> None:
-    """Compile torchao's cast of weight shards to FP8, for the whole process.
+    """Compile the torchao function that casts weight shards to FP8, for the whole process.
 
     FSDP casts the shards before each FP8 all-gather, outside of the compiled blocks. The cast moves
-    29 bytes per element in eager mode and 5 when compiled. torchao has no option to compile the
-    cast, so this replaces its function.
+    29 bytes per element in eager mode and 5 when compiled. torchao has no option to compile it, so
+    this replaces the function.
     """
     from torchao.float8 import fsdp_utils
 
@@ -126,21 +127,21 @@ def _compile_weight_cast() -> None:
 def float8_plan(plan: Mapping[str, ParallelStyle], block: nn.Module) -> dict[str, ParallelStyle]:
     """Convert a tensor parallel plan so that activations and their gradients are gathered in FP8.
 
-    Gathering FP8 values sends half as many bytes as bfloat16. It requires tensorwise scales. All
-    linear layers below an entry of the plan share the gathered input, so an entry is converted only
-    if all of them are FP8 layers. Other entries are returned unchanged.
+    Gathering FP8 values sends half as many bytes as bfloat16. It requires tensorwise scales.
 
     Args:
-        plan: Name of a submodule of the block, such as "attention.wq" -> its parallel style.
+        plan: Parallel style of each submodule of the block, such as "attention.wq".
         block: Transformer block after `convert_to_float8`.
 
     Returns:
-        The same names, mapped to parallel styles that gather in FP8 where possible.
+        The plan with FP8 styles. Submodules with a linear layer that is not FP8 keep their style,
+        because all linear layers of a submodule share the gathered input.
     """
     _gather_float8_as_bytes()
-    return {
-        name: _to_float8_style(style, block.get_submodule(name)) for name, style in plan.items()
-    }
+    float8_styles = {}
+    for name, style in plan.items():
+        float8_styles[name] = _to_float8_style(style, block.get_submodule(name))
+    return float8_styles
 
 
 def _to_float8_style(style: Any, module: nn.Module) -> ParallelStyle:
@@ -153,7 +154,8 @@ def _to_float8_style(style: Any, module: nn.Module) -> ParallelStyle:
     from torchao.float8 import float8_tensor_parallel as float8
 
     linears = [child for child in module.modules() if isinstance(child, nn.Linear)]
-    if not linears or any(type(child) is nn.Linear for child in linears):
+    has_plain_linears = any(type(linear) is nn.Linear for linear in linears)
+    if not linears or has_plain_linears:
         return style
 
     if type(style) is PrepareModuleInput:
@@ -164,9 +166,10 @@ def _to_float8_style(style: Any, module: nn.Module) -> ParallelStyle:
         ColwiseParallel: float8.Float8ColwiseParallel,
         RowwiseParallel: float8.Float8RowwiseParallel,
     }
-    if type(style) not in float8_styles:  # from a plugin
+    if type(style) not in float8_styles:
         return style
-    return float8_styles[type(style)](
+    float8_style = float8_styles[type(style)]
+    return float8_style(
         input_layouts=style.input_layouts[0],
         output_layouts=style.output_layouts[0],
         use_local_output=style.use_local_output,
@@ -194,9 +197,9 @@ def _gather_float8_as_bytes() -> None:
 def precompute_scales(model: nn.Module, config: schema.Float8) -> None:
     """Compute the FP8 scales of all weights with a single all-reduce, if the job enables it.
 
-    Otherwise, each weight needs a separate all-reduce, and each tensor parallel rank scales its
-    part of a weight separately. Call it whenever weights change: after initialization, after
-    loading, and after each optimizer step.
+    Call it whenever weights change: after initialization, after loading, and after each optimizer
+    step. If the job does not enable it, FSDP computes the scale of each weight with a separate
+    all-reduce.
 
     Args:
         model: Model after FSDP, with FP8 layers.

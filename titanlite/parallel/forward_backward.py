@@ -97,7 +97,7 @@ class LossHead(NamedTuple):
 
 
 class ForwardBackward:
-    """Run the forward and backward passes of one optimizer step, one microbatch after another.
+    """Runs the forward and backward passes of one optimizer step, one microbatch after another.
 
     Gradients accumulate over the microbatches. They are reduced over the ranks once per step, or
     after each microbatch if `parallelism.fsdp_reduce` is "microbatch".
@@ -177,8 +177,7 @@ class ForwardBackward:
         of different runs are comparable.
 
         Args:
-            microbatches: This rank's sequences. With a pipeline, any number of microbatches is
-                allowed.
+            microbatches: This rank's sequences, in any number of microbatches.
             loss_fn: Function to call instead of the cross entropy, on ranks with the output layer.
                 It is called for each microbatch in order.
         """
@@ -199,7 +198,7 @@ class ForwardBackward:
 
 
 class PipelineForwardBackward(ForwardBackward):
-    """Run the microbatches of one optimizer step with a pipeline schedule, such as 1F1B.
+    """Runs the microbatches of one optimizer step with a pipeline schedule, such as 1F1B.
 
     The rank with the last stage computes the loss. All other ranks return 0.
     """
@@ -262,19 +261,20 @@ class PipelineForwardBackward(ForwardBackward):
             num_padding: Number of microbatches at the end whose labels are ignored.
         """
         tokens, labels, attention = local_inputs(microbatches, self._mesh, self._window)
-        if num_padding:  # repeats of a real microbatch, which must not count twice
-            num_sequences = num_padding * len(tokens) // len(microbatches)
-            labels = labels.clone()
-            labels[-num_sequences:] = IGNORE_INDEX
         # A later stage cannot derive the positions, because its input may be sharded along T.
         attention.setdefault("positions", _default_positions(tokens))
+        if num_padding:
+            num_padding_sequences = num_padding * len(tokens) // len(microbatches)
+            labels = labels.clone()
+            labels[-num_padding_sequences:] = IGNORE_INDEX
 
-        has_first_stage = self._model.tok_embeddings is not None
-        has_last_stage = self._model.norm is not None
-        losses: list[Tensor] = []  # the rank of the last stage appends one for each microbatch
-        inputs = [tokens] if has_first_stage else []
+        inputs = []
+        if self._model.tok_embeddings is not None:  # this rank has the first stage
+            inputs = [tokens]
+        losses: list[Tensor] = []
         targets: dict[str, Any] = {}
-        if has_last_stage:
+        if self._model.norm is not None:  # this rank has the last stage
+            # The schedule appends the loss of each microbatch to `losses`.
             targets = {"target": labels, "losses": losses}
         head = LossHead(labels, NormalizedLoss(loss_fn, num_valid_tokens))
         run_schedule(*inputs, head=head, **attention, **targets, return_outputs=False)
@@ -291,7 +291,7 @@ def build_forward_backward(
 
     Args:
         model: This rank's part of the model.
-        mesh: Layout of the ranks. With `mesh.pipeline`, the result runs a pipeline schedule.
+        mesh: Layout of the ranks. If it has pipeline ranks, the object runs a pipeline schedule.
         run: The validated job and the number of ranks.
         device: Device of this rank.
     """
@@ -338,7 +338,7 @@ def local_inputs(microbatches: Sequence[Microbatch], mesh: Mesh, window: int) ->
     mask = None
     if mesh.context is not None:
         mask = context_mask(tokens, document_ids, mesh.context, window)
-        if positions is None:  # the positions of this rank are not consecutive
+        if positions is None:
             positions = _default_positions(tokens)
         positions = local_chunks(positions, mesh.context)
         labels = local_chunks(labels, mesh.context)

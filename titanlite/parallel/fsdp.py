@@ -29,6 +29,8 @@ from titanlite.config.run import Run
 from titanlite.model.llama import Llama
 from titanlite.parallel import memory_savers
 
+Groups = list[list[nn.Module]]
+
 
 def apply_fsdp(model: Llama, mesh: DeviceMesh, run: Run) -> None:
     """Shard a model or pipeline stage with FSDP2, in place.
@@ -43,37 +45,51 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, run: Run) -> None:
             memory savers.
     """
     shard: Any = partial(fully_shard, mesh=mesh, **_build_policies(mesh, run))
+    embedding, blocks, output = _group_modules(model, run)
+    blocks, output = memory_savers.regroup_norm(blocks, output, mesh, run)
+
     reshard = run.job.parallelism.fsdp_reshard_after_forward
     if reshard == "default" and run.degrees.pipeline > 1:
         reshard = "never"  # otherwise every microbatch would gather the parameters again
-
-    embedding, blocks, output = _group_modules(model, run)
-    blocks, output = memory_savers.regroup_norm(blocks, output, mesh, run)
-    reshard_blocks = reshard == "default" and _should_reshard(blocks, mesh, run)
+    always_reshards = reshard == "always"
+    reshards_blocks = reshard == "default" and _should_reshard(blocks, mesh, run)
 
     for group in embedding:
         shard(group, reshard_after_forward=reshard != "never")
     for group in blocks:
-        shard(group, reshard_after_forward=reshard_blocks or reshard == "always")
+        shard(group, reshard_after_forward=always_reshards or reshards_blocks)
     for group in output:
-        shard(group, reshard_after_forward=reshard == "always")
-    shard(model, reshard_after_forward=reshard == "always")
+        shard(group, reshard_after_forward=always_reshards)
+    shard(model, reshard_after_forward=always_reshards)
 
-    # Gather the next group while a group is computed. All modules of a group share its state. The
-    # last group is the one with the output projection.
-    for group, next_group in pairwise([*embedding, *blocks, *output[-1:]]):
-        module, next_module = cast(list[FSDPModule], [group[0], next_group[0]])
+    _prefetch_groups([*embedding, *blocks, *output[-1:]])
+    _sum_gradients(model, mesh)
+    if run.job.parallelism.enable_fsdp_symmetric_memory:
+        use_symmetric_memory(model, mesh.device_type)
+    memory_savers.apply_memory_savers(model, mesh, run)
+
+
+def _prefetch_groups(groups: Groups) -> None:
+    """Let FSDP gather the parameters of the next group while it computes a group.
+
+    Args:
+        groups: FSDP groups in forward order.
+    """
+    for group, next_group in pairwise(groups):
+        # One module is enough, because all modules of a group share its state.
+        module = cast(FSDPModule, group[0])
+        next_module = cast(FSDPModule, next_group[0])
         module.set_modules_to_forward_prefetch([next_module])
 
+
+def _sum_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Let FSDP sum gradients over the ranks, where it would compute the mean by default."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             if mesh.size() > 1:
                 module.set_gradient_divide_factor(1.0)
             # Otherwise a factor of 1 selects PREMUL_SUM, which gloo does not support.
             module.set_force_sum_reduction_for_comms(True)
-    if run.job.parallelism.enable_fsdp_symmetric_memory:
-        use_symmetric_memory(model, mesh.device_type)
-    memory_savers.apply_memory_savers(model, mesh, run)
 
 
 def use_symmetric_memory(model: nn.Module, device_type: str) -> None:
@@ -107,17 +123,15 @@ def _build_policies(mesh: DeviceMesh, run: Run) -> dict[str, Any]:
     return {"mp_policy": mp_policy, "offload_policy": offload_policy}
 
 
-Groups = list[list[nn.Module]]
-
-
 def _group_modules(model: Llama, run: Run) -> tuple[Groups, Groups, Groups]:
     """Divide the modules of a model into FSDP groups, which are gathered and freed together.
 
-    Small blocks share a group, and a small model is a single group, because each group costs about
-    a millisecond per step on a CPU. Tied embeddings belong to the group of the whole model.
+    Small blocks share a group, because each group costs about a millisecond per step on a CPU.
+    Modules outside of all groups, such as tied embeddings, belong to the group of the model itself.
 
     Returns:
-        Groups of the embedding, of the blocks and of the output, in forward order.
+        Groups of the embedding, of the blocks and of the output, each in forward order. All are
+        empty for a small model.
     """
     min_size = run.job.parallelism.fsdp_min_num_params
     if _count_params([model]) < min_size:
@@ -126,10 +140,11 @@ def _group_modules(model: Llama, run: Run) -> tuple[Groups, Groups, Groups]:
     embedding: Groups = []
     if model.tok_embeddings is not None and not model.arch.tied_embeddings:
         embedding = [[model.tok_embeddings]]
+    blocks = _group_blocks(model.layers.values(), min_size)
     output: Groups = []
     if model.norm is not None and model.output is not None:
         output = [[model.norm, model.output]]
-    return embedding, _group_blocks(model.layers.values(), min_size), output
+    return embedding, blocks, output
 
 
 def _group_blocks(blocks: Iterable[nn.Module], min_size: int) -> Groups:
@@ -150,7 +165,7 @@ def _should_reshard(blocks: Groups, mesh: DeviceMesh, run: Run) -> bool:
     """Return whether FSDP frees the parameters of blocks after the forward pass by default.
 
     A single group stays unsharded, because the backward pass starts with it. Small blocks on one
-    rank also stay unsharded, because another copy would take 1% of a small step.
+    rank also stay unsharded, because copying them again takes 1% of a step.
     """
     num_params = sum(_count_params(group) for group in blocks)
     is_small = mesh.size() == 1 and num_params < 16 * run.job.parallelism.fsdp_min_num_params
@@ -168,8 +183,7 @@ def configure_microbatch(
     """Set whether FSDP reduces gradients and frees the output matrix in the next microbatch.
 
     Call it before the forward pass of each microbatch. The output matrix is the largest parameter,
-    so it stays unsharded from the first microbatch of a step to the last instead of being gathered
-    again.
+    so it stays unsharded from the first to the last microbatch of a step.
 
     Args:
         model: Model after `apply_fsdp`.
@@ -179,7 +193,9 @@ def configure_microbatch(
             does not read it.
     """
     cast(FSDPModule, model).set_requires_gradient_sync(reduce_gradients)
-    for module in (model, model.output):  # tied embeddings are in the group of the model
+
+    # With tied embeddings, the output matrix belongs to the group of the model.
+    for module in (model, model.output):
         if isinstance(module, FSDPModule):
             module.set_reshard_after_backward(is_last, recurse=False)
     if isinstance(model.output, FSDPModule):

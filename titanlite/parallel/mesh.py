@@ -77,6 +77,7 @@ def build_mesh(degrees: Degrees, device_type: str) -> Mesh:
 
     mesh = _build_shard_mesh(degrees, device_type)
     fsdp_dims = ("dp_replicate", "dp_shard") if degrees.replicate > 1 else ("dp_shard",)
+    has_other_dims = mesh.ndim > len(fsdp_dims)
 
     rank_grid = torch.arange(degrees.world).view(
         degrees.pipeline, degrees.replicate, degrees.shard, degrees.context, degrees.tensor
@@ -96,7 +97,7 @@ def build_mesh(degrees: Degrees, device_type: str) -> Mesh:
     data_rank = coordinates[REPLICATE] * degrees.shard + coordinates[SHARD]
     return Mesh(
         degrees,
-        fsdp=mesh[fsdp_dims] if mesh.ndim > len(fsdp_dims) else mesh,
+        fsdp=mesh[fsdp_dims] if has_other_dims else mesh,
         tensor=mesh["tp"] if degrees.tensor > 1 else None,
         context=context,
         pipeline=mesh["pp"] if degrees.pipeline > 1 else None,
@@ -137,11 +138,11 @@ def _create_group(rank_grid: torch.Tensor, *dims: int) -> dist.ProcessGroup:
     """
     other_dims = [dim for dim in range(rank_grid.ndim) if dim not in dims]
     group_size = math.prod(rank_grid.shape[dim] for dim in dims)
-    groups = rank_grid.permute(*other_dims, *dims).reshape(-1, group_size)  # one group per row
-    if len(groups) == 1:
+    ranks_by_group = rank_grid.permute(*other_dims, *dims).reshape(-1, group_size)
+    if len(ranks_by_group) == 1:
         return _get_world_group()
 
-    group, _ = dist.new_subgroups_by_enumeration(groups.tolist())
+    group, _ = dist.new_subgroups_by_enumeration(ranks_by_group.tolist())
     assert isinstance(group, dist.ProcessGroup)
     return group
 

@@ -10,11 +10,10 @@ from torch.distributed.tensor import DTensor
 
 
 class OffloadedGradients:
-    """Accumulate the gradients of several microbatches on the CPU.
+    """Accumulates the gradients of several microbatches on the CPU.
 
-    FSDP2 copies the gradients of the first microbatch without blocking, but waits for each copy of
-    later microbatches. This class takes the gradients away after each microbatch, so that FSDP2
-    treats every microbatch as the first one.
+    FSDP2 copies gradients to the CPU without blocking only if `parameter.grad` is empty. So this
+    class removes the gradients of each microbatch from the parameters, and adds them up itself.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:

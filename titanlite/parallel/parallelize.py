@@ -33,8 +33,8 @@ class ShardedModel:
         whole: One module with all parameters of this rank, for the optimizer and checkpoints.
             Parameters have the names of the unsharded model, for example
             "layers.3.attention.wq.weight".
-        stages: Number of a pipeline stage -> module of that stage, for the stages of this rank.
-            Without a pipeline, stage 0 is `whole`.
+        stages: Modules of this rank's pipeline stages, by stage number. Without a pipeline, stage 0
+            is `whole`.
     """
 
     whole: Llama
@@ -120,12 +120,13 @@ def checkpoint_and_compile(model: Llama, mesh: Mesh, run: Run) -> None:
     config = run.job.activation_checkpoint
     is_compiled = run.compiles("model")
     is_selective_by_op = config.mode == "selective" and config.selective_ac_option == "op"
-    # The compiler sees the recomputation and can shorten it if it compiles the checkpointed block.
-    # With tensor parallelism, torch 2.13 fails to do so, because it saves the DeviceMesh of a
-    # DTensor like a tensor. Then the compiled block is recomputed as a whole.
+    compile_options: dict[str, Any] = {"fullgraph": True, "options": inductor_options(mesh, run)}
+
+    # Compile last, so that the compiler sees the recomputation and can optimize it. With tensor
+    # parallelism, torch 2.13 can do so only in mode "op". In other modes it fails, because it saves
+    # the DeviceMesh of a DTensor like a tensor, so compile first.
     compiles_first = is_compiled and mesh.tensor is not None and not is_selective_by_op
     compiles_last = is_compiled and not compiles_first
-    compile_options: dict[str, Any] = {"fullgraph": True, "options": inductor_options(mesh, run)}
 
     if compiles_first:
         for block in model.layers.values():
@@ -139,23 +140,21 @@ def checkpoint_and_compile(model: Llama, mesh: Mesh, run: Run) -> None:
 
 
 def inductor_options(mesh: Mesh, run: Run) -> dict[str, Any] | None:
-    """Return the Inductor options for compiled blocks, or None for the defaults.
+    """Return the Inductor options for compiled blocks: only FP8 on GPUs needs any.
 
-    Only FP8 on GPUs needs options:
-
-    - combo_kernels computes the scales of all weights of a block with one kernel and casts the
-      weights with another. With full activation checkpointing that would raise the peak memory, so
-      it is off.
-    - emulate_precision_casts avoids NaN with rowwise scales
-      (https://github.com/pytorch/pytorch/issues/150859).
-    - realize_opcount_threshold counts the emulated casts as operations. With the default of 30, the
-      compiler would write three values of SwiGLU to memory in fp32.
+    Returns:
+        Options for `torch.compile`, or None for the defaults.
     """
     job = run.job
     if not job.float8.enable or mesh.fsdp.device_type != "cuda":
         return None
     return {
+        # Compute the FP8 scales of all weights of a block with one kernel, and cast the weights
+        # with another. With full activation checkpointing this would raise the peak memory.
         "combo_kernels": job.activation_checkpoint.mode != "full",
+        # Avoid NaN with rowwise scales: https://github.com/pytorch/pytorch/issues/150859
         "emulate_precision_casts": job.float8.recipe_name != "tensorwise",
+        # Emulated casts count as operations. With the default of 30, the compiler would write three
+        # values of SwiGLU to memory in fp32.
         "realize_opcount_threshold": 100,
     }

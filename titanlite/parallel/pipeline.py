@@ -30,10 +30,10 @@ FORWARD_ACTIONS = ("FORWARD", "SEND_F", "WAIT_SEND_F", "RECV_F", "UNSHARD", "RES
 
 
 def local_stages(run: Run, mesh: Mesh) -> dict[int, range]:
-    """Return the pipeline stages of this rank: stage number -> indices of its blocks.
+    """Return the pipeline stages of this rank as {stage number: indices of its blocks}.
 
-    For example, rank 0 of 2 with an interleaved schedule over 8 blocks: {0: range(0, 2), 2:
-    range(4, 6)}. Without a pipeline, stage 0 has all blocks.
+    For example, with 8 blocks and an interleaved schedule, rank 0 of 2 has the stages
+    {0: range(0, 2), 2: range(4, 6)}. Without a pipeline, stage 0 has all blocks.
     """
     schedule = run.job.parallelism.pipeline_parallel_schedule
     num_stages = len(run.stages)
@@ -49,13 +49,14 @@ def local_stages(run: Run, mesh: Mesh) -> dict[int, range]:
 def join_stages(stages: Sequence[Llama]) -> Llama:
     """Combine the stages of this rank into one module, for the optimizer and checkpoints.
 
-    The module shares the parameters of the stages, under the names of the whole model. It is not
-    meant to be called.
+    The module shares the parameters of the stages, under the names that they have in the whole
+    model. It has no forward pass.
     """
     if len(stages) == 1:
         return stages[0]
-    no_blocks = range(-1, -1)
-    joined = type(stages[0])(stages[0].arch, no_blocks)
+
+    model_class = type(stages[0])
+    joined = model_class(stages[0].arch, blocks=range(-1, -1))  # an empty stage
     for stage in stages:
         joined.layers.update(dict(stage.layers.items()))
         joined.tok_embeddings = stage.tok_embeddings or joined.tok_embeddings
@@ -120,18 +121,20 @@ def forward_only(schedule: PipelineScheduleSingle | PipelineScheduleMulti) -> It
     are on the same rank, as in ZBVZeroBubble.
     """
     any_schedule: Any = schedule
-    # Rank -> actions in order. Only schedules with several stages per rank have this attribute.
-    full_order = getattr(any_schedule, "pipeline_order_with_comms", None)
-    if full_order is None:
+    # Actions of each rank in order. Only schedules with several stages per rank have the attribute.
+    all_actions = getattr(any_schedule, "pipeline_order_with_comms", None)
+    if all_actions is None:
         yield
         return
 
-    any_schedule.pipeline_order_with_comms = {
-        rank: [action for action in actions if action.computation_type.name in FORWARD_ACTIONS]
-        for rank, actions in full_order.items()
-    }
+    forward_actions = {}
+    for rank, actions in all_actions.items():
+        forward_actions[rank] = [
+            action for action in actions if action.computation_type.name in FORWARD_ACTIONS
+        ]
+    any_schedule.pipeline_order_with_comms = forward_actions
     yield
-    any_schedule.pipeline_order_with_comms = full_order
+    any_schedule.pipeline_order_with_comms = all_actions
 
 
 def _token_shape(run: Run) -> Tensor:
@@ -145,7 +148,7 @@ def _hidden_shape(run: Run, arch: Architecture) -> Tensor:
     """Return a meta tensor with the shape and dtype of the hidden states between two stages.
 
     The shape is (B, T / tensor parallel degree, C), because tensor parallelism shards the sequence
-    between blocks. T is this rank's part of each sequence.
+    between blocks. T is the length of this context parallel rank's part of each sequence.
     """
     training = run.job.training
     seq_len = training.seq_len // run.degrees.context // run.degrees.tensor

@@ -55,18 +55,11 @@ def apply_activation_checkpointing(
             although the backward pass does not need it.
     """
     if config.mode == "memory_budget":
-        functorch_config.activation_memory_budget = config.memory_budget
-        # The only script objects in our graphs are the meshes of DTensors, which take no memory.
-        if torch.__version__ >= "2.13":  # earlier versions do not have the setting
-            functorch_config.unsafe_treat_script_objects_as_zero_size = True
+        _set_memory_budget(config.memory_budget)
         return
 
     preserves_rng_state = draws_random_numbers(type(model))
     recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=preserves_rng_state)
-    if in_graph:
-        # Without a policy, the compiler would save inputs of collectives and of SwiGLU.
-        save_nothing = partial(create_selective_checkpoint_contexts, [])
-        recompute = partial(recompute, context_fn=save_nothing)
 
     is_selective = config.mode == "selective"
     if is_selective and config.selective_ac_option == "op":
@@ -77,10 +70,26 @@ def apply_activation_checkpointing(
             block.forward = _recompute_in_backward(block.forward, recompute_some)
         return
 
+    if in_graph:
+        # Without a policy, the compiler would save inputs of collectives and of SwiGLU.
+        save_nothing = partial(create_selective_checkpoint_contexts, [])
+        recompute = partial(recompute, context_fn=save_nothing)
     interval = int(config.selective_ac_option) if is_selective else 1
     for index, block in model.layers.items():
         if (int(index) + 1) % interval == 0:
             block.forward = _recompute_in_backward(block.forward, recompute)
+
+
+def _set_memory_budget(budget: float) -> None:
+    """Let the compiler decide which activations to recompute, within a memory budget.
+
+    Args:
+        budget: Fraction of the activation memory that the compiler may keep.
+    """
+    functorch_config.activation_memory_budget = budget
+    # The only script objects in our graphs are the meshes of DTensors, which take no memory.
+    if torch.__version__ >= "2.13":  # earlier versions do not have the setting
+        functorch_config.unsafe_treat_script_objects_as_zero_size = True
 
 
 def draws_random_numbers(model: type[Llama]) -> bool:
@@ -95,8 +104,8 @@ def draws_random_numbers(model: type[Llama]) -> bool:
 def _create_op_contexts(unneeded_matmul: int) -> tuple[Any, Any]:
     """Create the checkpoint contexts of one block, which save attention and every second matmul.
 
-    All matmul inputs have the same width, so saving one byte of any matmul output avoids the same
-    number of FLOPs. No other half of the matmuls would be a better choice.
+    Any half of the matmuls would do: saving one byte of their outputs always avoids the same number
+    of FLOPs, because all matmul inputs have the same width.
 
     Args:
         unneeded_matmul: Index, from 1, of a matmul whose output the backward pass does not need, so
@@ -106,7 +115,7 @@ def _create_op_contexts(unneeded_matmul: int) -> tuple[Any, Any]:
         Context managers for the forward pass and for the recomputation, as `context_fn` of
         `torch.utils.checkpoint.checkpoint` must return them.
     """
-    # Matmuls so far, in the forward pass (False) and in its recomputation (True).
+    # Number of matmuls so far in the forward pass (key False) and in the recomputation (key True).
     num_matmuls = {False: 0, True: 0}
 
     def policy(
@@ -118,7 +127,9 @@ def _create_op_contexts(unneeded_matmul: int) -> tuple[Any, Any]:
             num_matmuls[context.is_recompute] += 1
             index = num_matmuls[context.is_recompute]
             should_save = index % 2 == 1 and index != unneeded_matmul
-        return CheckpointPolicy.MUST_SAVE if should_save else CheckpointPolicy.PREFER_RECOMPUTE
+        if should_save:
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
 
@@ -132,5 +143,5 @@ def _recompute_in_backward(
         forward: Forward function of a block.
         recompute: Checkpoint function, which is called with `forward` and its arguments.
     """
-    # A new function, because the compiler skips functions defined in torch.
+    # Not a `partial`: the compiler skips functions that are defined in torch.
     return lambda *inputs: recompute(forward, *inputs)

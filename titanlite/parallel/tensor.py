@@ -35,8 +35,8 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, gather_float8: bool) -
     """Shard the weights of a model over the tensor parallel ranks, in place.
 
     Between matmuls each rank holds activations of shape (B, T / degree, C), which divides the work
-    of norms and residual connections and saves memory. Afterwards the loss receives hidden states
-    and the output matrix as DTensors; see `titanlite.optim.losses`.
+    of norms and residual connections and saves memory. The loss then receives the hidden states and
+    the output matrix as DTensors.
 
     Args:
         model: Model or pipeline stage on the meta device.
@@ -65,14 +65,14 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, gather_float8: bool) -
 
 
 def block_plan(arch: Architecture) -> list[dict[str, ParallelStyle]]:
-    """Return the tensor parallel plans of a block, which are applied one after the other.
+    """Return the tensor parallel plans of a block, to be applied one after the other.
 
-    Matmuls at the start of a sublayer are split by columns, and matmuls at its end by rows. Between
-    blocks, hidden states are plain tensors (B, T / degree, C): this rank's part of the sequence.
+    The first matmuls of attention and feed-forward are split by columns, the last ones by rows.
+    Between blocks, each rank holds its part of the sequence as a plain tensor (B, T / degree, C).
 
     Returns:
-        Plans for `parallelize_module`: name of a submodule, such as "attention.wq" -> parallel
-        style.
+        Plans for `parallelize_module`, which map names of submodules, such as "attention.wq", to
+        parallel styles.
     """
     # A norm before a sublayer returns a DTensor, which the sublayer all-gathers. A norm after it
     # returns this rank's part, which is added to the residual stream.
@@ -120,8 +120,9 @@ def block_plan(arch: Architecture) -> list[dict[str, ParallelStyle]]:
 class _Wait(torch.autograd.Function):
     """Wait for a tensor parallel collective and return its result as a plain tensor.
 
-    Parallel styles return an AsyncCollectiveTensor. If torch 2.13 compiles a block with such an
-    input, it traces an inner tensor that requires no gradient, so the embedding gets no gradient.
+    Without this, the embedding gets no gradient. Its parallel style returns an
+    AsyncCollectiveTensor, and if torch 2.13 compiles a block with such an input, it traces an inner
+    tensor that requires no gradient.
     """
 
     @staticmethod
