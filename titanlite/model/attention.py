@@ -29,19 +29,17 @@ HAS_GROUPED_FP32_KERNEL = torch.__version__ >= "2.14"
 def backend_order(device: torch.device) -> Iterator[None]:
     """Set which attention kernel has priority on `device` within this context.
 
-    Enter the context once, around the whole run. On Hopper and newer GPUs (compute capability 9.0),
-    cuDNN comes first because the flash attention in torch does not use Hopper instructions. On
-    older GPUs, flash attention comes first. The order is fixed rather than benchmarked at startup,
-    so that a restarted run is bitwise identical. A CPU has only one fused kernel, so nothing is
-    set.
+    Enter the context once, around the whole run. The order is fixed rather than benchmarked at
+    startup, so that a restarted run is bitwise identical.
     """
-    if device.type == "cpu":
+    if device.type == "cpu":  # has only one fused kernel
         yield
         return
 
     order = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]
-    if torch.cuda.get_device_capability(device) >= (9, 0):
-        order.reverse()
+    is_hopper_or_newer = torch.cuda.get_device_capability(device) >= (9, 0)
+    if is_hopper_or_newer:
+        order.reverse()  # because the flash attention in torch does not use Hopper instructions
     order += [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     with sdpa_kernel(order, set_priority=True):
         yield
@@ -62,9 +60,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None =
     """
     is_grouped = q.shape[1] != k.shape[1]
     if mask is not None and not isinstance(mask, Tensor):
-        return flex_function("flex_attention")(q, k, v, block_mask=mask, enable_gqa=is_grouped)
+        flex_attention = flex_function("flex_attention")
+        return flex_attention(q, k, v, block_mask=mask, enable_gqa=is_grouped)
 
-    if is_grouped and q.is_cuda and q.dtype == torch.float32 and not HAS_GROUPED_FP32_KERNEL:
+    is_fp32_on_gpu = q.is_cuda and q.dtype == torch.float32
+    if is_grouped and is_fp32_on_gpu and not HAS_GROUPED_FP32_KERNEL:
         group_size = q.shape[1] // k.shape[1]
         k = k.repeat_interleave(group_size, dim=1)
         v = v.repeat_interleave(group_size, dim=1)
@@ -98,9 +98,9 @@ def document_mask(document_ids: Tensor, window: int = 0) -> Tensor | BlockMask:
 
 
 def flex_document_mask(document_ids: Tensor, window: int = 0) -> BlockMask:
-    """Build a causal mask within documents as a block mask for flex attention, on any device.
+    """Build a block mask for flex attention that is causal within each document of a sequence.
 
-    It allows the same tokens as `document_mask`. See https://pytorch.org/blog/flexattention.
+    See https://pytorch.org/blog/flexattention.
 
     Args:
         document_ids: Document of each token, shape (B, T).
@@ -109,20 +109,26 @@ def flex_document_mask(document_ids: Tensor, window: int = 0) -> BlockMask:
 
     def is_visible(batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         same_document = document_ids[batch, query] == document_ids[batch, key]
-        visible = (query >= key) & same_document
+        visible = same_document & (query >= key)
         return visible & (query - key < window) if window else visible
 
-    batch_size, length = document_ids.shape
+    batch_size, seq_len = document_ids.shape
     create_block_mask = flex_function("create_block_mask")
-    device = document_ids.device
-    return create_block_mask(is_visible, batch_size, None, length, length, device=device)
+    return create_block_mask(
+        is_visible,
+        B=batch_size,
+        H=None,
+        Q_LEN=seq_len,
+        KV_LEN=seq_len,
+        device=document_ids.device,
+    )
 
 
 def flex_function(name: str) -> Callable[..., Any]:
     """Return a function of `torch.nn.attention.flex_attention`, compiled if there is a GPU.
 
-    Compiled flex attention never allocates a tensor of shape (T, T). Within a compiled block, the
-    plain function is returned, because it becomes part of the graph of the block.
+    Only compiled flex attention avoids allocating a tensor of shape (T, T). Within a compiled
+    block, the plain function is returned, because it becomes part of the graph of the block.
 
     Args:
         name: "flex_attention" or "create_block_mask".
@@ -142,7 +148,7 @@ def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class LayerCache:
-    """Cache the keys and values of one attention layer during generation.
+    """Caches the keys and values of one attention layer during generation.
 
     Memory for the longest sequence is allocated once and filled in place as tokens are appended.
 

@@ -60,7 +60,6 @@ def hf_name(arch: Architecture, name: str) -> str:
     """Return the Hugging Face name of a parameter.
 
     For example, "layers.3.attention.wq.weight" becomes "model.layers.3.self_attn.q_proj.weight".
-    The tensors are exported without permuting their elements.
     """
     if name in HF_NAMES:
         return HF_NAMES[name]
@@ -70,7 +69,7 @@ def hf_name(arch: Architecture, name: str) -> str:
 
 
 def _find_family(arch: Architecture) -> type[HFConfig]:
-    """Return the first model family whose config.json can describe an architecture.
+    """Return the first Hugging Face model family whose config.json can describe an architecture.
 
     Raises:
         UserError: If no family can describe it.
@@ -112,11 +111,10 @@ def hf_config(arch: Architecture, dtype: str) -> dict[str, Any]:
         UserError: If no model family in transformers can represent the model.
     """
     family = _find_family(arch)
-    architecture_keys = {key: getattr(arch, name) for name, key in _aliases(family).items()}
     rope_scaling = None
     if arch.rope_scaling_factor != 1.0:
-        rope_scaling = {key: getattr(arch, name) for name, key in _aliases(_Llama3Rope).items()}
-        rope_scaling["rope_type"] = "llama3"
+        rope_scaling = {"rope_type": "llama3", **_export_fields(arch, _Llama3Rope)}
+
     return {
         "architectures": [family.causal_lm],
         "model_type": family.kind,
@@ -130,8 +128,13 @@ def hf_config(arch: Architecture, dtype: str) -> dict[str, Any]:
         "use_cache": True,
         "torch_dtype": dtype,
         "pad_token_id": None,  # the default of some families may exceed this vocabulary
-        **architecture_keys,
+        **_export_fields(arch, family),
     }
+
+
+def _export_fields(arch: Architecture, model: type[FileModel]) -> dict[str, Any]:
+    """Return the fields of `arch` that `model` has, under their names in a config.json."""
+    return {key: getattr(arch, name) for name, key in _aliases(model).items()}
 
 
 def architecture_from_hf(config: dict[str, Any]) -> Architecture:
@@ -148,9 +151,8 @@ def architecture_from_hf(config: dict[str, Any]) -> Architecture:
     family = type(parsed)
 
     # transformers 5 writes rope_parameters, earlier versions rope_scaling. Some files have both.
-    tables = [table for table in (parsed.rope_scaling, parsed.rope_parameters) if table is not None]
-    rope_fields = [_rope_fields(table, parsed) for table in tables or [_DefaultRope()]]
-    if rope_fields[0] != rope_fields[-1]:
+    rope = _rope_fields(parsed.rope_parameters or parsed.rope_scaling or _DefaultRope(), parsed)
+    if parsed.rope_scaling is not None and _rope_fields(parsed.rope_scaling, parsed) != rope:
         raise UserError(
             "config.json: rope_scaling and rope_parameters differ. Remove the one that is wrong."
         )
@@ -160,19 +162,16 @@ def architecture_from_hf(config: dict[str, Any]) -> Architecture:
         value = getattr(parsed, name)
         fields.setdefault(name, 0 if value is None else value)
     fields["n_kv_heads"] = parsed.n_kv_heads or parsed.n_heads
-    return family.architecture(**fields, **rope_fields[0])
+    return family.architecture(**fields, **rope)
 
 
 def _parse_hf_config(config: dict[str, Any]) -> HFConfig:
-    """Validate the content of a config.json as its model family, which `model_type` names.
+    """Validate the content of a config.json for the model family that its `model_type` names.
 
     Raises:
         UserError: If the family is not supported, or keys are missing or not supported.
     """
-    families: dict[str, type[HFConfig]] = {}
-    for name in ARCHITECTURES:
-        for family in resolve(ARCHITECTURES[name].families):
-            families.setdefault(family.kind, family)
+    families = _families_by_kind()
     kind = config.get("model_type")
     if kind not in families:
         raise UserError(
@@ -188,12 +187,22 @@ def _parse_hf_config(config: dict[str, Any]) -> HFConfig:
         raise UserError(f"config.json: {explain_error(family, error)}") from None
 
     # transformers has different default sizes for each family, so only Llama may omit them.
-    sizes = _aliases(HFConfig).keys() - {"tied_embeddings", "head_dim"}
-    missing = sizes - parsed.model_fields_set
+    keys = _aliases(HFConfig)
+    required = keys.keys() - {"tied_embeddings", "head_dim"}
+    missing = required - parsed.model_fields_set
     if family is not HFConfig and missing:
-        keys = ", ".join(sorted(_aliases(HFConfig)[name] for name in missing))
-        raise UserError(f"config.json: model_type = {format_value(kind)} requires {keys}.")
+        missing_keys = ", ".join(sorted(keys[name] for name in missing))
+        raise UserError(f"config.json: model_type = {format_value(kind)} requires {missing_keys}.")
     return parsed
+
+
+def _families_by_kind() -> dict[str, type[HFConfig]]:
+    """Return the model families of all architectures, including plugins, by `model_type`."""
+    families: dict[str, type[HFConfig]] = {}
+    for name in ARCHITECTURES:
+        for family in resolve(ARCHITECTURES[name].families):
+            families.setdefault(family.kind, family)
+    return families
 
 
 def _aliases(model: type[FileModel]) -> dict[str, str]:
@@ -260,8 +269,8 @@ def _rope_fields(table: _RopeTable, config: HFConfig) -> dict[str, Any]:
 def _add_rope_type(table: Any) -> Any:
     """Add a missing "rope_type" to the RoPE settings of a config.json, before they are validated.
 
-    pydantic uses this key to choose between `_DefaultRope` and `_Llama3Rope`. Older files call it
-    "type". An empty table becomes None, as if the file had no RoPE settings.
+    pydantic chooses the class of the settings by this key. Older files call it "type". An empty
+    table becomes None, as if the file had no RoPE settings.
     """
     if not isinstance(table, dict) or not table:
         return table or None
@@ -334,7 +343,10 @@ class HFConfig(FileModel):
 
 
 class _Mistral(HFConfig):
-    """Mistral. `sliding_window` is required, because its default in transformers is not null."""
+    """The config.json of Mistral.
+
+    The key sliding_window is required, because its default in transformers is not null.
+    """
 
     kind: ClassVar = "mistral"
     causal_lm: ClassVar = "MistralForCausalLM"
@@ -343,7 +355,10 @@ class _Mistral(HFConfig):
 
 
 class _Qwen2(HFConfig):
-    """Qwen 2 and 2.5. Window sizes are ignored if use_sliding_window is false."""
+    """The config.json of Qwen 2 and 2.5, which must have use_sliding_window = false.
+
+    The keys with window sizes then have no effect.
+    """
 
     kind: ClassVar = "qwen2"
     causal_lm: ClassVar = "Qwen2ForCausalLM"
@@ -356,7 +371,10 @@ class _Qwen2(HFConfig):
 
 
 class _Qwen3(_Qwen2):
-    """Qwen 3. `head_dim` is required, because its default in transformers differs from ours."""
+    """The config.json of Qwen 3.
+
+    The key head_dim is required, because its default in transformers is not dim / n_heads.
+    """
 
     kind: ClassVar = "qwen3"
     causal_lm: ClassVar = "Qwen3ForCausalLM"
@@ -366,7 +384,7 @@ class _Qwen3(_Qwen2):
 
 
 class _SmolLM3(_Qwen2):
-    """SmolLM3, in which every n-th layer has no RoPE."""
+    """The config.json of SmolLM3, in which every n-th layer has no RoPE."""
 
     kind: ClassVar = "smollm3"
     causal_lm: ClassVar = "SmolLM3ForCausalLM"
@@ -398,7 +416,10 @@ class _SmolLM3(_Qwen2):
 
 
 class _Olmo2(HFConfig):
-    """OLMo 2, with norms after the sublayers and over the whole query and key projections."""
+    """The config.json of OLMo 2, whose norms follow the attention and the feed-forward network.
+
+    Its query and key norms span all heads.
+    """
 
     kind: ClassVar = "olmo2"
     causal_lm: ClassVar = "Olmo2ForCausalLM"
@@ -501,6 +522,7 @@ def architecture_from_meta(
     fields["vocab_size"] = vocab_size if params.vocab_size == -1 else params.vocab_size
     if not params.use_scaled_rope:
         return Architecture(**fields, max_seq_len=8192)
+
     is_small_llama_3_2 = params.dim in (2048, 3072)
     scaling_factor = 32.0 if is_small_llama_3_2 else 8.0
     return Architecture(**fields, rope_scaling_factor=scaling_factor)

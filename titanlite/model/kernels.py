@@ -64,17 +64,17 @@ def _rotate(
     """
     x = torch.cat((q, k), dim=-2)  # (B, T, H + H_kv, D)
     rotated = torch.empty_like(x)
-    pairs = x.unflatten(-1, (2, -1))  # (B, T, H + H_kv, 2, D / 2)
-    out = rotated.unflatten(-1, (2, -1))
+    x_pairs = x.unflatten(-1, (2, -1))  # (B, T, H + H_kv, 2, D / 2)
+    rotated_pairs = rotated.unflatten(-1, (2, -1))  # a view
 
     # One kernel multiplies both channels of all pairs. The products are fp32, like cos and sin.
-    x_cos = pairs * cos[..., None, :]
-    x_sin = pairs * sin[..., None, :]
+    x_cos = x_pairs * cos[..., None, :]
+    x_sin = x_pairs * sin[..., None, :]
+
+    # Do not fuse multiplication and addition: the result would differ from a compiled block.
     sign = -1 if inverse else 1
-    # Multiplication and addition stay separate: a fused multiply-add would round differently from a
-    # compiled block.
-    torch.sub(x_cos[..., 0, :], x_sin[..., 1, :], alpha=sign, out=out[..., 0, :])
-    torch.add(x_cos[..., 1, :], x_sin[..., 0, :], alpha=sign, out=out[..., 1, :])
+    torch.sub(x_cos[..., 0, :], x_sin[..., 1, :], alpha=sign, out=rotated_pairs[..., 0, :])
+    torch.add(x_cos[..., 1, :], x_sin[..., 0, :], alpha=sign, out=rotated_pairs[..., 1, :])
 
     rotated_q, rotated_k = rotated.split((q.shape[-2], k.shape[-2]), dim=-2)
     return rotated_q, rotated_k

@@ -47,8 +47,8 @@ def rope_frequencies(arch: Architecture, device: torch.device | None = None) -> 
 
     turns = arch.rope_original_max_seq_len * frequencies / (2 * math.pi)
     low, high = arch.rope_low_freq_factor, arch.rope_high_freq_factor
-    keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return frequencies * (keep + (1.0 - keep) / arch.rope_scaling_factor)
+    kept_part = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return frequencies * (kept_part + (1.0 - kept_part) / arch.rope_scaling_factor)
 
 
 def apply_rope(x_BTHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -95,17 +95,17 @@ def causal_mask(num_queries: int, num_keys: int, window: int, device: torch.devi
 def truncated_normal_(x: Tensor, std: float, generator: torch.Generator) -> None:
     """Fill `x` in place with normal samples truncated at three standard deviations.
 
-    `nn.init.trunc_normal_` is not used, because its values differ between torch versions and recent
-    versions synchronize with the GPU.
+    Use this instead of `nn.init.trunc_normal_`, whose values depend on the torch version, and which
+    synchronizes with the GPU in recent versions.
 
     Args:
         x: Tensor to fill.
         std: Standard deviation before truncation.
         generator: Generator on the device of `x`.
     """
-    within = math.erf(3 / math.sqrt(2))
+    limit = math.erf(3 / math.sqrt(2))
     with torch.no_grad():
-        x.uniform_(-within, within, generator=generator)
+        x.uniform_(-limit, limit, generator=generator)
         x.erfinv_().mul_(std * math.sqrt(2)).clamp_(-3 * std, 3 * std)
 
 
@@ -238,10 +238,9 @@ class TransformerBlock(nn.Module):
 
 
 class Output(nn.Module):
-    """Project hidden states to the vocabulary with a weight of shape (V, C), and apply a head.
+    """Output matrix of shape (V, C), which is passed to a head, such as the loss.
 
-    A head is a function such as the loss. The projection is a module so that FSDP gathers the
-    weight while the head runs.
+    It is a module so that FSDP gathers the matrix before the head runs and frees it afterward.
     """
 
     def __init__(self, arch: Architecture) -> None:
@@ -410,8 +409,8 @@ class Llama(nn.Module):
                 nn.init.constant_(full, self.norm_start if "norm" in name else 0.0)
             else:
                 digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-                generator = torch.Generator(full.device)
-                generator.manual_seed(int.from_bytes(digest[:7], "big"))
+                parameter_seed = int.from_bytes(digest[:7], "big")
+                generator = torch.Generator(full.device).manual_seed(parameter_seed)
                 truncated_normal_(full, self.init_std(name), generator)
             with torch.no_grad():
                 assign(parameter, full)
@@ -419,19 +418,19 @@ class Llama(nn.Module):
     def init_std(self, name: str) -> float:
         """Return the standard deviation of the initial values of a matrix.
 
-        - Embeddings have unit variance, so that they are not drowned out by the outputs of the
-          first blocks.
+        - Embeddings have unit variance, so that the outputs of the first blocks do not dominate
+          them.
         - Tied embeddings are smaller, because the logits would otherwise be huge.
-        - The `residual_weights` of blocks shrink with depth, which bounds the variance of the
-          residual stream.
+        - Matrices that add to the residual stream shrink with depth, which bounds its variance.
 
         Args:
             name: Name of the parameter, for example "layers.3.attention.wo.weight".
         """
         if name == "tok_embeddings.weight" and not self.arch.tied_embeddings:
             return 1.0
-        in_block = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
-        if in_block and in_block[2] in self.block.residual_weights:
-            layer = int(in_block[1])
+
+        block_parameter = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
+        if block_parameter and block_parameter[2] in self.block.residual_weights:
+            layer = int(block_parameter[1])
             return INIT_STD / math.sqrt(2 * (layer + 1))
         return INIT_STD

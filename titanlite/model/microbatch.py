@@ -12,7 +12,7 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Hold the sequences of one forward pass on one rank: token ids, labels and document ids.
+    """The sequences of one forward pass on one rank: token ids, labels and document ids.
 
     All tensors have the shape (B, T) and are on the device of the model.
     """

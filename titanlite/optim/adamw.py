@@ -27,7 +27,7 @@ UINT32_MASK = 0xFFFFFFFF
 
 
 class ShardOffset(NamedTuple):
-    """Locate a rank's shard within the whole parameter, in elements.
+    """Position of a rank's shard within the whole parameter, in elements.
 
     Stochastic rounding seeds each element by its index in the whole parameter, so that the result
     does not depend on the sharding.
@@ -42,7 +42,7 @@ class ShardOffset(NamedTuple):
 
 
 class StepScalars(NamedTuple):
-    """Hold scalars of one step that all elements of a parameter share, such as the learning rate.
+    """Scalars of one step that all elements of a parameter share, such as the learning rate.
 
     They are tensors, because `torch.compile` would recompile the update for each new Python number.
     """
@@ -139,14 +139,14 @@ class AdamW(torch.optim.Optimizer):
             steps_taken = self.state[parameters[0]]["step"]  # the same for all parameters
             skip = getattr(self, "found_inf", torch.zeros_like(steps_taken))
             increment = 1 - skip
-            scalars = self._step_scalars(group, steps_taken + 1, skip)
+            group_scalars = self._step_scalars(group, steps_taken + 1, skip)
             beta1, beta2 = group["betas"]
             rule = UpdateRule(self.rule, beta1, beta2, group["eps"], self._stochastic_rounding)
 
             for parameter in parameters:
                 self.state[parameter]["step"].add_(increment)
-                name_seed = self._name_seeds[parameter]
-                self._update_parameter(parameter, scalars._replace(name_seed=name_seed), rule)
+                scalars = group_scalars._replace(name_seed=self._name_seeds[parameter])
+                self._update_parameter(parameter, scalars, rule)
 
     def _step_scalars(self, group: dict[str, Any], step: Tensor, skip: Tensor) -> StepScalars:
         """Compute the scalars that the parameters of a group share in one step.
@@ -237,7 +237,8 @@ def local_shard(tensor: Tensor) -> Tensor:
     """
     if isinstance(tensor, DTensor):
         tensor = tensor.to_local()
-    if is_traceable_wrapper_subclass(tensor):  # torchao's wrapper, whose first part is the weight
+    if is_traceable_wrapper_subclass(tensor):
+        # The first inner tensor of torchao's FP8 wrapper is the weight.
         names, _ = tensor.__tensor_flatten__()
         return getattr(tensor, names[0])
     return tensor
@@ -247,8 +248,7 @@ def shard_slices(tensor: DTensor) -> tuple[slice, ...]:
     """Return the part of the whole tensor that this rank holds, as one slice per dimension.
 
     If two mesh dimensions shard the same tensor dimension, the last mesh dimension cuts first,
-    because tensor parallelism is applied before FSDP. (DTensor represents this case by
-    `_StridedShard`.)
+    because tensor parallelism is applied before FSDP.
     """
     mesh = tensor.device_mesh
     slices = [slice(0, size) for size in tensor.shape]
@@ -256,12 +256,13 @@ def shard_slices(tensor: DTensor) -> tuple[slice, ...]:
         placement = tensor.placements[mesh_dim]
         if placement.is_replicate():
             continue
+
+        # Cut like torch.chunk: the last ranks may have a shorter shard or an empty one.
         dim: int = placement.dim  # pyright: ignore[reportAttributeAccessIssue]
-        first, end = slices[dim].start, slices[dim].stop
-        # Like torch.chunk: the last ranks may have a shorter shard or an empty one.
-        chunk = math.ceil((end - first) / mesh.size(mesh_dim))
-        start = min(end, first + chunk * mesh.get_local_rank(mesh_dim))
-        slices[dim] = slice(start, min(end, start + chunk))
+        whole = slices[dim]
+        shard_size = math.ceil((whole.stop - whole.start) / mesh.size(mesh_dim))
+        start = min(whole.stop, whole.start + shard_size * mesh.get_local_rank(mesh_dim))
+        slices[dim] = slice(start, min(whole.stop, start + shard_size))
     return tuple(slices)
 
 
@@ -288,10 +289,12 @@ def _update_(
     random_bits = torch.zeros((), dtype=torch.int64)
     if rule.stochastic_rounding:
         random_bits = _random_bits(parameter, scalars, offset, start)
-    # Rounding uses the low 16 bits, so the parameter and each moment (at most two) get other ones.
-    bits_of = [random_bits, random_bits >> 16, _hash32(random_bits)]
+    # Rounding uses the low 16 bits. The parameter and up to two moments need different bits.
+    bits_by_tensor = [random_bits, random_bits >> 16, _hash32(random_bits)]
+
+    old_values = [parameter, *moments]
     new_values = [new_parameter, *new_moments]
-    for old, new, bits in zip([parameter, *moments], new_values, bits_of, strict=False):
+    for old, new, bits in zip(old_values, new_values, bits_by_tensor, strict=False):
         rounded = _round(new, old.dtype, bits, rule.stochastic_rounding)
         old.copy_(torch.where(scalars.skip > 0, old, rounded))
 
@@ -310,13 +313,15 @@ def _compute_update(
     mean = moments[0].float()
     if rule.name == "AdamW":
         new_mean = mean.lerp(gradient, 1 - rule.beta1)
-        old_square = moments[1].float()
-        square = old_square.mul(rule.beta2).addcmul(gradient, gradient, value=1 - rule.beta2)
-        update = scalars.lr * new_mean / (square.sqrt() * scalars.rsqrt_correction + rule.eps)
-        return update, [new_mean, square]
+        square = moments[1].float()
+        new_square = square.mul(rule.beta2).addcmul(gradient, gradient, value=1 - rule.beta2)
+        denominator = new_square.sqrt() * scalars.rsqrt_correction + rule.eps
+        return scalars.lr * new_mean / denominator, [new_mean, new_square]
+
     if rule.name == "Lion":
         direction = mean.lerp(gradient, 1 - rule.beta1).sign()
         return scalars.lr * direction, [mean.lerp(gradient, 1 - rule.beta2)]
+
     new_mean = mean * rule.beta1 + gradient
     return scalars.lr * new_mean, [new_mean]
 
@@ -336,12 +341,14 @@ def _random_bits(
         start: Index of the first element of the slice in the shard.
     """
     index = torch.arange(len(parameter), device=parameter.device) + start
-    if offset.local_width != offset.full_width:  # skips two slow divisions if they are equal
+    if offset.local_width != offset.full_width:  # otherwise, avoid two slow divisions
         row = index // offset.local_width
         column = index % offset.local_width
         index = row * offset.full_width + column
-    element_seed = _hash32(index + offset.first & UINT32_MASK)
-    return _hash32(element_seed ^ _hash32(scalars.step_seed ^ scalars.name_seed))
+
+    element_seed = _hash32((index + offset.first) & UINT32_MASK)
+    parameter_seed = _hash32(scalars.step_seed ^ scalars.name_seed)
+    return _hash32(element_seed ^ parameter_seed)
 
 
 def _round(value: Tensor, dtype: torch.dtype, bits: Tensor, stochastic: bool) -> Tensor:
@@ -353,13 +360,13 @@ def _round(value: Tensor, dtype: torch.dtype, bits: Tensor, stochastic: bool) ->
     Args:
         value: fp32 tensor.
         dtype: float32 or bfloat16.
-        bits: Integer random bits, of which the low 16 are used.
+        bits: Random integers, of which the low 16 bits are used.
         stochastic: Round to bfloat16 at random instead of to nearest.
     """
     if not stochastic or dtype == torch.float32:
         return value.to(dtype)
-    carried = value.view(torch.int32) + (bits & 0xFFFF).to(torch.int32)
-    truncated = (carried & -0x10000).view(torch.float32)
+    with_random_bits = value.view(torch.int32) + (bits & 0xFFFF).to(torch.int32)
+    truncated = (with_random_bits & ~0xFFFF).view(torch.float32)
     return torch.where(value.isnan(), value, truncated).to(dtype)
 
 
@@ -370,7 +377,8 @@ def _hash32(x: Tensor) -> Tensor:
     https://stackoverflow.com/a/12996028.
     """
     for _ in range(2):
-        x = ((x >> 16) ^ x) * 0x45D9F3B & UINT32_MASK
+        product = ((x >> 16) ^ x) * 0x45D9F3B
+        x = product & UINT32_MASK
     return (x >> 16) ^ x
 
 
@@ -379,6 +387,7 @@ def _shard_offset(parameter: Tensor) -> ShardOffset:
     full_width = parameter.shape[-1]
     if not isinstance(parameter, DTensor):
         return ShardOffset(full_width, full_width, 0)
+
     slices = shard_slices(parameter)
     first = slices[0].start
     if parameter.ndim > 1:

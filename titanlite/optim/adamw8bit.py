@@ -34,15 +34,17 @@ class AdamW8bit(torchao.optim.AdamW8bit):
     def _new_buffer(self, p: Tensor, signed: bool) -> Tensor:
         """Create a zero moment for a parameter, in 8 bits if the whole parameter is large enough.
 
-        Overrides the method of torchao, which decides by the size of the local shard, so that ranks
-        with shards of different sizes would disagree.
+        This overrides the method of torchao, which looks at the size of the local shard. Ranks with
+        shards of different sizes could then choose different dtypes.
 
         Args:
-            p: Parameter, a DTensor if it is to have 8-bit moments.
+            p: Parameter. A large matrix must be a DTensor.
             signed: Whether the moment has negative values. The second moment has none.
         """
-        if p.ndim != 2 or p.numel() < MIN_ELEMENTS or p.shape[1] % BLOCK_SIZE:
+        has_whole_blocks = p.ndim == 2 and p.shape[1] % BLOCK_SIZE == 0
+        if not has_whole_blocks or p.numel() < MIN_ELEMENTS:
             return torch.zeros_like(p)
+
         assert isinstance(p, DTensor)
         local_zeros = self._subclass_zeros(p.to_local(), signed, BLOCK_SIZE)
         return DTensor.from_local(

@@ -24,13 +24,13 @@ Groups = Sequence[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Recipe:
-    """Arguments of an optimizer factory besides the parameter groups.
+    """Arguments of a function that builds an optimizer, in addition to the parameter groups.
 
-    The factories of built-in optimizers and of plugins are called with the groups and a recipe.
+    Built-in optimizers and those of plugins are built from the groups and a recipe.
 
     Attributes:
         config: Section [optimizer] of the job.
-        names: Parameter -> name in the whole model, such as "layers.3.attention.wq.weight".
+        names: Name of each parameter in the whole model, such as "layers.3.attention.wq.weight".
         compiled: Whether the job compiles the update.
         ranks: Ranks that hold shards of the same parameters. None means all ranks.
     """
@@ -54,7 +54,7 @@ class Recipe:
 
     @property
     def compiles_elementwise(self) -> bool:
-        """Return whether to compile the update of an optimizer that treats each element separately.
+        """Return whether to compile an update that treats each element of a parameter separately.
 
         On a GPU it is always compiled, because an eager update launches 72 kernels.
         """
@@ -131,9 +131,9 @@ def has_modes(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def set_mode(optimizer: torch.optim.Optimizer, mode: Literal["eval", "train"]) -> None:
-    """Put the weights for evaluation or for training into the model, for schedule-free optimizers.
+    """Load the weights for evaluation or for training into the model, for schedule-free optimizers.
 
-    Other optimizers use the same weights for both, so nothing happens.
+    Do nothing for other optimizers, which use the same weights for both.
 
     Args:
         optimizer: Optimizer of the model.
@@ -147,14 +147,13 @@ def step_unless(skip: Tensor, optimizer: torch.optim.Optimizer) -> None:
     """Run an optimizer step, or leave parameters and state bitwise unchanged if `skip` is 1.
 
     The trainer skips a step whose gradient is not finite, for example. Fused torch optimizers,
-    `AdamW` and `Muon` decide on the device, so there is no host sync. They read their attribute
-    `found_inf`, with which `torch.amp.GradScaler` skips a step whose gradients overflow. All other
-    optimizers need a host sync.
+    `AdamW` and `Muon` decide on the device whether to skip. All others need a host sync.
 
     Args:
         skip: Scalar fp32 tensor on the device of the parameters, 1 to skip the step, otherwise 0.
         optimizer: Any optimizer from `build_optimizer`.
     """
+    # `torch.amp.GradScaler` also sets `found_inf` to skip a step.
     reads_found_inf = isinstance(optimizer, AdamW | Muon) or optimizer.defaults.get("fused")
     if reads_found_inf:
         optimizer.found_inf = skip  # pyright: ignore[reportAttributeAccessIssue]
@@ -164,11 +163,10 @@ def step_unless(skip: Tensor, optimizer: torch.optim.Optimizer) -> None:
 
 
 def adamw(groups: Groups, recipe: Recipe) -> torch.optim.Optimizer:
-    """Build AdamW (https://arxiv.org/abs/1711.05101).
+    """Build AdamW (https://arxiv.org/abs/1711.05101), by default the one of torch.
 
-    By default, this is the implementation of torch. `titanlite.optim.adamw.AdamW` is used for
-    compiled updates, for stochastic rounding, and for moments with another dtype than the
-    parameters.
+    For compiled updates, for stochastic rounding, and for moments whose dtype differs from that of
+    the parameters, use `titanlite.optim.adamw.AdamW`.
     """
     config = recipe.config
     has_other_dtype = recipe.state_dtype != recipe.parameter_dtype
@@ -201,10 +199,12 @@ def muon(groups: Groups, recipe: Recipe) -> torch.optim.Optimizer:
                 block_matrices.append(parameter)
             else:
                 other_parameters.append(parameter)
+
         if block_matrices:
             matrix_groups.append({**group, "params": block_matrices})
         if other_parameters:
             other_groups.append({**group, "params": other_parameters})
+
     return Muon(
         matrix_groups,
         adamw(other_groups, recipe),

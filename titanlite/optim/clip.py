@@ -47,8 +47,7 @@ def reduce_step_sums(
 ) -> StepSums:
     """Compute the gradient norm, the loss and the number of requests in a single all-reduce.
 
-    A step needs no other collective over all ranks, in any layout. Each rank contributes the sum of
-    squares of its gradient shards, divided by the number of ranks that hold the same shard.
+    A step needs no other collective over all ranks, in any layout.
 
     Args:
         gradients: Gradients of this rank, at least one.
@@ -63,14 +62,9 @@ def reduce_step_sums(
     else:
         squares = sum_of_squares(shards)
 
-    squares_of_count: dict[int, list[Tensor]] = {}  # number of replicas -> sums of squares
-    for gradient, square in zip(gradients, squares, strict=True):
-        squares_of_count.setdefault(count_replicas(gradient), []).append(square)
-
     totals = torch.zeros(3, dtype=torch.float64, device=squares.device)
     squared_norm, total_loss, num_requests = totals.unbind()  # views of `totals`
-    for count, same_count in sorted(squares_of_count.items()):
-        squared_norm += torch.stack(same_count).sum() / count
+    _add_squares_(squared_norm, gradients, squares)
     total_loss.copy_(_to_device_of(totals, loss))
     if has_request:
         num_requests.fill_(1.0)
@@ -78,6 +72,25 @@ def reduce_step_sums(
         dist.all_reduce(totals)
 
     return StepSums(squared_norm.sqrt().float(), total_loss, num_requests, squares)
+
+
+def _add_squares_(total: Tensor, gradients: Sequence[Tensor], squares: Tensor) -> None:
+    """Add this rank's part of the squared gradient norm to `total`, in place.
+
+    The square of each shard is divided by the number of ranks that hold the same shard.
+
+    Args:
+        total: Scalar, float64.
+        gradients: Gradients of this rank.
+        squares: Sum of squares of the shard of each gradient.
+    """
+    squares_by_replicas: dict[int, list[Tensor]] = {}
+    for gradient, square in zip(gradients, squares, strict=True):
+        num_replicas = count_replicas(gradient)
+        squares_by_replicas.setdefault(num_replicas, []).append(square)
+
+    for num_replicas, replicated_squares in sorted(squares_by_replicas.items()):
+        total += torch.stack(replicated_squares).sum() / num_replicas
 
 
 def scale_gradients_(
@@ -101,8 +114,7 @@ def scale_gradients_(
 def sum_of_squares(shards: list[Tensor]) -> Tensor:
     """Return the sum of squares of each gradient shard in float64, shape (number of shards,)."""
     if shards[0].is_cuda:
-        # A GPU sums in a tree of threads, each of which adds a few dozen elements, so fp32
-        # suffices.
+        # fp32 is precise enough, because each GPU thread adds only a few dozen elements.
         norms = torch._foreach_norm(shards, 2, dtype=torch.float32)  # pyright: ignore
         return torch.stack(norms).double().square()
 
@@ -129,6 +141,7 @@ def count_replicas(tensor: Tensor) -> int:
     """
     if not isinstance(tensor, DTensor):
         return dist.get_world_size() if dist.is_initialized() else 1
+
     assert not any(placement.is_partial() for placement in tensor.placements)
     num_replicas = 1
     for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
@@ -165,7 +178,8 @@ def _scale_(gradients: list[Tensor], max_norm: float, norm: Tensor) -> None:
             gradient.mul_(factor)
         return
 
-    # The function of torch takes parameters. It scales all their gradients with one operator.
+    # The function of torch scales all gradients with one operator. It reads them from the attribute
+    # `grad` of parameters.
     parameters = [gradient.detach() for gradient in gradients]
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient

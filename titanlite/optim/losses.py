@@ -36,7 +36,7 @@ TOKENS_OF_FULL_CHUNKS = 4 * 4096
 
 @dataclass(frozen=True)
 class LossRecipe:
-    """Arguments with which a loss is constructed.
+    """Options of a loss, which its constructor receives.
 
     Attributes:
         z_loss: Weight of the z-loss, from `training.z_loss`.
@@ -52,7 +52,7 @@ class LossRecipe:
 class Loss(ABC):
     """Base class of losses that are computed from the hidden states after the final norm.
 
-    Subclass `LogitsLoss` instead if your loss needs logits, as most losses do.
+    If your loss needs logits, as most losses do, subclass `LogitsLoss` instead.
 
     Args:
         recipe: Options of the loss.
@@ -101,8 +101,9 @@ class CrossEntropy(Loss):
             return linear_cross_entropy_sum(hidden, weight, labels, scale, **options)
 
         assert isinstance(weight, DTensor)
-        shard_size = math.ceil(weight.shape[0] / mesh.size())  # as torch.chunk cuts
-        first_class = shard_size * mesh.get_local_rank()
+        vocab_size = weight.shape[0]
+        classes_per_rank = math.ceil(vocab_size / mesh.size())  # the last rank may have fewer
+        first_class = classes_per_rank * mesh.get_local_rank()
         return linear_cross_entropy_sum(
             _gather_sequence(hidden),
             weight.to_local(),
@@ -422,14 +423,16 @@ def fp32_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     """
     if hidden.dtype == torch.float32:
         return hidden @ weight.T
+
     logits = torch.empty(len(hidden), len(weight), device=hidden.device)
     block_size = VOCAB_BLOCK[hidden.device.type]
-    blocks = zip(logits.split(block_size, dim=1), weight.split(block_size), strict=True)
-    for block_logits, block_weight in blocks:
+    logits_blocks = logits.split(block_size, dim=1)
+    weight_blocks = weight.split(block_size)
+    for logits_block, weight_block in zip(logits_blocks, weight_blocks, strict=True):
         if hidden.is_cuda:  # out_dtype keeps the fp32 sums of the kernel unrounded
-            torch.mm(hidden, block_weight.T, out_dtype=torch.float32, out=block_logits)
+            torch.mm(hidden, weight_block.T, out_dtype=torch.float32, out=logits_block)
         else:
-            block_logits.copy_(hidden @ block_weight.T)
+            logits_block.copy_(hidden @ weight_block.T)
     return logits
 
 
@@ -461,7 +464,7 @@ def _add_weight_grad(
         hidden: Hidden states, shape (n, C), in the dtype of `logits_grad`.
         is_first: Initialize `weight_grad` instead of adding to it.
     """
-    beta = 0 if is_first else 1
+    beta = 0 if is_first else 1  # factor of the old values
     if hidden.dtype == torch.float32:
         weight_grad.addmm_(logits_grad.T, hidden, beta=beta)
         return
@@ -476,14 +479,16 @@ def _add_weight_grad(
         )
         return
 
+    # On a CPU, the products have a lower precision. Convert them block by block.
     block_size = VOCAB_BLOCK[hidden.device.type]
-    grad_blocks = weight_grad.split(block_size)
+    weight_blocks = weight_grad.split(block_size)
     logits_blocks = logits_grad.split(block_size, dim=1)
-    for grad_block, logits_block in zip(grad_blocks, logits_blocks, strict=True):
+    for weight_block, logits_block in zip(weight_blocks, logits_blocks, strict=True):
+        product = logits_block.T @ hidden
         if is_first:
-            grad_block.copy_(logits_block.T @ hidden)
+            weight_block.copy_(product)
         else:
-            grad_block.add_(logits_block.T @ hidden)
+            weight_block.add_(product)
 
 
 def _convert_in_place(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -500,10 +505,13 @@ def _convert_in_place(x: Tensor, dtype: torch.dtype) -> Tensor:
     block_size = VOCAB_BLOCK[x.device.type]
     if num_columns <= block_size:
         return x.to(dtype)
-    converted = x.view(dtype)[:, :num_columns]  # each row has more memory than it needs
-    blocks = zip(converted.split(block_size, dim=1), x.split(block_size, dim=1), strict=True)
-    for converted_block, block in blocks:
-        converted_block.copy_(block.to(dtype))
+
+    # The converted elements of each row fit into the first part of its memory.
+    converted = x.view(dtype)[:, :num_columns]
+    old_blocks = x.split(block_size, dim=1)
+    new_blocks = converted.split(block_size, dim=1)
+    for old_block, new_block in zip(old_blocks, new_blocks, strict=True):
+        new_block.copy_(old_block.to(dtype))
     return converted
 
 
@@ -544,8 +552,8 @@ def _create_carriers(
 class _GradientCarrier(torch.autograd.Function):
     """Autograd function that returns `value` and passes a precomputed gradient to `tensor`.
 
-    The backward pass scales the stored gradient in place and then frees it, so it can run only
-    once.
+    The backward pass can run only once, because it scales the stored gradient in place and then
+    frees it.
     """
 
     @staticmethod

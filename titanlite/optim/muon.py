@@ -99,29 +99,29 @@ class Muon(torch.optim.Optimizer):
         else:
             self._others.found_inf = skip  # pyright: ignore[reportAttributeAccessIssue]
 
-        # Software pipeline: while round i is orthogonalized, the momentum of round i + 1 arrives
-        # and the result of round i - 1 returns.
-        gathering = self._start_gather(self._rounds[0], skip)
-        returning: _Transfer | None = None
+        # Overlap communication with matmuls: while a round is orthogonalized, the momentum of the
+        # next round is gathered, and the result of the previous round is sent back.
+        gather = self._start_gather(self._rounds[0], skip)
+        result: _Transfer | None = None
         self._others.step()
 
-        for i, current in enumerate(self._rounds):
-            gathered = gathering.wait()
+        for i, plan in enumerate(self._rounds):
+            gathered = gather.wait()
             if i + 1 < len(self._rounds):
-                gathering = self._start_gather(self._rounds[i + 1], skip)
-            returned_before = returning
-            returning = self._start_return(current, gathered)
-            if returned_before is not None:
-                self._update(self._rounds[i - 1], returned_before.wait(), skip)
+                gather = self._start_gather(self._rounds[i + 1], skip)
+            previous_result = result
+            result = self._start_return(plan, gathered)
+            if previous_result is not None:
+                self._update(self._rounds[i - 1], previous_result.wait(), skip)
 
-        assert returning is not None
-        self._update(self._rounds[-1], returning.wait(), skip)
+        assert result is not None
+        self._update(self._rounds[-1], result.wait(), skip)
 
-    def _start_gather(self, current: _Round, skip: Tensor) -> _Transfer:
+    def _start_gather(self, plan: _Round, skip: Tensor) -> _Transfer:
         """Update this rank's momentum of a round and start sending its shards to the owners.
 
         Args:
-            current: Communication plan of the round.
+            plan: Communication plan of the round.
             skip: Scalar tensor, 1 to leave the momentum unchanged.
 
         Returns:
@@ -129,65 +129,65 @@ class Muon(torch.optim.Optimizer):
             owns, ordered by sending rank.
         """
         shards: list[Tensor] = []
-        for matrix, is_sender in zip(current.matrices, current.is_sender, strict=True):
+        for matrix, is_sender in zip(plan.matrices, plan.is_sender, strict=True):
             assert matrix.grad is not None
             gradient = local_shard(matrix.grad).view(-1)
             momentum = local_shard(self.state[matrix]["momentum_buffer"]).view(-1)
-            shard = self._accumulate(gradient, momentum, skip, self._momentum)
+            direction = self._accumulate(gradient, momentum, skip, self._momentum)
             if is_sender:
-                shards.append(shard)
-        return self._start_transfer(shards, current.numel_to_owners, current.numel_from_ranks)
+                shards.append(direction)
+        return self._start_transfer(shards, plan.numel_to_owners, plan.numel_from_ranks)
 
-    def _start_return(self, current: _Round, gathered: Tensor) -> _Transfer:
+    def _start_return(self, plan: _Round, gathered: Tensor) -> _Transfer:
         """Orthogonalize the matrices that this rank owns and start sending every rank its shards.
 
         Args:
-            current: Communication plan of the round.
+            plan: Communication plan of the round.
             gathered: Result of the transfer from `_start_gather`.
 
         Returns:
             The all-to-all in progress. Its result holds this rank's shards of the orthogonalized
             matrices, ordered by owner.
         """
-        directions = self._orthogonalize_owned(current, gathered)
+        directions = self._orthogonalize_owned(plan, gathered)
         shards: list[Tensor] = []
-        for rank in range(len(current.numel_to_ranks)):
-            for direction, matrix in zip(directions, current.owned, strict=True):
+        for rank in range(len(plan.numel_to_ranks)):
+            for direction, matrix in zip(directions, plan.owned, strict=True):
                 shards.append(_shard_of(direction, matrix, rank).flatten())
-        return self._start_transfer(shards, current.numel_to_ranks, current.numel_from_owners)
+        return self._start_transfer(shards, plan.numel_to_ranks, plan.numel_from_owners)
 
-    def _orthogonalize_owned(self, current: _Round, gathered: Tensor) -> list[Tensor]:
+    def _orthogonalize_owned(self, plan: _Round, gathered: Tensor) -> list[Tensor]:
         """Assemble the momentum of each matrix that this rank owns, and orthogonalize it.
 
         Args:
-            current: Communication plan of the round.
-            gathered: Result of the transfer from `_start_gather`.
+            plan: Communication plan of the round.
+            gathered: Momentum shards, ordered by sending rank, then by matrix.
 
         Returns:
-            The orthogonalized momentum of each matrix in `current.owned`, as a plain tensor.
+            The orthogonalized momentum of each matrix in `plan.owned`, as a plain tensor.
         """
         momenta = [
             torch.empty(matrix.shape, dtype=gathered.dtype, device=gathered.device)
-            for matrix in current.owned
+            for matrix in plan.owned
         ]
-        received = iter(gathered.split(current.numel_of_received))
-        for rank in current.senders:
-            for momentum, matrix in zip(momenta, current.owned, strict=True):
-                shard = _shard_of(momentum, matrix, rank)
-                shard.copy_(next(received).view_as(shard))
+        received_shards = iter(gathered.split(plan.numel_of_received))
+        for rank in plan.senders:
+            for momentum, matrix in zip(momenta, plan.owned, strict=True):
+                shard = _shard_of(momentum, matrix, rank)  # a view
+                shard.copy_(next(received_shards).view_as(shard))
         return [orthogonalize(momentum) for momentum in momenta]
 
-    def _update(self, current: _Round, returned: Tensor, skip: Tensor) -> None:
+    def _update(self, plan: _Round, returned: Tensor, skip: Tensor) -> None:
         """Apply the orthogonalized momentum of a round to this rank's shards.
 
         Args:
-            current: Communication plan of the round.
+            plan: Communication plan of the round.
             returned: Result of the transfer from `_start_return`.
             skip: Scalar tensor, 1 to leave the parameters unchanged.
         """
-        shards = [local_shard(matrix).view(-1) for matrix in current.matrices]
+        shards = [local_shard(matrix).view(-1) for matrix in plan.matrices]
         directions = returned.to(shards[0].device).split([len(shard) for shard in shards])
-        for matrix, shard, direction in zip(current.matrices, shards, directions, strict=True):
+        for matrix, shard, direction in zip(plan.matrices, shards, directions, strict=True):
             group = self._group_of[matrix]
             lr = torch.tensor(group["lr"], dtype=torch.float32)  # a new float would recompile
             scaled_lr = lr * (0.2 * math.sqrt(max(matrix.shape)))
@@ -207,8 +207,8 @@ class Muon(torch.optim.Optimizer):
         # With CPU offload the shards are on the CPU, but matmuls and collectives run on the GPU.
         any_matrix = next(iter(self._group_of))
         device = any_matrix.device_mesh.device_type
-        source = torch.cat(tensors) if tensors else torch.empty(0, dtype=torch.bfloat16)
-        source = source.to(device)
+        flat = torch.cat(tensors) if tensors else torch.empty(0, dtype=torch.bfloat16)
+        source = flat.to(device)
         result = torch.empty(sum(numel_from), dtype=source.dtype, device=source.device)
         work = dist.all_to_all_single(
             result, source, numel_from, numel_to, self._ranks, async_op=True
@@ -239,16 +239,14 @@ class _Transfer(NamedTuple):
 def _accumulate_momentum_(gradient: Tensor, momentum: Tensor, skip: Tensor, beta: float) -> Tensor:
     """Update the momentum of a flat shard in place and return the Nesterov direction in bfloat16.
 
-    Products and sums are separate operations. Eager CPU kernels fuse a multiply-add where a vector
-    register is full and not in the remainder, so a fused result would depend on the size of the
-    shard.
-
     Args:
         gradient: Gradient of the shard, shape (N,).
         momentum: Momentum of the shard, shape (N,).
         skip: Scalar tensor, 1 to leave the momentum unchanged.
         beta: Momentum coefficient.
     """
+    # No `lerp`: CPU kernels fuse its multiply-add only in full vector registers, so the result
+    # would depend on the size of the shard.
     gradient = gradient.float()
     new_momentum = momentum.float() * beta + gradient * (1 - beta)
     momentum.copy_(torch.where(skip > 0, momentum, new_momentum))
@@ -347,10 +345,10 @@ def _plan_rounds(matrices: Sequence[Any], this_rank: int, num_ranks: int) -> lis
 
 
 def _assign_owners(matrices: Sequence[Any], num_ranks: int) -> list[list[list[DTensor]]]:
-    """Distribute matrices over owners, largest first, each to the owner with the least work.
+    """Distribute matrices over owners, largest first, each to the rank with the least work.
 
     Returns:
-        The matrices of each owner and round: `result[owner][round]` is a list of matrices.
+        Lists of matrices, indexed by owner and round: `result[owner][round]`.
     """
     work = [0] * num_ranks
     rounds_of_owner: list[list[list[DTensor]]] = [[[]] for _ in range(num_ranks)]
@@ -430,17 +428,19 @@ def _shard_of(whole: Tensor, matrix: Any, rank: int) -> Tensor:
         matrix: DTensor whose device mesh and placements define the layout.
         rank: Index of the rank in the flattened device mesh.
     """
+    part = whole
     mesh_dims = zip(reversed(matrix.device_mesh.shape), reversed(matrix.placements), strict=True)
     for size, placement in mesh_dims:
-        rank, coordinate = divmod(rank, size)
+        rank, coordinate = divmod(rank, size)  # the last mesh dimension varies fastest
         if placement.is_replicate():
             continue
-        chunks = whole.chunk(size, placement.dim)
+
+        chunks = part.chunk(size, placement.dim)
         if coordinate < len(chunks):
-            whole = chunks[coordinate]
+            part = chunks[coordinate]
         else:
-            whole = whole.narrow(placement.dim, 0, 0)  # fewer chunks than ranks
-    return whole
+            part = part.narrow(placement.dim, 0, 0)  # empty, as there are fewer chunks than ranks
+    return part
 
 
 def _shard_numel(matrix: Any, rank: int) -> int:
@@ -449,9 +449,10 @@ def _shard_numel(matrix: Any, rank: int) -> int:
 
 
 def _replica_index(matrix: Any, rank: int) -> int:
-    """Return the index of the copy of `matrix` that a rank holds a part of.
+    """Return which copy of a replicated matrix a rank holds a part of.
 
-    With HSDP, for example, each replicate rank has one copy. Without replication the index is 0.
+    With HSDP, for example, it is the index of the rank along the replicate dimension. Without
+    replication it is 0.
     """
     index = 0
     mesh_dims = zip(reversed(matrix.device_mesh.shape), reversed(matrix.placements), strict=True)

@@ -33,9 +33,9 @@ def learning_rate_at(job: schema.JobConfig, step: int) -> float:
 def wsd_learning_rate(step: int, peak: float, config: schema.LRScheduler, steps: int) -> float:
     """Compute the warmup-stable-decay learning rate of one step.
 
-    The learning rate rises linearly to `peak`, stays there, and then decays toward `peak *
-    config.min_lr_factor`. The first step after warmup uses `peak`. The minimum would be reached one
-    step after the last step, so no step has a learning rate of zero.
+    The learning rate rises linearly to `peak`, stays there, and then decays toward
+    `peak * config.min_lr_factor`. The first step after warmup uses `peak`. The minimum would be
+    reached one step after the last step, so no step has a learning rate of zero.
 
     Args:
         step: Optimizer step, counted from 1.
@@ -55,15 +55,16 @@ def wsd_learning_rate(step: int, peak: float, config: schema.LRScheduler, steps:
     decay_steps = total_steps - warmup_steps
     if config.decay_ratio is not None:
         decay_steps = min(round(total_steps * config.decay_ratio), decay_steps)
-    steps_into_decay = step - (total_steps + 1 - decay_steps)
-    if steps_into_decay <= 0:
+    last_peak_step = total_steps + 1 - decay_steps
+    if step <= last_peak_step:
         return peak
 
-    progress = steps_into_decay / decay_steps
+    progress = (step - last_peak_step) / decay_steps
     if config.decay_type == "linear":
         remaining = 1.0 - progress
     elif config.decay_type == "cosine":
         remaining = 0.5 * (1.0 + math.cos(math.pi * progress))
     else:  # "sqrt": https://arxiv.org/abs/2405.18392
         remaining = 1.0 - math.sqrt(progress)
-    return peak * (config.min_lr_factor + (1.0 - config.min_lr_factor) * remaining)
+    lr_factor = config.min_lr_factor + (1.0 - config.min_lr_factor) * remaining
+    return peak * lr_factor
