@@ -13,7 +13,7 @@ from titanlite.config.run import Run
 from titanlite.prove.record import Tensors
 
 EPS32 = torch.finfo(torch.float32).eps
-YARDSTICK_FACTOR = 4
+ERROR_FACTOR = 4
 """A layout may be this many times less accurate than one process in the same precision."""
 FLOOR_ROUNDINGS = 32
 """Relative error, in roundings of fp32, that is always allowed in a sum or a gradient."""
@@ -29,7 +29,7 @@ A mistake that one process shares with the layout would otherwise hide itself.""
 
 
 class Check(NamedTuple):
-    """Compare one value of the trained layout with its expected value.
+    """Comparison of one value of the trained layout with its expected value.
 
     `titanlite prove` makes hundreds of these comparisons. The check passes if `error` is at most
     `tolerance`.
@@ -68,11 +68,13 @@ def relative_error(value: Tensor, expected: Tensor, minimum: float = 0.0) -> flo
     """
     if value.shape != expected.shape:
         return math.inf
+
     value = value.double()
     expected = expected.double()
-    is_unset = value.isnan() & expected.isnan()  # such as the history of a guard that is not full
-    value = value.masked_fill(is_unset, 0.0)
-    expected = expected.masked_fill(is_unset, 0.0)
+    are_nan = value.isnan() & expected.isnan()  # such as the history of a guard that is not full
+    value = value.masked_fill(are_nan, 0.0)
+    expected = expected.masked_fill(are_nan, 0.0)
+
     difference = (value - expected).norm().item()
     scale = max(expected.norm().item(), minimum)
     if difference == 0:
@@ -123,11 +125,11 @@ def gradient_tolerance(run: Run, error_of_one_rank: float) -> float:
     for rounding in fp32.
 
     Args:
-        run: The small run, which determines the precision.
+        run: The run, which determines the precision.
         error_of_one_rank: Relative error of the same gradient computed on one rank.
     """
     cap = CAPS[compute_precision(run)]
-    return YARDSTICK_FACTOR * min(error_of_one_rank, cap) + FLOOR_ROUNDINGS * EPS32
+    return ERROR_FACTOR * min(error_of_one_rank, cap) + FLOOR_ROUNDINGS * EPS32
 
 
 def loss_tolerance(run: Run, error_of_one_rank: float) -> float:
@@ -137,7 +139,7 @@ def loss_tolerance(run: Run, error_of_one_rank: float) -> float:
     a single number, so the error on one rank can be zero by chance.
 
     Args:
-        run: The small run, which determines the precision.
+        run: The run, which determines the precision.
         error_of_one_rank: Relative error of the same loss computed on one rank.
     """
     is_float32 = compute_precision(run) == "float32"
@@ -150,22 +152,22 @@ def compare_gradients(
     run: Run,
     gradients: Tensors,
     reference: Tensors,
-    yardstick: Tensors,
+    single: Tensors,
 ) -> list[Check]:
     """Compare the gradients of one step with gradients computed in float64.
 
     Args:
         step: Number of the step.
-        run: The small run, which determines the precision.
+        run: The run, which determines the precision.
         gradients: Gradients of the layout, by parameter name.
         reference: Float64 gradients, by parameter name.
-        yardstick: Gradients of one process in the precision of the run. Their error determines the
+        single: Gradients of one process in the precision of the run. Their error determines the
             tolerance.
 
     Returns:
         One check for each parameter.
     """
-    minimum = SMALL_GRADIENT * total_norm(reference.values())
+    total_minimum = SMALL_GRADIENT * total_norm(reference.values())
     num_elements = sum(gradient.numel() for gradient in reference.values())
     checks = []
     for name, expected in reference.items():
@@ -173,9 +175,11 @@ def compare_gradients(
             hint = "the layout computes no gradient"
             checks.append(Check("gradient", step, name, math.inf, 0.0, hint))
             continue
-        scale = minimum * math.sqrt(expected.numel() / num_elements)
-        error = relative_error(gradients[name], expected, scale)
-        error_of_one_rank = relative_error(yardstick[name], expected, scale)
+
+        # A norm grows with the square root of the number of elements.
+        minimum = total_minimum * math.sqrt(expected.numel() / num_elements)
+        error = relative_error(gradients[name], expected, minimum)
+        error_of_one_rank = relative_error(single[name], expected, minimum)
         tolerance = gradient_tolerance(run, error_of_one_rank)
         checks.append(Check("gradient", step, name, error, tolerance))
     return checks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,21 +40,38 @@ def coordinates(run: Run, rank: int) -> dict[str, int]:
 
 
 def explain_ratio(ratio: float, run: Run) -> str:
-    """Explain a wrong value by a number of the layout, for the message of a failed check.
+    """Explain by which number of the layout a value is wrong, for the message of a failed check.
 
     For example, "2 times the expected value = the data-parallel degree".
 
     Args:
         ratio: Wrong value divided by the expected value.
-        run: The small run, which has the layout.
+        run: The run with the layout.
 
     Returns:
         The explanation, or "" if the ratio is 1.
     """
     if not math.isfinite(ratio) or ratio <= 0:
         return "the value is not a positive number"
+
+    text = f"{ratio:.4g} times the expected value"
+    factor = max(ratio, 1 / ratio)
+    for power, label in ((1.0, ""), (0.5, "the square root of ")):
+        matches = [
+            name
+            for name, number in _layout_numbers(run).items()
+            if number > 1 and abs(factor / number**power - 1) < RATIO_TOLERANCE
+        ]
+        if matches:
+            inverse = "1 / " if ratio < 1 else ""
+            return f"{text} = {inverse}{label}the {' = the '.join(matches)}"
+    return text if abs(ratio - 1) > RATIO_TOLERANCE else ""
+
+
+def _layout_numbers(run: Run) -> dict[str, int]:
+    """Return the numbers of a layout by which a value may be wrong, such as the degrees."""
     degrees = run.degrees
-    numbers = {
+    return {
         "data-parallel degree": degrees.data,
         "number of replicas": degrees.replicate,
         "number of shards": degrees.shard,
@@ -64,17 +81,6 @@ def explain_ratio(ratio: float, run: Run) -> str:
         "number of microbatches": run.microbatches,
         "number of ranks": run.world_size,
     }
-    shown = f"{ratio:.4g} times the expected value"
-    for power, label in ((1.0, ""), (0.5, "the square root of ")):
-        matches = [
-            name
-            for name, number in numbers.items()
-            if number > 1 and abs(max(ratio, 1 / ratio) / number**power - 1) < RATIO_TOLERANCE
-        ]
-        if matches:
-            inverse = "1 / " if ratio < 1 else ""
-            return f"{shown} = {inverse}{label}the {' = the '.join(matches)}"
-    return shown if abs(ratio - 1) > RATIO_TOLERANCE else ""
 
 
 def explain_factor(value: torch.Tensor, expected: torch.Tensor, run: Run) -> str:
@@ -83,7 +89,7 @@ def explain_factor(value: torch.Tensor, expected: torch.Tensor, run: Run) -> str
     Args:
         value: Wrong tensor.
         expected: Expected tensor of the same shape.
-        run: The small run, which has the layout.
+        run: The run with the layout.
 
     Returns:
         A text such as "2 times the expected value", or "" if the tensors do not differ by a factor.
@@ -93,10 +99,12 @@ def explain_factor(value: torch.Tensor, expected: torch.Tensor, run: Run) -> str
     square = (expected @ expected).item()
     if square == 0 or not value.isfinite().all():
         return ""
-    ratio = (value @ expected).item() / square
-    if (value - ratio * expected).norm() > FIT_TOLERANCE * (value - expected).norm():
+
+    best_ratio = (value @ expected).item() / square
+    unexplained = (value - best_ratio * expected).norm()
+    if unexplained > FIT_TOLERANCE * (value - expected).norm():
         return ""
-    return explain_ratio(ratio, run)
+    return explain_ratio(best_ratio, run)
 
 
 def describe_names(failed: Sequence[str], names: Sequence[str], run: Run) -> str:
@@ -105,24 +113,29 @@ def describe_names(failed: Sequence[str], names: Sequence[str], run: Run) -> str
     Args:
         failed: Names of the parameters that differ.
         names: Names of all parameters.
-        run: The small run, which assigns parameters to pipeline stages.
+        run: The run, which assigns parameters to pipeline stages.
 
     Returns:
         A text such as "only the parameters of pipeline stage 1 differ".
     """
     if set(failed) == set(names):
         return "all parameters differ"
+
     kinds = {kind_of(name) for name in failed}
-    is_whole_kind = {name for name in names if kind_of(name) in kinds} == set(failed)
-    if is_whole_kind:
+    of_same_kinds = {name for name in names if kind_of(name) in kinds}
+    if of_same_kinds == set(failed):
         return f"only parameters of the kind {', '.join(sorted(kinds))} differ"
+
     stages = {_stage_of(name, run) for name in failed}
-    is_whole_stage = {name for name in names if _stage_of(name, run) in stages} == set(failed)
-    if is_whole_stage and run.degrees.pipeline > 1:
-        return f"only the parameters of pipeline stage {', '.join(map(str, stages))} differ"
+    on_same_stages = {name for name in names if _stage_of(name, run) in stages}
+    if on_same_stages == set(failed) and run.degrees.pipeline > 1:
+        return f"only the parameters of pipeline stage {_join(stages)} differ"
+
     shown = ", ".join(failed[:MAX_NAMES])
-    others = len(failed) - MAX_NAMES
-    return f"only {shown}{f' and {others} others' if others > 0 else ''} differ"
+    num_others = len(failed) - MAX_NAMES
+    if num_others > 0:
+        shown += f" and {num_others} others"
+    return f"only {shown} differ"
 
 
 def kind_of(name: str) -> str:
@@ -197,31 +210,29 @@ def explain_gradient(
 
 
 def _possible_mistakes(run: Run, sequences: Tensors) -> dict[str, tuple[Tensors, dict[str, Any]]]:
-    """Return mistakes that the reference can repeat: changed sequences, and options."""
+    """Return typical mistakes by description, as wrong arguments of the reference.
+
+    Returns:
+        Sequences, and keyword arguments of `Reference.compute_gradients`, which reproduce the
+        mistake.
+    """
     ids = sequences["input_ids"]
-    positions = torch.arange(ids.shape[1]).expand_as(ids)
-    size_of_microbatch = run.job.training.local_batch_size * run.degrees.data
-    rolled = sequences["labels"].roll(size_of_microbatch, 0)
+    seq_len = ids.shape[1]
+    positions = torch.arange(seq_len).expand_as(ids)
 
     mistakes: dict[str, tuple[Tensors, dict[str, Any]]] = {}
     if "document_ids" in sequences:
         without_ids = {key: value for key, value in sequences.items() if key != "document_ids"}
         mistakes["tokens attend to other documents"] = (without_ids, {})
-        mistakes["positions do not restart at documents"] = (
-            {**sequences, "positions": positions},
-            {},
-        )
+        wrong = sequences | {"positions": positions}
+        mistakes["positions do not restart at documents"] = (wrong, {})
     elif run.degrees.context > 1:
-        restarted = positions % (ids.shape[1] // run.degrees.context)
-        mistakes["positions restart in each context-parallel rank"] = (
-            {**sequences, "positions": restarted},
-            {},
-        )
+        wrong = sequences | {"positions": positions % (seq_len // run.degrees.context)}
+        mistakes["positions restart in each context-parallel rank"] = (wrong, {})
     if run.microbatches > 1:
-        mistakes["the labels are those of another microbatch"] = (
-            {**sequences, "labels": rolled},
-            {},
-        )
+        microbatch_size = run.job.training.local_batch_size * run.degrees.data
+        wrong = sequences | {"labels": sequences["labels"].roll(microbatch_size, 0)}
+        mistakes["the labels are those of another microbatch"] = (wrong, {})
     if run.arch.sliding_window:
         mistakes["the sliding window is ignored"] = (sequences, {"window": 0})
     if run.job.training.z_loss:
@@ -251,8 +262,9 @@ def _describe_factors(run: Run, factors: Sequence[float]) -> str:
     """Describe by which factors the sequences contribute to a wrong gradient."""
     missing = [i for i, factor in enumerate(factors) if abs(factor) < MISSING]
     if missing:
-        data_degree, local = run.degrees.data, run.job.training.local_batch_size
-        microbatches = sorted({i // data_degree // local for i in missing})
+        data_degree = run.degrees.data
+        local_batch_size = run.job.training.local_batch_size
+        microbatches = sorted({i // data_degree // local_batch_size for i in missing})
         ranks = sorted({i % data_degree for i in missing})
         return (
             f"sequences {_join(missing)} of the batch do not contribute "
@@ -262,5 +274,5 @@ def _describe_factors(run: Run, factors: Sequence[float]) -> str:
     return f"the sequences of the batch contribute with the factors {listed} instead of 1"
 
 
-def _join(numbers: Sequence[int]) -> str:
+def _join(numbers: Iterable[int]) -> str:
     return ", ".join(map(str, numbers))

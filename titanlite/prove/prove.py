@@ -72,7 +72,7 @@ LOG_FILE = "prove.log"
 
 
 class Proof(NamedTuple):
-    """Hold the result of `titanlite prove`: all comparisons and their conditions.
+    """Result of `titanlite prove`: all comparisons, and how they were made.
 
     A certificate is written from this object.
 
@@ -95,7 +95,7 @@ class Proof(NamedTuple):
 
 @dataclass
 class LayoutStep:
-    """Combine the records of all ranks for one training step.
+    """Records of all ranks for one training step, and the unsharded tensors of this step.
 
     Attributes:
         ranks: Record of each rank, in order of the rank number.
@@ -134,14 +134,14 @@ def load_steps(folder: Path, name: str, num_ranks: int) -> dict[int, LayoutStep]
         num_ranks: Number of ranks that wrote a file.
 
     Returns:
-        Step number -> combined record. The lowest number is the state before the first step.
+        Combined records by step number. The lowest number is the state before the first step.
     """
-    of_ranks = [
+    records_by_rank = [
         torch.load(folder / f"{name}-{rank}.pt", weights_only=False) for rank in range(num_ranks)
     ]
     steps = {}
-    for number in of_ranks[0]:
-        step = LayoutStep([records[number] for records in of_ranks])
+    for number in records_by_rank[0]:
+        step = LayoutStep([records[number] for records in records_by_rank])
         for record in step.ranks:
             step.gradients |= record.gradients.whole
             step.state |= record.state.whole
@@ -151,11 +151,11 @@ def load_steps(folder: Path, name: str, num_ranks: int) -> dict[int, LayoutStep]
 
 
 class SteeredRecorder(Recorder):
-    """Record a run on one rank that starts each step from the values of another run.
+    """Records a run on one rank that starts each step from the values of another run.
 
     Before each step, this hook copies the weights of the other run into the model. After the
-    backward pass, it records the gradients and then overwrites them with the gradients of the other
-    run. The optimizer update is therefore comparable with the update of the other run.
+    backward pass, it records the gradients, and then overwrites them with those of the other run.
+    Both runs should therefore compute the same optimizer update.
     """
 
     def __init__(self, steps: dict[int, LayoutStep]) -> None:
@@ -189,11 +189,14 @@ def single_run(run: Run, dump_folder: Path, recompute: bool = False) -> Run:
         recompute: Whether to keep activation checkpointing. By default, it is disabled.
     """
     job = run.job
-    degrees = {name: 1 for name in type(job.parallelism).model_fields if name.endswith("_degree")}
-    layout = degrees | {
+    layout: dict[str, object] = {
         "pipeline_parallel_schedule": "1F1B",
         "enable_async_tensor_parallel": False,
     }
+    for name, _ in job.parallelism:
+        if name.endswith("_degree"):
+            layout[name] = 1
+
     sections = {
         "parallelism": job.parallelism.model_copy(update=layout),
         "compile": job.compile.model_copy(update={"enable": False}),
@@ -202,7 +205,7 @@ def single_run(run: Run, dump_folder: Path, recompute: bool = False) -> Run:
     if not recompute:
         mode = {"mode": "none"}
         sections["activation_checkpoint"] = job.activation_checkpoint.model_copy(update=mode)
-    return check_run(job.model_copy(update=sections), 1)
+    return check_run(job.model_copy(update=sections), world_size=1)
 
 
 def prove(run: Run, out: Path) -> Proof | None:
@@ -223,15 +226,16 @@ def prove(run: Run, out: Path) -> Proof | None:
         stack.enter_context(redirect_stderr(log))
         with process_group(run.job) as device:
             is_first_rank = dist.get_rank() == 0
-            made = tempfile.mkdtemp(prefix="run-", dir=out) if is_first_rank else ""
-            folder = Path(gathered(made)[0])
+            created = tempfile.mkdtemp(prefix="run-", dir=out) if is_first_rank else ""
+            folder = Path(gathered(created)[0])
             if is_first_rank:
                 stack.callback(shutil.rmtree, folder)
                 # The log files of the trainers are in that folder.
                 stack.callback(logging.getLogger(LOGGER_NAME).handlers.clear)
+
             run = settle_compute_dtype(run, device)
-            layout = run.job.job.model_copy(update={"dump_folder": str(folder / "layout")})
-            run = Run(run.job.model_copy(update={"job": layout}), run.world_size)
+            output = run.job.job.model_copy(update={"dump_folder": str(folder / "layout")})
+            run = Run(run.job.model_copy(update={"job": output}), run.world_size)
             save_after = max(1, run.job.training.steps // 2)
             train_in_layout(run, device, save_after, folder)
         if not is_first_rank:
@@ -241,15 +245,27 @@ def prove(run: Run, out: Path) -> Proof | None:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
         os.environ.pop(STORE, None)
         checks = list(compare(run, folder, save_after))
+    return _build_proof(run, checks, device)
+
+
+def _build_proof(run: Run, checks: list[Check], device: torch.device) -> Proof:
+    """Combine the comparisons of a run with a description of how they were made."""
     has_formula = run.job.optimizer.name in FORMULAS
-    optimizer = "plain formulas in float64" if has_formula else "the same optimizer on one rank"
-    name = "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
     not_kept = []
     if has_random_numbers(run):
         not_kept.append("Dropout, if the model has any: it is off, except to check recomputation.")
     if not any(check.name == "exported weights" for check in checks):
         not_kept.append("Export: transformers has no model with this architecture.")
-    return Proof(run, checks, name, optimizer, describe_code().get("commit", ""), not_kept)
+    return Proof(
+        run,
+        checks,
+        device="CPU" if device.type == "cpu" else torch.cuda.get_device_name(device),
+        optimizer_reference=(
+            "plain formulas in float64" if has_formula else "the same optimizer on one rank"
+        ),
+        commit=describe_code().get("commit", ""),
+        not_kept=not_kept,
+    )
 
 
 def compare(run: Run, folder: Path, save_after: int) -> Iterator[Check]:
@@ -269,9 +285,8 @@ def compare(run: Run, folder: Path, save_after: int) -> Iterator[Check]:
         reference = Reference(single, device)
         with Trainer(single, device, [recorder]) as trainer:
             turn_dropout_off(trainer)
-            yield from compare_bitwise(
-                "initial weights", 0, select(first[0].initial, MODEL), reference.initial
-            )
+            initial_weights = select(first[0].initial, MODEL)
+            yield from compare_bitwise("initial weights", 0, initial_weights, reference.initial)
             yield from compare_replicas(run, 0, "replicas of weights", first[0], "state")
             for step in range(1, run.job.training.steps + 1):
                 recorder.train(step)
@@ -279,12 +294,13 @@ def compare(run: Run, folder: Path, save_after: int) -> Iterator[Check]:
                     run, step, first[step - 1], first[step], recorder.steps[step], reference
                 )
         reference.close()
+
         yield from compare_resumed(run, save_after, first, resumed)
-        on_one_rank = single_run(run, folder / "layout")
-        yield from compare_resumed_on_one_rank(
-            on_one_rank, device, first[save_after], recorder.steps[save_after + 1]
-        )
-        yield from compare_export(first[save_after].weights, folder, save_after)
+        saved = first[save_after]
+        resumed_single = single_run(run, folder / "layout")
+        next_step = recorder.steps[save_after + 1]
+        yield from compare_resumed_on_one_rank(resumed_single, device, saved, next_step)
+        yield from compare_export(saved.weights, folder, save_after)
         yield from compare_recomputation(run, device, folder)
 
 
@@ -356,23 +372,23 @@ def compare_sequences(
         run: The small run.
         step: Number of the step.
         after: Records of the step, with the sequences that each rank read.
-        sequences: Sequences of the global batch: field name -> tensor of shape (sequences, T).
+        sequences: Fields of the global batch, such as "input_ids", each of shape (sequences, T).
 
     Yields:
         One check for each rank.
     """
-    data_degree = run.degrees.data
+    num_parts = run.degrees.data
     parts = [
-        {name: values[index::data_degree] for name, values in sequences.items()}
-        for index in range(data_degree)
+        {name: values[index::num_parts] for name, values in sequences.items()}
+        for index in range(num_parts)
     ]
     for rank, record in enumerate(after.ranks):
-        place = coordinates(run, rank)
-        index = place["data"]
+        index = coordinates(run, rank)["data"]
         errors = [
             fraction_of_different(values, parts[index][name])
             for name, values in record.sequences.items()
         ]
+
         hint = ""
         for other, part in enumerate(parts):
             if other != index and torch.equal(record.sequences["input_ids"], part["input_ids"]):
@@ -392,25 +408,39 @@ def compare_replicas(
         after: Records of all ranks.
         kind: Recorded tensors to compare: "gradients" or "state".
     """
-    owners: dict[object, tuple[str, int]] = {}
-    different: dict[str, str] = {}
-    num_replicated = 0
+    first_copies: dict[object, tuple[str, int]] = {}  # shard -> its digest and rank
+    differences: dict[str, str] = {}  # tensor name -> hint
+    num_replicas = 0
     for rank, record in enumerate(after.ranks):
         snapshot: Snapshot = getattr(record, kind)
-        for key, digest in snapshot.digests.items():
-            if key not in owners:
-                owners[key] = (digest, rank)
+        for shard, digest in snapshot.digests.items():
+            expected, first_rank = first_copies.setdefault(shard, (digest, rank))
+            if first_rank == rank:
                 continue
-            num_replicated += 1
-            expected, owner = owners[key]
+            num_replicas += 1
             if digest != expected:
-                first, second = coordinates(run, owner), coordinates(run, rank)
-                dims = [dim for dim in first if first[dim] != second[dim] and dim != "data"]
-                different.setdefault(key[0], f"ranks {owner} and {rank} differ ({', '.join(dims)})")
-    for subject, hint in different.items():
-        yield Check(name, step, subject, 1.0, 0.0, hint)
-    if num_replicated and not different:
-        yield Check(name, step, f"{num_replicated} shards", 0.0, 0.0)
+                tensor_name = shard[0]
+                differences.setdefault(tensor_name, _describe_ranks(run, first_rank, rank))
+
+    for tensor_name, hint in differences.items():
+        yield Check(name, step, tensor_name, 1.0, 0.0, hint)
+    if num_replicas and not differences:
+        yield Check(name, step, f"{num_replicas} shards", 0.0, 0.0)
+
+
+def _describe_ranks(run: Run, first: int, second: int) -> str:
+    """Describe two ranks with different values, such as "ranks 0 and 2 differ (replicate)".
+
+    The text lists the parallel dimensions along which the ranks have different indices.
+    """
+    first_indices = coordinates(run, first)
+    second_indices = coordinates(run, second)
+    dims = [
+        dim
+        for dim, index in first_indices.items()
+        if dim != "data" and index != second_indices[dim]
+    ]
+    return f"ranks {first} and {second} differ ({', '.join(dims)})"
 
 
 def compare_update(
@@ -483,7 +513,7 @@ def _compare_moment(
 
 
 def compare_scales(step: int, after: LayoutStep) -> Iterator[Check]:
-    """Check the FP8 scales that were computed in advance for all-gathers.
+    """Check the FP8 scales with which FSDP all-gathers the weights.
 
     The expected scale of a weight is the largest FP8 value divided by the largest absolute element.
 
@@ -511,22 +541,20 @@ def compare_resumed(
         first: Records of the uninterrupted run, by step.
         resumed: Records of the run that resumed from the checkpoint in the same layout, by step.
     """
-    name = "resume"
-    yield from compare_bitwise(
-        f"{name}: loaded state", save_after, resumed[save_after].state, first[save_after].state
-    )
-    yield from compare_replicas(run, save_after, f"{name}: replicas", resumed[save_after], "state")
+    loaded = resumed[save_after]
+    saved = first[save_after]
+    yield from compare_bitwise("resume: loaded state", save_after, loaded.state, saved.state)
+    yield from compare_replicas(run, save_after, "resume: replicas", loaded, "state")
+
     for step in range(save_after + 1, run.job.training.steps + 1):
-        for rank, record in enumerate(resumed[step].ranks):
-            expected = first[step].ranks[rank]
-            checks = compare_bitwise(
-                f"{name}: sequences", step, record.sequences, expected.sequences
-            )
-            yield from (check._replace(subject=f"rank {rank}") for check in checks)
-        yield from compare_bitwise(
-            f"{name}: gradient", step, resumed[step].gradients, first[step].gradients
-        )
-        yield from compare_bitwise(f"{name}: state", step, resumed[step].state, first[step].state)
+        actual = resumed[step]
+        expected = first[step]
+        for rank, record in enumerate(actual.ranks):
+            sequences = expected.ranks[rank].sequences
+            for check in compare_bitwise("resume: sequences", step, record.sequences, sequences):
+                yield check._replace(subject=f"rank {rank}")
+        yield from compare_bitwise("resume: gradient", step, actual.gradients, expected.gradients)
+        yield from compare_bitwise("resume: state", step, actual.state, expected.state)
 
 
 def compare_resumed_on_one_rank(
@@ -549,18 +577,23 @@ def compare_resumed_on_one_rank(
         loaded = recorder.steps[step].state.whole
         yield from compare_bitwise("resume on one rank: loaded state", step, loaded, saved.state)
         recorder.train(step + 1)
+
     record = recorder.steps[step + 1]
-    for name, values, expected in (
-        ("sequences", record.sequences, next_step.sequences),
-        ("gradient", record.gradients.whole, next_step.gradients.whole),
-    ):
-        yield from compare_bitwise(f"resume on one rank: {name}", step + 1, values, expected)
+    yield from compare_bitwise(
+        "resume on one rank: sequences", step + 1, record.sequences, next_step.sequences
+    )
+    yield from compare_bitwise(
+        "resume on one rank: gradient",
+        step + 1,
+        record.gradients.whole,
+        next_step.gradients.whole,
+    )
 
 
 def compare_export(weights: Tensors, folder: Path, step: int) -> Iterator[Check]:
     """Check that weights exported to Hugging Face transformers are bitwise equal.
 
-    The newest checkpoint is exported and read again. Models without a family in transformers are
+    The newest checkpoint is exported and read again. Models that transformers does not support are
     skipped.
 
     Args:
@@ -597,9 +630,10 @@ def compare_recomputation(run: Run, device: torch.device, folder: Path) -> Itera
         recorder = Recorder()
         with Trainer(single, device, [recorder]):
             recorder.amplify_weights()
-            torch.manual_seed(0)
+            torch.manual_seed(0)  # for equal dropout masks
             recorder.train(1)
         gradients.append(recorder.steps[1].gradients.whole)
+
     expected, recomputed = gradients
     for name, value in recomputed.items():
         error = relative_error(value, expected[name])

@@ -41,7 +41,7 @@ FIELDS = ("input_ids", "labels", "document_ids", "positions")
 
 @dataclass
 class Snapshot:
-    """Hold the tensors of a model at one moment, such as after a step.
+    """Tensors of a model at one moment, such as after a step.
 
     Attributes:
         whole: Unsharded tensors on the CPU, by name. Empty except on the first rank of each
@@ -79,10 +79,10 @@ class StepRecord:
 
 
 class Recorder(Hook):
-    """Record sequences, gradients, weights and optimizer state of each training step.
+    """Records sequences, gradients, weights and optimizer state of each training step.
 
     Attributes:
-        steps: Step number -> record of this rank. The first entry is the state before training.
+        steps: Records of this rank by step number. The first entry is the state before training.
     """
 
     observes_only = True
@@ -172,7 +172,7 @@ def stack_sequences(microbatches: list[Microbatch]) -> Tensors:
     """Concatenate the sequences of microbatches along the batch dimension.
 
     Returns:
-        Field name, such as "input_ids" -> tensor of shape (sequences, T).
+        Tensors of shape (sequences, T) by field name, such as "input_ids".
     """
     stacked = {}
     for name in FIELDS:
@@ -226,8 +226,8 @@ def _offsets(tensor: Tensor) -> tuple[int, ...]:
     """Return the position and size of this rank's shard within the unsharded tensor.
 
     Returns:
-        First index along each dimension, followed by the length along each dimension. Empty for a
-        tensor that is not a DTensor.
+        The first index of the shard along each dimension, followed by its length along each
+        dimension. Empty for a tensor that is not a DTensor.
     """
     if not isinstance(tensor, DTensor):
         return ()

@@ -28,7 +28,7 @@ EPS32 = torch.finfo(torch.float32).eps
 
 
 class Float64Mode(TorchDispatchMode):
-    """Keep a computation in float64 by redirecting conversions to other floating dtypes.
+    """Keeps a computation in float64 by redirecting conversions to other floating dtypes.
 
     Model code converts to fp32 or bfloat16 in some places, which would make the reference inexact.
     """
@@ -54,7 +54,7 @@ def computing_in_float64() -> Iterator[None]:
 
 
 class Reference:
-    """Compute expected losses and gradients in float64 on one process.
+    """Computes expected losses and gradients in float64 on one process.
 
     Attributes:
         initial: Initial weights in the dtype of the run, by parameter name.
@@ -81,7 +81,7 @@ class Reference:
         """Read the sequences of the next global batch.
 
         Returns:
-            Field name, such as "input_ids" -> tensor of shape (sequences, T).
+            Tensors of shape (sequences, T) by field name, such as "input_ids".
         """
         return stack_sequences(self._loader.next_global_batch().microbatches)
 

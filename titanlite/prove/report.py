@@ -23,25 +23,22 @@ def summarize_checks(checks: Sequence[Check]) -> list[Row]:
 
     Each row shows the check with the largest error relative to its tolerance.
     """
-    by_name: dict[str, list[Check]] = {}
+    checks_by_name: dict[str, list[Check]] = {}
     for check in checks:
-        by_name.setdefault(check.name, []).append(check)
+        checks_by_name.setdefault(check.name, []).append(check)
+
     rows = []
-    for name, group in by_name.items():
+    for name, group in checks_by_name.items():
         worst = max(group, key=_severity)
-        place = f"step {worst.step}, {worst.subject}"
-        passed = all(check.has_passed for check in group)
-        error = worst.error if math.isfinite(worst.error) else sys.float_info.max
-        rows.append(
-            Row(
-                check=name,
-                error=error,
-                tolerance=worst.tolerance,
-                worst=place,
-                count=len(group),
-                passed=passed,
-            )
+        row = Row(
+            check=name,
+            error=worst.error if math.isfinite(worst.error) else sys.float_info.max,
+            tolerance=worst.tolerance,
+            worst=f"step {worst.step}, {worst.subject}",
+            count=len(group),
+            passed=all(check.has_passed for check in group),
         )
+        rows.append(row)
     return rows
 
 
@@ -70,9 +67,9 @@ def make_certificate(small: SmallJob, proof: Proof) -> Certificate:
         small: The original job, and the small version that was trained.
         proof: Results of all comparisons.
     """
-    run, checks = proof.run, proof.checks
-    precision = "float8" if run.job.float8.enable else run.job.training.mixed_precision_param
-    degrees = run.degrees
+    checks = proof.checks
+    job = proof.run.job
+    degrees = proof.run.degrees
     layout = {
         "pipeline": degrees.pipeline,
         "replicate": degrees.replicate,
@@ -87,7 +84,7 @@ def make_certificate(small: SmallJob, proof: Proof) -> Certificate:
         job=small.job.job.config_file or "",
         time=time.time(),
         layout=layout,
-        precision=precision,
+        precision="float8" if job.float8.enable else job.training.mixed_precision_param,
         device=proof.device,
         optimizer_reference=proof.optimizer_reference,
         versions=read_versions(),

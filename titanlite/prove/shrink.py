@@ -20,12 +20,20 @@ from typing import Any, NamedTuple
 
 from titanlite.config.errors import UserError
 from titanlite.config.files import write_output
-from titanlite.config.flavors import Architecture
 from titanlite.config.job_diff import flatten
 from titanlite.config.load import parse_job
 from titanlite.config.registry import HOOKS
 from titanlite.config.run import ONE_STAGE_A_RANK, Run, sequence_divisor
-from titanlite.config.schema import JobConfig, Model, TextSource, Tokenizer
+from titanlite.config.schema import (
+    Checkpoint,
+    JobConfig,
+    Model,
+    Profiling,
+    Samples,
+    TextSource,
+    Tokenizer,
+    Validation,
+)
 from titanlite.config.storage import as_url
 from titanlite.data.sources.files import find_files
 from titanlite.load_run import check_run
@@ -44,7 +52,7 @@ LISTED_SECTIONS = ("model.", "training.", "parallelism.", "lr_scheduler.", "opti
 
 
 class SmallJob(NamedTuple):
-    """Hold a job and the small version of it that `titanlite prove` trains.
+    """A job, and the small version of it that `titanlite prove` trains.
 
     Attributes:
         job: The original job.
@@ -62,20 +70,21 @@ class SmallJob(NamedTuple):
 def parse_original(argv: Sequence[str]) -> JobConfig:
     """Parse the job described by `argv`, the options of `titanlite train`.
 
-    The parallelism degrees must fit the original model. The small job cannot check them, because
-    its degrees and its model are smaller.
+    This also checks that the parallelism degrees fit the model. The small job cannot check them,
+    because its degrees and its model are smaller.
 
     Raises:
         UserError: If a value is invalid, or the degrees do not fit the model.
     """
-    model, words = split_from_option(argv)
+    model, options = split_from_option(argv)
     build_base = None if model is None else partial(build_job_tables, model)
-    parsed = parse_job(words, build_base=build_base)
+    parsed = parse_job(options, build_base=build_base)
     if parsed.mistakes:
         raise parsed.error(parsed.mistakes)
 
     degrees = [value for name, value in parsed.job.parallelism if name.endswith("_degree")]
-    run = Run(parsed.job, math.prod(max(degree, 1) for degree in degrees))
+    world_size = math.prod(max(degree, 1) for degree in degrees)
+    run = Run(parsed.job, world_size)
     problems = list(check_tensor_sizes(run))
     if run.degrees.pipeline > 1:
         problems += check_stages(run)
@@ -106,12 +115,10 @@ def shrink(job: JobConfig, world_size: int | None, steps: int, out: Path) -> Sma
     small = small.model_copy(update={"model": model})
     small = _shrink_training(small, original)
 
-    small, notes = _drop_missing_names(small)
-    not_kept += notes
-    small, notes = _shrink_data(small, out)
-    not_kept += notes
-    small, notes = _shrink_outputs(small, out)
-    not_kept += notes
+    small, dropped_names = _drop_missing_names(small)
+    small, changed_data = _shrink_data(small, out)
+    small, dropped_hooks = _shrink_outputs(small, out)
+    not_kept += [*dropped_names, *changed_data, *dropped_hooks]
 
     run = check_run(_update(small, "training", steps=steps), num_ranks)
     return SmallJob(job, run, list_changes(original, run), not_kept)
@@ -119,10 +126,8 @@ def shrink(job: JobConfig, world_size: int | None, steps: int, out: Path) -> Sma
 
 def list_changes(original: Run, small: Run) -> list[str]:
     """List the options that the small job changes, such as "training.seq_len: 4096 -> 64"."""
-    before, after = (
-        flatten(run.job.model_dump(mode="json") | {"model": _model_keys(run.arch)})
-        for run in (original, small)
-    )
+    before = _flat_options(original)
+    after = _flat_options(small)
     return [
         f"{name}: {before.get(name)} -> {value}"
         for name, value in after.items()
@@ -139,7 +144,7 @@ def shrink_degrees(job: JobConfig, world_size: int | None) -> dict[str, int]:
             smallest possible number.
 
     Returns:
-        Option name, such as "tensor_parallel_degree" -> degree.
+        Degrees by option name, such as "tensor_parallel_degree".
 
     Raises:
         UserError: If the degrees do not divide `world_size`.
@@ -151,13 +156,13 @@ def shrink_degrees(job: JobConfig, world_size: int | None) -> dict[str, int]:
         "pipeline_parallel_degree",
     )
     degrees = {name: min(2, getattr(job.parallelism, name)) for name in names}
-    others = math.prod(degrees.values())
     is_sharded = job.parallelism.data_parallel_shard_degree != 1
     shard = 2 if is_sharded else 1
     if world_size is not None:
-        shard = world_size // others
-        is_possible = shard * others == world_size and (is_sharded or shard == 1)
-        if shard == 0 or not is_possible:
+        others = math.prod(degrees.values())
+        shard, remainder = divmod(world_size, others)
+        is_possible = shard > 0 and remainder == 0 and (is_sharded or shard == 1)
+        if not is_possible:
             needed = f"a multiple of {others}" if is_sharded else str(others)
             raise UserError(
                 f"--world-size {world_size}: the small job needs {needed}, 2 ranks along each "
@@ -218,44 +223,48 @@ def shrink_model(original: Run, layout: Run) -> tuple[Model, list[str]]:
 def _shrink_training(small: JobConfig, original: Run) -> JobConfig:
     """Shrink the batch size, sequence length and warmup of a job.
 
-    FSDP groups blocks by their size, so options are set that keep the grouping of the original
-    job.
+    Options that depend on the size of the model, such as the grouping of blocks by FSDP, are set so
+    that the small model behaves like the original one.
 
     Args:
         small: Job with the small model and the small parallel degrees.
         original: The run with the original job.
     """
     job = original.job
-    training = job.training
     degrees = Run(small).degrees
-    replicas = job.parallelism.data_parallel_replicate_degree
-    shards = max(1, job.parallelism.data_parallel_shard_degree)
-    accumulates = training.global_batch_size > training.local_batch_size * replicas * shards
-    microbatches = 2 if accumulates else 1
+    seq_len = max(SEQ_LEN, sequence_divisor(degrees))
+    local_batch_size = min(2, job.training.local_batch_size)
+    num_microbatches = 2 if _accumulates_gradients(job) else 1
     if degrees.pipeline > 1:
-        microbatches = 2 * degrees.pipeline
-
-    local_batch_size = min(2, training.local_batch_size)
+        num_microbatches = 2 * degrees.pipeline
     small = _update(
         small,
         "training",
-        seq_len=min(training.seq_len, max(SEQ_LEN, sequence_divisor(degrees))),
+        seq_len=min(job.training.seq_len, seq_len),
         local_batch_size=local_batch_size,
-        global_batch_size=local_batch_size * degrees.data * microbatches,
+        global_batch_size=local_batch_size * degrees.data * num_microbatches,
         deterministic=True,
     )
-    # Blocks of the original size are FSDP groups of their own, or share one group.
-    has_own_groups = original.arch.block_matrices >= job.parallelism.fsdp_min_num_params
+
+    has_large_blocks = original.arch.block_matrices >= job.parallelism.fsdp_min_num_params
     small = _update(
         small,
         "parallelism",
-        fsdp_min_num_params=0 if has_own_groups else ONE_GROUP,
+        fsdp_min_num_params=0 if has_large_blocks else ONE_GROUP,
         fsdp_reduce=original.fsdp_reduce,
     )
     if job.float8.enable:
         small = _update(small, "float8", min_features=0)
     warmup_steps = 0 if job.lr_scheduler.warmup_steps == 0 else 1
     return _update(small, "lr_scheduler", warmup_steps=warmup_steps, total_steps=None)
+
+
+def _accumulates_gradients(job: JobConfig) -> bool:
+    """Return whether a step of the job has several microbatches."""
+    replicas = job.parallelism.data_parallel_replicate_degree
+    shards = max(1, job.parallelism.data_parallel_shard_degree)
+    num_sequences = job.training.local_batch_size * replicas * shards  # in a single microbatch
+    return job.training.global_batch_size > num_sequences
 
 
 def _drop_missing_names(small: JobConfig) -> tuple[JobConfig, list[str]]:
@@ -274,13 +283,14 @@ def _drop_missing_names(small: JobConfig) -> tuple[JobConfig, list[str]]:
     names = list(parameter_shapes(Run(small).arch))
     groups = []
     for group in small.optimizer.groups:
-        kept = tuple(pattern for pattern in group.params if fnmatch.filter(names, pattern))
-        dropped = [pattern for pattern in group.params if pattern not in kept]
-        notes += [
-            f"optimizer.groups: {pattern!r} is not in the small model." for pattern in dropped
-        ]
-        if kept:
-            groups.append(group.model_copy(update={"params": kept}))
+        kept_patterns = []
+        for pattern in group.params:
+            if fnmatch.filter(names, pattern):
+                kept_patterns.append(pattern)
+            else:
+                notes.append(f"optimizer.groups: {pattern!r} is not in the small model.")
+        if kept_patterns:
+            groups.append(group.model_copy(update={"params": tuple(kept_patterns)}))
     return _update(small, "optimizer", groups=tuple(groups)), notes
 
 
@@ -295,20 +305,22 @@ def _shrink_data(small: JobConfig, out: Path) -> tuple[JobConfig, list[str]]:
         The changed job, and one sentence for each changed setting of the data.
     """
     dataset = small.dataset
-    reasons = [_find_data_problem(source) for source in dataset.sources or (dataset,)]
-    reason = next(filter(None, reasons), "")
-    if dataset.document_mask or dataset.packing != "concat":
-        reason = "the small sequences need shorter documents"
-
     changes: dict[str, Any] = {"stages": (), "num_workers": min(1, dataset.num_workers)}
     notes = []
     if dataset.stages:
         notes.append("dataset.stages: the small job ends before they begin.")
-    if reason:
-        notes.append(f"[dataset]: a toy text is read instead, because {reason}.")
+
+    problem = ""
+    for source in dataset.sources or (dataset,):
+        problem = problem or _find_data_problem(source)
+    if dataset.document_mask or dataset.packing != "concat":
+        problem = "the small sequences need shorter documents"
+    if problem:
+        notes.append(f"[dataset]: a toy text is read instead, because {problem}.")
         write_output(out / TOY_TEXT, _make_toy_text().encode())
         changes |= {"source": "jsonl", "path": str(out / TOY_TEXT), "sources": ()}
         changes |= {"text_column": "text", "max_epochs": 0, "streaming": False, "config": None}
+
     small = _update(small, "dataset", **changes)
     return small.model_copy(update={"tokenizer": Tokenizer()}), notes
 
@@ -347,29 +359,36 @@ def _shrink_outputs(small: JobConfig, out: Path) -> tuple[JobConfig, list[str]]:
     Returns:
         The changed job, and one sentence for each removed hook.
     """
-    hooks = [name for name in small.job.hooks if getattr(HOOKS[name], "observes_only", False)]
-    notes = [
-        f"job.hooks: {name} may change weights or gradients (observes_only is false)."
-        for name in small.job.hooks
-        if name not in hooks
-    ]
-    defaults = ("validation", "samples", "profiling")
-    small = small.model_copy(
-        update={name: type(getattr(small, name))() for name in defaults},
-    )
+    hooks = []
+    notes = []
+    for name in small.job.hooks:
+        if getattr(HOOKS[name], "observes_only", False):
+            hooks.append(name)
+        else:
+            notes.append(
+                f"job.hooks: {name} may change weights or gradients (observes_only is false)."
+            )
+
     small = _update(
         small, "job", hooks=tuple(hooks), dump_folder=str(out), require_certificate=False
     )
     small = _update(
         small, "metrics", log_freq=1, enable_tensorboard=False, enable_wandb=False, loggers=()
     )
-    checkpoint = type(small.checkpoint)(interval=10**6)
-    return small.model_copy(update={"checkpoint": checkpoint}), notes
+    sections = {
+        "validation": Validation(),
+        "samples": Samples(),
+        "profiling": Profiling(),
+        "checkpoint": Checkpoint(interval=10**6),
+    }
+    return small.model_copy(update=sections), notes
 
 
-def _model_keys(arch: Architecture) -> dict[str, Any]:
-    """Return the sizes and options of a model that [model] describes."""
-    return {name: getattr(arch, name) for name in Model.model_fields if hasattr(arch, name)}
+def _flat_options(run: Run) -> dict[str, Any]:
+    """Return all options of a run by key, such as "model.dim", with the sizes of its model."""
+    arch = run.arch
+    model = {name: getattr(arch, name) for name in Model.model_fields if hasattr(arch, name)}
+    return flatten(run.job.model_dump(mode="json") | {"model": model})
 
 
 def _update(job: JobConfig, section: str, **values: Any) -> JobConfig:
