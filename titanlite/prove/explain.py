@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,12 +32,11 @@ def coordinates(run: Run, rank: int) -> dict[str, int]:
         Indices along "pipeline", "replicate", "shard", "context" and "tensor". The additional key
         "data" is the index of the part of the global batch that the rank reads.
     """
-    degrees = run.degrees
-    names = ("pipeline", "replicate", "shard", "context", "tensor")
-    sizes = [getattr(degrees, name) for name in names]
-    indices = [int(index) for index in np.unravel_index(rank, sizes)]
-    _, replicate, shard, _, _ = indices
-    return {**dict(zip(names, indices, strict=True)), "data": replicate * degrees.shard + shard}
+    sizes = asdict(run.degrees)
+    indices = np.unravel_index(rank, list(sizes.values()))
+    result = {name: int(index) for name, index in zip(sizes, indices, strict=True)}
+    result["data"] = result["replicate"] * sizes["shard"] + result["shard"]
+    return result
 
 
 def explain_ratio(ratio: float, run: Run) -> str:

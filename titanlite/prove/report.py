@@ -6,6 +6,7 @@ import math
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -69,21 +70,13 @@ def make_certificate(small: SmallJob, proof: Proof) -> Certificate:
     """
     checks = proof.checks
     job = proof.run.job
-    degrees = proof.run.degrees
-    layout = {
-        "pipeline": degrees.pipeline,
-        "replicate": degrees.replicate,
-        "shard": degrees.shard,
-        "context": degrees.context,
-        "tensor": degrees.tensor,
-    }
     return Certificate(
         proven=all(check.has_passed for check in checks),
         first_difference=describe_first_difference(checks),
         job_hash=hash_job(small.job),
         job=small.job.job.config_file or "",
         time=time.time(),
-        layout=layout,
+        layout=asdict(proof.run.degrees),
         precision="float8" if job.float8.enable else job.training.mixed_precision_param,
         device=proof.device,
         optimizer_reference=proof.optimizer_reference,

@@ -88,7 +88,8 @@ def page_data(folders: Sequence[Path]) -> dict[str, Any]:
     """
     runs = [_read_run(folder, len(folders)) for folder in folders]
     num_curves = sum(len(run["curves"]) + len(run["validations"]) for run in runs)
-    num_points = MAX_NUMBERS // (3 * max(1, num_curves))  # Each point has mean, min and max.
+    numbers_per_curve = MAX_NUMBERS // max(1, num_curves)
+    num_points = numbers_per_curve // 3  # Each point has mean, min and max.
     num_points = max(MIN_POINTS, min(MAX_POINTS, num_points))
 
     common_folder = os.path.commonpath([run["folder"].parent for run in runs])
@@ -106,7 +107,8 @@ def page_data(folders: Sequence[Path]) -> dict[str, Any]:
         "validation_tags": VALIDATION_CURVES,
         "defaults": JobConfig().model_dump(mode="json"),
     }
-    return _make_safe(data, min(1_000, MAX_TEXT_LENGTH // len(folders)))
+    max_text_length = min(1_000, MAX_TEXT_LENGTH // len(folders))
+    return _make_safe(data, max_text_length)
 
 
 def _read_static(name: str) -> str:
@@ -177,7 +179,7 @@ def _read_run(folder: Path, num_runs: int) -> dict[str, Any]:
 
 
 def _remove_equal_curves(metrics: Columns) -> None:
-    """Remove the curves of a single rank that equal the totals, as in a run with one rank."""
+    """Remove metrics of a single rank if they equal those of all ranks, as in a run on one rank."""
     for name, total in (("loss_max_rank", "loss"), ("tps_per_device", "tps")):
         has_both = name in metrics and total in metrics
         if has_both and np.allclose(metrics[name], metrics[total], equal_nan=True):
@@ -227,20 +229,19 @@ def downsample(columns: Columns, max_points: int) -> dict[str, Any]:
     """Reduce each curve to at most `max_points` points, each of which covers several log steps.
 
     Args:
-        columns: Metric -> values at the log steps, from `make_columns`.
+        columns: Values of each metric at the log steps, from `make_columns`.
         max_points: Maximum number of points per curve.
 
     Returns:
-        {"x": {axis: values}, "y": {metric: {"mean", "min", "max"}}}. The axes are "step", and
-        "tokens" and "hours" if they are known. "min" and "max" are missing if each point covers one
-        log step. None stands for a point without finite values. Curves that are always 0 are left
+        {"x": {axis: values}, "y": {metric: curve}}. The axes are "step", and "tokens" and "hours"
+        if they are known. See `_downsample_curve` for a curve. Curves that are always 0 are left
         out.
     """
     num_rows = len(columns["step"])
     if num_rows == 0:
         return {"x": {}, "y": {}}
     edges = np.linspace(0, num_rows, min(max_points, num_rows) + 1).astype(np.int64)
-    starts = np.unique(edges)[:-1]  # first row of each point
+    starts = np.unique(edges)[:-1]
     rows_per_point = np.diff(starts, append=num_rows)
 
     x = {}
@@ -252,18 +253,35 @@ def downsample(columns: Columns, max_points: int) -> dict[str, Any]:
     y = {}
     for name in columns.keys() - NOT_DRAWN:
         values = columns[name]
-        is_finite = np.isfinite(values)
-        if not values[is_finite].any():
-            continue
-        sums = np.add.reduceat(np.where(is_finite, values, 0), starts)
-        num_finite = np.add.reduceat(is_finite.astype(float), starts)
-        with np.errstate(invalid="ignore"):
-            means = sums / num_finite
-        y[name] = {"mean": _round(means)}
-        if num_rows > len(starts):
-            y[name]["min"] = _round(np.fmin.reduceat(values, starts))
-            y[name]["max"] = _round(np.fmax.reduceat(values, starts))
+        if values[np.isfinite(values)].any():
+            y[name] = _downsample_curve(values, starts)
     return {"x": x, "y": y}
+
+
+def _downsample_curve(
+    values: NDArray[np.float64], starts: NDArray[np.int64]
+) -> dict[str, list[float]]:
+    """Return the mean, minimum and maximum of the finite values that each point covers.
+
+    Args:
+        values: Values of a metric at the log steps. NaN is a missing value.
+        starts: Index of the first value that each point covers.
+
+    Returns:
+        Lists "mean", "min" and "max", with NaN for a point without finite values. If each point
+        covers one value, only "mean".
+    """
+    is_finite = np.isfinite(values)
+    sums = np.add.reduceat(np.where(is_finite, values, 0), starts)
+    num_finite = np.add.reduceat(is_finite.astype(float), starts)
+    with np.errstate(invalid="ignore"):
+        means = sums / num_finite
+
+    curve = {"mean": _round(means)}
+    if len(values) > len(starts):
+        curve["min"] = _round(np.fmin.reduceat(values, starts))
+        curve["max"] = _round(np.fmax.reduceat(values, starts))
+    return curve
 
 
 def _list_axes(columns: Columns) -> Columns:
@@ -293,27 +311,27 @@ def _read_events(entries: Iterable[Entry], metrics: Columns) -> list[dict[str, A
     logged_steps = metrics["step"]
     log_times = metrics.get("time", logged_steps)
     events: list[dict[str, Any]] = []
-    last_event_step = 0.0
+    previous_step = 0.0
     has_ended = True
     for entry in entries:
         unix_time = get_number(entry, "time")
         if unix_time is None:
             continue
         logged_step = float(np.max(logged_steps[log_times <= unix_time], initial=0.0))
-        last_step = max(last_event_step, logged_step)
+        newest_step = max(previous_step, logged_step)
         step = get_number(entry, "step")
         if step is None:
-            step = last_step
-        last_event_step = step
+            step = newest_step
+        previous_step = step
 
         kind = str(entry.get("event"))
         event = {"time": unix_time, "step": step, "undone": False}
         if kind == "start":
             if not has_ended:
                 text = "The run was killed: no end was recorded before the next start."
-                events.append(event | {"kind": "killed", "step": last_step, "text": text})
-            for earlier in events:
-                earlier["undone"] |= earlier["step"] > step
+                events.append(event | {"kind": "killed", "step": newest_step, "text": text})
+            for earlier_event in events:
+                earlier_event["undone"] |= earlier_event["step"] > step
             has_ended = False
         elif kind in ENDS:
             has_ended = True

@@ -266,27 +266,33 @@ def read_status(folder: Path) -> RunStatus:
     status = RunStatus(folder.resolve().name)
     _add_config(status, read_config(folder, status.problems))
     metrics = list(read_metrics(folder, status.problems, TAIL_BYTES))
-    events = [
-        event
-        for event in read_json_lines(folder / EVENTS_FILE, status.problems, TAIL_BYTES)
-        if get_number(event, "time") is not None and isinstance(event.get("text"), str)
-    ]
     if metrics:
         status.numbers = get_numbers(metrics[-1])
         losses = [get_number(entry, "loss") for entry in metrics]
         status.losses = [loss for loss in losses if loss is not None]
+
+    events = _read_last_events(folder, status.problems)
     shown_events = [event for event in events if event.get("event") != "data"][-4:]
     status.events = [(event["time"], event["text"].partition("\n")[0]) for event in shown_events]
+
     last_entries = (*metrics[-1:], *events[-1:])
     update_times = [get_numbers(entry).get("time", 0.0) for entry in last_entries]
     status.last_update = max(update_times, default=0.0) or None
-
     status.step = _find_step(status, events)
     milestones = [event for event in events if event.get("event") in ("start", "data", *ENDS)]
     if milestones and milestones[-1]["time"] > status.numbers.get("time", 0.0):
         status.numbers.pop("eta", None)  # The last start has not logged a step yet.
     status.state, status.exit_reason = _find_state(status, events, milestones)
     return status
+
+
+def _read_last_events(folder: Path, problems: list[str]) -> list[Entry]:
+    """Return the last events of a run that have a time and a text."""
+    return [
+        event
+        for event in read_json_lines(folder / EVENTS_FILE, problems, TAIL_BYTES)
+        if get_number(event, "time") is not None and isinstance(event.get("text"), str)
+    ]
 
 
 def _add_config(status: RunStatus, config: dict[str, Entry]) -> None:
@@ -351,16 +357,16 @@ def _describe_end(milestones: Sequence[Entry]) -> tuple[State, str]:
         milestones: Starts and ends of the run. The last one is an end.
     """
     reason = _summarize_text(milestones[-1]["text"])
-    kind = milestones[-1]["event"]
-    if kind == "finish":
+    kinds = [event["event"] for event in milestones]
+    last_kind = kinds[-1]
+    if last_kind == "finish":
         early_finish = reason.partition(": ")[2]  # Only if a hook finished the run.
         return "finished", early_finish
-    if kind in ("stop", "guard"):
+    if last_kind in ("stop", "guard"):
         return "stopped", reason
-    if kind != "refusal":
+    if last_kind != "refusal":
         return "crashed", reason
 
-    kinds = [event["event"] for event in milestones]
     earlier_kinds = [kind for kind in kinds if kind not in ("data", "refusal")]
     if earlier_kinds[-1:] == ["finish"]:
         return "finished", f"a later start was refused: {reason}"
@@ -394,9 +400,11 @@ def _is_alive(pid: Any, since: float) -> bool:
         return True
     except (OSError, TypeError, OverflowError):
         return False
+
     is_zombie = stat[0] == "Z"
-    started = time.time() - uptime + int(stat[19]) / os.sysconf("SC_CLK_TCK")
-    return not is_zombie and started < since + 1  # A later process can reuse the number.
+    boot_time = time.time() - uptime
+    start_time = boot_time + int(stat[19]) / os.sysconf("SC_CLK_TCK")
+    return not is_zombie and start_time < since + 1
 
 
 def list_runs(folder: Path) -> list[dict[str, Any]]:

@@ -57,7 +57,7 @@ class Event:
 
 
 def describe_stop(number: int) -> str:
-    """Return the message that tells the user that a signal will stop the run after a save.
+    """Return the message to log when a signal requests to save a checkpoint and stop the run.
 
     Args:
         number: Number of the signal.
@@ -149,7 +149,7 @@ def setup_logging(rank: int, log_file: Path | None) -> logging.Logger:
 
     Args:
         rank: Number of this rank.
-        log_file: Path of train.log, whose folder is created. None: log to the terminal only.
+        log_file: Path of train.log, whose folder is created. If None, log to the terminal only.
 
     Returns:
         The logger.
@@ -159,7 +159,8 @@ def setup_logging(rank: int, log_file: Path | None) -> logging.Logger:
     """
     ranks = logged_ranks()
     is_logged = rank in ranks
-    prefix = f"[rank {rank}] " if len(ranks) > 1 or not is_logged else ""
+    has_several_ranks = len(ranks) > 1 or not is_logged
+    prefix = f"[rank {rank}] " if has_several_ranks else ""
     terminal = LogHandler(None, _LineFormatter(prefix, "%H:%M:%S"))
     if not is_logged:
         terminal.setLevel(logging.ERROR)
@@ -180,9 +181,9 @@ def setup_logging(rank: int, log_file: Path | None) -> logging.Logger:
 
 
 def _silence_libraries() -> None:
-    """Hide warnings of other libraries, which they log to standard error.
+    """Hide the warnings that other libraries log to standard error.
 
-    torch has its own handlers. Other libraries use Python's handler of last resort.
+    torch has its own handlers. All other libraries use Python's handler of last resort.
     """
     for handler in (logging.lastResort, *logging.getLogger("torch").handlers):
         if handler is not None:
@@ -224,11 +225,12 @@ def report_end(text: str, kind: str, step: int | None = None) -> None:
 
 
 def record_success() -> None:
-    """Create a file by which this rank reports to the launcher that it has completed its work.
+    """Report to the launcher that this rank has completed its work, by creating a file.
 
     Exit code 0 is not enough, because any library can call `os._exit(0)`.
     """
-    if folder := os.environ.get(ERROR_FOLDER):
+    folder = os.environ.get(ERROR_FOLDER)
+    if folder:
         with contextlib.suppress(OSError):  # the launcher was killed and its folder removed
             success_file(Path(folder), os.environ.get("RANK", "0")).touch()
 
@@ -250,8 +252,8 @@ def log_end(text: str, kind: str, step: int | None = None, log_file: Path | None
         text: The reason.
         kind: Kind of the event; one of `ENDS` or "stall".
         step: Number of completed optimizer steps, if it is known.
-        log_file: Path of train.log. None: use the file that `setup_logging` opened in this process,
-            if any.
+        log_file: Path of train.log. If None, use the file that `setup_logging` opened in this
+            process, if any.
     """
     if log_file is not None:
         handlers = _file_handlers(log_file, "")
@@ -299,7 +301,7 @@ class LogHandler(logging.Handler):
             if is_first_failure:
                 target = self.file or "the terminal"
                 text = f"The run continues, but cannot write to {target}: {error}"
-                logging.getLogger(record.name).warning(text)  # on the outputs that still work
+                logging.getLogger(record.name).warning(text)  # reaches the outputs that still work
             if self.file is None:
                 drop_output(terminal)
 

@@ -121,8 +121,11 @@ def stop_signals() -> list[signal.Signals]:
     These are `STOP_SIGNALS`. If the process was started with nohup, SIGHUP is left out, because the
     process must then survive the end of the terminal.
     """
+    signals: list[signal.Signals] = [*STOP_SIGNALS]
     is_under_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    return [n for n in STOP_SIGNALS if n != signal.SIGHUP or not is_under_nohup]
+    if is_under_nohup:
+        signals.remove(signal.SIGHUP)
+    return signals
 
 
 def set_up_torch() -> None:
@@ -142,10 +145,10 @@ def set_up_torch() -> None:
 
 
 def _make_private_cache() -> str:
-    """Create and return a cache folder that only this user can enter.
+    """Create a cache folder that only this user can enter, and return its path.
 
-    This is ~/.cache/titanlite-compiler, or a temporary folder if that is not private or cannot be
-    created.
+    The folder is ~/.cache/titanlite-compiler. If it is not private or cannot be created, return a
+    new temporary folder instead.
     """
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = os.path.join(cache, "titanlite-compiler")

@@ -21,8 +21,8 @@ class RankGroup:
     training continues. All ranks call each method together.
 
     Args:
-        timeout_seconds: Longest time to wait for another rank. None: create no process group, and
-            work as a group that contains only this process.
+        timeout_seconds: Longest time to wait for another rank. If None, create no process group,
+            and work as a group that contains only this process.
 
     Attributes:
         group: The process group, or None.
@@ -43,7 +43,7 @@ class RankGroup:
     def close(self) -> None:
         """Wait for all ranks, and destroy the process group.
 
-        Its threads must end before Python exits.
+        Call it before Python exits, because the threads of the group must have ended by then.
         """
         dist.barrier(self.group)
         dist.destroy_process_group(self.group)

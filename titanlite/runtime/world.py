@@ -69,11 +69,11 @@ def gathered(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Gather a value from every rank of a group. All ranks of the group call this together.
 
     Args:
-        value: Picklable value of this rank.
-        group: Process group; None: all ranks.
+        value: Value of this rank, which is pickled.
+        group: Process group. None means all ranks.
 
     Returns:
-        The values of the ranks, in rank order. The same list on every rank.
+        The values of all ranks in rank order, the same list on every rank.
     """
     values = [value] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group)
@@ -103,7 +103,7 @@ def _rendezvous(world_size: int, timeout: timedelta, file: str | None) -> Store:
     Args:
         world_size: Number of ranks. A single process uses a store in its memory.
         timeout: Longest time to wait for the other ranks.
-        file: File of the store on a single node, which the titanlite launcher chooses. None: use
+        file: File of the store on a single node, which the titanlite launcher chooses. If None, use
             the address in the environment variables of torchrun.
 
     Raises:
@@ -172,8 +172,7 @@ def process_group(job: JobConfig) -> Iterator[torch.device]:
     with backend_order(device), torch.autograd.set_multithreading_enabled(False):
         yield device
 
-    # Skipped after an error: other ranks may be waiting for this one, so destroying the group could
-    # hang.
+    # Not reached after an error, because destroying the group could hang while other ranks wait.
     dist.destroy_process_group()
     _clear_mesh_cache()
 
@@ -202,7 +201,7 @@ def _configure_torch(job: JobConfig, device: torch.device, local_world_size: int
     if device.type == "cpu":
         keep_freed_memory()
 
-    # Nothing draws from the global generator, but checkpoints contain its state.
+    # titanlite does not draw from the global generator, but checkpoints contain its state.
     torch.manual_seed(job.training.seed)
     if job.training.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -82,7 +82,11 @@ class Migration:
 
     @property
     def renamed(self) -> dict[str, str]:
-        """Return old key -> new key, for keys of the old file with another name in the new one."""
+        """Return the keys of the old file that have a different name in the new file.
+
+        Returns:
+            New names by old name.
+        """
         return {
             old: new
             for new, old in self._origin.items()
@@ -179,18 +183,18 @@ class Migration:
         return tables.convert_flavor(self.model, flavor)
 
     def _convert_model(self) -> None:
-        """Set the sizes and RoPE scaling in which the torchtitan flavor differs from ours."""
+        """Set the model flavor, and the sizes in which the torchtitan flavor differs from it."""
         flavor = self._old.get("model.flavor", "debugmodel")
         new_flavor = self._convert_flavor(flavor)
         self._add("model.flavor", new_flavor, DEFAULT)
 
         why = f"torchtitan's {flavor}"
-        torchtitan_sizes = asdict(TORCHTITAN_FLAVORS[self.model][flavor])
-        torchtitan_sizes["rope_scaling_factor"] = self.rope_scaling_factor
+        sizes = asdict(TORCHTITAN_FLAVORS[self.model][flavor])
+        sizes["rope_scaling_factor"] = self.rope_scaling_factor
         for key, size in asdict(FLAVORS[new_flavor]).items():
             is_fixed = key not in ("vocab_size", "max_seq_len", "head_dim")
-            if is_fixed and torchtitan_sizes[key] != size:
-                self._add(f"model.{key}", torchtitan_sizes[key], why)
+            if is_fixed and sizes[key] != size:
+                self._add(f"model.{key}", sizes[key], why)
 
         seq_len = self._get_integer("training.seq_len", 2048)
         if seq_len > FLAVORS[new_flavor].max_seq_len:
@@ -248,6 +252,7 @@ class Migration:
                 f"{name_key} = {format_value(name)}: torchtitan has c4, c4_test and c4_validation. "
                 "Add dataset_path, a folder or a name on the Hub."
             )
+
         if name == "c4_validation":
             self._add(f"{section}.split", "validation")
 
@@ -269,28 +274,30 @@ class Migration:
         if num_stages == 1:
             return
 
-        local_size = self._get_integer("training.local_batch_size", 8)
-        size = self._get_integer("parallelism.pipeline_parallel_microbatch_size", 1)
+        local_key = "training.local_batch_size"
+        local_size = self._get_integer(local_key, 8)
+        microbatch_size = self._get_integer("parallelism.pipeline_parallel_microbatch_size", 1)
         # Old versions set the number of microbatches instead of their size.
         if "experimental.pipeline_parallel_degree" in self._old:
             key = "experimental.pipeline_parallel_microbatches"
             num_microbatches = max(1, self._get_integer(key, num_stages))
-            size = max(1, local_size // num_microbatches)
-        self._add("training.local_batch_size", size, "the size of a microbatch", replace=True)
+            microbatch_size = max(1, local_size // num_microbatches)
+        self._add(local_key, microbatch_size, "the size of a microbatch", replace=True)
 
-        if self._get_integer("training.global_batch_size", -1) != -1:
+        global_key = "training.global_batch_size"
+        has_global_size = self._get_integer(global_key, -1) != -1
+        if has_global_size:
             return
+
         num_shards = self._get_integer("parallelism.data_parallel_shard_degree", -1)
         if num_shards > 0:
             num_replicas = self._get_integer("parallelism.data_parallel_replicate_degree", 1)
-            global_size = local_size * num_shards * num_replicas
-            why = "training.local_batch_size"
-            self._add("training.global_batch_size", global_size, why, replace=True)
+            self._add(global_key, local_size * num_shards * num_replicas, local_key, replace=True)
         else:
             self._lose(
-                "training.local_batch_size",
+                local_key,
                 f"Each data-parallel rank trains on {local_size} sequences per step, in "
-                f"microbatches of {size}. Set training.global_batch_size to {local_size} times the "
+                f"microbatches of {microbatch_size}. Set {global_key} to {local_size} times the "
                 "number of data-parallel ranks.",
             )
 
@@ -334,6 +341,7 @@ class Migration:
             folder = self._old.get("model.hf_assets_path", "./tests/assets/tokenizer")
             self._add(key, folder, f"{DEFAULT}: model.hf_assets_path")
             return
+
         path = self._new.pop(key, None)
         if path is None:
             return

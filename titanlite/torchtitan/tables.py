@@ -26,7 +26,7 @@ _FILE: dict[str, Any] = tomli.loads(
 
 
 def _list_equivalents() -> dict[str, str]:
-    """Return the content of `EQUIVALENT`: keys with the same name, and renamed keys."""
+    """Return the torchtitan keys that titanlite also has, mapped to their titanlite names."""
     equivalents: dict[str, str] = {}
     for section, names in _FILE["same"].items():
         for name in names.split():
@@ -77,11 +77,11 @@ TORCHTITAN_FLAVORS: dict[str, dict[str, Architecture]] = {
 
 
 def convert_flavor(model: str, flavor: str) -> str:
-    """Return the titanlite flavor for a torchtitan flavor, for example "qwen3-0.6b".
+    """Return the titanlite name of a torchtitan flavor, for example "qwen3-0.6b".
 
     Args:
-        model: the torchtitan model.name, "llama3" or "qwen3".
-        flavor: the torchtitan model.flavor, for example "0.6B".
+        model: Value of model.name in torchtitan, "llama3" or "qwen3".
+        flavor: Value of model.flavor in torchtitan, for example "0.6B".
     """
     size = flavor.partition("_")[0].lower()
     return size if model == "llama3" else f"{model}-{size}"

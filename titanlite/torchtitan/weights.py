@@ -95,17 +95,19 @@ def _open_checkpoint(path: Path) -> tuple[SafeReader, list[str]]:
         raise UserError(
             f"{path} is a titanlite checkpoint. Pass it to checkpoint.initial_load_path."
         )
+
     names: list[str] = []
 
     def is_weight(name: str) -> bool:
+        """Return whether to read a tensor. The reader calls this for each tensor name."""
         names.append(name)
         return _WEIGHT.fullmatch(name) is not None
 
     try:
         reader = SafeReader(path, {}, is_weight)
     except CheckpointError as error:
-        text = "Pass the folder of one torchtitan step, which contains .metadata and *.distcp files"
-        raise UserError(f"{path}: {error}. {text}.") from None
+        remedy = "Pass the folder of one torchtitan step, which contains .metadata and *.distcp"
+        raise UserError(f"{path}: {error}. {remedy} files.") from None
     # This import registers torchao's weight wrapper as a type that is safe to load.
     import torchao.float8  # noqa: F401
 
@@ -113,10 +115,10 @@ def _open_checkpoint(path: Path) -> tuple[SafeReader, list[str]]:
 
 
 def _check_head_dim(path: Path, arch: Architecture, rotary_frequencies: TensorInfo) -> None:
-    """Raise UserError if the attention heads of the checkpoint have another width than the model.
+    """Raise UserError if the head dimension of the checkpoint differs from that of the model.
 
-    The shapes of the weights do not show the width of a head, but rotary frequencies have one value
-    for each two channels of a head.
+    The shapes of the weights do not show the head dimension, but those of the rotary frequencies
+    do: there is one frequency for every two channels of a head.
     """
     shape, _ = rotary_frequencies
     if tuple(shape[-1:]) != (arch.head_dim // 2,):
@@ -127,7 +129,7 @@ def _check_head_dim(path: Path, arch: Architecture, rotary_frequencies: TensorIn
 
 
 def _check_rope_scaling(path: Path, arch: Architecture, version: Version) -> None:
-    """Raise UserError if the model has another RoPE scaling than torchtitan uses in `version`."""
+    """Raise UserError if the RoPE scaling of the model is not that of a torchtitan version."""
     expected = ROPE_SCALING_FACTOR[version]
     if arch.rope_scaling_factor != expected:
         raise UserError(
