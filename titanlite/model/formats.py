@@ -208,7 +208,7 @@ def _families_by_kind() -> dict[str, type[HFConfig]]:
 def _aliases(model: type[FileModel]) -> dict[str, str]:
     """Map the fields of `Architecture` to the keys of a Hugging Face config.json.
 
-    For example, "n_heads" -> "num_attention_heads".
+    For example, "n_heads" is mapped to "num_attention_heads".
     """
     fields = model.model_fields.items()
     return {name: field.alias for name, field in fields if field.alias}

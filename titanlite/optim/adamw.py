@@ -247,8 +247,8 @@ def local_shard(tensor: Tensor) -> Tensor:
 def shard_slices(tensor: DTensor) -> tuple[slice, ...]:
     """Return the part of the whole tensor that this rank holds, as one slice per dimension.
 
-    If two mesh dimensions shard the same tensor dimension, the last mesh dimension cuts first,
-    because tensor parallelism is applied before FSDP.
+    If two mesh dimensions shard the same tensor dimension, it is divided along the last mesh
+    dimension first, because tensor parallelism is applied before FSDP.
     """
     mesh = tensor.device_mesh
     slices = [slice(0, size) for size in tensor.shape]

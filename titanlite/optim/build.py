@@ -163,10 +163,10 @@ def step_unless(skip: Tensor, optimizer: torch.optim.Optimizer) -> None:
 
 
 def adamw(groups: Groups, recipe: Recipe) -> torch.optim.Optimizer:
-    """Build AdamW (https://arxiv.org/abs/1711.05101), by default the one of torch.
+    """Build AdamW (https://arxiv.org/abs/1711.05101).
 
-    For compiled updates, for stochastic rounding, and for moments whose dtype differs from that of
-    the parameters, use `titanlite.optim.adamw.AdamW`.
+    `torch.optim.AdamW` is the default. Compiled updates, stochastic rounding, and moments whose
+    dtype differs from that of the parameters require `titanlite.optim.adamw.AdamW`.
     """
     config = recipe.config
     has_other_dtype = recipe.state_dtype != recipe.parameter_dtype

@@ -421,7 +421,8 @@ def _iteration_flops(matrix: Tensor) -> int:
 def _shard_of(whole: Tensor, matrix: Any, rank: int) -> Tensor:
     """Return a view of the part of a whole matrix that a rank holds.
 
-    If two mesh dimensions shard the same dimension, the last mesh dimension cuts first.
+    If two mesh dimensions shard the same dimension of the matrix, it is divided along the last mesh
+    dimension first.
 
     Args:
         whole: Whole matrix as a plain tensor.

@@ -423,7 +423,7 @@ def _check_keys(keys: Iterable[str]) -> None:
 
 
 def _suggest_keys(keys: Iterable[str]) -> str:
-    """Return a question for each key that resembles another one, such as " Did you mean ...?"."""
+    """Return a hint, such as " Did you mean ...?", for each key that resembles a titanlite key."""
     unknown = [key for key in keys if key not in list_keys()]
     problems = [describe_unknown_name(JobConfig, key).problem for key in unknown]
     hints = [problem.removeprefix("is unknown.") for problem in problems]

@@ -141,7 +141,7 @@ def _describe_data(run: Run, tokenizer: Tokenizer, loader: Loader) -> Iterator[E
 
 
 def describe_compute_dtype(dtype: str, device: torch.device) -> str:
-    """Return a log line about the compute dtype and whether the device computes in it fast.
+    """Return a log line with the compute dtype and whether a CPU has instructions for bfloat16.
 
     Args:
         dtype: "float32" or "bfloat16".

@@ -202,7 +202,7 @@ class ReplayTrainer(Trainer):
             run: Run with the options of the replay, such as `log_freq = 1`.
             saved_job: Original job of the run, without the options of the replay. It is compared
                 with the jobs of the checkpoints.
-            step: Last step to replay. The loaded checkpoint is of an earlier step.
+            step: Last step to replay. The checkpoint is from an earlier step.
         """
         self._saved_job = saved_job
         self._replayed_step = step
@@ -234,7 +234,7 @@ class ReplayTrainer(Trainer):
             note(str(line))
 
     def warn(self, line: str) -> None:
-        """Ignore the warning. It concerns the state of hooks, which a replay does not load."""
+        """Ignore a warning about the state of hooks, because a replay does not load their state."""
 
 
 def replay(run: Run, step: int) -> list[LoggedStep]:

@@ -83,7 +83,7 @@ class _SentRequest(NamedTuple):
     """A request of this rank that `receive` has not returned yet.
 
     Attributes:
-        request: The request.
+        request: Actions that this rank requests.
         count: Number of ranks with a request, on the CPU. None if unknown.
         copied: Event after which `count` is valid. None if it is valid already.
     """

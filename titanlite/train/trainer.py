@@ -202,7 +202,7 @@ class Trainer:
     def _create_loader(self) -> None:
         """Create the loader of the training data, describe the run in the log, and read ahead.
 
-        The loader starts before the model is built, so that its workers read meanwhile.
+        Call this before the model is built, so that the data workers read in the meantime.
         """
         self.loader = Loader(
             self.run,
@@ -466,7 +466,7 @@ class Trainer:
 
     @contextmanager
     def evaluation_mode(self) -> Iterator[None]:
-        """Give the model the weights to evaluate and save during the `with` block.
+        """Load the weights for evaluation and checkpoints into the model for the `with` block.
 
         Only schedule-free optimizers keep two versions of the weights. With any other optimizer
         this context manager does nothing.
