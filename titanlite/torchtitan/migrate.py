@@ -7,7 +7,7 @@ and writes no files.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict
 from typing import Any, get_args
 
@@ -405,9 +405,8 @@ def _check_model(name: Any) -> None:
         )
 
 
-def _check_keys(keys: Iterable[str]) -> None:
+def _check_keys(keys: Collection[str]) -> None:
     """Raise UserError if a key is not in a torchtitan section, or if none is a torchtitan key."""
-    keys = list(keys)
     for key in keys:
         section, dot, _ = key.partition(".")
         if not dot or section not in tables.SECTIONS:
