@@ -62,6 +62,7 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, run: Run) -> None:
         shard(group, reshard_after_forward=always_reshards)
     shard(model, reshard_after_forward=always_reshards)
 
+    # Of the output, prefetch only the projection. The final norm is small.
     _prefetch_groups([*embedding, *blocks, *output[-1:]])
     _sum_gradients(model, mesh)
     if run.job.parallelism.enable_fsdp_symmetric_memory:

@@ -103,7 +103,7 @@ def reduces_output_first(output: nn.Module, mesh: DeviceMesh, run: Run) -> bool:
     output layer takes 2 GiB for the 8B model. If the norm is the next group, this buffer is freed
     before the last block needs memory, which saves 1.3 GiB for a compiled model.
 
-    In return, the GPU waits for the reduce-scatter of the output layer. So this is limited to
+    However, the GPU waits for the reduce-scatter of the output layer. So this is limited to
     `memory_savers = "all"`, to large output layers, and to sharding within a node.
     """
     parallelism = run.job.parallelism
@@ -132,8 +132,8 @@ def reduce_in_main_stream(model: Llama, mesh: DeviceMesh) -> None:
     additional wait, because FSDP2 makes its stream wait for the main stream before it allocates a
     result.
 
-    Call this only if `are_reductions_final`. A result that is freed early would be overwritten
-    while the collective still writes to it.
+    Call this only if `are_reductions_final` returns True. A result that is freed early would be
+    overwritten while the collective still writes to it.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -164,7 +164,7 @@ class _MainStreamReduceScatter:
 def gather_in_main_stream(model: Llama) -> None:
     """Allocate the results of FSDP all-gathers in the main stream, to save memory.
 
-    This saves 2.9 GiB for the 8B model. In return, the casts and copies of weights before each
+    This saves 2.9 GiB for the 8B model. However, the casts and copies of weights before each
     all-gather run in the main stream, so they no longer overlap with the computation of blocks.
     """
     cast(Any, model)._set_unshard_async_op(True)
@@ -187,10 +187,10 @@ def allocate_moments(optimizer: torch.optim.Optimizer) -> None:
 
 
 def find_unneeded_matmul(block: nn.Module) -> int:
-    """Return the index of the matmul of a block whose output need not be saved for the backward.
+    """Return the index of the matmul of a block whose output the backward pass does not read.
 
-    This is the last matmul. Its output is only added to the residual stream, so the backward pass
-    does not read it. Not saving it reduces the memory of the 8B model by 5.3 GiB in eager mode.
+    This is the last matmul, because its output is only added to the residual stream. Not saving the
+    output reduces the memory of the 8B model by 5.3 GiB in eager mode.
 
     Returns:
         Index of the matmul, counted from 1, or 0 for a block with FP8 layers: an FP8 layer in eager
