@@ -113,7 +113,7 @@ def hf_config(arch: Architecture, dtype: str) -> dict[str, Any]:
     family = _find_family(arch)
     rope_scaling = None
     if arch.rope_scaling_factor != 1.0:
-        rope_scaling = {"rope_type": "llama3", **_export_fields(arch, _Llama3Rope)}
+        rope_scaling = {**_export_fields(arch, _Llama3Rope), "rope_type": "llama3"}
 
     return {
         "architectures": [family.causal_lm],
