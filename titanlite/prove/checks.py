@@ -29,7 +29,7 @@ A mistake that one process shares with the layout would otherwise hide itself.""
 
 
 class Check(NamedTuple):
-    """Comparison of one value of the trained layout with its expected value.
+    """Comparison of one value of the tested run with its expected value.
 
     `titanlite prove` makes hundreds of these comparisons. The check passes if `error` is at most
     `tolerance`.
@@ -119,7 +119,7 @@ def total_norm(tensors: Iterable[Tensor]) -> float:
 
 
 def gradient_tolerance(run: Run, error_of_one_rank: float) -> float:
-    """Return the largest relative error that a gradient of the layout may have.
+    """Return the largest relative error that a gradient of a run on several ranks may have.
 
     It is four times the error that a single rank makes in the same precision, plus a small constant
     for rounding in fp32.
@@ -133,7 +133,7 @@ def gradient_tolerance(run: Run, error_of_one_rank: float) -> float:
 
 
 def loss_tolerance(run: Run, error_of_one_rank: float) -> float:
-    """Return the largest relative error that a loss of the layout may have.
+    """Return the largest relative error that the loss of a run on several ranks may have.
 
     It is the tolerance of a gradient plus 1/64 of a rounding step of the compute dtype. The loss is
     a single number, so the error on one rank can be zero by chance.
@@ -159,7 +159,7 @@ def compare_gradients(
     Args:
         step: Number of the step.
         run: The run, which determines the precision.
-        gradients: Gradients of the layout, by parameter name.
+        gradients: Gradients of the run, by parameter name.
         reference: Float64 gradients, by parameter name.
         single: Gradients of one process in the precision of the run. Their error determines the
             tolerance.

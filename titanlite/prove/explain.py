@@ -40,13 +40,13 @@ def coordinates(run: Run, rank: int) -> dict[str, int]:
 
 
 def explain_ratio(ratio: float, run: Run) -> str:
-    """Explain by which number of the layout a value is wrong, for the message of a failed check.
+    """Explain by which parallel degree a value is wrong, for the message of a failed check.
 
     For example, "2 times the expected value = the data-parallel degree".
 
     Args:
         ratio: Wrong value divided by the expected value.
-        run: The run with the layout.
+        run: The run, whose parallel degrees may explain the error.
 
     Returns:
         The explanation, or "" if the ratio is 1.
@@ -69,7 +69,7 @@ def explain_ratio(ratio: float, run: Run) -> str:
 
 
 def _layout_numbers(run: Run) -> dict[str, int]:
-    """Return the numbers of a layout by which a value may be wrong, such as the degrees."""
+    """Return the numbers by which a value may be wrong, such as the parallel degrees."""
     degrees = run.degrees
     return {
         "data-parallel degree": degrees.data,
@@ -89,7 +89,7 @@ def explain_factor(value: torch.Tensor, expected: torch.Tensor, run: Run) -> str
     Args:
         value: Wrong tensor.
         expected: Expected tensor of the same shape.
-        run: The run with the layout.
+        run: The run, whose parallel degrees may explain the error.
 
     Returns:
         A text such as "2 times the expected value", or "" if the tensors do not differ by a factor.
@@ -169,9 +169,9 @@ def explain_gradient(
     missing or counted too often.
 
     Args:
-        run: The small run.
+        run: The tested run on several ranks.
         failed: Names of the wrong gradients.
-        gradients: Gradients of the layout.
+        gradients: Gradients of the run.
         expected: Gradients of the reference.
         weights: Weights before the step.
         sequences: Sequences of the step.

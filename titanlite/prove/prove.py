@@ -184,7 +184,7 @@ def single_run(run: Run, dump_folder: Path, recompute: bool = False) -> Run:
     """Return a copy of a run that trains on one rank, without parallelism and compilation.
 
     Args:
-        run: The small run on several ranks.
+        run: The tested run on several ranks.
         dump_folder: Output folder of the returned run.
         recompute: Whether to keep activation checkpointing. By default, it is disabled.
     """
@@ -209,12 +209,12 @@ def single_run(run: Run, dump_folder: Path, recompute: bool = False) -> Run:
 
 
 def prove(run: Run, out: Path) -> Proof | None:
-    """Train a small run in its layout and compare every step with a reference on one process.
+    """Train a small run on several ranks, and compare every step with a reference on one rank.
 
     All ranks must call this together.
 
     Args:
-        run: The small run.
+        run: The tested run on several ranks.
         out: Existing folder for temporary files, which all ranks share.
 
     Returns:
@@ -269,10 +269,10 @@ def _build_proof(run: Run, checks: list[Check], device: torch.device) -> Proof:
 
 
 def compare(run: Run, folder: Path, save_after: int) -> Iterator[Check]:
-    """Yield all comparisons of a trained layout with its reference.
+    """Yield all comparisons of a run on several ranks with a reference on one rank.
 
     Args:
-        run: The small run.
+        run: The tested run on several ranks.
         folder: Folder with the record files of all ranks, and with "layout", the output folder of
             the run.
         save_after: Step after which the run saved its checkpoint.
@@ -318,10 +318,10 @@ def compare_step(
     in which a step computes these values. The first failure therefore shows where the error begins.
 
     Args:
-        run: The small run.
+        run: The tested run on several ranks.
         step: Number of the step.
-        before: State of the layout before the step.
-        after: Records of the layout after the step.
+        before: State of the run before the step.
+        after: Records of the run after the step.
         single: Record of the same step on one rank, in the precision of the run.
         reference: Model that computes the expected loss and gradients in float64.
     """
@@ -369,7 +369,7 @@ def compare_sequences(
     """Check that each rank read exactly its part of the global batch, bitwise.
 
     Args:
-        run: The small run.
+        run: The tested run on several ranks.
         step: Number of the step.
         after: Records of the step, with the sequences that each rank read.
         sequences: Fields of the global batch, such as "input_ids", each of shape (sequences, T).
@@ -402,7 +402,7 @@ def compare_replicas(
     """Check that replicated shards are bitwise equal on all ranks that hold them.
 
     Args:
-        run: The small run.
+        run: The tested run on several ranks.
         step: Number of the step.
         name: Name of the yielded checks, such as "replicas of gradients".
         after: Records of all ranks.
@@ -454,11 +454,11 @@ def compare_update(
     """Compare the weights and optimizer state after a step with the expected optimizer update.
 
     Args:
-        run: The small run.
+        run: The tested run on several ranks.
         step: Number of the step.
-        before: State of the layout before the step.
-        after: Gradients of the layout, and its state after the step.
-        single: State after the step on one rank that applied the gradients of the layout.
+        before: State of the run before the step.
+        after: Gradients of the run, and its state after the step.
+        single: State after the step on one rank that applied the same gradients.
         norm: Total gradient norm, from which the clipping factor follows.
     """
     max_norm = run.job.training.max_norm
@@ -536,7 +536,7 @@ def compare_resumed(
     """Check that a resumed run repeats the steps of the uninterrupted run, bitwise.
 
     Args:
-        run: The small run.
+        run: The tested run on several ranks.
         save_after: Step after which the checkpoint was saved.
         first: Records of the uninterrupted run, by step.
         resumed: Records of the run that resumed from the checkpoint in the same layout, by step.
@@ -560,14 +560,14 @@ def compare_resumed(
 def compare_resumed_on_one_rank(
     run: Run, device: torch.device, saved: LayoutStep, next_step: StepRecord
 ) -> Iterator[Check]:
-    """Resume the checkpoint of the layout on one rank and train one step.
+    """Resume from the checkpoint on one rank and train one step.
 
     The loaded state, and the sequences and gradients of the step, must be bitwise as expected.
 
     Args:
-        run: The small job on one rank, with the output folder of the layout.
+        run: The job on one rank, with the output folder of the tested run.
         device: Device of this rank.
-        saved: State of the layout when it saved the checkpoint.
+        saved: State of the tested run when it saved the checkpoint.
         next_step: Record of the expected next step, from the same weights on one rank.
     """
     recorder = Recorder()
@@ -597,7 +597,7 @@ def compare_export(weights: Tensors, folder: Path, step: int) -> Iterator[Check]
     skipped.
 
     Args:
-        weights: Weights of the layout after the step, by parameter name.
+        weights: Weights of the tested run after the step, by parameter name.
         folder: Folder that contains "layout", the output folder of the run.
         step: Number of the saved step.
     """

@@ -189,7 +189,7 @@ def train_in_layout(run: Run, device: torch.device, save_after: int, folder: Pat
     within a process group.
 
     Args:
-        run: The small run.
+        run: The tested run on several ranks.
         device: Device of this rank.
         save_after: Step after which the checkpoint is saved.
         folder: Existing folder that all ranks share.

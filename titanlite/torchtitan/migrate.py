@@ -183,7 +183,7 @@ class Migration:
         return tables.convert_flavor(self.model, flavor)
 
     def _convert_model(self) -> None:
-        """Set the model flavor, and the sizes in which the torchtitan flavor differs from it."""
+        """Set the model flavor, and each size in which it differs from the torchtitan flavor."""
         flavor = self._old.get("model.flavor", "debugmodel")
         new_flavor = self._convert_flavor(flavor)
         self._add("model.flavor", new_flavor, DEFAULT)
