@@ -1,4 +1,4 @@
-"""Commands that read checkpoints: average, eval, export, import, generate and verify."""
+"""average, eval, export, import, generate and verify read the checkpoints of a run."""
 
 import io
 import itertools
@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import World, titanlite
+from small_runs import job_tables
 from torch.nn import functional as F
 
 from titanlite import cli, completion, generate, generate_many, load_checkpoint
@@ -38,13 +39,12 @@ Output = pytest.CaptureFixture[str]
 MODEL_FILE = PACKAGE / "assets" / "tokenizer" / "tokenizer.model"
 TOKENIZER = load_tokenizer(MODEL_FILE)
 PROMPTS = ["def f", "import os, sys", "", "class A:", "x"]
-MODEL = {"dim": 32, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 48, "max_seq_len": 64}
 JOB = JobConfig.model_validate(
-    {
-        "job": {"dump_folder": "unused"},
-        "model": {**MODEL, "vocab_size": 4096},
-        "training": {"seq_len": 48},
-    }
+    job_tables(
+        "job.dump_folder = 'unused' ; model.dim = 32 ; model.n_layers = 4 ; model.n_heads = 4 ; "
+        "model.n_kv_heads = 2 ; model.ffn_dim = 48 ; model.max_seq_len = 64 ; "
+        "model.vocab_size = 4096 ; training.seq_len = 48"
+    )
 )
 TEXTS = [
     "def f(x):\n    return x + 1\n" * 20,
@@ -141,15 +141,10 @@ def test_average_writes_the_weighted_mean_as_a_checkpoint(trained, files, tmp_pa
 
 
 def test_average_of_unsuitable_checkpoints_is_an_error(trained, tmp_path, capsys):
-    other = tmp_path / "other"
-    other.mkdir()
-    save_run(other, 10, job=change_model(ffn_dim=64))
-    used = tmp_path / "used"
-    used.mkdir()
-    (used / "file").touch()
+    other = save_run(tmp_path, 10, job=change_model(ffn_dim=64))
     out = tmp_path / "out"
 
-    run("average", trained, trained, "--out", used, code=2)
+    run("average", trained, trained, "--out", tmp_path, code=2)  # not empty
     run("average", trained, trained, "--weights", 1, "--out", out, code=2)
     run("average", trained, other, "--out", out, code=2)
 
@@ -202,12 +197,12 @@ def test_eval_computes_the_loss_of_transformers_on_the_exported_model(trained, f
         assert found == pytest.approx(expected, rel=1e-5)  # fp32 sums in another order
 
 
-LAYOUTS: list[dict[str, Any]] = [
-    {},
-    {"data_parallel_replicate_degree": 2},
-    {"tensor_parallel_degree": 2},
-    {"context_parallel_degree": 2},
-    {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "Interleaved1F1B"},
+LAYOUTS = [
+    "",
+    "data_parallel_replicate_degree = 2",
+    "tensor_parallel_degree = 2",
+    "context_parallel_degree = 2",
+    "pipeline_parallel_degree = 2 ; pipeline_parallel_schedule = 'Interleaved1F1B'",
 ]
 
 
@@ -215,11 +210,9 @@ def score_in_layouts(trained: Path, files: list[Path], store: Path) -> list[Text
     os.environ[STORE] = f"{store}-of-scores"
     scores = []
     for layout in LAYOUTS:
-        parallelism = Parallelism.model_validate(layout)
-        score = evaluate_text(
-            trained, files, parallelism=parallelism, window=37, stride=10, batch_size=3
-        )
-        scores.append(score)
+        parallelism = Parallelism.model_validate(job_tables(layout))
+        sizes: dict[str, Any] = {"window": 37, "stride": 10, "batch_size": 3}
+        scores.append(evaluate_text(trained, files, parallelism=parallelism, **sizes))
     return scores
 
 
@@ -269,71 +262,58 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_text_equals_that_of_transformers(tmp_path, family: str):
+def test_an_exported_model_computes_the_same_in_transformers_and_after_an_import(
+    tmp_path, family: str
+):
     from transformers import AutoModelForCausalLM
 
-    trained = save_run(tmp_path, 1, job=change_model(**FAMILIES[family]))
-    run("export", "--checkpoint", trained, "--out", tmp_path / "hf", "--dtype", "float32")
-    theirs: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
-    ours = load_checkpoint(trained)
-
-    assert type(theirs).__name__ == family
-    for prompt in PROMPTS:
-        ids = torch.tensor([[TOKENIZER.bos_id, *TOKENIZER.encode(prompt)]])
-        output = theirs.generate(ids, max_new_tokens=30, do_sample=False, eos_token_id=None)
-        expected = TOKENIZER.decode(output[0, ids.shape[1] :].tolist())
-        assert complete(ours, prompt) == expected
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_import_restores_exported_weights(tmp_path, family: str):
     job = change_model(**FAMILIES[family])
     trained = save_run(tmp_path, 1, job=job)
     hf = tmp_path / "hf"
 
     run("export", "--checkpoint", trained, "--out", hf, "--dtype", "float32")
+    theirs: Any = AutoModelForCausalLM.from_pretrained(hf)
     run("import", "--hf", hf, "--out", tmp_path / "back")
-    shutil.rmtree(hf)  # the checkpoint contains its tokenizer
-
+    shutil.rmtree(hf)  # the imported checkpoint contains its tokenizer
     imported = load_checkpoint(tmp_path / "back")
-    assert complete(imported, PROMPTS[0]) == complete(load_checkpoint(trained), PROMPTS[0])
+
+    assert type(theirs).__name__ == family
+    for prompt in PROMPTS:
+        ids = torch.tensor([[TOKENIZER.bos_id, *TOKENIZER.encode(prompt)]])
+        output = theirs.generate(ids, max_new_tokens=30, do_sample=False, eos_token_id=None)
+        assert complete(imported, prompt) == TOKENIZER.decode(output[0, ids.shape[1] :].tolist())
     weights = checkpoint_weights(imported.folder)
     assert weights.arch == build_architecture(job.model)
     for name, weight in random_model(1, job).named_parameters():
         assert torch.equal(weights.read(name), weight)
 
 
-@pytest.fixture(scope="module")
-def imported(tmp_path_factory) -> Path:
-    """A folder with an imported Llama and Qwen3, whose tokenizers have different formats."""
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+@pytest.fixture
+def imported(tmp_path) -> Path:
+    """Import a Llama of transformers, and return its checkpoint."""
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    folder = tmp_path_factory.mktemp("imported")
-    sizes: dict[str, Any] = {
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "intermediate_size": 48,
-        "vocab_size": 4224,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 128,
-    }
-    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(folder / "llama-hf")
-    Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=16)).save_pretrained(folder / "qwen-hf")
-    for name, suffix in (("llama", ".model"), ("qwen", ".json")):
-        hf = folder / f"{name}-hf"
-        shutil.copy(MODEL_FILE.with_suffix(suffix), hf)
-        run("import", "--hf", hf, "--out", folder / name)
-        shutil.rmtree(hf)
-    return folder
+    config = LlamaConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        intermediate_size=48,
+        vocab_size=4224,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
+    shutil.copy(MODEL_FILE, tmp_path / "llama")
+    run("import", "--hf", tmp_path / "llama", "--out", tmp_path / "imported")
+    return (tmp_path / "imported").rename(tmp_path / "moved")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "qwen"])
-def test_every_command_accepts_an_imported_checkpoint(imported, files, tmp_path, capsys, name: str):
-    checkpoint = shutil.copytree(imported / name, tmp_path / "moved")
-    text = run_generate(capsys, checkpoint, "--prompt", "def f")[0]
-    score = evaluate_text(checkpoint, files)
+def test_every_command_accepts_an_imported_checkpoint(
+    imported, files: list[Path], tmp_path, capsys
+):
+    text = run_generate(capsys, imported, "--prompt", "def f")[0]
+    score = evaluate_text(imported, files)
     assert (score.documents, score.window) == (5, 128)
     # Each command writes a copy of the weights. The learning rate is too small to change them.
     train = (
@@ -342,27 +322,26 @@ def test_every_command_accepts_an_imported_checkpoint(imported, files, tmp_path,
         "--training.mixed_precision_param float32"
     )
     hf = tmp_path / "hf"
-    titanlite("average", checkpoint, checkpoint, "--out", tmp_path / "mean")
-    titanlite("export", "--checkpoint", checkpoint, "--out", hf, "--dtype", "float32")
+    titanlite("average", imported, imported, "--out", tmp_path / "mean")
+    titanlite("export", "--checkpoint", imported, "--out", hf, "--dtype", "float32")
     titanlite("import", "--hf", hf, "--out", tmp_path / "again")
-    titanlite("train", "--from", checkpoint, "--job.dump_folder", tmp_path / "run", *train.split())
+    titanlite("train", "--from", imported, "--job.dump_folder", tmp_path / "run", *train.split())
 
     for copy in ("mean", "again", "run"):
         assert run_generate(capsys, tmp_path / copy, "--prompt", "def f")[0] == text
         assert evaluate_text(tmp_path / copy, files, window=128).loss == score.loss
-    assert "steps to replay" in titanlite("replay", checkpoint, "--step", 1, code=2)
+    assert "steps to replay" in titanlite("replay", imported, "--step", 1, code=2)
 
 
 @pytest.mark.slow
-def test_a_damaged_tokenizer_of_a_checkpoint_is_reported(imported, tmp_path, capsys):
-    checkpoint = shutil.copytree(imported / "llama", tmp_path / "copy")
-    run("verify", checkpoint)
+def test_a_damaged_tokenizer_of_a_checkpoint_is_reported(imported, capsys):
+    run("verify", imported)
 
-    tokenizer = checkpoint / "step-00000000/tokenizer.model"
+    tokenizer = imported / "step-00000000/tokenizer.model"
     tokenizer.write_bytes(tokenizer.read_bytes()[:-1])
 
-    run("verify", checkpoint, code=4)
-    run_generate(capsys, checkpoint, code=4)
+    run("verify", imported, code=4)
+    run_generate(capsys, imported, code=4)
 
 
 def test_weights_are_imported_without_a_tokenizer_that_does_not_fit(trained, tmp_path, capsys):
@@ -482,9 +461,8 @@ def test_a_checkpoint_of_another_model_or_tokenizer_is_an_error(capsys, trained,
     other = tmp_path / "other.model"
     other.write_bytes(b"".join(MODEL_FILE.read_bytes().splitlines(keepends=True)[:-1]))
     tokenizer = JOB.tokenizer.model_copy(update={"path": str(other)})
-    (folder / "config.toml").write_text(
-        dump_config(JOB.model_copy(update={"tokenizer": tokenizer}))
-    )
+    job = JOB.model_copy(update={"tokenizer": tokenizer})
+    (folder / "config.toml").write_text(dump_config(job))
     assert "another tokenizer" in run_generate(capsys, folder, code=4)[1]
 
 

@@ -26,24 +26,23 @@ Output = pytest.CaptureFixture[str]
 def hub(tmp_path, monkeypatch) -> Iterator[Hub]:
     """A hub with small versions of the presets, and a folder to start in."""
     write_parquet(tmp_path / "texts", [path.read_text() for path in ROOT.glob("titanlite/**/*.py")])
-    raw, model = (
-        (tmp_path / "texts").read_bytes(),
-        {"tokenizer.json": TOKENIZER, "model.safetensors": b"no"},
-    )
-    files = {"models/openai-community/gpt2": model, "models/meta-llama/Llama-3.1-8B": model}
-    files[FINEWEB] = {
-        f"sample/{size}BT/00{i}_00000.parquet": raw for size in (10, 100) for i in range(2)
-    }
-    files["datasets/me/mine"] = {
-        "test.jsonl": b"no",
-        "train.jsonl": b'{"text": "a"}\n',
-        "train.csv": b"no",
+    raw = (tmp_path / "texts").read_bytes()
+    model = {"tokenizer.json": TOKENIZER, "model.safetensors": b"no"}
+    parts = [f"sample/{size}BT/00{i}_00000.parquet" for size in (10, 100) for i in range(2)]
+    files = {
+        "models/openai-community/gpt2": model,
+        "models/meta-llama/Llama-3.1-8B": model,
+        FINEWEB: dict.fromkeys(parts, raw),
+        "datasets/me/mine": {
+            "test.jsonl": b"no",
+            "train.jsonl": b'{"text": "a"}\n',
+            "train.csv": b"no",
+        },
     }
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr(
-        logging.getLogger("huggingface_hub"), "handlers", []
-    )  # to what another test had as stderr
+    # Its handler writes to the standard error of an earlier test.
+    monkeypatch.setattr(logging.getLogger("huggingface_hub"), "handlers", [])
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     with Hub(files) as server:
@@ -58,45 +57,49 @@ def run(capsys: Output, *words: str, code: int = 0) -> str:
     return out + re.sub(r"[\s│]+", " ", err)
 
 
-def test_the_preset_jobs_name_the_downloads_that_they_need(hub, capsys):
-    needed = dict[str, list[str]]()
-    for preset in sorted((ROOT / "train_configs").glob("fineweb_*.toml")):
-        needed[preset.name] = re.findall(
-            r"^#   titanlite ((?:get|tokenizer) .*)$", preset.read_text(), re.M
-        )
-        answer = run(capsys, "check", "--job.config_file", preset.name, code=2)
-        assert [" ".join(command.split()[:3]) in answer for command in needed[preset.name]] == [
-            True
-        ] * 2
-    for preset, commands in needed.items():
-        for command in commands:
-            run(
-                capsys,
-                *shlex.split(command),
-                *(["--from", hub.url] if command.startswith("get") else []),
-            )
-        answer = run(
-            capsys,
-            "check",
-            "--job.config_file",
-            preset,
-            "--world-size",
-            "64" if "8b" in preset else "8",
-        )
-        assert ("titanlite get tokenizer llama3" in answer) == (
-            preset in ("fineweb_1b.toml", "fineweb_8b.toml")
-        )
-    assert [*needed] == [f"fineweb_{size}.toml" for size in ("150m", "1b", "8b", "debugmodel")]
-    assert {name for name, _ in hub.asked} == {*hub.files[FINEWEB], "tokenizer.json"}
+def get(capsys: Output, hub: Hub, data: str, *words: str, code: int = 0) -> str:
+    """Run `titanlite get data` with the hub."""
+    return run(capsys, "get", "data", data, "--from", hub.url, *words, code=code)
 
 
-def test_a_dry_run_lists_files_and_a_folder_can_replace_the_hub(hub, tmp_path, capsys):
-    answer = run(capsys, "get", "data", "fineweb-edu-10bt", "--from", hub.url, "--dry-run")
+@pytest.mark.parametrize(
+    ("preset", "is_toy_tokenizer"),
+    [
+        ("fineweb_150m.toml", False),
+        ("fineweb_1b.toml", True),
+        ("fineweb_8b.toml", True),
+        ("fineweb_debugmodel.toml", False),
+    ],
+)
+def test_a_preset_job_names_the_downloads_that_it_needs(
+    hub: Hub, capsys, preset: str, is_toy_tokenizer: bool
+):
+    text = (ROOT / "train_configs" / preset).read_text()
+    commands = re.findall(r"^#   titanlite ((?:get|tokenizer) .*)$", text, re.M)
+    check = f"check --job.config_file {preset} --world-size {64 if '8b' in preset else 8}".split()
+
+    before = run(capsys, *check, code=2)
+    for command in commands:
+        source = f" --from {hub.url}" if command.startswith("get") else ""
+        run(capsys, *shlex.split(command + source))
+    after = run(capsys, *check)
+
+    assert len(commands) == 2
+    assert all(" ".join(command.split()[:3]) in before for command in commands)
+    assert ("titanlite get tokenizer llama3" in after) == is_toy_tokenizer
+
+
+def test_a_dry_run_lists_files_and_downloads_none(hub: Hub, capsys):
+    answer = get(capsys, hub, "fineweb-edu-10bt", "--dry-run")
     size = len(next(iter(hub.files[FINEWEB].values())))
+    names = [f"sample/10BT/00{i}_00000.parquet" for i in range(2)]
     assert re.findall(r"^ *([\d,]+)  (\S+)$", answer, re.M) == [
-        (f"{size:,}", f"sample/10BT/00{i}_00000.parquet") for i in range(2)
+        (f"{size:,}", name) for name in names
     ]
     assert (hub.asked, os.listdir()) == ([], [])
+
+
+def test_a_folder_can_replace_the_hub_and_files_are_downloaded_once(hub: Hub, tmp_path, capsys):
     (tmp_path / "mirror" / "train-0.jsonl").mkdir(parents=True)
     for name, content in hub.files["datasets/me/mine"].items():
         (tmp_path / "mirror" / name).write_bytes(content)
@@ -108,12 +111,12 @@ def test_a_dry_run_lists_files_and_a_folder_can_replace_the_hub(hub, tmp_path, c
 
 
 def test_a_download_resumes_after_a_broken_connection(hub, capsys):
-    hub.cut, content = (
-        "train.txt",
-        b"a line\n" * 3_000_000,
-    )  # the library goes on after whole blocks of 10 MB
+    content = b"a line\n" * 3_000_000  # the library resumes after whole blocks of 10 MB
     hub.files["datasets/me/large"] = {"train.txt": content}
-    run(capsys, "get", "data", "me/large", "--from", hub.url)
+    hub.cut = "train.txt"
+
+    get(capsys, hub, "me/large")
+
     (_, first), (_, second) = hub.asked
     assert first == 0 < second
     assert Path("data/large/train.txt").read_bytes() == content
@@ -123,23 +126,29 @@ def test_a_download_resumes_after_a_broken_connection(hub, capsys):
 def test_only_files_with_the_stated_checksum_are_kept_and_none_is_overwritten(
     hub, size: int, capsys
 ):
-    content, name, command = b"x" * size, "train.txt", ["get", "data", "me/sums", "--from", hub.url]
-    hub.files["datasets/me/sums"], out = {name: content}, Path("data/sums")
-    hub.instead[name] = b"y" * size
-    assert name in run(capsys, *command, code=2)
-    assert not os.listdir(out)
+    out = Path("data/sums/train.txt")
+    hub.files["datasets/me/sums"] = {out.name: b"x" * size}
+
+    hub.instead[out.name] = b"y" * size
+    assert out.name in get(capsys, hub, "me/sums", code=2)
+    assert not os.listdir(out.parent)
+
     hub.instead.clear()
-    run(capsys, *command)
-    assert (out / name).read_bytes() == content
-    (out / name).write_bytes(b"z" * size)
-    assert f"{out}/{name}" in run(capsys, *command, code=2)
-    assert (out / name).read_bytes() == b"z" * size
+    get(capsys, hub, "me/sums")
+    assert out.read_bytes() == b"x" * size
+
+    out.write_bytes(b"z" * size)
+    assert str(out) in get(capsys, hub, "me/sums", code=2)
+    assert out.read_bytes() == b"z" * size
 
 
 def test_a_stream_is_not_read_beyond_the_size_of_the_file(hub, capsys):
-    hub.files["datasets/me/endless"], hub.endless = {"train.txt": b"a line\n" * 1000}, "train.txt"
-    assert "train.txt" in run(capsys, "get", "data", "me/endless", "--from", hub.url, code=2)
-    assert hub.sent < 32_000_000  # the client reads 10 MB at once, and sockets hold some more
+    hub.files["datasets/me/endless"] = {"train.txt": b"a line\n" * 1000}
+    hub.endless = "train.txt"
+
+    assert "train.txt" in get(capsys, hub, "me/endless", code=2)
+
+    assert hub.sent < 32_000_000  # the client reads 10 MB at once, and sockets buffer some more
     assert not os.listdir("data/endless")
 
 
@@ -149,51 +158,38 @@ LISTS = {
     "no size": b'[{"type": "file", "path": "train.jsonl", "size": "1"}]',
     "bad checksum": b'[{"type": "file", "path": "train.jsonl", "size": 1, "lfs": {"oid": "../x"}}]',
     "deep": b"[" * 100_000,
-    **{
-        path: json.dumps([listed(path, b"x")]).encode()
-        for path in ("../../evil.jsonl", "/evil.jsonl", "a//b.jsonl")
-    },
 }
+for path in ("../../evil.jsonl", "/evil.jsonl", "a//b.jsonl"):
+    LISTS[path] = json.dumps([listed(path, b"x")]).encode()
 
 
 @pytest.mark.parametrize("tree", LISTS.values(), ids=LISTS)
 def test_a_malformed_list_of_files_is_an_error(hub, tree: bytes, capsys):
     hub.tree = tree
-    assert "/api/datasets/me/mine" in run(
-        capsys, "get", "data", "me/mine", "--from", hub.url, code=2
-    )
+    assert "/api/datasets/me/mine" in get(capsys, hub, "me/mine", code=2)
     assert not [*Path("..").rglob("evil.jsonl")]
 
 
 @pytest.mark.parametrize("tree", [b"[]", b""], ids=["empty", "full"])
 def test_a_list_of_files_that_links_to_itself_is_an_error(hub, tree: bytes, capsys):
-    hub.tree, hub.link = tree, f"{hub.url}/api/datasets/me/mine/tree/main?cursor=1"
-    assert "/api/datasets/me/mine" in run(
-        capsys, "get", "data", "me/mine", "--from", hub.url, code=2
-    )
+    hub.tree = tree
+    hub.link = f"{hub.url}/api/datasets/me/mine/tree/main?cursor=1"
+    assert "/api/datasets/me/mine" in get(capsys, hub, "me/mine", code=2)
 
 
 @pytest.mark.slow
 def test_ctrl_c_stops_a_download_and_the_same_command_resumes_it(hub):
     files = {name: raw for name, raw in hub.files[FINEWEB].items() if "/10BT/" in name}
     first, hub.held = files
-    words = [
-        sys.executable,
-        "-P",
-        "-m",
-        "titanlite",
-        "get",
-        "data",
-        "fineweb-edu-10bt",
-        "--from",
-        hub.url,
-    ]
+    words = f"{sys.executable} -P -m titanlite get data fineweb-edu-10bt --from {hub.url}".split()
     process = subprocess.Popen(words, stderr=subprocess.PIPE)
     assert hub.waits.wait(60)
     process.send_signal(signal.SIGINT)
     assert b"Traceback" not in process.communicate(timeout=60)[1]
     assert process.returncode == 130
-    home, second, hub.held = Path("data/fineweb-edu-10bt"), hub.held, ""
+    home = Path("data/fineweb-edu-10bt")
+    second = hub.held
+    hub.held = ""
     assert [*home.rglob("*.parquet")] == [home / first]
     subprocess.run(words, check=True, capture_output=True)
     assert [name for name, _ in hub.asked] == [first, second, second]
@@ -220,46 +216,40 @@ def test_a_failed_download_reports_how_to_fix_it(hub, command: str, named: str, 
     assert named in run(capsys, "get", *command.format(hub=hub.url).split(), code=2)
 
 
+DEBUG = "debug_model.toml"
+JSONL = f"{DEBUG} --dataset.source jsonl --dataset.path"
+SHARDS = f"{DEBUG} --dataset.source shards --dataset.path shards"
+
+
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "expected"),
     [
         ("llama_8b.toml --world-size 8", {"data", "tokenizer llama3"}),
-        ("debug_model.toml", set()),
-        ("debug_model.toml --training.steps 40000", {"data"}),
-        ("debug_model.toml --training.steps 40000 --dataset.max_epochs 30", set()),
-        ("debug_model.toml --dataset.source jsonl --dataset.path train.jsonl", {"data"}),
-        ("debug_model.toml --dataset.source jsonl --dataset.path train.jsonl.gz", {"data"}),
-        ("debug_model.toml --dataset.source shards --dataset.path shards", {"data"}),
-        (
-            "debug_model.toml --dataset.source shards --dataset.path shards --training.steps 1",
-            set(),
-        ),
-        ("debug_model.toml --model.vocab_size 65408", set()),
-        ("debug_model.toml --model.vocab_size 65536", {"tokenizer gpt2"}),
+        (DEBUG, set()),
+        (f"{DEBUG} --training.steps 40000", {"data"}),
+        (f"{DEBUG} --training.steps 40000 --dataset.max_epochs 30", set()),
+        (f"{JSONL} train.jsonl", {"data"}),
+        (f"{JSONL} train.jsonl.gz", {"data"}),
+        (SHARDS, {"data"}),
+        (f"{SHARDS} --training.steps 1", set()),
+        (f"{DEBUG} --model.vocab_size 65408", set()),
+        (f"{DEBUG} --model.vocab_size 65536", {"tokenizer gpt2"}),
     ],
 )
 def test_check_warns_that_a_run_trains_on_a_toy(
-    tmp_path, monkeypatch, words: str, told: set[str], capsys
+    tmp_path, monkeypatch, words: str, expected: set[str], capsys
 ):
     monkeypatch.chdir(tmp_path)
     for name in ("train.jsonl", "train.jsonl.gz"):
         write_jsonl(tmp_path / name, some_texts(100))
-    if "shards" in words:
-        run(
-            capsys,
-            "prepare",
-            "--out",
-            "shards",
-            "--dataset.source",
-            "jsonl",
-            "--dataset.path",
-            "train.jsonl",
-        )
-    answer = run(
-        capsys, "check", "--job.config_file", *words.split(), "--training.global_batch_size", "8"
-    )
+    if words.startswith(SHARDS):
+        source = "--dataset.source jsonl --dataset.path train.jsonl"
+        run(capsys, *f"prepare --out shards {source}".split())
+    check = f"check --training.global_batch_size 8 --job.config_file {words}".split()
+
+    answer = run(capsys, *check)
+
     found = re.findall(r"titanlite get (data|tokenizer \S+)", answer)
-    assert (len(found), {*found}) == (len(told), told)
+    assert sorted(found) == sorted(expected)
     if steps := re.search(r"--training.steps (\d+)$", answer, re.MULTILINE):
-        words += f" --training.steps {steps[1]} --training.global_batch_size 8"
-        assert "titanlite get data" not in run(capsys, "check", "--job.config_file", *words.split())
+        assert "titanlite get data" not in run(capsys, *check, "--training.steps", steps[1])

@@ -25,50 +25,10 @@ ASSETS = Path(__file__).parents[2] / "assets" / "tokenizer"
 MODEL, JSON = ASSETS / "tokenizer.model", ASSETS / "tokenizer.json"
 BOTH = load_tokenizer(MODEL), load_tokenizer(JSON)
 
-RUNS = st.builds(
-    lambda piece, count: piece * count,
-    st.sampled_from(
-        [
-            " ",
-            "=",
-            "-",
-            "\t",
-            "\n",
-            "\r\n",
-            "\r",
-            " \n",
-            "a",
-            "aa",
-            "0",
-            "_",
-            "#",
-            "é",
-            "\u3000",
-            "'s",
-        ]
-    ),
-    st.integers(1, 70),
-)
-SPECIAL = [
-    "<|begin_of_text|>",
-    "<|end_of_text|>",
-    "<|reserved_special_token_3|>",
-    "<|eot_id|>",
-    "<|",
-]
-CODE = [
-    "def ",
-    "return",
-    "self.x",
-    "import os",
-    "    ",
-    "class",
-    "'ll",
-    "'S",
-    "\u017f",
-    "'\u017f",
-    "123456",
-]
+PIECES = [*" =-\t\na0_#é\r\u3000", "\r\n", " \n", "aa", "'s"]
+RUNS = st.builds(lambda piece, count: piece * count, st.sampled_from(PIECES), st.integers(1, 70))
+SPECIAL = "<|begin_of_text|>,<|end_of_text|>,<|reserved_special_token_3|>,<|eot_id|>,<|".split(",")
+CODE = "def ,return,self.x,import os,    ,class,'ll,'S,\u017f,'\u017f,123456".split(",")
 ANY_TEXT = st.lists(
     st.one_of(st.text(max_size=30), RUNS, st.sampled_from(SPECIAL + CODE)), max_size=12
 ).map("".join)
@@ -77,44 +37,40 @@ ANY_TEXT = st.lists(
 @settings(max_examples=400, deadline=None)
 @given(text=ANY_TEXT)
 def test_both_formats_give_equal_ids_and_the_text_back(text):
-    model, other = BOTH
-    ids = model.encode(text)
-    assert other.encode(text) == ids
-    assert model.decode(ids) == other.decode(ids) == text
-    assert (
-        b"".join(map(model.token_bytes, ids))
-        == b"".join(map(other.token_bytes, ids))
-        == text.encode()
-    )
-    assert max(ids, default=0) < 3840  # no special token comes out of any text
+    ids = BOTH[0].encode(text)
+    assert max(ids, default=0) < 3840  # no text contains special tokens
+    for tokenizer in BOTH:
+        assert tokenizer.encode(text) == ids
+        assert tokenizer.decode(ids) == text
+        assert b"".join(map(tokenizer.token_bytes, ids)) == text.encode()
 
 
 def test_both_formats_split_characters_runs_and_programs_in_the_same_way():
     model, other = BOTH
-    characters = [
-        chr(c) for c in range(0x110000) if unicodedata.category(chr(c)) not in ("Cs", "Cn", "Co")
+    assigned = [
+        c for c in map(chr, range(0x110000)) if unicodedata.category(c) not in ("Cs", "Cn", "Co")
     ]
-    texts = ["".join(c + neighbour for c in characters) for neighbour in ("a", " ", "-")]
-    texts += [
-        c * count for c in " =a\n\t" for count in (*range(1, 20), 37, 64, 200)
-    ]  # joined in which order?
+    texts = ["".join(c + neighbor for c in assigned) for neighbor in "a -"]
+    texts += [c * count for c in " =a\n\t" for count in (*range(1, 20), 37, 64, 200)]
     texts += map(str, list(open_source(Dataset()))[::11])
-    texts += [
-        "a\ud800b",
-        "x" * 300_000,
-        " " * 300_000,
-        "line\n" * 100_000 + "\n \n  x\r\n\r\n y\n\n=====\n\n\n1",
-    ]
+    texts += ["a\ud800b", "x" * 300_000, " " * 300_000]
+    texts.append("line\n" * 100_000 + "\n \n  x\r\n\r\n y\n\n=====\n\n\n1")
     for text in texts:
         assert model.encode(text) == other.encode(text)
     assert model.encode("a\ud800b") == model.encode("a\ufffdb")
-    lines = [f"    return {i}  # {'x' * (i % 90)}\n\n" for i in range(9000)]
-    for tokenizer in BOTH:  # a long text is cut only where no id changes
-        ids = [token for line in lines for token in tokenizer.encode(line.rstrip("\n"))]
-        assert [
-            i for i in tokenizer.encode("".join(lines)) if i not in tokenizer.encode("\n\n")
-        ] == ids
-        assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == (4096, 3840, 3841)
+
+
+@pytest.mark.parametrize("tokenizer", BOTH, ids=["model", "json"])
+def test_a_long_text_is_cut_only_where_no_id_changes(tokenizer):
+    lines = [f"    return {i}  # {'x' * (i % 90)}" for i in range(9000)]
+    between = tokenizer.encode("\n\n")
+
+    ids = tokenizer.encode("\n\n".join(lines))
+
+    assert [i for i in ids if i not in between] == [
+        i for line in lines for i in tokenizer.encode(line)
+    ]
+    assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == (4096, 3840, 3841)
 
 
 def test_fingerprints_of_checkpoints_and_shards_stay_known(tmp_path):
@@ -123,11 +79,9 @@ def test_fingerprints_of_checkpoints_and_shards_stay_known(tmp_path):
     assert [found[:14] for found in model.fingerprints] == ["ids:cbc823eb5a", "e8f9d8852a8b9f"]
     assert other.fingerprints[1].startswith("1b4abe1e931d046d")
     assert not model.is_known_as(other.fingerprint)
-    assert all(
-        tokenizer.is_known_as(own)
-        for tokenizer in BOTH
-        for own in (*tokenizer.fingerprints, model.fingerprint)
-    )
+    for tokenizer in BOTH:
+        for fingerprint in (*tokenizer.fingerprints, model.fingerprint):
+            assert tokenizer.is_known_as(fingerprint)
     saved = json.loads(JSON.read_text())
     for change, same in (
         ({"truncation": None, "decoder": None}, True),
@@ -143,14 +97,9 @@ def test_fingerprints_of_checkpoints_and_shards_stay_known(tmp_path):
     ("name", "content"),
     [
         ("tokenizer.model", b"IQ== 0\nIg== 0\n"),  # a rank twice
-        (
-            "tokenizer.model",
-            MODEL.read_bytes().replace(b"AA==", b"aGVsbG8gd29ybGQ="),
-        ),  # a byte that is no token
-        (
-            "tokenizer.json",
-            b'{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}',
-        ),  # nothing ends documents
+        # A byte without a token, and documents without an end.
+        ("tokenizer.model", MODEL.read_bytes().replace(b"AA==", b"aGVsbG8gd29ybGQ=")),
+        ("tokenizer.json", b'{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}'),
         ("tokenizer_config.json", b'{"eos_token": "<nothing>"}'),
         ("tokenizer_config.json", b'{"eos_token": 7}'),
     ],
@@ -184,49 +133,47 @@ def test_a_tokenizer_that_is_not_a_regular_file_in_its_folder_is_an_error(tmp_pa
 
 
 def test_a_text_that_a_tokenizer_cannot_encode_is_an_error(tmp_path):
-    library = tokenizers.Tokenizer(
-        tokenizers.models.Unigram([("</s>", 0.0), ("a", -1.0)], None, False)
-    )
+    unigram = tokenizers.models.Unigram([("</s>", 0.0), ("a", -1.0)], None, False)
     content = json.loads(JSON.read_text())
-    content["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = r"(a+)+$"
+    content["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = r"(a+)+$"  # too slow
     for made, text in (
-        (library.to_str(), "b"),
+        (tokenizers.Tokenizer(unigram).to_str(), "b"),
         (json.dumps(content), "a" * 50 + "!"),
-    ):  # the library's code panics
+    ):
         (tmp_path / "a.json").write_text(made)
         with pytest.raises(UserError, match=r"a\.json: .* cannot encode a text"):
             load_tokenizer(tmp_path / "a.json").encode(text)
 
 
+HOSTILE_TEXTS = [
+    "a<|end_of_text|> b",
+    "<|begin_of_text|><|eot_id|>\n",
+    "plain",
+    "Zürich 日本語 \r\n\n 12345",
+]
+
+
 @pytest.mark.parametrize("path", [MODEL, JSON])
 @pytest.mark.parametrize("eos", ["<|end_of_text|>", "<|eot_id|>"])
 def test_an_exported_tokenizer_reads_hostile_text_as_training_does(tmp_path, path, eos):
-    """What looks like a control token in a document is text, in transformers, too."""
+    """Text that looks like a control token is text in transformers too."""
     from transformers import AutoTokenizer
 
-    source, out = shutil.copy(path, tmp_path), tmp_path / "out"
-    out.mkdir()
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": eos,
-        "split_special_tokens": False,
-    }
+    source = shutil.copy(path, tmp_path)
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos}
+    config["split_special_tokens"] = False
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    out = tmp_path / "out"
+    out.mkdir()
+
     write_tokenizer(load_tokenizer(source), out, 64)
+
     theirs = AutoTokenizer.from_pretrained(out)
-    for text in [
-        "a<|end_of_text|> b",
-        "<|begin_of_text|><|eot_id|>\n",
-        "plain",
-        "Zürich 日本語 \r\n\n 12345",
-    ]:
-        assert theirs(text, add_special_tokens=False)["input_ids"] == load_tokenizer(path).encode(
-            text
-        )
-    if path == MODEL:  # our conversion lets other programs begin with bos, as training does
-        assert (
-            theirs("a")["input_ids"][0] == theirs.convert_tokens_to_ids("<|begin_of_text|>") == 3840
-        )
+    for text in HOSTILE_TEXTS:
+        ids = theirs(text, add_special_tokens=False)["input_ids"]
+        assert ids == load_tokenizer(path).encode(text)
+    if path == MODEL:  # the converted tokenizer adds BOS, as training does
+        assert theirs("a")["input_ids"][0] == theirs.bos_token_id == 3840
 
 
 TEXTS = [
@@ -237,7 +184,7 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory):
-    """Of a job that reads 200 texts and skips a line that is none."""
+    """Return options that read 200 texts and skip a bad line."""
     file = tmp_path_factory.mktemp("text") / "text.jsonl"
     file.write_text("\n".join([*(json.dumps({"text": text}) for text in TEXTS), "no json"]))
     return ["--dataset.source", "jsonl", "--dataset.path", file, "--dataset.on_bad_record", "skip"]
@@ -247,39 +194,37 @@ def train(*words):
     return main(["tokenizer", "train", *map(str, words)])
 
 
-def test_both_files_give_the_same_ids_and_the_same_text_the_same_files(keys, tmp_path, capsys):
-    made = []
-    for name in ("one", "two"):
-        assert train(*keys, "--vocab-size", 600, "--out", tmp_path / name) == 0
-        made.append(
-            [
-                (tmp_path / name / file).read_bytes()
-                for file in ("tokenizer.model", "tokenizer.json")
-            ]
-        )
-    assert made[0] == made[1]
-    both = [
-        load_tokenizer(tmp_path / "one" / file) for file in ("tokenizer.model", "tokenizer.json")
-    ]
-    size, tokens = len("".join(TEXTS).encode()), sum(len(both[0].encode(text)) for text in TEXTS)
+def test_training_a_tokenizer_twice_writes_the_same_files(keys, tmp_path, capsys):
+    one, two = tmp_path / "one", tmp_path / "two"
+    for out in (one, two):
+        assert train(*keys, "--vocab-size", 600, "--out", out) == 0
+
+    for name in ("tokenizer.model", "tokenizer.json"):
+        assert (one / name).read_bytes() == (two / name).read_bytes()
+    size = len("".join(TEXTS).encode())
+    tokens = sum(len(load_tokenizer(one / "tokenizer.model").encode(text)) for text in TEXTS)
     printed = capsys.readouterr().out
     assert f"200 documents ({size:,} bytes, {size / tokens:.2f} per token)" in printed
-    job = tomli.loads(printed[printed.rindex("[tokenizer]") :])  # for a job file
-    assert job == {
-        "tokenizer": {"path": str(tmp_path / "two/tokenizer.json")},
-        "model": {"vocab_size": 640},
-    }
-    assert [(tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) for tokenizer in both] == [
-        (600, 344, 345)
-    ] * 2
+    job = tomli.loads(printed[printed.rindex("[tokenizer]") :])
+    path = str(two / "tokenizer.json")
+    assert job == {"tokenizer": {"path": path}, "model": {"vocab_size": 640}}
+
+
+def test_both_files_of_a_trained_tokenizer_give_the_same_ids(keys, tmp_path):
+    assert train(*keys, "--vocab-size", 600, "--out", tmp_path) == 0
+
+    both = [load_tokenizer(tmp_path / f"tokenizer.{suffix}") for suffix in ("model", "json")]
+
+    for tokenizer in both:
+        assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == (600, 344, 345)
     assert both[0].decode([344 + i for i in range(256)]) == "".join(llama3_special_tokens())
 
     @settings(max_examples=200, deadline=None)
     @given(st.text(max_size=60))
-    def same_ids(text):
+    def assert_same_ids(text):
         assert both[0].encode(text) == both[1].encode(text)
 
-    same_ids()
+    assert_same_ids()
 
 
 def test_a_tokenizer_is_not_overwritten_and_too_little_text_is_an_error(tmp_path, capsys):
@@ -308,23 +253,14 @@ def test_a_pattern_that_takes_too_long_is_an_error_without_a_backtrace(tmp_path)
     tokenizer["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = "(?:x+x+)+y"
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
     (tmp_path / "a.txt").write_text("x" * 40)
-    words = [
-        "check",
-        "--tokenizer.path",
-        "tokenizer.json",
-        "--dataset.source",
-        "text",
-        "--dataset.path",
-        "a.txt",
-    ]
-    command = [sys.executable, "-P", "-m", "titanlite", *words]
+    command = f"{sys.executable} -P -m titanlite check --tokenizer.path tokenizer.json"
+    command += " --dataset.source text --dataset.path a.txt"
+    environment = {**os.environ, "RUST_BACKTRACE": "1"}
+
     done = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env={**os.environ, "RUST_BACKTRACE": "1"},
-        capture_output=True,
-        text=True,
+        command.split(), cwd=tmp_path, env=environment, capture_output=True, text=True
     )
+
     assert done.returncode == 2
     assert "tokenizer.json: " in done.stderr
     assert "backtrace:" not in done.stderr

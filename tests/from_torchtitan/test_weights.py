@@ -1,4 +1,4 @@
-"""A checkpoint of torchtitan's Llama computes the same here, whatever wrote it: one rank or two, weights or all."""
+"""Imported torchtitan checkpoints compute the same logits, and damaged ones are rejected."""
 
 import math
 import pickle
@@ -34,21 +34,19 @@ TOLERANCE = 1e-5  # of logits of about 4: the channels of a head are added in an
 
 def weights() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return {
-        name: torch.randn(shape, generator=generator)
-        / (math.sqrt(shape[-1]) if len(shape) > 1 else 1)
-        for name, shape in parameter_shapes(ARCH).items()
-    }
+    tensors = {}
+    for name, shape in parameter_shapes(ARCH).items():
+        scale = math.sqrt(shape[-1]) if len(shape) > 1 else 1
+        tensors[name] = torch.randn(shape, generator=generator) / scale
+    return tensors
 
 
 def save(folder: str, kind: str) -> None:
-    """What torchtitan's CheckpointManager gives to DCP, on each rank of a group, or on one process without a group."""
+    """Save what torchtitan's CheckpointManager saves, on all ranks or on one process without a group."""
     state: dict[str, Any] = dict(weights())
     if dist.is_initialized():
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        state = {
-            name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in state.items()
-        }
+        state = {name: distribute_tensor(w, mesh, [Shard(0)]) for name, w in state.items()}
     beside = {
         "optimizer": {
             "state.output.weight.exp_avg": torch.zeros(3),
@@ -59,9 +57,8 @@ def save(folder: str, kind: str) -> None:
         "dataloader": {"dp_rank_0": pickle.dumps({"sample_idx": 3})},
     }
     if kind == "0.1":
-        state = {
-            "model": state | {"freqs_cis": torch.polar(torch.ones(16, 4), torch.ones(16, 4))}
-        } | beside
+        frequencies = torch.polar(torch.ones(16, 4), torch.ones(16, 4))
+        state = {"model": state | {"freqs_cis": frequencies}} | beside
     elif kind == "0.2":
         state |= beside
     dcp_save(state, checkpoint_id=folder)
@@ -75,40 +72,36 @@ def rotated(x: Tensor, factor: float) -> Tensor:
     frequencies = frequencies * share + frequencies / factor * (1 - share)
     angles = torch.arange(x.shape[1])[:, None] * frequencies
     pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
-    return torch.view_as_real(
-        pairs * torch.polar(torch.ones_like(angles), angles)[None, :, None]
-    ).flatten(-2)
+    turned = pairs * torch.polar(torch.ones_like(angles), angles)[None, :, None]
+    return torch.view_as_real(turned).flatten(-2)
 
 
 def logits(factor: float) -> Tensor:
-    """Those of torchtitan's Llama, in plain operations."""
+    """Compute the logits of torchtitan's Llama with plain operations."""
     w = weights()
 
     def norm(x: Tensor, name: str) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), w[f"{name}.weight"], 1e-5)
 
+    def linear(x: Tensor, name: str) -> Tensor:
+        return x @ w[f"{name}.weight"].T
+
     x = w["tok_embeddings.weight"][TOKENS]
     for layer in range(ARCH.n_layers):
-        at = f"layers.{layer}."
-        h = norm(x, f"{at}attention_norm")
-        q, k, v = (
-            (h @ w[f"{at}attention.{name}.weight"].T).unflatten(-1, (-1, 8))
-            for name in ("wq", "wk", "wv")
-        )
+        at = f"layers.{layer}.attention"
+        h = norm(x, f"{at}_norm")
+        q, k, v = (linear(h, f"{at}.w{name}").unflatten(-1, (-1, 8)) for name in "qkv")
         q, k, v = (y.transpose(1, 2) for y in (rotated(q, factor), rotated(k, factor), v))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        x = x + mixed.transpose(1, 2).flatten(-2) @ w[f"{at}attention.wo.weight"].T
-        h, ffn = norm(x, f"{at}ffn_norm"), f"{at}feed_forward."
-        x = (
-            x
-            + (F.silu(h @ w[f"{ffn}w1.weight"].T) * (h @ w[f"{ffn}w3.weight"].T))
-            @ w[f"{ffn}w2.weight"].T
-        )
-    return norm(x, "norm") @ w["output.weight"].T
+        x = x + linear(mixed.transpose(1, 2).flatten(-2), f"{at}.wo")
+        h = norm(x, f"layers.{layer}.ffn_norm")
+        at = f"layers.{layer}.feed_forward"
+        x = x + linear(F.silu(linear(h, f"{at}.w1")) * linear(h, f"{at}.w3"), f"{at}.w2")
+    return linear(norm(x, "norm"), "output")
 
 
-def said(factor: float = 8.0, **keys: int) -> list[str]:
-    """The job that the checkpoint is of, on the command line; its vocabulary is that of the checkpoint."""
+def model_words(factor: float = 8.0, **keys: int) -> list[str]:
+    """Return options of the saved model, whose vocabulary size follows from the checkpoint."""
     job = SIZES | {"rope_scaling_factor": factor} | keys
     return [word for key, value in job.items() for word in (f"--model.{key}", str(value))]
 
@@ -132,7 +125,7 @@ def test_the_logits_are_torchtitans(kind, factor, steps, tmp_path):
         run_ranks(2, save, str(steps / kind), "0.2")
         assert len(list((steps / kind).glob("*.distcp"))) == 2
     (tmp_path / "job.toml").write_text("[model]\nrope_theta = 10000.0")
-    job = ["--job.config_file", str(tmp_path / "job.toml"), *said(factor)]
+    job = ["--job.config_file", str(tmp_path / "job.toml"), *model_words(factor)]
     assert main(["import", "--torchtitan", str(steps / kind), "--out", str(tmp_path), *job]) == 0
     model = Llama(checkpoint_weights(tmp_path / "step-00000000").arch)
     assert (model.arch.rope_scaling_factor, model.arch.vocab_size) == (factor, 64)
@@ -147,13 +140,15 @@ def test_weights_that_were_gathered_in_fp8_are_read_and_weights_keep_their_dtype
     from torchao.float8.float8_training_tensor import LinearMMConfig
     from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor as Wrapped
 
-    wrapped = {
-        name: Wrapped(w.bfloat16(), LinearMMConfig(), e4m3_dtype) for name, w in weights().items()
-    }
+    config = LinearMMConfig()
+    wrapped = {name: Wrapped(w.bfloat16(), config, e4m3_dtype) for name, w in weights().items()}
     dcp_save(wrapped, checkpoint_id=str(tmp_path))
-    found = torchtitan_weights(tmp_path, Model(**SIZES)).read("layers.1.feed_forward.w2.weight")
+
+    name = "layers.1.feed_forward.w2.weight"
+    found = torchtitan_weights(tmp_path, Model(**SIZES)).read(name)
+
     assert type(found) is Tensor
-    assert torch.equal(found, weights()["layers.1.feed_forward.w2.weight"].bfloat16())
+    assert torch.equal(found, weights()[name].bfloat16())
 
 
 def refused(capsys: pytest.CaptureFixture[str], folder: Path, *words: str) -> str:
@@ -171,19 +166,19 @@ WRONG = [  # the checkpoint, the job, and words of the answer
     ("0.2", ["--flavor", "8B"], "--flavor"),
     (
         "0.2",
-        said(n_kv_heads=4, ffn_dim=80),
+        model_words(n_kv_heads=4, ffn_dim=80),
         "layers.1.feed_forward.w3.weight: shape (48, 32), expected (80, 32)",
     ),
-    ("0.2", said(n_layers=1), "layers.1.attention.wk.weight: not part of this"),
-    ("0.2", said(vocab_size=65), "tok_embeddings.weight: shape (64, 32), expected (65, 32)"),
-    ("0.2", said(n_heads=32, n_kv_heads=16), "32 heads"),
+    ("0.2", model_words(n_layers=1), "layers.1.attention.wk.weight: not part of this"),
+    ("0.2", model_words(vocab_size=65), "tok_embeddings.weight: shape (64, 32), expected (65, 32)"),
+    ("0.2", model_words(n_heads=32, n_kv_heads=16), "32 heads"),
     (
         "0.1",
-        said(1.0, n_heads=2, n_kv_heads=1),
+        model_words(1.0, n_heads=2, n_kv_heads=1),
         "n_heads",
     ),  # the frequencies in it are for heads of another width
-    ("0.1", said(8.0), "torchtitan 0.1"),
-    ("0.2", said(1.0), "torchtitan 0.2"),
+    ("0.1", model_words(8.0), "torchtitan 0.1"),
+    ("0.2", model_words(1.0), "torchtitan 0.2"),
 ]
 
 
@@ -216,30 +211,34 @@ def test_damage_is_answered_in_words_and_nothing_is_made(
     save("theirs", "weights")
     file = Path("theirs") / name
     file.write_bytes(change(file.read_bytes()))
-    assert "theirs" in refused(capsys, Path("theirs"), *said())
+    assert "theirs" in refused(capsys, Path("theirs"), *model_words())
     assert not Path("run-by-the-index").exists()
 
 
-def test_other_folders_and_models_are_named(steps, tmp_path, capsys):
-    assert ".metadata" in refused(capsys, tmp_path, *said())
-    assert (
-        main(["import", "--torchtitan", str(steps / "0.2"), "--out", str(tmp_path), *said()]) == 0
-    )
-    assert "titanlite checkpoint" in refused(capsys, tmp_path / "step-00000000", *said())
-    assert (
-        main(
-            ["import", "--hf", str(tmp_path), "--out", str(tmp_path / "p"), "--model.flavor", "8b"]
-        )
-        == 2
-    )
+def test_folders_without_a_torchtitan_checkpoint_are_rejected(steps, tmp_path, capsys):
+    assert ".metadata" in refused(capsys, tmp_path, *model_words())
+    words = ["--torchtitan", str(steps / "0.2"), "--out", str(tmp_path), *model_words()]
+    assert main(["import", *words]) == 0
+    assert "titanlite checkpoint" in refused(capsys, tmp_path / "step-00000000", *model_words())
+    hf = f"import --hf {tmp_path} --out {tmp_path}/p --model.flavor 8b"
+    assert main(hf.split()) == 2
     assert "--torchtitan" in capsys.readouterr().err
-    for name, state in (
-        ("layers.0.attention.wq.bias", weights() | {"layers.0.attention.wq.bias": torch.zeros(32)}),
-        (
-            "norm.weight: torch.int32",
-            weights() | {"norm.weight": torch.zeros(32, dtype=torch.int32)},
-        ),
-        ("tok_embeddings.weight: missing", {"encoder.weight": torch.zeros(1)}),
-    ):
-        dcp_save(state, checkpoint_id=str(tmp_path / name))
-        assert name in refused(capsys, tmp_path / name, *said())
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "problem"),
+    [
+        ("layers.0.attention.wq.bias", torch.zeros(32), ""),
+        ("norm.weight", torch.zeros(32, dtype=torch.int32), ": torch.int32"),
+    ],
+)
+def test_a_tensor_that_is_not_part_of_the_model_is_rejected(
+    name, tensor, problem, tmp_path, capsys
+):
+    dcp_save(weights() | {name: tensor}, checkpoint_id=str(tmp_path / "theirs"))
+    assert f"{name}{problem}" in refused(capsys, tmp_path / "theirs", *model_words())
+
+
+def test_a_missing_tensor_is_rejected(tmp_path, capsys):
+    dcp_save({"encoder.weight": torch.zeros(1)}, checkpoint_id=str(tmp_path / "theirs"))
+    assert "norm.weight: missing" in refused(capsys, tmp_path / "theirs", *model_words())

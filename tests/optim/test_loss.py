@@ -1,4 +1,4 @@
-"""The loss with its output projection: against float64, over chunks, masks, a shared vocabulary, and its memory."""
+"""The loss with its output projection is exact in chunks, with masks and sharded vocabularies, and saves memory."""
 
 import subprocess
 import sys
@@ -29,10 +29,9 @@ def inputs(
 def materialized(hidden: Tensor, weight: Tensor, labels: Tensor, z_loss: float = 0.0) -> Tensor:
     logits = (hidden @ weight.T).flatten(0, 1)
     logits = logits if logits.dtype == torch.float64 else logits.float()
-    loss = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
-    return (
-        loss + z_loss * (logits.logsumexp(-1).square() * (labels.flatten() != IGNORE_INDEX)).sum()
-    )
+    flat = labels.flatten()
+    loss = F.cross_entropy(logits, flat, ignore_index=IGNORE_INDEX, reduction="sum")
+    return loss + z_loss * logits.logsumexp(-1)[flat != IGNORE_INDEX].square().sum()
 
 
 def error(value: Tensor, exact: Tensor) -> float:
@@ -47,13 +46,14 @@ def small_chunks(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("z_loss", [0.0, 1e-2])
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("z_loss", "compiled"),
+    [(0.0, False), (1e-2, False), pytest.param(1e-2, True, marks=pytest.mark.slow)],
+)
 def test_as_exact_as_with_all_logits_at_once(
     small_chunks, dtype: torch.dtype, z_loss: float, compiled: bool
 ):
-    """Also compiled, by every version of torch: the graph overwrites the logits with their gradient, in an order of
-    its own, so that fp32's sums are in another order."""
+    """The compiled graph overwrites logits with their gradients, and sums in another order."""
     hidden, weight, labels = inputs(200, 1003, dtype=dtype)
     precise = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     exact = materialized(precise[0], precise[1], labels, z_loss)
@@ -65,8 +65,8 @@ def test_as_exact_as_with_all_logits_at_once(
     )
     chunked_gradients = torch.autograd.grad(chunked, (hidden, weight))
     assert chunked.dtype == torch.float32
-    # Of the hidden states the same roundings. On CPU a chunk's part of the weight's gradient is rounded to bf16 before
-    # the parts are added up in fp32 and rounded once more: at most sqrt(2) times the error.
+    # Gradients of the hidden states have the same roundings. On a CPU, the weight's gradient of a
+    # chunk is rounded to bf16 before it is added in fp32: at most sqrt(2) times the error.
     assert error(chunked, exact) <= max(error(usual, exact), 1e-6)
     compared = zip(chunked_gradients, usual_gradients, exact_gradients, (1.05, 1.42), strict=True)
     for ours, theirs, best, most in compared:
@@ -74,44 +74,59 @@ def test_as_exact_as_with_all_logits_at_once(
         assert error(ours, best) <= most * error(theirs, best) + compiled * 1e-6
 
 
-def test_the_scale_is_in_loss_and_gradients_and_no_label_is_zero_and_an_evaluation_has_no_z_loss():
+def test_loss_and_gradients_are_scaled():
     hidden, weight, labels = inputs(40, 11)
     whole = linear_cross_entropy_sum(hidden.clone(), weight, labels, ONE)
-    expected = torch.autograd.grad(whole, (hidden, weight))
-    scaled = linear_cross_entropy_sum(
-        hidden.clone(), weight, labels, ONE / 4
-    )  # a power of two: exact
+    scaled = linear_cross_entropy_sum(hidden.clone(), weight, labels, ONE / 4)
+
+    # Powers of two scale exactly.
     assert torch.equal(scaled, whole / 4)
-    for gradient, unscaled in zip(
-        torch.autograd.grad(scaled * 2, (hidden, weight)), expected, strict=True
-    ):
-        assert torch.equal(gradient, unscaled / 2)
-    nothing = linear_cross_entropy_sum(
-        hidden.clone(), weight, torch.full_like(labels, IGNORE_INDEX), ONE, z_loss=0.1
+    expected = torch.autograd.grad(whole / 2, (hidden, weight))
+    torch.testing.assert_close(
+        torch.autograd.grad(scaled * 2, (hidden, weight)), expected, rtol=0, atol=0
     )
-    assert nothing.item() == 0.0
-    assert all(not gradient.any() for gradient in torch.autograd.grad(nothing, (hidden, weight)))
+
+
+def test_loss_and_gradients_without_labels_are_zero():
+    hidden, weight, labels = inputs(40, 11)
+    no_labels = torch.full_like(labels, IGNORE_INDEX)
+
+    loss = linear_cross_entropy_sum(hidden.clone(), weight, no_labels, ONE, z_loss=0.1)
+
+    gradients = torch.autograd.grad(loss, (hidden, weight))
+    assert not any(value.any() for value in (loss, *gradients))
+
+
+def test_evaluation_leaves_out_the_z_loss():
+    hidden, weight, labels = inputs(40, 11)
+    plain = linear_cross_entropy_sum(hidden.clone(), weight, labels, ONE)
+
     with torch.no_grad():
-        assert torch.equal(
-            linear_cross_entropy_sum(hidden, weight, labels, ONE, z_loss=0.1), whole.detach()
-        )
-    with pytest.raises(
-        RuntimeError, match="inplace"
-    ):  # exp needs its result again, which the gradient overwrites
-        linear_cross_entropy_sum(hidden.exp(), weight, labels, ONE).backward()
+        evaluated = linear_cross_entropy_sum(hidden, weight, labels, ONE, z_loss=0.1)
+
+    assert torch.equal(evaluated, plain)
+
+
+def test_an_operator_that_needs_its_overwritten_result_is_an_error():
+    hidden, weight, labels = inputs(40, 11)
+
+    loss = linear_cross_entropy_sum(hidden.exp(), weight, labels, ONE)
+
+    with pytest.raises(RuntimeError, match="inplace"):
+        loss.backward()
 
 
 @pytest.mark.slow
 def test_a_compiled_softmax_over_a_part_of_the_vocabulary_knows_which_labels_are_its_own():
     hidden, weight, labels = inputs(48, 100)
     labels = labels.where(labels < 0, labels * 3)
-    both = [(c, hidden.clone()) for c in (False, True)]
-    losses = [
-        linear_cross_entropy_sum(x, weight, labels, ONE, first_class=100, compiled=c)
-        for c, x in both
-    ]
-    results = [[loss, *torch.autograd.grad(loss, (hidden, weight))] for loss in losses]
-    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)
+
+    def compute(compiled: bool) -> list[Tensor]:
+        keys = {"first_class": 100, "compiled": compiled}
+        loss = linear_cross_entropy_sum(hidden.clone(), weight, labels, ONE, **keys)
+        return [loss, *torch.autograd.grad(loss, (hidden, weight))]
+
+    torch.testing.assert_close(compute(True), compute(False), rtol=1e-5, atol=1e-5)
 
 
 PEAK = """

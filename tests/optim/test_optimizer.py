@@ -1,4 +1,4 @@
-"""What the words of a job file become."""
+"""Optimizer implementations, stochastic rounding and its independence of the layout."""
 
 import copy
 from typing import Any
@@ -22,7 +22,7 @@ ARCH = Architecture(32, 2, 2, 1, 64, vocab_size=48)
 
 
 def trained(compiled: bool = False, **keys: object) -> torch.Tensor:
-    """All weights after two steps."""
+    """Train two steps, and return all weights."""
     model = Llama(ARCH)
     optimizer = build_optimizer(model, schema.Optimizer.model_validate(keys), compiled)
     for _ in range(2):
@@ -52,12 +52,12 @@ def test_implementations_agree(keys: dict[str, Any], tolerance: float):
 
 
 def test_small_updates_are_lost_by_rounding_but_not_by_chance():
-    """100 steps of 1e-4 at weights of 1: each is far below the 2^-9 at which bfloat16 would round up."""
+    """Steps of 1e-4 at weights of 1 are far below 2^-9, from where bfloat16 rounds up."""
 
     def after_100_steps(stochastic: bool) -> torch.Tensor:
-        weight = torch.nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
+        weight = nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
         settings = schema.Optimizer(lr=1e-4, weight_decay=0.0, stochastic_rounding=stochastic)
-        optimizer = build_optimizer(torch.nn.ParameterList([weight]), settings)
+        optimizer = build_optimizer(nn.ParameterList([weight]), settings)
         for _ in range(100):
             weight.grad = torch.ones_like(weight)
             optimizer.step()
@@ -71,8 +71,10 @@ def test_small_updates_are_lost_by_rounding_but_not_by_chance():
 
 
 def updates_of_shards() -> list[bool]:
-    """Whether a stochastic update of parameters that are cut in one or both dimensions, also unevenly, is bitwise that
-    of the whole parameters."""
+    """Return whether stochastic updates of sharded and whole parameters are bitwise equal.
+
+    Parameters are sharded in one or both dimensions, some unevenly.
+    """
     equal = []
     for rows, columns in ((8, 8), (28, 24), (12, 20), (4, 36)):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -84,10 +86,8 @@ def updates_of_shards() -> list[bool]:
         with torch.no_grad():
             for parameter, full in zip(model.parameters(), whole.parameters(), strict=True):
                 full.copy_(torch.randn(full.shape, generator=generator))
-                full.grad, parameter.grad = (
-                    torch.randn(full.shape, generator=generator).bfloat16(),
-                    parameter.clone(),
-                )
+                full.grad = torch.randn(full.shape, generator=generator).bfloat16()
+                parameter.grad = parameter.clone()
                 keep_shard(parameter, full)
                 keep_shard(parameter.grad, full.grad)
         for part in (model, whole):

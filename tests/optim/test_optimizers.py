@@ -1,5 +1,6 @@
-"""Muon, AdamW8bit and groups through the trainer: on any layout, after any resume, and beside torch's own."""
+"""Muon, AdamW8bit and parameter groups in the trainer: on any layout, after a resume, and as in torch."""
 
+import re
 import zlib
 
 import pytest
@@ -14,15 +15,15 @@ from titanlite.load_run import load_run
 from titanlite.parallel.init_weights import keep_shard
 from titanlite.train.trainer import Trainer
 
-MODEL = "--model.n_heads 4 --model.n_kv_heads 2 --training.local_batch_size 1 --parallelism.fsdp_min_num_params 0"
-MODEL += (
-    " --training.max_norm 0 --lr_scheduler.decay_ratio 0 --checkpoint.interval 3 --optimizer.name "
+MODEL = (
+    "--model.n_heads 4 --model.n_kv_heads 2 --training.local_batch_size 1 --training.max_norm 0 "
+    "--parallelism.fsdp_min_num_params 0 --lr_scheduler.decay_ratio 0 --checkpoint.interval 3 "
+    "--optimizer.name "
 )
 FP8 = "--float8.enable --float8.emulate --float8.min-features 0 --float8.enable-fsdp-float8-all-gather"
-HSDP, TP, PP = (
-    f"--parallelism.{name}_degree 2"
-    for name in ("data_parallel_replicate", "tensor_parallel", "pipeline_parallel")
-)
+HSDP = "--parallelism.data_parallel_replicate_degree 2"
+TP = "--parallelism.tensor_parallel_degree 2"
+PP = "--parallelism.pipeline_parallel_degree 2"
 LAYOUTS = {2: ["", TP, "--training.enable_cpu_offload", FP8], 4: ["", HSDP, f"{PP} {TP}"]}
 TINY = "--model.n_layers 2 --model.dim 64 --training.seq_len 16 --lr_scheduler.warmup_steps 0 --optimizer.name"
 
@@ -33,10 +34,11 @@ def whole(tensor: torch.Tensor | None) -> torch.Tensor:
 
 
 class Drawn(Hook):
-    """Gradients are random numbers of the step and the parameter: sums over ranks would round differently."""
+    """Replace gradients by random numbers of step and parameter, because sums over ranks round differently."""
 
     def built(self, trainer: Trainer) -> None:
-        self.trainer, self.named = trainer, dict(trainer.model.named_parameters())
+        self.trainer = trainer
+        self.named = dict(trainer.model.named_parameters())
 
     def gradients(self, step: int) -> None:
         for name, parameter in self.named.items():
@@ -46,7 +48,7 @@ class Drawn(Hook):
 
 
 def weights_after(folder: str, jobs: list[str]) -> list[str]:
-    """A hash of all weights at the end of each of these runs."""
+    """Run jobs, and return a hash of all weights at the end of each."""
     found = []
     for number, words in enumerate(jobs):
         with small_trainer(f"{folder}-{number}", Drawn(), *f"{MODEL}{words}".split()) as trainer:
@@ -60,9 +62,8 @@ def test_muon_gives_the_same_bits_on_any_layout(tmp_path):
     muon = "Muon --model.ffn_dim 88 --training.steps 3 --checkpoint.no-enable "
     (alone,) = run_ranks(1, weights_after, f"{tmp_path}/1", [muon])[0]
     for ranks, layouts in LAYOUTS.items():
-        found = run_ranks(
-            ranks, weights_after, f"{tmp_path}/{ranks}", [muon + layout for layout in layouts]
-        )
+        jobs = [muon + layout for layout in layouts]
+        found = run_ranks(ranks, weights_after, f"{tmp_path}/{ranks}", jobs)
         assert found == [[alone] * len(layouts)] * ranks
 
 
@@ -73,22 +74,20 @@ def test_each_is_resumed_bit_for_bit_on_another_number_of_ranks(tmp_path):
     jobs = [f"{name} {sizes}" for name in ("Muon", "AdamW8bit")]
     found = run_ranks(1, weights_after, f"{tmp_path}/straight", [f"{words} 4" for words in jobs])
     for ranks, steps in (2, 2), (1, 3), (2, 4):
-        resumed = run_ranks(
-            ranks, weights_after, f"{tmp_path}/resumed", [f"{words} {steps}" for words in jobs]
-        )
+        parts = [f"{words} {steps}" for words in jobs]
+        resumed = run_ranks(ranks, weights_after, f"{tmp_path}/resumed", parts)
     assert resumed == found * 2
 
 
-class BesideTorchs(Drawn):
-    """torch's Muon does the same steps with the same gradients."""
+class TorchMuon(Drawn):
+    """Apply torch's Muon to copies of the weights, with the same gradients."""
 
     def started(self, step: int) -> None:
-        self.begin = {
-            n: whole(p) for n, p in self.named.items() if p.ndim == 2 and n.startswith("layers.")
-        }
-        self.theirs = {
-            name: torch.nn.Parameter(value.clone()) for name, value in self.begin.items()
-        }
+        names = [
+            name for name in self.named if re.match(r"layers\..*(attention|feed_forward)\.", name)
+        ]
+        self.begin = {name: whole(self.named[name]) for name in names}
+        self.theirs = {name: torch.nn.Parameter(whole(self.named[name])) for name in names}
         self.muon = torch.optim.Muon(
             self.theirs.values(), weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
         )
@@ -100,56 +99,40 @@ class BesideTorchs(Drawn):
         self.muon.step()
 
 
-def test_muon_on_one_process_is_torchs(tmp_path):
-    """torch rounds the momentum's product and sum once, ours twice.
-
-    Where the last bit of fp32 so differs next to the middle of two values in bfloat16, the
-    direction differs by 2^-8 of an element, which matmuls spread.
-    """
-    hook = BesideTorchs()
-    with Trainer(
-        load_run([*TINY.split(), "Muon", "--job.dump_folder", str(tmp_path)], 1), None, [hook]
-    ) as trainer:
+def test_muon_on_one_process_equals_that_of_torch(tmp_path):
+    """torch rounds momentum once, titanlite twice, so some elements differ by 2^-8 in bfloat16."""
+    hook = TorchMuon()
+    run = load_run([*TINY.split(), "Muon", "--job.dump_folder", str(tmp_path)], 1)
+    with Trainer(run, None, [hook]) as trainer:
         for _ in range(4):
             trainer.step()
+
         for name, theirs in hook.theirs.items():
-            assert (whole(hook.named[name]) - theirs).norm() < 2**-6 * (
-                theirs - hook.begin[name]
-            ).norm()
+            difference = (whole(hook.named[name]) - theirs).norm()
+            assert difference < 2**-6 * (theirs - hook.begin[name]).norm()
 
 
 @pytest.mark.parametrize(
     ("name", "decayed"), [("AdamW", True), ("Muon", False), ("AdamW8bit", True)]
 )
-def test_groups_have_their_rates_and_decays(tmp_path, name: str, decayed: bool):
+def test_groups_have_their_learning_rates_and_weight_decays(tmp_path, name: str, decayed: bool):
     job = load_run([*TINY.split(), name, "--job.dump_folder", str(tmp_path)], 1).job
     still = ParameterGroup(params=("tok_embeddings.*", "layers.0.*"), lr_factor=0.0)
     rest = ParameterGroup(params=("layers.1.*", "norm.weight", "output.weight"), weight_decay=0.3)
-    tables = {
-        "optimizer": job.optimizer.model_copy(
-            update={"groups": (still, rest), "decay_embeddings": decayed}
-        )
-    }
-    with Trainer(job.model_copy(update=tables), standard=False) as trainer:
-        before = {key: whole(parameter) for key, parameter in trainer.model.named_parameters()}
+    keys = {"groups": (still, rest), "decay_embeddings": decayed}
+    optimizer = job.optimizer.model_copy(update=keys)
+
+    with Trainer(job.model_copy(update={"optimizer": optimizer}), standard=False) as trainer:
+        named = dict(trainer.model.named_parameters())
+        before = {key: whole(parameter) for key, parameter in named.items()}
         trainer.step()
-        for key, parameter in trainer.model.named_parameters():
-            assert torch.equal(whole(parameter), before[key]) == still.claims(key)
-        groups, names = (
-            trainer.optimizer.param_groups,
-            {p: key for key, p in trainer.model.named_parameters()},
-        )
-        decays = {
-            names[parameter]: group["weight_decay"]
-            for group in groups
-            for parameter in group["params"]
-        }
-        exempt = [
-            key
-            for key in decays
-            if still.claims(key) and ("norm" in key or not (decayed or "layers" in key))
-        ]
-        assert decays == {
-            key: 0.0 if key in exempt else 0.1 if still.claims(key) else 0.3
-            for key in names.values()
-        }
+
+        for group in trainer.optimizer.param_groups:
+            for key, parameter in named.items():
+                if not any(parameter is member for member in group["params"]):
+                    continue
+                is_exempt = "norm" in key or not (decayed or "layers" in key)
+                decay = 0.0 if is_exempt else 0.1
+                assert group["weight_decay"] == (decay if still.claims(key) else 0.3), key
+                assert torch.equal(whole(parameter), before[key]) == still.claims(key), key
+        assert sum(len(group["params"]) for group in trainer.optimizer.param_groups) == len(named)

@@ -1,4 +1,4 @@
-"""The rate of each step is torchtitan's."""
+"""The learning rate of each step is that of torchtitan."""
 
 from typing import Any
 
@@ -9,8 +9,8 @@ from titanlite.optim.schedule import wsd_learning_rate
 
 PEAK = 2.0
 
-# What torchtitan 0.2.2's own scheduler gives in ten steps, as shares of the peak.
-OF_TORCHTITAN: list[tuple[dict[str, Any], list[float]]] = [
+# Learning rates of ten steps with the scheduler of torchtitan 0.2.2, as shares of the peak.
+TORCHTITAN: list[tuple[dict[str, Any], list[float]]] = [
     ({"warmup_steps": 2}, [0.5, 1, 1, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125]),
     (
         {"warmup_steps": 2, "min_lr_factor": 0.1},
@@ -38,12 +38,15 @@ def rates(total: int, **keys: Any) -> list[float]:
     return [wsd_learning_rate(step, PEAK, config, total) for step in range(1, total + 1)]
 
 
-@pytest.mark.parametrize(("keys", "shares"), OF_TORCHTITAN)
-def test_the_rate_of_each_step_is_torchtitans(keys: dict[str, Any], shares: list[float]):
+@pytest.mark.parametrize(("keys", "shares"), TORCHTITAN)
+def test_learning_rates_equal_those_of_torchtitan(keys: dict[str, Any], shares: list[float]):
     assert rates(10, **keys) == pytest.approx([PEAK * share for share in shares], abs=1e-6)
 
 
-def test_a_run_can_be_the_beginning_of_a_longer_schedule_and_warmup_left_out_fits_the_run():
+def test_a_run_can_be_the_beginning_of_a_longer_schedule():
     assert rates(3, total_steps=10, warmup_steps=4) == rates(10, warmup_steps=4)[:3]
-    for total, warmup in ((10000, 200), (100, 10), (5, 0)):
-        assert rates(total) == rates(total, warmup_steps=warmup)
+
+
+@pytest.mark.parametrize(("total", "warmup"), [(10000, 200), (100, 10), (5, 0)])
+def test_default_warmup_fits_the_length_of_the_run(total: int, warmup: int):
+    assert rates(total) == rates(total, warmup_steps=warmup)

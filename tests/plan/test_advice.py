@@ -1,4 +1,4 @@
-"""From traces made by hand to memory, time and advice: each expectation is worked out in the test."""
+"""Memory, time and advice follow from traces. Expected values are derived in the tests."""
 
 import math
 import subprocess
@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_runs import job_tables
+from train_variants import merge
 
 from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
@@ -23,29 +25,19 @@ H100 = find_gpu("H100")
 CPU = H100.model_copy(update={"cpu": True, "memory_gib": 24.0, "machine": 2})
 
 
-def run(world_size: int = 8, **sections: dict[str, Any]) -> Run:
-    """A job of Llama 8b with 8,192 tokens in a row, which recomputes nothing."""
-    training = {
-        "seq_len": 8192,
-        "local_batch_size": 2,
-        "steps": 1000,
-        **sections.pop("training", {}),
-    }
-    recompute = {"mode": "none", **sections.pop("activation_checkpoint", {})}
-    job = {
-        "model": {"flavor": "8b"},
-        "training": training,
-        "activation_checkpoint": recompute,
-        **sections,
-    }
-    return Run(JobConfig.model_validate(job), world_size)
+def run(options: str = "", world_size: int = 8) -> Run:
+    """Return a run of Llama 8b with 8,192 tokens in a sequence, which recomputes nothing."""
+    job = job_tables(
+        "model.flavor = '8b' ; training.seq_len = 8192 ; training.local_batch_size = 2 ; "
+        "training.steps = 1000 ; activation_checkpoint.mode = 'none'"
+    )
+    return Run(JobConfig.model_validate(merge(job, job_tables(options))), world_size)
 
 
 def matmul(m: int, k: int, n: int, dtype: str = "bfloat16", count: int = 1) -> Work:
     size = 2 * (m * k + k * n + m * n)
-    return Work(
-        "forward", "aten.mm", dtype, (m, k, n), None, count, count * 2 * m * k * n, count * size
-    )
+    flops = 2 * m * k * n
+    return Work("forward", "aten.mm", dtype, (m, k, n), None, count, count * flops, count * size)
 
 
 def moving(size: int, phase: str = "forward") -> Work:
@@ -57,39 +49,41 @@ def sent(op: str, size: int, group: str, ranks: int = 8, span: int = 8, count: i
 
 
 def trace(*work: Work, peak: float = 40.0, rank: int = 0) -> RankTrace:
-    """A rank whose peak is so many GiB. 1% more is reserved."""
-    kinds = {
-        "weights": int(peak * GIB / 4),
-        "activations": int(peak * GIB) - int(peak * GIB / 4),
-        "loss": 0,
-    }
-    return RankTrace(
-        rank, int(peak * GIB), "backward of a block", kinds, 0, work, int(1.01 * peak * GIB)
-    )
+    """Return the trace of a rank with a peak of `peak` GiB, which reserves 1% more."""
+    size = int(peak * GIB)
+    weights = size // 4
+    kinds = {"weights": weights, "activations": size - weights, "loss": 0}
+    return RankTrace(rank, size, "backward of a block", kinds, 0, work, int(1.01 * size))
 
 
-def trace_of_rows(run: Run, *_: object) -> tuple[RankTrace, ...]:
-    """10 GiB, 20 more for each row that is not recomputed and 2 for one that is; a second for each row of the step.
-    With FP8, and with short rows that are recomputed, none can be made."""
-    training, again = run.job.training, run.job.activation_checkpoint.mode == "full"
-    if run.job.float8.enable or (training.seq_len == 4096 and again):
+def trace_by_formula(run: Run, *_: object) -> tuple[RankTrace, ...]:
+    """Return a trace of 10 GiB of state, and 20 GiB for each sequence, or 2 GiB if recomputed.
+
+    Each sequence of a step takes one second. FP8, and recomputed short sequences, cannot be traced.
+    """
+    training = run.job.training
+    recomputes = run.job.activation_checkpoint.mode == "full"
+    if run.job.float8.enable or (training.seq_len == 4096 and recomputes):
         raise RuntimeError("no kernel for this layout\nand a second line")
     state = 5 if training.dtype == "bfloat16" else 10
-    tokens = run.microbatches * training.local_batch_size * (1.3 if again else 1.0)
-    work = matmul(4096, 4096, 4096, count=max(1, int(5000 * tokens)))
-    return (trace(work, peak=state + training.local_batch_size * (2 if again else 20)),)
+    seconds = run.microbatches * training.local_batch_size * (1.3 if recomputes else 1.0)
+    work = matmul(4096, 4096, 4096, count=max(1, int(5000 * seconds)))
+    return (trace(work, peak=state + training.local_batch_size * (2 if recomputes else 20)),)
 
 
 LARGE = matmul(16384, 4096, 14336, count=100)
 SECONDS = LARGE.flops / (989e12 * MATMUL["bfloat16"])
-NETWORK = 1e10 / 8 / 50e9 / LINK  # of 10 GB, by the network cards of a machine
+GB10 = 10**10  # bytes that are moved or sent
+LOCAL_SECONDS = GB10 * 7 / 8 / (450e9 * LINK)  # in a ring of 8 GPUs of a node
+NETWORK_SECONDS = GB10 / 8 / 50e9 / LINK  # through all network cards of a node
+MEMORY_SECONDS = GB10 / (3350e9 * BANDWIDTH)
 
 
 def plan(
-    *work: Work, peak: float = 40.0, ranks: int = 8, gpu: Any = H100, **job: dict[str, Any]
+    *work: Work, options: str = "", peak: float = 40.0, ranks: int = 8, gpu: Any = H100
 ) -> Forecast:
     traces = [trace(*work, LARGE, peak=peak), trace(peak=peak - 1, rank=1)]
-    return forecast(run(ranks, **job), traces, gpu.of_rank(ranks))
+    return forecast(run(options, ranks), traces, gpu.of_rank(ranks))
 
 
 def test_the_rank_with_the_highest_peak_counts_and_its_allowance_must_fit():
@@ -99,55 +93,48 @@ def test_the_rank_with_the_highest_peak_counts_and_its_allowance_must_fit():
     assert sum(result.kinds.values()) == result.peak < result.needs
     assert plan(peak=74).fits
     assert not plan(peak=78).fits
-    assert plan(peak=10, gpu=CPU, ranks=2).memory == 12 * GIB  # ranks share what the machine has
+    assert plan(peak=10, gpu=CPU, ranks=2).memory == 12 * GIB  # ranks share the memory of a node
 
 
 @pytest.mark.parametrize(
-    ("work", "job", "part", "seconds"),
+    ("work", "part", "seconds"),
     [
-        (LARGE, {}, "matmuls", 2 * SECONDS),
+        (LARGE, "matmuls", 2 * SECONDS),
         (
             matmul(16384, 4096, 14336, dtype="float32"),
-            {},
             "matmuls",
             SECONDS + LARGE.flops / 100 / 67e12 / 0.85,
         ),
-        (matmul(1, 4096, 4096), {}, "matmuls", SECONDS + 2 * (4096 * 4098) / (3350e9 * BANDWIDTH)),
-        (moving(10**10), {}, "memory-bound kernels", 1e10 / (3350e9 * BANDWIDTH)),
-        (moving(10**10, "optimizer"), {}, "optimizer", 1e10 / (3350e9 * BANDWIDTH)),
+        (matmul(1, 4096, 4096), "matmuls", SECONDS + 2 * 4096 * 4098 / (3350e9 * BANDWIDTH)),
+        (moving(GB10), "memory-bound kernels", MEMORY_SECONDS),
+        (moving(GB10, "optimizer"), "optimizer", MEMORY_SECONDS),
+        (sent("all_gather", GB10, "tensor"), "collectives (tensor)", LOCAL_SECONDS),
+        (sent("all_reduce", GB10, "tensor"), "collectives (tensor)", 2 * LOCAL_SECONDS),
         (
-            sent("all_gather", 10**10, "tensor"),
-            {},
-            "collectives (tensor)",
-            1e10 * 7 / 8 / (450e9 * LINK),
-        ),
-        (
-            sent("all_reduce", 10**10, "tensor"),
-            {},
-            "collectives (tensor)",
-            2e10 * 7 / 8 / (450e9 * LINK),
-        ),
-        (
-            sent("all_gather", 10**10, "context", 2, span=16),
-            {},
+            sent("all_gather", GB10, "context", 2, span=16),
             "collectives (context)",
-            NETWORK * 4,
+            4 * NETWORK_SECONDS,
         ),
-        (sent("send", 10**10, "pipeline", 2, span=16), {}, "collectives (pipeline)", NETWORK * 8),
+        (
+            sent("send", GB10, "pipeline", 2, span=16),
+            "collectives (pipeline)",
+            8 * NETWORK_SECONDS,
+        ),
     ],
 )
-def test_what_takes_the_time_of_a_step(work: Work, job: dict[str, Any], part: str, seconds: float):
-    assert plan(work, **job).parts[part] == pytest.approx(seconds, rel=2e-3)
+def test_work_takes_the_time_of_its_kind(work: Work, part: str, seconds: float):
+    assert plan(work).parts[part] == pytest.approx(seconds, rel=2e-3)
 
 
-def test_traffic_of_fsdp_hides_behind_computation_but_for_its_first_gather():
-    traffic = sent("all_gather", 10**10, "fsdp", count=10)
-    alone = 1e10 * 7 / 8 / (450e9 * LINK)  # starting the rings takes 1% of it
+def test_fsdp_traffic_overlaps_with_computation_except_for_its_first_gather():
+    traffic = sent("all_gather", GB10, "fsdp", count=10)
+
     result = plan(traffic)
-    assert result.hidden_seconds == pytest.approx(0.9 * alone, rel=0.02)
-    assert result.parts["collectives (fsdp)"] == pytest.approx(
-        (0.1 + 0.9 * OVERLAP_PRICE) * alone, rel=0.02
-    )
+
+    # Starting the rings takes 1% of the time.
+    visible = (0.1 + 0.9 * OVERLAP_PRICE) * LOCAL_SECONDS
+    assert result.hidden_seconds == pytest.approx(0.9 * LOCAL_SECONDS, rel=0.02)
+    assert result.parts["collectives (fsdp)"] == pytest.approx(visible, rel=0.02)
     assert plan(traffic, gpu=CPU).hidden_seconds == 0
 
 
@@ -161,24 +148,41 @@ def test_traffic_of_fsdp_hides_behind_computation_but_for_its_first_gather():
     ],
 )
 def test_ranks_of_a_pipeline_wait_for_each_other(schedule: str, share: float):
-    layout = {"pipeline_parallel_degree": 4, "pipeline_parallel_schedule": schedule}
-    job = run(8, parallelism=layout, training={"local_batch_size": 1, "global_batch_size": 32})
-    result = forecast(job, [trace(LARGE, rank=rank) for rank in range(4)], H100)
+    options = (
+        "parallelism.pipeline_parallel_degree = 4 ; training.local_batch_size = 1 ; "
+        f"training.global_batch_size = 32 ; parallelism.pipeline_parallel_schedule = '{schedule}'"
+    )
+    result = forecast(run(options), [trace(LARGE, rank=rank) for rank in range(4)], H100)
     assert result.parts.get("pipeline bubble", 0.0) == pytest.approx(share * SECONDS, rel=0.01)
 
 
-def test_async_tensor_parallelism_hides_a_part_and_a_ring_of_many_machines_starts_late():
-    gather = sent("all_gather", 10**10, "tensor")
-    kept, half = (
-        plan(gather, parallelism={"enable_async_tensor_parallel": each}) for each in (False, True)
+def test_async_tensor_parallelism_overlaps_a_part_of_its_traffic():
+    gather = sent("all_gather", GB10, "tensor")
+
+    plain = plan(gather)
+    overlapped = plan(gather, options="parallelism.enable_async_tensor_parallel = true")
+
+    assert overlapped.hidden_seconds == pytest.approx(
+        ASYNC_HIDES * plain.parts["collectives (tensor)"]
     )
-    assert half.hidden_seconds == pytest.approx(ASYNC_HIDES * kept.parts["collectives (tensor)"])
-    assert half.step_seconds + half.hidden_seconds == pytest.approx(kept.step_seconds)
-    near, far = (
-        plan(sent("all_gather", 0, "world", n, n, 10**4)).parts["collectives (world)"]
-        for n in (8, 128)
-    )
-    assert 16 * near < far < 20 * near  # 112 hops within machines and 15 between them, beside 7
+    total = overlapped.step_seconds + overlapped.hidden_seconds
+    assert total == pytest.approx(plain.step_seconds)
+
+
+def test_a_ring_of_many_nodes_starts_later():
+    def start_seconds(ranks: int) -> float:
+        gather = sent("all_gather", 0, "world", ranks, ranks, 10**4)
+        return plan(gather).parts["collectives (world)"]
+
+    # 112 hops within nodes and 15 between them take the place of 7.
+    assert 16 * start_seconds(8) < start_seconds(128) < 20 * start_seconds(8)
+
+
+def run_published(*words: str) -> list[str]:
+    """Run benchmarks/published.py, and return the lines that it prints."""
+    command = [sys.executable, "benchmarks/published.py", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
 
 
 @pytest.mark.long
@@ -186,107 +190,106 @@ def test_async_tensor_parallelism_hides_a_part_and_a_ring_of_many_machines_start
     "job", ["llama_8b.toml 8", "llama_70b.toml 64", "llama_70b.toml 256", "llama_405b.toml 512"]
 )
 def test_the_first_choice_of_a_search_is_as_fast_as_the_recipe_of_torchtitan(job: str):
-    command = [sys.executable, "benchmarks/published.py", "--search", "--only", job]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert float(done.stdout.splitlines()[-1].split("|")[5]) >= 1, done.stdout
+    table = run_published("--search", "--only", job)
+    assert float(table[-1].split("|")[5]) >= 1, table
 
 
 @pytest.mark.slow
 def test_plans_of_published_jobs_are_as_fast_as_published():
-    command = [sys.executable, "benchmarks/published.py", "--only", "8b, FSDP 8,"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    ratios = [
-        float(line.split()[-2]) for line in done.stdout.splitlines() if line.startswith("| 8b")
-    ]
+    table = run_published("--only", "8b, FSDP 8,")
+    ratios = [float(line.split()[-2]) for line in table if line.startswith("| 8b")]
     assert len(ratios) == 2  # compiled, without and with FP8
-    assert all(0.75 <= ratio <= 1.3 for ratio in ratios), done.stdout
+    assert all(0.75 <= ratio <= 1.3 for ratio in ratios), table
 
 
 def test_tokens_and_mfu_follow_from_the_step():
     result = plan()
     assert result.tokens_per_second == pytest.approx(2 * 8192 / result.step_seconds)
     assert math.isclose(sum(result.parts.values()), result.step_seconds)
-    assert plan(gpu=CPU, ranks=4).step_seconds == pytest.approx(
-        2 * plan(gpu=CPU, ranks=2).step_seconds, rel=0.01
-    )
-    assert plan(gpu=CPU, ranks=2).mfu == pytest.approx(plan(gpu=CPU, ranks=1).mfu, rel=0.01)
+    one, two, four = (plan(gpu=CPU, ranks=ranks) for ranks in (1, 2, 4))
+    assert four.step_seconds == pytest.approx(2 * two.step_seconds, rel=0.01)
+    assert two.mfu == pytest.approx(one.mfu, rel=0.01)
 
 
 @pytest.mark.parametrize(("mode", "rows"), [("none", 3), ("full", 33)])
 def test_the_largest_batch_that_fits(mode: str, rows: int, monkeypatch, capsys):
-    """10 GiB and 20 (or 2) for each row, of 79.1 GiB, of which about 2 are for allocator and libraries."""
-    monkeypatch.setattr(advice, "trace_run", trace_of_rows)
-    job = run(training={"local_batch_size": 1}, activation_checkpoint={"mode": mode})
-    assert (
-        advice.make_plan(
-            job, H100, show=lambda _: print("plan", file=sys.stderr)
-        ).largest_local_batch_size
-        == rows
-    )
-    own, _, tried = capsys.readouterr().err.partition(
-        "plan\n"
-    )  # each result is shown as soon as it is known
-    assert "GiB" not in own
-    assert f"training.local_batch_size {rows}: " in tried
+    """79.1 GiB hold 10 GiB, 2 GiB of allocator and libraries, and 20 (or 2) GiB for each sequence."""
+    monkeypatch.setattr(advice, "trace_run", trace_by_formula)
+    job = run(f"training.local_batch_size = 1 ; activation_checkpoint.mode = '{mode}'")
+
+    result = advice.make_plan(job, H100, show=lambda _: print("plan", file=sys.stderr))
+
+    assert result.largest_local_batch_size == rows
+    before, _, after = capsys.readouterr().err.partition("plan\n")  # results are shown at once
+    assert "GiB" not in before
+    assert f"training.local_batch_size {rows}: " in after
     assert advice.make_plan(job, H100, quick=True).largest_local_batch_size is None
 
 
 @pytest.mark.slow
 def test_the_peak_of_more_rows_is_on_the_line_through_two_numbers_of_rows():
-    """What the largest batch relies on, on traces of a model with all kinds of memory."""
-    model = {
-        "dim": 256,
-        "n_layers": 4,
-        "n_heads": 4,
-        "n_kv_heads": 2,
-        "ffn_dim": 640,
-        "vocab_size": 4096,
-    }
-    job = {"model": model, "parallelism": {"fsdp_min_num_params": 0}}
-    rows = [job | {"training": {"seq_len": 2048, "local_batch_size": rows}} for rows in (8, 9, 16)]
-    few, more, many = (trace_run(Run(JobConfig.model_validate(each), 2))[0].peak for each in rows)
+    """The search for the largest batch relies on this."""
+    options = (
+        "model.dim = 256 ; model.n_layers = 4 ; model.n_heads = 4 ; model.n_kv_heads = 2 ; "
+        "model.ffn_dim = 640 ; model.vocab_size = 4096 ; parallelism.fsdp_min_num_params = 0 ; "
+        "training.seq_len = 2048 ; training.local_batch_size = "
+    )
+    few, more, many = (
+        trace_run(Run(JobConfig.model_validate(job_tables(f"{options}{rows}")), 2))[0].peak
+        for rows in (8, 9, 16)
+    )
     assert many == few + 8 * (more - few)
 
 
 def test_changes_that_fit_are_listed_cheapest_first(monkeypatch, capsys):
-    monkeypatch.setattr(advice, "trace_run", trace_of_rows)
-    changes = advice.make_plan(run(training={"local_batch_size": 8}), H100).changes
-    assert (
-        changes[0]
-        == "--training.local_batch_size 2 --training.global_batch_size 64: 51.1 GiB, as fast"
-    )
+    monkeypatch.setattr(advice, "trace_run", trace_by_formula)
+    changes = advice.make_plan(run("training.local_batch_size = 8"), H100).changes
+    batch = "--training.local_batch_size 2 --training.global_batch_size 64"
+    assert changes[0] == f"{batch}: 51.1 GiB, as fast"
     assert changes[-1] == "--activation_checkpoint.mode full: 26.9 GiB, 23% slower"
-    short = run(training={"local_batch_size": 8, "seq_len": 4096})
-    assert not [change for change in advice.make_plan(short, H100).changes if "mode full" in change]
-    assert (
-        "Skipped --activation_checkpoint.mode full, which cannot be traced (RuntimeError: no kernel"
-        in capsys.readouterr().err
-    )
 
 
-def test_the_search_lists_what_keeps_the_rules_and_fits_fastest_first(
-    monkeypatch,
-):
-    monkeypatch.setattr(advice, "trace_run", trace_of_rows)
-    job, gpu = run(16, compile={"enable": True}), find_gpu("A100-80GB")
+def test_changes_that_cannot_be_traced_are_skipped_with_the_reason(monkeypatch, capsys):
+    monkeypatch.setattr(advice, "trace_run", trace_by_formula)
+
+    job = run("training.local_batch_size = 8 ; training.seq_len = 4096")
+
+    assert "mode full" not in "".join(advice.make_plan(job, H100).changes)
+    reason = "activation_checkpoint.mode full, which cannot be traced (RuntimeError: no kernel"
+    assert reason in capsys.readouterr().err
+
+
+def test_the_search_lists_valid_jobs_that_fit_fastest_first(monkeypatch):
+    monkeypatch.setattr(advice, "trace_run", trace_by_formula)
+    job = run("compile.enable = true", 16)
+    gpu = find_gpu("A100-80GB")
+
     found, traced, candidates = advice.search(job, gpu, map)
-    jobs = [advice.with_keys(job, settings) for settings, _ in found]
-    rowwise = run(8, float8={"recipe_name": "rowwise"})
-    tried = [
-        *advice.list_layouts(rowwise, H100),
-        *advice.list_layouts(run(512, model={"flavor": "405b"}), H100),
-    ]
-    keys = ("float8.enable", "compile.enable", "parallelism.enable_async_tensor_parallel")
-    assert all(any(each.get(key) for each in tried) for key in keys)
-    assert any(
-        each.get("parallelism.pipeline_parallel_schedule") == "Interleaved1F1B" for each in tried
-    )
+
     assert traced == advice.MAX_TRACED_JOBS < candidates == 1 + len(advice.list_layouts(job, gpu))
-    assert all(settings for settings, _ in found[:-1])  # nothing stands behind the job as it is
-    assert all(plan.fits for _, plan in found)
-    assert {new.degrees.world for new in jobs} == {16}
-    assert not any(find_broken_rules(new) for new in jobs)
-    speeds = [plan.tokens_per_second for _, plan in found]
+    assert all(settings for settings, _ in found[:-1])  # no job is slower than the given one
+    for settings, result in found:
+        candidate = advice.with_keys(job, settings)
+        assert result.fits
+        assert candidate.degrees.world == 16
+        assert not find_broken_rules(candidate)
+    speeds = [result.tokens_per_second for _, result in found]
     assert speeds == sorted(speeds, reverse=True)
-    ((settings, _),), *counts = advice.search(run(8), H100, map, max_jobs=1)
-    assert (settings, counts[0]) == ({}, 1)  # which comes first
+
+
+def test_the_search_begins_with_the_given_job(monkeypatch):
+    monkeypatch.setattr(advice, "trace_run", trace_by_formula)
+
+    ((settings, _),), traced, _ = advice.search(run(), H100, map, max_jobs=1)
+
+    assert (settings, traced) == ({}, 1)
+
+
+def test_the_search_tries_fp8_the_compiler_and_interleaved_pipelines():
+    layouts = advice.list_layouts(run("float8.recipe_name = 'rowwise'"), H100)
+    layouts += advice.list_layouts(run("model.flavor = '405b'", 512), H100)
+
+    for key in ("float8.enable", "compile.enable", "parallelism.enable_async_tensor_parallel"):
+        assert any(layout.get(key) for layout in layouts)
+    schedules = [layout.get("parallelism.pipeline_parallel_schedule") for layout in layouts]
+    assert "Interleaved1F1B" in schedules
