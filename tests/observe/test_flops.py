@@ -18,9 +18,12 @@ TINY = Architecture(dim=8, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=20, voca
 def test_tiny_model_by_hand():
     block = 8 * 8 + 8 * 4 + 8 * 4 + 8 * 8 + 3 * 8 * 20  # query, key, value, output, feed-forward
     assert num_params(TINY) == 3 * (block + 2 * 8) + 8 + 2 * 50 * 8
-    assert flops_per_token(TINY, seq_len=10) == 6 * (3 * block + 50 * 8) + 3 * 6 * 10 * 8
+    matmuls = 6 * (3 * block + 50 * 8)
+    assert flops_per_token(TINY, seq_len=10) == matmuls + 3 * 6 * 10 * 8
     windowed = replace(TINY, sliding_window=5)  # 3.75 keys a query, not 5
-    assert flops_per_token(windowed, seq_len=10) == 6 * (3 * block + 50 * 8) + 3 * 6 * 7.5 * 8
+    assert flops_per_token(windowed, seq_len=10) == matmuls + 3 * 6 * 7.5 * 8
+    assert flops_per_token(TINY, seq_len=10, is_causal=False) == matmuls + 3 * 12 * 10 * 8
+    assert flops_per_token(windowed, seq_len=10, is_causal=False) == matmuls + 3 * 12 * 5 * 8
 
 
 @pytest.mark.parametrize("flavor", FLAVORS)

@@ -83,14 +83,24 @@ def test_the_command_prints_a_plan_and_the_fastest_jobs(job_file, tmp_path):
     rates = ("memory_gib", "bf16", "fp32", "bandwidth", "link", "network", "host", "machine")
     own.write_text('name = "mine"\n' + "".join(f"{key} = {n}\n" for n, key in enumerate(rates, 4)))
     words = ("plan", "--job.config_file", job_file, "--gpu", own)
-    plan = json.loads(titanlite(*words, "--json", "--quick").splitlines()[-1])
+    output = titanlite(*words, "--json", "--quick", "--tokens", "2.5e9")
+    plan = json.loads(output.splitlines()[-1])
     assert plan["memory"] == 4 * gpus.GIB
     assert 0 < plan["peak"] < gpus.GIB
-    said = titanlite(*words, "--memory", "0.000001")
+    assert 0 < plan["mfu"] < plan["mfu_full_attention"]
+    time = plan["training"]
+    assert time["days"] == pytest.approx(2.5e9 / plan["tokens_per_second"] / 86400)
+    assert time["gpu_hours"] == pytest.approx(24 * time["days"])  # on one GPU
+    assert 0 < time["days_low"] < time["days_high"]
+    said = titanlite(*words, "--memory", "0.000001", "--tokens", "2.5B")
+    for number in ("days", "days_low", "days_high"):
+        assert f"{time[number]:,.2f}" in said
     assert "DOES NOT FIT" in said
     assert "tokens/s per device" in said
     assert "No single change of the job makes it fit" in said
-    assert "Fastest of " in titanlite(*words, "--write", tmp_path / "best.toml")
+    said = titanlite(*words, "--write", tmp_path / "best.toml", "--tokens", "2.5B")
+    assert "Fastest of " in said
+    assert "days" in said
     assert (
         "[job]" not in (tmp_path / "best.toml").read_text()
     )  # folder and file are not those of the given job

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import sys
@@ -26,7 +27,7 @@ from titanlite.config.options import (
 )
 from titanlite.config.run import Run
 from titanlite.load_run import load_run, read_world_size
-from titanlite.observe.forecast import Forecast
+from titanlite.observe.forecast import Forecast, TrainingTime
 from titanlite.observe.gpus import GIB, MIB, MOST_GIB, Gpu, device_memory, find_gpu, gpu_of_device
 from titanlite.plan.workers import workers
 from titanlite.runtime.logging import note
@@ -50,6 +51,9 @@ class Plan(Options):
     """Memory of a device in GiB (of the node with --gpu cpu). Default: the number in the table."""
     as_json: AsJson = False
     """Print one JSON object and nothing else."""
+    tokens: str | None = None
+    """Estimate the GPU-hours and days to train on this number of tokens, with a 90% interval.
+    Examples: 500M, 10B, 1T or 2.5e12."""
     quick: bool = False
     """Do not search for the largest batch that fits."""
     remedies: bool = False
@@ -71,6 +75,7 @@ def main(argv: Sequence[str]) -> None:
         UserError: If the job or an option is invalid, or no job fits.
     """
     options, words = parse_options_and_job(Plan, argv, "plan")
+    tokens = None if options.tokens is None else _parse_tokens(options.tokens)
     if options.write is not None:
         _check_new_file(options.write)
     run = load_run(words, options.world_size or read_world_size(), trains=False)
@@ -80,6 +85,9 @@ def main(argv: Sequence[str]) -> None:
     out = sys.stdout
     with contextlib.redirect_stdout(sys.stderr):  # some libraries print when they are imported
         gpu = _choose_gpu(options.gpu)
+        if gpu.cpu and tokens is not None:
+            problem = "needs a GPU, because its interval comes from measurements on GPUs."
+            raise UserError(f"--tokens {problem} Choose one with --gpu.")
         if options.memory is not None:
             gpu = gpu.model_copy(update={"memory_gib": options.memory})
         gpu = gpu.of_rank(run.world_size)
@@ -90,11 +98,29 @@ def main(argv: Sequence[str]) -> None:
         with workers() if uses_pool else contextlib.nullcontext() as pool:
             apply = pool.map if pool else map
             if is_search:
-                text = _search(options, run, gpu, apply)
+                text = _search(options, run, gpu, apply, tokens)
             else:
-                text = _plan(options, run, gpu, apply, out)
+                text = _plan(options, run, gpu, apply, tokens, out)
     if text:
         print(text)
+
+
+def _parse_tokens(text: str) -> int:
+    """Return the number of tokens in the value of --tokens, such as "500M" or "2.5e12".
+
+    Raises:
+        UserError: If the value is not a number from 1 to 1e18, with or without a unit.
+    """
+    units = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+    unit = units.get(text[-1:].upper())
+    try:
+        number = float(text[:-1]) * unit if unit else float(text)
+    except ValueError:
+        number = math.nan
+    if not 1 <= number <= 1e18:
+        problem = "must be a number of tokens, such as 500M, 10B, 1T or 2.5e12."
+        raise UserError(f"--tokens {text}: {problem}")
+    return round(number)
 
 
 def _check_new_file(path: Path) -> None:
@@ -110,7 +136,14 @@ def _check_new_file(path: Path) -> None:
         raise UserError(f"--write {path}: {problem}")
 
 
-def _plan(options: Plan, run: Run, gpu: Gpu, apply: Callable[..., Any], out: TextIO) -> str:
+def _plan(
+    options: Plan,
+    run: Run,
+    gpu: Gpu,
+    apply: Callable[..., Any],
+    tokens: int | None,
+    out: TextIO,
+) -> str:
     """Estimate one job, print the estimate to `out` as soon as it is known, and return advice.
 
     Advice is a list of changes that make the job fit, or the largest batch size. It takes longer
@@ -122,18 +155,19 @@ def _plan(options: Plan, run: Run, gpu: Gpu, apply: Callable[..., Any], out: Tex
         run: The run to estimate.
         gpu: The device of each rank.
         apply: Function like `map` that traces jobs, possibly in several processes.
+        tokens: Number of tokens of the whole training run, from --tokens.
         out: Standard output.
     """
     from titanlite.plan import advice  # slow, because it imports torch
 
     def print_plan(plan: Forecast) -> None:
         if not options.as_json:
-            print(_format_plan(run, plan), file=out, flush=True)
+            print(_format_plan(run, _add_training_time(plan, tokens)), file=out, flush=True)
 
     run = _without_offload_on_cpu(run, gpu)
     plan = advice.make_plan(run, gpu, options.quick, options.remedies, print_plan, apply)
     if options.as_json:
-        return plan.model_dump_json()
+        return _add_training_time(plan, tokens).model_dump_json()
     if plan.changes:
         return "\n  ".join(["Changes that make it fit, cheapest first:", *plan.changes])
     if not plan.fits:
@@ -146,7 +180,9 @@ def _plan(options: Plan, run: Run, gpu: Gpu, apply: Callable[..., Any], out: Tex
     return f"Largest training.local_batch_size that fits: {largest} (now {current})."
 
 
-def _search(options: Plan, run: Run, gpu: Gpu, apply: Callable[..., Any]) -> str:
+def _search(
+    options: Plan, run: Run, gpu: Gpu, apply: Callable[..., Any], tokens: int | None
+) -> str:
     """Search for the fastest variants of a job that fit into memory.
 
     With --write, the fastest one is also written as a job file.
@@ -156,6 +192,7 @@ def _search(options: Plan, run: Run, gpu: Gpu, apply: Callable[..., Any]) -> str
         run: The run to vary.
         gpu: The device of each rank.
         apply: Function like `map` that traces jobs, possibly in several processes.
+        tokens: Number of tokens of the whole training run, from --tokens.
 
     Returns:
         The 10 fastest variants as a table, or as JSON with --json.
@@ -177,15 +214,29 @@ def _search(options: Plan, run: Run, gpu: Gpu, apply: Callable[..., Any]) -> str
 
     best = []
     for settings, plan in results[:_MAX_LISTED]:
-        best.append({"options": advice.format_options(settings), **plan.model_dump()})
+        values = _add_training_time(plan, tokens).model_dump()
+        best.append({"options": advice.format_options(settings), **values})
     if options.as_json:
         return json.dumps({"traced": num_traced, "candidates": num_candidates, "best": best})
 
     devices = f"{best[0]['world_size']} x {best[0]['gpu']}"
     title = f"Fastest of {num_traced} traced jobs (of {num_candidates} candidates) on {devices}"
+    columns = ["tokens/s", "MFU (causal)", "MFU (full)", "peak GiB", "job"]
+    if tokens is not None:
+        columns.insert(1, "days (90% interval)")
     rows = [_format_result(plan) for plan in best]
-    table = format_table(("tokens/s", "MFU", "peak GiB", "job"), rows)
+    table = format_table(columns, rows)
     return f"{title}\n\n{table}"
+
+
+def _add_training_time(plan: Forecast, tokens: int | None) -> Forecast:
+    """Return the plan with the time to train on `tokens` tokens, or unchanged if it is None."""
+    if tokens is None:
+        return plan
+
+    from titanlite.plan.training_time import estimate_training
+
+    return plan.model_copy(update={"training": estimate_training(plan, tokens)})
 
 
 def _without_offload_on_cpu(run: Run, gpu: Gpu) -> Run:
@@ -238,9 +289,25 @@ def _format_plan(run: Run, plan: Forecast) -> str:
         lines.append(f"  {name:<36}{seconds:>10.4f}{share:>7.0%}")
 
     days = plan.step_seconds * run.job.training.steps / 86400
-    speed = f"{plan.tokens_per_second:,.0f} tokens/s per device, MFU {plan.mfu:.1%}"
-    lines += [f"  {speed}, {days:,.2f} days for all steps", ""]
-    return "\n".join(lines)
+    speed = f"{plan.tokens_per_second:,.0f} tokens/s per device"
+    lines.append(f"  {speed}, {days:,.2f} days for all steps")
+    full = f"{plan.mfu_full_attention:.1%} (full attention, as in torchtitan and PaLM)"
+    lines.append(f"  MFU {plan.mfu:.1%} (causal attention), {full}")
+    if plan.training is not None:
+        lines += _format_training_time(plan.training)
+    return "\n".join([*lines, ""])
+
+
+def _format_training_time(time: TrainingTime) -> list[str]:
+    """Format the time and the GPU-hours of a whole training run, with their intervals."""
+    hours = (
+        f"{time.gpu_hours:,.0f} GPU-hours ({time.gpu_hours_low:,.0f} to {time.gpu_hours_high:,.0f})"
+    )
+    days = f"{time.days:,.2f} days ({time.days_low:,.2f} to {time.days_high:,.2f})"
+    return [
+        f"  {time.tokens:,} tokens: {hours}, {days}",
+        "  In parentheses: 90% intervals, from the spread of published measurements",
+    ]
 
 
 def _format_memory(plan: Forecast) -> list[str]:
@@ -261,16 +328,22 @@ def _format_memory(plan: Forecast) -> list[str]:
     return lines
 
 
-def _format_result(plan: Mapping[str, Any]) -> tuple[str, ...]:
+def _format_result(plan: Mapping[str, Any]) -> list[str]:
     """Format one result of a search as table cells.
 
     Returns:
-        Tokens per second, MFU, peak memory in GiB, and changed options, such as "412,000", "43.1%".
+        Tokens per second, MFU with causal and with full attention, peak memory in GiB, and changed
+        options, such as "412,000", "43.1%". With --tokens, days and their interval come second.
     """
-    speed = f"{plan['tokens_per_second']:,.0f}"
-    return (
-        speed,
+    cells = [
+        f"{plan['tokens_per_second']:,.0f}",
         f"{plan['mfu']:.1%}",
+        f"{plan['mfu_full_attention']:.1%}",
         f"{plan['peak'] / GIB:.1f}",
         " ".join(plan["options"]) or "(unchanged)",
-    )
+    ]
+    time = plan["training"]
+    if time is not None:
+        days = f"{time['days']:,.2f} ({time['days_low']:,.2f} to {time['days_high']:,.2f})"
+        cells.insert(1, days)
+    return cells

@@ -172,7 +172,7 @@ class Records:
             f"eta {timedelta(seconds=round(entry.eta))}",
         ]
         if entry.mfu is not None:
-            parts.insert(-2, f"mfu {entry.mfu:.1%}")
+            parts.insert(-2, f"mfu (causal) {entry.mfu:.1%}")
         # Log the line last, so that a reader of the line finds the step in all files.
         self._trainer.log("  ".join(parts))
 

@@ -33,21 +33,28 @@ def state_bytes(run: Run) -> int:
     return num_params(run.arch) * bytes_per_param * run.degrees.replicate // run.world_size
 
 
-def flops_per_token(arch: Architecture, seq_len: int) -> float:
-    """Return the training FLOPs per token (forward and backward) for causal sequences of `seq_len`.
+def flops_per_token(arch: Architecture, seq_len: int, is_causal: bool = True) -> float:
+    """Return the training FLOPs per token (forward and backward) for sequences of `seq_len` tokens.
 
     - A matmul with n weights costs 2n FLOPs per token in the forward pass, and twice that in the
       backward pass: 6n. The output projection counts, tied or not; the embedding lookup does not.
     - Attention over T keys with D channels in all heads costs 2TD FLOPs for the scores and 2TD for
-      the weighted values: 12TD with the backward pass. The causal mask halves this, and a sliding
-      window reduces it further (`Architecture.attended`). Grouped-query attention does not.
+      the weighted values: 12TD with the backward pass. A sliding window reduces this, and the
+      causal mask halves it (`Architecture.attended`). Grouped-query attention does not.
     - Norms, RoPE, the product in SwiGLU, softmax and the loss are ignored. They take less than 1%
       for models of 1B parameters and more.
     - Activation checkpointing does not count, because MFU is about useful work.
 
-    The PaLM paper (2204.02311, appendix B) counts in the same way, but without the causal mask.
+    Args:
+        arch: Shape of the model.
+        seq_len: Sequence length in tokens.
+        is_causal: Whether to leave out the scores that the causal mask hides. The PaLM paper
+            (2204.02311, appendix B), torchtitan and nanochat count them.
     """
-    attention = 12 * arch.n_layers * arch.attended(seq_len) * arch.q_dim
+    num_keys = arch.attended(seq_len)
+    if not is_causal:
+        num_keys = min(seq_len, arch.sliding_window or seq_len)
+    attention = 12 * arch.n_layers * num_keys * arch.q_dim
     return float(6 * _matmul_params(arch) + attention)
 
 

@@ -31,6 +31,23 @@ RANK_VARIABLES = (
 )
 
 
+class TrainingTime(FileModel):
+    """Estimated time of a whole training run.
+
+    The values from `low` to `high` are 90% intervals; see `plan.training_time`.
+    """
+
+    tokens: int
+    """Number of tokens to train on."""
+    days: float
+    days_low: float
+    days_high: float
+    gpu_hours: float
+    """Hours of the run, multiplied by the number of GPUs."""
+    gpu_hours_low: float
+    gpu_hours_high: float
+
+
 class Forecast(FileModel):
     """Estimated peak memory and step time of a training run.
 
@@ -67,6 +84,13 @@ class Forecast(FileModel):
     tokens_per_second: float
     """Tokens per second of one device."""
     mfu: float
+    """Model FLOPs utilization, with causal attention: fraction of the peak dense bfloat16 FLOP/s
+    of the device, counting only the attention scores that the causal mask leaves."""
+    mfu_full_attention: float
+    """Model FLOPs utilization, with full attention: like `mfu`, but counting all attention scores,
+    as torchtitan, PaLM and nanochat do."""
+    training: TrainingTime | None = None
+    """Time to train on the number of tokens in `titanlite plan --tokens`, or None without it."""
     largest_local_batch_size: int | None = None
     """Largest number of sequences per forward pass that fits into memory.
 

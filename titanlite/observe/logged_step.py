@@ -60,8 +60,8 @@ class LoggedStep(BaseModel):
     tps_per_device: Annotated[float, "perf/tokens_per_second_per_device"]
     """Tokens per second of one device."""
     mfu: Annotated[float | None, "perf/mfu"]
-    """Model FLOPs utilization: fraction of the peak dense bfloat16 FLOP/s. Null if the peak is
-    unknown, as on a CPU."""
+    """Model FLOPs utilization, with causal attention: fraction of the peak dense bfloat16 FLOP/s.
+    Null if the peak is unknown, as on a CPU."""
     tflops: Annotated[float, "perf/tflops"]
     """Model TFLOP/s of one device, without recomputation."""
     memory: Annotated[float, "memory/reserved"]

@@ -87,7 +87,7 @@ def forecast(run: Run, traces: Sequence[RankTrace], gpu: Gpu) -> Forecast:
     seq_len = run.job.training.seq_len
     step_tokens = run.global_batch_size * seq_len
     tokens_per_second = step_tokens / run.world_size / step_seconds
-    model_flops_per_second = tokens_per_second * flops_per_token(run.arch, seq_len)
+    mfu_per_flop = tokens_per_second / (gpu.bf16 * 1e12)  # of the FLOPs per token
     worst = max(traces, key=lambda trace: trace.peak)
     return Forecast(
         job=run.job.job.config_file or "a job made in Python",
@@ -105,7 +105,8 @@ def forecast(run: Run, traces: Sequence[RankTrace], gpu: Gpu) -> Forecast:
         parts={name: seconds for name, seconds in longest_first if seconds > 0},
         hidden_seconds=slowest.hidden,
         tokens_per_second=tokens_per_second,
-        mfu=model_flops_per_second / (gpu.bf16 * 1e12),
+        mfu=mfu_per_flop * flops_per_token(run.arch, seq_len),
+        mfu_full_attention=mfu_per_flop * flops_per_token(run.arch, seq_len, is_causal=False),
     )
 
 

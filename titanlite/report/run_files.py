@@ -48,7 +48,7 @@ MAX_STEP = 2**53
 VALID_RANGES = {"time": (0, 2**37), "step": (0, MAX_STEP), "eta": (0, 1e9)}
 METRIC_FORMATS = {
     "tps": "{:,.0f} tokens/s",
-    "mfu": "mfu {:.1%}",
+    "mfu": "mfu (causal) {:.1%}",
     "memory": "{:.2f} GiB",
     "step_time": "{:.3g} s/step",
     "grad_norm": "grad_norm {:.3f}",
