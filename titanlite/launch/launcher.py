@@ -61,7 +61,7 @@ def launch(argv: Sequence[str]) -> int:
 
     variables, set_variables = read_variables()
     num_workers = variables.NGPU
-    min_nodes, max_nodes = _node_counts(variables)
+    min_nodes, max_nodes = _parse_node_counts(variables)
     logged_ranks(num_workers * max_nodes)
 
     # This also downloads the model of --from, once for all ranks.
@@ -93,11 +93,13 @@ def launch(argv: Sequence[str]) -> int:
     return machines.run_agent(argv, run, nodes, store, variables.NODE_RANK, variables.MAX_RESTARTS)
 
 
-def _node_counts(variables: Variables) -> tuple[int, int]:
-    """Return the minimum and the maximum number of nodes. Both are equal unless NNODES is a range.
+def _parse_node_counts(variables: Variables) -> tuple[int, int]:
+    """Parse NNODES, and return the minimum and the maximum number of nodes.
+
+    Both numbers are equal unless NNODES is a range, such as "1:2".
 
     Raises:
-        UserError: If NNODES is not a valid range, or does not fit NODE_RANK or MASTER_ADDR.
+        UserError: If the range is invalid, or contradicts NODE_RANK or MASTER_ADDR.
     """
     first, _, last = variables.NNODES.partition(":")
     minimum = int(first)
@@ -135,7 +137,8 @@ def read_variables() -> tuple[Variables, dict[str, str]]:
     """Read and validate the environment variables of the launcher.
 
     Returns:
-        The values with their defaults, and the variables that the user has set: name -> text.
+        All variables, with defaults for those that are not set, and a dictionary of the variables
+        that the user has set (name -> text).
 
     Raises:
         UserError: If a variable is invalid, or NGPU exceeds the number of GPUs.
@@ -146,9 +149,9 @@ def read_variables() -> tuple[Variables, dict[str, str]]:
             set_variables[name] = os.environ[name]
 
     num_gpus = count_gpus()
-    defaults = {"NGPU": num_gpus or 1}
+    values = {"NGPU": num_gpus or 1, **set_variables}
     try:
-        variables = Variables.model_validate(defaults | set_variables)
+        variables = Variables.model_validate(values)
     except ValidationError as error:
         raise UserError(_describe_invalid_variable(error)) from None
 
@@ -170,7 +173,7 @@ def _describe_invalid_variable(failure: ValidationError) -> str:
 def count_gpus() -> int:
     """Return the number of GPUs that this process can use, or 0 if there is no NVIDIA driver.
 
-    The GPUs are counted by nvidia-smi and CUDA_VISIBLE_DEVICES, so that torch is not imported.
+    This calls nvidia-smi and reads CUDA_VISIBLE_DEVICES, because importing torch would be slow.
     """
     try:
         listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
@@ -185,14 +188,12 @@ def count_gpus() -> int:
 
 
 def _set_threads(num_workers: int, num_threads: int) -> None:
-    """Set OMP_NUM_THREADS so that the processes of this node do not compete for CPU cores.
-
-    A value that the user has set is kept.
+    """Set OMP_NUM_THREADS, unless the user has set it.
 
     Args:
         num_workers: Number of processes on this node.
-        num_threads: `training.num_threads` of the job. 0 divides the cores evenly among the
-            processes.
+        num_threads: Number of threads per process. 0 divides the CPU cores of this node evenly
+            among the processes.
     """
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))

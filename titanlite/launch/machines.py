@@ -46,9 +46,8 @@ CRASH_FILE = "crash"  # exit code of a crash that is not restarted
 SIOCGIFADDR = 0x8915  # request of netdevice(7): the address of an interface
 MEET_SECONDS = 900  # seconds to wait until all nodes, or lost nodes, have connected
 SILENT_SECONDS = 10.0  # seconds until a waiting node logs what is missing
-AGENT_SECONDS = (
-    10.0  # seconds for the agent to end after a crash; it can hang on an unreachable store
-)
+# Seconds for the agent to end after a crash. It can hang on an unreachable store.
+AGENT_SECONDS = 10.0
 
 
 def run_agent(
@@ -123,10 +122,10 @@ def _configure_agent(
     is_local: bool,
     restarts: int,
 ) -> LaunchConfig:
-    """Return the configuration with which the agent starts one process on this node.
+    """Configure the torch agent to start one process on this node, and to host or join the store.
 
-    This also decides which node hosts the store. torch would compare the address of the store with
-    the name of this node, which often resolves to a loopback address.
+    By default, torch decides whether to host the store by resolving the name of this node, which
+    often gives a loopback address.
 
     Args:
         nodes: Minimum and maximum number of nodes.
@@ -159,7 +158,7 @@ def _configure_agent(
         max_restarts=restarts,
         local_addr=_choose_address(store),
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
-        # `_pass_on` handles all other signals, because the agent would give the ranks too
+        # `_pass_on_signals` handles all other signals, because the agent would give the ranks too
         # little time to save.
         signals_to_handle="SIGQUIT",
     )
@@ -168,19 +167,21 @@ def _configure_agent(
 def _start_threads(folder: Path, store: tuple[str, int], is_host: bool) -> None:
     """Start the background threads of the process that runs the torch agent.
 
-    One thread passes signals on to the node process, one logs which nodes are missing, and one
-    limits the time that the agent takes to end after a crash. The signals are blocked in the main
-    thread, because no signal handler would run while torch waits for other nodes.
+    One thread passes signals on to the node process, which runs the ranks. One logs which nodes are
+    missing, and one limits the time that the agent takes to end after a crash.
 
     Args:
         folder: Folder of the files that the node process writes.
-        store: Address and port of the store.
+        store: Address and port of the store, through which the nodes connect.
         is_host: Whether this node hosts the store.
     """
+    # A thread receives the signals, because Python runs no signal handler in the main thread while
+    # torch waits there for other nodes.
     signals = {*stop_signals(), signal.SIGUSR2}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+
     threads = [
-        threading.Thread(target=_pass_on, args=(signals, folder), daemon=True),
+        threading.Thread(target=_pass_on_signals, args=(signals, folder), daemon=True),
         threading.Thread(target=_log_missing, args=(folder, store, is_host), daemon=True),
         threading.Thread(target=_leave_after_crash, args=(folder,), daemon=True),
     ]
@@ -189,15 +190,15 @@ def _start_threads(folder: Path, store: tuple[str, int], is_host: bool) -> None:
 
 
 def run_node_process(folder: Path, ranks: Ranks) -> int:
-    """Run the ranks of this node in the node process that the torch agent has started.
+    """Run the ranks of this node, in the process that the torch agent has started for it.
 
     Args:
-        folder: Folder for the files that the process of the agent reads.
-        ranks: Settings of the ranks. Their numbers follow from the rank of this node.
+        folder: Folder in which the exit code is written for the process of the agent.
+        ranks: Settings of the ranks, numbered as on the first node.
 
     Returns:
-        0 if the run ended for a known reason, which the agent must not restart. Otherwise the exit
-        code of the crash.
+        Exit code for the agent, which restarts all nodes unless it is 0. If a restart would not
+        help, the result is 0, and `END_FILE` contains the actual exit code.
     """
     (folder / PROCESS_FILE).write_text(str(os.getpid()))
     end_file = folder / END_FILE
@@ -214,21 +215,22 @@ def run_node_process(folder: Path, ranks: Ranks) -> int:
         size=num_nodes * num_local_ranks,
         max_restarts=0,  # the agent restarts all nodes together
     )
-    code = node_ranks.run()
-    if code in FINAL:
-        end_file.write_text(str(code))
+
+    exit_code = node_ranks.run()
+    if exit_code in FINAL:
+        end_file.write_text(str(exit_code))
         return 0
 
     restarts_left = ranks.max_restarts - int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     if restarts_left:
         note(f"Starting again from the newest checkpoint (restarts left: {restarts_left - 1}).")
     else:
-        (folder / CRASH_FILE).write_text(str(code))
-    return code
+        (folder / CRASH_FILE).write_text(str(exit_code))
+    return exit_code
 
 
-def _pass_on(signals: set[signal.Signals], folder: Path) -> None:
-    """Pass received signals on to the node process. End this process if no node process runs.
+def _pass_on_signals(signals: set[signal.Signals], folder: Path) -> None:
+    """Pass received signals on to the node process. If it is not running, end this process.
 
     Args:
         signals: Signals to wait for, which must be blocked.
@@ -243,9 +245,12 @@ def _pass_on(signals: set[signal.Signals], folder: Path) -> None:
 
 
 def _leave_after_crash(folder: Path) -> None:
-    """End this process some seconds after a crash that the agent does not restart.
+    """Wait for a crash that the agent does not restart, and end this process some seconds later.
 
-    Otherwise the agent could wait for many minutes for the store on a node that is down.
+    Otherwise the agent could wait many minutes for the connection to a node that is down.
+
+    Args:
+        folder: Folder in which the node process writes the exit code of the crash.
     """
     while not (folder / CRASH_FILE).exists():
         time.sleep(1.0)
@@ -254,11 +259,11 @@ def _leave_after_crash(folder: Path) -> None:
 
 
 def _log_missing(folder: Path, store: tuple[str, int], is_host: bool) -> None:
-    """Log why the nodes have not connected yet, once they have tried for `SILENT_SECONDS`.
+    """Wait `SILENT_SECONDS`. If the nodes have not connected by then, log the probable reason.
 
     Args:
-        folder: Folder of the node process, which is empty until the nodes have connected.
-        store: Address and port of the store through which the nodes connect.
+        folder: Folder in which the node process writes a file once the nodes have connected.
+        store: Address and port of the store, through which the nodes connect.
         is_host: Whether this node hosts the store.
     """
     time.sleep(SILENT_SECONDS)
@@ -308,14 +313,14 @@ def _is_local(addresses: Sequence[str]) -> bool:
 
 
 def _choose_address(store: tuple[str, int]) -> str | None:
-    """Return the IP address by which other nodes reach this node, or None if it is unknown.
+    """Return the IP address at which other nodes reach this node, or None if it is unknown.
 
-    torch would resolve the name of this node. On Debian and others, /etc/hosts maps that name to a
-    loopback address, which other nodes cannot reach. This also sets the network interface of gloo
-    to the one that has the address, unless the user has set it.
+    Also make gloo use the network interface of this address, unless the user has chosen another.
+    By default, torch uses the address of this node's name, which /etc/hosts often maps to a
+    loopback address.
 
     Args:
-        store: Address and port of the store, which determine the route to the other nodes.
+        store: Address and port of the first node. The route to it determines the address.
     """
     address = _source_address(store)
     if address is None:
@@ -323,8 +328,8 @@ def _choose_address(store: tuple[str, int]) -> str | None:
 
     is_loopback = ipaddress.ip_address(address).is_loopback
     if is_loopback and not _names_loopback(store[0]):
-        # MASTER_ADDR is the name of this node, which resolves to a loopback address. Take the
-        # address of the default route, here to an address that is reserved for examples.
+        # The store is given as the name of this node, which resolves to a loopback address. Use the
+        # default route instead, here to an example address. Nothing is sent there.
         address = _source_address(("192.0.2.1", 9)) or address
     _set_interface(address)
     return address

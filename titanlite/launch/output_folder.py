@@ -24,14 +24,14 @@ file.
 
 
 def run_in_output_folder(run: Run, train: Callable[[], int]) -> int:
-    """Call `train` as soon as no other run uses the output folder of `run`.
+    """Train a run as soon as no other run uses its output folder.
 
-    If this start creates the output folder, and then fails validation or is stopped before there is
-    anything to keep, the files and folders that it has created are removed again.
+    A new output folder is removed again if training ends before there is anything to keep, because
+    the job was invalid or a signal stopped it.
 
     Args:
         run: The run to train.
-        train: Trains the run, and returns the exit code.
+        train: Function that trains the run and returns its exit code.
 
     Returns:
         The exit code that `train` returns.
@@ -59,9 +59,9 @@ def run_in_output_folder(run: Run, train: Callable[[], int]) -> int:
 
 
 def _wait_for_locks(run: Run) -> dict[Path, FileId]:
-    """Wait until rank 0 can lock the output folder and the checkpoint folder.
+    """Wait until no other run holds the locks on the output folder and the checkpoint folder.
 
-    The function releases the locks again, because rank 0 takes them itself.
+    Each lock is released again at once, because rank 0 takes the locks in its own process.
 
     Returns:
         The lock files and their IDs, so that the files can be removed later.
@@ -70,14 +70,14 @@ def _wait_for_locks(run: Run) -> dict[Path, FileId]:
     if run.job.checkpoint.enable:
         lock_targets.append(run.checkpoint_folder)
 
-    files: dict[Path, FileId] = {}
+    file_ids: dict[Path, FileId] = {}
     for target in lock_targets:
         descriptor = lock_folder(target, LOCK_TIMEOUT, note)
         if descriptor is not None:
             os.close(descriptor)  # releases the lock
         file = lock_file(target)
-        files[file] = _file_id(file)
-    return files
+        file_ids[file] = _file_id(file)
+    return file_ids
 
 
 def _create_logs(folder: Path) -> dict[Path, FileId]:
@@ -86,26 +86,28 @@ def _create_logs(folder: Path) -> dict[Path, FileId]:
     Returns:
         The created files and their IDs. Files that another process has created are left out.
     """
-    files: dict[Path, FileId] = {}
+    file_ids: dict[Path, FileId] = {}
     for name in (LOG_FILE, EVENTS_FILE):
+        file = folder / name
         with suppress(FileExistsError):
-            (folder / name).touch(exist_ok=False)
-            files[folder / name] = _file_id(folder / name)
-    return files
+            file.touch(exist_ok=False)
+            file_ids[file] = _file_id(file)
+    return file_ids
 
 
-def _remove_unused(run: Run, new_folders: Sequence[Path], created: dict[Path, FileId]) -> None:
-    """Remove the output folder of a start that has trained nothing, unless something else uses it.
+def _remove_unused(
+    run: Run, new_folders: Sequence[Path], created_files: dict[Path, FileId]
+) -> None:
+    """Remove the new output folder of a run that has trained nothing.
 
-    The folder is kept if another run holds its lock, or if it contains any file that this start has
-    not created.
+    The folder is kept if another run has locked it, or if it contains any file that this process
+    has not created.
 
     Args:
-        run: The run that this process has started.
-        new_folders: Folders that did not exist before the start, innermost first. They are removed
-            if they are empty.
-        created: Files that this start has created -> their IDs. A file is only removed if its ID is
-            unchanged.
+        run: The run that has ended.
+        new_folders: Folders that this process has created, innermost first.
+        created_files: Files that this process has created -> their IDs. A file whose ID has changed
+            belongs to another process, and is kept.
     """
     try:
         descriptor = lock_folder(run.dump_folder / "run", 0.0, note)
@@ -113,31 +115,40 @@ def _remove_unused(run: Run, new_folders: Sequence[Path], created: dict[Path, Fi
         return
 
     try:
-        files = [path for path, file_id in created.items() if _file_id(path) == file_id]
-        _remove_created(run, files, new_folders)
+        unchanged_files = []
+        for path, file_id in created_files.items():
+            if _file_id(path) == file_id:
+                unchanged_files.append(path)
+        _remove_created(run, unchanged_files, new_folders)
     finally:
         if descriptor is not None:
             os.close(descriptor)
 
 
 def _remove_created(run: Run, files: Sequence[Path], new_folders: Sequence[Path]) -> None:
-    """Remove `files` and the new folders, unless the output folder contains anything else."""
-    folder = run.dump_folder
-    removable_paths = set(files)
+    """Remove `files` and the new folders, unless the output folder contains anything else.
+
+    Args:
+        run: The run that has ended.
+        files: Files to remove if they are in the output folder.
+        new_folders: Folders to remove, innermost first.
+    """
+    output_folder = run.dump_folder
     checkpoints = run.checkpoint_folder
+    removable_paths = set(files)
     has_empty_checkpoints = checkpoints.is_dir() and not any(checkpoints.iterdir())
     if has_empty_checkpoints:
         removable_paths.add(checkpoints)
-    if not removable_paths.issuperset(folder.iterdir()):
+    if not removable_paths.issuperset(output_folder.iterdir()):
         return
 
     # Otherwise the error that ends this process would create the log again.
     logging.getLogger(LOGGER_NAME).handlers.clear()
     for path in files:
-        if path.parent == folder:
+        if path.parent == output_folder:
             path.unlink(missing_ok=True)
     with suppress(OSError):  # another process may have put a file into one of the folders
-        if has_empty_checkpoints and checkpoints.parent == folder:
+        if has_empty_checkpoints and checkpoints.parent == output_folder:
             checkpoints.rmdir()
         for path in new_folders:
             path.rmdir()

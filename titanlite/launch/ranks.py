@@ -127,16 +127,14 @@ class Ranks:
     """Process of each rank on this node."""
 
     def run(self) -> int:
-        """Run the ranks until they finish, end for a known reason, or have crashed too often.
-
-        Then print why the run ended.
+        """Run the ranks, restart them after crashes, and print why the run ended.
 
         Returns:
-            Exit code for the launcher.
+            Exit code of the launcher.
         """
+        # Only record signals here. `_pass_on_signals` sends them once all ranks have started.
         for number in (*stop_signals(), signal.SIGUSR2):
-            # `_pass_on_signals` passes them on, after all ranks have started.
-            signal.signal(number, lambda number, _frame: self._received.append(number))
+            signal.signal(number, lambda received, _frame: self._received.append(received))
 
         restarts_left = self.max_restarts
         while True:
@@ -147,18 +145,18 @@ class Ranks:
                 if code in FINAL or restarts_left == 0:
                     return code
                 restarts_left -= 1
-                remaining = f"(restarts left: {restarts_left})"
-                text = f"Starting again from the newest checkpoint {remaining}."
+                text = "Starting again from the newest checkpoint"
+                text = f"{text} (restarts left: {restarts_left})."
                 _print_and_log(text, "restart", folder)
 
     def _run_once(self, folder: Path) -> int:
-        """Start the ranks, wait until all have ended, and print why.
+        """Start the ranks, wait until all have ended, and print why they ended.
 
         Args:
             folder: Private folder in which the ranks report errors and hangs.
 
         Returns:
-            Exit code for the launcher.
+            Exit code of the launcher.
         """
         try:
             self._start(folder)
@@ -197,70 +195,84 @@ class Ranks:
             )
 
     def _watch(self, folder: Path) -> tuple[list[RankEnd], list[int]]:
-        """Wait until the processes of all ranks have ended, and pass on signals meanwhile.
+        """Wait until the processes of all ranks have ended, and pass signals on to them.
 
-        After the first rank has failed or a signal has arrived, the other ranks get a limited time
-        to end. Ranks that are still running after that time are killed.
+        Once a rank has failed or a signal has arrived, the running ranks have a limited time to
+        end. Ranks that are still running after that time are killed.
 
         Args:
             folder: Private folder in which the ranks report errors and hangs.
 
         Returns:
-            The ends of the ranks that failed, in order of time, and the ranks that were killed.
+            How the failed ranks ended, sorted by time, and the ranks that were killed.
         """
-        ends: dict[int, RankEnd] = {}
+        running = set(self._processes)
+        failed: list[RankEnd] = []
         killed: list[int] = []
         deadline = math.inf
         is_stall_reported = False
         last_poll = time.time()
-        while len(ends) + len(killed) < len(self._processes):
+        while running:
             time.sleep(POLL_SECONDS)
             must_kill = self._pass_on_signals()
             this_poll = time.time()
-            for rank, process in self._processes.items():
-                is_open = rank not in ends and rank not in killed
-                if is_open and process.poll() is not None:
-                    # A rank without a report was killed after the last poll, which can be long ago
-                    # if the launcher was stopped. With that time, it counts as earlier than the
-                    # ranks that failed because they lost their connection to it.
-                    died = last_poll - DYING_SECONDS
-                    ends[rank] = _read_end(folder, rank, process.returncode, died)
+            for end in self._collect_ends(folder, running, last_poll):
+                running.remove(end.rank)
+                if end.code != 0:
+                    failed.append(end)
             last_poll = this_poll
 
-            failures = {end.code for end in ends.values()} - {0}
-            deadline = min(deadline, time.monotonic() + self._get_patience(failures))
+            exit_codes = {end.code for end in failed}
+            deadline = min(deadline, time.monotonic() + self._get_patience(exit_codes))
             if must_kill or time.monotonic() > deadline:
                 killed += self._kill()
+                running.difference_update(killed)
 
-            running = set(self._processes).difference(ends, killed)
             is_stalled = self._is_stalled(folder, running)
             if is_stalled and not is_stall_reported:
                 self._report_stall(folder)
             is_stall_reported = is_stalled
 
-        failed = [end for end in ends.values() if end.code]
         return sorted(failed, key=lambda end: end.time), killed
 
-    def _get_patience(self, failures: Set[int]) -> float:
-        """Return how many seconds the running ranks have to end after other ranks have failed.
-
-        The result is infinity if the running ranks may continue.
+    def _collect_ends(self, folder: Path, running: Set[int], last_poll: float) -> list[RankEnd]:
+        """Return how those of the running ranks ended whose processes have exited.
 
         Args:
-            failures: Exit codes of the ranks that have failed.
+            folder: Private folder in which the ranks report errors and hangs.
+            running: Ranks that were running at the last poll.
+            last_poll: Unix time of the last poll.
         """
-        if failures - KNOWN_EXITS:
+        # A rank that wrote no report was killed at some time after the last poll, which can be long
+        # ago if the launcher itself was stopped. This early time makes it count as the first
+        # failure, before the ranks that failed because they lost their connection to it.
+        died = last_poll - DYING_SECONDS
+        ends = []
+        for rank in sorted(running):
+            code = self._processes[rank].poll()
+            if code is not None:
+                ends.append(_read_end(folder, rank, code, died))
+        return ends
+
+    def _get_patience(self, exit_codes: Set[int]) -> float:
+        """Return the seconds after which ranks that are still running must be killed.
+
+        The result is infinity if no rank has failed and no signal has arrived.
+
+        Args:
+            exit_codes: Exit codes of the ranks that have failed.
+        """
+        if exit_codes - KNOWN_EXITS:
             return CRASH_PATIENCE
-        if self._stop_signal or StoppedBySignal.exit_code in failures:
+        if self._stop_signal or StoppedBySignal.exit_code in exit_codes:
             return self.stop_seconds
-        return KNOWN_EXIT_PATIENCE if failures else math.inf
+        return KNOWN_EXIT_PATIENCE if exit_codes else math.inf
 
     def _is_stalled(self, folder: Path, running: Set[int]) -> bool:
-        """Return whether the run hangs because of a rank on another node or a rank that is stopped.
+        """Return whether no rank of this node can continue by itself.
 
-        This is the case if each running rank of this node either reports that it waits for another
-        rank, or is stopped by SIGSTOP or a debugger. A rank that is busy, for example with a long
-        save, reports that it is late or reports nothing, so the result is False.
+        A rank cannot continue if it has reported that it waits for another rank, or if SIGSTOP or a
+        debugger has stopped it. A rank that is busy, for example with a long save, does neither.
 
         Args:
             folder: Private folder in which the ranks report hangs.
@@ -320,11 +332,11 @@ class Ranks:
         return running
 
     def _report(self, failed: Sequence[RankEnd], killed: Sequence[int], folder: Path) -> int:
-        """Print why the ranks ended, and return the exit code.
+        """Print why the ranks ended, and return the exit code of the launcher.
 
         Args:
-            failed: Ends of the ranks that failed, in order of time.
-            killed: Ranks that the launcher killed.
+            failed: How the failed ranks ended, sorted by time.
+            killed: Ranks that the launcher has killed.
             folder: Private folder in which the ranks report errors and hangs.
         """
         if not failed and not killed:
@@ -334,40 +346,34 @@ class Ranks:
             _print_and_log("\n".join(text for *_, text in hangs), "hang", folder)
 
         root = _find_root_cause(failed, killed)
-        code = _exit_code(root.code)
+        exit_code = _exit_code(root.code)
         text = root.reason
         if not _is_known(root):
-            late = ""
-            if killed:
-                late = f" Killed, because they did not end: ranks {', '.join(map(str, killed))}."
             if self._stop_signal and (not failed or root.code in UNSAVED_STOPS):
-                code = 128 + self._stop_signal
-                text = f"Stopped by {signal.Signals(self._stop_signal).name} without a save.{late}"
+                exit_code = 128 + self._stop_signal
+                text = f"Stopped by {signal.Signals(self._stop_signal).name} without a save."
             else:
-                cause = _describe_exit(root.code)
-                text = f"Rank {root.rank} failed first: {cause}.{late}\n{text}".rstrip()
+                text = f"Rank {root.rank} failed first: {_describe_exit(root.code)}."
+            if killed:
+                text += f" Killed, because they did not end: ranks {', '.join(map(str, killed))}."
+            text = f"{text}\n{root.reason}".rstrip()
 
         if not root.reason:
             text = f"{text}\n{self.resume_hint()}".strip()
             if is_live_terminal():
                 note("")  # ends the line in which the live view left the cursor
 
-        is_in_log = root.rank == 0 and root.reason  # rank 0 has already logged its own reason
-        if is_in_log:
-            kind = ""
-        elif self._stop_signal:
-            kind = "stop"
-        else:
-            kind = END_KINDS.get(code, "failure")
-        _print_and_log(text, kind, folder)
-        return code
+        event = "stop" if self._stop_signal else END_KINDS.get(exit_code, "failure")
+        is_in_log = root.rank == 0 and root.reason != ""  # rank 0 logs its own errors
+        _print_and_log(text, "" if is_in_log else event, folder)
+        return exit_code
 
 
 def _find_root_cause(failed: Sequence[RankEnd], killed: Sequence[int]) -> RankEnd:
-    """Return the end of the rank whose reason and exit code the launcher reports.
+    """Return the end of the rank that caused all other ranks to end.
 
-    This is the lowest rank that ended for a known reason (see `_is_known`). Without such a rank, it
-    is the rank that failed first, or else the first rank that was killed.
+    The launcher reports its error and its exit code. A rank that ended for a known reason comes
+    first, then the rank that failed first, then the first rank that was killed.
     """
     known = [end for end in failed if _is_known(end)]
     if known:
@@ -380,11 +386,8 @@ def _find_root_cause(failed: Sequence[RankEnd], killed: Sequence[int]) -> RankEn
 def _is_known(end: RankEnd) -> bool:
     """Return whether a rank ended for a known reason, so that a restart cannot help.
 
-    Known reasons are:
-
-    - An error that the user can fix, a guard, a checkpoint error, or a stop by a signal. The exit
-      code identifies them.
-    - A signal that stopped the rank without a save, if the rank has reported this itself.
+    The exit codes of user errors, guards, checkpoint errors and saved stops are known reasons. A
+    rank that a signal stopped without a save also has one, if it wrote an error message.
     """
     return end.code in KNOWN_EXITS or (end.code in UNSAVED_STOPS and end.reason != "")
 
@@ -397,13 +400,13 @@ def _exit_code(code: int) -> int:
 
 
 def _read_end(folder: Path, rank: int, code: int, default_time: float) -> RankEnd:
-    """Return how a rank ended, from the exit code of its process and the error report in `folder`.
+    """Return how a rank ended, based on the exit code of its process and its error report.
 
     Args:
         folder: Private folder with the error reports of the ranks.
         rank: The rank.
         code: Return code of its process.
-        default_time: Unix time to use if the rank wrote no report.
+        default_time: Unix time of the end if the rank wrote no report.
     """
     report = {"time": default_time, "message": ""}
     with contextlib.suppress(OSError, ValueError):  # the rank wrote no report, or the disk was full
@@ -414,7 +417,7 @@ def _read_end(folder: Path, rank: int, code: int, default_time: float) -> RankEn
 
 
 def _is_stopped(pid: int) -> bool:
-    """Return whether SIGSTOP or a debugger has stopped a process. Without Linux, return False."""
+    """Return whether SIGSTOP or a debugger has stopped a process. Always False without /proc."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -447,12 +450,12 @@ def _describe_exit(code: int) -> str:
 
 
 def _print_and_log(text: str, kind: str = "", folder: Path = Path()) -> None:
-    """Print a message, and append it to train.log as an event.
+    """Print a message, and log it as an event in train.log.
 
     Args:
         text: The message.
-        kind: Kind of the event, such as "restart" or "failure". With "", the message is printed
-            only.
+        kind: Kind of the event, such as "restart" or "failure". If empty, the message is printed
+            but not logged.
         folder: Private folder in which rank 0 has recorded the path of train.log.
     """
     with contextlib.suppress(OSError):  # a terminal that is gone must not end the run
