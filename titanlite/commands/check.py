@@ -55,7 +55,8 @@ def main(argv: Sequence[str]) -> None:
         # Only the start of a run compares the data position in the checkpoint.
         condition = f", if {run.checkpoint_folder} has the same data, seq_len and tokenizer"
     tokenizer = load_tokenizer(run.tokenizer_path, run.job)
-    toy_note = explain_toy_run(run, tokenizer, inspect_data(run, tokenizer))
+    data = inspect_data(run, tokenizer)
+    toy_note = explain_toy_run(run, tokenizer, data)
 
     name = run.job.job.config_file or "the job"
     ranks = format_count(world_size, "rank")
@@ -73,21 +74,20 @@ def _check_changes(run: Run) -> None:
     """Check that the job can resume from its newest checkpoint.
 
     Raises:
-        UserError: If a setting has changed that must stay the same when a run resumes.
+        UserError: If a key has changed that must stay the same when a run resumes.
     """
     saved_job = read_newest_job(run.checkpoint_folder)
-    before, now = (
-        job.model_dump(mode="json") | {"model": asdict(Run(job).arch)}
-        for job in (saved_job, run.job)
-    )
+    before = saved_job.model_dump(mode="json") | {"model": asdict(Run(saved_job).arch)}
+    now = run.job.model_dump(mode="json") | {"model": asdict(run.arch)}
     changes = compare_jobs(before, now, ([], []))
-    report_changes(run.checkpoint_folder, changes, lambda line: None)
+    report_changes(run.checkpoint_folder, changes, log=lambda line: None)
 
 
 def plot_schedule(run: Run, width: int) -> str:
-    """Plot the learning rate, batch size and source shares over all training steps as text.
+    """Plot the learning rate, the batch size and the share of each data source as text.
 
-    Columns are steps, from 1 to training.steps. A value that never changes takes only one line.
+    The columns of the plot are steps, from the first to the last step of the run. A value that
+    never changes takes only one line.
 
     Args:
         run: The validated run.
@@ -114,18 +114,13 @@ def plot_schedule(run: Run, width: int) -> str:
 
 
 def _plot_curve(name: str, values: Sequence[float], label_format: str, *, height: int) -> list[str]:
-    """Draw values as vertical bars from 0 to their maximum, below a title.
-
-    A curve that does not change is a single line of text.
+    """Draw a bar chart as lines of text. If all values are equal, return a single line instead.
 
     Args:
-        name: Title.
-        values: Values of the columns from left to right, 0 or greater.
+        name: Title above the chart.
+        values: Value of each column, from left to right. Must be 0 or greater.
         label_format: Format of the label at the maximum, such as "{:.2e}".
-        height: Number of lines of the bars.
-
-    Returns:
-        Lines of text.
+        height: Height of the bars in lines.
     """
     maximum = max(values)
     title = f"{'':{_MARGIN}}{name}"

@@ -26,10 +26,10 @@ def print_result(value: Mapping[str, Any], text: str, as_json: bool) -> None:
     """Print the result of a command on rank 0, as text or as one line of JSON.
 
     Args:
-        value: The result as a dictionary, for --json. Infinite and NaN numbers are printed as
-            strings, because JSON has no such numbers.
-        text: The same result as text to read.
-        as_json: Print `value` instead of `text`.
+        value: The result as a dictionary. JSON has no infinite and NaN numbers, so they are printed
+            as strings.
+        text: The result as text.
+        as_json: Whether to print `value` as JSON instead of `text`.
     """
     if not is_first_rank():
         return
@@ -47,7 +47,7 @@ def print_result(value: Mapping[str, Any], text: str, as_json: bool) -> None:
 def format_table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Format rows of cells as a plain text table with aligned columns.
 
-    On a terminal, cells are cropped to its width. In a file or a pipe, they are complete.
+    If the output is a terminal, cells are cropped to its width.
 
     Args:
         names: Title of each column. The title line is omitted if all titles are empty.
@@ -70,16 +70,17 @@ def format_table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def start_ranks(command: str, argv: Sequence[str]) -> None:
-    """Start NGPU processes that run the same command, wait for them, and exit with their exit code.
+    """Run a command in NGPU processes, and exit with their exit code.
 
-    Returns without effect if the environment variable NGPU is 1 or missing, or if this process is
-    already one of the started processes (WORLD_SIZE is set).
+    This returns without effect if the environment variable NGPU is 1 or missing, or if this process
+    is already one of several ranks.
 
     Args:
         command: Name of the command, such as "eval".
         argv: Arguments of the command.
     """
-    if os.environ.get("NGPU", "1") != "1" and "WORLD_SIZE" not in os.environ:
+    is_rank = "WORLD_SIZE" in os.environ
+    if os.environ.get("NGPU", "1") != "1" and not is_rank:
         from titanlite.launch.launcher import launch_command
 
         raise SystemExit(launch_command([command, *argv]))

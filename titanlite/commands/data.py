@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -72,10 +73,10 @@ def data(argv: Sequence[str]) -> None:
 
 
 def show_step(run: Run, step: int, index: int | None = None) -> str:
-    """Return a text with the documents, token ranges and decoded text of a global batch.
+    """Return the documents, token ranges and decoded text of a global batch as text.
 
-    Control characters are escaped. Unless the data was prepared, all text before the step must be
-    tokenized first, so late steps take long.
+    Control characters are escaped. Late steps take long, because all text before the step is
+    tokenized first, unless the data was prepared.
 
     Args:
         run: The run.
@@ -157,22 +158,21 @@ def tokenizer(argv: Sequence[str]) -> None:
     trained = train_tokenizer(job.dataset, options.out, vocab_size, options.max_bytes, job)
 
     documents = format_count(trained.documents, "document")
-    text = f"{documents} ({trained.num_bytes:,} bytes, {trained.bytes_per_token:.2f} per token)"
+    amount = f"{documents} ({trained.num_bytes:,} bytes, {trained.bytes_per_token:.2f} per token)"
     files = f"{trained.tiktoken} and {trained.json}"
-    print(printable(f"Wrote {files}: {vocab_size:,} ids, trained on {text}."))
+    print(printable(f"Wrote {files}: {vocab_size:,} ids, trained on {amount}."))
     lines = format_job_lines(trained.json, vocab_size)
     print(printable(f"To use it, add these lines to a job file:\n\n{lines}"))
 
 
 def format_job_lines(tokenizer_path: Path, vocab_size: int) -> str:
-    """Return the lines of a job file that select a tokenizer and a matching model.vocab_size.
-
-    The vocabulary size of the model is rounded up to a multiple of 128.
+    """Return the lines of a job file that select a tokenizer and a model vocabulary that fits it.
 
     Args:
         tokenizer_path: Path of the tokenizer file.
-        vocab_size: Number of ids of the tokenizer.
+        vocab_size: Number of token IDs of the tokenizer. For the model, it is rounded up to a
+            multiple of 128.
     """
-    num_rows = -(-vocab_size // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
+    num_rows = math.ceil(vocab_size / _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
     path = format_value(str(tokenizer_path))
     return f"[tokenizer]\npath = {path}\n\n[model]\nvocab_size = {num_rows}"

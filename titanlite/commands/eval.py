@@ -74,13 +74,13 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _load_layout(words: Sequence[str]) -> Parallelism:
-    """Parse the options of `titanlite eval` that select a parallel layout.
+    """Parse the options that select a parallel layout for `titanlite eval`.
 
     Args:
-        words: Command-line options such as "--parallelism.tensor_parallel_degree" and "2".
+        words: Words of the command line, such as ["--parallelism.tensor_parallel_degree", "2"].
 
     Raises:
-        UserError: If `words` contain another option, or a value is invalid.
+        UserError: If there is an option of another section, or a value is invalid.
     """
     for index, word in enumerate(words):
         is_value = index > 0 and not word.startswith("--")

@@ -116,13 +116,11 @@ def export(
 
 
 def _load_saved_tokenizer(step_folder: Path) -> Tokenizer:
-    """Load the tokenizer that a checkpoint was trained with.
-
-    Args:
-        step_folder: Folder of the checkpoint.
+    """Load the tokenizer with which a checkpoint was trained.
 
     Raises:
-        UserError: If the checkpoint was imported without a tokenizer, or it cannot be loaded.
+        UserError: If the checkpoint was imported without a tokenizer, or the tokenizer cannot be
+            loaded.
     """
     from titanlite.checkpoint.find import NoTokenizerError, read_job
     from titanlite.data.tokenizer import load_tokenizer

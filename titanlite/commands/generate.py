@@ -77,7 +77,8 @@ def main(argv: Sequence[str]) -> None:
 
     settings = options.model_dump(include=set(Generation.model_fields))
     start = time.perf_counter()
-    if options.prompts is None and not options.as_json:
+    prints_while_generating = options.prompts is None and not options.as_json
+    if prints_while_generating:
         _write(options.prompt)
         num_tokens = _write_pieces(generate(loaded, options.prompt, **settings))
     else:
@@ -156,12 +157,14 @@ def _parse_prompt(line: str, is_json: bool) -> str:
 
 
 def _write(text: str) -> None:
-    """Print a piece of text immediately, without waiting for the end of the line.
+    """Write text to standard output, and flush it at once.
 
-    On a terminal, control characters are escaped, because the terminal would execute them. Files
-    and other programs get the text unchanged, except for surrogates, which are not valid UTF-8.
+    On a terminal, control characters are escaped, because they could change its state. Files and
+    pipes receive the text unchanged, except for surrogates, which are not valid UTF-8.
     """
-    is_terminal = sys.stdout.isatty()
-    text = printable(text) if is_terminal else text.encode("utf-8", "replace").decode()
+    if sys.stdout.isatty():
+        text = printable(text)
+    else:
+        text = text.encode("utf-8", "replace").decode()
     sys.stdout.write(text)
     sys.stdout.flush()

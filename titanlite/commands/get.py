@@ -74,7 +74,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _default_folder(options: Get, files: HubFiles) -> Path:
-    """Return the folder in which files are saved without --out, such as assets/tokenizer/gpt2."""
+    """Return the default folder for downloaded files, such as "assets/tokenizer/gpt2"."""
     name = files.repo if "/" in options.name else options.name
     _, _, folder_name = name.rpartition("/")
     if options.kind == "tokenizer":

@@ -112,16 +112,16 @@ def main(argv: Sequence[str]) -> None:
 def _load_tokenizer(
     file: Path | None, origin: Path, job: JobConfig, vocab_size: int
 ) -> Tokenizer | None:
-    """Load the tokenizer to copy into the checkpoint.
+    """Load the tokenizer that `titanlite import` copies into the new checkpoint.
 
     Args:
-        file: The file that --tokenizer names, or None for the default tokenizer.
-        origin: The folder of the weights, which can contain the default tokenizer.
-        job: The job that describes the model. If it sets a tokenizer, this one is the default.
-        vocab_size: Number of rows of the embedding, which the tokenizer must not exceed.
+        file: Tokenizer file, or None for the default tokenizer.
+        origin: Folder of the weights, which may contain the default tokenizer.
+        job: Job that describes the model. If it sets a tokenizer, that is the default.
+        vocab_size: Maximum number of tokens: the number of rows of the embedding.
 
     Returns:
-        The tokenizer. None if there is no default tokenizer or it cannot be used, which is logged.
+        The tokenizer, or None if there is no usable default tokenizer. The reason is then logged.
 
     Raises:
         UserError: If `file` cannot be used.
@@ -142,12 +142,14 @@ def _load_tokenizer(
 
 
 def _find_default_tokenizer(origin: Path, job: JobConfig) -> Path:
-    """Return the path of the tokenizer to use for an import without --tokenizer.
+    """Return the tokenizer file that the job sets, or else the one in the folder of the weights.
 
-    It is the tokenizer file that the job sets, or else a tokenizer file in the folder `origin`.
+    Args:
+        origin: Folder of the weights.
+        job: Job that describes the model.
 
     Raises:
-        UserError: If neither exists.
+        UserError: If there is no tokenizer file.
     """
     if job.tokenizer.model_fields_set:
         return Run(job).tokenizer_path
@@ -158,15 +160,15 @@ def _find_default_tokenizer(origin: Path, job: JobConfig) -> Path:
 
 
 def _load_fitting_tokenizer(path: Path, job: JobConfig, vocab_size: int) -> Tokenizer:
-    """Load a tokenizer and check that the model has an embedding for each of its tokens.
+    """Load a tokenizer, and check that the model has an embedding for each of its tokens.
 
     Args:
         path: Path of the tokenizer file.
-        job: Job of the imported model.
+        job: Job that describes the model.
         vocab_size: Number of rows of the embedding.
 
     Raises:
-        UserError: If the tokenizer cannot be loaded or has more than `vocab_size` tokens.
+        UserError: If the tokenizer cannot be loaded, or has more than `vocab_size` tokens.
     """
     from titanlite.data.tokenizer import load_tokenizer
 

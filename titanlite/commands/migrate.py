@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _format_report(migration: Migration, options: Migrate) -> str:
-    """Format the report of a conversion, with the renamed, added and omitted keys of the job."""
+    """Format the report of a conversion: which keys of the job were renamed, added and left out."""
     name = f"Wrote {options.out}" if options.out else "This job"
     is_scaled = migration.rope_scaling_factor != 1.0
     scaling = "are scaled as in Llama 3.1" if is_scaled else "are not scaled"
@@ -85,8 +85,10 @@ def _format_report(migration: Migration, options: Migrate) -> str:
 
 
 def _format_section(heading: str, items: Sequence[str]) -> list[str]:
-    """Format a section of a report: an empty line, the heading and one indented line per item.
+    """Format a section of a report as an empty line, the heading and one indented line per item.
 
-    The result is empty if there are no items.
+    If there are no items, return an empty list.
     """
-    return ["", heading, *(f"  {item}" for item in items)] if items else []
+    if not items:
+        return []
+    return ["", heading, *(f"  {item}" for item in items)]

@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> None:
         _check_new_file(options.write)
     run = load_run(words, options.world_size or read_world_size(), trains=False)
 
-    # Handle SIGTERM like Ctrl-C, which also ends the tracing processes.
+    # Handle SIGTERM like Ctrl-C, which also ends the worker processes.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     out = sys.stdout
     with contextlib.redirect_stdout(sys.stderr):  # some libraries print when they are imported
@@ -93,9 +93,8 @@ def main(argv: Sequence[str]) -> None:
         gpu = gpu.of_rank(run.world_size)
 
         is_search = options.search or options.write is not None
-        has_many_kinds_of_ranks = run.degrees.pipeline > 2
-        uses_pool = is_search or has_many_kinds_of_ranks
-        with workers() if uses_pool else contextlib.nullcontext() as pool:
+        has_many_traces = is_search or run.degrees.pipeline > 2
+        with workers() if has_many_traces else contextlib.nullcontext() as pool:
             apply = pool.map if pool else map
             if is_search:
                 text = _search(options, run, gpu, apply, tokens)
@@ -124,7 +123,7 @@ def _parse_tokens(text: str) -> int:
 
 
 def _check_new_file(path: Path) -> None:
-    """Check that the file for the option --write does not exist and can be created.
+    """Check that the output file of --write does not exist yet and can be created.
 
     Raises:
         UserError: If the file exists, or its folder is not writable.
@@ -144,19 +143,19 @@ def _plan(
     tokens: int | None,
     out: TextIO,
 ) -> str:
-    """Estimate one job, print the estimate to `out` as soon as it is known, and return advice.
-
-    Advice is a list of changes that make the job fit, or the largest batch size. It takes longer
-    than the estimate, because other jobs must be traced. With --json, nothing is printed, and the
-    result is one JSON object with both.
+    """Print the estimated memory and step time of a job, and return advice on changes to it.
 
     Args:
         options: Options of the command.
         run: The run to estimate.
         gpu: The device of each rank.
-        apply: Function like `map` that traces jobs, possibly in several processes.
+        apply: `map`, or a parallel version of it, which traces several jobs.
         tokens: Number of tokens of the whole training run, from --tokens.
-        out: Standard output.
+        out: Stream for the estimate, which is printed before the slower search for advice.
+
+    Returns:
+        Changes that make the job fit into memory, or the largest batch size if it fits. With
+        --json, the estimate and the advice as one JSON object, and nothing is printed.
     """
     from titanlite.plan import advice  # slow, because it imports torch
 
@@ -185,13 +184,13 @@ def _search(
 ) -> str:
     """Search for the fastest variants of a job that fit into memory.
 
-    With --write, the fastest one is also written as a job file.
+    With --write, also write the fastest variant as a job file.
 
     Args:
         options: Options of the command.
         run: The run to vary.
         gpu: The device of each rank.
-        apply: Function like `map` that traces jobs, possibly in several processes.
+        apply: `map`, or a parallel version of it, which traces several jobs.
         tokens: Number of tokens of the whole training run, from --tokens.
 
     Returns:
@@ -240,22 +239,23 @@ def _add_training_time(plan: Forecast, tokens: int | None) -> Forecast:
 
 
 def _without_offload_on_cpu(run: Run, gpu: Gpu) -> Run:
-    """Return the run without CPU offload if it is planned for a CPU.
+    """Disable CPU offload if the run is planned for a CPU, where it saves no memory.
 
-    Moving tensors to CPU memory saves nothing there. Runs on GPUs are returned unchanged.
+    A run on GPUs is returned unchanged.
     """
     from titanlite.plan import advice
 
-    return advice.with_keys(run, {"training.enable_cpu_offload": False}) if gpu.cpu else run
+    if gpu.cpu:
+        return advice.with_keys(run, {"training.enable_cpu_offload": False})
+    return run
 
 
 def _choose_gpu(name: str | None) -> Gpu:
-    """Return the GPU or CPU for which `titanlite plan` makes its estimates.
-
-    Without --gpu, it is the GPU of this node, or an H100 if the node has no GPU.
+    """Return the device for which `titanlite plan` estimates memory and time.
 
     Args:
-        name: Value of --gpu: "cpu", the name of a GPU, or the path of a TOML file. None without it.
+        name: Value of the option --gpu: "cpu", the name of a GPU, or the path of a TOML file. None
+            selects the GPU of this node, or an H100 if the node has no GPU.
 
     Raises:
         UserError: If the name or the file is invalid, or the GPU of this node is not in the table.
@@ -322,18 +322,18 @@ def _format_memory(plan: Forecast) -> list[str]:
     for name, size in sizes.items():
         if size >= MIB:
             lines.append(f"  {name:<36}{size / GIB:>10.3f}")
-    verdict = "fits" if plan.fits else "DOES NOT FIT"
-    total_name = f"total, of {plan.memory / GIB:.1f}: {verdict}"
+    result = "fits" if plan.fits else "DOES NOT FIT"
+    total_name = f"total, of {plan.memory / GIB:.1f}: {result}"
     lines.append(f"  {total_name:<36}{plan.needs / GIB:>10.3f}")
     return lines
 
 
 def _format_result(plan: Mapping[str, Any]) -> list[str]:
-    """Format one result of a search as table cells.
+    """Format one result of a search as the cells of a table row.
 
     Returns:
-        Tokens per second, MFU with causal and with full attention, peak memory in GiB, and changed
-        options, such as "412,000", "43.1%". With --tokens, days and their interval come second.
+        Tokens per second, MFU with causal and with full attention, peak memory in GiB, and the
+        options that differ from the job. With --tokens, days and their interval come second.
     """
     cells = [
         f"{plan['tokens_per_second']:,.0f}",

@@ -71,23 +71,24 @@ def main(argv: Sequence[str]) -> None:
     options, words = parse_options_and_job(Prove, argv, "prove")
     job = parse_original(words)
     out = (options.out or Path(job.job.dump_folder, FOLDER)).absolute()
-    small = shrink(job, choose_world_size(options.world_size), options.steps, out)
+    small_job = shrink(job, choose_world_size(options.world_size), options.steps, out)
+    world_size = small_job.run.world_size
     has_launcher = "WORLD_SIZE" in os.environ
-    if not has_launcher and small.run.world_size > MAX_RANKS:
+    if not has_launcher and world_size > MAX_RANKS:
         raise UserError(
-            f"--world-size {small.run.world_size}: at most {MAX_RANKS} ranks can start here. "
+            f"--world-size {world_size}: at most {MAX_RANKS} ranks can start here. "
             "For more, start the command with torchrun or srun on several nodes."
         )
     make_folder(out)
-    os.environ["NGPU"] = str(small.run.world_size)
+    os.environ["NGPU"] = str(world_size)
     start_ranks("prove", argv)
 
     from titanlite.prove.prove import prove  # slow, because it imports torch
 
-    result = prove(small.run, out)
-    if result is None:
+    result = prove(small_job.run, out)
+    if result is None:  # only rank 0 has the result
         return
-    certificate = make_certificate(small, result)
+    certificate = make_certificate(small_job, result)
     path = write_certificate(certificate, out)
     if options.as_json:
         print(certificate.model_dump_json())
@@ -102,24 +103,28 @@ def main(argv: Sequence[str]) -> None:
 
 
 def choose_world_size(option: int | None) -> int | None:
-    """Return the number of ranks for `titanlite prove`.
-
-    It comes from --world-size, from the environment variable NGPU or from a launcher such as
-    torchrun. None means that none of them sets it.
+    """Return the number of ranks with which `titanlite prove` runs the small job.
 
     Args:
-        option: Value of --world-size, or None without it.
+        option: Value of the option --world-size, or None if it is not set.
+
+    Returns:
+        The number of ranks that a launcher such as torchrun has started. Without a launcher,
+        `option` or the environment variable NGPU. None if none of them is set.
 
     Raises:
         UserError: If a launcher has started another number of ranks than `option`.
     """
-    if "WORLD_SIZE" not in os.environ:
-        num_processes = os.environ.get("NGPU")
-        return option or (int(num_processes) if num_processes else None)
-    world_size = read_world_size()
-    if option not in (None, world_size):
-        raise UserError(
-            f"--world-size {option}: the launcher has started {world_size} ranks. "
-            "Leave the option out."
-        )
-    return world_size
+    if "WORLD_SIZE" in os.environ:
+        world_size = read_world_size()
+        if option not in (None, world_size):
+            raise UserError(
+                f"--world-size {option}: the launcher has started {world_size} ranks. "
+                "Leave the option out."
+            )
+        return world_size
+
+    if option is not None:
+        return option
+    num_processes = os.environ.get("NGPU")
+    return int(num_processes) if num_processes else None

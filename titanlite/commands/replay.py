@@ -58,35 +58,35 @@ def main(argv: Sequence[str]) -> None:
     metrics = replay(run, options.step)[-1]
     now = _select_numbers(json.loads(json_line(metrics.model_dump())))
     if logged is None:
-        verdict = "this step was not logged"
+        comparison = "this step was not logged"
     elif logged == now:
-        verdict = "bitwise identical to the logged step"
+        comparison = "bitwise identical to the logged step"
     else:
-        verdict = (
+        comparison = (
             f"DIFFERENT from the logged step: {_format_numbers(logged)}. Sums are rounded "
             "differently with other ranks, devices or packages"
         )
-    text = f"step {options.step}  {_format_numbers(now)}, {verdict}"
+    text = f"step {options.step}  {_format_numbers(now)}, {comparison}"
     result = {"step": options.step, "now": now, "logged": logged}
     print_result(result, text, options.as_json)
 
 
-def _read_logged_step(metrics: Path, step: int) -> dict[str, Any] | None:
-    """Read the logged loss and gradient norm of a step, for a comparison with the recomputed ones.
+def _read_logged_step(metrics_file: Path, step: int) -> dict[str, Any] | None:
+    """Read the loss and gradient norm of a step from the metrics file of a run.
 
     Args:
-        metrics: Path of the run's metrics.jsonl.
+        metrics_file: Path of metrics.jsonl.
         step: Number of the step, counted from 1.
 
     Returns:
         A dictionary with the keys "loss" and "grad_norm", or None if the step was not logged.
     """
-    if not metrics.is_file():
+    if not metrics_file.is_file():
         return None
-    for line in metrics.read_text(encoding="utf-8").splitlines():
-        logged = json.loads(line)
-        if logged["step"] == step:
-            return _select_numbers(logged)
+    for line in metrics_file.read_text(encoding="utf-8").splitlines():
+        metrics = json.loads(line)
+        if metrics["step"] == step:
+            return _select_numbers(metrics)
     return None
 
 

@@ -56,10 +56,9 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _format_cells(run: Mapping[str, Any]) -> dict[str, str]:
-    """Format the state of a run as one row of the table of `titanlite runs`.
+    """Format the state of a run as table cells, by the title of their column.
 
-    Returns:
-        Column title, such as "loss" -> text. Unknown values are "-".
+    Unknown values become "-".
     """
 
     def format_number(key: str, template: str) -> str:

@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _format_report(report: Mapping[str, Any]) -> list[str]:
-    """Format the result of a verification: one line for each checkpoint, followed by its damage."""
+    """Format the report of `verify`: a line for each checkpoint, followed by its damaged files."""
     lines = []
     for checkpoint in report["checkpoints"]:
         size = f"{checkpoint['bytes'] / 1e9:10.3f} GB"
