@@ -16,6 +16,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from titanlite.config.errors import GuardError, StoppedBySignal, StoppedUnsaved, UserError
 from titanlite.runtime import process
@@ -27,6 +28,9 @@ from titanlite.runtime.logging import (
     record_success,
     report_end,
 )
+
+if TYPE_CHECKING:
+    from titanlite.config.run import Run
 
 # Name -> "module:function" (default: main), which is called with the options, and a line of help.
 COMMANDS = {
@@ -71,14 +75,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(words: list[str]) -> object:
-    """Run the subcommand that the first of `words` names.
+    """Run the subcommand that a command line selects.
+
+    Args:
+        words: Name of the subcommand, followed by its arguments.
 
     Returns:
         The exit code, or whatever the function of the subcommand returns.
     """
-    if not words or words in (["-h"], ["--help"], ["help"]):
+    if not words:
         print(format_usage())
-        return 0 if words else 2
+        return 2
+    if words in (["-h"], ["--help"], ["help"]):
+        print(format_usage())
+        return 0
 
     name, *arguments = words
     if name in ("--version", "-V", "version"):
@@ -97,9 +107,9 @@ def _dispatch(words: list[str]) -> object:
     process.set_up_torch()
     command = _import_command(name)
     if name not in ("train", "launch"):
-        # Until here, Ctrl-C ends the process silently, because a KeyboardInterrupt during the
-        # import of an extension module can surface as another exception. `train` and `launch`
-        # install their own handlers.
+        # Until here, Ctrl-C ends the process silently, because extension modules can turn a
+        # KeyboardInterrupt during their import into another exception. `train` and `launch` install
+        # their own handlers.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     return command(arguments)
 
@@ -153,12 +163,11 @@ def format_usage() -> str:
 
 
 def run_quietly(command: Callable[[], object]) -> int:
-    """Call `command`, and convert each way in which it can end to an exit code.
+    """Call a command, print its error if it fails, and return the exit code of the process.
 
-    - A user error prints its message, and returns the exit code of its class.
-    - An internal error prints a traceback, and returns 1.
-    - Ctrl-C returns 130, and a closed pipe (`titanlite train --help | head`) returns 141.
-    - Anything else returns the integer that `command` returns, or 0.
+    A user error is printed without a traceback, and has the exit code of its class. Any other
+    exception gives 1, Ctrl-C gives 130, and a closed pipe gives 141. Otherwise the exit code is the
+    integer that the command returns, or 0.
     """
     _set_up_streams()
     try:
@@ -184,8 +193,8 @@ def run_quietly(command: Callable[[], object]) -> int:
 def _set_up_streams() -> None:
     """Make standard output and error write whole lines, and escape unencodable characters.
 
-    By default, `print` writes a text and its newline separately, so lines of different ranks could
-    mix.
+    By default, `print` writes a text and its newline separately, so the output of several ranks
+    could be mixed within a line.
     """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # the shell closed it with `>&-`
@@ -196,12 +205,16 @@ def _set_up_streams() -> None:
 
 
 def _report_error(error: Exception) -> int:
-    """Print and record the error that ended the command, and return its exit code.
+    """Print the error that ended the command, record it for `titanlite runs`, and return its code.
 
-    `titanlite watch` and `titanlite runs` read from the record how the run ended.
+    Args:
+        error: A `UserError`, which is printed without a traceback, or any other exception.
+
+    Returns:
+        Exit code of the process.
     """
     if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
-        # As in `titanlite check > /dev/full`.
+        # For example `titanlite check > /dev/full`. An error of another file would name the file.
         drop_output(sys.stdout)
         error = UserError("cannot write to standard output: no space left on the device.")
     if not isinstance(error, UserError):
@@ -222,8 +235,8 @@ def _report_error(error: Exception) -> int:
 def train(argv: Sequence[str]) -> None:
     """Validate a job and train it in this process.
 
-    The process is the only rank, or one of several ranks that a launcher has started, which sets
-    RANK and WORLD_SIZE.
+    The process is the only rank, or one of several ranks that a launcher has started with the
+    environment variables RANK and WORLD_SIZE.
 
     Args:
         argv: Options of `titanlite train`.
@@ -232,7 +245,6 @@ def train(argv: Sequence[str]) -> None:
         UserError: If the job is invalid, or training ends because of an error that the user can
             fix.
     """
-    from titanlite.config.certificate import find_certificate
     from titanlite.load_run import load_run, read_world_size
     from titanlite.observe.gpus import check_memory
 
@@ -240,12 +252,9 @@ def train(argv: Sequence[str]) -> None:
     logged_ranks(world_size)  # checks the variable LOG_RANK
     run = load_run(argv, world_size)
     check_memory(run)
-    certificate = find_certificate(run)
-    if certificate is not None and os.environ.get("RANK", "0") == "0":
-        path, found = certificate
-        note(f"{path}: {'proven' if found.is_valid else 'NOT proven'} on {found.day()}.")
+    _print_certificate(run)
 
-    # Otherwise garbage collection takes a fifth of the time to import torch.
+    # With the default thresholds, garbage collection takes a fifth of the time to import torch.
     gc.set_threshold(20_000, 50, 1000)
     from titanlite.launch.output_folder import run_in_output_folder
     from titanlite.train.trainer import train
@@ -256,7 +265,19 @@ def train(argv: Sequence[str]) -> None:
         train(run, argv)
         return 0
 
-    if "RANK" in os.environ:  # the launcher has prepared the output folder
+    has_launcher = "RANK" in os.environ
+    if has_launcher:  # which has prepared the output folder
         train_here()
     else:
         run_in_output_folder(run, train_here)
+
+
+def _print_certificate(run: Run) -> None:
+    """Print on rank 0 whether `titanlite prove` has proven the job, if it has a certificate."""
+    from titanlite.config.certificate import find_certificate
+
+    match = find_certificate(run)
+    if match is not None and os.environ.get("RANK", "0") == "0":
+        path, certificate = match
+        result = "proven" if certificate.is_valid else "NOT proven"
+        note(f"{path}: {result} on {certificate.day()}.")

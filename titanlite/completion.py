@@ -56,7 +56,8 @@ def load_checkpoint(
 ) -> LoadedCheckpoint:
     """Load the model and the tokenizer of a checkpoint to generate text.
 
-    The weights are in float32 on a CPU, and in the compute dtype of training on a GPU.
+    On a CPU, the weights are converted to float32. On a GPU, they have the compute dtype of
+    training.
 
     Args:
         folder: Step folder, checkpoint folder, or output folder of a run. The newest undamaged
@@ -278,7 +279,7 @@ def _generate_tokens(
     padding = [longest - len(decoding.ids) for decoding in decodings]
     max_new_tokens = max(decoding.limit - len(decoding.ids) for decoding in decodings)
     cache = _create_cache(model, len(decodings), longest + max_new_tokens)
-    # On the CPU, so that a seed gives the same random numbers for any device.
+    # Sample on the CPU, so that a seed gives the same random numbers for any device.
     generators = [torch.Generator().manual_seed(options.seed) for _ in decodings]
 
     inputs = [[0] * size + decoding.ids for size, decoding in zip(padding, decodings, strict=True)]
@@ -310,15 +311,13 @@ def _create_cache(model: Llama, batch_size: int, max_length: int) -> list[LayerC
 def _next_logits(
     model: Llama, inputs: list[list[int]], cache: Sequence[LayerCache], padding: list[int]
 ) -> Tensor:
-    """Run the model on new tokens, and return the logits for the token after them.
-
-    The keys and values of the new tokens are added to `cache`.
+    """Run the model on new tokens, add them to the cache, and return the logits of the next token.
 
     Args:
         model: Model.
         inputs: Token IDs that follow the tokens in `cache`: B lists of equal length.
         cache: Key-value cache of each layer.
-        padding: Number of padding positions at the front of each of the B prompts.
+        padding: Number of padding positions at the front of each sequence.
 
     Returns:
         Logits, shape (B, V), in fp32 on the CPU.
@@ -333,8 +332,9 @@ def _next_logits(
     )
     with torch.inference_mode(), kernels:
         for chunk_BT in tokens_BT.split(chunk_length, dim=1):
-            index_S = torch.arange(cache[0].length + chunk_BT.shape[1], device=device)
-            index_T = index_S[cache[0].length :]
+            num_cached = cache[0].length
+            index_S = torch.arange(num_cached + chunk_BT.shape[1], device=device)  # of the keys
+            index_T = index_S[num_cached:]  # of the queries
             mask_BTS = _attention_mask(index_T, index_S, padding_B, model.arch.sliding_window)
             positions_BT = (index_T - padding_B[:, None]).clamp(min=0)
             logits_BTV = model(chunk_BT, positions_BT, mask_BTS[:, None], cache)
@@ -344,11 +344,11 @@ def _next_logits(
 def _attention_mask(
     index_T: Tensor, index_S: Tensor, padding_B: Tensor, sliding_window: int | None
 ) -> Tensor:
-    """Return which keys each query attends to, shape (B, T, S).
+    """Return a boolean mask of the keys that each query attends to, shape (B, T, S).
 
     Args:
         index_T: Positions of the queries in the padded sequence.
-        index_S: Positions of the keys.
+        index_S: Positions of the keys in the padded sequence.
         padding_B: Number of padding positions at the front of each sequence.
         sliding_window: Number of latest positions that a query attends to. None or 0: all.
     """

@@ -8,6 +8,7 @@ of a second, before torch is imported or any folder is created.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -66,8 +67,7 @@ def load_run(
 def check_run(job: JobConfig, world_size: int) -> Run:
     """Validate a job that was created in Python, and return it as a run on `world_size` ranks.
 
-    Each value is validated again, because `model_copy(update=...)` does not validate the values
-    that it sets.
+    All values are validated again, because `model_copy(update=...)` does not validate its values.
 
     Raises:
         UserError: If anything is invalid. The message lists all mistakes.
@@ -142,24 +142,24 @@ def build_run(parsed: ParsedJob, world_size: int, *, check_outputs: bool = True)
 
 
 def fit_vocab_size(job: JobConfig, tokenizer: Tokenizer) -> JobConfig:
-    """Set the vocabulary size from the tokenizer, for flavors that are not published models.
+    """Set the vocabulary size of a small test model to that of the tokenizer.
 
-    The size is rounded up to a multiple of 128, which suits matmuls and tensor parallelism. The job
-    is returned unchanged if it sets `model.vocab_size`, or if its flavor is a published model.
+    The size is rounded up to a multiple of 128, which suits matmuls and tensor parallelism. A job
+    that sets `model.vocab_size`, or trains a published architecture, is returned unchanged.
     """
     if job.model.vocab_size is not None or job.model.flavor not in FITTED_TO_TOKENIZER:
         return job
-    vocab_size = -(-tokenizer.vocab_size // 128) * 128
+    vocab_size = math.ceil(tokenizer.vocab_size / 128) * 128
     model = job.model.model_copy(update={"vocab_size": vocab_size})
     return job.model_copy(update={"model": model})
 
 
 def _is_preview(job: JobConfig, origins: Mapping[str, str]) -> bool:
-    """Return whether the job trains only the first steps of a longer run.
+    """Return whether a job trains only the first steps of the run that its job file describes.
 
-    Passing `--training.steps` without `--lr_scheduler.warmup_steps` asks for the first steps of the
-    run in the job file, with the same learning rates. Warmup may then be longer than the run. The
-    config.toml that such a run writes sets both keys, but still names the original job file.
+    This is the case if the command line sets `training.steps`, but not `lr_scheduler.warmup_steps`.
+    It is also the case for the config.toml that such a run writes, which names the original job
+    file.
 
     Args:
         job: The job.
@@ -173,9 +173,9 @@ def _is_preview(job: JobConfig, origins: Mapping[str, str]) -> bool:
 
 
 def _check_environment() -> list[Mistake]:
-    """Return a mistake if OMP_NUM_THREADS is invalid.
+    """Return a list with one mistake if OMP_NUM_THREADS is invalid, otherwise an empty list.
 
-    OpenMP ignores an invalid value and uses all cores, so that the ranks would compete for them.
+    OpenMP would ignore an invalid value, and all ranks would compete for all CPU cores.
     """
     threads = os.environ.get(THREADS) or "1"
     if re.fullmatch(r" *[1-9][0-9]{0,3} *(, *[1-9][0-9]{0,3} *)*", threads):

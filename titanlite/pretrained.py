@@ -31,10 +31,10 @@ def split_from_option(argv: Sequence[str]) -> tuple[str | None, list[str]]:
     """Separate the option `--from` from the other words of a command line.
 
     Returns:
-        The value of `--from` (None if it is not there), and all other words.
+        The value of `--from` or None, and all other words.
 
     Raises:
-        UserError: If `--from` has no value, or is given twice.
+        UserError: If `--from` has no value, or occurs twice.
     """
     words: list[str] = []
     for word in argv:
@@ -46,13 +46,13 @@ def split_from_option(argv: Sequence[str]) -> tuple[str | None, list[str]]:
         return None, words
 
     position = words.index(FROM)
-    value = next(iter(words[position + 1 :]), None)
+    values = words[position + 1 : position + 2]
     others = words[:position] + words[position + 2 :]
-    if value is None or value.startswith("--") or FROM in others:
+    if not values or values[0].startswith("--") or FROM in others:
         raise UserError(
             f"{FROM}: takes one folder, or OWNER/NAME of a model on the Hugging Face Hub."
         )
-    return value, others
+    return values[0], others
 
 
 def _find_folder(name: str) -> Path:
@@ -94,7 +94,7 @@ def _read_architecture(path: Path) -> Architecture:
 
 
 def build_job_tables(name: str) -> dict[str, dict[str, Any]]:
-    """Return job sections with suitable defaults to continue pretraining from a model.
+    """Return default values for a job that continues pretraining from a model.
 
     They set the architecture, tokenizer, output folder, initial weights, sequence length and
     learning rate. The sequence length is the context length of the model, but at most 4,096 tokens.
@@ -129,11 +129,10 @@ def build_job_tables(name: str) -> dict[str, dict[str, Any]]:
 
 
 def _choose_learning_rate(num_parameters: int) -> float:
-    """Return a learning rate for continued pretraining: a tenth of the peak rate of Llama 3.
+    """Return a learning rate for continued pretraining: a tenth of the rate for a new model.
 
-    The peak learning rate of Llama 3 is 3e-4 for 8B (https://arxiv.org/abs/2407.21783). For N
-    parameters it is scaled by (8e9 / N)^(1/3), up to 1e-3. This fits the published 1.5e-4 for 70B
-    and 8e-5 for 405B.
+    A new model of N parameters is trained with 3e-4 * (8e9 / N)^(1/3), but at most 1e-3. This fits
+    Llama 3 (https://arxiv.org/abs/2407.21783): 3e-4 for 8B, 1.5e-4 for 70B and 8e-5 for 405B.
     """
     peak_lr = min(MAX_PEAK_LR, 3e-4 * (8e9 / num_parameters) ** (1 / 3))
     return float(f"{peak_lr / 10:.2g}")
@@ -142,7 +141,7 @@ def _choose_learning_rate(num_parameters: int) -> float:
 def _find_tokenizer(folder: Path) -> Path:
     """Return the path of the tokenizer file in a Hugging Face folder.
 
-    If there is none, return the path of tokenizer.json, whose absence is reported later.
+    If there is no tokenizer file, return the path of tokenizer.json. Loading it then fails.
     """
     for name in ("tokenizer.json", "tokenizer.model"):
         if (folder / name).is_file():

@@ -78,8 +78,8 @@ Problems = Iterator[Problem]
 class Rule(NamedTuple):
     """A rule together with the job sections that it reads.
 
-    A rule is skipped if one of these sections has an invalid value. The job has the default in
-    place of that value, so the rule could report a problem that the user did not cause.
+    A rule is skipped if one of these sections has an invalid value. The job contains the default
+    instead of that value, so the rule could report a problem that the user did not cause.
 
     Attributes:
         check: Function that yields the problems of a run.
@@ -91,11 +91,12 @@ class Rule(NamedTuple):
 
 
 def make_mistake(run: Run, problem: Problem) -> Mistake:
-    """Convert a problem of `run` to a `Mistake`, which also contains the value of the key.
+    """Convert a broken rule to a `Mistake`, which also contains the current value of the key.
 
-    If the job does not set a key of [model], this is the value that the flavor gives it.
+    For a key of [model] that the job does not set, this is the value of the model flavor.
     """
-    section, name, *_ = parts = problem.key.split(".")
+    parts = problem.key.split(".")
+    section, name, *_ = parts
     value: Any = run.job
     for part in parts:
         value = value[int(part)] if isinstance(value, tuple) else getattr(value, part)
@@ -119,7 +120,7 @@ def find_broken_rules(run: Run) -> list[Problem]:
 
 
 def check_model(run: Run) -> Problems:
-    """Check that the shape of the model is valid, and that its context length covers `seq_len`."""
+    """Check the shape of the model, and that sequences are not longer than its context length."""
     arch = run.arch
     if arch.head_dim % 2 and run.job.model.head_dim:
         yield Problem("model.head_dim", "must be even, because RoPE rotates pairs of channels.")
@@ -142,9 +143,11 @@ def check_layout(run: Run) -> Problems:
     """
     degrees = run.degrees
     uses_all_ranks = degrees.world == run.world_size
-    batch_problems = list(check_batch_sizes(run)) if uses_all_ranks else []
-    yield from batch_problems
-    if not uses_all_ranks:
+    batch_problems: list[Problem] = []
+    if uses_all_ranks:
+        batch_problems += check_batch_sizes(run)
+        yield from batch_problems
+    else:
         names = [name for name, _ in run.job.parallelism if name.endswith("_degree")]
         largest = max(names, key=lambda name: getattr(run.job.parallelism, name))
         text = (
@@ -196,11 +199,11 @@ def check_batch_sizes(run: Run) -> Problems:
 def check_stages(run: Run) -> Problems:
     """Check that the blocks of the model can be split into pipeline stages.
 
-    Each rank needs the number of stages that the schedule requires, and each stage needs a block.
+    Each stage needs a block, and each rank needs the number of stages that the schedule requires.
     """
     num_layers = run.arch.n_layers
     num_ranks = run.degrees.pipeline
-    cuts = run.pipeline_cuts  # from pipeline_parallel_split_points; empty if it is not set
+    cuts = run.pipeline_cuts  # empty if the job does not set pipeline_parallel_split_points
     num_stages = len(cuts) + 1 if cuts else run.stages_per_rank * num_ranks
 
     if cuts and not _are_valid_cuts(run):
@@ -224,7 +227,7 @@ def check_stages(run: Run) -> Problems:
 
 
 def _are_valid_cuts(run: Run) -> bool:
-    """Return whether the pipeline schedule can run the stages between the job's split points."""
+    """Return whether the split points of the job make stages that its pipeline schedule can run."""
     boundaries = [0, *run.pipeline_cuts, run.arch.n_layers]
     if any(first >= end for first, end in pairwise(boundaries)):
         return False
@@ -239,13 +242,9 @@ def _are_valid_cuts(run: Run) -> bool:
 def check_pipeline_schedule(run: Run) -> Problems:
     """Check that the job is compatible with a zero-bubble schedule, which splits the backward pass.
 
-    These schedules compute the gradients of activations and weights in two separate passes:
-
-    - Compiled blocks fail in the second pass, because the first one has donated their buffers
-      (torch 2.13; with donated_buffer = False the loss is off by 1.4e-3 after ten fp32 steps).
-    - Blocks that recompute only some operators fail for the same reason.
-    - Before torch 2.13, stages on the same rank that send to each other fail, and FP8 layers cannot
-      delay the gradients of their weights.
+    These schedules compute the gradients of the weights in a second pass. Compiled blocks, and
+    blocks that recompute only some operators, fail there, because the first pass frees buffers that
+    the second one needs. FP8 and V-shaped schedules need torch 2.13.
     """
     schedule = run.job.parallelism.pipeline_parallel_schedule
     if schedule not in SPLIT_BACKWARD:
@@ -255,11 +254,15 @@ def check_pipeline_schedule(run: Run) -> Problems:
     recomputes_operators = (
         checkpointing.mode == "selective" and checkpointing.selective_ac_option == "op"
     )
+    # Without donated buffers, compiled blocks run, but the loss is off by 1.4e-3 after ten steps in
+    # fp32 (torch 2.13).
+    needs_freed_buffers = run.compiles("model") or recomputes_operators
+
     major, minor = version("torch").split(".")[:2]
     is_old_torch = (int(major), int(minor)) < (2, 13)
     needs_new_torch = schedule in V_SHAPED or run.job.float8.enable
 
-    if run.compiles("model") or recomputes_operators or (needs_new_torch and is_old_torch):
+    if needs_freed_buffers or (needs_new_torch and is_old_torch):
         text = (
             'needs compile.enable = false and activation_checkpoint.mode "full" or "none", and '
             "torch 2.13 for FP8 or ZBVZeroBubble."
@@ -270,18 +273,19 @@ def check_pipeline_schedule(run: Run) -> Problems:
 def check_microbatches(run: Run) -> Problems:
     """Check that each global batch size makes enough microbatches for the pipeline schedule.
 
-    Each rank needs a microbatch. Interleaved schedules run microbatches in rounds of equal size.
+    Each pipeline rank needs a microbatch. Interleaved schedules run microbatches in rounds of equal
+    size.
     """
     num_ranks = run.degrees.pipeline
     schedule = run.job.parallelism.pipeline_parallel_schedule
-    runs_in_rounds = schedule in ("Interleaved1F1B", "InterleavedZeroBubble")
-    unit = run.job.training.local_batch_size * run.degrees.data
+    is_interleaved = schedule in ("Interleaved1F1B", "InterleavedZeroBubble")
+    sequences_per_microbatch = run.job.training.local_batch_size * run.degrees.data
     for key, size in _list_batch_sizes(run):
-        count = size // unit
+        count = size // sequences_per_microbatch
         num_rounds = count // num_ranks
         is_too_small = num_rounds == 0
-        if is_too_small or (runs_in_rounds and count % num_rounds):
-            nearest = _nearest_multiples(count * unit, num_ranks * unit)
+        if is_too_small or (is_interleaved and count % num_rounds):
+            nearest = _nearest_multiples(size, num_ranks * sequences_per_microbatch)
             plural = "" if count == 1 else "es"
             text = (
                 f"makes {count} microbatch{plural}, but the pipeline needs a multiple of "
@@ -342,9 +346,9 @@ def check_warmup(run: Run, *, is_preview: bool = False) -> Problems:
 def check_moments(run: Run) -> Problems:
     """Check that optimizer moments stored in bfloat16 are precise enough to follow the gradients.
 
-    A step changes a moment by (1 - beta) times its distance to a new value, and bfloat16 rounds
-    away changes below 2^-8 of a value. With 1 - beta = 0.01, a moment can stop anywhere between
-    0.72 and 1.64 times the new value. With 0.004, it never falls.
+    A step changes a moment by (1 - beta) times its distance to the new value, and bfloat16 rounds
+    changes below 2^-8 of the moment to zero. With beta = 0.99, a moment can therefore stop at 0.72
+    to 1.64 times the new value. With beta = 0.996, it never decreases.
     """
     optimizer = run.job.optimizer
     if run.state_dtype != "bfloat16" or optimizer.stochastic_rounding:
@@ -358,10 +362,9 @@ def check_moments(run: Run) -> Problems:
 
 
 def check_optimizer(run: Run) -> Problems:
-    """Check the keys of [optimizer] against each other, and against features that need AdamW.
+    """Check that the job only uses keys and features that its optimizer supports.
 
-    This reports learning rates that are far too high, keys that the optimizer ignores, and features
-    that it does not support, such as tensor parallelism with AdamW8bit.
+    This also reports learning rates that are far too high.
     """
     optimizer = run.job.optimizer
     if optimizer.name in NORMALIZED and optimizer.lr > MAX_LR:
@@ -388,17 +391,17 @@ def check_optimizer(run: Run) -> Problems:
 
 
 def check_optimizer_groups(run: Run) -> Problems:
-    """Check that each parameter is in exactly one group, and that each pattern matches a parameter.
+    """Check that each parameter is in exactly one optimizer group.
 
-    The parameter names come from the model on the meta device, so that parameters of plugins are
-    included. Building the model imports torch, so this is skipped for jobs without groups.
+    Each pattern of a group must match at least one parameter.
     """
     arch = run.arch
     groups = run.job.optimizer.groups
-    is_buildable = arch.head_dim % 2 == 0 and arch.n_heads % arch.n_kv_heads == 0
-    if not groups or not is_buildable:
+    is_valid_model = arch.head_dim % 2 == 0 and arch.n_heads % arch.n_kv_heads == 0
+    if not groups or not is_valid_model:
         return
 
+    # Slow, because this imports torch to build the model on the meta device.
     names = list(parameter_shapes(arch))
     for number, group in enumerate(groups):
         for pattern in group.params:
@@ -431,7 +434,10 @@ def _summarize(names: list[str]) -> str:
 
 
 def check_float8(run: Run) -> Problems:
-    """Check that FP8 applies to at least one layer. Its matmul sizes must be multiples of 16."""
+    """Check that FP8 applies to at least one layer, and that the sizes of its matmuls fit.
+
+    The sizes must be multiples of 16.
+    """
     float8 = run.job.float8
     if not float8.enable:
         return
@@ -465,7 +471,7 @@ def check_float8(run: Run) -> Problems:
 
 
 def check_memory_budget(run: Run) -> Problems:
-    """Check that activation checkpointing by memory budget is used with a compiled model."""
+    """Check that the model is compiled if activation checkpointing uses a memory budget."""
     mode = run.job.activation_checkpoint.mode
     if mode == "memory_budget" and not run.compiles("model"):
         text = 'needs compile.enable = true, with "model" in compile.components.'
@@ -496,9 +502,9 @@ def check_symmetric_memory(run: Run) -> Problems:
 
 
 def check_effects(run: Run) -> Problems:
-    """Find keys that have no effect because of the value of another key.
+    """Check that no key is set that has no effect because of the value of another key.
 
-    For example, samples.freq has no effect without samples.prompts.
+    For example, `samples.freq` has no effect without `samples.prompts`.
     """
     job = run.job
     checkpoint, float8, parallelism = job.checkpoint, job.float8, job.parallelism
@@ -584,8 +590,8 @@ def check_tokenizer(run: Run, tokenizer: Tokenizer) -> Problems:
 def suggest_tokenizer(run: Run) -> str:
     """Return a hint on how to get a missing tokenizer, to append to an error message.
 
-    For example, the hint proposes a download command or a command that trains a tokenizer. It is
-    empty if the tokenizer is not missing, or is at a URL.
+    The hint proposes, for example, to download or to train a tokenizer. It is empty if the
+    tokenizer file exists, or if its path is a URL.
     """
     path = run.job.tokenizer.path
     if storage.as_url(path) or os.path.isfile(run.tokenizer_path):
@@ -611,7 +617,7 @@ def suggest_tokenizer(run: Run) -> str:
 
 
 def check_dataset(run: Run) -> Problems:
-    """Check that the training data exists, and that each data stage has one weight per source."""
+    """Check that the training data exists, and that data stages have one weight per source."""
     yield from _check_sources("dataset", run.job.dataset)
     num_sources = len(run.job.dataset.sources)
     for number, stage in enumerate(run.job.dataset.stages):
@@ -641,7 +647,7 @@ def _check_sources(section: str, dataset: Dataset | Validation) -> Problems:
 
     Args:
         section: Name of the section, "dataset" or "validation".
-        dataset: The section, which is itself the only source if it has no list of sources.
+        dataset: The section. Without a list of sources, it describes a single source itself.
     """
     if not dataset.sources:
         yield from _check_source(section, dataset)
@@ -686,7 +692,7 @@ def _check_source(table: str, source: TextSource) -> Problems:
 
 
 def check_output_folders(run: Run) -> Problems:
-    """Check that the output folders are writable and contain no files that a run did not write."""
+    """Check that the output folders are writable, and contain no files of other programs."""
     folder = run.dump_folder.absolute()
     checkpoint_folder = _get_checkpoint_folder(run)
     saves_checkpoints = run.job.checkpoint.enable
@@ -714,7 +720,7 @@ def check_output_folders(run: Run) -> Problems:
 
 
 def check_urls(run: Run) -> Problems:
-    """Check that the URLs of the mirror and of the initial weights can be accessed.
+    """Check that the URLs for copies of checkpoints and for initial weights can be accessed.
 
     Only rank 0 connects to the storage.
     """
@@ -732,7 +738,7 @@ def check_urls(run: Run) -> Problems:
 
 
 def check_mirror(run: Run) -> Problems:
-    """Check that checkpoint.mirror is a URL whose files still exist after the run has ended."""
+    """Check that `checkpoint.mirror` is a URL whose files outlive the run and its output folder."""
     mirror = run.job.checkpoint.mirror
     if mirror is None:
         return
@@ -748,9 +754,9 @@ def check_mirror(run: Run) -> Problems:
 
 
 def check_checkpoints(run: Run) -> Problems:
-    """Check that the initial weights, and the checkpoint of checkpoint.load_step, exist.
+    """Check that the initial weights exist, and the checkpoint that `checkpoint.load_step` selects.
 
-    Initial weights are needed only for a run that has no checkpoint to resume from.
+    A run with checkpoints resumes from them, and needs no initial weights.
     """
     checkpoint = run.job.checkpoint
     if not checkpoint.enable:
@@ -769,9 +775,9 @@ def check_checkpoints(run: Run) -> Problems:
 
 
 def _check_initial_weights(path: str, checkpoint: Checkpoint) -> Problems:
-    """Check that the folder `path` contains a checkpoint, or exists for a Hugging Face model.
+    """Check that a folder with initial weights contains a checkpoint or a Hugging Face model.
 
-    A URL is checked by `check_urls`.
+    `check_urls` checks URLs instead.
     """
     is_hf_folder = checkpoint.initial_load_in_hf and os.path.isdir(path)
     if is_hf_folder or storage.as_url(path):
@@ -793,15 +799,16 @@ def check_certificate(run: Run) -> Problems:
     """Check that `titanlite prove` has proven the job if job.require_certificate is set."""
     if not run.job.job.require_certificate:
         return
-    found = find_certificate(run)
-    if found is None:
+    match = find_certificate(run)
+    if match is None:
         problem = (
             f"needs a certificate that fits this run, and {run.dump_folder / PROOFS} has none."
         )
-    elif not found[1].is_valid:
-        problem = f"needs a proof, but {found[0]} found a difference."
     else:
-        return
+        path, certificate = match
+        if certificate.is_valid:
+            return
+        problem = f"needs a proof, but {path} found a difference."
     remedy = "Run `titanlite prove` with the options of this run."
     yield Problem("job.require_certificate", f"{problem} {remedy}")
 
@@ -871,7 +878,7 @@ OUTPUT_RULES = [
 
 
 def find_suspicious_values(run: Run) -> list[str]:
-    """Return a warning for each value that is allowed but is probably a mistake.
+    """Return a warning for each value that is valid but probably a mistake.
 
     Examples are a learning rate of 0.5 for AdamW, or a source of plain text that contains markup.
     """

@@ -157,10 +157,10 @@ def make_score(total: float, tokens: int, num_bytes: int) -> Score:
 
 
 def _build_run(saved: JobConfig, options: Scoring, window: int, parallelism: Parallelism) -> Run:
-    """Return the run that evaluates a saved model on the ranks of this process group.
+    """Build the run that evaluates a saved model on all ranks.
 
     Args:
-        saved: Job of the checkpoint.
+        saved: Job that trained the model.
         options: Settings of the evaluation.
         window: Number of tokens per sequence.
         parallelism: Layout of the ranks.
@@ -176,10 +176,15 @@ def _build_run(saved: JobConfig, options: Scoring, window: int, parallelism: Par
     world_size = read_world_size()
     degrees = Run(JobConfig(parallelism=parallelism), world_size).degrees
     divisor = sequence_divisor(degrees)
-    padded_window = -(-window // divisor) * divisor  # rounded up
     dtype = options.dtype or _default_dtype(saved)
-    training = {
-        "seq_len": padded_window,
+
+    # Keep only the sections that describe the model, its tokenizer and their plugins.
+    plugin_sections = {saved.model.architecture, saved.tokenizer.name or ""}
+    tables = saved.model_dump(include={"job", "model", "tokenizer", "comm", *plugin_sections})
+    tables["parallelism"] = parallelism
+    tables["activation_checkpoint"] = {"mode": "none"}
+    tables["training"] = {
+        "seq_len": math.ceil(window / divisor) * divisor,
         "local_batch_size": options.batch_size,
         "global_batch_size": options.batch_size * degrees.data * degrees.pipeline,
         "mixed_precision_param": dtype,
@@ -187,11 +192,6 @@ def _build_run(saved: JobConfig, options: Scoring, window: int, parallelism: Par
         "num_threads": saved.training.num_threads,
     }
 
-    plugin_sections = {saved.model.architecture, saved.tokenizer.name or ""}
-    tables = saved.model_dump(include={"job", "model", "tokenizer", "comm", *plugin_sections})
-    tables["parallelism"] = parallelism
-    tables["training"] = training
-    tables["activation_checkpoint"] = {"mode": "none"}
     run = Run(JobConfig.model_validate(tables), world_size)
     problems = list(check_layout(run))
     if problems:
@@ -200,7 +200,7 @@ def _build_run(saved: JobConfig, options: Scoring, window: int, parallelism: Par
 
 
 def _default_dtype(saved: JobConfig) -> str:
-    """Return the dtype of an evaluation: the training dtype on a GPU, and float32 on a CPU."""
+    """Return the default dtype of an evaluation: that of training on a GPU, float32 on a CPU."""
     if not torch.cuda.is_available():
         return "float32"
     trained_run = Run(saved).resolve_compute_dtype(on_gpu=True)
