@@ -94,8 +94,18 @@ class Certificate(FileModel):
         return self.proven and all(row.passed for row in self.rows)
 
     def covers(self, degrees: Degrees) -> bool:
-        """Return whether the small job was parallel along each parallel dimension of a run."""
-        return all(self.layout[name] > 1 for name in self.layout if getattr(degrees, name) > 1)
+        """Return whether the certificate also covers a run with other parallelism degrees.
+
+        The proof must have used at least two ranks along each dimension in which the run is
+        parallel.
+
+        Args:
+            degrees: Parallelism degrees of the run.
+        """
+        for name, degree in self.layout.items():
+            if getattr(degrees, name) > 1 and degree <= 1:
+                return False
+        return True
 
     def day(self) -> str:
         """Return the local date of the proof, such as "2026-11-24"."""
@@ -103,25 +113,27 @@ class Certificate(FileModel):
 
 
 def hash_job(job: JobConfig) -> str:
-    """Return a hash of the parts of a job that determine what a training step computes.
+    """Return a hash of everything that determines what a training step of a job computes.
 
-    A certificate is valid only for jobs with the same hash. The hash includes the versions of
-    torch, torchao and Python, and the source code of titanlite and of plugins, but not of modules
-    that a plugin imports. It does not include the size of the vocabulary, because a proof trains
-    with a small vocabulary instead.
+    A certificate is valid only for jobs with the same hash. Apart from the job, the hash covers the
+    library versions and the source code of titanlite and of plugins, but not of modules that a
+    plugin imports.
     """
     values = job.model_dump(mode="json")
     parts = {name: values[name] for name in PROVEN_SECTIONS}
     for key in UNPROVEN_KEYS:
         parts["training"].pop(key)
-    parts["model"].pop("vocab_size")
+    parts["model"].pop("vocab_size")  # a proof always uses a small vocabulary
     parts["hooks"] = values["job"]["hooks"]
     parts["dataset"] = [values["dataset"][key] for key in ("document_mask", "packing")]
+    parts["plugin_sections"] = {name: values[name] for name in values.keys() - SECTIONS.keys()}
+
     parts["versions"] = read_versions()
     parts["plugins"] = {name: _hash_module(name) for name in job.job.plugins}
     parts["titanlite"] = _hash_module("titanlite")
-    parts["plugin_sections"] = {name: values[name] for name in values.keys() - SECTIONS.keys()}
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+    text = json.dumps(parts, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def read_versions() -> dict[str, str]:
@@ -147,7 +159,7 @@ def _hash_module(name: str) -> str:
 
 
 def find_certificate(run: Run) -> tuple[Path, Certificate] | None:
-    """Return the newest certificate for the job, the layout and the library versions of a run.
+    """Find the newest certificate in the output folder of a run that is valid for the run.
 
     Returns:
         The path of the file and the certificate, or None if there is no such certificate.

@@ -65,8 +65,8 @@ def read_file(path: Path, limit: int) -> bytes:
 def find_write_problem(folder: Path) -> str | None:
     """Return why no files can be created in `folder`, or None if files can be created.
 
-    The function creates and removes a temporary folder to find out. Permission bits do not show
-    whether a disk is full, or whether the root user may write to a network file system or /proc.
+    This is tested by creating a temporary folder, because permission bits do not show whether the
+    disk is full, or whether root may write to a network file system.
 
     Args:
         folder: Folder to check. If it does not exist, its nearest existing parent is checked.
@@ -102,9 +102,7 @@ def make_folder(path: Path) -> Path:
 
 
 def write_output(path: Path, content: bytes) -> None:
-    """Write an output file of a command atomically, creating its folder if needed.
-
-    An existing file is replaced.
+    """Write a file atomically, creating its folder if needed. An existing file is replaced.
 
     Raises:
         UserError: If `path` is not a regular file, or cannot be written.
@@ -161,19 +159,18 @@ def read_json_object(path: Path, limit: int) -> dict[str, Any]:
 
 
 def find_file_inside(folder: Path, name: str) -> Path:
-    """Return the path of the file `name` in `folder`, and reject links to other folders.
+    """Return the path of a file in a folder, and reject links that lead out of the folder.
 
-    Symbolic links are allowed within the folder. In a Hugging Face cache, whose folders
-    snapshots/REVISION contain links to the folder "blobs", links to that folder are allowed as
-    well.
+    In a Hugging Face cache, the files in snapshots/REVISION are links to the folder "blobs". Such
+    links are allowed.
 
     Args:
         folder: Folder that must contain the file.
         name: File name, which may come from an untrusted file.
 
     Raises:
-        UserError: If `name` is not a plain file name, the link leads elsewhere, or there is no such
-            regular file.
+        UserError: If `name` is not a plain file name, the link leads out of the folder, or there is
+            no such regular file.
     """
     is_special_name = name in ("", ".", "..")
     if is_special_name or "/" in name or "\0" in name or len(name) > 255:

@@ -59,9 +59,9 @@ class Architecture:
     architecture: str = "llama"
 
     def __post_init__(self) -> None:
-        """Set head_dim to dim / n_heads if it is 0, or to -1 if dim is not divisible by n_heads.
+        """Set `head_dim` to dim / n_heads if it is 0.
 
-        A rule reports the value -1 as an invalid shape.
+        If `dim` is not divisible by `n_heads`, set it to -1, which validation reports later.
         """
         if not self.head_dim:
             divides = self.dim % self.n_heads == 0
@@ -69,7 +69,7 @@ class Architecture:
 
     @property
     def switches(self) -> dict[str, Any]:
-        """Fields in `SWITCHES` whose values differ from Llama, with their values."""
+        """Fields in which this architecture differs from Llama, with their values."""
         differences = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -88,9 +88,9 @@ class Architecture:
         return self.n_kv_heads * self.head_dim
 
     def attended(self, seq_len: int) -> float:
-        """Return the mean number of tokens that a token attends to in a causal sequence.
+        """Return the mean number of tokens to which a token attends, with a causal mask.
 
-        A sliding window reduces this number. It determines the FLOPs of attention.
+        This determines the FLOPs of attention. A sliding window reduces it.
 
         Args:
             seq_len: Sequence length in tokens.
@@ -194,29 +194,28 @@ FITTED_TO_TOKENIZER = ("debugmodel", "150m")
 
 
 def find_flavor(name: str) -> str:
-    """Return the flavor for a name that a user wrote, such as "8b" or "meta-llama/Llama-3.1-8B".
+    """Return the model flavor for a name such as "8b", "Llama-3.1-8B" or "Qwen/Qwen3-8B-Base".
 
-    Names in `HUB_NAMES` are accepted with or without the owner, with suffixes such as -Instruct,
-    and in any case.
+    Names of models on the Hugging Face Hub are accepted with or without their owner, with suffixes
+    such as "-Instruct", and in upper or lower case.
 
     Raises:
         ValueError: If the name is unknown. The message suggests the most similar flavor.
     """
-    flavors = {flavor: flavor for flavor in FLAVORS}  # accepted name -> flavor
+    flavor_of_name = {flavor: flavor for flavor in FLAVORS}
     for hub_name, flavor in HUB_NAMES.items():
         _, _, model_name = hub_name.rpartition("/")
-        flavors[hub_name.lower()] = flavor
-        flavors[model_name.lower()] = flavor
+        flavor_of_name[hub_name.lower()] = flavor
+        flavor_of_name[model_name.lower()] = flavor
 
     lower_name = name.lower()
-    if lower_name in flavors:
-        return flavors[lower_name]
     base_name = re.sub(r"-(instruct|base|hf)$", "", lower_name)
-    if base_name in flavors:
-        return flavors[base_name]
+    for candidate in (lower_name, base_name):
+        if candidate in flavor_of_name:
+            return flavor_of_name[candidate]
 
     _, _, base_model_name = base_name.rpartition("/")
-    similar = difflib.get_close_matches(base_model_name, flavors, n=1)
-    suggestion = f" Did you mean {flavors[similar[0]]}?" if similar else ""
+    similar = difflib.get_close_matches(base_model_name, flavor_of_name, n=1)
+    suggestion = f" Did you mean {flavor_of_name[similar[0]]}?" if similar else ""
     known = ", ".join(FLAVORS)
     raise ValueError(f"is not the name of a flavor.{suggestion} Flavors are {known}")

@@ -40,8 +40,8 @@ def print_help(job: JobConfig, topics: Sequence[str]) -> None:
 
     Args:
         job: Job whose values are shown as the defaults.
-        topics: Sections ("training") and keys ("training.steps" or "steps") to explain, or "all"
-            for everything. If empty, only the names of all keys are listed.
+        topics: Sections and keys to explain, such as "training", "training.steps" or "steps". "all"
+            explains everything. If empty, only the names of all keys are printed.
 
     Raises:
         UserError: If there is no such section or key.
@@ -75,33 +75,33 @@ def _print_overview() -> None:
 
 
 def _print_section(job: JobConfig, section: str, names: set[str]) -> None:
-    """Print the keys of a section that `names` selects, advanced keys last.
+    """Print the help on those keys of a section that the user has asked for, advanced keys last.
 
     Args:
         job: Job whose values are shown as the defaults.
         section: Name of the section.
-        names: Sections and keys to print, or "all".
+        names: Names of sections and keys to print, or "all".
     """
     model = SECTIONS[section]
     prints_all_keys = "all" in names or section in names
     if prints_all_keys:
         print(wrap_text(f"[{section}] {model.__doc__}"), end="\n\n")
 
-    keys = [key for key in model.model_fields if key not in model.advanced]
-    keys += model.advanced
-    first_advanced_key = next(iter(model.advanced), None)
-    for key in keys:
-        if prints_all_keys and key == first_advanced_key:
+    common_keys = [key for key in model.model_fields if key not in model.advanced]
+    for key in (*common_keys, *model.advanced):
+        is_first_advanced_key = key in model.advanced[:1]
+        if prints_all_keys and is_first_advanced_key:
             print(f"Advanced keys of [{section}]:\n")
-        if prints_all_keys or key in names or f"{section}.{key}" in names:
+        full_name = f"{section}.{key}"
+        if prints_all_keys or key in names or full_name in names:
             value = getattr(getattr(job, section), key)
-            _print_key(f"{section}.{key}", model.model_fields[key], value, "--")
+            _print_key(full_name, model.model_fields[key], value, "--")
 
 
 def _print_key(key: str, field: FieldInfo, value: Any, prefix: str) -> None:
-    """Print a key with its type, description and value.
+    """Print a key of a job with its type, description and default value.
 
-    For a list of tables, print the keys of its tables as well.
+    If the key is a list of tables, also print the keys of these tables.
 
     Args:
         key: Full name of the key, such as "training.steps".
@@ -145,7 +145,7 @@ def describe_type(field: FieldInfo) -> str:
 
 
 def _list_types(annotation: Any) -> list[str]:
-    """Return the names of the types in an annotation, or the values that it allows.
+    """Return the names of the types in an annotation for the help text.
 
     For example, `int | None` gives ["<integer>"], and `Literal["a", "b"]` gives ["a|b"].
     """
@@ -160,7 +160,7 @@ def _list_types(annotation: Any) -> list[str]:
     if typing.get_origin(annotation) is typing.Literal:
         return ["|".join(map(str, parts))]
 
-    # A registry lists its names, so the type `str` beside it is not needed.
+    # In Annotated[str, REGISTRY], the registry replaces the type.
     registries = [part for part in parts if isinstance(part, Registry)]
     names: list[str] = []
     for part in registries or parts:

@@ -101,30 +101,26 @@ _SHAPE_KEYS = {
 def compare_jobs(
     before: Mapping[str, Any], now: Mapping[str, Any], data: DataChanges | None = None
 ) -> list[tuple[Effect, str]]:
-    """Compare two jobs, and return the effect and a description of each difference.
-
-    This is called on resume. Keys that only one job has are skipped, because another version of
-    titanlite wrote the other job. Keys of the tokenizer are skipped, because its token IDs are
-    compared elsewhere.
+    """Compare the job in a checkpoint with the job that resumes from it.
 
     Args:
-        before: Job in the checkpoint, as given by `JobConfig.model_dump(mode="json")`, with the
-            resolved architecture as [model].
+        before: Job in the checkpoint, as JSON values, with its resolved architecture as [model].
         now: Job that resumes from the checkpoint, in the same form.
         data: Differences of the data, from `Loader.compare`. None if the data position of the
             checkpoint is not used.
 
     Returns:
-        Differences sorted by effect, incompatible ones last. The description of a changed key is
-        "section.key: before -> now".
+        Effect and description of each difference, sorted by effect, incompatible ones last. A
+        changed key is described as "section.key: before -> now".
     """
     old = flatten(before)
     new = flatten(now)
     data_effect = INCOMPATIBLE if new["dataset.on_change"] == "error" else AFFECTS_TRAINING
-    common_keys = old.keys() & new.keys() - {"tokenizer.path", "tokenizer.name"}
+    # Another version of titanlite may lack a key. Token IDs are compared instead of tokenizer keys.
+    compared_keys = old.keys() & new.keys() - {"tokenizer.path", "tokenizer.name"}
 
     changes: list[tuple[Effect, str]] = []
-    for key in common_keys:
+    for key in compared_keys:
         if old[key] == new[key]:
             continue
         effect = _classify(key, old, new, data, data_effect)
@@ -143,15 +139,15 @@ def compare_jobs(
 def report_changes(
     path: PurePath, changes: Sequence[tuple[Effect, str]], log: Callable[[str], None]
 ) -> None:
-    """Log the differences between a job and the checkpoint that it resumes from.
+    """Log how a job differs from the checkpoint that it resumes from, or raise an error.
 
     Args:
         path: Path of the checkpoint.
         changes: Effect and description of each difference, from `compare_jobs`.
-        log: Receives one line for each difference that is not incompatible.
+        log: Receives one line for each difference with which the run can resume.
 
     Raises:
-        UserError: If any difference is incompatible. The message lists all incompatible ones.
+        UserError: If the run cannot resume with some of the differences. The message lists them.
     """
     incompatible = []
     for effect, description in changes:
@@ -167,13 +163,13 @@ def report_changes(
 
 
 def flatten(table: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
-    """Convert nested tables to a flat dictionary of their values by full name.
+    """Convert nested dictionaries to a flat dictionary, with keys such as "training.steps".
 
-    Tables in a list are numbered, for example "dataset.sources.0.path".
+    Dictionaries in a list are numbered, for example "dataset.sources.0.path".
 
     Args:
-        table: Nested tables.
-        prefix: Prefix of all names, such as "dataset.".
+        table: Nested dictionaries.
+        prefix: Prefix of all keys in the result, such as "dataset.".
     """
     flat: dict[str, Any] = {}
     for key, value in table.items():
@@ -197,16 +193,14 @@ def _classify(
     data: DataChanges | None,
     data_effect: Effect,
 ) -> Effect | None:
-    """Return the effect of a changed key, or None if the change need not be reported.
-
-    A change is not reported if another line already describes it.
+    """Return the effect of a changed key, or None if another difference already describes it.
 
     Args:
-        name: Full name of the key.
+        name: Full name of the key, such as "training.seed".
         old: Values of the job in the checkpoint, from `flatten`.
         new: Values of the job that resumes, from `flatten`.
         data: Differences of the data, or None if the data position is not used.
-        data_effect: Effect of changed data, which depends on `dataset.on_change`.
+        data_effect: Effect of changed data.
     """
     section = name.split(".")[0]
     key = name.split(".")[-1]

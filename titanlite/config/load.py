@@ -70,7 +70,7 @@ class ParsedJob(NamedTuple):
     source: str
 
     def error(self, mistakes: Sequence[Mistake]) -> ConfigError:
-        """Return an error that lists `mistakes`, each with its file and line."""
+        """Return an error that lists `mistakes`, each with the file and line that sets the key."""
         places = {name: f"{self.source}:{line}" for name, line in self.lines.items()}
         for key, origin in self.origins.items():
             if origin != self.source:
@@ -191,9 +191,9 @@ def _find_origins(tables: Tables, arguments: Arguments, source: str) -> dict[str
 
 
 def _add_defaults(tables: Tables, defaults: Mapping[str, Tables]) -> None:
-    """Add the keys in `defaults` to `tables` in place. Keys that are set already keep their values.
+    """Add the keys in `defaults` to `tables` in place, unless they are set already.
 
-    A section that is not a table is skipped, because the schema reports it later.
+    A section that is not a table is skipped, because validation reports it later.
     """
     for section, table in defaults.items():
         current = tables.setdefault(section, {})
@@ -204,29 +204,30 @@ def _add_defaults(tables: Tables, defaults: Mapping[str, Tables]) -> None:
 def _load_plugins_of(tables: Tables, values: Mapping[str, Any], trusted: bool, source: str) -> None:
     """Import the plugins that a job lists, or check that they were imported already.
 
-    Importing a plugin runs its code, so a job from an untrusted source, such as a checkpoint,
-    cannot trigger an import. Plugins on the command line are always imported.
+    An untrusted job, such as one from a checkpoint, cannot trigger an import, because that runs
+    code. Plugins on the command line are always imported.
 
     Args:
         tables: Sections of the job file.
         values: Values from the command line, by "section.key".
-        trusted: Whether plugins listed in `tables` may be imported.
+        trusted: Whether the plugins in the job file may be imported.
         source: Name of the job file for error messages.
 
     Raises:
-        UserError: If a plugin cannot be imported, or an untrusted job needs one that is not
+        UserError: If a plugin cannot be imported, or an untrusted job needs one that has not been
             imported.
     """
+    is_on_command_line = PLUGINS in values
     names: Any = []
     job_section = tables.get("job")
-    if PLUGINS in values:
+    if is_on_command_line:
         names = values[PLUGINS]
     elif isinstance(job_section, dict):
         names = job_section.get("plugins", [])
 
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         return  # validation reports the mistake later
-    if trusted or PLUGINS in values:
+    if trusted or is_on_command_line:
         load_plugins(names)
     else:
         require_plugins(names, source)
@@ -270,23 +271,24 @@ def _read_job_file(path: Path) -> tuple[Tables, dict[str, int]]:
 
 
 def find_key_lines(text: str) -> dict[str, int]:
-    """Return the line number of each key and table in a TOML text, so that errors can point to it.
+    """Return the line number of each key and table in a TOML text, for error messages.
 
     Tables in a list are numbered, for example "dataset.sources.0.path".
     """
     lines: dict[str, int] = {}
-    table_counts: Counter[str] = Counter()  # number of [[table]] headers so far, by name
+    list_lengths: Counter[str] = Counter()  # number of [[table]] headers so far, by name
     table = ""
     for number, line in enumerate(text.splitlines(), start=1):
         header = re.match(r"\s*(\[\[?)\s*([\w.-]+)\s*\]", line)  # [table] or [[table]]
         assignment = re.match(r"\s*([\w.-]+)\s*=", line)  # key = value
         if header:
-            brackets, table = header.groups()
-            lines.setdefault(table, number)
-            if brackets == "[[":
-                index = table_counts[table]
-                table_counts[table] += 1
-                table = f"{table}.{index}"
+            brackets, name = header.groups()
+            table = name
+            lines.setdefault(name, number)
+            is_list_item = brackets == "[["
+            if is_list_item:
+                table = f"{name}.{list_lengths[name]}"
+                list_lengths[name] += 1
                 lines[table] = number
         elif assignment:
             key = assignment[1]
@@ -296,10 +298,9 @@ def find_key_lines(text: str) -> dict[str, int]:
 
 
 def parse_arguments(argv: Sequence[str]) -> Arguments:
-    """Parse the options of a command line, each of which sets a key of a job.
+    """Parse a command line whose options set keys of a job, such as `--training.steps 100`.
 
-    For example, `--training.steps 100` sets "training.steps" to 100. Invalid options become
-    mistakes in the result instead of exceptions.
+    Invalid options are collected in the result instead of raising an error.
     """
     values: dict[str, Any] = {}
     help_topics = None
@@ -328,11 +329,11 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
 
 
 def _split_options(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, list[str]]]]:
-    """Split a command line into options.
+    """Split a command line into options and their values.
 
     Returns:
-        The words before the first option, and each option as a pair of its flag and the words that
-        follow the flag. For example, both `--a.b=1` and `--a.b 1` give ("--a.b", ["1"]).
+        The words before the first option, and a pair of flag and values for each option. Both
+        `--a.b=1` and `--a.b 1` give ("--a.b", ["1"]).
     """
     stray_words: list[str] = []
     options: list[tuple[str, list[str]]] = []
@@ -366,22 +367,23 @@ def _find_key(flag: str, keys: Mapping[str, Any]) -> tuple[str, bool]:
     if name == "config":  # otherwise dataset.config would be suggested
         name = "config_file"
     name = RENAMED_KEYS.get(name, name)
-    if name.startswith("no_"):
+    if name.startswith("no_"):  # "no_compile.enable" -> "compile.no_enable"
         name = name.removeprefix("no_").replace(".", ".no_", 1)
     if name in keys:
         return name, False
 
-    key = name.replace(".no_", ".", 1)
-    return key, key != name
+    positive_name = name.replace(".no_", ".", 1)
+    is_negated = positive_name != name
+    return positive_name, is_negated
 
 
 def _parse_option(flag: str, words: list[str], keys: Mapping[str, Any]) -> tuple[str, Any]:
-    """Convert one option of the command line to a key and its value.
+    """Convert one option of the command line to a key of a job and its value.
 
     Args:
         flag: The option as written, such as "--training.steps".
         words: Words that follow the option.
-        keys: All keys of a job, from `list_keys`.
+        keys: Schema of all keys of a job, by their full names.
 
     Raises:
         ValueError: If the option is invalid. The message is the rest of a sentence that starts with
@@ -423,9 +425,9 @@ def _warn_about_renamed_keys(former_keys: Collection[str]) -> None:
 
 
 def _parse_value(word: str, types: set[type]) -> Any:
-    """Convert a word of the command line to one of `types`.
+    """Convert a word of the command line to None or a number, if `types` contains such a type.
 
-    A word that fits none of the types is returned as text, and the schema then reports it.
+    Any other word is returned unchanged, and validated later.
     """
     if word == "None" and type(None) in types:
         return None
@@ -437,9 +439,7 @@ def _parse_value(word: str, types: set[type]) -> Any:
 
 
 def dump_config(job: JobConfig, without: Collection[str] = ()) -> str:
-    """Format a job as TOML, for example for the config.toml in the output folder.
-
-    Loading the text gives an equal job.
+    """Format a job as TOML text, from which an equal job can be loaded.
 
     Args:
         job: Job to format.
@@ -449,7 +449,7 @@ def dump_config(job: JobConfig, without: Collection[str] = ()) -> str:
 
 
 def resolve_path(path: str) -> Path:
-    """Return the local path of the tokenizer that `path` names.
+    """Return the local path of a tokenizer.
 
     Args:
         path: Path or URL. A relative path that does not exist in the current folder is looked up in

@@ -104,9 +104,9 @@ class ConfigError(UserError):
 
 
 def _find_place(mistake: Mistake, places: Mapping[str, str]) -> str | None:
-    """Return where the key of a mistake was set, for example "train.toml:14".
+    """Return the file and line that set an invalid value, for example "train.toml:14".
 
-    If this is unknown, return where the nearest table around the key begins, or else None.
+    If they are unknown, return those of the innermost table around the value, or None.
 
     Args:
         mistake: The mistake.
@@ -146,19 +146,21 @@ def build_mistake(root: type[BaseModel], error: Any) -> Mistake:
         name = root.name_on_command_line(location[0])  # type: ignore[attr-defined]
     value = "" if kind == "missing" else format_value(error["input"])
 
+    # Follow the location from table to table, up to the first name that is unknown.
     model = root
     for depth, part in enumerate(location, start=1):
-        dropped_keys = getattr(model, "dropped", {})
+        removed_keys = getattr(model, "dropped", {})
         is_list_index = part.isdecimal()
         if part in model.model_fields or _is_job_section(model, part):
             model = _get_inner_model(model, part)
-        elif part in dropped_keys:
-            _, problem = dropped_keys[part]
+        elif part in removed_keys:
+            _, problem = removed_keys[part]
             return Mistake(key, name, value, problem, "gone")
         elif kind == "extra_forbidden" and not is_list_index:
-            problem = _suggest_name(root, model, location[:depth], location[-1])
             is_table = isinstance(error["input"], dict)
-            return Mistake(key, f"[{key}]" if is_table else name, "", problem, kind)
+            shown_name = f"[{key}]" if is_table else name
+            problem = _suggest_name(root, model, location[:depth], location[-1])
+            return Mistake(key, shown_name, "", problem, kind)
 
     problem = _rephrase(error["msg"])
     hint = _suggest_value(problem, error["input"], location)
@@ -174,14 +176,14 @@ def _rephrase(message: str) -> str:
 
 
 def _is_job_section(model: type[BaseModel], name: str) -> bool:
-    """Return whether `model` is a job and `name` one of its sections, including plugin sections."""
+    """Return whether `model` is a job, and `name` is one of its sections or of a plugin."""
     return model.model_config.get("extra") == "allow" and name in SECTIONS
 
 
 def _get_inner_model(model: type[BaseModel], name: str) -> type[BaseModel]:
-    """Return the model of the table or list of tables called `name` in `model`.
+    """Return the model of the field `name`, if it is a table or a list of tables.
 
-    If `name` is neither of them, return `model` itself.
+    For any other field, return `model` itself.
     """
     if _is_job_section(model, name):
         return SECTIONS[name]
@@ -202,10 +204,10 @@ def _suggest_value(problem: str, value: object, location: Sequence[str]) -> str:
         return ""
 
     is_list_item = bool(location) and location[-1].isdecimal()
-    if is_list_item and "," in value:
-        words = re.findall(r"[^\s,\[\]]+", value)
-        on_command_line = " ".join(words)
-        in_file = ", ".join(words)
+    if is_list_item and "," in value:  # the whole list was written as one item
+        items = re.findall(r"[^\s,\[\]]+", value)
+        on_command_line = " ".join(items)
+        in_file = ", ".join(items)
         return f" Write a list as {on_command_line} on the command line, and [{in_file}] in a file."
 
     if not problem.startswith("must be "):
@@ -225,8 +227,8 @@ def explain_error(model: type[BaseModel], failure: ValidationError) -> str:
     """Describe the first ten mistakes in a file in one line.
 
     Args:
-        model: Model of the content of the file.
-        failure: Error that pydantic raised for the content.
+        model: Pydantic model of the content of the file.
+        failure: Error that the validation of the content has raised.
     """
     descriptions = []
     for error in failure.errors(include_url=False)[:10]:
@@ -242,7 +244,7 @@ def shorten(text: str) -> str:
 
 
 def wrap_text(text: str, indent: int = 0) -> str:
-    """Break each paragraph into lines that fit the terminal, but of at most 100 characters.
+    """Wrap paragraphs to the width of the terminal, but to at most 100 characters.
 
     Args:
         text: Paragraphs separated by empty lines.
@@ -262,18 +264,15 @@ def wrap_text(text: str, indent: int = 0) -> str:
 def _suggest_name(
     root: type[BaseModel], model: type[BaseModel], location: list[str], last: str
 ) -> str:
-    """Return an explanation for an unknown name that suggests a known name.
+    """Return an error message for an unknown name that suggests a known name.
 
-    The suggestion is the first of these that exists:
-
-    - the key that has the name in other trainers, according to `synonyms.toml`;
-    - the key of the same table with the most similar name;
-    - keys with this name in other tables.
+    Names from other trainers come first, then similar names in the same table, then the same name
+    in other tables.
 
     Args:
         root: Model of the whole job.
         model: Model of the table that contains the unknown name.
-        location: Names that lead to the unknown name, which is the last of them.
+        location: Path of the unknown name, such as ["dataset", "sources", "0", "pth"].
         last: Last part of the full name that the user wrote.
     """
     tables = _list_tables(root)
@@ -309,11 +308,11 @@ def _list_tables(root: type[BaseModel]) -> dict[str, type[BaseModel]]:
 
 
 def _find_synonyms(word: str, root_names: set[str]) -> list[str]:
-    """Return the keys that are called `word` in other trainers, according to `synonyms.toml`.
+    """Return the keys whose name in other trainers is `word`, according to `synonyms.toml`.
 
     Args:
-        word: The unknown name.
-        root_names: Names at the top level of the model. Only keys that exist in it are returned.
+        word: Name that the user wrote.
+        root_names: Names of all sections. Keys in other sections are left out.
     """
     synonyms = tomli.loads(_SYNONYMS.read_text(encoding="utf-8"))
     keys = []

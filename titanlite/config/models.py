@@ -9,9 +9,9 @@ from pydantic.functional_validators import model_validator
 
 
 class FileModel(BaseModel):
-    """Base class for the content of a file.
+    """Base class of pydantic models for the content of a file.
 
-    Values are not converted (the text "5" is not an integer), unknown keys are errors, and
+    Values are not converted (the string "5" is not an integer), unknown keys are errors, and
     instances are immutable.
     """
 

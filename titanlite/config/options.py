@@ -66,8 +66,8 @@ class Options(Whole):
 class CheckpointOptions(Options):
     """Base class for the options of a command that reads a checkpoint or a model folder.
 
-    If the model needs plugins, the user must name them with --job.plugins, because the content of a
-    checkpoint never causes an import.
+    A checkpoint cannot import the plugins that its model needs, because imports run code. The user
+    must name them with --job.plugins.
     """
 
     plugins: Annotated[tuple[str, ...], Field(strict=False), tyro.conf.arg(name="job.plugins")] = ()
@@ -86,7 +86,7 @@ AnyOptions = TypeVar("AnyOptions", bound=Options)
 
 
 def parse_options(options: type[AnyOptions], argv: Sequence[str], command: str) -> AnyOptions:
-    """Parse the options of `titanlite COMMAND`. If they contain --help, print the help and exit.
+    """Parse the options of a command, or print its help and exit if they contain --help.
 
     Args:
         options: Class of the options.
@@ -106,7 +106,7 @@ def parse_options(options: type[AnyOptions], argv: Sequence[str], command: str) 
 def parse_options_and_job(
     options: type[AnyOptions], argv: Sequence[str], command: str, keys: str = JOB_KEYS
 ) -> tuple[AnyOptions, list[str]]:
-    """Parse the options of a command that also accepts the keys of a job. See `parse_options`.
+    """Parse the options of a command that also accepts the keys of a job as options.
 
     Args:
         options: Class of the options.
@@ -116,6 +116,9 @@ def parse_options_and_job(
 
     Returns:
         The options, and the remaining words, which set keys of a job.
+
+    Raises:
+        UserError: If an option is missing, invalid or misspelled.
     """
     prog = f"titanlite {command}"
     if "-h" in argv or "--help" in argv:
@@ -131,29 +134,26 @@ def parse_options_and_job(
     )
     load_plugins(getattr(parsed, "plugins", ()))
 
+    # Keys of a job contain a dot. An option without a dot can only be a misspelled one.
     flags = _list_flags(options)
     for word in words:
-        is_key = "." in word
-        if is_key or not word.startswith("--"):
-            continue
-        similar = difflib.get_close_matches(word.partition("=")[0], flags, n=1)
-        if similar:
-            raise UserError(f"{word}: unknown option of `{prog}`. Did you mean {similar[0]}?")
+        if word.startswith("--") and "." not in word:
+            similar = difflib.get_close_matches(word.partition("=")[0], flags, n=1)
+            if similar:
+                raise UserError(f"{word}: unknown option of `{prog}`. Did you mean {similar[0]}?")
     return parsed, words
 
 
 def _list_flags(options: type[Options]) -> dict[str, FieldInfo]:
-    """Return the fields of a class of options by their flags, such as "--max-new-tokens"."""
+    """Return the fields of a class of options, by flags such as "--max-new-tokens"."""
     return {f"--{name.replace('_', '-')}": field for name, field in options.model_fields.items()}
 
 
 def _check_required(options: type[Options], argv: Sequence[str], prog: str) -> None:
     """Check that no required option is missing.
 
-    tyro checks this as well, but its message does not explain the missing option.
-
     Raises:
-        UserError: If an option is missing. The message contains its description.
+        UserError: If an option is missing. Unlike tyro's own message, this one explains the option.
     """
     given = {_normalize_flag(word) for word in argv}
     for flag, field in _list_flags(options).items():
@@ -180,10 +180,10 @@ def _check_repeated_or_dropped(options: type[Options], argv: Sequence[str]) -> N
 
 
 def _check_numbers(options: type[Options], argv: Sequence[str]) -> None:
-    """Check that each option that takes a number has one, because tyro's own message is unclear.
+    """Check that the values of all options that take a number are numbers.
 
     Raises:
-        UserError: If the value of such an option is not a number.
+        UserError: If a value is not a number. tyro's own message would be less clear.
     """
     fields = _list_flags(options)
     for word, next_word in pairwise([*argv, "--"]):

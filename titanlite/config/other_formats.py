@@ -20,8 +20,7 @@ def parse_toml(content: bytes) -> dict[str, Any]:
 
     Raises:
         ValueError: If the content is not TOML in UTF-8. The message explains how to fix the invalid
-            line. If the file has a known other format, such as a Hugging Face config.json, it
-            explains what to do with the file instead.
+            line, or how to use a file of another format, such as a Hugging Face config.json.
     """
     try:
         text = content.decode("utf-8-sig")
@@ -37,17 +36,18 @@ def parse_toml(content: bytes) -> dict[str, Any]:
 
 
 def _correct_line(line: str) -> str:
-    """Return an instruction that corrects a line written in the syntax of Python, YAML or a shell.
+    """Explain how to write a line of Python, YAML or shell syntax in TOML.
 
-    For example, "steps: 100" gives "Write steps = 100". The result is empty if the mistake is not
-    recognized.
+    For example, "steps: 100" gives "Write steps = 100". If the mistake is not recognized, return an
+    empty string.
     """
-    assignment = re.fullmatch(r"([\w.-]+)\s*([=:])\s*([^#]*?)\s*(#.*)?", line)
+    assignment = re.fullmatch(r"([\w.-]+)\s*([=:])\s*([^#]*?)\s*(#.*)?", line)  # key = value # text
     if assignment is None or _is_toml(line):
         return ""
 
     key, sign, value, _ = assignment.groups()
-    if sign == ":" and not value:  # the header of a YAML table
+    is_yaml_table = sign == ":" and not value
+    if is_yaml_table:
         return f"Write [{key}]"
     if value.lower() in ("none", "null"):
         return f"TOML has no {value}. Leave {key} out"
@@ -63,7 +63,7 @@ def _correct_line(line: str) -> str:
 
 
 def _correct_value(value: str, is_flavor: bool) -> str:
-    """Return a value in the syntax of TOML, such as "true" for "True", or '"llama"' for "llama".
+    """Convert a value to the syntax of TOML, for example True to true, or llama to "llama".
 
     Args:
         value: Text after the equals sign.
@@ -73,12 +73,14 @@ def _correct_value(value: str, is_flavor: bool) -> str:
     if value.lower() in ("true", "false"):
         return value.lower()
 
-    has_backslash = "\\" in value  # as in a Windows path; literal only between single quotes
-    if value.startswith('"') and has_backslash:
+    # In TOML, backslashes, as in Windows paths, are literal only between single quotes.
+    quote = "'" if "\\" in value else '"'
+    if value.startswith('"') and quote == "'":
         return "'" + value.strip('"') + "'"
     is_bare_text = re.fullmatch(r"[^\s\d.+\[\]{}'\"-][^\s\[\]{}'\"]*", value)
-    if is_bare_text or (is_flavor and re.fullmatch(r"[\w.-]+", value)):
-        return f"'{value}'" if has_backslash else f'"{value}"'
+    is_bare_flavor = is_flavor and re.fullmatch(r"[\w.-]+", value)
+    if is_bare_text or is_bare_flavor:
+        return f"{quote}{value}{quote}"
     return value
 
 
@@ -91,9 +93,7 @@ def _is_toml(text: str) -> bool:
 
 
 def explain_other_format(content: bytes) -> str | None:
-    """Recognize the format of a file that is not TOML, and explain what to do with it.
-
-    Nothing in the file is executed.
+    """Recognize JSON or Python files that were passed as job files, and explain how to use them.
 
     Returns:
         A sentence for the user, or None if the format is not recognized.
@@ -105,7 +105,7 @@ def explain_other_format(content: bytes) -> str | None:
             return _explain_json(value)
 
     with suppress(SyntaxError, ValueError, RecursionError, MemoryError):  # not Python
-        statements = ast.parse(text).body
+        statements = ast.parse(text).body  # does not execute the code
         if any(isinstance(statement, _PYTHON_STATEMENTS) for statement in statements):
             return (
                 "this is Python code, such as a config of torchtitan 0.3, which titanlite does not "

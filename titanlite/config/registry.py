@@ -97,10 +97,10 @@ class Registry:
             self._names_with_section.add(name)
 
     def check_name(self, name: str) -> str:
-        """Return `name` unchanged if it is registered.
+        """Check that a name is registered, and return it.
 
         Raises:
-            ValueError: If it is not registered. The message lists the registered names.
+            ValueError: If the name is not registered. The message lists the registered names.
         """
         if name not in self._entries:
             names = f"one of {', '.join(self)}" if self._entries else "a registered name"
@@ -110,7 +110,7 @@ class Registry:
     def __get_pydantic_core_schema__(
         self, source: Any, handler: Callable[[Any], Any]
     ) -> core_schema.CoreSchema:
-        """Make pydantic validate fields annotated with this registry with `check_name`."""
+        """Let pydantic accept only registered names in fields that this registry annotates."""
         return core_schema.no_info_after_validator_function(self.check_name, handler(source))
 
 
@@ -171,11 +171,11 @@ def register(kind: Kind, name: str, section: type[Section] | None = None) -> Cal
     Args:
         kind: Kind of entry, such as "optimizer" or "hook".
         name: Name by which a job selects the entry.
-        section: Model of the keys of the entry, which a job sets in the section [name]. The entry
-            receives the section as its last argument.
+        section: Model of the job section [name] with the keys of the entry. The entry receives the
+            section as its last argument.
 
     Raises:
-        ValueError: If `kind` is unknown. The decorator raises it if the name is already registered.
+        ValueError: If `kind` is unknown. The decorator raises it if `name` is already registered.
     """
     kind = RENAMED_KINDS.get(kind, kind)
     if kind not in REGISTRIES:
@@ -191,12 +191,10 @@ def register(kind: Kind, name: str, section: type[Section] | None = None) -> Cal
 
 
 def load_plugins(names: Iterable[str]) -> None:
-    """Import plugins, which register their entries while they are imported.
-
-    Plugins that are already loaded are skipped.
+    """Import plugins that are not loaded yet. Their code registers classes and functions.
 
     Args:
-        names: Names of modules, or of entry points in the group titanlite.plugins.
+        names: Names of modules, or of entry points in the group "titanlite.plugins".
 
     Raises:
         UserError: If a plugin does not exist or its import fails.
@@ -226,8 +224,8 @@ def _import_plugin(name: str) -> None:
 def _without_current_folder() -> Iterator[None]:
     """Remove the current folder from Python's module search path during the `with` block.
 
-    `python -m titanlite` searches the current folder first, where anyone may have written files. If
-    PYTHONPATH contains the folder, the user trusts it, so it is kept.
+    By default, `python -m` imports modules from the current folder, which may contain files of
+    other users. A folder in PYTHONPATH is trusted and kept.
     """
     folders = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
     is_trusted = os.getcwd() in map(os.path.abspath, folders)
@@ -240,15 +238,14 @@ def _without_current_folder() -> Iterator[None]:
         sys.path[:] = before
 
 
-def require_plugins(names: Iterable[str], user: object) -> None:
-    """Check that plugins have been loaded.
+def require_plugins(names: Iterable[str], source: object) -> None:
+    """Check that the user has loaded the plugins that a checkpoint or model folder needs.
 
-    Jobs from checkpoints and model folders name plugins that they need. Such a job must not cause
-    an import, so the user has to load these plugins.
+    The plugins are not imported, because the content of a checkpoint must not run code.
 
     Args:
         names: Names of the plugins that are needed.
-        user: Path of the checkpoint, or another name of what needs the plugins, for the error
+        source: Path of the checkpoint, or another name of what needs the plugins, for the error
             message.
 
     Raises:
@@ -260,7 +257,7 @@ def require_plugins(names: Iterable[str], user: object) -> None:
     plural = "s" if len(missing) > 1 else ""
     pronoun = "them" if len(missing) > 1 else "it"
     raise UserError(
-        f"{user} needs the plugin{plural} {', '.join(missing)}. Checkpoints and folders cannot "
+        f"{source} needs the plugin{plural} {', '.join(missing)}. Checkpoints and folders cannot "
         f"load plugins. If you trust {pronoun}, add --job.plugins {' '.join(missing)} (in Python: "
         "load_plugins)."
     )

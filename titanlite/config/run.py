@@ -81,13 +81,11 @@ class Degrees:
 class Run:
     """A job together with the number of ranks that run it, and all values derived from both.
 
-    Values are derived on first access. This allows rules to read some values of a job whose other
-    values are not valid yet.
+    Values are derived on first access, so that validation can use some values of a job that is only
+    partly valid.
 
     Attributes:
-        job: The merged job file and command line, including values that depend on other files, such
-            as the vocabulary size. `training.mixed_precision_param` may still be "auto"; call
-            `resolve_compute_dtype` to replace it by a dtype.
+        job: The complete configuration, merged from the job file, the command line and defaults.
         world_size: Number of ranks, over all nodes.
     """
 
@@ -118,9 +116,8 @@ class Run:
     def stages(self) -> list[range]:
         """Block indices of each pipeline stage, for example [range(0, 3), range(3, 6)].
 
-        The stages follow `pipeline_parallel_split_points` if they are set. Otherwise the blocks are
-        distributed so that the slowest stage is as fast as possible. Without pipeline parallelism,
-        one stage contains all blocks.
+        Unless the job sets `pipeline_parallel_split_points`, the slowest stage is made as fast as
+        possible. Without pipeline parallelism, one stage contains all blocks.
         """
         num_layers = self.arch.n_layers
         num_ranks = self.degrees.pipeline
@@ -143,9 +140,9 @@ class Run:
 
     @property
     def pipeline_cuts(self) -> list[int]:
-        """First blocks of stages 1, 2, ... that the job sets, or an empty list.
+        """First block of each pipeline stage except stage 0, if the job sets split points.
 
-        For example, the split points ["layers.3", "layers.6"] give [3, 6].
+        For example, the split points ["layers.3", "layers.6"] give [3, 6]. Otherwise empty.
         """
         points = self.job.parallelism.pipeline_parallel_split_points
         return [int(point.removeprefix("layers.")) for point in points]
@@ -154,7 +151,7 @@ class Run:
     def global_batch_size(self) -> int:
         """Default number of sequences per optimizer step, summed over all ranks.
 
-        The stages of [[dataset.stages]] can override it. Use `batch_size` for the value at a step.
+        A stage in [[dataset.stages]] can override it. `batch_size` returns the value for a step.
         """
         size = self.job.training.global_batch_size
         return self.job.training.local_batch_size * self.degrees.data if size == -1 else size
@@ -172,16 +169,15 @@ class Run:
 
     @property
     def sequence_counts(self) -> list[tuple[int, int]]:
-        """Number of training sequences in each part of the run.
+        """Number of training sequences in each data stage of the run.
 
-        A part ends where a data stage starts.
-
-        Each element is a pair: the number of steps before the part, and its number of sequences.
+        Each element is a pair: the first step of the stage, from 0, and its number of sequences.
         """
-        starts = {0, *(stage.start_step for stage in self.job.dataset.stages)}
         steps = self.job.training.steps
-        ends = pairwise([*sorted(start for start in starts if start < steps), steps])
-        return [(start, (end - start) * self.batch_size(start)) for start, end in ends]
+        starts = {0, *(stage.start_step for stage in self.job.dataset.stages)}
+        starts_in_run = sorted(start for start in starts if start < steps)
+        stages = pairwise([*starts_in_run, steps])
+        return [(start, (end - start) * self.batch_size(start)) for start, end in stages]
 
     @property
     def microbatches(self) -> int:
@@ -192,16 +188,9 @@ class Run:
     def fsdp_reduce(self) -> Literal["step", "microbatch"]:
         """When gradients are reduced: once per optimizer step, or after each microbatch.
 
-        This is `parallelism.fsdp_reduce` with "auto" resolved. Reducing once per step saves
-        communication, but each rank must keep unsharded gradients until the last microbatch. "auto"
-        therefore chooses:
-
-        - "step" with pipeline parallelism, or if the parameters are not sharded, because a
-          reduction per microbatch would not save memory;
-        - "step" if gradients are reduced in another dtype than the parameters have, because the sum
-          would be rounded after each microbatch;
-        - "microbatch" if there is more than one microbatch and the unsharded gradients take more
-          than `SMALL_GRADIENTS` bytes, otherwise "step".
+        Reducing once per step saves communication, but each rank keeps unsharded gradients until
+        the last microbatch. By default, they are only reduced after each microbatch if unsharded
+        gradients would take much memory.
         """
         setting = self.job.parallelism.fsdp_reduce
         if setting != "auto":
@@ -209,6 +198,7 @@ class Run:
 
         training = self.job.training
         is_sharded = self.degrees.shard * self.degrees.context > 1 or training.enable_cpu_offload
+        # If the dtypes differ, the sum would be rounded after each microbatch.
         would_round = training.dtype != training.mixed_precision_reduce
         if self.degrees.pipeline > 1 or not is_sharded or would_round:
             return "step"
@@ -232,9 +222,8 @@ class Run:
     def validation_seed(self) -> int:
         """Random seed that selects the validation documents.
 
-        With `validation.holdout`, validation documents come from the training data, so this is the
-        seed of the training data. Otherwise it is `validation.seed` or, if that is not set,
-        `training.seed`.
+        If they are held out from the training data, it is the seed of the training data. Otherwise
+        it is `validation.seed` or, if that is not set, `training.seed`.
         """
         has_holdout = self.job.validation.holdout > 0
         seed = self.job.dataset.seed if has_holdout else self.job.validation.seed
@@ -259,11 +248,11 @@ class Run:
         """Return a run in which `training.mixed_precision_param` is a dtype instead of "auto".
 
         The dtype depends on the hardware, so it is only known after the ranks have started. If the
-        job already names a dtype, the run is returned unchanged.
+        job already sets a dtype, the run is returned unchanged.
 
         Args:
             on_gpu: Whether the ranks compute on GPUs.
-            resumed: Compute dtype of the checkpoint that the run resumes from, which is kept. None
+            resumed: Compute dtype of the checkpoint from which the run resumes, which is kept. None
                 for a new run.
         """
         training = self.job.training
@@ -284,10 +273,13 @@ class Run:
 
 
 def sequence_divisor(degree: Degrees) -> int:
-    """Return the number that must divide the sequence length, for the given parallelism degrees.
+    """Return the number by which the sequence length must be divisible.
 
-    Context parallelism splits a sequence into two chunks per rank to balance the causal mask.
-    Tensor parallelism then splits the tokens of each context-parallel rank.
+    Context parallelism splits each sequence into two chunks per rank, to balance the work under a
+    causal mask. Tensor parallelism then splits the tokens of each rank.
+
+    Args:
+        degree: Parallelism degrees.
     """
     context_chunks = 2 * degree.context if degree.context > 1 else 1
     return math.lcm(context_chunks, degree.context * degree.tensor)
@@ -295,9 +287,6 @@ def sequence_divisor(degree: Degrees) -> int:
 
 def stage_memory(run: Run, num_stages: int) -> list[PieceCosts]:
     """Estimate the memory of the embedding, a block and the output, for each pipeline stage.
-
-    `balanced_cuts` uses the estimates to choose stages that fit into memory. A stage keeps the
-    activations of all microbatches that are in flight, which have passed forward but not backward.
 
     Args:
         run: Run that determines the model, the degrees and the dtypes.
@@ -320,6 +309,7 @@ def stage_memory(run: Run, num_stages: int) -> list[PieceCosts]:
 
     memory = []
     for stage in range(num_stages):
+        # Microbatches that have passed forward but not backward keep their activations.
         in_flight = _microbatches_in_flight(run, stage)
         block = block_parameters + in_flight * activations
         memory.append(PieceCosts(embedding, block, output=embedding + logits))
@@ -329,10 +319,8 @@ def stage_memory(run: Run, num_stages: int) -> list[PieceCosts]:
 def _bytes_per_parameter(run: Run) -> float:
     """Return the bytes per parameter that a rank uses in a step with pipeline parallelism.
 
-    This is the sum of:
-
-    - the rank's shards of the parameter, the gradient and two optimizer moments;
-    - the unsharded parameter and gradient, which a rank keeps until the last microbatch.
+    Each rank has shards of the parameter, the gradient and two optimizer moments. Until the last
+    microbatch, it also keeps the unsharded parameter and gradient.
     """
     bytes_of = {"float32": 4, "bfloat16": 2}
     sharded = 2 * bytes_of[run.job.training.dtype] + 2 * bytes_of[run.state_dtype]
@@ -353,9 +341,9 @@ def _kept_activations(run: Run) -> float:
 
 
 def _microbatches_in_flight(run: Run, stage: int) -> int:
-    """Return how many microbatches have activations in the memory of `stage` at the same time.
+    """Return how many microbatches keep activations in a pipeline stage at the same time.
 
-    Under 1F1B, earlier stages keep more microbatches than later ones. GPipe keeps all.
+    With the schedule 1F1B, early stages keep more microbatches than late ones. GPipe keeps all.
     """
     schedule = run.job.parallelism.pipeline_parallel_schedule
     if schedule == "GPipe":
@@ -383,9 +371,6 @@ def stage_rank(stage: int, stages: int, pipeline: int, schedule: str) -> int:
 def build_architecture(model: schema.Model, job: schema.JobConfig | None = None) -> Architecture:
     """Return the model architecture that a job describes: its flavor with the overrides in [model].
 
-    If the flavor derives `head_dim` as dim / n_heads, `head_dim` is derived again from the
-    overridden values.
-
     Args:
         model: The [model] section.
         job: Job that contains the section of a plugin architecture, whose keys are passed to the
@@ -394,7 +379,7 @@ def build_architecture(model: schema.Model, job: schema.JobConfig | None = None)
     flavor = FLAVORS[model.flavor]
     values = asdict(flavor)
     if flavor.q_dim == flavor.dim:
-        values["head_dim"] = 0  # derive it from the overridden values
+        values["head_dim"] = 0  # becomes dim / n_heads of the overridden values
 
     for field in fields(Architecture):
         override = getattr(model, field.name)
@@ -409,11 +394,11 @@ def build_architecture(model: schema.Model, job: schema.JobConfig | None = None)
 
 
 def model_tables(arch: Architecture) -> dict[str, dict[str, Any]]:
-    """Return the job sections that describe `arch`, the inverse of `build_architecture`.
+    """Return the sections of a job that describe a model architecture.
 
     Returns:
-        Section name -> key -> value: [model] and, for a plugin architecture with its own keys, the
-        section of the plugin.
+        Section name -> key -> value. The sections are [model] and, for a plugin architecture with
+        additional keys, the section of the plugin.
     """
     model_keys = {field.name for field in fields(Architecture)}
     values = asdict(arch)

@@ -871,8 +871,7 @@ RENAMED_KEYS = {"metrics.writers": "metrics.loggers"}
 def rename_keys(tables: dict[str, Any]) -> list[str]:
     """Replace former names of keys by their current names, in place.
 
-    If a job sets a key under both names, both are kept. Validation then reports the former name as
-    unknown.
+    If a job sets a key under both names, both are kept, and validation reports the former one.
 
     Args:
         tables: Sections of a job: section -> key -> value.
@@ -888,9 +887,10 @@ def rename_keys(tables: dict[str, Any]) -> list[str]:
         if not isinstance(table, dict) or former_name not in table or name in table:
             continue
 
-        value = table[former_name]
-        others = {other: table[other] for other in table if other != former_name}
-        tables[section] = {**others, name: value}
+        new_table = dict(table)
+        value = new_table.pop(former_name)
+        new_table[name] = value
+        tables[section] = new_table
         if value:
             renamed.append(former_key)
     return renamed
@@ -925,7 +925,11 @@ class JobConfig(Whole):
     @model_validator(mode="wrap")
     @classmethod
     def _raise_config_error(cls, values: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
-        """Validate the sections of plugins like built-in sections, and reject unknown sections."""
+        """Validate a job including the sections of plugins, and reject unknown sections.
+
+        Raises:
+            ConfigError: If a value is invalid. The message lists all mistakes.
+        """
         errors: list[Any] = []
         plugin_sections: dict[str, Section] = {}
         if isinstance(values, dict | cls):
@@ -952,7 +956,7 @@ class JobConfig(Whole):
         """Remove the sections of plugins from `values`, and validate them.
 
         Returns:
-            The valid sections by name, and the errors of pydantic for the others.
+            The valid sections by name, and pydantic's errors for the invalid ones.
         """
         sections: dict[str, Section] = {}
         errors: list[Any] = []
@@ -971,8 +975,8 @@ class JobConfig(Whole):
     def read(cls, tables: dict[str, Any]) -> tuple[Self, Sequence[Mistake]]:
         """Validate the sections of a job, and replace invalid values by their defaults.
 
-        Unlike direct construction, this does not raise an error, so that mistakes in single values
-        can be reported together with broken rules.
+        Unlike `model_validate`, this returns the mistakes instead of raising an error, so that they
+        can be reported together with those that later checks find.
 
         Args:
             tables: Sections of the job: section -> key -> value.
@@ -1004,9 +1008,10 @@ SECTIONS.update({name: field.annotation for name, field in JobConfig.model_field
 
 
 def list_keys() -> dict[str, FieldInfo]:
-    """Return the schema of each key of a job by its full name, such as "training.steps".
+    """Return the schema of all keys of a job, including those of loaded plugins.
 
-    The result includes the keys of plugins that are loaded.
+    Returns:
+        Full name, such as "training.steps" -> pydantic field.
     """
     return {
         f"{name}.{key}": field

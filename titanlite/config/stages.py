@@ -15,9 +15,7 @@ LOGIT_BYTES = 6  # per logit: in bf16 as computed, and its gradient in fp32
 
 @dataclass(frozen=True)
 class PieceCosts:
-    """Cost of the embedding, a block and the output of a model: time or memory, in any unit.
-
-    Pipeline stages are balanced by these costs.
+    """Time or memory that each piece of a model takes, by which pipeline stages are balanced.
 
     Attributes:
         embedding: Cost of the embedding, which is in the first pipeline stage.
@@ -46,37 +44,37 @@ class PieceCosts:
 
 
 def piece_times(arch: Architecture, seq_len: int) -> PieceCosts:
-    """Estimate the time of each piece of a model, in forward FLOPs per token.
-
-    The embedding has no matmul. Its time is the memory traffic of its dense gradient (vocab_size x
-    dim in fp32, once per sequence), converted to FLOPs. This is divided by 3, because a whole
-    training step takes as long as three forward passes.
+    """Estimate the time of the embedding, a block and the output, in forward FLOPs per token.
 
     Args:
         arch: Architecture of the model.
         seq_len: Sequence length in tokens, which determines the cost of attention.
     """
+    # The embedding has no matmul. Its time is the memory traffic of its dense fp32 gradient, once
+    # per sequence. A training step takes three times as long as its forward pass.
+    embedding_bytes = 4 * arch.vocab_size * arch.dim
     attention = 4 * arch.attended(seq_len) * arch.q_dim  # scores and weighted sum
     return PieceCosts(
-        embedding=4 * arch.vocab_size * arch.dim * FLOPS_PER_BYTE / (3 * seq_len),
+        embedding=embedding_bytes * FLOPS_PER_BYTE / (3 * seq_len),
         block=2 * arch.block_matrices + attention,
         output=2.0 * arch.dim * arch.vocab_size,
     )
 
 
 def activation_values(arch: Architecture, tensor_degree: int) -> float:
-    """Estimate how many values per token a block stores for its backward pass.
+    """Estimate how many values per token a block stores for its backward pass on each rank.
 
-    Without activation checkpointing, these are the residual stream (twice), the queries, keys,
-    values and output of attention, three tensors of SwiGLU, and the outputs of the norms, which are
-    not sharded by tensor parallelism.
+    The estimate is for a block without activation checkpointing.
 
     Args:
         arch: Architecture of the model.
         tensor_degree: Tensor-parallel degree.
     """
-    sharded = 2 * arch.dim + 2 * arch.q_dim + 2 * arch.kv_dim + 3 * arch.ffn_dim
-    return sharded / tensor_degree + 2 * arch.dim
+    residuals = 2 * arch.dim
+    attention = 2 * arch.q_dim + 2 * arch.kv_dim  # queries, keys, values and output
+    feed_forward = 3 * arch.ffn_dim  # SwiGLU
+    norm_outputs = 2 * arch.dim  # not sharded by tensor parallelism
+    return (residuals + attention + feed_forward) / tensor_degree + norm_outputs
 
 
 class _Split(NamedTuple):
@@ -108,13 +106,8 @@ class _Split(NamedTuple):
 def balanced_cuts(times: PieceCosts, memory: list[PieceCosts], num_layers: int) -> list[int]:
     """Choose which blocks belong to each pipeline stage, so that the slowest stage is fast.
 
-    Each stage has at least one block. The cuts are chosen by these criteria, in this order:
-
-    - No stage takes more memory than the largest stage of an even split, in which the embedding and
-      the output count as one block each.
-    - The slowest stage is as fast as possible.
-    - The sum of squared times is as small as possible, so that the first and the last stage do not
-      get a surplus block.
+    No stage takes more memory than the largest stage of an even split. If several splits have an
+    equally fast slowest stage, the one with the smallest sum of squared times is chosen.
 
     Args:
         times: Time of each piece.
@@ -129,8 +122,8 @@ def balanced_cuts(times: PieceCosts, memory: list[PieceCosts], num_layers: int) 
     assert num_stages <= num_layers
     memory_limit = _max_memory_of_even_split(memory, num_layers)
 
-    # Dynamic programming: best_splits[n] is the best way to distribute the first n blocks over the
-    # stages so far.
+    # Dynamic programming over the stages: best_splits[n] is the best way to distribute the first n
+    # blocks over the stages so far.
     best_splits = {0: _Split(0.0, 0.0, [])}
     for stage in range(num_stages):
         last_end = num_layers - (num_stages - 1 - stage)  # later stages need a block each
@@ -160,15 +153,18 @@ def _max_memory_of_even_split(memory: list[PieceCosts], num_layers: int) -> floa
 
 
 def even_cuts(layers: int, stages: int) -> list[int]:
-    """Split the blocks of a model evenly into stages. Return the first block of stages 1, 2, ...
+    """Split the blocks of a model evenly into pipeline stages.
 
     The embedding and the output count as one block each.
 
     Args:
         layers: Number of blocks of the model.
         stages: Number of pipeline stages.
+
+    Returns:
+        Index of the first block of stages 1, 2, ...
     """
-    size, surplus = divmod(layers + 2, stages)
+    size, surplus = divmod(layers + 2, stages)  # the first `surplus` stages have one block more
     cuts = []
     for stage in range(1, stages):
         cut = stage * size + min(stage, surplus) - 1  # the embedding counts as the first block

@@ -35,7 +35,8 @@ PARALLEL = 8
 """Number of files to download at once."""
 BLOCK = 1 << 20
 """Bytes per block. For larger blocks, the transfer would take longer than the request."""
-_SETS = 64
+_NUM_FOLDERS = 64
+"""Number of folders into which cached blocks are divided."""
 _URL = re.compile(r"([a-z][a-z0-9+]+):/+(.+)")
 # Fields in the metadata of a storage that change with the content.
 _VERSION_FIELDS = (
@@ -63,10 +64,9 @@ class RemotePath(PurePosixPath):
 
 
 def as_url(path: str | PurePath | None) -> str | None:
-    """Return `path` as a URL, or None if it is a local path.
+    """Return a path as a URL, or None if it is a local path.
 
-    `pathlib` merges the slashes of "s3://bucket/file" to "s3:/bucket/file". This function restores
-    them.
+    This restores the double slash of URLs, because `pathlib` changes "s3://bucket" to "s3:/bucket".
     """
     match = _URL.fullmatch(str(path))
     if match is None:
@@ -78,7 +78,7 @@ def as_url(path: str | PurePath | None) -> str | None:
 
 @contextmanager
 def storage_errors(url: str, kind: type[UserError] = UserError) -> Iterator[None]:
-    """Convert exceptions in the `with` block to one-line errors that name the URL.
+    """Convert exceptions in the `with` block to errors whose message is one line with the URL.
 
     Args:
         url: URL for the message.
@@ -112,7 +112,7 @@ def _describe_failure(url: str, error: Exception) -> str:
 
 
 def open_storage(url: str) -> tuple[Any, str]:
-    """Return the fsspec file system for a URL, and the path of the URL in that file system."""
+    """Return the fsspec file system for a URL, and the path in it to which the URL points."""
     from fsspec.core import url_to_fs
 
     is_local = url.startswith(("file:", "local:"))
@@ -121,14 +121,14 @@ def open_storage(url: str) -> tuple[Any, str]:
 
 
 def file_version(info: Mapping[str, Any]) -> tuple[int, str]:
-    """Return a value that changes whenever the content of a remote file changes.
+    """Return the version of a remote file, which changes whenever its content changes.
 
     Args:
         info: Metadata of the file from fsspec.
 
     Returns:
-        Size of the file in bytes, and its ETag, hash or modification time ("" if the storage has
-        none).
+        Size of the file in bytes, and its ETag, hash or modification time, or "" if the storage has
+        none of them.
     """
     for field in _VERSION_FIELDS:
         if info.get(field):
@@ -189,10 +189,9 @@ def list_files(storage: Any, root: str, deep: bool = True) -> dict[str, dict[str
 
 
 def _select_files(entries: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return only the files among listed entries, sorted by path.
+    """Return the files in a listing of a storage, sorted by path, without any folders.
 
-    Folders are left out, as are the empty objects that web consoles create for folders. s3fs can
-    list even the searched folder itself.
+    Empty objects that stand for folders on S3 are left out as well.
     """
     files = {}
     for path in sorted(entries):
@@ -202,12 +201,12 @@ def _select_files(entries: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, 
 
 
 def find_checkpoints(files: Iterable[str], prefix: str = "") -> list[str]:
-    """Return the paths of all checkpoints among listed files, in ascending order of their steps.
+    """Return the paths of all checkpoints in a listing of files, sorted by step.
 
     A checkpoint is a folder such as "step-00000100" that contains a manifest.
 
     Args:
-        files: Paths of files, from `list_files`.
+        files: Paths of files.
         prefix: Regular expression for the part of the path in front of the step folder.
     """
     pattern = re.compile(f"({prefix}{STEP_FOLDER.pattern})/{MANIFEST}")
@@ -267,11 +266,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 @lru_cache(maxsize=32)  # documents are smaller than a block
 def read_block(url: str, version: tuple[int, str], number: int) -> bytes:
-    """Return a block of a file at a URL, from the cache if possible.
-
-    Processes of a node take turns, so that each block is downloaded once. The cache is divided into
-    sets, as in a set-associative CPU cache, so that only a few files are inspected to evict a
-    block. Least recently used blocks are evicted first.
+    """Return a block of a file at a URL, from the cache on disk if possible.
 
     Args:
         url: URL of the file.
@@ -284,10 +279,12 @@ def read_block(url: str, version: tuple[int, str], number: int) -> bytes:
     file_size, _ = version
     start = number * BLOCK
     end = min(start + BLOCK, file_size)
+    # The cache consists of many folders, so that evicting a block has to inspect only a few files.
     cache_id = xxhash.xxh3_64_intdigest(repr([url, version, number]).encode())
-    folder = make_folder(_get_cache_folder() / "blocks" / str(cache_id % _SETS))
+    folder = make_folder(_get_cache_folder() / "blocks" / str(cache_id % _NUM_FOLDERS))
     cached_file = folder / str(cache_id)
 
+    # With the lock, only one process of the node downloads the block.
     with storage_errors(url), _locked(folder):
         with suppress(FileNotFoundError):
             block = cached_file.read_bytes()
@@ -306,17 +303,17 @@ def read_block(url: str, version: tuple[int, str], number: int) -> bytes:
 
 
 def _make_room(folder: Path) -> None:
-    """Evict the least recently used blocks of a set in the cache, to make room for a new block.
+    """Evict the least recently used blocks of a cache folder, to make room for a new block.
 
     Args:
-        folder: Folder of the set.
+        folder: One of the folders into which the cache is divided.
     """
     blocks = sorted(folder.glob("[0-9]*"), key=lambda file: file.stat().st_mtime)
     limit = float(os.environ.get(LIMIT) or 0) * 1e9
     if not limit:  # half of the disk space that is free or used by the cache
-        used = len(blocks) * BLOCK * _SETS
+        used = len(blocks) * BLOCK * _NUM_FOLDERS
         limit = (used + shutil.disk_usage(folder).free) / 2
-    max_blocks = max(1, int(limit / BLOCK / _SETS))
+    max_blocks = max(1, int(limit / BLOCK / _NUM_FOLDERS))
     num_evicted = max(0, len(blocks) + 1 - max_blocks)
     for file in blocks[:num_evicted]:
         file.unlink()
@@ -324,12 +321,10 @@ def _make_room(folder: Path) -> None:
 
 @cache
 def get_local_copy(path: str | Path, beside: str = "", *, deep: bool = False) -> Path:
-    """Return a local path for `path`, after downloading it to the cache if it is a URL.
-
-    Processes of a node take turns, so that each file is downloaded once.
+    """Download a file or folder at a URL to the cache, and return its local path.
 
     Args:
-        path: Local path, which is returned unchanged, or URL of a file or folder.
+        path: URL of a file or folder, or a local path, which is returned unchanged.
         beside: Name of another file in the same folder that is downloaded as well, if it exists.
         deep: Whether to include the subfolders of a folder.
 
@@ -355,22 +350,23 @@ def get_local_copy(path: str | Path, beside: str = "", *, deep: bool = False) ->
 
         cache_folder = _make_version_folder(url, files)
         copy = cache_folder / folder.rpartition("/")[2]
-        with _locked(cache_folder):
-            missing = {
-                file: info["size"] for file, info in files.items() if not (copy / file).exists()
-            }
-            if missing:
-                amount = f"{len(missing)} files, {sum(missing.values()) / 1e9:.3f} GB"
+        with _locked(cache_folder):  # only one process of the node downloads the files
+            missing_sizes = {}
+            for file, info in files.items():
+                if not (copy / file).exists():
+                    missing_sizes[file] = info["size"]
+            if missing_sizes:
+                amount = f"{len(missing_sizes)} files, {sum(missing_sizes.values()) / 1e9:.3f} GB"
                 logging.getLogger("titanlite").info(f"Copying {amount} from {url} to {copy}")
-                download_files(storage, folder, missing, copy)
+                download_files(storage, folder, missing_sizes, copy)
     return copy / name
 
 
 def _make_version_folder(url: str, files: Mapping[str, Mapping[str, Any]]) -> Path:
-    """Create and return the cache folder for the current versions of the files at a URL.
+    """Create the cache folder for the current versions of the files at a URL, and return its path.
 
     Args:
-        url: The URL.
+        url: URL of the file or folder.
         files: Path of each file -> its metadata from fsspec.
     """
     versions = sorted((file, *file_version(info)) for file, info in files.items())
