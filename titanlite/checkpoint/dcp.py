@@ -108,15 +108,14 @@ class LiveState:
     ) -> dict[str, Tensor]:
         """Return the tensors to save or to load into, by their names in a checkpoint.
 
-        The names do not depend on the parallel layout. Examples are
-        "model.layers.3.attention.wq.weight" and "optimizer.layers.3.attention.wq.weight.exp_avg".
-        The tensors share memory with the model, the optimizer and the hooks, so a load changes
-        these in place. Random states are copies.
+        The names, such as "optimizer.layers.3.attention.wq.weight.exp_avg", do not depend on the
+        parallel layout. The tensors share memory with the model, the optimizer and the hooks, so
+        that a load changes these in place. Random states are copies.
 
         Args:
-            optimizer: Include the optimizer state, "optimizer.*".
-            hooks: Include the tensors of hooks, "hooks.*".
-            rng: Include the states of this rank's random generators, "rng.*".
+            optimizer: Whether to include the optimizer state, "optimizer.*".
+            hooks: Whether to include the tensors of hooks, "hooks.*".
+            rng: Whether to include the states of this rank's random generators, "rng.*".
         """
         tensors = {f"model.{name}": tensor for name, tensor in model_tensors(self.model).items()}
         if optimizer and self.optimizer is not None:
@@ -134,11 +133,11 @@ class LiveState:
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the parameters and persistent buffers of a model by name, without autograd.
 
-    Tied tensors appear once, under their first name. FSDP reshards parameters that are still
-    gathered, because this function calls `state_dict`.
+    Tied tensors appear once, under their first name.
     """
     tensors = {}
     seen = set()
+    # Calling `state_dict` also makes FSDP reshard parameters that are still gathered.
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:
             seen.add(id(tensor))
@@ -161,10 +160,14 @@ def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
 
 
 def _split_quantized(name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """Return an optimizer state as ordinary tensors that DCP can save.
+    """Split an 8-bit optimizer state of torchao into ordinary tensors, which DCP can save.
 
-    A state of torchao's 8-bit optimizers becomes two tensors, "<name>.codes" and "<name>.scale".
-    Any other state stays one tensor.
+    Args:
+        name: Name of the state in a checkpoint.
+        tensor: The state.
+
+    Returns:
+        "<name>.codes" and "<name>.scale" for an 8-bit state; `name` for any other state.
     """
     shard: Any = local(tensor)
     is_quantized = hasattr(shard, "codes")
@@ -190,8 +193,8 @@ def _split_quantized(name: str, tensor: Tensor) -> dict[str, Tensor]:
 def plain(tensor: Tensor) -> Tensor:
     """Return a view of a tensor without autograd and without torchao's FP8 wrapper class.
 
-    torchao wraps weights that FSDP gathers in FP8. Checkpoints contain ordinary tensors instead, so
-    they can be loaded with or without FP8. The result shares memory with `tensor`.
+    Checkpoints contain ordinary tensors, so that they can be loaded with or without FP8. The result
+    shares memory with `tensor`.
     """
     tensor = tensor.detach()
     if not is_traceable_wrapper_subclass(local(tensor)):
@@ -292,20 +295,20 @@ class CheckpointWriter(FileSystemWriter):
             planner: Returns the data of each of them.
 
         Returns:
-            A completed future of the results, which DCP sends to `finish` on rank 0: a WriteResult
-            with the position and checksum of each tensor, and a _FileResult for each file.
+            A completed future of the position and checksum of each tensor, and the size and
+            checksum of each file. DCP sends them to `finish` on rank 0.
         """
-        if self.single_file_per_rank:
-            items_of_files = [plan.items] if plan.items else []
-        else:
+        if not self.single_file_per_rank:
             items_of_files = [[item] for item in plan.items]
+        else:
+            items_of_files = [plan.items] if plan.items else []
 
         results: list[WriteResult] = []
         for number, items in enumerate(items_of_files):
-            name = f"{plan.storage_data.prefix}{number}.distcp"
-            results += self._write_file(name, items, planner)
-        for name, entry in self.fs.written.items():
-            index = dcp_metadata.MetadataIndex(name)
+            file_name = f"{plan.storage_data.prefix}{number}.distcp"
+            results += self._write_file(file_name, items, planner)
+        for file_name, entry in self.fs.written.items():
+            index = dcp_metadata.MetadataIndex(file_name)
             results.append(_FileResult(index, entry["size"], entry))
 
         future: Future[list[WriteResult]] = Future()
@@ -315,7 +318,7 @@ class CheckpointWriter(FileSystemWriter):
     def _write_file(
         self, name: str, items: list[WriteItem], planner: SavePlanner
     ) -> list[WriteResult]:
-        """Write tensors to a file and sync it. Return position and checksum of each tensor."""
+        """Write tensors to a file and sync it. Return the position and checksum of each tensor."""
         results: list[WriteResult] = []
         with self.fs.create_stream(self.tmp_folder / name, "wb") as file:
             for item in items:
@@ -332,11 +335,11 @@ class CheckpointWriter(FileSystemWriter):
         return results
 
     def finish(self, metadata: dcp_metadata.Metadata, results: list[list[WriteResult]]) -> None:
-        """Write DCP's index and the manifest, and publish the step folder. DCP calls it on rank 0.
+        """Write the index and the manifest, and publish the step folder. Runs on rank 0.
 
         Args:
             metadata: DCP's description of all tensors.
-            results: Results of `write_data` of each rank.
+            results: Results of `write_data` on each rank.
         """
         entries: dict[str, Entry] = {}
         tensor_results = []
@@ -352,20 +355,15 @@ class CheckpointWriter(FileSystemWriter):
         publish_checkpoint(self.tmp_folder, self.step, entries, self.info)
 
     def storage_meta(self) -> dcp_metadata.StorageMeta:
-        """Return DCP's description of the storage.
-
-        It contains no path, so that folders can be moved.
-        """
+        """Return DCP's description of the storage, without a path, so that folders can be moved."""
         return dcp_metadata.StorageMeta(save_id=self.save_id)
 
 
 class _FileResult(WriteResult):
-    """Carries the name, size and checksum of a file that a rank has written to rank 0.
+    """Size and checksum of a file that a rank has written, which DCP sends to rank 0.
 
-    Rank 0 adds them to the manifest of the checkpoint. The class derives from WriteResult, because
-    DCP accepts no other type as the result of `write_data`.
-
-    The attribute `index` contains the name of the file, and `storage_data` its manifest entry.
+    It derives from WriteResult, because DCP sends no other type. `index` contains the name of the
+    file, and `storage_data` its manifest entry.
     """
 
 
@@ -438,7 +436,7 @@ class SafeReader(FileSystemReader):
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Load the parts of tensors that this rank needs into its live tensors.
+        """Load the parts of tensors that this rank needs into its tensors in memory.
 
         Each chunk (a saved tensor or shard) is read once, and verified in memory.
 
@@ -514,15 +512,15 @@ def slice_tensor(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -
 def load_tensors(
     reader: SafeReader, tensors: dict[str, Tensor], group: dist.ProcessGroup | None = None
 ) -> None:
-    """Fill tensors in place with their values in a checkpoint.
+    """Load values of a checkpoint into tensors in place.
 
     Each rank reads only the parts that its shards need, so the layout may differ from the layout of
-    the save. If an error is raised, some tensors may have been overwritten on any rank.
+    the save. After an error, some tensors may have been overwritten.
 
     Args:
         reader: Reader of the checkpoint.
         tensors: Tensors to fill, by their names in the checkpoint.
-        group: The ranks that load together; None: this process alone.
+        group: The ranks that load together. None: this process alone.
 
     Raises:
         Damage: On all ranks, if any rank has read damaged bytes.
@@ -549,7 +547,7 @@ def get_weight_prefix(reader: SafeReader, averaged: bool) -> str:
 
     Args:
         reader: Reader of the checkpoint.
-        averaged: Return the prefix of the averages of the weights (EMA) instead.
+        averaged: Whether to return the prefix of the averaged weights (EMA) instead.
 
     Raises:
         UserError: If `averaged` is true and the checkpoint has no averages.
@@ -613,14 +611,14 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def _parse_index(raw: bytes, is_wanted: Callable[[str], bool]) -> dcp_metadata.Metadata:
-    """Convert the pickled index of a checkpoint to DCP's classes.
+    """Parse the pickled index of a checkpoint without running code from it.
 
     Args:
         raw: Bytes of the index file. Invalid bytes raise any kind of exception.
         is_wanted: Returns whether to keep the tensor with a given name.
 
     Returns:
-        The descriptions of the wanted tensors, and the positions of their chunks in the files.
+        Description of each wanted tensor, and the position of each chunk in the files.
 
     Raises:
         CheckpointError: If the index contains a name that is not allowed, or a file outside of the
@@ -645,7 +643,7 @@ def _parse_index(raw: bytes, is_wanted: Callable[[str], bool]) -> dcp_metadata.M
 
 
 def _parse_chunk_position(record: _Record) -> _StorageInfo:
-    """Convert the position of a chunk (a saved tensor or shard): its file, offset and length.
+    """Convert an unpickled chunk position (file, offset and length) to DCP's class.
 
     Raises:
         CheckpointError: If the file is outside of the folder of the checkpoint.
@@ -660,14 +658,14 @@ def _parse_chunk_position(record: _Record) -> _StorageInfo:
 
 
 def _parse_tensor(name: str, record: _Record) -> dcp_metadata.TensorStorageMetadata:
-    """Convert the description of a tensor: its size, its dtype, and the position of each chunk.
+    """Convert an unpickled description of a tensor (size, dtype and chunks) to DCP's class.
 
     Raises:
         CheckpointError: If the chunks do not add up to the size of the tensor.
     """
     size = _to_size(record.state["size"])
-    dtype_record = record.state["properties"].state[0]  # a class with the name of the dtype
-    dtype = getattr(torch, dtype_record.__name__)
+    dtype_class = record.state["properties"].state[0]  # a placeholder with the name of the dtype
+    dtype = getattr(torch, dtype_class.__name__)
 
     chunks = []
     num_elements = 0
@@ -688,9 +686,9 @@ def _to_size(record: _Record) -> torch.Size:
 
 
 def _current_tensor_name(name: str) -> str:
-    """Return the name that this version uses for a saved tensor.
+    """Convert a tensor name of titanlite 0.2 or earlier to the current name.
 
-    titanlite 0.2 and earlier used class names for hooks, so "hooks.Ema.*" becomes "hooks.ema.*".
+    Hooks had class names, so "hooks.Ema.*" becomes "hooks.ema.*". Other names are unchanged.
     """
     kind, _, rest = name.partition(".")
     hook, _, tensor = rest.partition(".")
@@ -721,10 +719,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def join_lines(lines: list[str], limit: int = 8) -> str:
-    """Join lines for an error message.
-
-    If there are more than `limit`, end with "... and N more".
-    """
+    """Join lines for an error message. More than `limit` lines end with "... and N more"."""
     if len(lines) > limit:
         lines = [*lines[:limit], f"... and {len(lines) - limit} more"]
     return "\n  ".join(lines)

@@ -40,11 +40,11 @@ T = TypeVar("T")
 
 
 def find_checkpoints(path: Path) -> list[Path]:
-    """Return the step folders at a path, sorted by step. Commands resolve their paths with it.
+    """Return the step folders at a path, sorted by step.
 
     Args:
         path: A step folder, a checkpoint folder, the output folder of a run, or a link to one of
-            them. For a URL, the newest checkpoint is copied to this machine.
+            them. From a URL, the newest checkpoint is downloaded.
 
     Raises:
         UserError: If the folder does not exist.
@@ -67,10 +67,10 @@ def find_checkpoints(path: Path) -> list[Path]:
 
 
 def resolve_url(path: Path) -> Path:
-    """Return a local path for a path or URL. Download the newest checkpoint at a URL.
+    """Download the newest checkpoint at a URL, and return its local path.
 
     Args:
-        path: A local path, in which `~` is expanded, or a URL such as s3://bucket/run.
+        path: A URL such as s3://bucket/run. A local path is returned with `~` expanded.
 
     Raises:
         CheckpointError: If there is no checkpoint at the URL.
@@ -100,16 +100,14 @@ def load_newest(
     list_paths: Callable[[Path], list[Path]] = find_checkpoints,
     log: Callable[[str], None] = lambda line: None,
 ) -> T:
-    """Load the newest valid checkpoint at a path, trying older ones if it is damaged.
+    """Load the newest checkpoint at a path. If it is damaged, try the next older one.
 
     Args:
         path: A path or URL that `find_checkpoints` accepts.
-        load: Loads a step folder that has passed `check`. It raises `Damage` to make this function
-            try the next older checkpoint.
-        check: Verifies a step folder. It raises `Damage` if the checkpoint is damaged.
+        load: Loads a step folder. It raises `Damage` if the checkpoint is damaged.
+        check: Called before `load`. It raises `Damage` if the checkpoint is damaged.
         list_paths: Returns the step folders at the path, sorted by step. If several ranks load
-            together, it must list them on one rank only. Otherwise the ranks may see different
-            lists, because a run may add checkpoints at any time.
+            together, it must list them on one rank only, because a run may add checkpoints.
         log: Called with one line of text for each damaged checkpoint.
 
     Returns:
@@ -173,7 +171,7 @@ def verify(folder: Path) -> dict[str, Any]:
 
 
 def _verify_step_folder(path: Path) -> dict[str, Any]:
-    """Verify one checkpoint, and return its entry in the report of `verify`, without the name."""
+    """Verify a checkpoint, and return its step, size in bytes, state and damage as a dictionary."""
     state = "good"
     damage = []
     try:
@@ -190,7 +188,7 @@ class NoTokenizerError(CheckpointError):
 
 
 def read_newest_job(path: Path, tokenizer_path: Path | None = None) -> JobConfig:
-    """Return the job of the newest checkpoint at a path. Skip checkpoints with a damaged manifest.
+    """Return the job of the newest checkpoint at a path whose manifest is not damaged.
 
     Args:
         path: A path or URL that `find_checkpoints` accepts.
@@ -207,9 +205,6 @@ def read_newest_job(path: Path, tokenizer_path: Path | None = None) -> JobConfig
 def read_job(step_folder: Path, tokenizer_path: Path | None = None) -> JobConfig:
     """Return the job of a checkpoint, from which its model and tokenizer can be built.
 
-    The job is stored in the manifest or, for imports by old versions, in config.toml of the run. If
-    the tokenizer is part of the checkpoint, `tokenizer.path` of the result points to it.
-
     Args:
         step_folder: The checkpoint.
         tokenizer_path: Tokenizer file to use instead of the one in the checkpoint.
@@ -222,18 +217,38 @@ def read_job(step_folder: Path, tokenizer_path: Path | None = None) -> JobConfig
     """
     manifest = read_manifest(step_folder)
     info = manifest["info"]
-    if info["job"] is None:
-        job = _read_job_of_old_import(step_folder)
-        return job if tokenizer_path is None else _replace_tokenizer(job, tokenizer_path)
-
     data_state = info["train_state"].get("data") or {}
     is_without_tokenizer = info.get("weights_only") and data_state.get("tokenizer") is None
-    if is_without_tokenizer and tokenizer_path is None:
+    if info["job"] is None:
+        job = _read_job_of_old_import(step_folder)
+    elif is_without_tokenizer and tokenizer_path is None:
         problem = f"{step_folder} has no tokenizer, because its weights were imported without one"
         remedy = "Add --tokenizer.path FILE, or import them again with --tokenizer FILE."
         raise NoTokenizerError(f"{problem}. {remedy}")
+    else:
+        job = _read_saved_job(step_folder, info["job"])
+        is_in_checkpoint = job.tokenizer.path in manifest["files"]
+        if tokenizer_path is None and is_in_checkpoint:
+            tokenizer_path = step_folder / job.tokenizer.path
 
-    job, mistakes = JobConfig.read(info["job"])
+    if tokenizer_path is None:
+        return job
+    tokenizer = job.tokenizer.model_copy(update={"path": str(tokenizer_path)})
+    return job.model_copy(update={"tokenizer": tokenizer})
+
+
+def _read_saved_job(step_folder: Path, tables: dict[str, Any]) -> JobConfig:
+    """Validate the job in the manifest of a checkpoint, and return it.
+
+    Args:
+        step_folder: The checkpoint.
+        tables: Sections of the job.
+
+    Raises:
+        UserError: If the job needs a plugin that is not loaded.
+        CheckpointError: If the job has keys that this version does not know.
+    """
+    job, mistakes = JobConfig.read(tables)
     require_plugins(job.job.plugins, step_folder)
     # A key or value that only an earlier version had does not change the model.
     ignored = ("gone", "literal_error")
@@ -241,20 +256,11 @@ def read_job(step_folder: Path, tokenizer_path: Path | None = None) -> JobConfig
     if unreadable:
         keys = "; ".join(unreadable)
         raise CheckpointError(f"{step_folder}: this version cannot read keys of its job: {keys}")
-
-    if tokenizer_path is None and job.tokenizer.path in manifest["files"]:
-        tokenizer_path = step_folder / job.tokenizer.path
-    return job if tokenizer_path is None else _replace_tokenizer(job, tokenizer_path)
-
-
-def _replace_tokenizer(job: JobConfig, path: Path) -> JobConfig:
-    """Return `job` with another `tokenizer.path`."""
-    tokenizer = job.tokenizer.model_copy(update={"path": str(path)})
-    return job.model_copy(update={"tokenizer": tokenizer})
+    return job
 
 
 def _read_job_of_old_import(step_folder: Path) -> JobConfig:
-    """Return the job of a checkpoint without a job in its manifest, from config.toml of its run.
+    """Return the job of a checkpoint that has none in its manifest, from config.toml of its run.
 
     Raises:
         CheckpointError: If the output folder has no config.toml.
@@ -268,20 +274,17 @@ def _read_job_of_old_import(step_folder: Path) -> JobConfig:
 
 
 def read_compute_dtype(run: Run) -> ComputeDtype | None:
-    """Return the compute dtype of the newest checkpoint, which a resumed run keeps.
-
-    The checkpoint is in the run's folder, or else at `checkpoint.mirror`.
+    """Return the compute dtype of the newest checkpoint of a run, which a resumed run keeps.
 
     Returns:
-        "float32" or "bfloat16". None if there is no checkpoint, or if it cannot be read; loading it
-        later raises the error.
+        "float32" or "bfloat16". None if there is no checkpoint, or if it cannot be read.
     """
     if not run.job.checkpoint.enable:
         return None
 
     manifest: dict[str, Any] = {}
     mirror = run.job.checkpoint.mirror
-    with suppress(UserError):
+    with suppress(UserError):  # loading the checkpoint later raises the error
         if is_saved(run):
             folder = run.checkpoint_folder
             manifest = load_newest(folder, read_manifest, check=lambda step_folder: None)
@@ -305,22 +308,19 @@ def _read_newest_manifest_at(url: str) -> dict[str, Any]:
 
 
 def get_checkpoint_keys(info: dict[str, Any]) -> dict[str, Any]:
-    """Return the [checkpoint] section of the job that saved a checkpoint.
-
-    The result is {} if the manifest contains no job.
+    """Return the section [checkpoint] of the job that saved a checkpoint, or {} if it has no job.
 
     Args:
-        info: `info` entry of the checkpoint's manifest.
+        info: Entry "info" of the manifest.
     """
     return (info["job"] or {}).get("checkpoint", {})
 
 
 def has_gone_back(checkpoints: Sequence[Path], step: int) -> bool:
-    """Return whether an earlier start has already gone back to the step `checkpoint.load_step`.
+    """Return whether a run has already gone back to the step that `checkpoint.load_step` selects.
 
-    The option `load_step` resumes a run from an earlier checkpoint, and must do so only once. It
-    has been applied if a job with the same `load_step` saved the newest checkpoint, and this
-    checkpoint is of a later step.
+    A run must go back only once. It has done so if the newest checkpoint is of a later step, and
+    was saved by a job with the same `load_step`.
 
     Args:
         checkpoints: Step folders of the run, sorted by step.
@@ -330,20 +330,19 @@ def has_gone_back(checkpoints: Sequence[Path], step: int) -> bool:
         try:
             info = read_manifest(path)["info"]
         except Damage:
-            continue  # the one before it shows the same
-        return get_step(path) > step and get_checkpoint_keys(info).get("load_step") == step
+            continue  # an older checkpoint of the same job shows the same
+        saved_load_step = get_checkpoint_keys(info).get("load_step")
+        return get_step(path) > step and saved_load_step == step
     return False
 
 
 def is_saved(run: Run) -> bool:
-    """Return whether the run has a checkpoint in its folder, so that its next start resumes."""
+    """Return whether the run has saved a checkpoint from which its next start resumes."""
     return run.job.checkpoint.enable and bool(list_checkpoints(run.checkpoint_folder))
 
 
 def resume_hint(run: Run, argv: Sequence[str]) -> str:
-    """Return a line that names the newest checkpoint of a run and the command that resumes it.
-
-    It is shown below the error of a run that ended early.
+    """Describe how to resume a run that has ended early, in one line.
 
     Args:
         run: The run.

@@ -78,10 +78,7 @@ TensorInfo = tuple[Sequence[int], torch.dtype]
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights of a model in files. A weight is read from its file only when it is needed.
-
-    Weights are exported, averaged and imported in this form, whether the files are a checkpoint, a
-    Hugging Face model or a Meta model.
+    """Weights of a model in files of any format, which are read only when they are needed.
 
     Attributes:
         arch: Architecture of the model.
@@ -107,46 +104,44 @@ def check_tensors(
     Args:
         folder: The folder, for the message.
         arch: Architecture of the model.
-        tensors: Shape and dtype of all tensors in the folder, by their names there.
+        tensors: Shape and dtype of all tensors in the folder, by their stored names.
         described_by: File or section that describes the architecture, for the message.
-        to_stored_name: Converts the titanlite name of a parameter to its name in the folder.
+        to_stored_name: Converts the titanlite name of a parameter to its stored name.
 
     Returns:
-        The dtypes by the titanlite names.
+        Dtype of each parameter, by its titanlite name.
 
     Raises:
-        UserError: If the width cannot be divided into heads, or tensors are missing or superfluous,
-            or have another shape or an unsupported dtype. The message lists all such tensors.
+        UserError: If the width cannot be divided into heads, or if tensors are missing, unexpected,
+            or have another shape or dtype. The message lists all of them.
     """
     if arch.head_dim % 2 or arch.n_heads % arch.n_kv_heads:
         heads = f"{arch.n_heads} heads of even width and {arch.n_kv_heads} key/value heads"
         raise UserError(f"{folder}: a width of {arch.dim} cannot be divided into {heads}.")
 
-    stored_names = {}
-    expected_shapes = {}
-    for name, shape in parameter_shapes(arch).items():
-        stored_name = to_stored_name(name)
-        stored_names[name] = stored_name
-        expected_shapes[stored_name] = shape
+    shapes = parameter_shapes(arch)
+    expected_shapes = {to_stored_name(name): shape for name, shape in shapes.items()}
     stored_shapes = {name: tuple(shape) for name, (shape, _) in tensors.items()}
-    stored_dtypes = {name: dtype for name, (_, dtype) in tensors.items()}
-
     problems = formats.compare_shapes(expected_shapes, stored_shapes)
-    for stored_name, dtype in stored_dtypes.items():
+    for stored_name, (_, dtype) in tensors.items():
         if dtype not in _DTYPES:
             problems.append(f"{shorten(stored_name)}: {dtype} is not supported")
     if problems:
         listed = join_lines(problems, 20)
         raise UserError(f"{folder}: the tensors do not match {described_by}:\n  {listed}")
-    return {name: stored_dtypes[stored_name] for name, stored_name in stored_names.items()}
+
+    dtypes = {}
+    for name in shapes:
+        _, dtypes[name] = tensors[to_stored_name(name)]
+    return dtypes
 
 
 def checkpoint_weights(path: Path, averaged: bool = False) -> Weights:
-    """Open the weights of a checkpoint, or their averages (EMA), to read them in one process.
+    """Open the weights of a checkpoint, to read them one by one in a single process.
 
     Args:
-        path: A step folder that has passed `check_checkpoint`, possibly with `verified_on_load`.
-        averaged: Return the averages of the weights.
+        path: A step folder that has passed `check_checkpoint`.
+        averaged: Whether to return the averages of the weights (EMA).
 
     Raises:
         UserError: If the checkpoint has no averages, or its architecture needs a plugin.
@@ -167,15 +162,15 @@ def checkpoint_weights(path: Path, averaged: bool = False) -> Weights:
 
 
 def dcp_weights(reader: SafeReader, arch: Architecture, prefix: str) -> Weights:
-    """Return the weights in a checkpoint whose saved names are `prefix` plus their titanlite name.
+    """Open the weights in the files of torch.distributed.checkpoint (DCP).
 
     Args:
         reader: Reader of the checkpoint.
         arch: Architecture of the model.
-        prefix: Prefix of the names in the checkpoint, for example "model.".
+        prefix: Prefix of the parameter names in the checkpoint, for example "model.".
 
     Returns:
-        The weights. `Weights.read` raises `Damage` if the bytes of a weight are damaged.
+        The weights. `Weights.read` raises `Damage` if a weight is damaged.
     """
     shapes = parameter_shapes(arch)
     dtypes = {name: reader.index[f"{prefix}{name}"].properties.dtype for name in shapes}
@@ -278,15 +273,15 @@ def hf_weights(folder: Path) -> Weights:
     arch = formats.architecture_from_hf(config)
 
     tensors = _open_safetensors(folder)
-    output = tensors.pop(HF_OUTPUT, None) if arch.tied_embeddings else None
+    tied_output = tensors.pop(HF_OUTPUT, None) if arch.tied_embeddings else None
     infos: dict[str, TensorInfo] = {}
     for name, tensor in tensors.items():
-        is_derived = formats.HF_DERIVED.fullmatch(name)  # from the configuration
+        is_derived = formats.HF_DERIVED.fullmatch(name)  # from config.json, such as rotary angles
         if not is_derived:
             infos[name] = (tensor.shape, tensor.dtype)
     dtypes = check_tensors(folder, arch, infos, "config.json", lambda name: hf_name(arch, name))
 
-    if output is not None and not _are_equal(output, tensors[HF_EMBEDDING]):
+    if tied_output is not None and not _are_equal(tied_output, tensors[HF_EMBEDDING]):
         problem = f"config.json ties the embeddings, but {HF_OUTPUT} differs from {HF_EMBEDDING}"
         fix = f"Set tie_word_embeddings to false, or remove {HF_OUTPUT}."
         raise UserError(f"{folder}: {problem}. {fix}")
@@ -294,7 +289,7 @@ def hf_weights(folder: Path) -> Weights:
 
 
 def _open_safetensors(folder: Path) -> dict[str, Tensor]:
-    """Memory-map the tensors of a Hugging Face model, and return them by their Hugging Face names.
+    """Memory-map the tensors of a Hugging Face model, and return them by name.
 
     Raises:
         UserError: If a file is missing or damaged.
@@ -323,9 +318,9 @@ class _SafetensorsIndex(FileModel):
 
 
 def _list_safetensors(folder: Path) -> list[Path]:
-    """Return the weight files that transformers would read.
+    """Return the weight files that transformers would read from a folder.
 
-    This is model.safetensors, or else all files that model.safetensors.index.json lists.
+    These are model.safetensors, or else all files in model.safetensors.index.json.
     """
     if exists(folder / _SINGLE_FILE):
         return [find_file_inside(folder, _SINGLE_FILE)]
@@ -337,15 +332,15 @@ def _list_safetensors(folder: Path) -> list[Path]:
 
 @torch.no_grad()
 def load_hf_weights(folder: Path, model: Llama) -> None:
-    """Load a Hugging Face model into a model in place. Each rank copies only its own shards.
+    """Load the weights of a Hugging Face model into a model. Each rank copies only its own shards.
 
     Args:
         folder: Folder of the Hugging Face model.
         model: The model, sharded or not.
 
     Raises:
-        UserError: If titanlite cannot reproduce the Hugging Face model, or its architecture differs
-            from `model`. The message lists the differences.
+        UserError: If titanlite does not support the Hugging Face model, or its architecture differs
+            from that of `model`. The message lists the differences.
     """
     source = hf_weights(folder)
     saved = asdict(source.arch)
@@ -425,17 +420,14 @@ def meta_weights(folder: Path) -> Weights:
 
 
 def _load_pth(path: Path) -> dict[str, Tensor]:
-    """Memory-map the tensors of a .pth file.
-
-    Returns:
-        The tensors by name, without "rope.freqs", which is derived from the configuration.
+    """Memory-map a .pth file, and return its tensors by name.
 
     Raises:
         UserError: If the file is damaged, or contains anything but contiguous tensors.
     """
     try:
         tensors = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
-        tensors.pop("rope.freqs", None)  # derived, not learned
+        tensors.pop("rope.freqs", None)  # follows from params.json
         for name, tensor in tensors.items():
             # A strided view could claim to be larger than the file, and fill memory when copied.
             if not isinstance(name, str) or not tensor.is_contiguous():
@@ -452,9 +444,9 @@ def _load_pth(path: Path) -> dict[str, Tensor]:
 def average_weights(
     paths: Sequence[Path], sources: Sequence[Weights], factors: Sequence[float]
 ) -> Weights:
-    """Return the weighted mean of the weights of several checkpoints of one model.
+    """Return the weighted mean of the weights of several checkpoints.
 
-    The mean is computed in float64 when a weight is read, and returned in float32.
+    Each mean is computed in float64 when it is read, and returned in float32.
 
     Args:
         paths: Path of each checkpoint, for the message.
@@ -551,9 +543,9 @@ def import_weights(
 
 
 def describing_job(source: Weights, plugins: Sequence[str] = ()) -> JobConfig:
-    """Return a job for the manifest of a model that titanlite did not train.
+    """Return a job that describes a model which titanlite did not train.
 
-    Commands build the model of a checkpoint from the job in its manifest.
+    An imported checkpoint contains this job, from which commands build its model.
 
     Args:
         source: The weights and their architecture.
@@ -569,11 +561,11 @@ def describing_job(source: Weights, plugins: Sequence[str] = ()) -> JobConfig:
 
 
 def _tokenizer_files(tokenizer: Tokenizer) -> dict[str, Path]:
-    """Return the files of a tokenizer to copy into a checkpoint.
+    """List the files of a tokenizer to copy into a checkpoint.
 
     Returns:
-        Path of each file by its name in the checkpoint, the main file first. Empty if a plugin's
-        tokenizer has no file.
+        Name in the checkpoint -> path of the file, the main file first. Empty if the tokenizer has
+        no file, which is possible for plugins.
     """
     if not tokenizer.path.is_file():
         return {}
@@ -585,9 +577,9 @@ def _tokenizer_files(tokenizer: Tokenizer) -> dict[str, Path]:
 
 
 class _ReadingPlanner(DefaultSavePlanner):
-    """DCP save planner that reads each tensor from its source just before it is written.
+    """DCP save planner that reads each weight just before it is written.
 
-    DCP receives tensors without data, so only one weight is in memory at a time.
+    DCP itself receives tensors without data, so that only one weight is in memory at a time.
     """
 
     def __init__(self, source: Weights) -> None:

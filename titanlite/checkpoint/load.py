@@ -150,21 +150,21 @@ class Resumer:
         return None
 
     def load_before(self, step: int) -> dict[str, Any] | None:
-        """Load the newest valid checkpoint before `step` in place, without changing files.
+        """Load the newest valid checkpoint of an earlier step, for a rollback or a replay.
 
-        Called for rollbacks and by `titanlite replay`.
+        Unlike `load`, this never renames a damaged checkpoint.
 
         Args:
-            step: Only checkpoints of earlier steps are loaded.
+            step: Only checkpoints before this step are loaded.
 
         Returns:
-            The training state; see `load`. None if there is no checkpoint before `step`, and
-            nothing has changed.
+            The training state that was saved. None if there is no earlier checkpoint, and nothing
+            has changed.
 
         Raises:
             UserError: If model, optimizer, tokenizer or data of the job do not fit the checkpoint.
-            CheckpointError: If there are checkpoints before `step`, but no valid one. The weights
-                and the optimizer state in memory are then unusable.
+            CheckpointError: If there are earlier checkpoints, but no valid one. The weights and the
+                optimizer state in memory are then unusable.
         """
         folder = self.context.folder
         checkpoints = self._ranks.run_on_rank0(lambda: list_checkpoints(folder))
@@ -184,9 +184,7 @@ class Resumer:
         return None
 
     def load_initial_weights(self) -> None:
-        """Load the weights at `checkpoint.initial_load_path` into the model, for a new run.
-
-        The path is a Hugging Face model or a checkpoint. Without the option, do nothing.
+        """Load the weights at `checkpoint.initial_load_path`, if it is set, into the model.
 
         Raises:
             UserError: If the path contains another model or does not exist.
@@ -197,25 +195,26 @@ class Resumer:
             return
         path_or_url = Path(self._config.initial_load_path)
         model = self._live.model
+        ranks = self._ranks
 
         if self._config.initial_load_in_hf:
-            path = self._ranks.run_together(lambda: get_local_copy(path_or_url))
+            path = ranks.run_together(lambda: get_local_copy(path_or_url))
             load_hf_weights(path, model)
             weights = self._live.tensors(optimizer=False, hooks=False)
-            self._ranks.run_together(lambda: _check_finite(path, weights))
+            ranks.run_together(lambda: _check_finite(path, weights))
         else:
-            folder = self._ranks.run_together(lambda: resolve_url(path_or_url))
+            folder = ranks.run_together(lambda: resolve_url(path_or_url))
             path = load_newest(
                 folder,
-                lambda step_folder: load_weights(step_folder, model, self._ranks),
-                check=lambda step_folder: check_on_all_ranks(step_folder, self._ranks),
-                list_paths=lambda path: self._ranks.run_on_rank0(lambda: find_checkpoints(path)),
+                load=lambda step_folder: load_weights(step_folder, model, ranks),
+                check=lambda step_folder: check_on_all_ranks(step_folder, ranks),
+                list_paths=lambda path: ranks.run_on_rank0(lambda: find_checkpoints(path)),
                 log=self._log,
             )
         self._log(f"Starting from the weights in {path}")
 
     def check_job(self, path: PurePath, manifest: dict[str, Any]) -> None:
-        """Compare the run's job with the job that saved a checkpoint, and log the differences.
+        """Compare the job of the run with the job that saved a checkpoint, and log differences.
 
         Args:
             path: Path of the checkpoint, for messages.
@@ -231,43 +230,42 @@ class Resumer:
             return
 
         data_state = info["train_state"].get("data") or {}
-        loads_data = bool(data_state) and "data" not in self._get_excluded(info)
+        restores_data = bool(data_state) and "data" not in self._get_excluded(info)
         data_changes = None
-        if loads_data and self._compare_data is not None:
+        if restores_data and self._compare_data is not None:
             data_changes = self._compare_data(data_state)
 
-        # A job can name a flavor or list the keys of its model, so compare the architectures.
+        # Compare architectures, because the same model can be described by different keys.
         saved_job = saved_job | {"model": info["architecture"]}
         current_job = job | {"model": asdict(self._live.model.arch)}
         changes = compare_jobs(saved_job, current_job, data_changes)
         if "tokenizer" in data_state and not self._is_same_tokenizer(data_state["tokenizer"]):
-            line = f"tokenizer.path: {job['tokenizer']['path']} has other token IDs"
-            changes.append((INCOMPATIBLE, line))
+            description = f"tokenizer.path: {job['tokenizer']['path']} has other token IDs"
+            changes.append((INCOMPATIBLE, description))
         if manifest["format"] == 1 and job["lr_scheduler"]["decay_ratio"] != 0:
             changes.append((AFFECTS_TRAINING, _NEW_SCHEDULE))
         report_changes(path, changes, self._log)
 
-    def _rename(self, path: Path, description: str, reason: str) -> None:
+    def _rename(self, path: Path, description: str, suffix: str) -> None:
         """Rename a checkpoint so that no later start loads it, and log why.
 
-        A folder without a manifest written by titanlite stays, because another program may own it.
-
         Args:
-            path: The step folder.
+            path: The step folder. It is kept if titanlite did not write its manifest, because it
+                may belong to another program.
             description: Beginning of the log line, which gives the reason.
-            reason: Suffix of the new name, "damaged" or "archived".
+            suffix: Suffix of the new name, "damaged" or "archived".
         """
 
         def rename() -> str:
             if not has_titanlite_manifest(path):
                 return f"not renamed, because it has no {MANIFEST} written by titanlite"
-            return f"renamed to {set_aside(path, reason).name}"
+            return f"renamed to {set_aside(path, suffix).name}"
 
         result = self._ranks.run_on_rank0(rename)
         self._log(f"{description}; {result}")
 
     def _load(self, path: Path) -> dict[str, Any]:
-        """Load one checkpoint into model, optimizer and hooks.
+        """Load one checkpoint into the model, the optimizer and the hooks.
 
         Args:
             path: The step folder.
@@ -276,8 +274,8 @@ class Resumer:
             The training state, without the keys in `exclude_from_loading`.
 
         Raises:
-            Damage: On all ranks, if the checkpoint is damaged. No value from it remains in memory,
-                but the previous weights and optimizer state may be lost.
+            Damage: On all ranks, if the checkpoint is damaged. The previous weights and optimizer
+                state may be lost.
         """
         manifest = check_on_all_ranks(path, self._ranks)
         info = manifest["info"]
@@ -298,49 +296,47 @@ class Resumer:
         return {key: value for key, value in state.items() if key not in excluded}
 
     def _load_tensors(self, reader: SafeReader, info: dict[str, Any], excluded: set[str]) -> None:
-        """Read the tensors of a checkpoint into model, optimizer, hooks and random generators.
+        """Load the tensors of a checkpoint into model, optimizer, hooks and random generators.
 
         Args:
             reader: Reader of the checkpoint.
-            info: `info` of the manifest, with the training state and the layout.
-            excluded: Parts to reset instead of loading them; see `exclude_from_loading`.
+            info: Entry "info" of the manifest, with the training state and the layout.
+            excluded: Parts of the state to reset instead of loading them, such as "optimizer".
         """
-        saved = reader.index
-        with_hooks = "hooks" not in excluded
-        if with_hooks:
-            sizes = {
-                name.removeprefix("hooks."): entry.size
-                for name, entry in saved.items()
-                if name.startswith("hooks.")
-            }
+        saved_names = reader.index.keys()
+        loads_hooks = "hooks" not in excluded
+        if loads_hooks:
+            hook_sizes = {}
+            for name, entry in reader.index.items():
+                if name.startswith("hooks."):
+                    hook_sizes[name.removeprefix("hooks.")] = entry.size
             hook_states = info["train_state"].get("hooks", {})
-            self._live.prepare_hooks(sizes, hook_states)
+            self._live.prepare_hooks(hook_sizes, hook_states)
 
-        has_optimizer = any(name.startswith("optimizer.") for name in saved)
-        with_optimizer = has_optimizer and "optimizer" not in excluded
-        self._prepare_optimizer(with_optimizer)
+        has_optimizer = any(name.startswith("optimizer.") for name in saved_names)
+        loads_optimizer = has_optimizer and "optimizer" not in excluded
+        self._prepare_optimizer(loads_optimizer)
 
-        # Each rank has a random state, so restoring them needs the same number of ranks.
-        is_same_layout = info["layout"]["world_size"] == self._ranks.size
-        with_rng = is_same_layout and "rng" not in excluded
-        wanted = self._live.tensors(optimizer=with_optimizer, hooks=with_hooks, rng=with_rng)
+        # Random states are saved by rank, so only the same number of ranks can restore them.
+        has_same_size = info["layout"]["world_size"] == self._ranks.size
+        loads_rng = has_same_size and "rng" not in excluded
+        tensors = self._live.tensors(optimizer=loads_optimizer, hooks=loads_hooks, rng=loads_rng)
         # A checkpoint may lack hooks that the job has added, and generators of GPUs.
-        for name in list(wanted):
-            if name not in saved and name.startswith(("rng.cuda.", "hooks.")):
-                del wanted[name]
+        for name in tensors.keys() - saved_names:
+            if name.startswith(("rng.cuda.", "hooks.")):
+                del tensors[name]
 
-        self._reset_hook_tensors(except_for=wanted)
-        _load_and_check(wanted, self._live.model.arch, reader, self._ranks)
-        _set_random_state(wanted)
+        self._reset_hook_tensors(except_for=tensors)
+        _load_and_check(tensors, self._live.model.arch, reader, self._ranks)
+        _set_random_state(tensors)
 
     def _reset_hook_tensors(self, except_for: Collection[str]) -> None:
-        """Restore the initial values of the hook tensors that a checkpoint does not load.
+        """Reset the tensors of hooks to their values at the start of the process.
 
-        The current values may belong to later steps, after a rollback, or be NaN, after a damaged
-        checkpoint. The initial values are those at the creation of this object.
+        After a rollback, they would otherwise have values of later steps.
 
         Args:
-            except_for: Names of the tensors that the checkpoint loads.
+            except_for: Names of the tensors that are loaded from a checkpoint instead.
         """
         for name, tensor in self._live.tensors(optimizer=False).items():
             if not name.startswith("hooks.") or name in except_for:
@@ -352,14 +348,15 @@ class Resumer:
             else:
                 _fill_with_nan(tensor)
 
-    def _prepare_optimizer(self, with_optimizer: bool) -> None:
-        """Create optimizer state to load into, or reset the optimizer if its state is not loaded.
+    def _prepare_optimizer(self, loads_state: bool) -> None:
+        """Create optimizer state to load into, or reset the optimizer.
 
-        torch optimizers create their state in the first step, so a new optimizer has no tensors
-        yet.
+        Args:
+            loads_state: Whether the state will be loaded. A new torch optimizer has no tensors to
+                load into, because it creates them in its first step.
         """
         optimizer = self._live.optimizer
-        if not with_optimizer:
+        if not loads_state:
             _reset_optimizer(self._live)  # a rollback must not keep the state of later steps
         elif optimizer is not None:
             set_mode(optimizer, "train")  # because creating the state takes a step
@@ -367,11 +364,11 @@ class Resumer:
             set_mode(optimizer, "eval")
 
     def _log_exclusions(self, path: Path, excluded: set[str]) -> None:
-        """Log which parts of a checkpoint `checkpoint.exclude_from_loading` resets.
+        """Log how the option `checkpoint.exclude_from_loading` applies to a checkpoint.
 
         Args:
             path: The step folder.
-            excluded: The parts that are not loaded from the checkpoint; see `_get_excluded`.
+            excluded: Parts of the state, such as "optimizer", that are not loaded from it.
         """
         if excluded:
             names = ", ".join(sorted(excluded))
@@ -382,24 +379,22 @@ class Resumer:
             self._log(f"{path.name} was saved after {names} had started fresh, so they are loaded")
 
     def _get_excluded(self, info: dict[str, Any]) -> set[str]:
-        """Return the parts of the state that the run resets instead of loading from a checkpoint.
+        """Return the parts of the state, such as "optimizer", that are reset instead of loaded.
 
-        `checkpoint.exclude_from_loading` names these parts, for example "optimizer". If the run
-        that saved the checkpoint excluded the same part, that run has already reset it. The part is
-        then loaded.
+        These are the parts in `checkpoint.exclude_from_loading`, unless the run that saved the
+        checkpoint has already reset them because of the same option.
 
         Args:
-            info: `info` entry of the checkpoint's manifest.
+            info: Entry "info" of the manifest.
         """
         excluded_before = get_checkpoint_keys(info).get("exclude_from_loading", ())
         return {part for part in self._config.exclude_from_loading if part not in excluded_before}
 
 
 def check_on_all_ranks(path: Path, ranks: RankGroup) -> dict[str, Any]:
-    """Verify the files of a checkpoint that is about to be loaded, and return its manifest.
+    """Verify a checkpoint before it is loaded, and return its manifest.
 
-    Each rank checks a part of the files. The content of tensors is not read here, because
-    `SafeReader` verifies their checksums when it loads them.
+    Each rank checks a part of the files. Checksums of tensors are verified when they are loaded.
 
     Args:
         path: The step folder.
@@ -419,13 +414,13 @@ def check_on_all_ranks(path: Path, ranks: RankGroup) -> dict[str, Any]:
 def load_weights(
     path: Path, model: Llama, ranks: RankGroup = _THIS_PROCESS, averaged: bool = False
 ) -> Path:
-    """Load the weights of a checkpoint into a model in place, without any other training state.
+    """Load the weights of a checkpoint into a model, without any other training state.
 
     Args:
-        path: A step folder that has passed `check_checkpoint`, possibly with `verified_on_load`.
+        path: A step folder that has passed `check_checkpoint`.
         model: The model, sharded or not.
-        ranks: The ranks that hold the model together. All of them call this.
-        averaged: Load the averages of the weights (EMA).
+        ranks: The ranks that hold the model together. All of them must call this.
+        averaged: Whether to load the averages of the weights (EMA).
 
     Returns:
         The step folder.
@@ -444,7 +439,7 @@ def load_weights(
 
 
 def check_tokenizer(path: Path, tokenizer: Tokenizer, name: object, num_embeddings: int) -> None:
-    """Check that a tokenizer is the one that a checkpoint was trained with.
+    """Check that a checkpoint was trained with a given tokenizer.
 
     Args:
         path: The step folder.
@@ -466,7 +461,7 @@ def check_tokenizer(path: Path, tokenizer: Tokenizer, name: object, num_embeddin
 def _load_and_check(
     tensors: dict[str, Tensor], arch: Architecture, reader: SafeReader, ranks: RankGroup
 ) -> None:
-    """Check the shapes of saved tensors, read them in place, and check that weights are finite.
+    """Load tensors in place, after a check of their shapes, and check that weights are finite.
 
     All ranks call this together, and raise errors together.
 
@@ -477,10 +472,10 @@ def _load_and_check(
         ranks: The ranks that load together.
 
     Raises:
-        UserError: If the checkpoint contains another model, lacks a tensor, or has a tensor with
-            another shape.
-        Damage: If the bytes of a tensor are damaged. Some tensors are then overwritten.
-        CheckpointError: If a tensor cannot be read, or is not finite.
+        UserError: If the checkpoint contains another model, or a tensor is missing or has another
+            shape.
+        Damage: If a tensor is damaged. Other tensors may have been overwritten.
+        CheckpointError: If a tensor cannot be read, or weights are not finite.
     """
     ranks.run_together(lambda: _check_shapes(tensors, arch, reader))
     load_tensors(reader, tensors, ranks.group)
@@ -492,11 +487,11 @@ def _check_train_state(path: Path, info: dict[str, Any]) -> None:
 
     Args:
         path: The step folder, for messages.
-        info: `info` of the manifest.
+        info: Entry "info" of the manifest.
 
     Raises:
         CheckpointError: If the checkpoint contains only weights.
-        Damage: If step, tokens and data position contradict each other.
+        Damage: If the step, the number of tokens and the data position contradict each other.
     """
     state = info["train_state"]
     if info.get("weights_only") or "step" not in state:
@@ -508,19 +503,24 @@ def _check_train_state(path: Path, info: dict[str, Any]) -> None:
     schedule = data_state.get("schedule")
     if schedule is None:
         return
+    is_step_too_late = schedule["step"] > state["step"]
     num_sequences = sum(schedule["rows"])
     has_too_many_sequences = num_sequences > state["tokens"]  # each has at least one token
-    if schedule["step"] > state["step"] or has_too_many_sequences:
+    if is_step_too_late or has_too_many_sequences:
         raise Damage(f"{MANIFEST}: no run can reach this data position")
 
 
 def _check_shapes(tensors: dict[str, Tensor], arch: Architecture, reader: SafeReader) -> None:
-    """Check that the tensors in a checkpoint have the names and shapes that the run expects.
+    """Check that the tensors in a checkpoint have the expected names and shapes.
+
+    Args:
+        tensors: This rank's tensors to load, by their names in the checkpoint.
+        arch: Architecture of the whole model, of which a pipeline rank has only a part.
+        reader: Reader of the checkpoint.
 
     Raises:
         UserError: If names or shapes differ. The message lists the differences.
     """
-    # With pipeline parallelism a rank has only some parameters; the architecture has all of them.
     expected = {f"model.{name}": shape for name, shape in parameter_shapes(arch).items()}
     for name, tensor in tensors.items():
         expected[name] = tuple(tensor.shape)
@@ -529,39 +529,38 @@ def _check_shapes(tensors: dict[str, Tensor], arch: Architecture, reader: SafeRe
         if name in expected or name.startswith("model."):
             saved[name] = tuple(entry.size)
 
-    lines = compare_shapes(expected, saved)
-    if not lines:
+    differences = compare_shapes(expected, saved)
+    if not differences:
         return
-    if all(line.startswith("hooks.") for line in lines):
+    if all(difference.startswith("hooks.") for difference in differences):
         problem = "does not fit the hooks of this job"
         fix = 'Restore their options, or set checkpoint.exclude_from_loading = ["hooks"].'
     else:
         problem = "does not fit this model"
         fix = "Restore the keys of [model]."
-    raise UserError(f"{reader.path} {problem}:\n  {join_lines(lines)}\n{fix}")
+    raise UserError(f"{reader.path} {problem}:\n  {join_lines(differences)}\n{fix}")
 
 
 def _check_finite(path: object, tensors: dict[str, Tensor]) -> None:
-    """Check that all weights are finite. Other tensors, such as hook state, may contain NaN.
+    """Check that all weights are finite. Other tensors, such as those of hooks, may contain NaN.
 
     Raises:
         CheckpointError: If weights contain NaN or infinity. The message lists them.
     """
-    bad = [
-        name
-        for name, tensor in tensors.items()
-        if name.startswith(WEIGHTS) and not is_finite(local(tensor))
-    ]
-    if bad:
-        names = join_lines(sorted(bad))
+    invalid_names = []
+    for name, tensor in tensors.items():
+        if name.startswith(WEIGHTS) and not is_finite(local(tensor)):
+            invalid_names.append(name)
+    if invalid_names:
+        names = join_lines(sorted(invalid_names))
         raise CheckpointError(f"{path} contains weights that are NaN or infinite:\n  {names}")
 
 
 def _set_random_state(tensors: dict[str, Tensor]) -> None:
-    """Set the random generators of this rank to the states that a checkpoint contains, if any.
+    """Restore the states of this rank's random generators, if a checkpoint contains them.
 
     Args:
-        tensors: The loaded tensors by name. The names of random states start with "rng.".
+        tensors: The loaded tensors by name, such as "rng.cpu.0".
     """
     for name, tensor in tensors.items():
         if name.startswith("rng.cuda."):
@@ -571,9 +570,9 @@ def _set_random_state(tensors: dict[str, Tensor]) -> None:
 
 
 def _copy_hook_tensors(live: LiveState) -> dict[str, Tensor]:
-    """Copy this rank's shards of the hook tensors, so that they can be restored later.
+    """Copy this rank's shards of the tensors of hooks, so that they can be restored later.
 
-    Tensors in which all values are NaN are left out, because they have no value yet.
+    Tensors that contain only NaN are left out, because they have no value yet.
     """
     copies = {}
     for name, tensor in live.tensors(optimizer=False).items():
@@ -586,10 +585,10 @@ def _copy_hook_tensors(live: LiveState) -> dict[str, Tensor]:
 
 
 def _erase(live: LiveState) -> None:
-    """Reset the optimizer and fill all other live tensors with NaN, after a damaged checkpoint.
+    """Fill all tensors with NaN and reset the optimizer, after a damaged checkpoint was loaded.
 
-    Loading the checkpoint may have written damaged values. NaN lets hooks detect that their tensors
-    have no value, and keeps training from silently continuing with damaged weights.
+    Damaged values cannot silently be used then, and hooks recognize that their tensors have no
+    value.
     """
     for tensor in live.tensors(optimizer=False).values():
         _fill_with_nan(tensor)
@@ -602,10 +601,9 @@ def _fill_with_nan(tensor: Tensor) -> None:
 
 
 def _create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make an optimizer allocate its state, by a step that does not change the weights.
+    """Make an optimizer allocate its state, by a step with zero gradients and learning rate 0.
 
-    The step has zero gradients and learning rate 0. An optimizer that has state already stays
-    unchanged.
+    The weights do not change. If the optimizer has state already, this does nothing.
     """
     if optimizer.state:
         return

@@ -149,12 +149,12 @@ class _CheckpointFile(io.FileIO):
 
 @contextmanager
 def open_file(path: Path) -> Iterator[io.BufferedReader[Any]]:
-    """Open a regular file of a checkpoint for reading. Links, pipes and folders are rejected.
+    """Open a file of a checkpoint for reading, and reject links, pipes and folders.
 
     Raises:
-        Damage: If the file is missing or not a regular file.
+        Damage: If the file is missing, or not a regular file.
         CheckpointError: If the file cannot be opened, or a read in the `with` block fails. Its
-            content may be intact. Other errors in the block are not converted.
+            content may be intact.
     """
     try:
         if not stat.S_ISREG(os.lstat(path).st_mode):
@@ -189,10 +189,9 @@ def get_step(path: Path) -> int:
 
 
 def list_checkpoints(*folders: Path) -> list[Path]:
-    """Return the step folders in `folders`, sorted by step.
+    """Return all checkpoints in some folders, sorted by step.
 
-    Damaged checkpoints are included. Unfinished saves, interrupted removals and renamed checkpoints
-    are not.
+    Damaged checkpoints are included, but not unfinished, partly removed and renamed ones.
     """
     checkpoints = []
     for folder in folders:
@@ -220,10 +219,9 @@ def _list_half_removed(folder: Path) -> list[Path]:
 def publish_checkpoint(
     tmp_folder: Path, step: int, files: dict[str, Entry], info: dict[str, Any]
 ) -> Path:
-    """Complete a checkpoint: write its manifest, and rename the temporary folder to "step-...".
+    """Write the manifest of a checkpoint, and give its temporary folder the final name.
 
-    Called on rank 0 when all ranks have written and synced their files. From the rename on, readers
-    see the complete checkpoint.
+    Call this on rank 0 when all ranks have written and synced their files.
 
     Args:
         tmp_folder: The temporary folder.
@@ -236,8 +234,8 @@ def publish_checkpoint(
 
     Raises:
         FileExistsError: If the step folder exists.
-        OSError: If the disk fails, or if a file is missing or differs in size from its entry. This
-            happens if the nodes do not share the folder.
+        OSError: If the disk fails, or a file is missing or has another size, for example because
+            the nodes do not share the folder.
     """
     for name, entry in files.items():
         path = tmp_folder / name
@@ -261,13 +259,10 @@ def publish_checkpoint(
 
 
 def publish_folder(tmp_folder: Path, target: Path) -> None:
-    """Rename a temporary folder to its final name, so that readers see it only when it is complete.
-
-    If the sync after the rename fails, the folder is complete and visible, but a power failure may
-    undo the rename. This is logged as a warning.
+    """Rename a complete temporary folder to its final name, so that readers see it.
 
     Args:
-        tmp_folder: The temporary folder. Its files are synced.
+        tmp_folder: The temporary folder, whose files are synced to disk.
         target: The new path, on the same file system.
 
     Raises:
@@ -279,16 +274,16 @@ def publish_folder(tmp_folder: Path, target: Path) -> None:
         raise FileExistsError(f"{target} exists already")
     tmp_folder.rename(target)
     try:
-        sync(target.parent)
+        sync(target.parent)  # otherwise a power failure may undo the rename
     except OSError as error:
         problem = f"{target} is complete, but may be lost in a power failure"
         logging.getLogger(LOGGER_NAME).warning(f"{problem}, because fsync failed: {error}")
 
 
 def sync(path: Path) -> None:
-    """Force the content of a file, or the entries of a folder, to disk.
+    """Flush a file, or the list of files in a folder, to disk, so that it survives a power failure.
 
-    A renamed file survives a crash only if its folder is synced afterward.
+    After a file is renamed, its folder must be synced as well.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -358,50 +353,44 @@ def _decode_manifest(raw: bytes) -> dict[str, Any] | None:
     """Parse a manifest and verify its checksum.
 
     Returns:
-        The entries of the manifest except the checksum, or None if the bytes are altered or
-        incomplete.
+        The manifest without the checksum, or None if it is altered or incomplete.
     """
     try:
         body = json.loads(raw)
         del body["checksum"]
-        # Compare all bytes instead of the checksum, so that a flipped space is found as well.
-        if raw != encode_manifest(body):
-            return None
-
+        # Encode it again and compare all bytes, so that altered whitespace is found as well.
+        is_intact = raw == encode_manifest(body)
         keys = {*body, *body["info"]}
-        if not keys >= {"format", "step", "job", "architecture", "train_state"}:
-            return None
+        has_keys = keys >= {"format", "step", "job", "architecture", "train_state"}
         for entry in body["files"].values():
-            if not {*entry} >= {"size", "xxh3_128"}:
-                return None
+            has_keys &= {*entry} >= {"size", "xxh3_128"}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-    return body
+    return body if is_intact and has_keys else None
 
 
 def get_run_id(manifest: dict[str, Any]) -> str | None:
-    """Return the ID of the run that saved a checkpoint, or None if the manifest has no ID.
+    """Return the ID of the run that saved a checkpoint, or None if it has no ID.
 
-    Checkpoints of titanlite 0.1, imported weights, and averages of checkpoints have no ID.
+    Checkpoints of titanlite 0.1, imported weights and averages of checkpoints have no ID.
     """
     return manifest["info"]["train_state"].get("run")
 
 
 def holds_run_state(manifest: dict[str, Any]) -> bool:
-    """Return whether a training run saved the checkpoint, so that a run can resume from it.
+    """Return whether a training run saved a checkpoint, so that a run can resume from it.
 
-    False for imported weights and averages of checkpoints, whose manifests record an origin, such
-    as the path of the imported model.
+    The result is False for imported weights and averages of checkpoints.
     """
     return "origin" not in manifest["info"]
 
 
 def belongs_to_run(manifest: dict[str, Any], run: str | None) -> bool:
-    """Return whether a given run saved a checkpoint. Only such checkpoints may be removed.
+    """Return whether a run saved a checkpoint, so that it may also remove the checkpoint.
 
     Args:
         manifest: Manifest of the checkpoint.
-        run: ID of the run. A checkpoint of titanlite 0.1 has no ID and belongs to any run.
+        run: ID of the run. A checkpoint of titanlite 0.1 has no ID, and belongs to any run.
     """
     return holds_run_state(manifest) and get_run_id(manifest) in (None, run)
 
@@ -418,9 +407,9 @@ def has_titanlite_manifest(folder: Path) -> bool:
 
 
 def find_foreign_export(dump_folder: Path) -> Path | None:
-    """Return the path of `final_hf` if another program wrote it, or None.
+    """Return the path of the Hugging Face export, `final_hf`, if another program wrote it.
 
-    The run must not replace such a folder with its Hugging Face export.
+    A run must not replace such a folder. Otherwise return None.
 
     Args:
         dump_folder: Output folder of the run.
@@ -431,9 +420,9 @@ def find_foreign_export(dump_folder: Path) -> Path | None:
 
 
 def get_validation_loss(manifest: dict[str, Any]) -> float:
-    """Return the validation loss of the weights in a checkpoint, or infinity if it is unknown.
+    """Return the validation loss of the weights in a checkpoint.
 
-    The loss is known if the run validated at the step of the checkpoint.
+    If the run did not validate at the step of the checkpoint, return infinity.
     """
     state = manifest["info"]["train_state"]
     best = state.get("hooks", {}).get(BEST_CHECKPOINT, {})
@@ -443,10 +432,7 @@ def get_validation_loss(manifest: dict[str, Any]) -> float:
 
 
 def select_outdated(steps: list[int], config: schema.Checkpoint) -> list[int]:
-    """Return the steps whose checkpoints the retention options of a job do not keep.
-
-    `keep_latest_k` keeps the newest checkpoints (0: all), and `keep_every_n_steps` keeps those of
-    every n-th step.
+    """Return the steps whose checkpoints `keep_latest_k` and `keep_every_n_steps` do not keep.
 
     Args:
         steps: Steps of all checkpoints, in ascending order.
@@ -467,13 +453,12 @@ def check_checkpoint(
 
     Args:
         path: The step folder.
-        select: Returns the file names that this caller checks, so that ranks can share the work.
-        verified_on_load: Do not read the index and files with chunk checksums, only compare their
-            sizes. `SafeReader` verifies their content when it loads them.
+        select: Selects the names of the files to check, so that ranks can share the work.
+        verified_on_load: Whether to skip checksums that are verified again when tensors are loaded.
+            The sizes of all files are always checked.
 
     Raises:
         Damage: If the manifest is altered, or a file is missing or has another size or checksum.
-            The message names the first such file.
         CheckpointError: If a file cannot be read now, or the format is newer. The content may be
             intact.
     """
@@ -497,15 +482,13 @@ def check_checkpoint(
 
 
 def remove_unfinished(folder: Path, owner: str, log: Callable[[str], None]) -> None:
-    """Delete the temporary files that interrupted saves of earlier starts left behind.
+    """Delete the temporary files that interrupted saves left behind.
 
-    A file that cannot be deleted, for example because it is open on another node, is logged and
-    stays. It does no harm, because temporary names are never used twice.
+    Files that cannot be deleted, for example because they are open on another node, are logged.
 
     Args:
         folder: The folder to clean up.
         owner: Hash of the checkpoint folder, which is part of the names of its temporary files.
-            Other files are never deleted.
         log: Called with one line of text for each file.
     """
     for path in folder.glob(f"{TMP_PREFIX}*{owner}*"):
@@ -520,7 +503,7 @@ def remove_unfinished(folder: Path, owner: str, log: Callable[[str], None]) -> N
 
 
 def finish_removals(folder: Path, log: Callable[[str], None]) -> None:
-    """Complete the removal of checkpoints that an earlier start began, see `remove_checkpoint`."""
+    """Complete removals of checkpoints that an earlier process began, but did not finish."""
     for path in _list_half_removed(folder):
         try:
             _remove_listed_files(path)
@@ -558,10 +541,10 @@ def replace_link(link: Path, target: Path) -> None:
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Delete the files listed in the manifest of a checkpoint, and its folder if it is then empty.
+    """Delete the files of a checkpoint, and its folder unless it contains other files.
 
-    The manifest is renamed first, so that no reader finds a partial checkpoint. If the removal is
-    interrupted, `finish_removals` completes it.
+    The manifest is renamed first, so that readers ignore the checkpoint from then on. If the
+    removal is interrupted, `finish_removals` completes it.
     """
     read_manifest(path)
     (path / MANIFEST).rename(path / INCOMPLETE)
@@ -582,8 +565,6 @@ def _remove_listed_files(path: Path) -> None:
 @dataclass
 class CheckpointContext:
     """The checkpoint folder of a run, and all that is needed to save to it and to load from it.
-
-    `Saver`, `Resumer` and `Mirror` share one instance.
 
     Attributes:
         config: Section [checkpoint] of the job.
@@ -646,8 +627,8 @@ class CheckpointContext:
         Runs on rank 0.
 
         Returns:
-            A token for the names of temporary files. It is a hash of the folder's path, which
-            identifies leftovers of earlier starts, followed by a random part.
+            A token for the names of temporary files: a hash of the folder's path, by which later
+            starts recognize leftovers, and a random part.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         owner = xxhash.xxh3_64_hexdigest(os.fsencode(self.folder.resolve()))

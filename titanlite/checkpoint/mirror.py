@@ -71,13 +71,10 @@ T = TypeVar("T")
 
 
 class Mirror:
-    """Copies the checkpoints of a run to `checkpoint.mirror`, and downloads them at a start.
+    """Copies the checkpoints of a run to a URL, the mirror, and downloads them at a start.
 
     All ranks create one, and call `restore`, `begin` and `wait_until_copied` together. Only rank 0
     accesses the storage. It copies in a background thread.
-
-    The methods identify a checkpoint at the mirror by its name, "step-00000100" or, for the outputs
-    of the last save, "final/step-00000100".
 
     Args:
         context: Checkpoint folder, options and ranks of the run.
@@ -118,9 +115,9 @@ class Mirror:
         self._next_send_time = 0.0
 
     def restore(self) -> None:
-        """Download the newest valid checkpoint if it is newer than those in the local folder.
+        """Download the checkpoints that the run needs and that the local folder lacks.
 
-        Also download the checkpoint of `load_step` and, with `keep_best`, the best one. Damaged
+        These are the newest one, that of `load_step` and, with `keep_best`, the best one. Damaged
         checkpoints are renamed at the mirror. All ranks call this together, before a run loads its
         checkpoint.
 
@@ -133,24 +130,24 @@ class Mirror:
         self._run_on_rank0(self._restore)
 
     def begin(self, step: int) -> None:
-        """Start to copy checkpoints in the background, when the run has loaded its checkpoint.
+        """Start to copy checkpoints in the background, after the run has loaded its checkpoint.
 
-        Checkpoints of later steps at the mirror are renamed, because the run will write these steps
+        Later checkpoints at the mirror are renamed first, because the run will write these steps
         again. All ranks call this together.
 
         Args:
             step: Step of the loaded checkpoint, or 0.
         """
 
-        def rename_later() -> None:
+        def begin_on_rank0() -> None:
             run_id = self._find_run_id()
             for mirrored_step, name in self._list_mirror().items():
-                is_own = belongs_to_run(self._manifests[name], run_id)
-                if mirrored_step > step and is_own:
+                is_from_this_run = belongs_to_run(self._manifests[name], run_id)
+                if mirrored_step > step and is_from_this_run:
                     self._set_aside(name, "archived")
             self.notify()
 
-        self._run_on_rank0(rename_later)
+        self._run_on_rank0(begin_on_rank0)
 
     def notify(self) -> None:
         """Let the background thread copy all checkpoints that the mirror lacks.
@@ -173,20 +170,18 @@ class Mirror:
         timeout = self._config.timeout_seconds
         deadline = time.monotonic() + timeout
 
-        def poll() -> bool | None:
-            """Return whether the newest checkpoint is copied, or None to continue waiting."""
+        def wait_briefly() -> bool:
+            """Wait for the copy, and return whether it has ended or is too late."""
             wait([self._last_update], min(_POLL_SECONDS, timeout / 4))
-            is_late = time.monotonic() > deadline
-            if not self._last_update.done() and not is_late:
-                return None
+            return self._last_update.done() or time.monotonic() > deadline
+
+        def is_newest_copied() -> bool:
             checkpoints = self._list_local()
             return not checkpoints or self._get_name(checkpoints[-1]) in self._copied
 
-        while True:
-            is_copied = self._run_on_rank0(poll)
-            if is_copied is not None:
-                return is_copied
+        while not self._run_on_rank0(wait_briefly):
             report_alive()
+        return self._run_on_rank0(is_newest_copied)
 
     def close(self) -> None:
         """Abort the copy in progress. The next start repeats it."""
@@ -206,26 +201,32 @@ class Mirror:
     def _list_mirror(self) -> dict[int, str]:
         """List the files at the mirror, and read the manifests of complete checkpoints.
 
-        Updates `_files` and `_manifests`. A damaged manifest is logged once and ignored. It is not
-        renamed, because another program may have written it.
+        The results are kept in `_files` and `_manifests`. Checkpoints with a damaged manifest are
+        ignored.
 
         Returns:
-            Names of the complete checkpoints by step, in ascending order, without those in `final`.
+            Step -> name of each complete checkpoint, sorted by step, without those in `final`.
         """
         self._files = list_files(self._storage, self._root)
         names = find_checkpoints(self._files)
         final_names = find_checkpoints(self._files, "final/")
 
-        known = self._manifests
+        known_manifests = self._manifests
         self._manifests = {}
         for name in (*names, *final_names):
-            manifest = known.get(name) or self._read_manifest(name)
+            manifest = known_manifests.get(name) or self._read_manifest(name)
             if manifest is not None:
                 self._manifests[name] = manifest
         return {get_step(Path(name)): name for name in names if name in self._manifests}
 
     def _read_manifest(self, name: str) -> dict[str, Any] | None:
-        """Return the manifest of a checkpoint at the mirror, or None if it is damaged."""
+        """Return the manifest of a checkpoint at the mirror. If it is damaged, log it once.
+
+        A damaged manifest is not renamed, because another program may have written it.
+
+        Returns:
+            The manifest, or None if it is damaged.
+        """
         path = f"{self._root}/{name}/{MANIFEST}"
         raw = self._storage.cat_file(path)
         try:
@@ -293,24 +294,24 @@ class Mirror:
     # Restore
 
     def _restore(self) -> None:
-        """Download the checkpoints that the local folder needs. Runs on rank 0; see `restore`."""
-        local = list_checkpoints(self._folder)
+        """Download the checkpoints that the run needs. Runs on rank 0; see `restore`."""
+        local_checkpoints = list_checkpoints(self._folder)
         names = self._list_mirror()
         self._check_run(self._find_run_id())
-        has_checkpoints = self._has_checkpoints()
+        has_mirrored_checkpoints = self._has_checkpoints()
 
-        newest_local_step = get_step(local[-1]) if local else -1
+        newest_local_step = get_step(local_checkpoints[-1]) if local_checkpoints else -1
         is_downloaded = self._download_newest(names, newest_local_step)
 
-        needed = {names.get(self._config.load_step)}
+        needed_names = {names.get(self._config.load_step)}
         if self._config.keep_best:
-            needed.add(self._find_best())
-        for name in needed:
-            # `_manifests` lacks a checkpoint that `_download_newest` found damaged.
-            if name in self._manifests and not self._get_path(name).exists():
+            needed_names.add(self._find_best())
+        for name in needed_names:
+            is_valid = name in self._manifests  # `_download` removes damaged ones from it
+            if is_valid and not self._get_path(name).exists():
                 is_downloaded |= self._download(name)
 
-        if has_checkpoints and not local and not is_downloaded:
+        if has_mirrored_checkpoints and not local_checkpoints and not is_downloaded:
             problem = f"{self._url} has no valid checkpoint"
             reason = f"Each has a damaged {MANIFEST}, or one that was renamed to {MANIFEST}.damaged"
             raise CheckpointError(f"{problem}. {reason} or {MANIFEST}.archived.")
@@ -353,16 +354,16 @@ class Mirror:
     def _download(self, name: str) -> bool:
         """Download a checkpoint to the local folder and verify it.
 
-        A damaged checkpoint is renamed at the mirror, so that an older one is downloaded instead.
+        If the checkpoint is damaged, it is renamed at the mirror.
 
         Args:
-            name: Name of the checkpoint at the mirror.
+            name: Name of the checkpoint at the mirror, such as "step-00000100".
 
         Returns:
             Whether the checkpoint is valid and now in the local folder.
 
         Raises:
-            UserError: If the job cannot resume from it. Then nothing is downloaded.
+            UserError: If the job cannot resume from the checkpoint. Nothing is downloaded then.
         """
         manifest = self._manifests[name]
         self._check_job(RemotePath(f"{self._url}/{name}"), manifest)
@@ -370,7 +371,7 @@ class Mirror:
         tmp_folder = self._folder / f"{TMP_PREFIX}mirror-{self._context.token}"
         shutil.rmtree(tmp_folder, ignore_errors=True)  # left by a damaged checkpoint
 
-        sizes = {}  # in bytes, by path relative to the mirror
+        sizes = {}  # path relative to the mirror -> bytes
         for file in (MANIFEST, *manifest["files"]):
             path = f"{name}/{file}"
             if path in self._files:
@@ -416,7 +417,7 @@ class Mirror:
     # Copies, in the thread
 
     def _update(self) -> None:
-        """Copy the checkpoints that the mirror lacks, the newest first."""
+        """Copy the checkpoints that the mirror lacks, from the newest to the oldest."""
         tried = set(self._copied)
         while True:
             # List again after each copy, because the run saves and removes checkpoints meanwhile.
@@ -430,40 +431,39 @@ class Mirror:
         self.sending = None
 
     def _send(self, path: Path) -> None:
-        """Copy a checkpoint with retries, and remove outdated checkpoints at the mirror.
-
-        Log the result. A failure is counted in `failed` and affects nothing else.
+        """Copy a checkpoint to the mirror with retries, and log a failure.
 
         Args:
             path: The local step folder.
         """
         name = self._get_name(path)
+        error: UserError | None = None
         for pause in (*_RETRY_PAUSES, None):
             error = self._try_to_send(path, name)
             is_removed = not (path / MANIFEST).is_file()
             if error is None or is_removed or self._is_ending.is_set():
                 return
 
-            # Other errors, such as files of another run, need the user.
-            is_temporary = isinstance(error, CheckpointError)
-            should_retry = is_temporary and pause is not None
-            if should_retry and not self._is_ending.wait(pause):
-                continue
-            if name not in self.failed:
-                text = f"Copying {name} to the mirror FAILED ({error})"
-                self._log(Event(text, "failed mirror", get_step(path)))
-            self.failed.add(name)
-            return
+            is_storage_failure = isinstance(error, CheckpointError)
+            if not is_storage_failure or pause is None:  # other errors need the user
+                break
+            if self._is_ending.wait(pause):
+                break
+
+        if name not in self.failed:
+            text = f"Copying {name} to the mirror FAILED ({error})"
+            self._log(Event(text, "failed mirror", get_step(path)))
+        self.failed.add(name)
 
     def _try_to_send(self, path: Path, name: str) -> UserError | None:
-        """Copy a checkpoint once, and remove outdated checkpoints at the mirror.
+        """Try once to copy a checkpoint, and then remove outdated checkpoints at the mirror.
 
         Args:
             path: The local step folder.
             name: Name of the checkpoint at the mirror.
 
         Returns:
-            The error if this failed, otherwise None. A failure of the storage is a CheckpointError.
+            The error, or None after a success. If the storage failed, it is a `CheckpointError`.
         """
         url = f"{self._url}/{name}"
         started = time.perf_counter()
@@ -493,15 +493,15 @@ class Mirror:
         Raises:
             UserError: If another run uses the mirror, or files of other programs are in the way.
         """
-        raw = (path / MANIFEST).read_bytes()
-        files = parse_manifest(raw, path / MANIFEST)["files"]
+        raw_manifest = (path / MANIFEST).read_bytes()
+        entries = parse_manifest(raw_manifest, path / MANIFEST)["files"]
         folder = f"{self._root}/{name}"
         run_id = self._find_run_id()
         self._list_mirror()
         self._check_run(run_id)
+
         if name in self._manifests:
-            mirrored = self._storage.cat_file(f"{folder}/{MANIFEST}")
-            if mirrored == raw:
+            if self._storage.cat_file(f"{folder}/{MANIFEST}") == raw_manifest:
                 return False
             is_final = path.parent != self._folder
             if not is_final:  # only `final` is written again with the same name
@@ -509,32 +509,43 @@ class Mirror:
                 fix = "Stop one of them, or choose another checkpoint.mirror."
                 raise UserError(f"{problem}. {fix}")
             self._remove(name)
-        elif not self._may_write(name, files, run_id):
+        elif not self._may_write(name, entries, run_id):
             problem = f"{folder} contains files that this run did not write"
             raise UserError(f"{problem}. Move them, or choose another checkpoint.mirror.")
 
-        # A manifest under its final name would make readers take the copy for complete.
-        self._storage.pipe_file(f"{folder}/{INCOMPLETE}", raw)
-        with ThreadPoolExecutor(PARALLEL) as pool:
-            copies = [
-                pool.submit(self._copy_file, path / file, f"{folder}/{file}", entry)
-                for file, entry in files.items()
-            ]
-        for copy in copies:
-            copy.result()
-        self._storage.pipe_file(f"{folder}/{MANIFEST}", raw)
+        # Readers ignore the checkpoint until its manifest has the final name.
+        self._storage.pipe_file(f"{folder}/{INCOMPLETE}", raw_manifest)
+        self._copy_files(path, folder, entries)
+        self._storage.pipe_file(f"{folder}/{MANIFEST}", raw_manifest)
         self._storage.rm_file(f"{folder}/{INCOMPLETE}")
         return True
 
+    def _copy_files(self, path: Path, folder: str, entries: dict[str, Entry]) -> None:
+        """Copy the files of a step folder in parallel, without its manifest.
+
+        Args:
+            path: The local step folder.
+            folder: Path of the copy in the storage.
+            entries: Manifest entry of each file, by its name.
+        """
+        with ThreadPoolExecutor(PARALLEL) as pool:
+            copies = []
+            for file, entry in entries.items():
+                target = f"{folder}/{file}"
+                copies.append(pool.submit(self._copy_file, path / file, target, entry))
+        for copy in copies:
+            copy.result()  # raises the error of a copy that failed
+
     def _may_write(self, name: str, files: Iterable[str], run_id: str | None) -> bool:
-        """Return whether a copy would overwrite only files of this run.
+        """Return whether a copy of a checkpoint would overwrite nothing but files of this run.
 
         Args:
             name: Name of the checkpoint at the mirror.
             files: Names of the files to write.
             run_id: ID of this run.
         """
-        if not any(f"{name}/{file}" in self._files for file in (MANIFEST, *files)):
+        exists = any(f"{name}/{file}" in self._files for file in (MANIFEST, *files))
+        if not exists:
             return True
 
         # A manifest of this run, complete or renamed, shows that the run wrote the files.
@@ -547,9 +558,6 @@ class Mirror:
 
     def _copy_file(self, path: Path, target: str, entry: Entry) -> None:
         """Copy a file to the mirror, and verify the copy.
-
-        S3 reports the MD5 of each part as an ETag, which is compared. From other storages, the copy
-        is read back.
 
         Args:
             path: The local file.
@@ -575,7 +583,8 @@ class Mirror:
         info = self._storage.info(target)
         is_intact = info["size"] == entry["size"] and checksum.hexdigest() == expected
         etag = (info.get("ETag") or "").strip('"')
-        if is_intact and etag not in _possible_etags(part_md5s):
+        is_verified = etag in _possible_etags(part_md5s)  # S3 has hashed what it received
+        if is_intact and not is_verified:
             with self._storage.open(target, "rb", block_size=_BLOCK_SIZE) as copy:
                 is_intact = file_digest(copy, xxhash.xxh3_128).hexdigest() == expected
         if not is_intact:
@@ -597,35 +606,30 @@ class Mirror:
     # Removals, in the thread
 
     def _remove_outdated(self) -> None:
-        """Remove the checkpoints at the mirror that the job's retention options do not keep.
+        """Remove the checkpoints of this run at the mirror that the job does not keep.
 
-        Also delete leftovers of interrupted copies and removals. Runs after each copy.
+        Also delete leftovers of interrupted copies and removals.
         """
         run_id = self._find_run_id()
-        own_names = {}  # by step
+        names_by_step = {}
         for step, name in self._list_mirror().items():
             if belongs_to_run(self._manifests[name], run_id):
-                own_names[step] = name
+                names_by_step[step] = name
 
         best = self._find_best() if self._config.keep_best else None
-        outdated = set()
-        for step in select_outdated(list(own_names), self._config):
-            if own_names[step] != best:
-                outdated.add(own_names[step])
+        outdated_steps = select_outdated(list(names_by_step), self._config)
+        outdated = {names_by_step[step] for step in outdated_steps} - {best}
         for name in outdated:
             self._remove(name)
 
-        # The listing is from before these removals, so skip the steps that they have deleted.
+        # The files were listed before these removals, so skip the checkpoints that are now deleted.
         local_names = {self._get_name(path) for path in self._list_local()}
         for name in self._list_incomplete():
             if name not in outdated:
                 self._clean_up(name, run_id, is_local=name in local_names)
 
     def _list_incomplete(self) -> list[str]:
-        """Return the steps at the mirror whose manifest is marked as incomplete.
-
-        A copy or a removal of these steps is in progress, or was interrupted.
-        """
+        """Return the names of the checkpoints at the mirror whose copy or removal is incomplete."""
         pattern = re.compile(f"((?:final/)?{STEP_FOLDER.pattern})/{re.escape(INCOMPLETE)}")
         matches = [pattern.fullmatch(path) for path in self._files]
         return [match[1] for match in matches if match is not None]
@@ -651,21 +655,24 @@ class Mirror:
     def _remove(self, name: str) -> None:
         """Remove a complete checkpoint from the mirror, its manifest first.
 
-        If the removal is interrupted, `_clean_up` completes it.
+        If the removal is interrupted, a later call of `_clean_up` completes it.
         """
         files = self._manifests[name]["files"]
         self._rename_manifest(name, INCOMPLETE)
         self._delete(name, files)
 
     def _delete(self, name: str, files: Iterable[str]) -> None:
-        """Delete the given files of a step, and its incomplete manifest.
+        """Delete files of a checkpoint at the mirror, and then its incomplete manifest.
 
-        All other files are kept.
+        Args:
+            name: Name of the checkpoint.
+            files: Names of the files to delete. All other files are kept.
         """
         folder = f"{self._root}/{name}"
         present = [f"{folder}/{file}" for file in files if f"{name}/{file}" in self._files]
         with ThreadPoolExecutor(PARALLEL) as pool:
-            list(pool.map(self._storage.rm_file, present))
+            for _ in pool.map(self._storage.rm_file, present):  # raises the first error
+                pass
         self._storage.rm_file(f"{folder}/{INCOMPLETE}")
         if self._url.startswith(("file:", "local:")):  # on object stores, rmdir may delete files
             with suppress(OSError):  # not empty
@@ -673,7 +680,7 @@ class Mirror:
 
 
 def _is_manifest_of(run_id: str | None, raw: bytes) -> bool:
-    """Return whether a given run wrote a manifest, even if the manifest is damaged.
+    """Return whether a run wrote a manifest, which may be damaged.
 
     Args:
         run_id: ID of the run.

@@ -119,20 +119,18 @@ class Saver:
         library_versions()  # fill its cache now, because it opens files
 
     def save(self, step: int, train_state: dict[str, Any], *, last: bool = False) -> None:
-        """Save the current state as checkpoint `step-<step>`, unless that step is saved already.
+        """Save the state of the run as a checkpoint, unless this step is saved already.
 
-        With an async mode, the method returns when the state has been staged (copied, or queued to
-        be copied), and a thread writes the files. A failed save is logged and counted in `stats`,
-        and the run continues.
+        If saving is asynchronous, this returns as soon as training may continue, and a thread
+        writes the files. A failed save is logged and counted, and the run continues.
 
         Args:
             step: The step that has just been completed.
-            train_state: Small JSON value, equal on all ranks. `Resumer.load` returns it at a
-                resume.
+            train_state: Small JSON value, equal on all ranks, which a resumed run gets back.
             last: Whether the run ends here. If so, follow the options `checkpoint.last_save_*`,
                 such as saving only the weights, and wait until the checkpoint is complete.
         """
-        self.wait_until_saved()  # one save at a time; returns at once if the caller has waited
+        self.wait_until_saved()  # one save at a time
         self._run_id = train_state.get("run")
         weights_only = last and self._config.last_save_model_only
         if weights_only:
@@ -163,23 +161,23 @@ class Saver:
                     self._count_failure(step)
 
     def has_saved(self, step: int) -> bool:
-        """Return whether the state after `step` is on disk, because it was loaded or saved.
+        """Return whether the state after a step is on disk, because it was loaded or saved.
 
-        The result is False if the newest save of this step, or one of its exports, failed.
+        The result is False if the newest save of this step, or its export, has failed.
         """
         return step in (self.loaded_step, self._saved_step) and step != self._failed_step
 
     def stats(self) -> dict[str, int]:
-        """Return how many saves failed, and how often training waited for an earlier save.
+        """Return the number of failed saves, and how often training waited for an earlier save.
 
-        Both numbers are metrics, and equal on all ranks.
+        Both numbers are logged as metrics, and equal on all ranks.
         """
         return {"failed_saves": self._num_failed, "save_waits": self._num_waits}
 
     def wait_until_saved(self) -> None:
-        """Wait until the save in progress ends, and call `on_saved` if it succeeded on all ranks.
+        """Wait until the save in progress ends, if there is one.
 
-        Do nothing if no save is in progress.
+        If it succeeded on all ranks, call `on_saved`.
         """
         if self._pending is None:
             return
@@ -189,8 +187,8 @@ class Saver:
             self._num_waits += 1
             self._log(f"Waiting for the save of step {step}, which is still in progress")
 
-        has_succeeded_on_ranks = self._ranks.gather(result.result())
-        if all(has_succeeded_on_ranks):
+        results_of_ranks = self._ranks.gather(result.result())
+        if all(results_of_ranks):
             self._saved_step = step
             self._failed_step = None
             self._on_saved(step)
@@ -198,7 +196,10 @@ class Saver:
             self._count_failure(step)
 
     def wait_for_copies(self) -> None:
-        """Wait until the asynchronous copies of the state are complete. Weights may change then."""
+        """Wait until the asynchronous copies of the state are complete.
+
+        Only then may the optimizer change the weights.
+        """
         wait(self._copies)
 
     def close(self) -> None:
@@ -236,16 +237,14 @@ class Saver:
         return DefaultStager(options)
 
     def _start_save(self, writer: CheckpointWriter, tensors: dict[str, Tensor]) -> None:
-        """Save tensors in the background thread, or in this thread without an async mode.
-
-        The result becomes the save in progress, which `wait_until_saved` waits for.
+        """Write a checkpoint in the background thread, or in this thread if saves are synchronous.
 
         Args:
             writer: Writer of the checkpoint.
             tensors: The state to save, by name.
         """
         started = time.perf_counter()
-        if self._stager is None:
+        if self._stager is None:  # no async mode
             self._save_now(writer, tensors, started)
             self.wait_until_saved()
             return
@@ -256,10 +255,10 @@ class Saver:
             result = self._thread.submit(self._write_and_publish, writer, copies, started, waited)
             self._pending = writer.step, result
         except Exception as error:
-            # Write in this thread instead, because the other ranks' saves wait for this rank.
+            # The other ranks wait for this rank's part of the checkpoint, so write it here instead.
             text = f"Saving step {writer.step} while training waits ({describe_error(error)})"
             self._log(Event(text, "foreground", writer.step))
-            # A new executor, because the old one may have queued the save before it failed.
+            # Replace the executor, because it may have queued the save before it failed.
             self._thread = ThreadPoolExecutor(1, "checkpoint")
             self._save_now(writer, tensors, started)
 
@@ -277,8 +276,8 @@ class Saver:
         """Copy tensors to CPU memory, so that training can change the originals during the save.
 
         Returns:
-            The copies, by name. If they go to pinned memory, a future of the copies, which are made
-            while the next step runs; `wait_for_copies` waits for this future.
+            The copies by name. Copies to pinned memory are made in the background, and the result
+            is a future of them.
         """
         if self._is_pinned:
             torch.cuda.current_stream().synchronize()  # the stager copies on another stream
@@ -298,8 +297,7 @@ class Saver:
     ) -> bool:
         """Write and publish a checkpoint, log the result, and remove outdated checkpoints.
 
-        Runs in the training loop or in the background thread. Any exception is logged and fails
-        only this save.
+        An exception is logged, and fails only this save.
 
         Args:
             writer: Writer of the checkpoint.
@@ -344,11 +342,11 @@ class Saver:
             tensors: The state itself, or a future of its copies.
 
         Raises:
-            CheckpointError: On all ranks, if copying failed on any rank. If only that rank raised
-                an error, the other ranks would wait for it in `dcp_save`.
+            CheckpointError: On all ranks, if copying failed on any rank.
         """
         error = tensors.exception() if isinstance(tensors, Future) else None
         problem = "" if error is None else f"copying the state failed: {describe_error(error)}"
+        # Raise the error on all ranks, because the others would otherwise wait for this rank.
         problems = [text for text in self._ranks.gather(problem) if text]
         if problems:
             raise CheckpointError(problems[0])
@@ -359,14 +357,15 @@ class Saver:
     def remove_outdated(self) -> None:
         """Remove checkpoints that `keep_latest_k` and `keep_every_n_steps` do not keep.
 
-        Checkpoints in use stay: the best one, and one that is being copied to the mirror.
+        The best checkpoint, and one that is being copied to the mirror, are never removed.
         """
         self._ranks.run_on_rank0(self._remove_outdated)
 
     def is_best(self, loss: float) -> bool:
-        """Return whether a validation loss is lower than the loss of every saved checkpoint.
+        """Return whether a validation loss is lower than those of all saved checkpoints.
 
-        Called after a validation, to decide whether to save the weights.
+        Args:
+            loss: Validation loss of the current weights.
         """
 
         def is_lowest() -> bool:
@@ -381,7 +380,7 @@ class Saver:
     def update_best_link(self) -> None:
         """Point the symbolic link `best` to the checkpoint with the lowest validation loss.
 
-        Do nothing unless the job sets `checkpoint.keep_best`.
+        This does nothing unless `checkpoint.keep_best` is set.
 
         Raises:
             CheckpointError: If a manifest cannot be read now.
@@ -390,11 +389,7 @@ class Saver:
             self._ranks.run_on_rank0(self._update_best_link)
 
     def _remove_outdated(self) -> None:
-        """Remove the outdated checkpoints of this run. Runs on rank 0.
-
-        A checkpoint stays if it is the best one, or if it is being copied to the mirror. A failure
-        is logged, because it must not fail a complete save.
-        """
+        """Remove the outdated checkpoints of this run. Failures are logged. Runs on rank 0."""
         try:
             checkpoints = self._list_own()
             if self._config.keep_best:
@@ -419,10 +414,9 @@ class Saver:
                 self._log(f"Could not remove the old {path.name}: {describe_error(error)}")
 
     def _list_own(self) -> list[Path]:
-        """Return the checkpoints that this run saved, sorted by step.
+        """Return the checkpoints that this run has saved, sorted by step.
 
-        The folder may also contain imported weights or checkpoints of other runs, which are never
-        removed.
+        Imported weights and checkpoints of other runs in the folder are left out.
         """
         paths = list_checkpoints(self._folder)
         for path in paths:
@@ -435,7 +429,7 @@ class Saver:
         return [path for path in paths if self._is_from_this_run[path]]
 
     def _find_best(self) -> tuple[float, Path | None]:
-        """Find the checkpoint with the lowest validation loss, including weights in `final`.
+        """Find the checkpoint with the lowest validation loss.
 
         Returns:
             The loss, and the earliest checkpoint that has it. Infinity and None if no checkpoint
@@ -469,11 +463,10 @@ class Saver:
     # Outputs of the last save
 
     def _prepare_output_path(self, path: Path, step: int) -> bool:
-        """Return whether the run must write its final output to `path`. Runs on rank 0.
+        """Prepare the path of a final output, and return whether the run must write it.
 
-        If an earlier start of this run has written the output, and no step was trained since, the
-        output is kept. If steps were trained since, the old output is renamed. A path that another
-        program wrote is never changed, and writing to it fails.
+        An output of an earlier start is kept if no step was trained since, and is renamed
+        otherwise. Files of other programs are never changed. Runs on rank 0.
 
         Args:
             path: Path of the output: a step folder in `final`, or `final_hf`.
@@ -494,7 +487,7 @@ class Saver:
     def _export(self, path: Path, step: int) -> bool:
         """Export the last checkpoint to `final_hf` in Hugging Face format. Runs on rank 0.
 
-        The weights are read from disk, so that no rank has to gather them in memory.
+        The weights are read from disk, so no rank has to gather them in memory.
 
         Args:
             path: Step folder of the last checkpoint.
