@@ -136,10 +136,10 @@ def verify(folder: Path) -> dict[str, Any]:
         folder: A path or URL that `find_checkpoints` accepts.
 
     Returns:
-        {"folder", "checkpoints": [{"name", "step", "bytes", "state": "good" | "damaged" |
-        "unreadable", "damage": [...]}], "unfinished": [names], "set_aside": [names]}.
-        "unfinished" lists interrupted saves and removals, "set_aside" lists damaged checkpoints
-        that a run has renamed.
+        A dictionary with the path ("folder"), a list of "checkpoints", the names of interrupted
+        saves and removals ("unfinished"), and the names of damaged checkpoints that a run has
+        renamed ("set_aside"). Each checkpoint has "name", "step", "bytes", "state" ("good",
+        "damaged" or "unreadable") and "damage", a list of messages.
 
     Raises:
         UserError: If the folder does not exist.
@@ -184,7 +184,7 @@ def _verify_step_folder(path: Path) -> dict[str, Any]:
 
 
 class NoTokenizerError(CheckpointError):
-    """Raised for a checkpoint without a tokenizer. Its weights were imported without one."""
+    """Raised if a checkpoint has no tokenizer, because its weights were imported without one."""
 
 
 def read_newest_job(path: Path, tokenizer_path: Path | None = None) -> JobConfig:

@@ -543,9 +543,7 @@ def import_weights(
 
 
 def describing_job(source: Weights, plugins: Sequence[str] = ()) -> JobConfig:
-    """Return a job that describes a model which titanlite did not train.
-
-    An imported checkpoint contains this job, from which commands build its model.
+    """Create the job of an imported checkpoint, from which commands build its model.
 
     Args:
         source: The weights and their architecture.

@@ -587,8 +587,7 @@ def _copy_hook_tensors(live: LiveState) -> dict[str, Tensor]:
 def _erase(live: LiveState) -> None:
     """Fill all tensors with NaN and reset the optimizer, after a damaged checkpoint was loaded.
 
-    Damaged values cannot silently be used then, and hooks recognize that their tensors have no
-    value.
+    This keeps training from silently using damaged values.
     """
     for tensor in live.tensors(optimizer=False).values():
         _fill_with_nan(tensor)

@@ -69,10 +69,9 @@ not write this key.
 
 
 class HashingFile(io.BufferedWriter):
-    """A new file that computes checksums of itself and of its chunks while it is written.
+    """A new file that computes its checksum, and that of each saved tensor, while it is written.
 
-    A chunk is one saved tensor or shard. Its checksum lets a reader verify it without reading the
-    whole file. Write sequentially; seeking is not supported.
+    Write sequentially; seeking is not supported.
 
     Attributes:
         error: The first OSError of a write, or None. `torch.save` replaces it by a less helpful
@@ -100,10 +99,7 @@ class HashingFile(io.BufferedWriter):
         return written
 
     def end_chunk(self) -> tuple[int, int, bytes]:
-        """End the current chunk.
-
-        Return its offset in the file, its length in bytes, and its checksum.
-        """
+        """End the current chunk, and return its offset, its length in bytes and its checksum."""
         offset = self._chunk_start
         checksum = self._chunk_hash.digest()
         self._chunk_start = self._size
@@ -306,8 +302,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         folder: The step folder.
 
     Returns:
-        {"format": version, "step": number, "files": entry by file name, "info": job, architecture,
-        training state and more}.
+        A dictionary with the keys "format" (version number), "step", "files" (entry of each file
+        by name) and "info" (job, architecture, training state and more).
 
     Raises:
         Damage: If the manifest is missing or altered, or names files outside of the folder.
@@ -552,7 +548,7 @@ def remove_checkpoint(path: Path) -> None:
 
 
 def _remove_listed_files(path: Path) -> None:
-    """Delete the files that the renamed manifest lists, the manifest, and the empty folder."""
+    """Delete the files that a renamed manifest lists, the manifest, and the folder if empty."""
     with open_file(path / INCOMPLETE) as file:
         manifest = parse_manifest(file.read(), path / INCOMPLETE)
     for name in manifest["files"]:

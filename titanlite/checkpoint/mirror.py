@@ -606,9 +606,9 @@ class Mirror:
     # Removals, in the thread
 
     def _remove_outdated(self) -> None:
-        """Remove the checkpoints of this run at the mirror that the job does not keep.
+        """Remove outdated checkpoints of this run, and leftovers of interrupted copies.
 
-        Also delete leftovers of interrupted copies and removals.
+        Outdated are those that the retention options of the job do not keep.
         """
         run_id = self._find_run_id()
         names_by_step = {}
@@ -680,7 +680,7 @@ class Mirror:
 
 
 def _is_manifest_of(run_id: str | None, raw: bytes) -> bool:
-    """Return whether a run wrote a manifest, which may be damaged.
+    """Return whether a given run wrote a manifest, even if the manifest is damaged.
 
     Args:
         run_id: ID of the run.

@@ -41,10 +41,9 @@ _loaded: set[str] = set()
 
 
 class Registry:
-    """Entries of one kind, such as all optimizers, by name.
+    """Classes or functions of one kind, such as all optimizers, by the names that users write.
 
-    A registry can also be used as an annotation. A pydantic field of type `Annotated[str, SOURCES]`
-    accepts only the names of registered data sources.
+    A pydantic field of type `Annotated[str, REGISTRY]` accepts only names in the registry.
 
     Args:
         built_in: Built-in entries, name -> "module:name".
@@ -63,13 +62,13 @@ class Registry:
         return resolve(self._entries[name])
 
     def make(self, name: str, tables: object, *inputs: Any) -> Any:
-        """Call the entry called `name`, and return the result.
+        """Call a registered class or function, and return the result.
 
         Args:
             name: Name of the entry.
-            tables: The job. If the entry was registered with its own section, that section of the
-                job is passed as the last argument.
-            inputs: Arguments of the entry.
+            tables: The job. If the entry has its own section in it, the section is passed as the
+                last argument.
+            inputs: Other arguments of the entry.
         """
         if name in self._names_with_section:
             inputs = (*inputs, getattr(tables, name))

@@ -39,11 +39,10 @@ from titanlite.config.registry import (
 
 
 def check_path(path: str) -> str:
-    """Return `path` with a leading ~ replaced by the home folder.
+    """Check a path from a job, and return it with a leading ~ replaced by the home folder.
 
     Raises:
-        ValueError: If no file system accepts the path, or the path contains an environment
-            variable, which only a shell would replace.
+        ValueError: If no file system accepts the path, or it contains an environment variable.
     """
     path = os.path.expanduser(path)
     if "\0" in path or any(len(name.encode()) > 255 for name in path.split("/")):
@@ -103,10 +102,13 @@ Component = Literal["model", "loss", "optimizer", "clip"]
 
 
 def _never_read(**defaults: object) -> dict[str, tuple[object, str]]:
-    """Return entries of `Section.dropped` for keys that were accepted but never used.
+    """Reject keys that earlier versions accepted but never used.
 
     Args:
         defaults: Former default of each key. A job that still has this value is accepted.
+
+    Returns:
+        Value for the class variable `dropped` of a section.
     """
     message = "is no longer a key, because nothing read it. Remove it."
     return {key: (default, message) for key, default in defaults.items()}
@@ -399,13 +401,12 @@ class Dataset(TextSource):
     """Number of global batches that each background process prepares in advance."""
 
     def get_stage_value(self, key: str, done: int, default: Any) -> Any:
-        """Return the value that the data stages set for a key, after `done` completed steps.
+        """Return the value that the data stages set for a key after some steps.
 
-        Later stages override earlier ones, and a stage that omits the key keeps the value of the
-        stage before.
+        A stage that omits the key keeps the value of the stage before.
 
         Args:
-            key: Field of `DataStage`, such as "global_batch_size".
+            key: Key of a stage, such as "global_batch_size".
             done: Number of completed optimizer steps.
             default: Value to return if no stage that has started sets the key.
         """
@@ -844,7 +845,7 @@ class Comm(Section):
 
 
 class Whole(Section):
-    """Base class of a job and of command options, whose errors list all mistakes at once.
+    """Base class for jobs and command options. A validation error lists all mistakes at once.
 
     Raises:
         ConfigError: If any value is invalid.
@@ -897,7 +898,7 @@ def rename_keys(tables: dict[str, Any]) -> list[str]:
 
 
 class JobConfig(Whole):
-    """One training run. Plugins can add tables, which are attributes like the others."""
+    """Complete configuration of a training run. Each section is an attribute, also of plugins."""
 
     model_config = ConfigDict(extra="allow")  # for tables of plugins; others are rejected below
     dropped: ClassVar = {"dry_run": (None, "was removed. Run `titanlite profile` instead.")}
