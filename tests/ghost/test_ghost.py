@@ -35,7 +35,7 @@ DOCUMENTS = "--dataset.document_mask"
 EACH = "--training.global_batch_size 16 --parallelism.fsdp_reduce microbatch"
 
 # Ranks -> name -> options. Those in SAMPLE run with every run of the tests, the rest with --ghost
-# or --long. Not here: ZBVZeroBubble, because it needs torch 2.13.
+# or --long.
 JOBS = {
     1: {
         "eager": "",
@@ -80,6 +80,7 @@ JOBS = {
         "interleaved": f"{PIPELINE} {SCHEDULE} Interleaved1F1B",
         "looped": f"{PIPELINE} {SCHEDULE} LoopedBFS",
         "zero bubble": f"{PIPELINE} {SCHEDULE} InterleavedZeroBubble",
+        "zbv": f"{PIPELINE} {SCHEDULE} ZBVZeroBubble",
     },
 }
 SAMPLE = [
@@ -423,3 +424,28 @@ def test_a_model_that_does_not_fit_is_explained(tmp_path):
         "".join(log.read_text() for log in tmp_path.glob("log.*")),
         re.MULTILINE,
     )
+
+
+def test_split_communicators_have_their_own_size_and_ranks(tmp_path: Path):
+    """torch splits the communicator of the world if the GPU of a rank is known from the start."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, torch, torch.distributed as dist\n"
+        "rank = int(os.environ['RANK'])\n"
+        "torch.cuda.set_device(rank)\n"
+        "dist.init_process_group('nccl', device_id=torch.device('cuda', rank))\n"
+        "mesh = dist.init_device_mesh('cuda', (2, 2), mesh_dim_names=('rows', 'columns'))\n"
+        "gathered = torch.zeros(2, dtype=torch.int64, device='cuda')\n"
+        "own = torch.full((1,), rank, device='cuda')\n"
+        "dist.all_gather_into_tensor(gathered, own, group=mesh.get_group('columns'))\n"
+        "assert gathered.tolist() == [rank, rank]\n"
+        "received = [None]\n"
+        "if rank < 2:\n"
+        "    dist.send_object_list([f'from {rank}'], group_dst=1, group=mesh.get_group('rows'))\n"
+        "else:\n"
+        "    dist.recv_object_list(received, group_src=0, group=mesh.get_group('rows'))\n"
+        "    assert received == [f'from {rank - 2}']\n"
+        "dist.destroy_process_group()\n"
+    )
+
+    ghost("torchrun", "--standalone", "--nproc-per-node", "4", str(program), ranks=4)

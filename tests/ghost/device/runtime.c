@@ -312,15 +312,19 @@ static void compute(const char *name, dim3 grid, void **arguments) {
         for (unsigned i = 0; i < grid.y; i++)
             ghost_move(*(char **)arguments[0] + size * tensors->offset[i], tensors->from[i], size * tensors->count[i]);
     } else if (after(name, "_ZN2at6native13reduce_kernelI") &&
-               (strstr(name, "15and_kernel_cuda") || strstr(name, "13MaxNanFunctorIlE"))) {
+               (strstr(name, "15and_kernel_cuda") || strstr(name, "13MaxNanFunctorIlE") ||
+                strstr(name, "11sum_functorIlllE"))) {
         // One struct. Look in it for a source, a target, no second target, no accumulator, two buffers, base 0.
         // The maximum of integers is the first one: torch computes that of numbers that all ranks share.
+        int64_t count = ((int *)arguments[0])[5], results = ((int *)arguments[0])[6]; // of a sum
         for (char **word = arguments[0], **end = word + 400; word < end; word++)
             if (ghost_place(word[0]) == DEVICE && ghost_place(word[1]) == DEVICE && !word[2] && !word[3] && !word[6]) {
                 if (strstr(name, "15and_kernel_cuda"))
                     *word[1] = 1;
                 else
                     *(int64_t *)word[1] = *(int64_t *)word[0];
+                if (strstr(name, "11sum_functorIlllE") && results == 1 && count * 8 <= (int64_t)GHOST_SMALL)
+                    for (int64_t i = 1; i < count; i++) *(int64_t *)word[1] += ((int64_t *)word[0])[i];
                 break;
             }
     } else if (strstr(name, "28DeviceReduceSingleTileKernel") && strstr(name, "9NonZeroOp")) { // source, target
