@@ -39,7 +39,7 @@ from runs import (
 
 LARGE_VOCABULARY = Work(n_layers=2, vocab_size=128256, compile=True, steps=5)
 # So small a model that a step is latency: what the framework adds to it shows here.
-TINY = Work(64, 2, 2, 1, 128, seq_len=64, rows=4, steps=200, window=20, threads=1, fsdp=True)
+TINY = Work(64, 2, 2, 1, 128, seq_len=64, batch_size=4, steps=200, window=20, threads=1, fsdp=True)
 TWO_RANKS = Work(ranks=2, threads=1)
 CASES = {
     "fp32": Work(),
@@ -56,7 +56,17 @@ CASES = {
 # torchtitan has no FSDP2 on one rank; the tiny model is there to see FSDP2.
 BESIDE_TORCHTITAN = {name: work for name, work in CASES.items() if not work.fsdp} | {
     "232 million parameters, bf16 compiled": Work(
-        640, 16, 10, 2, 1728, 128256, seq_len=1024, rows=1, dtype="bf16", compile=True, steps=8
+        640,
+        16,
+        10,
+        2,
+        1728,
+        128256,
+        seq_len=1024,
+        batch_size=1,
+        dtype="bf16",
+        compile=True,
+        steps=8,
     ),
 }
 START_UP = {
@@ -224,7 +234,7 @@ def start_up(folder: Path, repeats: int) -> dict[str, Any]:
     seconds: list[list[float]] = [[], []]
     for i in range(repeats):
         timed = [sys.executable, "-c", TIMED, sys.executable, "-P", "-m", "titanlite", "--help"]
-        seconds[0].append(float(run_command(timed, {}, folder, measure=False)[3]))
+        seconds[0].append(float(run_command(timed, {}, folder, measure=False).output))
         dump = folder / f"start-{i}"
         command = [
             ROOT / "run_train.sh",
@@ -234,8 +244,8 @@ def start_up(folder: Path, repeats: int) -> dict[str, Any]:
             1,
             "--checkpoint.no-enable",
         ]
-        launched = run_command(command, environment(Work(), folder), folder, measure=False)[0]
-        seconds[1].append((dump / "metrics.jsonl").stat().st_mtime - launched)
+        process = run_command(command, environment(Work(), folder), folder, measure=False)
+        seconds[1].append((dump / "metrics.jsonl").stat().st_mtime - process.launched)
     return {
         "seconds": {
             name: statistics.median(both) for name, both in zip(START_UP, seconds, strict=True)

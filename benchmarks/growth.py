@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from runs import MIB, RESULTS, Work, prepare_tokens, read_parts, run_titanlite, table, write_part
 
-BASE = Work(dim=256, n_layers=2, rows=8, steps=10)
+BASE = Work(dim=256, n_layers=2, batch_size=8, steps=10)
 Model = Callable[[float], tuple[float, ...]]  # x -> factors of the coefficients
 
 
@@ -51,7 +51,7 @@ def linear(x: float) -> tuple[float, ...]:
 
 SERIES = {
     "sequence length": Series(
-        {n: replace(BASE, seq_len=n, rows=8192 // n) for n in (512, 1024, 2048, 4096)},
+        {n: replace(BASE, seq_len=n, batch_size=8192 // n) for n in (512, 1024, 2048, 4096)},
         linear,
         constant,
         "each step trains on 8,192 tokens, in sequences of n tokens. Longer sequences take more time only in attention, "
@@ -71,14 +71,14 @@ SERIES = {
         "n",
     ),
     "accumulation": Series(
-        {n: replace(BASE, rows=8 * n, accumulate=n) for n in (2, 4, 8, 16)},
+        {n: replace(BASE, batch_size=8 * n, num_microbatches=n) for n in (2, 4, 8, 16)},
         linear,
         constant,
         "each step accumulates gradients over n microbatches of 2,048 tokens, so its time is a + b n. Here, a is the time "
         "of the optimizer step, and b the time of a microbatch. The memory stays constant",
     ),
     "ranks": Series(
-        {n: replace(BASE, n_layers=6, ranks=n, threads=1, rows=8 * n) for n in (1, 2)},
+        {n: replace(BASE, n_layers=6, ranks=n, threads=1, batch_size=8 * n) for n in (1, 2)},
         constant,
         constant,
         "each rank trains on 2,048 tokens with one thread. With an ideal network, time and memory would stay constant. "
@@ -146,7 +146,7 @@ def measure_points(
             {
                 "x": x,
                 "work": asdict(work),
-                "seconds": work.rows * work.seq_len / tokens_per_second,
+                "seconds": work.batch_size * work.seq_len / tokens_per_second,
                 "bytes": statistics.median(run.peak_rss for run in runs),
             }
         )

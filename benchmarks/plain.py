@@ -106,10 +106,12 @@ def batches(options: argparse.Namespace, rank: int, ranks: int) -> Iterator[tupl
     The ranks take turns to read consecutive pieces of the file.
     """
     ids = np.memmap(options.data, dtype="<u2", mode="r")
-    size = options.rows * (options.seq_len + 1)
+    size = options.batch_size * (options.seq_len + 1)
     for step in range(options.steps):
         start = (step * ranks + rank) * size % (len(ids) - size)
-        piece = torch.from_numpy(ids[start : start + size].astype(np.int64)).view(options.rows, -1)
+        piece = torch.from_numpy(ids[start : start + size].astype(np.int64)).view(
+            options.batch_size, -1
+        )
         yield piece[:, :-1].contiguous(), piece[:, 1:].contiguous()
 
 
@@ -209,7 +211,7 @@ def parse() -> argparse.Namespace:
         "ffn_dim": 640,
         "vocab_size": 4096,
         "seq_len": 256,
-        "rows": 8,
+        "batch_size": 8,
         "steps": 20,
     }
     for name, default in sizes.items():

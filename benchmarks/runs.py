@@ -1,7 +1,7 @@
-"""Start runs of titanlite, plain.py and torchtitan like a user, and measure them.
+"""Run titanlite, plain.py and torchtitan like a user, and measure speed and memory.
 
-Times and memory are measured from outside, or read from metrics.jsonl. No hooks are used. One
-process is `titanlite train` or `python PROGRAM`, and two use the launcher or torchrun.
+Times and memory are measured from outside the process, or read from its logs. A single rank runs as
+`titanlite train` or `python PROGRAM`, and several ranks run with the launcher or torchrun.
 """
 
 from __future__ import annotations
@@ -34,7 +34,15 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Work:
-    """What one run trains, and on what. The default is the debug model, 2,048 tokens a step."""
+    """Model, batch and number of steps of a run. The default is the debug model.
+
+    Attributes:
+        batch_size: Sequences per step, over all ranks.
+        num_microbatches: Microbatches per step. Only titanlite supports more than 1.
+        threads: CPU threads of each rank.
+        window: Steps per measured time, which is their mean. Very short steps need more than 1.
+        fsdp: Apply FSDP2 in plain.py on a single process as well, as titanlite does.
+    """
 
     dim: int = 256
     n_layers: int = 6
@@ -43,128 +51,160 @@ class Work:
     ffn_dim: int = 640
     vocab_size: int = 4096
     seq_len: int = 256
-    rows: int = 8
-    """Of a step, over all ranks."""
-    accumulate: int = 1
-    """Microbatches of a step; titanlite only."""
+    batch_size: int = 8
+    num_microbatches: int = 1
     dtype: str = "fp32"
     compile: bool = False
     ranks: int = 1
     threads: int = 2
-    """CPU threads of each rank."""
     steps: int = 16
     window: int = 1
-    """Steps whose mean is one time: titanlite logs so often. Very short steps need more than 1."""
     fsdp: bool = False
-    """Plain: FSDP2 on one process, too, as titanlite has it."""
 
 
 SHAPE = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
-MATMULS = {"fp32": "float32", "bf16": "bfloat16"}
+COMPUTE_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What one run took."""
+    """Measurements of one run.
+
+    Attributes:
+        tokens_per_second: Median over the windows after a warmup of 3 steps or one window.
+        peak_rss: Largest resident set of a single process, which is a training rank, in bytes.
+        total_pss: Largest memory of all processes together, with shared pages counted once, in
+            bytes. It is sampled twice a second.
+        first_step: Seconds from the command to the end of the first step.
+        loss: Loss of the last step. It only shows that the run is plausible, because initial
+            weights and data order differ between frameworks.
+    """
 
     tokens_per_second: float
-    """Median of the windows after a warm-up of 3 steps or one window."""
     peak_rss: int
-    """Bytes: largest resident set of a single process, that is of a training rank."""
     total_pss: int
-    """Bytes of all processes, with shared pages counted once, sampled twice a second."""
     first_step: float
-    """Seconds from the command to the end of the first step."""
     loss: float
-    """Loss of the last step, a plausibility check: initial weights and data order differ."""
+
+
+@dataclass(frozen=True)
+class Process:
+    """A command that has finished.
+
+    Attributes:
+        launched: Time at which it started, in seconds since the epoch.
+        peak_rss: Largest resident set of the process or one of its children, in bytes.
+        total_pss: Largest memory of all its processes together, in bytes.
+        output: Standard output.
+    """
+
+    launched: float
+    peak_rss: int
+    total_pss: int
+    output: str
 
 
 def prepare_tokens(folder: Path) -> Path:
-    """Tokenize the standard library into shards that both sides read; returns their folder."""
-    run_command(
-        [sys.executable, "-P", "-m", "titanlite", "prepare", "--out", folder / "shards"], {}, folder
-    )
-    return folder / "shards"
+    """Tokenize the standard library into shards for titanlite and plain.py.
+
+    Returns:
+        The folder of the shards.
+    """
+    shards = folder / "shards"
+    run_command([sys.executable, "-P", "-m", "titanlite", "prepare", "--out", shards], {}, folder)
+    return shards
 
 
 def write_text(folder: Path) -> Path:
     """Write the standard library as JSON lines, and return the file."""
     path = folder / "text" / "stdlib.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
+    stdlib = Path(sysconfig.get_paths()["stdlib"])
     with path.open("w") as file:
-        for source in sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py")):
+        for source in sorted(stdlib.rglob("*.py")):
             if "-packages" not in str(source):
-                file.write(json.dumps({"text": source.read_text(errors="replace")}) + "\n")
+                document = {"text": source.read_text(errors="replace")}
+                file.write(json.dumps(document) + "\n")
     return path
 
 
 def run_titanlite(work: Work, data: Path, cache: Path, options: Sequence[str] = ()) -> Measured:
-    """Train with the titanlite command on shards or JSON lines. `cache` keeps compiled code."""
+    """Run and measure the `titanlite` command.
+
+    Args:
+        work: The run.
+        data: Folder of shards, or a file of JSON lines.
+        cache: Folder for compiled code.
+        options: Further options of `titanlite train`.
+    """
     settings: dict[str, object] = {f"model.{name}": getattr(work, name) for name in SHAPE}
     settings |= {
         "training.seq_len": work.seq_len,
-        "training.local_batch_size": work.rows // (work.ranks * work.accumulate),
-        "training.global_batch_size": work.rows,
+        "training.local_batch_size": work.batch_size // (work.ranks * work.num_microbatches),
+        "training.global_batch_size": work.batch_size,
         "training.steps": work.steps,
-        "training.mixed_precision_param": MATMULS[work.dtype],
+        "training.mixed_precision_param": COMPUTE_DTYPES[work.dtype],
         "dataset.source": "jsonl" if data.suffix == ".jsonl" else "shards",
         "dataset.path": data,
         "activation_checkpoint.mode": "none",
         "metrics.log_freq": work.window,
     }
-    words = [word for name, value in settings.items() for word in (f"--{name}", value)]
-    words += ["--checkpoint.no-enable", "--metrics.no-enable_tensorboard", *options]
-    words += ["--compile.enable"] * work.compile
-    module = ["titanlite", "launch"] if work.ranks > 1 else ["titanlite", "train"]
+    flags = ["--checkpoint.no-enable", "--metrics.no-enable_tensorboard"]
+    if work.compile:
+        flags.append("--compile.enable")
+    subcommand = "launch" if work.ranks > 1 else "train"
+    command = [sys.executable, "-P", "-m", "titanlite", subcommand, *to_options(settings)]
+
     with tempfile.TemporaryDirectory(prefix="titanlite-") as name:
-        command = [sys.executable, "-P", "-m", *module, *words, "--job.dump_folder", name]
-        launched, peak, total, _ = run_command(command, environment(work, cache), Path(name))
-        lines = [json.loads(line) for line in Path(name, "metrics.jsonl").read_text().splitlines()]
-    return _measured(
-        work,
-        [line["step_time"] for line in lines],
-        peak,
-        total,
-        lines[0]["time"] - launched,
-        lines[-1],
-    )
+        command += [*flags, *options, "--job.dump_folder", name]
+        process = run_command(command, environment(work, cache), Path(name))
+        metrics = Path(name, "metrics.jsonl").read_text().splitlines()
+
+    lines = [json.loads(line) for line in metrics]
+    step_times = [line["step_time"] for line in lines]
+    first_step = lines[0]["time"] - process.launched
+    return summarize(work, process, step_times, first_step, lines[-1]["loss"])
 
 
 def run_plain(work: Work, shards: Path, cache: Path) -> Measured:
-    """The same work by plain.py."""
-    assert work.accumulate == 1
-    settings: dict[str, object] = {
-        name: getattr(work, name) for name in (*SHAPE, "seq_len", "steps", "dtype")
-    }
-    settings |= {"rows": work.rows // work.ranks, "data": next(shards.glob("*.bin"))}
-    words = [word for name, value in settings.items() for word in (f"--{name}", value)]
-    words += ["--compile"] * work.compile + ["--fsdp"] * work.fsdp
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={work.ranks}"]
+    """Run and measure the same work with plain.py."""
+    assert work.num_microbatches == 1
+    names = (*SHAPE, "seq_len", "steps", "dtype")
+    settings: dict[str, object] = {name: getattr(work, name) for name in names}
+    settings["batch_size"] = work.batch_size // work.ranks
+    settings["data"] = next(shards.glob("*.bin"))
+    flags = []
+    if work.compile:
+        flags.append("--compile")
+    if work.fsdp:
+        flags.append("--fsdp")
+    program = [*torchrun_options(work.ranks), ROOT / "benchmarks" / "plain.py"]
+
     with tempfile.TemporaryDirectory(prefix="plain-") as name:
-        command = [
-            sys.executable,
-            *(torchrun if work.ranks > 1 else ()),
-            ROOT / "benchmarks" / "plain.py",
-            *words,
-        ]
-        launched, peak, total, output = run_command(command, environment(work, cache), Path(name))
-    report = json.loads(output.splitlines()[-1])
-    ends = [
-        launched,
-        report["ends"][0],
-        *report["ends"][max(1, work.window - 1) :: work.window],
-    ]  # as titanlite logs
-    times = [(end - start) / work.window for start, end in pairwise(ends)]
-    return _measured(work, times, peak, total, ends[1] - launched, {"loss": report["losses"][-1]})
+        command = [sys.executable, *program, *to_options(settings), *flags]
+        process = run_command(command, environment(work, cache), Path(name))
+
+    report = json.loads(process.output.splitlines()[-1])
+    first_end = report["ends"][0]
+    # Measure the same windows as titanlite, which logs every `window` steps after the first one.
+    window_ends = report["ends"][max(1, work.window - 1) :: work.window]
+    times = window_times(work, [process.launched, first_end, *window_ends])
+    first_step = first_end - process.launched
+    return summarize(work, process, times, first_step, report["losses"][-1])
 
 
 def run_torchtitan(work: Work, text: Path, cache: Path) -> Measured:
-    """The same work by the torchtitan trainer, on the JSON lines beside `text`.
+    """Run and measure the same work with the trainer of torchtitan.
+
+    Args:
+        work: The run.
+        text: File of JSON lines, alone in its folder.
+        cache: Folder for compiled code.
 
     Raises:
-        RuntimeError: it failed, or its model has another number of parameters.
+        RuntimeError: If the run fails, or its model has a different number of parameters.
     """
-    assert work.accumulate == 1
+    assert work.num_microbatches == 1
     settings: dict[str, object] = {
         "model.name": "llama3",
         "model.flavor": "measured",
@@ -172,101 +212,150 @@ def run_torchtitan(work: Work, text: Path, cache: Path) -> Measured:
         "training.dataset": "c4_test",  # the name of a loader of local files
         "training.dataset_path": text.parent,
         "training.seq_len": work.seq_len,
-        "training.local_batch_size": work.rows // work.ranks,
+        "training.local_batch_size": work.batch_size // work.ranks,
         "training.steps": work.steps,
-        "training.mixed_precision_param": MATMULS[work.dtype],
+        "training.mixed_precision_param": COMPUTE_DTYPES[work.dtype],
         "activation_checkpoint.mode": "none",
         "metrics.log_freq": work.window,
     }
-    words = [word for name, value in settings.items() for word in (f"--{name}", value)]
-    words += ["--metrics.disable_color_printing", *["--compile.enable"] * work.compile]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={work.ranks}"]
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    variables = environment(work, cache) | {
-        "MODEL": json.dumps({name: getattr(work, name) for name in SHAPE})
-    }
-    variables |= {} if work.ranks > 1 else alone
+    flags = ["--metrics.disable_color_printing"]
+    if work.compile:
+        flags.append("--compile.enable")
+    sizes = {name: getattr(work, name) for name in SHAPE}
+    variables = environment(work, cache) | {"MODEL": json.dumps(sizes)}
+    if work.ranks == 1:
+        variables |= {
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "0",
+        }
+    program = [*torchrun_options(work.ranks), ROOT / "benchmarks" / "cpu_torchtitan.py"]
+
     with tempfile.TemporaryDirectory(prefix="torchtitan-") as name:
-        program = [*(torchrun if work.ranks > 1 else ()), ROOT / "benchmarks" / "cpu_torchtitan.py"]
-        command = [sys.executable, *program, *words, "--job.dump_folder", name]
-        launched, peak, total, log = run_command(command, variables, Path(name))
-    (size,) = set(re.findall(r"size: ([\d,]+) total parameters", log))
-    shape = Architecture(**{name: getattr(work, name) for name in SHAPE})
-    if int(size.replace(",", "")) != num_params(shape):
-        raise RuntimeError(f"torchtitan trains {size} parameters, titanlite {num_params(shape):,}")
-    steps = re.findall(
-        r"^\[titan\] (\S+ [\d:]+,\d+) .* step: *\d+ +loss: *(\S+)", log, re.MULTILINE
-    )
+        command = [sys.executable, *program, *to_options(settings), *flags]
+        process = run_command([*command, "--job.dump_folder", name], variables, Path(name))
+
+    (size,) = set(re.findall(r"size: ([\d,]+) total parameters", process.output))
+    expected_size = num_params(Architecture(**sizes))
+    if int(size.replace(",", "")) != expected_size:
+        raise RuntimeError(f"torchtitan trains {size} parameters, titanlite {expected_size:,}")
+
+    log_line = re.compile(r"^\[titan\] (\S+ [\d:]+,\d+) .* step: *\d+ +loss: *(\S+)", re.MULTILINE)
+    steps = log_line.findall(process.output)
+    times_of_first_rank = [logged for logged, _ in steps[:: work.ranks]]
     ends = [
-        datetime.strptime(time, "%Y-%m-%d %H:%M:%S,%f").timestamp()
-        for time, _ in steps[:: work.ranks]
+        datetime.strptime(logged, "%Y-%m-%d %H:%M:%S,%f").timestamp()
+        for logged in times_of_first_rank
     ]
-    ends = [launched, *ends]
-    times = [(end - start) / work.window for start, end in pairwise(ends)]
-    return _measured(work, times, peak, total, ends[1] - launched, {"loss": float(steps[-1][1])})
+    times = window_times(work, [process.launched, *ends])
+    first_step = ends[0] - process.launched
+    return summarize(work, process, times, first_step, float(steps[-1][1]))
 
 
-def _measured(
-    work: Work, times: list[float], peak: int, total: int, first_step: float, last: dict[str, float]
+def to_options(settings: dict[str, object]) -> list[object]:
+    """Turn settings into command line options."""
+    words: list[object] = []
+    for name, value in settings.items():
+        words += [f"--{name}", value]
+    return words
+
+
+def torchrun_options(num_ranks: int) -> list[str]:
+    """Return the options of Python that run a program on several ranks. For one rank, none."""
+    if num_ranks == 1:
+        return []
+    return ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
+
+
+def window_times(work: Work, ends: list[float]) -> list[float]:
+    """Return the mean seconds of a step in each interval between two log lines."""
+    return [(end - start) / work.window for start, end in pairwise(ends)]
+
+
+def summarize(
+    work: Work, process: Process, times: list[float], first_step: float, loss: float
 ) -> Measured:
-    """`times`: seconds of step 1, then of one step of each window."""
-    warm = times[3 if work.window == 1 else 2 :]
-    return Measured(
-        work.rows * work.seq_len / statistics.median(warm), peak, total, first_step, last["loss"]
-    )
+    """Combine the measurements of a run.
+
+    Args:
+        work: The run.
+        process: Its process.
+        times: Seconds of the first step, then the mean seconds of a step in each window.
+        first_step: Seconds from the command to the end of the first step.
+        loss: Loss of the last step.
+    """
+    num_warmup = 3 if work.window == 1 else 2
+    median_time = statistics.median(times[num_warmup:])
+    tokens_per_second = work.batch_size * work.seq_len / median_time
+    return Measured(tokens_per_second, process.peak_rss, process.total_pss, first_step, loss)
 
 
 def environment(work: Work, cache: Path) -> dict[str, str]:
-    """Both sides: so many threads, no GPU, the compiler's cache in a folder of their own."""
-    variables = {
-        "OMP_NUM_THREADS": work.threads,
+    """Return the environment variables that both sides get.
+
+    They set the number of CPU threads and ranks, hide GPUs, and set the folder of compiled code.
+    """
+    return {
+        "OMP_NUM_THREADS": str(work.threads),
+        "NGPU": str(work.ranks),
         "CUDA_VISIBLE_DEVICES": "",
-        "TORCHINDUCTOR_CACHE_DIR": cache,
+        "TORCHINDUCTOR_CACHE_DIR": str(cache),
     }
-    return {name: str(value) for name, value in (variables | {"NGPU": work.ranks}).items()}
 
 
 def run_command(
     command: Sequence[object], variables: dict[str, str], folder: Path, measure: bool = True
-) -> tuple[float, int, int, str]:
-    """Run and wait; returns the time of the start, peak RSS, total PSS and standard output.
+) -> Process:
+    """Run a command from the repository root, wait for it, and measure its memory.
+
+    Args:
+        command: Program and arguments.
+        variables: Environment variables to add.
+        folder: Folder for its output.
+        measure: Sample `total_pss`. Otherwise it is 0, and the end is noticed sooner.
 
     Raises:
-        RuntimeError: it failed.
+        RuntimeError: If the command fails.
     """
-    path = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
-    words, variables = (
-        [str(word) for word in command],
-        {**os.environ, "PYTHONPATH": path, **variables},
-    )
-    out, err = folder / "stdout.txt", folder / "stderr.txt"
+    words = [str(word) for word in command]
+    python_path = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
+    full_environment = {**os.environ, "PYTHONPATH": python_path, **variables}
+    out = folder / "stdout.txt"
+    err = folder / "stderr.txt"
+
     with out.open("w") as output, err.open("w") as errors:
         launched = time.time()
-        process = subprocess.Popen(words, stdout=output, stderr=errors, cwd=ROOT, env=variables)
-        total, pid = 0, 0
-        while not pid:
+        process = subprocess.Popen(
+            words, stdout=output, stderr=errors, cwd=ROOT, env=full_environment
+        )
+        total_pss = 0
+        pid = 0
+        while pid == 0:
             time.sleep(0.5 if measure else 0.02)
-            total = max(total, pss_of_tree(process.pid)) if measure else 0
+            if measure:
+                total_pss = max(total_pss, pss_of_tree(process.pid))
             pid, status, usage = os.wait4(process.pid, os.WNOHANG)
+
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode != 0:
-        raise RuntimeError(
-            f"{' '.join(words)} ended with {process.returncode}\n{err.read_text()[-4000:]}"
-        )
-    # The kernel keeps the largest resident set of the process and of all children that it has
-    # waited for.
-    return launched, usage.ru_maxrss * 1024, total, out.read_text()
+        last_errors = err.read_text()[-4000:]
+        raise RuntimeError(f"{' '.join(words)} ended with {process.returncode}\n{last_errors}")
+    # ru_maxrss is the largest resident set of the process and of the children it waited for.
+    return Process(launched, usage.ru_maxrss * 1024, total_pss, out.read_text())
 
 
 def pss_of_tree(root: int) -> int:
-    """Bytes that a process and all below it hold, pages that several share counted once."""
-    found, total = [root], 0
-    for pid in found:
+    """Return the memory of a process and its descendants in bytes. Shared pages count once."""
+    pids = [root]
+    total = 0
+    for pid in pids:
         try:
-            found += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+            children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
             lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-        except OSError:  # it has just ended
+        except OSError:  # the process has just ended
             continue
+        pids += [int(child) for child in children]
         total += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
     return total
 
@@ -274,40 +363,48 @@ def pss_of_tree(root: int) -> int:
 def write_part(
     folder: Path, benchmark: str, part: str, result: dict[str, Any], gpu: str = ""
 ) -> None:
-    """Add a result to FOLDER/BENCHMARK.json, with time and place of the measurement."""
+    """Add a result to FOLDER/BENCHMARK.json, with the date, machine and commit."""
     folder.mkdir(parents=True, exist_ok=True)
     parts = read_parts(folder, benchmark) | {part: {"about": about(gpu), **result}}
     (folder / f"{benchmark}.json").write_text(json.dumps(parts, indent=1) + "\n")
 
 
 def about(gpu: str = "") -> str:
-    """Describe date, machine and commit of a measurement."""
-    model = platform.processor()
-    if Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next(
-            (line.split(":")[1].strip() for line in lines if line.startswith("model name")), model
-        )
-    place = f"{gpu or f'{len(os.sched_getaffinity(0))} cores of {model}'}, Python {platform.python_version()}"
-    return (
-        f"{time.strftime('%Y-%m-%d', time.gmtime())}, {place}, torch {version('torch')}, {commit()}"
-    )
+    """Describe date, machine, versions and commit of a measurement.
+
+    Args:
+        gpu: Name of the GPU. By default, the CPU is described.
+    """
+    device = gpu or f"{len(os.sched_getaffinity(0))} cores of {cpu_name()}"
+    date = time.strftime("%Y-%m-%d", time.gmtime())
+    python = platform.python_version()
+    return f"{date}, {device}, Python {python}, torch {version('torch')}, {commit()}"
+
+
+def cpu_name() -> str:
+    """Return the model name of the CPU."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":")[1].strip()
+    return platform.processor()
 
 
 def commit() -> str:
-    """The commit of the code that is measured, and whether it has been changed since."""
-    git = ["git", "-C", str(ROOT)]
-    name = subprocess.run(
-        [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout
-    changes = subprocess.run(
-        [*git, "status", "--porcelain", "titanlite"], capture_output=True, check=False
-    ).stdout
-    return f"commit {name.strip() or 'unknown'}{' with changes' if changes else ''}"
+    """Return the commit of this repository, and whether titanlite has uncommitted changes."""
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(ROOT), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+    name = git("rev-parse", "--short", "HEAD") or "unknown"
+    has_changes = git("status", "--porcelain", "titanlite") != ""
+    return f"commit {name} with changes" if has_changes else f"commit {name}"
 
 
 def read_parts(folder: Path, benchmark: str) -> dict[str, Any]:
-    """The parts of one benchmark that have been measured."""
+    """Return the stored results of a benchmark. {} if there are none."""
     path = folder / f"{benchmark}.json"
     return json.loads(path.read_text()) if path.exists() else {}
 

@@ -79,7 +79,7 @@ def shards(tmp_path_factory) -> Path:
     return out
 
 
-TINY = runs.Work(32, 1, 2, 1, 64, seq_len=32, rows=4, steps=5, threads=1)
+TINY = runs.Work(32, 1, 2, 1, 64, seq_len=32, batch_size=4, steps=5, threads=1)
 
 
 @pytest.mark.slow
