@@ -572,7 +572,7 @@ def compare_searches(only: str, max_jobs: int) -> None:
         "CPU, s",
         "first choice",
     ]
-    print("\n".join(table(header, rows)))
+    print("\n".join(table(header, rows)), end="")
 
 
 def compare_search(name: str, num_gpus: int, recipe: Sections, max_jobs: int) -> list[str]:
