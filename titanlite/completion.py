@@ -282,7 +282,9 @@ def _generate_tokens(
     # Sample on the CPU, so that a seed gives the same random numbers for any device.
     generators = [torch.Generator().manual_seed(options.seed) for _ in decodings]
 
-    inputs = [[0] * size + decoding.ids for size, decoding in zip(padding, decodings, strict=True)]
+    inputs = []
+    for size, decoding in zip(padding, decodings, strict=True):
+        inputs.append([0] * size + decoding.ids)
     while any(decoding.is_unfinished for decoding in decodings):
         logits = _next_logits(model, inputs, cache, padding)  # (B, V)
         # The embedding can have more rows than the tokenizer has tokens. Never sample those.

@@ -452,7 +452,8 @@ def check_float8(run: Run) -> Problems:
         return
 
     layer_sizes = []
-    for size in dict.fromkeys((arch.dim, arch.q_dim, arch.kv_dim, arch.ffn_dim)):
+    distinct_sizes = dict.fromkeys((arch.dim, arch.q_dim, arch.kv_dim, arch.ffn_dim))
+    for size in distinct_sizes:
         is_converted = size >= float8.min_features and size % 16 == 0
         if is_converted:
             layer_sizes.append(size)

@@ -456,10 +456,11 @@ class SafeReader(FileSystemReader):
             chunks_by_file[file_name].append(chunk)
 
         for file_name, chunks in chunks_by_file.items():
-            chunks.sort(key=lambda chunk: self.storage_data[chunk].offset)
+            chunks.sort(key=lambda chunk: self.storage_data[chunk].offset)  # read sequentially
             with open_file(self._folder / file_name) as file:
                 for chunk in chunks:
-                    _load_chunk(file, self.storage_data[chunk], items_by_chunk[chunk], planner)
+                    position = self.storage_data[chunk]
+                    _load_chunk(file, position, items_by_chunk[chunk], planner)
 
         future: Future[None] = Future()
         future.set_result(None)
@@ -467,25 +468,26 @@ class SafeReader(FileSystemReader):
 
 
 def _load_chunk(
-    file: BinaryIO, info: _StorageInfo, items: Iterable[ReadItem], planner: LoadPlanner
+    file: BinaryIO, position: _StorageInfo, items: Iterable[ReadItem], planner: LoadPlanner
 ) -> None:
     """Read one chunk (a saved tensor or shard), and copy the requested parts to their targets.
 
     Args:
         file: The file that contains the chunk.
-        info: Position and checksum of the chunk.
+        position: Position and checksum of the chunk.
         items: The parts to copy.
         planner: Returns the target of each part.
 
     Raises:
         Damage: If the checksum of the chunk differs.
     """
-    file.seek(info.offset)
-    raw = file.read(info.length)
-    expected = vars(info).get(_CHECKSUM)
+    start = position.offset
+    file.seek(start)
+    raw = file.read(position.length)
+    expected = vars(position).get(_CHECKSUM)
     if expected is not None and xxhash.xxh3_128_digest(raw) != expected:
-        end = info.offset + info.length
-        raise Damage(f"{info.relative_path}: checksum of bytes {info.offset:,} to {end:,} differs")
+        end = start + position.length
+        raise Damage(f"{position.relative_path}: checksum of bytes {start:,} to {end:,} differs")
 
     chunk = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
     for item in items:
@@ -626,17 +628,18 @@ def _parse_index(raw: bytes, is_wanted: Callable[[str], bool]) -> dcp_metadata.M
     """
     root = _IndexUnpickler(io.BytesIO(raw)).load().state
     tensors: Index = {}
-    for saved_name, record in root["state_dict_metadata"].items():
+    for saved_name, tensor_record in root["state_dict_metadata"].items():
         name = _current_tensor_name(saved_name)
         if is_wanted(name):
-            tensors[name] = _parse_tensor(name, record)
+            tensors[name] = _parse_tensor(name, tensor_record)
 
     chunks: dict[dcp_metadata.MetadataIndex, _StorageInfo] = {}
-    for key, record in root["storage_data"].items():
-        name = _current_tensor_name(key.state["fqn"])
+    for chunk_record, position_record in root["storage_data"].items():
+        name = _current_tensor_name(chunk_record.state["fqn"])
         if is_wanted(name):
-            index = dcp_metadata.MetadataIndex(name, _to_size(key.state["offset"]))
-            chunks[index] = _parse_chunk_position(record)
+            offset = _to_size(chunk_record.state["offset"])
+            chunk = dcp_metadata.MetadataIndex(name, offset)
+            chunks[chunk] = _parse_chunk_position(position_record)
     return dcp_metadata.Metadata(
         dict(tensors), storage_data=chunks, storage_meta=dcp_metadata.StorageMeta()
     )

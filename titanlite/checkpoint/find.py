@@ -148,7 +148,6 @@ def verify(folder: Path) -> dict[str, Any]:
     root = resolve_url(folder).resolve()
     paths = find_checkpoints(root)
     is_step_folder = paths == [root]
-    parents = [] if is_step_folder else sorted({path.parent for path in paths})
 
     checkpoints = []
     for path in paths:
@@ -159,9 +158,10 @@ def verify(folder: Path) -> dict[str, Any]:
 
     unfinished: list[str] = []
     set_aside: list[str] = []
-    for parent in parents:
-        unfinished += [path.name for path in list_unfinished(parent)]
-        set_aside += [path.name for path in list_set_aside(parent)]
+    checkpoint_folders = set() if is_step_folder else {path.parent for path in paths}
+    for checkpoint_folder in sorted(checkpoint_folders):
+        unfinished += [path.name for path in list_unfinished(checkpoint_folder)]
+        set_aside += [path.name for path in list_set_aside(checkpoint_folder)]
     return {
         "folder": str(folder),
         "checkpoints": checkpoints,

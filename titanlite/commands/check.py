@@ -102,9 +102,9 @@ def plot_schedule(run: Run, width: int) -> str:
     lines = _plot_curve("learning rate", learning_rates, "{:.2e}", height=8)
     lines += _plot_curve("global batch size", batch_sizes, "{:,}", height=4)
     shares_by_step = [source_shares(run.job.dataset, step).tolist() for step in steps]
-    for i, spec in enumerate(source_specs(run.job.dataset)):
-        name = f"share of {spec.source} {spec.path or ''}"
-        shares = [all_shares[i] for all_shares in shares_by_step]
+    shares_by_source = zip(*shares_by_step, strict=True)
+    for source, shares in zip(source_specs(run.job.dataset), shares_by_source, strict=True):
+        name = f"share of {source.source} {source.path or ''}"
         lines += _plot_curve(name, shares, "{:.0%}", height=2)
 
     axis_label = "step".rjust(_MARGIN - 2)

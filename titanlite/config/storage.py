@@ -347,28 +347,32 @@ def get_local_copy(path: str | Path, beside: str = "", *, deep: bool = False) ->
             files = list_files(storage, folder, deep)
         if not files:
             raise FileNotFoundError("no files")
-
-        cache_folder = _make_version_folder(url, files)
-        copy = cache_folder / folder.rpartition("/")[2]
-        with _locked(cache_folder):  # only one process of the node downloads the files
-            missing_sizes = {}
-            for file, info in files.items():
-                if not (copy / file).exists():
-                    missing_sizes[file] = info["size"]
-            if missing_sizes:
-                amount = f"{len(missing_sizes)} files, {sum(missing_sizes.values()) / 1e9:.3f} GB"
-                logging.getLogger("titanlite").info(f"Copying {amount} from {url} to {copy}")
-                download_files(storage, folder, missing_sizes, copy)
-    return copy / name
+        return _download_to_cache(url, storage, folder, files) / name
 
 
-def _make_version_folder(url: str, files: Mapping[str, Mapping[str, Any]]) -> Path:
-    """Create the cache folder for the current versions of the files at a URL, and return its path.
+def _download_to_cache(
+    url: str, storage: Any, folder: str, files: Mapping[str, Mapping[str, Any]]
+) -> Path:
+    """Download the files at a URL that the cache lacks, and return their folder in the cache.
 
     Args:
-        url: URL of the file or folder.
-        files: Path of each file -> its metadata from fsspec.
+        url: URL of the file or folder, as the user has written it.
+        storage: File system of fsspec.
+        folder: Path of the folder in the storage.
+        files: Path of each file relative to `folder` -> its metadata from fsspec.
     """
     versions = sorted((file, *file_version(info)) for file, info in files.items())
     key = xxhash.xxh3_64_hexdigest(repr([url, *versions]).encode())
-    return make_folder(_get_cache_folder() / key)
+    cache_folder = make_folder(_get_cache_folder() / key)
+    copy = cache_folder / folder.rpartition("/")[2]
+
+    with _locked(cache_folder):  # only one process of the node downloads the files
+        missing_sizes = {}
+        for file, info in files.items():
+            if not (copy / file).exists():
+                missing_sizes[file] = info["size"]
+        if missing_sizes:
+            amount = f"{len(missing_sizes)} files, {sum(missing_sizes.values()) / 1e9:.3f} GB"
+            logging.getLogger("titanlite").info(f"Copying {amount} from {url} to {copy}")
+            download_files(storage, folder, missing_sizes, copy)
+    return copy
