@@ -186,7 +186,7 @@ def generate_many(
 def _generate_completions(
     checkpoint: LoadedCheckpoint, decodings: Sequence[Decoding], options: Generation
 ) -> Iterator[Completion]:
-    """Complete the prompts in `decodings` in batches, and yield the completions in order."""
+    """Complete prompts in batches, and yield the completions in the order of the prompts."""
     for start in range(0, len(decodings), options.batch_size):
         batch = decodings[start : start + options.batch_size]
         for _ in _generate_tokens(checkpoint, batch, options):

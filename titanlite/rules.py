@@ -295,9 +295,9 @@ def check_microbatches(run: Run) -> Problems:
 
 
 def _list_batch_sizes(run: Run) -> list[tuple[str, int]]:
-    """Return each key that sets a global batch size, together with its value.
+    """Return all keys that set a global batch size, with their values.
 
-    The keys are training.global_batch_size and those of data stages, such as
+    Apart from "training.global_batch_size", these are keys of data stages, such as
     "dataset.stages.0.global_batch_size".
     """
     sizes = [("training.global_batch_size", run.global_batch_size)]
@@ -491,7 +491,7 @@ def check_profiling(run: Run) -> Problems:
 
 
 def check_symmetric_memory(run: Run) -> Problems:
-    """Check that FSDP has collectives, and that no memory saver replaces them."""
+    """Check that symmetric memory for FSDP has an effect, and works with the other options."""
     if not run.job.parallelism.enable_fsdp_symmetric_memory:
         return
     key = "parallelism.enable_fsdp_symmetric_memory"
@@ -629,7 +629,7 @@ def check_dataset(run: Run) -> Problems:
 
 
 def check_validation(run: Run) -> Problems:
-    """Check that the validation data exists, and is set in one way only."""
+    """Check that the validation data exists, and that the job sets it in one way only."""
     validation = run.job.validation
     if validation.holdout > 0 and (validation.path or validation.sources):
         key = "validation.path" if validation.path else "validation.source"
@@ -776,9 +776,9 @@ def check_checkpoints(run: Run) -> Problems:
 
 
 def _check_initial_weights(path: str, checkpoint: Checkpoint) -> Problems:
-    """Check that a folder with initial weights contains a checkpoint or a Hugging Face model.
+    """Check that the folder of the initial weights contains a checkpoint or a Hugging Face model.
 
-    `check_urls` checks URLs instead.
+    URLs are not checked here.
     """
     is_hf_folder = checkpoint.initial_load_in_hf and os.path.isdir(path)
     if is_hf_folder or storage.as_url(path):

@@ -360,10 +360,9 @@ class CheckpointWriter(FileSystemWriter):
 
 
 class _FileResult(WriteResult):
-    """Size and checksum of a file that a rank has written, which DCP sends to rank 0.
+    """Size and checksum of a file that a rank has written, in a form that DCP sends to rank 0.
 
-    It derives from WriteResult, because DCP sends no other type. `index` contains the name of the
-    file, and `storage_data` its manifest entry.
+    The attribute `index` contains the name of the file, and `storage_data` its manifest entry.
     """
 
 
@@ -604,7 +603,7 @@ class _Record:
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Unpickles an index into `_Record` objects, and rejects all names not in `_ALLOWED_NAMES`."""
+    """Unpickles an index into placeholder objects, and rejects classes that it may not contain."""
 
     def find_class(self, module: str, name: str) -> type[_Record]:
         if name not in _ALLOWED_NAMES.get(module, ()):

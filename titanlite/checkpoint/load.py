@@ -77,7 +77,7 @@ class Resumer:
     Args:
         context: Checkpoint folder, options, live state and ranks of the run.
         is_same_tokenizer: Returns whether the run's tokenizer has a given fingerprint.
-        compare_data: `Loader.compare` of the run's data; None to skip this comparison.
+        compare_data: Compares the data of the run with a saved data position. None: skip this.
     """
 
     def __init__(
@@ -618,7 +618,7 @@ def _create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _reset_optimizer(live: LiveState) -> None:
-    """Reset the live optimizer to the state and options of a new optimizer."""
+    """Reset the optimizer in memory to the state and options of a new optimizer."""
     if live.optimizer is None or live.new_optimizer is None:
         return
     live.optimizer.state.clear()  # first, so that two states never exist at once

@@ -255,7 +255,7 @@ class Mirror:
         return (self._folder.parent if is_final else self._folder) / name
 
     def _find_run_id(self) -> str | None:
-        """Return the ID of the run that owns the folder; None if no checkpoint has one."""
+        """Return the ID of the run that saved the local checkpoints, or None if it is unknown."""
         for path in reversed(self._list_local()):
             with suppress(Damage):
                 run_id = get_run_id(read_manifest(path))
@@ -537,7 +537,7 @@ class Mirror:
             copy.result()  # raises the error of a copy that failed
 
     def _may_write(self, name: str, files: Iterable[str], run_id: str | None) -> bool:
-        """Return whether a copy of a checkpoint would overwrite nothing but files of this run.
+        """Return whether a copy of a checkpoint to the mirror only overwrites files of this run.
 
         Args:
             name: Name of the checkpoint at the mirror.
@@ -640,8 +640,8 @@ class Mirror:
         Args:
             name: Name of the checkpoint.
             run_id: ID of this run. Files of other runs stay.
-            is_local: Whether the checkpoint exists locally. If so, it stays, because it will be
-                copied again.
+            is_local: Whether the checkpoint exists locally. If so, its files stay, because they
+                will be copied again.
         """
         path = f"{self._root}/{name}/{INCOMPLETE}"
         if name in self._manifests:  # interrupted at the end of a copy

@@ -177,7 +177,7 @@ class Saver:
     def wait_until_saved(self) -> None:
         """Wait until the save in progress ends, if there is one.
 
-        If it succeeded on all ranks, call `on_saved`.
+        If all ranks have succeeded, call the function `on_saved` that was passed to the saver.
         """
         if self._pending is None:
             return
@@ -265,7 +265,7 @@ class Saver:
     def _save_now(
         self, writer: CheckpointWriter, tensors: dict[str, Tensor], started: float
     ) -> None:
-        """Write a checkpoint in this thread. Its result becomes the save in progress."""
+        """Write a checkpoint in this thread, and keep the result for `wait_until_saved`."""
         result = Future[bool]()
         result.set_result(self._write_and_publish(writer, tensors, started))
         self._pending = writer.step, result

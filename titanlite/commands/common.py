@@ -15,9 +15,9 @@ from typing import Any
 
 
 def is_first_rank() -> bool:
-    """Return whether this process is rank 0, which prints the output of all ranks.
+    """Return whether this process is rank 0, the only one that prints results.
 
-    A process that was not started by torchrun counts as rank 0.
+    Without a launcher such as torchrun, the process is rank 0.
     """
     return os.environ.get("RANK", "0") == "0"
 

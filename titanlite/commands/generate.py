@@ -88,7 +88,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _write_pieces(pieces: Iterable[str]) -> int:
-    """Print each piece of a completion as soon as it is generated.
+    """Print the pieces of a completion as soon as they are generated.
 
     Returns:
         Number of generated tokens.

@@ -200,7 +200,7 @@ def _classify(
         old: Values of the job in the checkpoint, from `flatten`.
         new: Values of the job that resumes, from `flatten`.
         data: Differences of the data, or None if the data position is not used.
-        data_effect: Effect of changed data.
+        data_effect: Effect of changed data, which depends on `dataset.on_change`.
     """
     section = name.split(".")[0]
     key = name.split(".")[-1]

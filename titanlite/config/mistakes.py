@@ -63,10 +63,7 @@ class Mistake(NamedTuple):
     kind: str = ""
 
     def describe(self) -> str:
-        """Return the error message.
-
-        For example: training.steps must be an integer, got "five".
-        """
+        """Return the error message, such as: training.steps must be an integer, got "five"."""
         if not self.value:
             return f"{self.name} {self.problem}"
         value = shorten(self.value)
@@ -121,7 +118,7 @@ def _find_place(mistake: Mistake, places: Mapping[str, str]) -> str | None:
 
 
 def format_value(value: object) -> str:
-    """Format a value as in TOML. TOML has no None, so None becomes the word none."""
+    """Format a value as in a TOML file. None, which TOML does not have, becomes "none"."""
     if value is None:
         return "none"
     if isinstance(value, float):
@@ -218,7 +215,7 @@ def _suggest_value(problem: str, value: object, location: Sequence[str]) -> str:
 
 
 def describe_unknown_name(root: type[BaseModel], name: str) -> Mistake:
-    """Return the mistake for a name that is not a key of `root`, such as "training.stepz"."""
+    """Return the mistake for a name that does not exist in `root`, such as "training.stepz"."""
     error = {"loc": name.split("."), "input": None, "type": "extra_forbidden"}
     return build_mistake(root, error)
 

@@ -401,14 +401,14 @@ class Dataset(TextSource):
     """Number of global batches that each background process prepares in advance."""
 
     def get_stage_value(self, key: str, done: int, default: Any) -> Any:
-        """Return the value that the data stages set for a key after some steps.
+        """Return the value of a key in the data stage that a training step belongs to.
 
         A stage that omits the key keeps the value of the stage before.
 
         Args:
             key: Key of a stage, such as "global_batch_size".
-            done: Number of completed optimizer steps.
-            default: Value to return if no stage that has started sets the key.
+            done: Number of optimizer steps before this one.
+            default: Value to return if no stage up to this step sets the key.
         """
         value = default
         for stage in sorted(self.stages, key=lambda stage: stage.start_step):

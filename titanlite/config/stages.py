@@ -142,7 +142,7 @@ def balanced_cuts(times: PieceCosts, memory: list[PieceCosts], num_layers: int) 
 
 
 def _max_memory_of_even_split(memory: list[PieceCosts], num_layers: int) -> float:
-    """Return the memory of the largest pipeline stage if `even_cuts` splits the model."""
+    """Return the memory of the largest pipeline stage if the model is split evenly."""
     num_stages = len(memory)
     boundaries = [0, *even_cuts(num_layers, num_stages), num_layers]
     sizes = [
