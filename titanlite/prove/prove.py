@@ -473,11 +473,10 @@ def compare_update(
         new_moments = select(after.state, f"{OPTIMIZER}{name}.")
         if has_formula:
             gradient = after.gradients[name].double() * factor
-            parameter = expected_update(run, step, name, weight, gradient, moments)
-            expected = parameter.weight
-            if parameter.is_sure is not None:
-                expected = torch.where(parameter.is_sure, expected, new_weight)
-            expected_moments = parameter.moments
+            expected, update = expected_update(run, step, name, weight, gradient, moments)
+            if update.is_sure is not None:
+                expected = torch.where(update.is_sure, expected, new_weight)
+            expected_moments = update.moments
         else:
             expected = single.whole[MODEL + name].double()
             expected_moments = select(single.whole, f"{OPTIMIZER}{name}.")

@@ -204,20 +204,6 @@ class Update(NamedTuple):
     is_sure: Tensor | None = None
 
 
-class ExpectedParameter(NamedTuple):
-    """The expected state of one parameter after an optimizer step.
-
-    Attributes:
-        weight: Expected weight.
-        moments: Expected moments, such as "exp_avg".
-        is_sure: Mask of the elements to compare. None means all elements.
-    """
-
-    weight: Tensor
-    moments: Tensors
-    is_sure: Tensor | None
-
-
 def adamw(run: Run, step: int, weight: Tensor, grad: Tensor, moments: Tensors) -> Update:
     """Compute the direction and the moments of one AdamW step, by its published formula.
 
@@ -261,7 +247,7 @@ FORMULAS = {"AdamW": adamw, "SGD": sgd, "Lion": lion}
 
 def expected_update(
     run: Run, step: int, name: str, weight: Tensor, grad: Tensor, moments: Tensors
-) -> ExpectedParameter:
+) -> tuple[Tensor, Update]:
     """Compute one parameter and its moments after an optimizer step, with a plain formula.
 
     Args:
@@ -271,13 +257,16 @@ def expected_update(
         weight: Weight before the step.
         grad: Gradient after clipping.
         moments: Moments before the step, such as "exp_avg".
+
+    Returns:
+        The expected weight, and the update with the expected moments.
     """
     lr, weight_decay = _group_of(run, step, name, weight.ndim)
     formula = FORMULAS[run.job.optimizer.name]
     moments = {key: moment.double() for key, moment in moments.items()}
     update = formula(run, step, weight, grad.double(), moments)
-    new_weight = weight.double() * (1 - lr * weight_decay) - lr * update.direction
-    return ExpectedParameter(new_weight, update.moments, update.is_sure)
+    decayed_weight = weight.double() * (1 - lr * weight_decay)
+    return decayed_weight - lr * update.direction, update
 
 
 def _group_of(run: Run, step: int, name: str, ndim: int) -> tuple[float, float]:
