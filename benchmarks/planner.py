@@ -9,9 +9,9 @@ benchmark measures allocated and reserved memory of the torch allocator.
 
 On a CPU, each case builds its job like a training run, on 1, 2 or 4 processes, and runs nine steps
 on empty sequences. The lowest peak of the last eight counts: in a single step, a communication
-thread that the operating system has paused can free a buffer late. A preloaded library (benchmarks/allocated.c) counts the memory that malloc
-allocates, so the result is independent of the planner and of torch. A tiny job runs first to
-exclude imports.
+thread that the operating system has paused can free a buffer late. A preloaded library
+(benchmarks/allocated.c) counts the memory that malloc allocates, so the result is independent of
+the planner and of torch. A tiny job runs first, so that memory of imported modules does not count.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import socket
 import statistics
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -274,36 +274,47 @@ TINY = {**SMALL, "dim": 128, "ffn_dim": 256}
 
 @dataclass(frozen=True)
 class Result:
-    """Bytes of a case, on the rank that needs the most."""
+    """Planned and measured memory of a case, in bytes, on the rank that needs the most.
+
+    Attributes:
+        name: Name of the case.
+        ranks: Number of ranks.
+        planned: Planned tensors at the peak.
+        allocated: Lowest peak of the steps after the first one, minus the memory before the model
+            was built.
+        kept: Memory from malloc that remains after the model was deleted.
+        planned_reserved: Planned memory including fragmentation.
+        reserved: Memory that the torch allocator reserved.
+        about: Date, machine and commit.
+    """
 
     name: str
     ranks: int
     planned: int
-    """Planned tensors at the peak."""
     allocated: int
-    """Lowest peak of the steps after the first, above the memory before the model was built."""
     kept: int = 0
-    """Memory from malloc that remains after the model was deleted."""
     planned_reserved: int = 0
-    """Planned memory including fragmentation."""
     reserved: int = 0
-    """Memory reserved by the torch allocator."""
     about: str = ""
 
     @property
     def error(self) -> float:
+        """Relative error of `planned`."""
         return self.planned / self.allocated - 1
 
     @property
     def error_but_for_kept(self) -> float:
+        """Relative error of `planned`, without the memory that remains after the run."""
         return self.planned / (self.allocated - self.kept) - 1
 
     @property
     def error_of_reserved(self) -> float:
+        """Relative error of `planned_reserved`."""
         return self.planned_reserved / self.reserved - 1
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -314,117 +325,157 @@ def main() -> None:
         "--results", type=Path, default=RESULTS / "planner.json", help="where figures are added"
     )
     parser.add_argument("--out", type=Path, default=PAGE)
-    options = parser.parse_args()
-    known = json.loads(options.results.read_text()) if options.results.exists() else {}
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure the chosen cases, store each result at once, and write the page of all results."""
+    options = parse()
+    stored = json.loads(options.results.read_text()) if options.results.exists() else {}
     on_ghost = torch.cuda.is_available()
     for name in GHOST_CASES if on_ghost else CASES:
-        if not options.only or any(text in name for text in options.only):
-            result = compare_on_ghost(name) if on_ghost else compare(name)
-            reserved = (
-                f"{result.reserved / MIB:9.2f} MiB {result.error_of_reserved:+z7.2%}"
-                if on_ghost
-                else ""
-            )
-            sizes = f"{result.allocated / MIB:9.2f} MiB {result.error:+z7.2%} {reserved}"
-            print(f"{name:<40}{result.ranks:>2} {sizes}", flush=True)
-            known[name] = asdict(result)
-            options.results.write_text(json.dumps(known, indent=1) + "\n")
+        if options.only and not any(text in name for text in options.only):
+            continue
+        result = compare_on_ghost(name) if on_ghost else compare_on_cpu(name)
+        line = (
+            f"{name:<40}{result.ranks:>2} {result.allocated / MIB:9.2f} MiB {result.error:+z7.2%}"
+        )
+        if on_ghost:
+            line += f" {result.reserved / MIB:9.2f} MiB {result.error_of_reserved:+z7.2%}"
+        print(line, flush=True)
+        stored[name] = asdict(result)
+        options.results.write_text(json.dumps(stored, indent=1) + "\n")
+
     pages = []
-    for cases, make in ((CASES, page), (GHOST_CASES, ghost_page)):
-        if found := [Result(**known[name]) for name in cases if name in known]:
-            pages.append(make(found))
+    for cases, format_page in ((CASES, cpu_page), (GHOST_CASES, ghost_page)):
+        results = [Result(**stored[name]) for name in cases if name in stored]
+        if results:
+            pages.append(format_page(results))
     options.out.write_text("\n".join(pages))
 
 
-def compare(name: str) -> Result:
-    """Plan a case, and measure it on a CPU."""
-    ranks, sections = CASES[name]
-    run = with_keys(
-        Run(JobConfig.model_validate(sections), ranks), {"training.enable_cpu_offload": False}
-    )
-    planned = max(trace.peak for trace in trace_run(run))  # on a CPU device and host are one memory
+def compare_on_cpu(name: str) -> Result:
+    """Plan a case, and measure it on a CPU, with one process per rank."""
+    num_ranks, sections = CASES[name]
+    run = Run(JobConfig.model_validate(sections), num_ranks)
+    # On a CPU, offloaded state is in the same memory as everything else.
+    run = with_keys(run, {"training.enable_cpu_offload": False})
+    planned = max(trace.peak for trace in trace_run(run))
+
     with tempfile.TemporaryDirectory() as folder:
         shim = str(Path(folder, "allocated.so"))
         subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", shim, SHIM], check=True)
         os.environ["LD_PRELOAD"] = shim
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        with socket.socket() as free_socket:
+            free_socket.bind(("127.0.0.1", 0))
+            port = free_socket.getsockname()[1]
         try:
-            with multiprocessing.get_context("spawn").Pool(ranks) as pool:
-                jobs = [(rank, ranks, port, folder, sections) for rank in range(ranks)]
-                found = pool.starmap(_rank, jobs, chunksize=1)
+            with multiprocessing.get_context("spawn").Pool(num_ranks) as pool:
+                jobs = [(rank, num_ranks, port, folder, sections) for rank in range(num_ranks)]
+                measured = pool.starmap(_measure_cpu_rank, jobs, chunksize=1)
         finally:
             del os.environ["LD_PRELOAD"]
-    return Result(name, ranks, planned, *max(found), about=about())
+    allocated, kept = max(measured)
+    return Result(name, num_ranks, planned, allocated, kept, about=about())
 
 
-def _rank(rank: int, ranks: int, port: int, folder: str, sections: Sections) -> tuple[int, int]:
-    """Measure `Result.allocated` and `Result.kept` on one rank."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-    os.environ |= {
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+def _measure_cpu_rank(
+    rank: int, num_ranks: int, port: int, folder: str, sections: Sections
+) -> tuple[int, int]:
+    """Run a case on one rank, and return `Result.allocated` and `Result.kept`."""
+    _set_rank(rank, rank, num_ranks)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     shim = ctypes.CDLL(str(Path(folder, "allocated.so")))
-    shim.bytes_now.restype = shim.bytes_most.restype = ctypes.c_long
-    run = Run(JobConfig.model_validate(sections), ranks)
+    shim.bytes_now.restype = ctypes.c_long
+    shim.bytes_most.restype = ctypes.c_long
+    run = Run(JobConfig.model_validate(sections), num_ranks)
+    tiny_run = Run(JobConfig.model_validate({**sections, "model": TINY}), num_ranks)
+
     gc.disable()  # as in training
     with process_group(run.job) as device:
-        _lowest_peak(
-            Run(JobConfig.model_validate({**sections, "model": TINY}), ranks), device, shim
-        )
+        _lowest_peak(tiny_run, device, shim)
         gc.collect()
-        before = shim.bytes_now()
-        most = _lowest_peak(run, device, shim)
+        bytes_before = shim.bytes_now()
+        peak = _lowest_peak(run, device, shim)
         gc.collect()
-        return most - before, shim.bytes_now() - before
+        return peak - bytes_before, shim.bytes_now() - bytes_before
+
+
+def _set_rank(rank: int, local_rank: int, num_ranks: int) -> None:
+    """Set the environment variables that identify this rank."""
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+    }
 
 
 def _lowest_peak(run: Run, device: torch.device, shim: ctypes.CDLL) -> int:
     """Train nine steps and return the lowest peak of the last eight, in bytes."""
     peaks: list[int] = []
-    _steps(run, device, 9, lambda _: peaks.append(shim.bytes_most()))
+    _train(run, device, 9, lambda _: peaks.append(shim.bytes_most()))
     peaks.append(shim.bytes_most())
-    return min(peaks[2:])  # the first two are before the first step, and that step
+    peaks_after_first_step = peaks[2:]  # peaks[0] is of building the model, peaks[1] of step 1
+    return min(peaks_after_first_step)
 
 
-def _steps(run: Run, device: torch.device, count: int, before_step: Callable[[int], Any]) -> None:
-    """Train on empty sequences, and call `before_step` with the number of each step, from 0."""
+def _train(
+    run: Run, device: torch.device, num_steps: int, before_step: Callable[[int], Any]
+) -> None:
+    """Train on empty sequences.
+
+    Args:
+        run: The job and the number of ranks.
+        device: Device of this rank.
+        num_steps: Number of steps.
+        before_step: Called before each step with its number, which starts at 0.
+    """
     mesh = build_mesh(run.degrees, device.type)
-    update = TrainStep(run, mesh, build_model(run, mesh, device, lambda _: None), device)
-    update.precompute_scales()
+    model = build_model(run, mesh, device, lambda _: None)
+    train_step = TrainStep(run, mesh, model, device)
+    train_step.precompute_scales()
+
     training = run.job.training
-    shape = training.local_batch_size, training.seq_len, run.job.dataset.document_mask
-    rows = [blank_microbatch(*shape, device) for _ in range(run.microbatches)]
-    for step in range(count):
+    batch_size, seq_len = training.local_batch_size, training.seq_len
+    document_mask = run.job.dataset.document_mask
+    microbatches = [
+        blank_microbatch(batch_size, seq_len, document_mask, device)
+        for _ in range(run.microbatches)
+    ]
+    num_tokens = len(microbatches) * batch_size * seq_len
+    for step in range(num_steps):
         before_step(step)
-        update(rows, len(rows) * shape[0] * shape[1], 1e-4)
+        train_step(microbatches, num_tokens, 1e-4)
 
 
 def compare_on_ghost(name: str) -> Result:
     """Plan a case, and measure it on one rank of the ghost GPU."""
-    ranks, sections = GHOST_CASES[name]
-    run, gpu = Run(JobConfig.model_validate(sections), ranks), find_gpu("H100")
-    set_up_torch()  # the allocator as the launcher sets it
-    with ProcessPoolExecutor(
-        1, multiprocessing.get_context("spawn"), max_tasks_per_child=1
-    ) as pool:
-        plan = pool.submit(
-            make_plan, run, gpu, True
-        ).result()  # may start processes, which those of a Pool must not
-        rank_ids = dict.fromkeys((0, plan.rank))
-        found = [pool.submit(_rank_on_ghost, rank, ranks, sections).result() for rank in rank_ids]
-    allocated, reserved = map(max, zip(*found, strict=True))
-    with_lost = plan.needs - bytes_outside_allocator(run)
+    num_ranks, sections = GHOST_CASES[name]
+    run = Run(JobConfig.model_validate(sections), num_ranks)
+    set_up_torch()  # configures the allocator as the launcher does
+
+    # Processes of a multiprocessing.Pool could not start processes, as the planner does.
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, spawn, max_tasks_per_child=1) as pool:
+        plan = pool.submit(make_plan, run, find_gpu("H100"), True).result()
+        measured = [
+            pool.submit(_measure_ghost_rank, rank, num_ranks, sections).result()
+            for rank in {0, plan.rank}
+        ]
     return Result(
-        name, ranks, plan.peak + CUBLAS_WORKSPACES, allocated, 0, with_lost, reserved, about()
+        name,
+        num_ranks,
+        planned=plan.peak + CUBLAS_WORKSPACES,
+        allocated=max(allocated for allocated, _ in measured),
+        planned_reserved=plan.needs - bytes_outside_allocator(run),
+        reserved=max(reserved for _, reserved in measured),
+        about=about(),
     )
 
 
-class _Alone(dist.Store):  # pyright: ignore[reportPrivateImportUsage]
-    """A store that behaves as if all ranks had arrived."""
+class _OneRankStore(dist.Store):  # pyright: ignore[reportPrivateImportUsage]
+    """A store that behaves as if all other ranks had arrived."""
 
     def set(self, key: str, value: Any) -> None:
         pass
@@ -436,75 +487,89 @@ class _Alone(dist.Store):  # pyright: ignore[reportPrivateImportUsage]
         return amount
 
     def check(self, keys: Sequence[str]) -> bool:
-        return False  # or NCCL's watchdog would believe that another rank has failed
+        return False  # True would tell the NCCL watchdog that another rank has failed
 
     def wait(self, *_: Any) -> None:
         pass
 
 
-def _rank_on_ghost(rank: int, ranks: int, sections: Sections) -> tuple[int, int]:
-    """Measure `Result.allocated` and `Result.reserved` on one rank without the others."""
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-    }
-    run, device = Run(JobConfig.model_validate(sections), ranks), torch.device("cuda", 0)
+def _measure_ghost_rank(rank: int, num_ranks: int, sections: Sections) -> tuple[int, int]:
+    """Run one rank of a case alone, and return `Result.allocated` and `Result.reserved`."""
+    _set_rank(rank, 0, num_ranks)
+    device = torch.device("cuda", 0)
+    run = Run(JobConfig.model_validate(sections), num_ranks).resolve_compute_dtype(on_gpu=True)
     gc.disable()  # as in training
     torch.cuda.set_device(device)
-    store = _Alone()  # C++ does not keep what Python has of it
-    dist.init_process_group("cpu:fake,cuda:nccl", store=store, rank=rank, world_size=ranks)
-    # As in training. A thread for the backward pass would have workspaces of cuBLAS of its own.
-    run = run.resolve_compute_dtype(on_gpu=True)
+    store = _OneRankStore()  # a variable, because the process group does not keep it alive
+    dist.init_process_group("cpu:fake,cuda:nccl", store=store, rank=rank, world_size=num_ranks)
 
     def forget_first_step(step: int) -> None:
         if step == 1:
             torch.cuda.reset_peak_memory_stats()
 
+    # As in training. A separate thread for the backward pass would add cuBLAS workspaces.
     with backend_order(device), torch.autograd.set_multithreading_enabled(False):
-        _steps(run, device, 3, forget_first_step)
+        _train(run, device, 3, forget_first_step)
     return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
 
 
-def page(results: Iterable[Result]) -> str:
-    """Format the results on a CPU."""
-    results, rows = list(results), []
-    for each in results:
-        sizes = (f"{size / MIB:,.2f}" for size in (each.allocated, each.planned))
-        kept = f"{each.kept / MIB:,.2f}", f"{each.error_but_for_kept:+z.2%}"
-        rows.append([each.name, str(each.ranks), *sizes, f"{each.error:+z.2%}", *kept])
-    errors = [abs(each.error) for each in results]
-    but = [abs(each.error_but_for_kept) for each in results]
-    numbers = {"largest": max(errors), "median": statistics.median(errors)}
-    numbers |= {"largest_but": max(but), "median_but": statistics.median(but)}
-    lines = table(
-        ["job", "ranks", "malloc, MiB", "plan, MiB", "error", "kept, MiB", "error but for it"], rows
+def cpu_page(results: Sequence[Result]) -> str:
+    """Format the results on a CPU as Markdown."""
+    rows = [
+        [
+            result.name,
+            str(result.ranks),
+            f"{result.allocated / MIB:,.2f}",
+            f"{result.planned / MIB:,.2f}",
+            f"{result.error:+z.2%}",
+            f"{result.kept / MIB:,.2f}",
+            f"{result.error_but_for_kept:+z.2%}",
+        ]
+        for result in results
+    ]
+    header = ["job", "ranks", "malloc, MiB", "plan, MiB", "error", "kept, MiB", "error but for it"]
+    errors = [abs(result.error) for result in results]
+    errors_but_for_kept = [abs(result.error_but_for_kept) for result in results]
+    intro = INTRO.format(
+        run=len(results),
+        cases=len(CASES),
+        largest=max(errors),
+        median=statistics.median(errors),
+        largest_but=max(errors_but_for_kept),
+        median_but=statistics.median(errors_but_for_kept),
     )
-    places = [f"Measured {place}." for place in dict.fromkeys(each.about for each in results)]
-    return "\n".join(
-        [INTRO.format(run=len(results), cases=len(CASES), **numbers), *lines, *places, ""]
-    )
+    return "\n".join([intro, *table(header, rows), *_list_places(results), ""])
 
 
 def ghost_page(results: Sequence[Result]) -> str:
-    """The figures of the ghost."""
-    rows = []
-    for each in results:
-        sizes = [
-            f"{size / GIB:,.2f}"
-            for size in (each.planned, each.allocated, each.planned_reserved, each.reserved)
+    """Format the results on the ghost GPU as Markdown."""
+    rows = [
+        [
+            result.name,
+            str(result.ranks),
+            f"{result.planned / GIB:,.2f}",
+            f"{result.allocated / GIB:,.2f}",
+            f"{result.error:+z.1%}",
+            f"{result.planned_reserved / GIB:,.2f}",
+            f"{result.reserved / GIB:,.2f}",
+            f"{result.error_of_reserved:+z.1%}",
         ]
-        errors = f"{each.error:+z.1%}", f"{each.error_of_reserved:+z.1%}"
-        rows.append([each.name, str(each.ranks), *sizes[:2], errors[0], *sizes[2:], errors[1]])
-    heads = ["job", "ranks", "plan, GiB", "allocated", "off", "plan, GiB", "reserved", "off"]
-    most = {
-        "allocated": max(abs(each.error) for each in results),
-        "reserved": max(abs(each.error_of_reserved) for each in results),
-    }
-    places = [f"Measured {place}." for place in dict.fromkeys(each.about for each in results)]
-    intro = GHOST_INTRO.format(run=len(results), cases=len(GHOST_CASES), **most)
-    return "\n".join([intro, *table(heads, rows), *places, ""])
+        for result in results
+    ]
+    header = ["job", "ranks", "plan, GiB", "allocated", "off", "plan, GiB", "reserved", "off"]
+    intro = GHOST_INTRO.format(
+        run=len(results),
+        cases=len(GHOST_CASES),
+        allocated=max(abs(result.error) for result in results),
+        reserved=max(abs(result.error_of_reserved) for result in results),
+    )
+    return "\n".join([intro, *table(header, rows), *_list_places(results), ""])
+
+
+def _list_places(results: Sequence[Result]) -> list[str]:
+    """Return a line for each different date, machine and commit of the results."""
+    places = dict.fromkeys(result.about for result in results)
+    return [f"Measured {place}." for place in places]
 
 
 if __name__ == "__main__":
