@@ -6,6 +6,7 @@
 #   GHOST_GIB=79.1                            memory of each
 #   GHOST_NAME="NVIDIA H100 80GB HBM3"        its name
 #   GHOST_LOG=FILE                            each process writes what it asked of its GPU to FILE.PID
+#   GHOST_RACE=FILE                           each process writes the races that it has to FILE.PID
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$root/.venv-ghost
@@ -13,8 +14,13 @@ if [[ ! -e $venv/ghost/libcuda.so.1 ]]; then
     echo "There is no ghost yet: tests/ghost/build.sh installs the torch CUDA wheel (4.7 GB) and builds it." >&2
     exit 2
 fi
+libraries=$venv/ghost
+if [[ -n ${GHOST_RACE:-} ]]; then
+    libraries=$venv/ghost/race
+    export PYTHONPATH=$libraries${PYTHONPATH:+:$PYTHONPATH}
+fi
 export PATH=$venv/ghost/bin:$venv/bin:$PATH OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-export TORCHINDUCTOR_COMPILE_THREADS=${TORCHINDUCTOR_COMPILE_THREADS:-1} TRITON_LIBCUDA_PATH=$venv/ghost
-export LD_LIBRARY_PATH=$venv/ghost${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
-export LD_PRELOAD="$venv/ghost/libcuda.so.1 $venv/ghost/libnvrtc.so.13"
+export TORCHINDUCTOR_COMPILE_THREADS=${TORCHINDUCTOR_COMPILE_THREADS:-1} TRITON_LIBCUDA_PATH=$libraries
+export LD_LIBRARY_PATH=$libraries${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+export LD_PRELOAD="$libraries/libcuda.so.1 $venv/ghost/libnvrtc.so.13"
 exec "$@"

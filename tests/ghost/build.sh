@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Make .venv-ghost: torch's CUDA wheel (4.7 GB), titanlite and what it needs, and the ghost GPU. Then use
-# scripts/ghost.sh. It needs gcc, binutils, and a network or a folder of wheels that pip knows. Called again, it installs
-# what is missing and builds the ghost anew.
+# Make .venv-ghost: torch's CUDA wheel (4.7 GB), titanlite and what it needs, the ghost GPU and its race detector. Then use
+# scripts/ghost.sh. It needs gcc, g++, binutils, the headers of Python, and a network or a folder of wheels that pip knows.
+# Called again, it installs what is missing and builds the ghost anew.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source=tests/ghost/device
@@ -37,9 +37,21 @@ nm "$out"/*.o | awk '$2 == "T" {print $3}' | sort >"$out/have"
 } >"$out/rest.c"
 gcc "${flags[@]}" -I"$source" -fno-builtin -w -c -o "$out/rest.o" "$out/rest.c"
 gcc -shared -Wl,-soname,libcuda.so.1 -o "$out/libcuda.so.1" "$out"/*.o -ldl -lpthread
+# The race detector is another libcuda.so.1. Its functions call those of the ghost.
+mkdir "$out/race"
+gcc -shared -Wl,-soname,libghost.so -o "$out/race/libghost.so" "$out"/*.o -ldl -lpthread
 gcc "${flags[@]}" -shared -Wl,-soname,libnvrtc.so.13 -Wl,--default-symver -o "$out/libnvrtc.so.13" "$source/nvrtc.c"
 ln -s libcuda.so.1 "$out/libcuda.so" # triton links its launchers against it
 ln -s libcuda.so.1 "$out/libnvidia-ml.so.1"
 cp "$source/nvidia-smi" "$out/bin/"
+source=tests/ghost/race
+headers=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("include"))')
+race=(g++ -std=c++20 -O1 -fPIC -w -DNDEBUG -D__CUDA_FP8_H__ "${flags[@]}" -shared "-I$headers" -I/usr/include/python3.11)
+"${race[@]}" -Wl,-soname,libcuda.so.1 '-Wl,-rpath,$ORIGIN' -o "$out/race/libcuda.so.1" "$source"/c{ore,uda}.cpp "$out/race/libghost.so" -ldl
+"${race[@]}" "-I$site/torch/include" "-I$site/torch/include/torch/csrc/api/include" "-L$site/torch/lib" "-Wl,-rpath,$site/torch/lib" \
+    -o "$out/race/libtorch_race.so" "$source/torch.cpp" -ltorch -ltorch_cpu -lc10 -lc10_cuda
+ln -s libcuda.so.1 "$out/race/libcuda.so"
+ln -s libcuda.so.1 "$out/race/libnvidia-ml.so.1"
+cp "$source/sitecustomize.py" "$out/race/"
 rm "$out"/*.o "$out/rest.c" "$out/wanted" "$out/have"
 scripts/ghost.sh python -c 'import torch; print(f"The ghost is an {torch.cuda.get_device_name()}, torch {torch.__version__}")'

@@ -21,7 +21,8 @@ from torch._dynamo.utils import counters
 from titanlite.load_run import load_run
 from titanlite.train.trainer import Trainer
 
-mark = ctypes.CDLL("libcuda.so.1").ghost_mark
+gpu = ctypes.CDLL("libcuda.so.1")  # the ghost GPU with the race detector
+mark = gpu.ghost_mark
 WARM_STEPS, STEPS = 3, 2
 
 
@@ -31,6 +32,7 @@ def measure(name: str, options: list[str], folder: Path) -> dict[str, Any]:
     Earlier steps compile and allocate. Recompilations in later steps are counted.
     """
     counters.clear()
+    earlier_alarms = gpu.race_alarms()
     run = load_run(
         [*options, "--job.dump_folder", str(folder / name)],
         world_size=int(os.environ["WORLD_SIZE"]),
@@ -52,6 +54,7 @@ def measure(name: str, options: list[str], folder: Path) -> dict[str, Any]:
             "graphs": graphs,
             "recompilations": counters["stats"]["unique_graphs"] - graphs,
             "graph_breaks": dict(counters["graph_break"]),
+            "alarms": gpu.race_alarms() - earlier_alarms,
             "allocated": torch.cuda.max_memory_allocated(),
             "reserved": torch.cuda.max_memory_reserved(),
             "of other streams": sum(

@@ -31,6 +31,8 @@ EVERY = f"{COMPILED} --compile.components model loss optimizer clip"
 FLOAT8 = f"{COMPILED} --float8.enable --float8.min_features 0 --float8.recipe_name"
 GATHER8 = "--float8.enable_fsdp_float8_all_gather --float8.precompute_float8_dynamic_scale_for_fsdp"
 DOCUMENTS = "--dataset.document_mask"
+LARGE = "--parallelism.fsdp_min_num_params 60000"  # each block, and the output, is a group of FSDP
+SAVERS, MUON = f"{LARGE} --parallelism.memory_savers all", f"{LARGE} --optimizer.name Muon"
 # 4 microbatches of 2 ranks
 EACH = "--training.global_batch_size 16 --parallelism.fsdp_reduce microbatch"
 
@@ -55,6 +57,16 @@ JOBS = {
         "fsdp": "",
         "fsdp, never": "--parallelism.fsdp_reshard_after_forward never",
         "fsdp, compiled": COMPILED,
+        "large": LARGE,
+        "large, all savers": SAVERS,
+        "large, all savers, compiled": f"{SAVERS} {COMPILED}",
+        "large, accumulation": f"{SAVERS} --training.global_batch_size 8",
+        "large, each": f"{SAVERS} {EACH}",
+        "offload, large": f"{SAVERS} --training.enable_cpu_offload",
+        "large, bf16": f"{SAVERS} --training.dtype bfloat16 --optimizer.stochastic_rounding",
+        "muon": MUON,
+        "muon, compiled": f"{MUON} {EVERY}",
+        "ema": f"{LARGE} --ema.decay 0.9 --guards.on_spike skip",
         "hsdp": f"{HYBRID} 1",
         "tp": TENSOR,
         "cp": CONTEXT,
@@ -66,6 +78,7 @@ JOBS = {
         "tp, compiled": f"{TENSOR} {COMPILED}",
         "cp, compiled": f"{CONTEXT} {COMPILED} {DOCUMENTS}",
         "cp, full": f"{CONTEXT} {COMPILED} --activation_checkpoint.mode full",
+        "rowwise": f"{FLOAT8} rowwise {SAVERS}",
         "fp8 all-gather": f"{FLOAT8} tensorwise {GATHER8}",
         "float8 tp": f"{FLOAT8} tensorwise {TENSOR}",
         "float8 pp": f"{FLOAT8} rowwise {PIPELINE}",
@@ -73,6 +86,9 @@ JOBS = {
     },
     4: {
         "hsdp": f"{HYBRID} 2",
+        "hsdp, large": f"{HYBRID} 2 {SAVERS}",
+        "hsdp, accumulation": f"{HYBRID} 2 {SAVERS} --training.global_batch_size 16",
+        "muon, hsdp": f"{HYBRID} 2 {MUON}",
         "tp": TENSOR,
         "cp x tp": f"{CONTEXT} {TENSOR}",
         "pp x tp": f"{PIPELINE} {TENSOR}",
@@ -85,6 +101,8 @@ JOBS = {
 }
 SAMPLE = [
     (2, "fsdp"),
+    (2, "large, all savers"),
+    (2, "muon"),
     (2, "offload, each"),
     (2, "fsdp, compiled"),
     (2, "hsdp"),
@@ -102,13 +120,20 @@ def ghost(
     code: int = 0,
     gib: float = 79.1,
     plugins: Path = ROOT,
+    race: Path | None = None,
 ) -> str:
-    """Run a command on the ghost GPU, and return its output."""
+    """Run a command on the ghost GPU, and return its output.
+
+    Args:
+        race: Attach the race detector, and write its reports to this path, followed by ".PID".
+    """
     own = {name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"}
     own |= {"PYTHONPATH": f"{ROOT}:{plugins}"}
     own |= {"GHOST_GPUS": str(ranks), "GHOST_GIB": str(gib)} | (
         {"GHOST_LOG": str(log)} if log else {}
     )
+    if race is not None:
+        own["GHOST_RACE"] = str(race)
     done = subprocess.run(
         [str(ROOT / "scripts/ghost.sh"), *command],
         capture_output=True,
@@ -147,7 +172,12 @@ def taken(request, tmp_path_factory) -> Any:
             str(Path(__file__).with_name("steps.py")),
         ]
         ghost(
-            *start, str(folder / "jobs.json"), str(folder / "out"), ranks=ranks, log=folder / "log"
+            *start,
+            str(folder / "jobs.json"),
+            str(folder / "out"),
+            ranks=ranks,
+            log=folder / "log",
+            race=folder / "race",
         )
         found = [json.loads((folder / f"out.{rank}").read_text()) for rank in range(ranks)]
         for log in folder.glob("log.*"):
@@ -175,6 +205,7 @@ def test_a_step_runs_and_neither_waits_nor_compiles_anew(taken, ranks: int, name
         assert "error" not in rank, rank["error"]
         assert rank["recompilations"] == 0
         assert rank["graph_breaks"] == {}
+        assert rank["alarms"] == 0
         assert launches(rank["events"]) > 100
         if (
             name == "fsdp"
