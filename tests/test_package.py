@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -57,20 +58,16 @@ def test_import_changes_no_environment_folder_or_signal_handler(tmp_path):
     home = tmp_path / "home"
     home.mkdir()
 
-    imported = call(
-        [sys.executable, "-c", IMPORT_TITANLITE],
-        ROOT,
-        HOME=str(home),
-        XDG_CACHE_HOME=str(home / "cache"),
-        TMPDIR=str(tmp_path),
-    )
+    folders = {"HOME": str(home), "XDG_CACHE_HOME": str(home / "cache"), "TMPDIR": str(tmp_path)}
+
+    imported = call([sys.executable, "-c", IMPORT_TITANLITE], ROOT, **folders)
 
     assert imported == "[]\n"
     assert list(tmp_path.iterdir()) == [home]
     assert list(home.iterdir()) == []
 
 
-def call(command: list[object], folder: Path, **variables: str) -> str:
+def call(command: Sequence[object], folder: Path, **variables: str) -> str:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"PIP_NO_INDEX": "1", "OMP_NUM_THREADS": "1", **variables}
     ended = subprocess.run(
@@ -133,40 +130,28 @@ def test_a_wheel_trains_from_an_empty_folder(tmp_path):
     )
     assert wheel.name == f"titanlite-{titanlite.__version__}-py3-none-any.whl"
     files = zipfile.ZipFile(wheel).namelist()
-    assert {file.rpartition("train_configs/")[2] for file in files if "train_configs/" in file} == {
-        path.name for path in (ROOT / "train_configs").iterdir()
-    }
+    configs = {path.name for path in (ROOT / "train_configs").iterdir()}
+    assert {f"titanlite/train_configs/{name}" for name in configs} <= set(files)
     assert {"titanlite/py.typed", "titanlite/assets/tokenizer/tokenizer.model"} <= set(files)
     assert not [file for file in files if file.startswith(("tests", "benchmarks", "assets"))]
 
     site, empty = tmp_path / "site", tmp_path / "empty"
-    call(
-        [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", site, wheel],
-        tmp_path,
-    )
+    install = f"{sys.executable} -m pip install -q --no-deps --target {site} {wheel}"
+    call(install.split(), tmp_path)
     empty.mkdir()
     command, variables = site / "bin" / "titanlite", {"PYTHONPATH": str(site), "NGPU": "1"}
-    where = call(
-        [sys.executable, "-P", "-c", "import titanlite; print(titanlite.__file__)"],
-        empty,
-        **variables,
-    )
-    assert where.strip() == str(site / "titanlite" / "__init__.py")
+    where = [sys.executable, "-P", "-c", "import titanlite; print(titanlite.__file__)"]
+    assert call(where, empty, **variables).strip() == str(site / "titanlite" / "__init__.py")
     assert "step 2/2" in call([command, "train", *SHORT.split()], empty, **variables)
     assert (empty / "outputs" / "debug_model" / "checkpoint" / "step-00000002").is_dir()
     report = [command, "report", "outputs/debug_model", "--out", "outputs/page.html"]
     assert "page.html (0.1 MB)" in call(report, empty, **variables)
-    assert "OK: " in call(
-        [command, "check", "--job.config_file", "llama_8b", "--world-size", "8"], empty, **variables
+    check = f"{command} check --job.config_file llama_8b --world-size 8"
+    assert "OK: " in call(check.split(), empty, **variables)
+    launch = (
+        f"{command} launch --job.config_file debug_model.toml --job.dump_folder launched {SHORT}"
     )
-    words = [
-        "--job.config_file",
-        "debug_model.toml",
-        "--job.dump_folder",
-        "launched",
-        *SHORT.split(),
-    ]
-    assert "step 2/2" in call([command, "launch", *words], empty, **variables)
+    assert "step 2/2" in call(launch.split(), empty, **variables)
     assert sorted(path.name for path in empty.iterdir()) == ["launched", "outputs"]
 
 

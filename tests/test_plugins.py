@@ -44,15 +44,18 @@ def words(folder: Path, name: str, *more: object) -> tuple[object, ...]:
     return ("train", *job, "--training.steps", 3, *more)
 
 
+def assert_same_losses(a: Path, b: Path) -> None:
+    """Compare losses in fp32, whose sums have another order."""
+    assert losses(a) == pytest.approx(losses(b), rel=2e-6)
+
+
 @pytest.mark.parametrize(
     "layout", [LAYOUTS[0], *(pytest.param(each, marks=pytest.mark.long) for each in LAYOUTS[1:])]
 )
-def test_the_example_trains_alike_in_each_layout(layout: str, trained):
-    ways = [f"--parallelism.{layout}_degree", 2, "--training.local_batch_size", 1]
-    titanlite(*words(trained.parent, layout, *ways), ranks=2)
-    assert losses(trained.parent / layout) == pytest.approx(
-        losses(trained), rel=2e-6
-    )  # fp32, another order of sums
+def test_the_example_trains_alike_in_each_layout(layout, trained):
+    options = [f"--parallelism.{layout}_degree", 2, "--training.local_batch_size", 1]
+    titanlite(*words(trained.parent, layout, *options), ranks=2)
+    assert_same_losses(trained.parent / layout, trained)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +68,7 @@ def test_the_example_trains_alike_in_each_layout(layout: str, trained):
         ("import --hf RUN/hf --out RUN/imported", "olmo2"),
     ],
 )
-def test_a_checkpoint_or_a_model_folder_causes_no_import(command: str, needed: str, trained):
+def test_a_checkpoint_or_a_model_folder_causes_no_import(command, needed, trained):
     argv = command.replace("RUN", str(trained)).split()
     assert needed in titanlite(*argv, code=2)
     titanlite(*argv, "--job.plugins", "gemma")
@@ -75,9 +78,8 @@ def test_keys_of_a_plugin_are_checked_and_a_missing_one_is_named(trained):
     check = ["check", "--job.config_file", trained / "config.toml", "--gemma.hidden_at", "relu"]
     assert "Did you mean gemma.hidden_act?" in titanlite(*check, code=2)
     assert '"none_such"' in titanlite(*check, "--job.plugins", "none_such", code=2)
-    said = titanlite(
-        "import", "--hf", trained / "hf", "--out", trained / "from_hf", "--job.plugins", "gemma"
-    )
+    command = f"import --hf {trained}/hf --out {trained}/from_hf --job.plugins gemma"
+    said = titanlite(*command.split())
     (trained / "from_hf.toml").write_text(said[said.index("[model]") :])
     titanlite("check", "--job.config_file", trained / "from_hf.toml")
 
@@ -93,10 +95,8 @@ def compare_with_transformers(trained: Path) -> None:
     import titanlite
 
     titanlite.load_plugins(["gemma"])
-    ours, theirs = (
-        titanlite.load_checkpoint(trained).model,
-        AutoModelForCausalLM.from_pretrained(trained / "hf"),
-    )
+    ours = titanlite.load_checkpoint(trained).model
+    theirs = AutoModelForCausalLM.from_pretrained(trained / "hf")
     assert type(theirs).__name__ == "GemmaForCausalLM"
     tokens = torch.arange(128).reshape(2, 64)
     torch.testing.assert_close(theirs(tokens).logits, ours(tokens), rtol=0, atol=1e-5)
@@ -115,24 +115,21 @@ params = ["tok_*", "*norm.weight", "*.wo.weight", "output.weight"]
 def fused(tmp_path, monkeypatch) -> Path:
     """Create a job whose model has the fused projections of docs/reference/plugin_models.md."""
     page = (EXAMPLE.parents[1] / "docs" / "reference" / "plugin_models.md").read_text()
-    (tmp_path / "my_fused.py").write_text(
-        page.partition('title="my_fused.py"\n')[2].partition("```")[0]
-    )
+    source = page.partition('title="my_fused.py"\n')[2].partition("```")[0]
+    (tmp_path / "my_fused.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
     model = '[job]\nplugins = ["my_fused"]\n[model]\narchitecture = "fused"'
-    sizes = SMALL.replace("[model]", model).replace(
+    job = SMALL.replace("[model]", model).replace(
         "n_heads = 2\nn_kv_heads = 1", "n_heads = 4\nn_kv_heads = 2"
     )
-    (tmp_path / "job.toml").write_text(sizes + FUSED)
+    (tmp_path / "job.toml").write_text(job + FUSED)
     return tmp_path
 
 
 def test_a_model_with_fused_projections_trains_alike_with_tensor_parallelism(fused):
     titanlite(*words(fused, "alone"))
     titanlite(*words(fused, "two", "--parallelism.tensor_parallel_degree", 2), ranks=2)
-    assert losses(fused / "two") == pytest.approx(
-        losses(fused / "alone"), rel=2e-6
-    )  # fp32, another order of sums
+    assert_same_losses(fused / "two", fused / "alone")
 
 
 def test_groups_match_the_parameters_of_a_plugin(fused):

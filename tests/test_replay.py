@@ -31,15 +31,11 @@ def remove_checkpoints(out: Path, *steps: int) -> None:
 
 def test_steps_after_a_rollback_need_its_checkpoint(tmp_path):
     out = tmp_path / "out"
-    spikes = (
-        "--guards.on_spike",
-        "roll_back",
-        "--guards.spike_history",
-        3,
-        "--guards.spike_deviations",
-        1e-6,
+    guards = (
+        "--guards.on_spike roll_back --guards.spike_history 3 --guards.spike_deviations 1e-6 "
+        "--guards.max_roll_backs 9"
     )
-    start_small(out, *WORDS, 5, *spikes, "--guards.max_roll_backs", 9).ends_with(0)
+    start_small(out, *WORDS, 5, *guards.split()).ends_with(0)
     events = [json.loads(line) for line in (out / "events.jsonl").open()]
     roll_backs = [event["step"] for event in events if event["event"] == "roll back"]
     assert roll_backs[0] == 4

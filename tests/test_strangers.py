@@ -16,7 +16,7 @@ titanlite, numpy, torch, torchao, tokenizers, tiktoken, pydantic, tyro, rich, to
 datasets, safetensors, sitecustomize, usercustomize, traceback, json, logging, queue, socket, pickle, random, tempfile,
 subprocess, multiprocessing, asyncio, typing_extensions, _pickle, triton
 """
-JOB = ["--job.config_file", "../job.toml", "--training.steps", "2"]
+JOB = "--job.config_file ../job.toml --training.steps 2"
 API = """
 import titanlite
 job = titanlite.load_job(["--job.config_file", "../job.toml", "--job.dump_folder", "../api"])
@@ -42,35 +42,27 @@ def hostile_folder(tmp_path_factory) -> Path:
 @pytest.mark.slow
 @pytest.mark.xdist_group("strangers")
 @pytest.mark.parametrize(
-    "words",
+    "command",
     [
-        [str(ROOT / "run_train.sh"), *JOB, "--job.dump_folder", "../run"],
-        [TITANLITE, "train", *JOB, "--job.dump_folder", "../alone"],
-        [TITANLITE, "plan", *JOB, "--gpu", "H100"],
-        [
-            TITANLITE,
-            "profile",
-            *JOB,
-            "--steps",
-            "1",
-            "--warmup",
-            "0",
-            "--job.dump_folder",
-            "../profile",
-        ],
-        [TITANLITE, "prepare", *JOB, "--out", "../shards"],
-        [TITANLITE, "generate", "--checkpoint", "../run", "--prompt", "A", "--max-new-tokens", "2"],
-        [TITANLITE, "eval", "--checkpoint", "../run", "--data", "../text.txt"],
-        [sys.executable, "../api.py"],
+        f"{ROOT}/run_train.sh {JOB} --job.dump_folder ../run",
+        f"{TITANLITE} train {JOB} --job.dump_folder ../alone",
+        f"{TITANLITE} plan {JOB} --gpu H100",
+        f"{TITANLITE} profile {JOB} --steps 1 --warmup 0 --job.dump_folder ../profile",
+        f"{TITANLITE} prepare {JOB} --out ../shards",
+        f"{TITANLITE} generate --checkpoint ../run --prompt A --max-new-tokens 2",
+        f"{TITANLITE} eval --checkpoint ../run --data ../text.txt",
+        f"{sys.executable} ../api.py",
     ],
-    ids=lambda words: Path(words[0]).name if len(words) < 3 or words[0] != TITANLITE else words[1],
+    ids="run_train train plan profile prepare generate eval api".split(),
 )
-def test_no_module_of_the_current_folder_is_executed(words, hostile_folder):
-    environment = {**os.environ, "NGPU": "2" if "run_train" in words[0] else "1"}
+def test_no_module_of_the_current_folder_is_executed(command, hostile_folder):
+    environment = {**os.environ, "NGPU": "2" if "run_train" in command else "1"}
     environment.pop("PYTHONPATH", None)
+
     done = subprocess.run(
-        words, cwd=hostile_folder, env=environment, capture_output=True, text=True, check=False
+        command.split(), cwd=hostile_folder, env=environment, capture_output=True, text=True
     )
+
     assert not (hostile_folder / "EXECUTED").exists(), (hostile_folder / "EXECUTED").read_text()
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -100,9 +92,7 @@ def test_compilers_use_a_folder_of_the_users_own(home, tmp_path):
         folder.mkdir()
         folder.chmod(0o777 if home == "open to all" else 0o700)
     if home == "of another user":
-        with contextlib.suppress(
-            PermissionError
-        ):  # only root can make one; for others it is their own
+        with contextlib.suppress(PermissionError):  # only root can change the owner
             os.chown(folder, 12345, 12345)
     elif home == "named by the user":
         environment["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "mine")

@@ -1,7 +1,7 @@
-"""Wrong inputs of every kind: each is answered in words with a documented exit code, at once, and nothing is lost.
+"""Wrong inputs end at once with a documented exit code, name what is wrong, and destroy nothing.
 
-What an answer must hold is the name of what is wrong: a key, an option, a variable, a file. Its wording is free. Each
-case starts in a folder of its own with a sound job file, text, tokenizer and run, to which a case adds a file.
+A message must name the key, option, variable or file that is wrong; its wording is free. Each case
+starts in its own folder with a valid job file, text, tokenizer and run, to which it adds a file.
 """
 
 import gzip
@@ -29,7 +29,7 @@ TEXT = "".join(
 
 
 class Case(NamedTuple):
-    """A command line as a shell would read it, variables before it included; what the answer names; a file."""
+    """A shell command with its variables, what the message must name, and a file to create."""
 
     command: str
     named: str
@@ -39,7 +39,7 @@ class Case(NamedTuple):
 
 
 def lines(table: str) -> list[tuple[str, str]]:
-    """Each line of a table: what is tried, and what the answer names."""
+    """Split the lines of a table into inputs and what the message must name."""
     rows = [f" {line} ".rpartition(" => ") for line in table.strip().split("\n")]
     return [(left.strip(), right.strip()) for left, _, right in rows]
 
@@ -73,6 +73,7 @@ model.name = "llama3" => titanlite migrate
 [[dataset.sources]] ; source = "jsonl" => dataset.sources.0.path
 [[dataset.sources]] ; source = "c4" ; weight = 0.0 => dataset.sources.0.weight
 [[dataset.sources]] ; source = "c4" ; [[dataset.stages]] ; start_step = 1 ; weights = [0] => dataset.stages.0.weights
+[[dataset.sources]] ; source = "c4" ; [[dataset.sources]] ; [[dataset.stages]] ; start_step = 1 ; weights = [1.0] => dataset.stages.0.weights
 [[dataset.stages]] ; start_step = 1 ; global_batch_size = 12 => dataset.stages.0.global_batch_size
 validation.freq = 5 =>
 validation.holdout = 0.1 ; validation.path = "text.jsonl" => validation.path
@@ -332,20 +333,17 @@ NO_TOML = {
 }
 
 BAD_TEXT: list[str | bytes] = [  # files of JSON lines
-    *(
-        "",
-        "hello\n" * 50,
-        '[{"text": "a"}]',
-        '{"body": "a"}\n' * 9,
-        '{"text": 5}\n' * 9,
-        '{"text": ""}\n' * 9,
-    ),
-    *(
-        b'{"text": "\xff\xfe"}\n' * 50,
-        json.dumps([{"text": "a"}] * 9, indent=2),
-        TEXT.encode("utf-16"),
-    ),
-    *(("[" * 100000 + "]" * 100000 + "\n") * 2, b"PK\x03\x04" + bytes(range(256)) * 9),
+    "",
+    "hello\n" * 50,
+    '[{"text": "a"}]',
+    '{"body": "a"}\n' * 9,
+    '{"text": 5}\n' * 9,
+    '{"text": ""}\n' * 9,
+    b'{"text": "\xff\xfe"}\n' * 50,
+    json.dumps([{"text": "a"}] * 9, indent=2),
+    TEXT.encode("utf-16"),
+    ("[" * 100000 + "]" * 100000 + "\n") * 2,
+    b"PK\x03\x04" + bytes(range(256)) * 9,
 ]
 DATA = [
     Case(f"{SHOW} bad.jsonl", "fewer than one", "bad.jsonl", '{"text": "a"}'),
@@ -365,17 +363,16 @@ DATA = [
 ]
 
 
-NO_RANKS: list[str | bytes] = [
-    "",
-    b"\n\x0e\n\x05<unk>\x15\0\0\0\0",
-    "YQ==\n",
-    "YQ== one\n",
-    "YQ== 1000000000000\n",
-]
-NO_BPE = ["{", '{"a": 1}', '{"model": {"type": "BPE", "vocab": {}, "merges": []}}', "[" * 100_000]
-BAD_TOKENIZERS = [
-    *(("bad.model", text) for text in NO_RANKS),
-    *(("bad.json", text) for text in NO_BPE),
+BAD_TOKENIZERS: list[tuple[str, str | bytes]] = [
+    ("bad.model", ""),
+    ("bad.model", b"\n\x0e\n\x05<unk>\x15\0\0\0\0"),
+    ("bad.model", "YQ==\n"),
+    ("bad.model", "YQ== one\n"),
+    ("bad.model", "YQ== 1000000000000\n"),
+    ("bad.json", "{"),
+    ("bad.json", '{"a": 1}'),
+    ("bad.json", '{"model": {"type": "BPE", "vocab": {}, "merges": []}}'),
+    ("bad.json", "[" * 100_000),
 ]
 CHECKPOINTS = [
     Case("verify empty", "empty", "empty/x", code=4),
@@ -396,49 +393,37 @@ CHECKPOINTS = [
     Case("train --job.dump_folder out", "checkpoint", "out/checkpoint"),
 ]
 OTHERS = [  # for titanlite migrate
-    *(
-        b'[job]\ndescription = "\xe9"',
-        b"# \x1b[2J",
-        b"#" * (1 << 20),
-        "[" + ".".join("a" * 5000) + "]\nb = 1",
-    ),
-    *(
-        "steps : 5",
-        DEEP,
-        '[model]\nname = "llama4"',
-        "[training]\nsteps = 5.5",
-        '[dataset]\nsource = "c4"',
-    ),
+    b'[job]\ndescription = "\xe9"',
+    b"# \x1b[2J",
+    b"#" * (1 << 20),
+    "[" + ".".join("a" * 5000) + "]\nb = 1",
+    "steps : 5",
+    DEEP,
+    '[model]\nname = "llama4"',
+    "[training]\nsteps = 5.5",
+    '[dataset]\nsource = "c4"',
 ]
 CASES = [
     *job_cases(JOBS, "check --job.config_file bad.toml --world-size {}"),
     *job_cases(THEIRS, "migrate bad.toml"),
-    *(
-        Case("check --job.config_file bad.toml", "bad.toml", "bad.toml", content)
-        for content in BAD_FILES
-    ),
-    *(
-        Case("check --job.config_file bad.toml", named, "bad.toml", f"[a]\n{line}")
-        for line, named in NO_TOML.items()
-    ),
     *(Case(command, named) for command, named in lines(COMMANDS)),
-    *(
-        Case(f"{LOOK} jsonl --dataset.path bad.jsonl", "bad.jsonl", "bad.jsonl", content)
-        for content in BAD_TEXT
-    ),
     *DATA,
-    *(
-        Case(f"check --tokenizer.path {name}", name, name, content)
-        for name, content in BAD_TOKENIZERS
-    ),
     *CHECKPOINTS,
-    *(Case("migrate old.toml", "old.toml", "old.toml", content) for content in OTHERS),
 ]
+CHECK_JOB = "check --job.config_file bad.toml"
+CASES += [Case(CHECK_JOB, "bad.toml", "bad.toml", content) for content in BAD_FILES]
+CASES += [Case(CHECK_JOB, named, "bad.toml", f"[a]\n{line}") for line, named in NO_TOML.items()]
+CASES += [
+    Case(f"{LOOK} jsonl --dataset.path bad.jsonl", "bad.jsonl", "bad.jsonl", text)
+    for text in BAD_TEXT
+]
+CASES += [Case(f"check --tokenizer.path {name}", name, name, text) for name, text in BAD_TOKENIZERS]
+CASES += [Case("migrate old.toml", "old.toml", "old.toml", content) for content in OTHERS]
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
-    """Folders that each case gets: `run`, the output of a training run, and `hurt`, one with a damaged checkpoint."""
+    """Create `run`, the output of a training run, and `hurt`, a copy with a damaged checkpoint."""
     folder = tmp_path_factory.mktemp("runs")
     (folder / "run").mkdir()
     save_run(folder / "run", 10, 20)
@@ -449,22 +434,14 @@ def runs(tmp_path_factory) -> Path:
     return folder
 
 
-VARIABLES = [
-    "NGPU",
-    "NNODES",
-    "NODE_RANK",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "WORLD_SIZE",
-    "RANK",
-    "LOG_RANK",
-    "MAX_RESTARTS",
-]
+VARIABLES = (
+    "NGPU NNODES NODE_RANK MASTER_ADDR MASTER_PORT WORLD_SIZE RANK LOG_RANK MAX_RESTARTS".split()
+)
 
 
 @pytest.fixture
 def place(runs, tmp_path, monkeypatch) -> Iterator[Path]:
-    """The folder that a case starts in, for a minute at most: a busy machine lets it wait for seconds."""
+    """Create the folder that a case starts in. The case fails after a minute."""
     for name in ("run", "hurt"):
         shutil.copytree(runs / name, tmp_path / name, copy_function=os.link)
     (tmp_path / "job.toml").write_text(JOB)
@@ -489,12 +466,11 @@ def place(runs, tmp_path, monkeypatch) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.command[:50]} {case.named[:30]}")
-def test_a_wrong_input_is_answered(case: Case, place, monkeypatch, capsys):
+def test_a_wrong_input_is_an_error_that_names_it(case, place, monkeypatch, capsys):
     if case.file:
+        content = case.content
         (place / case.file).parent.mkdir(parents=True, exist_ok=True)
-        (place / case.file).write_bytes(
-            case.content.encode() if isinstance(case.content, str) else case.content
-        )
+        (place / case.file).write_bytes(content.encode() if isinstance(content, str) else content)
     words = shlex.split(case.command)
     while words and re.match(r"[A-Z_]+=", words[0]):
         monkeypatch.setenv(*words.pop(0).split("=", 1))

@@ -13,6 +13,7 @@ from unittest.mock import Mock, patch
 import torch
 import torch._functorch.config as functorch_config
 import torch.distributed as dist
+from small_runs import job_tables
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.fsdp import FSDPModule
@@ -81,6 +82,11 @@ def merge(*tables: dict[str, Any]) -> dict[str, Any]:
         for key, value in table.items():
             merged[key] = {**merged.get(key, {}), **value} if isinstance(value, dict) else value
     return merged
+
+
+def tiny_run(options: str, world_size: int) -> Run:
+    """Return a run of TINY with the given lines of a job file, separated by " ; "."""
+    return Run(JobConfig.model_validate(merge(TINY, job_tables(options))), world_size)
 
 
 def global_batch(job: JobConfig, vocab_size: int, documents: bool) -> dict[str, Tensor]:

@@ -36,19 +36,13 @@ def test_performance_page_is_made_from_the_committed_results():
 
 def test_the_lists_of_the_offline_start_have_all_that_is_needed():
     """Copied wheels come without dependencies, so these must be listed as well."""
-    section = (
-        (BENCHMARKS / "README.md")
-        .read_text()
-        .partition("### GPU benchmarks without a network")[2]
-        .lower()
-    )
+    readme = (BENCHMARKS / "README.md").read_text()
+    section = readme.partition("### GPU benchmarks without a network")[2].lower()
     named = set(re.findall(r"[a-z][a-z0-9-]*", section))
     project = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    copied = re.findall(
-        r"[a-z][a-z0-9-]*", section.partition("manylinux2014_x86_64")[2].partition("```")[0]
-    )
+    copied = section.partition("manylinux2014_x86_64")[2].partition("```")[0]
     needed = [Requirement(line) for line in project]
-    for package in copied:
+    for package in re.findall(r"[a-z][a-z0-9-]*", copied):
         with suppress(PackageNotFoundError):  # a version, or torchtitan
             needed += map(Requirement, requires(package) or [])
     needed = [each for each in needed if each.marker is None or each.marker.evaluate({"extra": ""})]
@@ -59,24 +53,12 @@ def test_the_lists_of_the_offline_start_have_all_that_is_needed():
 def shards(tmp_path_factory) -> Path:
     """Prepare a small text."""
     folder = tmp_path_factory.mktemp("shards")
-    (folder / "text.txt").write_text(
-        "The quick brown fox jumps over the lazy dog, and the dog does not mind. " * 4000
-    )
-    out = folder / "shards"
-    words = [
-        "--dataset.source",
-        "text",
-        "--dataset.path",
-        folder / "text.txt",
-        "--out",
-        out,
-        "--workers",
-        1,
-    ]
-    subprocess.run(
-        [sys.executable, "-m", "titanlite", "prepare", *map(str, words)], cwd=ROOT, check=True
-    )
-    return out
+    sentence = "The quick brown fox jumps over the lazy dog, and the dog does not mind. "
+    (folder / "text.txt").write_text(sentence * 4000)
+    source = f"--dataset.source text --dataset.path {folder}/text.txt"
+    words = f"{sys.executable} -m titanlite prepare {source} --out {folder}/shards --workers 1"
+    subprocess.run(words.split(), cwd=ROOT, check=True)
+    return folder / "shards"
 
 
 TINY = runs.Work(32, 1, 2, 1, 64, seq_len=32, batch_size=4, steps=5, threads=1)
@@ -85,22 +67,19 @@ TINY = runs.Work(32, 1, 2, 1, 64, seq_len=32, batch_size=4, steps=5, threads=1)
 @pytest.mark.slow
 def test_both_sides_train_the_same_model_on_the_same_tokens(shards, tmp_path):
     ours, theirs = (run(TINY, shards, tmp_path) for run in (runs.run_titanlite, runs.run_plain))
-    assert ours.loss == pytest.approx(
-        theirs.loss, rel=0.1
-    )  # other initial weights: the entropy of a uniform guess
+    # Initial weights differ; the losses are near the entropy of a uniform guess.
+    assert ours.loss == pytest.approx(theirs.loss, rel=0.1)
     for side in (ours, theirs):
         assert min(side.peak_rss, side.tokens_per_second, side.first_step) > 0
 
 
 @pytest.mark.slow
 def test_loss_variants_agree_with_float64(tmp_path):
-    variants = [
-        "materialised",
-        "fused",
-        *["F.linear_cross_entropy"] * hasattr(F, "linear_cross_entropy"),
-    ]
-    sizes = ("--dim", 16, "--tokens", 64, "--vocabulary", 300, "--calls", 1, "--dtype", "fp32")
-    run("loss.py", "--only", *variants, *sizes, "--out", tmp_path)
+    variants = ["materialised", "fused"]
+    if hasattr(F, "linear_cross_entropy"):
+        variants.append("F.linear_cross_entropy")
+    sizes = "--dim 16 --tokens 64 --vocabulary 300 --calls 1 --dtype fp32"
+    run("loss.py", "--only", *variants, *sizes.split(), "--out", tmp_path)
     (part,) = json.loads((tmp_path / "loss.json").read_text()).values()
     for variant in variants:
         assert max(part["variants"][variant]["errors"]) < 1e-5  # fp32 over sums of 300 terms
@@ -108,19 +87,8 @@ def test_loss_variants_agree_with_float64(tmp_path):
 
 @pytest.mark.long
 def test_growth_measures_and_makes_its_table(tmp_path):
-    printed = run(
-        "growth.py",
-        "--only",
-        "layers",
-        "--points",
-        1,
-        "--repeats",
-        1,
-        "--steps",
-        5,
-        "--out",
-        tmp_path,
-    )
+    options = "--only layers --points 1 --repeats 1 --steps 5"
+    printed = run("growth.py", *options.split(), "--out", tmp_path)
     assert "| layers | ms/step | expected |" in printed
 
 
@@ -128,7 +96,7 @@ def test_growth_measures_and_makes_its_table(tmp_path):
 @pytest.mark.parametrize(
     "case", ["tiny model, FSDP2, 2 ranks", pytest.param("bf16 compiled", marks=pytest.mark.long)]
 )
-def test_cpu_compares_and_makes_its_table(case: str, tmp_path):
+def test_cpu_compares_and_makes_its_table(case, tmp_path):
     printed = run("cpu.py", "--only", case, "--pairs", 1, "--steps", 5, "--out", tmp_path)
     assert f"| {case} |" in printed
     assert "at least" in printed
@@ -136,7 +104,7 @@ def test_cpu_compares_and_makes_its_table(case: str, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_torchtitan_trains_the_same_model_on_a_cpu(ranks: int, tmp_path):
+def test_torchtitan_trains_the_same_model_on_a_cpu(ranks, tmp_path):
     for package in ("triton", "torchtitan"):
         pytest.importorskip(package, reason="needs torchtitan 0.2.2 and triton")
     text, work = runs.write_text(tmp_path), replace(TINY, ranks=ranks)
@@ -147,7 +115,7 @@ def test_torchtitan_trains_the_same_model_on_a_cpu(ranks: int, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["small, fp32", "small, FSDP"])
-def test_the_plan_of_memory_is_within_five_percent_of_what_malloc_hands_out(name: str):
+def test_the_plan_of_memory_is_within_five_percent_of_what_malloc_hands_out(name):
     result = planner.compare_on_cpu(name)
     assert result.error_but_for_kept == pytest.approx(0, abs=0.05)  # oneDNN's scratch is kept
     assert "commit " in result.about

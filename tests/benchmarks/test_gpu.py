@@ -17,13 +17,14 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import gpu_parts as script  # pyright: ignore[reportMissingImports]  # noqa: E402
 import performance_page  # pyright: ignore[reportMissingImports]  # noqa: E402
 
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
 
 def gpu(out: Path, *options: str, code: int = 0) -> dict[str, Any]:
-    """The cases that `benchmarks/gpu.sh` has written."""
+    """Run `benchmarks/gpu.sh`, and return the cases that it writes."""
     command = ["benchmarks/gpu.sh", *options, "--device", "cpu", "--out", str(out)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
+        command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=300
     )
     assert ended.returncode == code, ended.stdout + ended.stderr
     return json.loads((out / f"gpu_{options[0]}.json").read_text())
@@ -84,10 +85,8 @@ def test_a_case_is_measured_with_the_first_mode_that_fits(part):
 
     result = {}
     script.first_that_fits(part, "8b", script.Work(), script.AC_MODES, run, result)
-    assert (result["work"]["activation_checkpoint"], result["out of memory with"]) == (
-        "full",
-        ["none", "selective"],
-    )
+    assert result["work"]["activation_checkpoint"] == "full"
+    assert result["out of memory with"] == ["none", "selective"]
 
 
 @pytest.mark.slow
@@ -95,36 +94,15 @@ def test_a_profile_has_kernels_idle_time_and_floors(tmp_path):
     work = replace(
         script.WORKS["8b bf16 eager"], flavor="debugmodel", tiny=True, rows=2, seq_len=64, steps=100
     )
-    out, trace, text = (
-        tmp_path / "out.json",
-        tmp_path / "trace.json.gz",
-        script.write_text(tmp_path).parent,
-    )
+    out = tmp_path / "out.json"
+    trace = tmp_path / "trace.json.gz"
+    text = script.write_text(tmp_path).parent
     options = script.titanlite_options(work, tmp_path / "run", text, own=True)
-    command = [
-        sys.executable,
-        str(ROOT / "benchmarks/gpu_profile.py"),
-        str(out),
-        str(trace),
-        *options,
-    ]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    subprocess.run(command, env=environment, check=True, timeout=120, capture_output=True)
+    command = [sys.executable, "benchmarks/gpu_profile.py", str(out), str(trace), *options]
+    environment = {**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": ""}
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=120, capture_output=True)
     found = json.loads(out.read_text())
-    parts = [
-        "batch",
-        "forward",
-        "loss and its gradients",
-        "backward",
-        "clipping",
-        "optimizer",
-        "rest",
-    ]
+    parts = "batch,forward,loss and its gradients,backward,clipping,optimizer,rest".split(",")
     assert list(found["parts"]) == parts
     assert found["step, ms"] == pytest.approx(sum(part["ms"] for part in found["parts"].values()))
     for part in parts[1:-1]:
@@ -147,13 +125,11 @@ def test_idle_time_is_what_no_kernel_covers():
         event("b", 6, 2),
         event("a", 0, 4),
         event("a", 2, 3),
-        event("launch", 0, 100, "cuda_runtime"),
+        event("copy", 9, 1, "gpu_memcpy"),
     ]
-    found = summarize_kernels([*events, event("copy", 9, 1, "gpu_memcpy")], "cuda")
+    events.append(event("launch", 0, 100, "cuda_runtime"))
+    found = summarize_kernels(events, "cuda")
     assert found["traced, ms"] == pytest.approx(0.010)
     assert found["idle share"] == pytest.approx(0.2)  # from 5 to 6 and from 8 to 9
-    assert [(kernel["name"], kernel["share"]) for kernel in found["kernels"]] == [
-        ("a", 0.7),
-        ("b", 0.2),
-        ("copy", 0.1),
-    ]
+    shares = {kernel["name"]: kernel["share"] for kernel in found["kernels"]}
+    assert shares == {"a": 0.7, "b": 0.2, "copy": 0.1}

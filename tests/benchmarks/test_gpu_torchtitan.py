@@ -43,51 +43,37 @@ def shapes(model: nn.Module) -> Counter[tuple[torch.Size, torch.dtype]]:
     return Counter((parameter.shape, parameter.dtype) for parameter in model.parameters())
 
 
+SAME_KEYS = {
+    "training": "steps seq_len local_batch_size global_batch_size max_norm dtype gc_freq mixed_precision_param",
+    "optimizer": "name lr beta1 beta2 eps weight_decay implementation",
+    "activation_checkpoint": "mode selective_ac_option",
+    "compile": "enable",
+    "metrics": "log_freq enable_tensorboard",
+    "lr_scheduler": "warmup_steps decay_ratio decay_type min_lr_factor",
+    "checkpoint": "enable",
+}
+
+
 @pytest.mark.parametrize("case", gpu.COMPARED)
-def test_model_dtypes_steps_and_what_is_done_in_them_are_the_same(case: str, tmp_path):
+def test_model_dtypes_steps_and_what_is_done_in_them_are_the_same(case, tmp_path):
     ours, theirs = both(case, tmp_path)
     arch, args = build_architecture(ours.model), llama3_args[theirs.model.flavor]
     with torch.device("meta"):
         mine = Llama(arch).to(getattr(torch, ours.training.dtype))
         assert shapes(mine) == shapes(Transformer(args).to(getattr(torch, theirs.training.dtype)))
-    assert (args.norm_eps, args.rope_theta, args.attn_type) == (
-        arch.norm_eps,
-        arch.rope_theta,
-        "sdpa",
-    )
-    training = (
-        "steps",
-        "seq_len",
-        "local_batch_size",
-        "global_batch_size",
-        "max_norm",
-        "dtype",
-        "gc_freq",
-    )
-    same = {
-        "training": (*training, "mixed_precision_param"),
-        "optimizer": ("name", "lr", "beta1", "beta2", "eps", "weight_decay", "implementation"),
-        "activation_checkpoint": ("mode", "selective_ac_option"),
-        "compile": ("enable",),
-        "metrics": ("log_freq", "enable_tensorboard"),
-        "lr_scheduler": ("warmup_steps", "decay_ratio", "decay_type", "min_lr_factor"),
-        "checkpoint": ("enable",),
-    }
-    for section, keys in same.items():
-        for key in keys:
+    assert (args.norm_eps, args.rope_theta) == (arch.norm_eps, arch.rope_theta)
+    assert args.attn_type == "sdpa"
+    for section, keys in SAME_KEYS.items():
+        for key in keys.split():
             found = [getattr(getattr(job, section), key) for job in (ours, theirs)]
             assert found[0] == found[1], f"{section}.{key}"
     assert list(ours.compile.components) == theirs.compile.components
     assert (ours.optimizer.state_dtype, ours.optimizer.stochastic_rounding) == (None, False)
     assert ours.float8.enable == (theirs.model.converters == ["quantize.linear.float8"])
     if ours.float8.enable:
-        assert (ours.float8.recipe_name, theirs.quantize.linear.float8.recipe_name) == (
-            "tensorwise",
-            None,
-        )  # the same
-        assert theirs.quantize.linear.float8.filter_fqns == [
-            "output"
-        ]  # titanlite never converts it
-        assert (
-            ours.float8.min_features <= 1024
-        )  # the smallest side of a matrix in 1b and 8b: all are converted
+        assert ours.float8.recipe_name == "tensorwise"
+        assert theirs.quantize.linear.float8.recipe_name is None  # tensorwise
+        # titanlite never converts the output layer.
+        assert theirs.quantize.linear.float8.filter_fqns == ["output"]
+        # All matrices of 1b and 8b are converted.
+        assert ours.float8.min_features <= 1024

@@ -12,6 +12,7 @@ from titanlite import cli
 RECORDS = "".join(
     json.dumps({"text": f"document {i}: " + "some words. " * 40}) + "\n" for i in range(50)
 )
+TEXT = "--dataset.source text --dataset.path"
 PAGES = "<!DOCTYPE html>\n" + "<p>Some words to learn from.</p>\n" * 500
 
 
@@ -29,18 +30,15 @@ def job_file(tmp_path, monkeypatch) -> Path:
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (["--optimizer.lr", "0.5"], "optimizer.lr = 0.5"),
-        (
-            ["--dataset.source", "text", "--dataset.path", "records.txt"],
-            "records.txt: contains JSON",
-        ),
-        (["--dataset.source", "text", "--dataset.path", "pages.txt"], "pages.txt: contains HTML"),
-        (["--dataset.source", "text", "--dataset.path", "table.csv"], "table.csv: is a table"),
+        ("--optimizer.lr 0.5", "optimizer.lr = 0.5"),
+        (f"{TEXT} records.txt", "records.txt: contains JSON"),
+        (f"{TEXT} pages.txt", "pages.txt: contains HTML"),
+        (f"{TEXT} table.csv", "table.csv: is a table"),
     ],
     ids=["high learning rate", "JSON as text", "HTML as text", "CSV as text"],
 )
 def test_check_and_train_warn_about_a_suspicious_value(options, named, job_file, capsys):
-    job = ["--job.config_file", str(job_file), *options]
+    job = ["--job.config_file", str(job_file), *options.split()]
 
     assert cli.main(["check", *job]) == 0
     assert f"Warning: {named}" in capsys.readouterr().out

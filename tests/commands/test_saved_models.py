@@ -262,9 +262,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_exported_model_computes_the_same_in_transformers_and_after_an_import(
-    tmp_path, family: str
-):
+def test_an_exported_model_computes_the_same_in_transformers_and_after_an_import(tmp_path, family):
     from transformers import AutoModelForCausalLM
 
     job = change_model(**FAMILIES[family])
@@ -309,9 +307,7 @@ def imported(tmp_path) -> Path:
 
 
 @pytest.mark.slow
-def test_every_command_accepts_an_imported_checkpoint(
-    imported, files: list[Path], tmp_path, capsys
-):
+def test_every_command_accepts_an_imported_checkpoint(imported, files, tmp_path, capsys):
     text = run_generate(capsys, imported, "--prompt", "def f")[0]
     score = evaluate_text(imported, files)
     assert (score.documents, score.window) == (5, 128)
@@ -385,9 +381,7 @@ def test_sampled_text_depends_only_on_its_prompt_and_the_seed(loaded):
         (2.0, 99, range(5)),
     ],
 )
-def test_tokens_are_sampled_from_the_softmax_of_the_top_k(
-    temperature: float, top_k: int, allowed: list[int]
-):
+def test_tokens_are_sampled_from_the_softmax_of_the_top_k(temperature, top_k, allowed):
     logits = torch.tensor([0.0, 3.0, 1.0, 2.0, -1.0])
     generator = torch.Generator().manual_seed(0)
     tokens = [sample_token(logits, temperature, top_k, generator) for _ in range(4000)]
@@ -401,9 +395,7 @@ def test_tokens_are_sampled_from_the_softmax_of_the_top_k(
 
 @pytest.mark.parametrize("name", ["tokenizer.model", "tokenizer.json"])
 @pytest.mark.parametrize("text", ["def f(x):\n\treturn x", "naïve — 漢字かな 🦜🦜 \ufffd?"])
-def test_pieces_are_whole_characters_and_add_up_to_the_text(
-    loaded, monkeypatch, name: str, text: str
-):
+def test_pieces_are_whole_characters_and_add_up_to_the_text(loaded, monkeypatch, name, text):
     tokenizer = load_tokenizer(MODEL_FILE.with_name(name))
     ids = iter([*tokenizer.encode(text), tokenizer.eos_id])
     monkeypatch.setattr(completion, "sample_token", lambda *args: next(ids))

@@ -4,7 +4,6 @@ import ast
 import dataclasses
 import unicodedata
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -53,7 +52,7 @@ ARCHITECTURE = job_tables(
 
 
 @pytest.mark.parametrize("flavor", FLAVORS)
-def test_a_flavor_has_exactly_its_number_of_parameters(flavor: str):
+def test_a_flavor_has_exactly_its_number_of_parameters(flavor):
     with torch.device("meta"):
         model = Llama(FLAVORS[flavor])
     assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS[flavor]
@@ -100,7 +99,7 @@ BF16_STATE = "training.dtype = 'bfloat16' ; optimizer.state_dtype = 'float32'"
         ),
     ],
 )
-def test_values_that_follow_from_a_job_and_its_ranks(ranks: int, job: str, name: str, value: Any):
+def test_values_that_follow_from_a_job_and_its_ranks(ranks, job, name, value):
     assert getattr(Run(JobConfig.model_validate(job_tables(job)), ranks), name) == value
 
 
@@ -139,7 +138,7 @@ TABLES = [*schema.SECTIONS.values(), schema.DataSource, schema.DataStage, schema
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.__name__)
-def test_each_key_is_read_somewhere(table: type[schema.Section]):
+def test_each_key_is_read_somewhere(table):
     assert set(table.model_fields) <= READ | READ_BY_RULES
 
 
@@ -160,5 +159,5 @@ def test_every_control_character_except_line_feed_and_tab_is_escaped():
 @pytest.mark.parametrize(
     "text", ["Zürich, 東京, שלום, \U0001f469\u200d\U0001f680, a\tb\nc", r"\x1b[2J"]
 )
-def test_printable_text_is_not_changed(text: str):
+def test_printable_text_is_not_changed(text):
     assert printable(text) == text

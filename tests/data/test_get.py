@@ -71,9 +71,7 @@ def get(capsys: Output, hub: Hub, data: str, *words: str, code: int = 0) -> str:
         ("fineweb_debugmodel.toml", False),
     ],
 )
-def test_a_preset_job_names_the_downloads_that_it_needs(
-    hub: Hub, capsys, preset: str, is_toy_tokenizer: bool
-):
+def test_a_preset_job_names_the_downloads_that_it_needs(hub, capsys, preset, is_toy_tokenizer):
     text = (ROOT / "train_configs" / preset).read_text()
     commands = re.findall(r"^#   titanlite ((?:get|tokenizer) .*)$", text, re.M)
     check = f"check --job.config_file {preset} --world-size {64 if '8b' in preset else 8}".split()
@@ -89,7 +87,7 @@ def test_a_preset_job_names_the_downloads_that_it_needs(
     assert ("titanlite get tokenizer llama3" in after) == is_toy_tokenizer
 
 
-def test_a_dry_run_lists_files_and_downloads_none(hub: Hub, capsys):
+def test_a_dry_run_lists_files_and_downloads_none(hub, capsys):
     answer = get(capsys, hub, "fineweb-edu-10bt", "--dry-run")
     size = len(next(iter(hub.files[FINEWEB].values())))
     names = [f"sample/10BT/00{i}_00000.parquet" for i in range(2)]
@@ -99,7 +97,7 @@ def test_a_dry_run_lists_files_and_downloads_none(hub: Hub, capsys):
     assert (hub.asked, os.listdir()) == ([], [])
 
 
-def test_a_folder_can_replace_the_hub_and_files_are_downloaded_once(hub: Hub, tmp_path, capsys):
+def test_a_folder_can_replace_the_hub_and_files_are_downloaded_once(hub, tmp_path, capsys):
     (tmp_path / "mirror" / "train-0.jsonl").mkdir(parents=True)
     for name, content in hub.files["datasets/me/mine"].items():
         (tmp_path / "mirror" / name).write_bytes(content)
@@ -123,9 +121,7 @@ def test_a_download_resumes_after_a_broken_connection(hub, capsys):
 
 
 @pytest.mark.parametrize("size", [10, 5000], ids=["git", "lfs"])
-def test_only_files_with_the_stated_checksum_are_kept_and_none_is_overwritten(
-    hub, size: int, capsys
-):
+def test_only_files_with_the_stated_checksum_are_kept_and_none_is_overwritten(hub, size, capsys):
     out = Path("data/sums/train.txt")
     hub.files["datasets/me/sums"] = {out.name: b"x" * size}
 
@@ -164,14 +160,14 @@ for path in ("../../evil.jsonl", "/evil.jsonl", "a//b.jsonl"):
 
 
 @pytest.mark.parametrize("tree", LISTS.values(), ids=LISTS)
-def test_a_malformed_list_of_files_is_an_error(hub, tree: bytes, capsys):
+def test_a_malformed_list_of_files_is_an_error(hub, tree, capsys):
     hub.tree = tree
     assert "/api/datasets/me/mine" in get(capsys, hub, "me/mine", code=2)
     assert not [*Path("..").rglob("evil.jsonl")]
 
 
 @pytest.mark.parametrize("tree", [b"[]", b""], ids=["empty", "full"])
-def test_a_list_of_files_that_links_to_itself_is_an_error(hub, tree: bytes, capsys):
+def test_a_list_of_files_that_links_to_itself_is_an_error(hub, tree, capsys):
     hub.tree = tree
     hub.link = f"{hub.url}/api/datasets/me/mine/tree/main?cursor=1"
     assert "/api/datasets/me/mine" in get(capsys, hub, "me/mine", code=2)
@@ -211,7 +207,7 @@ def test_ctrl_c_stops_a_download_and_the_same_command_resumes_it(hub):
         ("data me/mine --from {hub} --out /proc/none", "/proc"),
     ],
 )
-def test_a_failed_download_reports_how_to_fix_it(hub, command: str, named: str, capsys):
+def test_a_failed_download_reports_how_to_fix_it(hub, command, named, capsys):
     hub.gated = {"models/meta-llama/Llama-3.1-8B"}
     assert named in run(capsys, "get", *command.format(hub=hub.url).split(), code=2)
 
@@ -236,9 +232,7 @@ SHARDS = f"{DEBUG} --dataset.source shards --dataset.path shards"
         (f"{DEBUG} --model.vocab_size 65536", {"tokenizer gpt2"}),
     ],
 )
-def test_check_warns_that_a_run_trains_on_a_toy(
-    tmp_path, monkeypatch, words: str, expected: set[str], capsys
-):
+def test_check_warns_that_a_run_trains_on_a_toy(tmp_path, monkeypatch, words, expected, capsys):
     monkeypatch.chdir(tmp_path)
     for name in ("train.jsonl", "train.jsonl.gz"):
         write_jsonl(tmp_path / name, some_texts(100))

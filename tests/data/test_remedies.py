@@ -10,15 +10,7 @@ import pytest
 
 from titanlite import cli
 
-SMALL = [
-    "check",
-    "--training.seq_len",
-    "64",
-    "--training.steps",
-    "4",
-    "--training.global_batch_size",
-    "8",
-]
+SMALL = "check --training.seq_len 64 --training.steps 4 --training.global_batch_size 8".split()
 WORDS = "grüße " * 40
 CHAT = [{"role": "user", "content": WORDS}, {"role": "assistant", "content": WORDS}]
 SHARED = [{"from": "human", "value": WORDS}, {"from": "gpt", "value": WORDS}]
@@ -83,16 +75,8 @@ def test_a_column_that_a_message_names_has_text(column, tmp_path, capsys):
 def test_a_source_whose_records_are_all_skipped_is_an_error_with_the_reason(tmp_path, capsys):
     file = tmp_path / "chat.jsonl"
     file.write_bytes(FILES[file.name])
-    message = check(
-        capsys,
-        2,
-        "--dataset.source",
-        "jsonl",
-        "--dataset.path",
-        file,
-        "--dataset.on_bad_record",
-        "skip",
-    )
+    source = "--dataset.source jsonl --dataset.on_bad_record skip --dataset.path".split()
+    message = check(capsys, 2, *source, file)
     assert "no field 'text'" in message
     assert "jq" in message
 
@@ -101,15 +85,8 @@ def test_a_source_whose_records_are_all_skipped_is_an_error_with_the_reason(tmp_
 def test_a_holdout_without_a_document_names_one_that_has_enough(holdout, tmp_path, capsys):
     file = tmp_path / "text.jsonl"
     file.write_text("".join(json.dumps({"text": f"{i} {WORDS}"}) + "\n" for i in range(400)))
-    words = [
-        "--dataset.source",
-        "jsonl",
-        "--dataset.path",
-        file,
-        "--validation.freq",
-        2,
-        "--validation.holdout",
-    ]
+    words = f"--dataset.source jsonl --dataset.path {file} --validation.freq 2".split()
+    words.append("--validation.holdout")
     enough = re.search(r"validation.holdout to ([\d.]+)", check(capsys, 2, *words, holdout))
     assert enough
     check(capsys, 0, *words, enough[1])
@@ -118,8 +95,7 @@ def test_a_holdout_without_a_document_names_one_that_has_enough(holdout, tmp_pat
 def test_models_of_the_hub_are_valid_flavors(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # away from the outputs of earlier runs in the repository
     for name in ("meta-llama/Llama-3.2-1B", "Llama-3.2-1B", "llama-3.2-1b", "1B"):
-        out = check(capsys, 0, "--model.flavor", name)
-        assert "OK" in out
+        assert "OK" in check(capsys, 0, "--model.flavor", name)
 
 
 PEAK_OF_A_LONG_LINE = """
@@ -128,11 +104,15 @@ from titanlite.config.schema import Dataset
 from titanlite.data.sources.files import open_source
 
 def write(path, megabytes):
-    with (gzip.open if path.endswith("gz") else open)(path, "wb", 1) as file:
-        file.write(b'{"text": "first"}\\n{"text": "')
+    parts = [b'{"text": "first"}\\n{"text": "', b"a" * 1_000_000, b'"}\\n{"text": "last"}\\n']
+    if path.endswith("gz"):
+        parts = [gzip.compress(part) for part in parts]  # members of a file
+    first, middle, last = parts
+    with open(path, "wb") as file:
+        file.write(first)
         for _ in range(megabytes):
-            file.write(b"a" * 1_000_000)
-        file.write(b'"}\\n{"text": "last"}\\n')
+            file.write(middle)
+        file.write(last)
 
 def read(path):
     first, long, last = open_source(Dataset(source="jsonl", path=path))

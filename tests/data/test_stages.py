@@ -48,14 +48,13 @@ def test_stages_with_other_batch_sizes_read_the_same_sequences(tmp_path, packing
     assert torch.equal(sequences, expected[: len(sequences)])
 
 
-RUNS = {
-    "whole": (["8"], "--parallelism.fsdp_min_num_params 0"),
-    "resumed": (["5", "8"], "--parallelism.fsdp_min_num_params 0"),
-    "pipeline": (
-        ["8"],
-        "--parallelism.pipeline_parallel_degree 2 --validation.freq 3 --validation.holdout 0.2",
-    ),
-    "validated": (["8"], "--validation.freq 3 --validation.holdout 0.2"),
+SHARDED = "--parallelism.fsdp_min_num_params 0"
+VALIDATED = "--validation.freq 3 --validation.holdout 0.2"
+RUNS = {  # last steps of the starts, options
+    "whole": (["8"], SHARDED),
+    "resumed": (["5", "8"], SHARDED),
+    "pipeline": (["8"], f"{VALIDATED} --parallelism.pipeline_parallel_degree 2"),
+    "validated": (["8"], VALIDATED),
 }
 
 
@@ -67,7 +66,7 @@ def train_with_stages(folder: str) -> None:
     with patch("ranks.SMALL", SMALL + STAGES):
         for name, (ends, layout) in RUNS.items():
             for end in ends:
-                words = [*layout.split(), *options.split(), end]
+                words = f"{layout} {options} {end}".split()
                 with small_trainer(f"{folder}/{name}", Hook(), *words) as trainer:
                     trainer.train()
 

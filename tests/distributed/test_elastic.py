@@ -11,53 +11,51 @@ from titanlite.checkpoint.manifest import read_manifest
 
 pytestmark = pytest.mark.slow
 
-OPTIONS = ["--model.n_layers", "4", "--model.n_kv_heads", "2", "--training.seq_len", "32"]
-OPTIONS += ["--lr_scheduler.decay_ratio", "0"]
-ONE_ROW = ["--training.local_batch_size", "1"]
-PIPELINE = ["--parallelism.pipeline_parallel_degree", "2", *ONE_ROW]
-PIPELINE += ["--parallelism.pipeline_parallel_schedule", "Interleaved1F1B"]
-LEGS = [  # last step, ranks, what differs from one rank
-    (3, 1, []),
-    (5, 2, ["--parallelism.tensor_parallel_degree", "2"]),
+OPTIONS = (
+    "--model.n_layers 4 --model.n_kv_heads 2 --training.seq_len 32 --lr_scheduler.decay_ratio 0"
+)
+ONE_SEQUENCE = "--training.local_batch_size 1"
+PIPELINE = (
+    f"{ONE_SEQUENCE} --parallelism.pipeline_parallel_degree 2 "
+    "--parallelism.pipeline_parallel_schedule Interleaved1F1B"
+)
+LEGS = [  # last step, ranks, options
+    (3, 1, ""),
+    (5, 2, "--parallelism.tensor_parallel_degree 2"),
     (7, 2, PIPELINE),
-    (9, 4, ["--parallelism.data_parallel_replicate_degree", "2", *ONE_ROW]),
-    (12, 1, ONE_ROW),
+    (9, 4, f"{ONE_SEQUENCE} --parallelism.data_parallel_replicate_degree 2"),
+    (12, 1, ONE_SEQUENCE),
 ]
 
 
-def train(folder: Path, ranks: int, *options: object) -> Path:
-    start_small(folder, *OPTIONS, *options, ranks=ranks).ends_with(0)
+def train(folder: Path, ranks: int, options: str = "") -> Path:
+    start_small(folder, *f"{OPTIONS} {options}".split(), ranks=ranks).ends_with(0)
     return folder
 
 
 def test_the_curve_does_not_depend_on_the_layout(tmp_path):
-    straight, moved = train(tmp_path / "straight", 1), tmp_path / "moved"
+    straight = train(tmp_path / "straight", 1)
+    moved = tmp_path / "moved"
     for last, ranks, options in LEGS:
-        train(moved, ranks, "--training.steps", last, *options)  # ends with a save
+        train(moved, ranks, f"--training.steps {last} {options}")  # ends with a save
     assert list(losses(moved)) == list(range(1, 13))
     assert losses(moved) == pytest.approx(losses(straight), abs=1e-5)
 
 
 def test_a_pipeline_that_validates_first_resumes_exactly(tmp_path):
-    options = [
-        *PIPELINE,
-        "--training.steps",
-        "4",
-        "--checkpoint.interval",
-        "2",
-        "--validation.freq",
-        "4",
-    ]
-    options += ["--validation.holdout", "0.1", "--validation.sequences", "4"]
-    straight, resumed = train(tmp_path / "straight", 2, *options), tmp_path / "resumed"
-    shutil.copytree(straight, resumed)
+    options = (
+        f"{PIPELINE} --training.steps 4 --checkpoint.interval 2 --validation.freq 4 "
+        "--validation.holdout 0.1 --validation.sequences 4"
+    )
+    straight = train(tmp_path / "straight", 2, options)
+    resumed = shutil.copytree(straight, tmp_path / "resumed")
     shutil.rmtree(resumed / "checkpoint" / "step-00000004")
-    train(resumed, 2, *options)
+    train(resumed, 2, options)
+
     assert losses(resumed) == losses(straight)
     last, again = (
         read_manifest(folder / "checkpoint" / "step-00000004")["files"]
         for folder in (straight, resumed)
     )
-    assert {name for name in last if last[name] != again[name]} <= {
-        ".metadata"
-    }  # it holds a random number
+    # .metadata contains a random number.
+    assert {name for name in last if last[name] != again[name]} <= {".metadata"}

@@ -57,14 +57,14 @@ def results() -> dict[str, dict]:
 
 
 @pytest.mark.parametrize("name", SAMPLE)
-def test_a_layout_computes_what_one_process_computes(results, name: str):
+def test_a_layout_computes_what_one_process_computes(results, name):
     """Initial weights match bit for bit; losses, norms and final weights match within tolerance."""
     found = compare(results[name], results[ROWS[name].reference])
     assert found.within(ROWS[name].tolerance), f"{found} beyond {ROWS[name].tolerance}"
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_wrong_layout_is_caught(results, mistake: str):
+def test_a_wrong_layout_is_caught(results, mistake):
     """The widest tolerance still detects the mistake."""
     found = compare(results[mistake], results["one process"])
     assert not found.within(FP8), found
@@ -72,7 +72,7 @@ def test_a_wrong_layout_is_caught(results, mistake: str):
 
 
 @pytest.mark.parametrize("layout", COMBINED)
-def test_what_was_compared_is_allowed_and_the_rest_is_refused(layout: str):
+def test_what_was_compared_is_allowed_and_the_rest_is_refused(layout):
     ranks, overrides = LAYOUTS[layout]
     base = {
         "model": MODEL,

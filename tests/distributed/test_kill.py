@@ -25,8 +25,10 @@ from titanlite.config.files import INCOMPLETE
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("kill")]
 
-OPTIONS = "--training.steps 8 --training.seq_len 32 --training.local_batch_size 1 --training.global_batch_size 2 "
-OPTIONS += "--checkpoint.interval 2 --checkpoint.keep_latest_k 1"
+OPTIONS = (
+    "--training.steps 8 --training.seq_len 32 --training.local_batch_size 1 "
+    "--training.global_batch_size 2 --checkpoint.interval 2 --checkpoint.keep_latest_k 1"
+)
 LONG = "TITANLITE_KILLS" in os.environ
 RANDOM_KILLS = int(os.environ.get("TITANLITE_KILLS", "4"))  # over all of LAYOUTS
 SEED = int(os.environ.get("TITANLITE_KILL_SEED", "0"))
@@ -141,9 +143,7 @@ class Run:
     def final_state(self) -> dict[str, str]:
         """Return the checksums of the data files in the last checkpoint."""
         files = manifest.check_checkpoint(self.folder / "checkpoint" / "step-00000008")["files"]
-        return {
-            name: entry["xxh3_128"] for name, entry in files.items() if name.endswith(".distcp")
-        }
+        return {name: files[name]["xxh3_128"] for name in files if name.endswith(".distcp")}
 
 
 def assert_undisturbed(run: Run, reference: Run) -> None:
@@ -169,28 +169,23 @@ def references(tmp_path_factory):
 
 @pytest.mark.parametrize("layout", SAMPLE, ids=str)
 def test_killed_at_the_points_of_a_save(tmp_path, layout, references):
-    run, saved, left, folder = (
-        Run(tmp_path / "run", *layout),
-        0,
-        [],
-        tmp_path / "run" / "checkpoint",
-    )
+    run = Run(tmp_path / "run", *layout)
+    folder = tmp_path / "run" / "checkpoint"
+    saved = 0
+    unfinished = []
     for point in [*DEALT[0], *DEALT[1]] if LONG else DEALT[LAYOUTS.index(layout) % 2]:
         out = run.die(point.format(last=layout[0] - 1))
-        assert not left or f"Removed the unfinished {left[0].name}" in out
+        assert not unfinished or f"Removed the unfinished {unfinished[0].name}" in out
         if point == "during_purge:0":
             saved = max(saved, 2) + 2  # the second checkpoint makes the first one superfluous
         elif point == "after_rename:0":
             saved += 2
-        # A checkpoint exists or it does not.
-        assert manifest.list_checkpoints(folder) == [folder / manifest.step_folder_name(saved)] * (
-            saved > 0
-        )
-        left = manifest.list_unfinished(folder)
-        if point.endswith(
-            ":0"
-        ):  # else the first rank may have had the time to see that a save failed
-            assert len(left) == (point != "after_rename:0"), left
+        # A checkpoint is complete or does not exist.
+        complete = [folder / manifest.step_folder_name(saved)] if saved else []
+        assert manifest.list_checkpoints(folder) == complete
+        unfinished = manifest.list_unfinished(folder)
+        if point.endswith(":0"):  # else rank 0 may have noticed that a save failed
+            assert len(unfinished) == (point != "after_rename:0"), unfinished
     out = run.finish("full_disk:0")
     assert f"Saving step {saved + 2} FAILED (OSError: [Errno 28] No space left on device)" in out
     assert_undisturbed(run, references(layout[0]))

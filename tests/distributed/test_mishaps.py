@@ -12,11 +12,27 @@ from small_runs import SMALL
 
 pytestmark = pytest.mark.slow
 WORKER = Path(__file__).parents[1] / "mishap_run.py"
-OPTIONS = "--dataset.num_workers 0 --comm.train_timeout_seconds 8 --comm.init_timeout_seconds 30 "
-OPTIONS += "--checkpoint.timeout_seconds 6"
+OPTIONS = (
+    "--dataset.num_workers 0 --comm.train_timeout_seconds 8 --comm.init_timeout_seconds 30 "
+    "--checkpoint.timeout_seconds 6"
+)
 
 
-# Of each mishap: what is said about the late rank, and in what the other one waits for it.
+def launch(mishap: str, ranks: int, folder: Path, options: str) -> "subprocess.Popen[str]":
+    """Start ranks with a mishap, and return the launcher with a pipe of its standard error."""
+    (folder / "job.toml").write_text(SMALL)
+    job = "--job.config_file job.toml --job.dump_folder"
+    words = f"{WORKER} launch {ranks} {mishap} {job} {mishap} {options}".split()
+    return subprocess.Popen(
+        [sys.executable, *words],
+        cwd=folder,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+# Mishap -> texts in the report of the late rank, and the collective that the other one waits in
 HANGS = {
     "hang_data": (
         ["Rank 1 (", "step 5, is LATE", "gloo:", "trainer.py", "late_batch"],
@@ -33,24 +49,10 @@ HANGS = {
 
 def test_a_hang_ends_in_a_report_that_names_the_late_rank(tmp_path):
     """Run all hangs at the same time, because they use no CPU."""
-    (tmp_path / "job.toml").write_text(SMALL)
-    launchers = {}
-    for mishap in HANGS:
-        words = [
-            "launch",
-            "1" if mishap == "hang_alone" else "2",
-            mishap,
-            "--job.config_file",
-            "job.toml",
-        ]
-        words += ["--job.dump_folder", mishap, *OPTIONS.split()]
-        launchers[mishap] = subprocess.Popen(
-            [sys.executable, WORKER, *words],
-            cwd=tmp_path,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+    launchers = {
+        mishap: launch(mishap, 1 if mishap == "hang_alone" else 2, tmp_path, OPTIONS)
+        for mishap in HANGS
+    }
     for mishap, launcher in launchers.items():
         said = launcher.communicate(timeout=180)[1]
         assert launcher.returncode not in (0, 2, 3, 4, 75), said
@@ -64,21 +66,8 @@ def test_a_hang_ends_in_a_report_that_names_the_late_rank(tmp_path):
 def test_a_rank_that_is_stopped_after_a_save_is_reported_while_the_others_wait(
     tmp_path,
 ):
-    (tmp_path / "job.toml").write_text(SMALL)
-    words = [
-        "launch",
-        "2",
-        "stop_after_save",
-        "--job.config_file",
-        "job.toml",
-        "--job.dump_folder",
-        "out",
-    ]
-    options = ["--comm.train_timeout_seconds", "20", "--checkpoint.timeout_seconds", "200"]
-    launcher = subprocess.Popen(
-        [sys.executable, WORKER, *words, *options],
-        cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    options = "--comm.train_timeout_seconds 20 --checkpoint.timeout_seconds 200"
+    launcher = launch("stop_after_save", 2, tmp_path, options)
     assert launcher.stderr is not None
 
     lines = []

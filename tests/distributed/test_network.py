@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -43,25 +43,31 @@ def launch(
 
 def wait_for(pattern: str, folder: Path, running: Sequence["subprocess.Popen[str]"]) -> str:
     """Wait until the logs match `pattern`, and return them."""
-    while not re.search(
-        pattern,
-        said := "\n".join(log.read_text() for log in sorted(folder.glob("log*"))),
-        re.DOTALL,
-    ):
+    while True:
+        said = "\n".join(log.read_text() for log in sorted(folder.glob("log*")))
+        if re.search(pattern, said, re.DOTALL):
+            return said
         assert all(process.poll() is None for process in running), said
         time.sleep(0.1)
-    return said
+
+
+@contextlib.contextmanager
+def killed_at_the_end(processes: list["subprocess.Popen[str]"]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
 
 
 def sockets_of(pid: int) -> set[str]:
     """Return the inodes of the open sockets of a process."""
-    links = []
+    inodes = set()
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):  # closed meanwhile
-            links.append(os.readlink(descriptor))
-    return {
-        link.removeprefix("socket:[").rstrip("]") for link in links if link.startswith("socket:[")
-    }
+            if match := re.fullmatch(r"socket:\[(\d+)\]", os.readlink(descriptor)):
+                inodes.add(match[1])
+    return inodes
 
 
 def listening(pids: list[int]) -> set[str]:
@@ -80,21 +86,15 @@ def is_loopback(address: str) -> bool:
     """Return whether a hexadecimal address of /proc is 127.x.x.x or ::1, also mapped to IPv6."""
     if len(address) == 8:
         return address.endswith("7F")
-    return address == "00000000000000000000000001000000" or (address[:16], address[-2:]) == (
-        "0" * 16,
-        "7F",
-    )
+    is_mapped = address.startswith("0" * 16) and address.endswith("7F")
+    return is_mapped or address == "00000000000000000000000001000000"
 
 
-def test_a_run_on_one_machine_opens_no_port_that_another_can_reach(tmp_path):
-    cluster = {
-        "MASTER_ADDR": socket.gethostname(),
-        "NCCL_SOCKET_IFNAME": "eth0",
-        "GLOO_SOCKET_IFNAME": "eth0",
-    }
-    run = launch(
-        tmp_path, "--checkpoint.async_mode", "async", NGPU="2", **cluster
-    )  # as set for runs on many machines
+def test_a_run_on_one_node_opens_no_port_that_another_can_reach(tmp_path):
+    # As set for runs on several nodes.
+    interfaces = {"NCCL_SOCKET_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "eth0"}
+    cluster = {"NGPU": "2", "MASTER_ADDR": socket.gethostname(), **interfaces}
+    run = launch(tmp_path, "--checkpoint.async_mode", "async", **cluster)
     try:
         wait_for("Saved step 5 ", tmp_path, [run])
         pids = descendants(run.pid)
@@ -107,59 +107,43 @@ def test_a_run_on_one_machine_opens_no_port_that_another_can_reach(tmp_path):
     assert all(is_loopback(address) for address in found)
 
 
-def two_machines(folder: Path, *options: str, **variables: str) -> list["subprocess.Popen[str]"]:
-    cluster = {
-        "NGPU": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        **variables,
-    }
-    return [
-        launch(folder, *options, log=f"log{number}", **cluster, NODE_RANK=str(number))
-        for number in (0, 1)
-    ]
+def two_nodes(folder: Path, *options: str, **variables: str) -> list["subprocess.Popen[str]"]:
+    cluster = {"NGPU": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} | variables
+    nodes = ("0", "1")
+    return [launch(folder, *options, log=f"log{n}", **cluster, NODE_RANK=n) for n in nodes]
 
 
-def test_a_crash_on_one_machine_restarts_all_and_a_signal_to_one_saves_and_stops_all(
-    tmp_path,
-):
-    running = two_machines(tmp_path, NNODES="2", MAX_RESTARTS="1")
-    try:
+def test_a_crash_on_one_node_restarts_all_and_a_signal_to_one_saves_and_stops_all(tmp_path):
+    running = two_nodes(tmp_path, NNODES="2", MAX_RESTARTS="1")
+    with killed_at_the_end(running):
         wait_for("Saved step 5 ", tmp_path, running)
-        os.kill(
-            descendants(running[1].pid)[2], signal.SIGKILL
-        )  # its launcher's child is a launcher, too
+        rank = descendants(running[1].pid)[2]  # below two launchers
+        os.kill(rank, signal.SIGKILL)
         said = wait_for(r"Resumed after step.*Saved step", tmp_path, running)
         running[1].send_signal(signal.SIGTERM)
         assert [process.wait(120) for process in running] == [75, 75], said
-    finally:
-        for process in running:
-            process.kill()
+
     for number in (0, 1):
         said = (tmp_path / f"log{number}").read_text()
-        assert (
-            f"To resume: NGPU=1 NNODES=2 NODE_RANK={number} MASTER_ADDR=127.0.0.1 MASTER_PORT="
-            in said
-        )
+        cluster = f"NGPU=1 NNODES=2 NODE_RANK={number} MASTER_ADDR=127.0.0.1 MASTER_PORT="
+        assert f"To resume: {cluster}" in said
         assert " MAX_RESTARTS=1 titanlite launch --job.config_file job.toml" in said
         assert "frame #" not in said  # no C++ stack of the agent, whose store may end before it
-    assert "failed first: SIGKILL" in said  # of the second machine
+    assert "failed first: SIGKILL" in said  # of the second node
 
 
 @pytest.mark.long
-def test_the_run_goes_on_without_a_machine_that_is_lost(tmp_path):
-    running = two_machines(tmp_path, NNODES="1:2", MAX_RESTARTS="3")
-    try:
+def test_a_run_continues_without_a_node_that_is_lost(tmp_path):
+    running = two_nodes(tmp_path, NNODES="1:2", MAX_RESTARTS="3")
+    with killed_at_the_end(running):
         wait_for("Saved step 5 ", tmp_path, running)
         for pid in descendants(running[1].pid):
             os.kill(pid, signal.SIGKILL)
         wait_for(r" 1 x cpu.*Resumed after step.*Saved step", tmp_path, running[:1])
         running[0].send_signal(signal.SIGTERM)
         assert running[0].wait(120) == 75
-    finally:
-        for process in running:
-            process.kill()
-    assert list(losses(tmp_path / "out")) == list(range(1, len(losses(tmp_path / "out")) + 1))
+    steps = list(losses(tmp_path / "out"))
+    assert steps == list(range(1, len(steps) + 1))
 
 
 def test_a_hook_that_exits_with_0_fails_the_run_on_both_nodes(tmp_path):
@@ -176,19 +160,16 @@ class Leaving(Hook):
 """
     (tmp_path / "leaving_hook.py").write_text(hook)
     plugin = ["--job.plugins", "leaving_hook", "--job.hooks", "leaving"]
-    running = two_machines(tmp_path, *plugin, NNODES="2", PYTHONPATH=str(tmp_path))
-    try:
+    running = two_nodes(tmp_path, *plugin, NNODES="2", PYTHONPATH=str(tmp_path))
+    with killed_at_the_end(running):
         assert [process.wait(180) for process in running] == [1, 1]
-    finally:
-        for process in running:
-            process.kill()
 
 
 @pytest.mark.long
 def test_a_node_that_loses_the_other_ends_soon_after_the_timeout(tmp_path):
     """A stopped node looks like a broken link: its connections stay open."""
     timeouts = ["--comm.train_timeout_seconds", "20", "--checkpoint.timeout_seconds", "20"]
-    running = two_machines(tmp_path, *timeouts, NNODES="2", MAX_RESTARTS="0")
+    running = two_nodes(tmp_path, *timeouts, NNODES="2", MAX_RESTARTS="0")
     lost = []
     try:
         wait_for("Saved step 5 ", tmp_path, running)
@@ -211,15 +192,10 @@ def test_the_node_that_has_the_address_hosts_the_store(tmp_path):
             pytest.skip("this machine has no network")
         address = probe.getsockname()[0]
     cluster = {"NGPU": "1", "NNODES": "2", "MASTER_ADDR": address, "MASTER_PORT": str(free_port())}
-    running = [
-        launch(tmp_path, "--training.steps", "2", log=f"log{number}", **cluster)
-        for number in (0, 1)
-    ]
-    try:
+    options = ("--training.steps", "2")
+    running = [launch(tmp_path, *options, log=f"log{n}", **cluster) for n in (0, 1)]
+    with killed_at_the_end(running):
         assert [process.wait(180) for process in running] == [0, 0]
-    finally:
-        for process in running:
-            process.kill()
 
 
 def test_an_address_that_cannot_be_resolved_is_refused_at_once(tmp_path):
@@ -229,15 +205,8 @@ def test_an_address_that_cannot_be_resolved_is_refused_at_once(tmp_path):
 
 
 def test_a_node_that_waits_logs_what_is_missing(tmp_path):
-    cluster = {
-        "NGPU": "1",
-        "NNODES": "1:2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
-    run = launch(tmp_path, **cluster, NODE_RANK="1")
-    try:
+    cluster = {"NNODES": "1:2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    run = launch(tmp_path, NGPU="1", NODE_RANK="1", **cluster)
+    with killed_at_the_end([run]):
         said = wait_for("nothing answers at 127.0.0.1", tmp_path, [run])
-    finally:
-        run.kill()
     assert "1 to 2 nodes" in said

@@ -33,38 +33,30 @@ OURS = str(Path(titanlite.__file__).parent)
 
 def alive(trial: str) -> list[int]:
     """Return the processes of a trial."""
+    mark = f"{MARK}={trial}\0".encode()
     found = []
     for folder in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
-            if (
-                folder.name.isdecimal()
-                and f"{MARK}={trial}\0".encode() in (folder / "environ").read_bytes()
-            ):
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
+            if folder.name.isdecimal() and mark in (folder / "environ").read_bytes():
                 found.append(int(folder.name))
     return found
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_the_first_two_seconds_of_a_run_leave_nothing_behind(number: signal.Signals, tmp_path):
+def test_the_first_two_seconds_of_a_run_leave_nothing_behind(number, tmp_path):
     (tmp_path / "job.toml").write_text(SMALL)
     words = ["--job.config_file", "job.toml", "--training.steps", "3000"]
-    before = signal.signal(
-        signal.SIGHUP, signal.SIG_DFL
-    )  # tests under nohup would hand on that it is ignored
+    # Tests under nohup would pass on that the signal is ignored.
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     generator = random.Random(f"{SEED} {number}")
+    variables = {"NGPU": "2", "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
     for part in range(TRIALS):
         seconds = 2.0 * (part + generator.random()) / TRIALS
         trial = f"{os.getpid()}-{number.name}-{seconds:.6f}"
         launcher = subprocess.Popen(
             [sys.executable, "-P", "-m", "titanlite", "launch", *words],
             cwd=tmp_path,
-            env={
-                **os.environ,
-                "NGPU": "2",
-                "OMP_NUM_THREADS": "1",
-                "TMPDIR": str(tmp_path),
-                MARK: trial,
-            },
+            env={**os.environ, **variables, MARK: trial},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
@@ -74,10 +66,9 @@ def test_the_first_two_seconds_of_a_run_leave_nothing_behind(number: signal.Sign
         # Ctrl-C reaches all processes of a terminal.
         os.killpg(launcher.pid, number) if number == signal.SIGINT else launcher.send_signal(number)
         _, said = launcher.communicate(timeout=PATIENCE)
-        if "Traceback" not in said or OURS in said:  # else Ctrl-C has met Python's own start
-            assert launcher.returncode in (75, 128 + number, -number), (
-                f"{trial}: {launcher.returncode}\n{said}"
-            )
+        if "Traceback" not in said or OURS in said:  # else Ctrl-C interrupted Python's own start
+            codes = (75, 128 + number, -number)
+            assert launcher.returncode in codes, f"{trial}: {launcher.returncode}\n{said}"
             assert "Traceback" not in said, f"{trial}\n{said}"
         until = time.monotonic() + PATIENCE
         while left := alive(trial):

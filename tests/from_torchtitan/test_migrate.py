@@ -130,7 +130,7 @@ def test_each_key_of_torchtitan_is_in_one_table_and_an_error_names_its_equivalen
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_job_files_of_torchtitan_pass_the_check_and_each_key_is_carried_over_or_named(name: str):
+def test_job_files_of_torchtitan_pass_the_check_and_each_key_is_carried_over_or_named(name):
     result, new = migrated(JOBS[name])
     old = flatten(tomli.loads(JOBS[name])).keys()
     added = {key.partition(" = ")[0] for key in result.added}
@@ -155,7 +155,7 @@ FLAVORS = [
 
 @pytest.mark.parametrize(("model", "flavor"), FLAVORS)
 @pytest.mark.parametrize("version", ["0.1", "0.2"])
-def test_a_flavor_is_the_same_model(model: str, flavor: str, version: tables.Version):
+def test_a_flavor_is_the_same_model(model, flavor, version):
     text = f"[model]\nname = '{model}'\nflavor = '{flavor}'\n[training]\nseq_len = 16384"
     result, _ = migrated(text, version)
     found = asdict(build_architecture(JobConfig.model_validate(tomli.loads(result.text)).model))
@@ -167,7 +167,7 @@ def test_a_flavor_is_the_same_model(model: str, flavor: str, version: tables.Ver
 
 
 @pytest.mark.parametrize("size", ["0.6", "1.7"])
-def test_qwen3_jobs_are_migrated(size: str):
+def test_qwen3_jobs_are_migrated(size):
     _, new = migrated(OF_02.replace("llama3", "qwen3").replace('"8B"', f'"{size}B"'))
     assert new["model.flavor"] == f"qwen3-{size}b"
     assert not [key for key in new if key.startswith("model.") and key != "model.flavor"]
@@ -182,7 +182,7 @@ OTHER_FORMATS = {
 
 
 @pytest.mark.parametrize(("content", "named"), OTHER_FORMATS.items(), ids=OTHER_FORMATS.values())
-def test_files_of_other_formats_are_recognized(content: str, named: str, capsys):
+def test_files_of_other_formats_are_recognized(content, named, capsys):
     Path("file").write_text(content)
     for command in (["migrate", "file"], ["check", "--job.config_file", "file"]):
         assert cli.main(command) == 2
@@ -264,7 +264,7 @@ float8.min_features = 0
     ],
     ids=lambda text: text[:60],
 )
-def test_keys_of_torchtitan_are_converted(theirs: str, ours: str):
+def test_keys_of_torchtitan_are_converted(theirs, ours):
     _, found = migrated(theirs.replace(" ; ", "\n"))
     expected = flatten(job_tables(ours))
     assert {key: found.get(key) for key in expected} == expected
@@ -284,7 +284,7 @@ LOST = [  # what cannot be carried over, and words of the reason
 
 
 @pytest.mark.parametrize(("text", "reason"), LOST)
-def test_what_has_no_equivalent_is_named_with_the_reason(text: str, reason: str):
+def test_what_has_no_equivalent_is_named_with_the_reason(text, reason):
     lost = migrated(text)[0].lost
     assert any(reason in found for found in lost), lost
 

@@ -91,7 +91,7 @@ def test_casting_the_model_does_not_round_its_rotary_angles():
 
 @pytest.mark.parametrize("window", [0, 20])
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_flex_attention_computes_the_same(window: int):
+def test_flex_attention_computes_the_same(window):
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, 3, (2, 128), generator=generator).sort(dim=1).values
     q = torch.randn(2, 4, 128, 16, generator=generator)

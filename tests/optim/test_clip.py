@@ -26,7 +26,7 @@ def exact_norm(*gradients: Tensor) -> float:
 
 @pytest.mark.parametrize("shape", [(4_000_000,), (2500, 32_000)], ids=["4e6", "8e7"])
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_norm_is_that_of_float64(device: str, shape: tuple[int, ...]):
+def test_the_norm_is_that_of_float64(device, shape):
     """torch.linalg.vector_norm, which sums sequentially on a CPU, is wrong by 7e-5 and 8e-3 here."""
     gradient = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device)
     for factor in (1.0, 1e4):  # with 1e4, small values are added to a large sum
@@ -39,7 +39,7 @@ def test_the_norm_is_that_of_float64(device: str, shape: tuple[int, ...]):
 @pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True])
 def test_neither_sizes_nor_the_compiler_change_it_and_what_is_no_number_is_seen(
-    compiled: bool,
+    compiled,
 ):
     whole = torch.randn(3_000_000, generator=torch.Generator().manual_seed(0))
     whole[:100] *= 1e4

@@ -50,9 +50,7 @@ def small_chunks(monkeypatch) -> None:
     ("z_loss", "compiled"),
     [(0.0, False), (1e-2, False), pytest.param(1e-2, True, marks=pytest.mark.slow)],
 )
-def test_as_exact_as_with_all_logits_at_once(
-    small_chunks, dtype: torch.dtype, z_loss: float, compiled: bool
-):
+def test_as_exact_as_with_all_logits_at_once(small_chunks, dtype, z_loss, compiled):
     """The compiled graph overwrites logits with their gradients, and sums in another order."""
     hidden, weight, labels = inputs(200, 1003, dtype=dtype)
     precise = [x.detach().double().requires_grad_() for x in (hidden, weight)]

@@ -1,7 +1,6 @@
 """Optimizer implementations, stochastic rounding and its independence of the layout."""
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -45,7 +44,7 @@ def trained(compiled: bool = False, **keys: object) -> torch.Tensor:
         ({"state_dtype": "bfloat16"}, 2 * 3e-4 * 2**-7),
     ],
 )
-def test_implementations_agree(keys: dict[str, Any], tolerance: float):
+def test_implementations_agree(keys, tolerance):
     torch.testing.assert_close(
         trained(**keys), trained(implementation="for-loop"), rtol=0, atol=tolerance
     )

@@ -115,7 +115,7 @@ def test_muon_on_one_process_equals_that_of_torch(tmp_path):
 @pytest.mark.parametrize(
     ("name", "decayed"), [("AdamW", True), ("Muon", False), ("AdamW8bit", True)]
 )
-def test_groups_have_their_learning_rates_and_weight_decays(tmp_path, name: str, decayed: bool):
+def test_groups_have_their_learning_rates_and_weight_decays(tmp_path, name, decayed):
     job = load_run([*TINY.split(), name, "--job.dump_folder", str(tmp_path)], 1).job
     still = ParameterGroup(params=("tok_embeddings.*", "layers.0.*"), lr_factor=0.0)
     rest = ParameterGroup(params=("layers.1.*", "norm.weight", "output.weight"), weight_decay=0.3)

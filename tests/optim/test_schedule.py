@@ -39,7 +39,7 @@ def rates(total: int, **keys: Any) -> list[float]:
 
 
 @pytest.mark.parametrize(("keys", "shares"), TORCHTITAN)
-def test_learning_rates_equal_those_of_torchtitan(keys: dict[str, Any], shares: list[float]):
+def test_learning_rates_equal_those_of_torchtitan(keys, shares):
     assert rates(10, **keys) == pytest.approx([PEAK * share for share in shares], abs=1e-6)
 
 
@@ -48,5 +48,5 @@ def test_a_run_can_be_the_beginning_of_a_longer_schedule():
 
 
 @pytest.mark.parametrize(("total", "warmup"), [(10000, 200), (100, 10), (5, 0)])
-def test_default_warmup_fits_the_length_of_the_run(total: int, warmup: int):
+def test_default_warmup_fits_the_length_of_the_run(total, warmup):
     assert rates(total) == rates(total, warmup_steps=warmup)

@@ -5,11 +5,9 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
-from train_variants import TINY, merge
+from train_variants import tiny_run
 
 from titanlite.config.errors import UserError
-from titanlite.config.run import Run
-from titanlite.config.schema import JobConfig
 from titanlite.load_run import load_run
 from titanlite.observe.gpus import find_gpu
 from titanlite.parallel.fsdp import use_symmetric_memory
@@ -19,19 +17,20 @@ from titanlite.plan.simulate import simulate_ranks
 from titanlite.plan.trace import RankTrace, trace_run
 from titanlite.train.trainer import Trainer
 
-LARGE = {
-    "model": {"dim": 1024, "n_layers": 4, "ffn_dim": 4096, "vocab_size": 32_000},
-    "training": {"seq_len": 4096, "mixed_precision_param": "bfloat16"},
-    "activation_checkpoint": {"mode": "selective"},
-}
+LARGE = (
+    "model.dim = 1024 ; model.n_layers = 4 ; model.ffn_dim = 4096 ; model.vocab_size = 32_000 ; "
+    "training.seq_len = 4096 ; training.mixed_precision_param = 'bfloat16' ; "
+    "activation_checkpoint.mode = 'selective'"
+)
 SAVERS = "titanlite.parallel.memory_savers"
+ACCUMULATION = "training.global_batch_size = 16"
 SEGMENT = 20 * 2**20  # the allocator reserves memory in multiples of this
 
 
-def trace(level: str, *jobs: dict[str, Any]) -> RankTrace:
+def trace(level: str, options: str = "") -> RankTrace:
     """Trace a step of the large model on the first of four GPUs."""
-    savers = {"parallelism": {"memory_savers": level}}
-    run = Run(JobConfig.model_validate(merge(TINY, LARGE, savers, *jobs)), world_size=4)
+    savers = f"parallelism.memory_savers = '{level}'"
+    run = tiny_run(" ; ".join(filter(None, (LARGE, savers, options))), world_size=4)
     (rank_trace,) = trace_run(run, find_gpu("H100"))
     return rank_trace
 
@@ -50,9 +49,7 @@ def count_gathers(rank_trace: RankTrace) -> int:
     ],
     ids=lambda value: str(value).rpartition(".")[-1],
 )
-def test_each_saver_lowers_reserved_memory(
-    monkeypatch, level: str, saver: str, result_without: object
-):
+def test_each_saver_lowers_reserved_memory(monkeypatch, level, saver, result_without):
     with_saver = trace(level)
     monkeypatch.setattr(saver, lambda *_: result_without)
     without_saver = trace(level)
@@ -62,7 +59,7 @@ def test_each_saver_lowers_reserved_memory(
 
 def test_safe_gathers_embedding_and_output_only_for_the_forward_pass():
     blocks = 2 * 4  # each of the four blocks is gathered for both passes
-    reference_loss = {"training": {"loss": "reference"}}
+    reference_loss = "training.loss = 'reference'"
 
     # Plain FSDP2 gathers the embedding for both passes. Norm and output stay gathered in between.
     assert count_gathers(trace("none")) == 2 + blocks + 1
@@ -71,22 +68,19 @@ def test_safe_gathers_embedding_and_output_only_for_the_forward_pass():
 
 
 @pytest.mark.parametrize(
-    ("job", "is_replaced"),
+    ("level", "options", "is_replaced"),
     [
-        ({}, True),
-        ({"parallelism": {"memory_savers": "none"}}, False),
-        ({"training": {"mixed_precision_reduce": "bfloat16"}}, False),
-        ({"training": {"enable_cpu_offload": True}}, False),
-        (
-            {"training": {"global_batch_size": 16}, "parallelism": {"fsdp_reduce": "microbatch"}},
-            False,
-        ),
-        ({"training": {"global_batch_size": 16}, "parallelism": {"fsdp_reduce": "step"}}, True),
+        ("safe", "", True),
+        ("none", "", False),
+        ("safe", "training.mixed_precision_reduce = 'bfloat16'", False),
+        ("safe", "training.enable_cpu_offload = true", False),
+        ("safe", f"{ACCUMULATION} ; parallelism.fsdp_reduce = 'microbatch'", False),
+        ("safe", f"{ACCUMULATION} ; parallelism.fsdp_reduce = 'step'", True),
     ],
     ids=["default", "none", "bf16 reduction", "offload", "reduction per microbatch", "per step"],
 )
 def test_only_results_that_stay_are_allocated_in_the_main_stream(
-    monkeypatch, job: dict[str, Any], is_replaced: bool
+    monkeypatch, level, options, is_replaced
 ):
     """FSDP2 would free any other result before the main stream has waited for the collective."""
     replaced: list[FSDPModule] = []
@@ -97,13 +91,13 @@ def test_only_results_that_stay_are_allocated_in_the_main_stream(
         replace(module, reduce_scatter)
 
     monkeypatch.setattr(FSDPModule, "set_custom_reduce_scatter", record)
-    trace("safe", job)
+    trace(level, options)
 
     assert bool(replaced) == is_replaced
 
 
 @pytest.mark.parametrize(("level", "exist"), [("none", False), ("safe", True), ("all", True)])
-def test_moments_exist_before_the_first_step(tmp_path, level: str, exist: bool):
+def test_moments_exist_before_the_first_step(tmp_path, level, exist):
     words = ["--model.flavor", "debugmodel", "--parallelism.memory_savers", level]
     with Trainer(load_run([*words, "--job.dump_folder", str(tmp_path)], world_size=1)) as trainer:
         assert bool(trainer.optimizer.state) == exist
@@ -118,10 +112,8 @@ def test_symmetric_memory_is_refused_on_a_cpu_and_set_for_every_group_on_gpus(
         groups.append(module)
 
     monkeypatch.setattr(FSDPModule, "set_symm_mem_for_comm", record, raising=False)
-    keys = {"enable_fsdp_symmetric_memory": True, "memory_savers": "none"}
-    job = JobConfig.model_validate(merge(TINY, {"parallelism": keys}))
-    run = Run(job, world_size=2)
-    plain_run = Run(JobConfig.model_validate(TINY), world_size=2)
+    symmetric = "parallelism.enable_fsdp_symmetric_memory = true"
+    run = tiny_run(f"{symmetric} ; parallelism.memory_savers = 'none'", 2)
 
     with simulate_ranks(2, 0):
         mesh = build_mesh(run.degrees, "cpu")
@@ -129,6 +121,6 @@ def test_symmetric_memory_is_refused_on_a_cpu_and_set_for_every_group_on_gpus(
             build_model(run, mesh, torch.device("meta"), print)
         assert groups == []
 
-        model = build_model(plain_run, mesh, torch.device("meta"), print).whole
+        model = build_model(tiny_run("", 2), mesh, torch.device("meta"), print).whole
         use_symmetric_memory(model, "cuda")
         assert groups == [part for part in model.modules() if isinstance(part, FSDPModule)]

@@ -4,63 +4,65 @@ from typing import Any
 
 import pytest
 from ranks import run_ranks
+from small_runs import job_tables
 from train_variants import train_variants
 
-BF16 = {"mixed_precision_param": "bfloat16"}
-FP8_ALL_GATHER = {
-    "enable_fsdp_float8_all_gather": True,
-    "precompute_float8_dynamic_scale_for_fsdp": True,
+BF16 = "training.mixed_precision_param = 'bfloat16'"
+FP8 = "float8.enable = true"
+FP8_ALL_GATHER = (
+    f"{FP8} ; float8.enable_fsdp_float8_all_gather = true ; "
+    "float8.precompute_float8_dynamic_scale_for_fsdp = true"
+)
+AC_OP = "activation_checkpoint.mode = 'selective'"
+# Options of when and where tensors are computed, which change no bit.
+UNCHANGED = {
+    "ac_full": "activation_checkpoint.mode = 'full'",
+    "ac_op": AC_OP,
+    "ac_every_2nd": f"{AC_OP} ; activation_checkpoint.selective_ac_option = '2'",
+    "offload": "training.enable_cpu_offload = true",
+    "never_reshard": "parallelism.fsdp_reshard_after_forward = 'never'",
+    "always_reshard": "parallelism.fsdp_reshard_after_forward = 'always'",
+    "no_memory_savers": "parallelism.memory_savers = 'none'",
+    "all_memory_savers": "parallelism.memory_savers = 'all'",
+    "two_blocks_a_group": "parallelism.fsdp_min_num_params = 60_000",
+    "one_group": "parallelism.fsdp_min_num_params = 1_000_000",
 }
-UNCHANGED: dict[
-    str, dict[str, Any]
-] = {  # when and where things are computed, not what: bitwise equal
-    "ac_full": {"activation_checkpoint": {"mode": "full"}},
-    "ac_op": {"activation_checkpoint": {"mode": "selective"}},
-    "ac_every_2nd": {"activation_checkpoint": {"mode": "selective", "selective_ac_option": "2"}},
-    "offload": {"training": {"enable_cpu_offload": True}},
-    "never_reshard": {"parallelism": {"fsdp_reshard_after_forward": "never"}},
-    "always_reshard": {"parallelism": {"fsdp_reshard_after_forward": "always"}},
-    "no_memory_savers": {"parallelism": {"memory_savers": "none"}},
-    "all_memory_savers": {"parallelism": {"memory_savers": "all"}},
-    "two_blocks_a_group": {"parallelism": {"fsdp_min_num_params": 60_000}},
-    "one_group": {"parallelism": {"fsdp_min_num_params": 1_000_000}},
+CLOSE = {
+    "bf16": BF16,
+    "built_in_bf16": f"{BF16} ; training.init_dtype = 'bfloat16'",
+    "pure_bf16": f"{BF16} ; training.dtype = 'bfloat16'",
+    "fp8": FP8,
+    "fp8_all_gather": FP8_ALL_GATHER,
+    "fp8_rowwise": f"{FP8} ; float8.recipe_name = 'rowwise'",
+    "fp8_gw_hp": f"{FP8} ; float8.recipe_name = 'rowwise_with_gw_hp'",
+    "fp8_filtered": f"{FP8} ; float8.filter_fqns = ['attention']",
 }
-CLOSE: dict[str, dict[str, Any]] = {
-    "bf16": {"training": BF16},
-    "built_in_bf16": {"training": BF16 | {"init_dtype": "bfloat16"}},
-    "pure_bf16": {"training": BF16 | {"dtype": "bfloat16"}},
-    "fp8": {"float8": {"enable": True}},
-    "fp8_all_gather": {"float8": {"enable": True} | FP8_ALL_GATHER},
-    "fp8_rowwise": {"float8": {"enable": True, "recipe_name": "rowwise"}},
-    "fp8_gw_hp": {"float8": {"enable": True, "recipe_name": "rowwise_with_gw_hp"}},
-    "fp8_filtered": {"float8": {"enable": True, "filter_fqns": ["attention"]}},
-}
-VARIANTS: dict[str, dict[str, Any]] = {"fp32": {}, **UNCHANGED, **CLOSE}
+VARIANTS = {"fp32": "", **UNCHANGED, **CLOSE}
 BUILT = ("built_in_bf16", "pure_bf16")
-ON = {  # by number of ranks
-    1: ["fp32", "ac_op", "offload", "never_reshard", "bf16"],
-    2: list(VARIANTS),
+ON_ONE_RANK = ("fp32", "ac_op", "offload", "never_reshard", "bf16", *BUILT, "fp8", "fp8_all_gather")
+NAMES = {1: ON_ONE_RANK, 2: tuple(VARIANTS)}  # by number of ranks
+COMPILED = "compile.enable = true ; compile.components = ['model']"
+COMPILED_VARIANTS = {
+    "fp32": "",
+    "compile": COMPILED,
+    "compile_budget": f"{COMPILED} ; activation_checkpoint.mode = 'memory_budget' ; "
+    "activation_checkpoint.memory_budget = 0.3",
+    "compile_fp8_ac_op": f"{COMPILED} ; {AC_OP} ; {FP8_ALL_GATHER}",
 }
-COMPILED = {"enable": True, "components": ["model"]}
-BUDGET = {"mode": "memory_budget", "memory_budget": 0.3}
-COMPILED_VARIANTS: dict[str, dict[str, Any]] = {
-    "fp32": {},
-    "compile": {"compile": COMPILED},
-    "compile_budget": {"compile": COMPILED, "activation_checkpoint": BUDGET},
-    "compile_fp8_ac_op": {"compile": COMPILED} | UNCHANGED["ac_op"] | CLOSE["fp8_all_gather"],
-}
-ON[1] += [*BUILT, "fp8", "fp8_all_gather"]
 Results = dict[int, dict[str, Any]]
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("parallelize")]
+
+
+def train(ranks: int, variants: dict[str, str]) -> dict[str, Any]:
+    """Train variants, and return results by name."""
+    jobs = {name: job_tables(options) for name, options in variants.items()}
+    return run_ranks(ranks, train_variants, jobs)[0]
 
 
 @pytest.fixture(scope="module")
 def results() -> Results:
     """Return results by number of ranks and variant."""
-    return {
-        n: run_ranks(n, train_variants, {name: VARIANTS[name] for name in names})[0]
-        for n, names in ON.items()
-    }
+    return {n: train(n, {name: VARIANTS[name] for name in names}) for n, names in NAMES.items()}
 
 
 def relative_difference(a: list[float], b: list[float]) -> float:
@@ -69,29 +71,30 @@ def relative_difference(a: list[float], b: list[float]) -> float:
 
 def test_same_weights_anywhere(results):
     """Initial weights are bitwise equal for any number of ranks and every option."""
-    whole = {
-        r["initial"] for ranks in results.values() for name, r in ranks.items() if name not in BUILT
+    unrounded = {
+        result["initial"]
+        for variants in results.values()
+        for name, result in variants.items()
+        if name not in BUILT
     }
-    assert len(whole) == 1
+    assert len(unrounded) == 1
     for name in BUILT:  # rounded to bf16: other bits, but the same ones on any number of ranks
         assert results[1][name]["initial"] == results[2][name]["initial"]
-        assert results[1][name]["initial"] not in whole
+        assert results[1][name]["initial"] not in unrounded
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_schedule_of_computation_changes_no_bit(results, ranks: int):
+def test_schedule_of_computation_changes_no_bit(results, ranks):
     for name in UNCHANGED.keys() & results[ranks].keys():
         for what in ("losses", "norms", "final"):
             assert results[ranks][name][what] == results[ranks]["fp32"][what], name
-    for what in (
-        "losses",
-        "final",
-    ):  # casting before the all-gather with the global scale is casting after it
+    # Casting before the all-gather with the global scale equals casting after it.
+    for what in ("losses", "final"):
         assert results[ranks]["fp8_all_gather"][what] == results[ranks]["fp8"][what]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_trains_close_to_fp32(results, ranks: int):
+def test_trains_close_to_fp32(results, ranks):
     for name in CLOSE.keys() & results[ranks].keys():
         losses, reference = results[ranks][name]["losses"], results[ranks]["fp32"]["losses"]
         assert losses[-1] < losses[0] - 0.5, name
@@ -101,12 +104,15 @@ def test_trains_close_to_fp32(results, ranks: int):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_mixed_precision_dtypes(results, ranks: int):
+def test_mixed_precision_dtypes(results, ranks):
     """Check the dtypes of weights, gathered parameters, reductions and optimizer state."""
     single, half = "torch.float32", "torch.bfloat16"
     for name, stored, computed in (
-        ("fp32", single, single), ("bf16", single, half), ("built_in_bf16", single, half), ("pure_bf16", half, half),
-    ):  # fmt: skip
+        ("fp32", single, single),
+        ("bf16", single, half),
+        ("built_in_bf16", single, half),
+        ("pure_bf16", half, half),
+    ):
         expected = {
             "parameter": stored,
             "computed": computed,
@@ -127,7 +133,7 @@ def test_float8_says_what_it_converted(results):
 
 
 def test_compiled_blocks_train_like_eager_ones():
-    compiled = run_ranks(2, train_variants, COMPILED_VARIANTS)[0]
+    compiled = train(2, COMPILED_VARIANTS)
     reference = compiled.pop("fp32")["losses"]
     for name, result in compiled.items():
         # Fusion reorders fp32 arithmetic; FP8 has 4 bits of mantissa.

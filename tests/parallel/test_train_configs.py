@@ -26,27 +26,23 @@ def test_every_job_file_is_here():
         assert int(gpus[1]) == ranks if gpus else ranks == 1
 
 
+LONG = ("fineweb_1b", "fineweb_8b", "llama_1b", "llama_3b", "llama_405b")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*WORLD][:-2])  # tests/plan/test_trace.py has the two largest
-def test_a_job_file_steps_on_the_gpus_it_is_for_and_fits(name: str):
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in WORLD]
+)
+def test_a_job_file_steps_on_the_gpus_it_is_for_and_fits(name):
     words = ["--quick", "--json", "--gpu", "H100", "--world-size", WORLD[name]]
     flavor = name.partition("_")[2].removesuffix("_float8")
-    if name.startswith("fineweb_"):  # whose text and tokenizer are not there
-        words += [
-            "--dataset.source",
-            "python_stdlib",
-            "--dataset.path",
-            "None",
-            "--model.vocab_size",
-        ]
-        words += [
-            FLAVORS[flavor].vocab_size,
-            "--tokenizer.path",
-            "assets/tokenizer/tokenizer.model",
-        ]
+    if name.startswith("fineweb_"):  # their text and tokenizer are not part of the repository
+        sources = "--dataset.source python_stdlib --dataset.path None"
+        tokenizer = "--tokenizer.path assets/tokenizer/tokenizer.model"
+        words += f"{sources} {tokenizer} --model.vocab_size {FLAVORS[flavor].vocab_size}".split()
     said = titanlite("plan", *words, "--job.config_file", CONFIGS / f"{name}.toml")
     plan = json.loads(said[said.index('{"job"') :].splitlines()[0])
     assert plan["peak"] + plan["allowance"] < plan["memory"]
-    if name != "debug_model":
+    if name not in ("debug_model", "llama_70b", "llama_405b"):  # not sharded evenly
         expected = 4 * num_params(FLAVORS[flavor]) / WORLD[name]
         assert plan["kinds"]["weights"] == pytest.approx(expected, rel=0.02)

@@ -123,7 +123,7 @@ def test_the_rank_with_the_highest_peak_counts_and_its_allowance_must_fit():
         ),
     ],
 )
-def test_work_takes_the_time_of_its_kind(work: Work, part: str, seconds: float):
+def test_work_takes_the_time_of_its_kind(work, part, seconds):
     assert plan(work).parts[part] == pytest.approx(seconds, rel=2e-3)
 
 
@@ -148,7 +148,7 @@ def test_fsdp_traffic_overlaps_with_computation_except_for_its_first_gather():
         ("ZBVZeroBubble", 0),
     ],
 )
-def test_ranks_of_a_pipeline_wait_for_each_other(schedule: str, share: float):
+def test_ranks_of_a_pipeline_wait_for_each_other(schedule, share):
     options = (
         "parallelism.pipeline_parallel_degree = 4 ; training.local_batch_size = 1 ; "
         f"training.global_batch_size = 32 ; parallelism.pipeline_parallel_schedule = '{schedule}'"
@@ -190,7 +190,7 @@ def run_published(*words: str) -> list[str]:
 @pytest.mark.parametrize(
     "job", ["llama_8b.toml 8", "llama_70b.toml 64", "llama_70b.toml 256", "llama_405b.toml 512"]
 )
-def test_the_first_choice_of_a_search_is_as_fast_as_the_recipe_of_torchtitan(job: str):
+def test_the_first_choice_of_a_search_is_as_fast_as_the_recipe_of_torchtitan(job):
     table = run_published("--search", "--only", job)
     assert float(table[-1].split("|")[5]) >= 1, table
 
@@ -227,7 +227,7 @@ def test_tokens_and_mfu_follow_from_the_step():
 
 
 @pytest.mark.parametrize(("mode", "rows"), [("none", 3), ("full", 33)])
-def test_the_largest_batch_that_fits(mode: str, rows: int, monkeypatch, capsys):
+def test_the_largest_batch_that_fits(mode, rows, monkeypatch, capsys):
     """79.1 GiB hold 10 GiB, 2 GiB of allocator and libraries, and 20 (or 2) GiB for each sequence."""
     monkeypatch.setattr(advice, "trace_run", trace_by_formula)
     job = run(f"training.local_batch_size = 1 ; activation_checkpoint.mode = '{mode}'")
