@@ -393,7 +393,7 @@ def skipped_microbatches() -> Iterator[None]:
     def skip_microbatches(run: Run, whole: bool) -> range:
         if run.degrees.pipeline == 1:
             return plan_microbatches(run, whole)
-        return range(3, run.microbatches - 1)
+        return range(1, run.microbatches - 1)
 
     with override(step_counts, _skippable_microbatches=skip_microbatches):
         yield
