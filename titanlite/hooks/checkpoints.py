@@ -36,37 +36,37 @@ if TYPE_CHECKING:
 
 
 def open_checkpoints(trainer: Trainer, job: JobConfig) -> Resumer:
-    """Create the object that loads the checkpoints of a trainer's run.
+    """Create the `Resumer` that loads checkpoints into the model, optimizer and hooks of a trainer.
 
-    The caller closes `context.ranks` of the result, which is a process group.
+    No checkpoint is read yet. Close the process group `context.ranks` of the result at the end.
 
     Args:
-        trainer: The trainer, whose model, optimizer, hooks and loader receive the loaded state.
+        trainer: Trainer that receives the loaded state.
         job: Job to compare with the jobs stored in the checkpoints.
     """
-    live = LiveState(
-        trainer.model,
-        trainer.optimizer,
-        trainer.new_optimizer,
-        partial(hook_tensors, trainer.hooks),
-        partial(prepare_hooks, trainer.hooks, trainer.warn),
+    live_state = LiveState(
+        model=trainer.model,
+        optimizer=trainer.optimizer,
+        new_optimizer=trainer.new_optimizer,
+        hook_tensors=partial(hook_tensors, trainer.hooks),
+        prepare_hooks=partial(prepare_hooks, trainer.hooks, trainer.warn),
     )
     context = CheckpointContext(
-        job.checkpoint,
-        trainer.run.checkpoint_folder,
-        live,
-        RankGroup(job.checkpoint.timeout_seconds),
-        trainer.log,
-        job.model_dump(mode="json"),
+        config=job.checkpoint,
+        folder=trainer.run.checkpoint_folder,
+        live=live_state,
+        ranks=RankGroup(job.checkpoint.timeout_seconds),
+        log=trainer.log,
+        job=job.model_dump(mode="json"),
     )
     return Resumer(context, trainer.tokenizer.is_known_as, trainer.loader.compare)
 
 
 class WaitForCopies(Hook):
-    """Makes each update of weights and hook tensors wait until an async save has copied them.
+    """Delays each weight update until the save in progress has copied the weights to CPU memory.
 
-    The wait is needed only with checkpoint.async_mode = "async_with_pinned_mem", where the copies
-    to CPU memory run while the next step computes.
+    This matters only for checkpoint.async_mode = "async_with_pinned_mem", which copies the weights
+    while the next step computes. Hook tensors are protected in the same way.
     """
 
     observes_only = True
@@ -83,12 +83,12 @@ class WaitForCopies(Hook):
 class Checkpointer:
     """Saves the checkpoints of a run, and resumes the run from the newest one.
 
-    The trainer creates a Checkpointer on every rank if checkpoint.enable is true. All ranks call
-    each method together.
+    The trainer creates a Checkpointer on every rank if checkpoint.enable is true. All ranks must
+    call each method together.
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        """Store the trainer, and read no files yet. Call `load` once the trainer is built."""
+        """Store the trainer without reading any file. Call `load` when the trainer is built."""
         self._trainer = trainer
         self._due_step = -1  # step to save even if no rank requests a save
         self._resources = ExitStack()
@@ -98,13 +98,12 @@ class Checkpointer:
         """Resume from the newest valid checkpoint, or else load checkpoint.initial_load_path.
 
         Also prepare the checkpoint folder for saves. If the job has a mirror (a URL to which
-        checkpoints are copied), first download the newest checkpoint from the mirror if it is
-        newer.
+        checkpoints are copied) with a newer checkpoint, download it first.
 
         Raises:
-            UserError: If the disk lacks space for a checkpoint, or the job does not fit the
+            UserError: If the disk lacks space for a checkpoint, or the job does not match the
                 checkpoint.
-            CheckpointError: If there are checkpoints, but no valid one.
+            CheckpointError: If there are checkpoints, but none is valid.
         """
         trainer = self._trainer
         self._resumer = open_checkpoints(trainer, trainer.job)
@@ -112,6 +111,7 @@ class Checkpointer:
         self._resources.callback(context.ranks.close)
         context.prepare_folder()
         context.check_free_space(_estimate_bytes(trainer.run))
+
         if trainer.job.checkpoint.mirror is not None:
             self._mirror = Mirror(context, self._resumer.check_job)
             self._resources.callback(self._mirror.close)
@@ -122,13 +122,13 @@ class Checkpointer:
         if state is not None:
             trainer.load_state_dict(state)
             self._saver.loaded_step = state["step"]
-            # Needed after load_step, or if the last start was killed before it updated the link.
+            # The link is outdated after checkpoint.load_step, or if the previous start was killed.
             self._saver.update_best_link()
         if self._mirror is not None:
             self._mirror.begin(trainer.steps_done)
 
     def _create_saver(self, context: CheckpointContext) -> None:
-        """Create the object that saves checkpoints. Make weight updates wait for async copies."""
+        """Create the `Saver`, and add the hook that makes weight updates wait for async copies."""
         trainer = self._trainer
         max_seq_len = trainer.run.arch.max_seq_len
         write_files = partial(write_tokenizer, trainer.tokenizer, max_seq_len=max_seq_len)
@@ -143,21 +143,21 @@ class Checkpointer:
         trainer.hooks.insert(0, WaitForCopies(self._saver))
 
     def save_if_best(self, step: int, loss: float) -> None:
-        """Save a checkpoint after `step` if its validation loss is the lowest of all checkpoints.
+        """Request a save of `step` if its validation loss is lower than that of all checkpoints.
 
-        The save happens when the trainer next calls `save`, because `is_due` then returns True.
+        `is_due` then returns True, so the trainer saves at the end of the step.
 
         Args:
             step: The step that has just been validated.
-            loss: Its validation loss.
+            loss: Validation loss after this step.
         """
         if self._saver.is_best(loss):
             self._due_step = step
 
     def is_due(self, step: int) -> bool:
-        """Return whether `step` must be saved even if no rank requests a save.
+        """Return whether `step` must be saved even if no save is scheduled.
 
-        This is the case after the best validation so far (`save_if_best`) and after a rollback.
+        This is the case after a rollback, and after a validation with the lowest loss so far.
         """
         return step == self._due_step
 
@@ -205,10 +205,11 @@ class Checkpointer:
                     self._saver.wait_for_copies()  # leaving evaluation mode changes the weights
 
     def stats(self) -> dict[str, Any]:
-        """Count failed saves, waits for a save in progress, and failed copies to the mirror.
+        """Return the number of failed saves and of saves that waited for the previous one.
 
         Returns:
-            The metrics "failed_saves", "save_waits" and, if the job has a mirror, "failed_mirrors".
+            The metrics "failed_saves" and "save_waits". If the job has a mirror, also
+            "failed_mirrors", the number of failed copies to it.
         """
         stats: dict[str, Any] = dict(self._saver.stats())
         if self._mirror is not None:
@@ -216,13 +217,12 @@ class Checkpointer:
         return stats
 
     def finish(self, step: int, stopped: str) -> CheckpointError | None:
-        """Wait until the checkpoint of the last step is written and copied to the mirror.
-
-        The trainer calls this at the end of the run.
+        """Wait at the end of the run until its last checkpoint is written and mirrored.
 
         Args:
-            step: The last step.
-            stopped: Description of the signal that stopped the run, or "".
+            step: The last step of the run.
+            stopped: Description of the signal that stopped the run, or "". Error messages start
+                with it.
 
         Returns:
             An error if saving or copying the last step failed, or None.
@@ -255,8 +255,7 @@ class Checkpointer:
 class BestCheckpoint(Hook):
     """Saves a checkpoint after each validation with the lowest loss so far (checkpoint.keep_best).
 
-    The validation loss is stored in the checkpoint, so a resumed run finds the best checkpoint from
-    the files alone.
+    Each checkpoint stores its validation loss, so a resumed run can find the best checkpoint.
     """
 
     name = BEST_CHECKPOINT
@@ -271,16 +270,16 @@ class BestCheckpoint(Hook):
         self._checkpointer = trainer.checkpointer
 
     def validated(self, step: int, score: Mapping[str, float]) -> None:
-        """Request a save if `score` has the lowest validation loss of all checkpoints so far.
+        """Request a save if the validation loss is lower than that of all checkpoints.
 
-        A validation before the first step is ignored, because it scores the initial weights.
+        A validation before the first step is ignored, because it scores untrained weights.
         """
         if step > 0 and math.isfinite(score["loss"]):
             self._newest = {"step": step, "loss": score["loss"]}
             self._checkpointer.save_if_best(step, score["loss"])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return "step" and "loss" of the newest validation, or {} before the first validation."""
+        """Return step and loss of the newest validation, or {} before the first validation."""
         return self._newest
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -289,7 +288,7 @@ class BestCheckpoint(Hook):
 
 
 def _estimate_bytes(run: Run) -> int:
-    """Estimate the size of a checkpoint in bytes: weights, two Adam moments, and fp32 averages."""
+    """Estimate the size of a checkpoint in bytes: weights, two Adam moments and EMA weights."""
     weight = getattr(torch, run.job.training.dtype).itemsize
     moment = getattr(torch, run.state_dtype).itemsize
     average = 4 if run.job.ema.decay else 0

@@ -21,11 +21,12 @@ if TYPE_CHECKING:
 class Ema(Hook):
     """Maintains an exponential moving average of the weights.
 
-    Each step updates average += (1 - decay) * (weight - average).
+    After each step, average += (1 - decay) * (weight - average), unless the step is skipped. The
+    average is stored in fp32, sharded like the weights, and is part of each checkpoint. It is
+    initialized with the weights at the start of training, or when EMA is first enabled.
 
-    The average is in fp32, is sharded like the weights, and is part of each checkpoint. It starts
-    with the weights of the first start that enables the hook. Skipped steps do not change it. The
-    update causes no host sync.
+    Args:
+        decay: Decay per step, such as 0.999.
     """
 
     name = EMA
@@ -38,51 +39,46 @@ class Ema(Hook):
         self.follow(trainer.model)
 
     def follow(self, model: Llama) -> None:
-        """Allocate an average for each parameter of `model`.
-
-        From now on, `updated` averages this model.
-        """
+        """Allocate an average for each parameter of `model`, which later updates then average."""
         self._weights = dict(model.named_parameters())
-        # NaN marks averages that neither a checkpoint nor `saving` has set.
+        # NaN marks averages that are not initialized yet.
         self._averages = {}
         for name, weight in self._weights.items():
             average = plain(weight).to(torch.float32, copy=True)
             self._averages[name] = average.fill_(torch.nan)
 
     def started(self, step: int) -> None:
-        """Set the averages that were not loaded from a checkpoint to the current weights."""
+        """Initialize averages that the loaded checkpoint did not contain with the weights."""
         self.saving(step)
 
     @torch.no_grad()
     def saving(self, step: int) -> None:
-        """Set each average that contains NaN to the current weights.
+        """Initialize averages that are still NaN with the current weights.
 
-        An average is NaN if no checkpoint contains it, at the start or after a rollback.
+        This happens if a rollback has loaded a checkpoint without averages.
         """
         for average, weight in self._shards():
             if average.isnan().any():
                 average.copy_(weight)
 
     def before_update(self, step: int, sums: StepSums, skip: Tensor) -> None:
-        """Keep the step's skip flag for `updated`.
-
-        Guards may still set the flag after this call.
-        """
+        """Keep a reference to the skip flag, because a guard may still set it before `updated`."""
         self._skip = skip
 
     @torch.no_grad()
     def updated(self, step: int) -> None:
-        """Update the averages with the new weights, unless the step was skipped."""
-        weight_of_step = (1 - self._decay) * (1 - self._skip)
+        """Move the averages toward the new weights, unless the step was skipped."""
+        is_updated = 1 - self._skip  # a tensor, 1.0 or 0.0, which avoids a host sync
+        fraction = (1 - self._decay) * is_updated
         for average, weight in self._shards():
-            average.lerp_(weight.float(), weight_of_step)
+            average.lerp_(weight.float(), fraction)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the averages by parameter name, for example "layers.3.attention.wq.weight"."""
         return dict(self._averages)
 
     def _shards(self) -> list[tuple[Tensor, Tensor]]:
-        """Return a pair for each parameter: this rank's shard of the average, and of the weight."""
+        """Return this rank's shards of each average and its weight, as a list of pairs."""
         return [
             (local_shard(self._averages[name]), local_shard(weight))
             for name, weight in self._weights.items()

@@ -31,10 +31,9 @@ class GarbageCollection(Hook):
         gc.disable()
 
     def after_step(self, step: int, result: StepResult) -> None:
-        """Collect the garbage of recent steps every `interval` steps.
+        """Collect garbage every `training.gc_freq` steps.
 
-        Only the young generations are collected, because objects that survived longer are rarely
-        garbage.
+        This skips the oldest generation, because objects that survive that long are rarely garbage.
         """
         if not gc.isenabled() and step % self._interval == 0:
             gc.collect(1)

@@ -44,7 +44,7 @@ def build_guards() -> list[Hook]:
 
 
 class SkippedStep(NamedTuple):
-    """One rank's observations of a skipped step, from which the log line of the step is built."""
+    """One rank's view of a skipped step. The views of all ranks form one log line."""
 
     step: int
     data_rank: int
@@ -57,9 +57,9 @@ class SkippedStep(NamedTuple):
 class NonFiniteGuard(Hook):
     """Logs and counts skipped steps, and stops the run after too many in a row.
 
-    `TrainStep` skips the update on the GPU if the loss or a gradient is not finite. To avoid a host
-    sync in each step, the guard leaves the results on the GPU. It reads them at the next logged
-    step or save, where the CPU waits for the GPU in any case.
+    The training step itself skips the weight update if the loss or a gradient is not finite. To
+    avoid a host sync in each step, the guard leaves the results on the GPU. It reads them at the
+    next logged step or save, where the CPU waits for the GPU in any case.
     """
 
     name = NON_FINITE_GUARD
@@ -76,11 +76,11 @@ class NonFiniteGuard(Hook):
         self._max_consecutive = 0
 
     def after_step(self, step: int, result: StepResult) -> None:
-        """Keep the result of the step on the GPU until the next logged step or save reads it."""
+        """Keep the result of the step on the GPU. The next logged step or save reads it."""
         self._unread.append((step, result))
 
     def numbers(self, step: int) -> Mapping[str, Any]:
-        """Return the number of skipped steps since the beginning of the run, as a metric."""
+        """Return the metric `skipped_steps`: the number of steps skipped since step 1."""
         self._read_results()
         return {"skipped_steps": self._num_skipped}
 
@@ -100,7 +100,7 @@ class NonFiniteGuard(Hook):
     def state_dict(self) -> dict[str, Any]:
         """Return the number of skipped steps, in total ("skipped") and in a row ("in_row").
 
-        The result is {} if no step was skipped.
+        If no step was skipped, return {}.
         """
         self._read_results()
         if not self._num_skipped:
@@ -113,9 +113,9 @@ class NonFiniteGuard(Hook):
         self._num_consecutive = state["in_row"]
 
     def _read_results(self) -> None:
-        """Read the kept results from the GPU, then count the skipped steps and describe each one.
+        """Read the results of recent steps from the GPU, and count and describe skipped steps.
 
-        All ranks call this together, because they exchange their observations of each skipped step.
+        All ranks must call this together, because they exchange their views of each skipped step.
         """
         results = self._unread
         self._unread = []
@@ -125,21 +125,21 @@ class NonFiniteGuard(Hook):
         skip_flags = torch.stack([result.skipped for _, result in results]).tolist()
         skipped_steps = []
         for (step, result), is_skipped in zip(results, skip_flags, strict=True):
-            if not is_skipped:
+            if is_skipped:
+                self._num_consecutive += 1
+                self._max_consecutive = max(self._max_consecutive, self._num_consecutive)
+                skipped_steps.append(self._inspect(step, result))
+            else:
                 self._num_consecutive = 0
-                continue
-            self._num_consecutive += 1
-            self._max_consecutive = max(self._max_consecutive, self._num_consecutive)
-            skipped_steps.append(self._inspect(step, result))
 
         self._num_skipped += len(skipped_steps)
         if skipped_steps:
-            by_rank = gathered(skipped_steps, self._trainer.mesh.world_group)
-            for views_of_step in zip(*by_rank, strict=True):
-                self._unreported.append(self._describe(views_of_step))
+            steps_by_rank = gathered(skipped_steps, self._trainer.mesh.world_group)
+            for views in zip(*steps_by_rank, strict=True):  # the views of all ranks of one step
+                self._unreported.append(self._describe(views))
 
     def _inspect(self, step: int, result: StepResult) -> SkippedStep:
-        """Collect what this rank knows about a skipped step."""
+        """Return this rank's view of a skipped step."""
         parameter = None
         finite_flags = result.squares.isfinite().tolist()
         if not all(finite_flags):
@@ -148,38 +148,42 @@ class NonFiniteGuard(Hook):
         return SkippedStep(step, data_rank, result.loss.item(), parameter)
 
     def _describe(self, views: Sequence[SkippedStep]) -> str:
-        """Return the log line of a skipped step, which names the cause and the first affected rank.
+        """Return the log line of a skipped step, with the cause and the first affected rank.
 
         Args:
-            views: Observations of each rank, in rank order.
+            views: The views of all ranks, in rank order.
         """
         causes = []
         bad_losses = [rank for rank, view in enumerate(views) if not math.isfinite(view.loss)]
         if bad_losses:
-            ranks = self._describe_ranks(bad_losses, views)
-            causes.append(f"the loss on {ranks} is {views[bad_losses[0]].loss}")
+            loss = views[bad_losses[0]].loss
+            causes.append(f"the loss on {self._describe_ranks(bad_losses, views)} is {loss}")
+
         bad_gradients = [rank for rank, view in enumerate(views) if view.parameter is not None]
         if bad_gradients:
-            ranks = self._describe_ranks(bad_gradients, views)
             parameter = views[bad_gradients[0]].parameter
+            ranks = self._describe_ranks(bad_gradients, views)
             causes.append(f"the gradient of {parameter} on {ranks} is not finite")
+
         if not causes:
             causes.append("the loss or the gradient norm is a spike, or a hook skipped the step")
-
         step = views[0].step
         hint = f"Run `titanlite data show --step {step}` to see its sequences."
         return f"Skipped step {step} without changing the weights: {'; '.join(causes)}. {hint}"
 
     def _describe_ranks(self, ranks: list[int], views: Sequence[SkippedStep]) -> str:
-        """Describe the first of some ranks with its node and sequences, and count the other ranks.
+        """Describe the first of the affected ranks in detail, and count the others.
 
         Args:
-            ranks: Ranks to describe.
-            views: Observations of each rank, in rank order.
+            ranks: The affected ranks.
+            views: The views of all ranks, in rank order.
+
+        Returns:
+            For example "rank 3 (node-0, sequences 3, 11) and 2 more ranks".
         """
         first_rank = ranks[0]
         view = views[first_rank]
-        # Sequences of the global batch alternate between the data-parallel ranks.
+        # Data-parallel ranks take turns with the sequences of the global batch.
         batch_size = self._trainer.run.batch_size(view.step - 1)
         sequences = range(view.data_rank, batch_size, self._trainer.mesh.data_degree)
         listed = ", ".join(str(sequence) for sequence in sequences[:MAX_REPORTED_SEQUENCES])
@@ -196,7 +200,7 @@ class NonFiniteGuard(Hook):
 
         Raises:
             GuardError: If more than guards.max_skipped consecutive steps were skipped. The message
-                describes the last one.
+                contains the unlogged lines of the last `MAX_REPORTED_STEPS` skipped steps.
         """
         lines = self._unreported
         self._unreported = []
@@ -261,21 +265,22 @@ class SpikeGuard(Hook):
         )
 
     def resize_tensors(self, sizes: Mapping[str, torch.Size]) -> None:
-        """Accept a saved history of any length, because `guards.spike_history` may have changed.
+        """Resize the history to its length in the checkpoint, which another job may have chosen.
 
-        `started` then converts the history to the length that the current job sets.
+        After it is loaded, `started` converts it to the length set by `guards.spike_history`.
         """
         if "history" in sizes:
             self._history = self._history.new_full(sizes["history"], torch.nan)
 
     def started(self, step: int) -> None:
-        """Convert the loaded history to the length that this job sets (guards.spike_history)."""
+        """Convert the loaded history to the length set by this job (guards.spike_history)."""
         self._fit_history(step)
 
     def _fit_history(self, step: int) -> None:
-        """Convert a loaded history to the last `guards.spike_history` entries.
+        """Convert a loaded history to the length `guards.spike_history`.
 
-        A shorter history is repeated, which hardly changes the median and the deviation.
+        A longer history loses its oldest values. A shorter one is repeated, which hardly changes
+        its median and deviation.
 
         Args:
             step: Step after which the history was saved.
@@ -288,10 +293,10 @@ class SpikeGuard(Hook):
         self._history[:, steps % size] = saved[:, steps % saved_size]
 
     def before_update(self, step: int, sums: StepSums, skip: Tensor) -> None:
-        """Record the loss and gradient norm of a step, and set `skip` to 1 if it must be skipped.
+        """Keep the loss and the gradient norm of a step, to look for spikes later.
 
-        A step is skipped if it is a spike and the job sets on_spike = "skip". The comparison runs
-        on the GPU and causes no host sync.
+        With on_spike = "skip", look for a spike now, on the GPU and without a host sync, and set
+        `skip` to 1 if the step is one.
         """
         values = torch.stack([sums.loss, sums.grad_norm.double(), skip.double()])
         if self._should_skip:
@@ -317,11 +322,12 @@ class SpikeGuard(Hook):
         skip = step_values[2]
 
         median = _row_medians(history)
-        deviation = NORMAL_SCALE * _row_medians((history - median[:, None]).abs())
+        distance = (history - median[:, None]).abs()
+        deviation = NORMAL_SCALE * _row_medians(distance)
         deviation = torch.maximum(deviation, MIN_RELATIVE_DEVIATION * median.abs())
         limit = median + self._config.spike_deviations * deviation
-        # An incomplete history contains NaN, so its limit is NaN and no value counts as a spike.
-        # Non-finite steps are already skipped.
+
+        # Until the history is full, it contains NaN, so the limit is NaN and nothing is a spike.
         is_spike = (values > limit) & (skip == 0)
         if self._should_skip:
             skip = torch.maximum(skip, is_spike.any().double())
@@ -331,16 +337,16 @@ class SpikeGuard(Hook):
         return torch.stack([is_spike.double(), values, limit, skip.expand(2)])
 
     def numbers(self, step: int) -> Mapping[str, Any]:
-        """Return the number of spikes and rollbacks since the beginning of the run, as metrics."""
+        """Return the metrics `spikes` and `roll_backs`, which are counted since step 1."""
         self._read_values()
         return {"spikes": self._num_spikes, "roll_backs": self._num_roll_backs}
 
     def saving(self, step: int) -> None:
-        """Add the losses and norms of recent steps to the history, which the checkpoint stores."""
+        """Add the values of recent steps to the history before the checkpoint stores it."""
         self._read_values()
 
     def check(self, step: int, request: Request) -> None:
-        """Roll back after a spike. Before a save or a validation, first look for new spikes."""
+        """Roll back if there was a spike. Before a save or a validation, read all recent steps."""
         if self._should_roll_back and (request.save or request.validate):
             self._read_values()
         if self._needs_roll_back:
@@ -362,10 +368,9 @@ class SpikeGuard(Hook):
         return {"history": self._history}
 
     def _read_values(self) -> None:
-        """Read the losses and norms of recent steps from the GPU, and report each spike.
+        """Read the losses and gradient norms of recent steps from the GPU, and report each spike.
 
-        The CPU waits for the GPU here, so this is called only at logged steps, saves and
-        validations.
+        This waits for the GPU, so it must be called only at logged steps, saves and validations.
         """
         unread = self._unread
         self._unread = []
@@ -379,13 +384,11 @@ class SpikeGuard(Hook):
             self._report_spike(step, compared)
 
     def _report_spike(self, step: int, compared: Tensor) -> None:
-        """Log and count `step` if it is a spike. If the job enables rollbacks, also request one.
-
-        Do nothing if the step is not a spike.
+        """Log and count a spike. With on_spike = "roll_back", also request a rollback.
 
         Args:
-            step: Number of the step.
-            compared: Result of `_compare` for this step.
+            step: Number of the step. Nothing happens if it is not a spike.
+            compared: Result of `_compare` for this step, shape (4, 2).
         """
         is_spike, values, limits, _ = compared.tolist()
         problems = []
@@ -401,7 +404,7 @@ class SpikeGuard(Hook):
         self._trainer.log(Event(text, "spike", step))
 
     def _roll_back(self, step: int) -> None:
-        """Restore the newest checkpoint and continue training after `step`.
+        """Restore the weights of the newest checkpoint, and continue training after `step`.
 
         If there is no checkpoint, log this and continue with the current weights.
 
@@ -423,6 +426,7 @@ class SpikeGuard(Hook):
         if restored_step is None:
             self._trainer.log(f"Step {step}: no checkpoint to roll back to. Training continues.")
             return
+
         self._fit_history(restored_step)
         self._num_roll_backs += 1
         text = (
@@ -434,20 +438,21 @@ class SpikeGuard(Hook):
 
 
 def _row_medians(values: Tensor) -> Tensor:
-    """Return the median of each row. The median of a row that contains NaN is NaN.
+    """Return the median of each row, or NaN for a row that contains NaN.
 
-    The rows are sorted instead of using `torch.median`, which is not deterministic on a GPU.
+    This sorts the rows, because `torch.median` is not deterministic on a GPU.
     """
-    ordered = values.sort(dim=1).values  # NaN comes last
-    return ordered[:, values.shape[1] // 2] + 0 * ordered[:, -1]
+    ordered = values.sort(dim=1).values
+    middle = ordered[:, values.shape[1] // 2]
+    last = ordered[:, -1]  # NaN if there is any, because NaN is sorted last
+    return middle + 0 * last
 
 
 class ReplicaGuard(Hook):
     """Detects silent data corruption by comparing replicas of the same weight between ranks.
 
-    The ranks compare checksums every `guards.compare_every` steps. With HSDP, every shard has
-    replicas. With tensor parallelism, the weights of norms have replicas. Without replicated
-    weights, the guard does nothing.
+    The ranks compare checksums every `guards.compare_every` steps. With HSDP, all weights are
+    replicated; with tensor parallelism, those of the norms. Otherwise the guard does nothing.
     """
 
     def built(self, trainer: Trainer) -> None:
@@ -469,15 +474,16 @@ class ReplicaGuard(Hook):
     def compare(self, step: int) -> None:
         """Compare the checksums of all replicated weights between the ranks.
 
-        The checksum of a shard is the sum of the bit patterns of its elements, so it changes if a
-        single element changes.
+        All ranks must call this together.
 
         Raises:
-            GuardError: If replicas differ. The message names the ranks that differ from the
+            GuardError: If replicas differ. The message lists the ranks that differ from the
                 majority, and their nodes.
         """
-        if not self._replicated:  # the same on all ranks
+        has_replicas = bool(self._replicated)  # the same on all ranks
+        if not has_replicas:
             return
+
         sums = [_sum_bits(local_shard(weight)) for weight in self._replicated.values()]
         checksums = dict(zip(self._replicated, torch.stack(sums).tolist(), strict=True))
         checksums_by_rank = gathered(checksums, self._trainer.mesh.world_group)
@@ -488,10 +494,11 @@ class ReplicaGuard(Hook):
             for key, checksum in rank_checksums.items():
                 replicas.setdefault(key, {})[rank] = checksum
 
-        for (parameter, _), checksum_by_rank in replicas.items():
-            suspects = _differing_ranks(checksum_by_rank)
+        for (parameter, _), checksum_of_rank in replicas.items():
+            suspects = _differing_ranks(checksum_of_rank)
             if suspects:
-                raise GuardError(self._describe(step, parameter, list(checksum_by_rank), suspects))
+                ranks = list(checksum_of_rank)
+                raise GuardError(self._describe(step, parameter, ranks, suspects))
 
     def _describe(self, step: int, name: str, ranks: list[int], suspects: list[int]) -> str:
         """Return the error message for a parameter whose replicas differ.
@@ -500,7 +507,7 @@ class ReplicaGuard(Hook):
             step: Number of the step.
             name: Name of the parameter.
             ranks: All ranks that hold a replica.
-            suspects: Ranks whose replica differs from the majority.
+            suspects: Those of `ranks` whose replica differs from the majority.
         """
         named = ", ".join(f"rank {rank} ({self._trainer.hosts[rank]})" for rank in suspects)
         return (
@@ -511,12 +518,13 @@ class ReplicaGuard(Hook):
 
 
 def _differing_ranks(replicas: dict[int, int]) -> list[int]:
-    """Return the ranks whose checksum differs from the checksum of the majority.
+    """Return the ranks whose checksum differs from the majority.
 
-    Without a majority, return all ranks, because any of them may be wrong.
+    Without a majority, return all ranks, because any of them may be wrong. If all checksums are
+    equal, return [].
 
     Args:
-        replicas: Checksum of each rank that holds a replica, keyed by rank.
+        replicas: Rank -> checksum of its replica.
     """
     most_common, count = Counter(replicas.values()).most_common(1)[0]
     if 2 * count <= len(replicas):
@@ -527,7 +535,7 @@ def _differing_ranks(replicas: dict[int, int]) -> list[int]:
 def _shard_coordinates(parameter: Tensor) -> tuple[int, ...]:
     """Return this rank's index in each mesh dimension along which `parameter` is sharded.
 
-    Ranks with equal coordinates hold the same shard, so their checksums must be equal.
+    Ranks with equal coordinates hold replicas of the same shard.
     """
     assert isinstance(parameter, DTensor)
     coordinates = parameter.device_mesh.get_coordinate()
@@ -540,9 +548,9 @@ def _shard_coordinates(parameter: Tensor) -> tuple[int, ...]:
 
 
 def _sum_bits(shard: Tensor) -> Tensor:
-    """Return a checksum of a shard, an int64 scalar tensor.
+    """Return the sum of the bit patterns of all elements, an int64 scalar tensor.
 
-    The checksum is the sum of the bit patterns of all elements, read as integers.
+    It is a checksum of the shard, because it changes if any single element changes.
     """
     bits = shard.view(torch.int32 if shard.itemsize == 4 else torch.int16)
     return bits.sum(dtype=torch.int64)

@@ -38,9 +38,9 @@ before a collective of another rank times out."""
 class HangReport(Hook):
     """Writes a report if this rank makes no progress for most of the timeout of collectives.
 
-    A thread watches the main thread from the creation of this hook, which is before the model is
-    built. It writes `<rank>.hang.json` into the folder of the launcher, and removes the file if the
-    rank makes progress again. Without a launcher, no thread is started.
+    A background thread checks the progress, from before the model is built until the run ends. It
+    writes `<rank>.hang.json` into the folder of the launcher, and deletes the file if the rank
+    makes progress again. Without a launcher, no thread is started.
 
     The time limit until the end of the first step is longer (comm.init_timeout_seconds), because
     this step compiles kernels.
@@ -74,10 +74,7 @@ class HangReport(Hook):
             thread.start()
 
     def after_step(self, step: int, result: StepResult) -> None:
-        """Restart the time limit after each step.
-
-        After the first step, switch to the shorter timeout.
-        """
+        """Restart the time limit. After the first step, switch to the shorter timeout."""
         if self._step == 0:
             set_timeout(self._groups, self._train_timeout)
         self._step = step
@@ -93,11 +90,9 @@ class HangReport(Hook):
         self._progress_time = time.monotonic()
 
     def _watch(self, path: Path) -> None:
-        """Write the report when this rank exceeds the time limit.
+        """Write the report when this rank exceeds the time limit, and delete it on progress.
 
-        Delete it once the rank continues.
-
-        This method runs in a background thread until the hook is closed.
+        This runs in a background thread until the hook is closed.
 
         Args:
             path: Path of the report.
@@ -112,31 +107,32 @@ class HangReport(Hook):
                 write_atomically(path, report.encode())
 
     def _describe(self) -> tuple[bool, int, str]:
-        """Describe what this rank is doing, for the report.
+        """Return the content of the report: what this rank is doing now.
 
         Returns:
             - Whether this rank waits in a collective.
             - The number of this rank.
             - A line of text with the node, the step, the collective, and the line of code that
-              runs.
+              the main thread executes.
         """
         last = "none"
         pending: list[str] = []
         if dist.is_initialized():
             last, pending = last_collectives()
+        is_waiting = bool(pending)
         activity = f"is LATE: its last collective was {last}"
-        if pending:
+        if is_waiting:
             activity = f"waits in {pending[-1]}"
 
         stack = traceback.extract_stack(sys._current_frames()[self._main_thread])
         package = f"{os.sep}titanlite{os.sep}"
         package_frames = [frame for frame in stack if package in frame.filename]
-        own_frame = (package_frames or stack)[-1]
+        package_frame = package_frames[-1] if package_frames else stack[-1]
         text = (
             f"Rank {self._rank} ({self._host}), step {self._step + 1}, {activity}, "
-            f"at {_describe_frame(own_frame)}, inside of {_describe_frame(stack[-1])}"
+            f"at {_describe_frame(package_frame)}, inside of {_describe_frame(stack[-1])}"
         )
-        return bool(pending), self._rank, text
+        return is_waiting, self._rank, text
 
 
 def _describe_frame(frame: traceback.FrameSummary) -> str:
@@ -145,10 +141,7 @@ def _describe_frame(frame: traceback.FrameSummary) -> str:
 
 
 def last_collectives() -> tuple[str, list[str]]:
-    """Return the collectives that torch's flight recorder has recorded on this rank.
-
-    The flight recorder keeps collectives of gloo and of NCCL in separate tables. This function
-    combines both tables.
+    """Return the newest collectives of this rank from torch's flight recorder.
 
     Returns:
         - The last collective that this rank started, for example "gloo:all_reduce number 12", or
@@ -156,9 +149,11 @@ def last_collectives() -> tuple[str, list[str]]:
         - All collectives in which this rank still waits, in the order in which they were started.
     """
     recorder: Any = _distributed_c10d
+    # Gloo and NCCL have separate tables.
     tables = [recorder._dump_fr_trace_json(True, False)]
     if dist.is_nccl_available():
         tables.append(recorder._dump_nccl_trace_json(True, False))
+
     entries: list[dict[str, Any]] = []
     for table in tables:
         entries += json.loads(table).get("entries", [])

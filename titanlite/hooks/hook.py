@@ -44,9 +44,9 @@ class Request(NamedTuple):
     """The run ends after this step. Set by the training loop only."""
 
     def __or__(self, other: Request) -> Request:
-        """Return a request for all actions of `self` and `other`.
+        """Combine two requests into one for the actions of both.
 
-        If both give a reason to end the run, the reason of `self` is used.
+        If both have a reason to finish the run, the reason of `self` is used.
         """
         return Request(
             stop=max(self.stop, other.stop),
@@ -78,13 +78,13 @@ class Hook:
     """
 
     def built(self, trainer: Trainer) -> None:
-        """Called when the model is sharded and the optimizer exists, before weights are loaded.
+        """Called when model and optimizer are built, before weights are loaded.
 
         Keep a reference to `trainer` here if the hook needs the model, the device or the log.
         """
 
     def started(self, step: int) -> None:
-        """Called once before the first step, when everything is built and the checkpoint is loaded.
+        """Called once before the first step, after the checkpoint is loaded.
 
         Args:
             step: Step of the loaded checkpoint, or 0.
@@ -93,8 +93,7 @@ class Hook:
     def train_begins(self, step: int) -> None:
         """Called when `Trainer.train` begins, after `started`.
 
-        Programs that call `Trainer.step` in their own loop never trigger `train_begins`, `wants`
-        and `ended`.
+        This is never called in programs that call `Trainer.step` in a loop of their own.
 
         Args:
             step: Step of the loaded checkpoint, or 0.
@@ -104,7 +103,7 @@ class Hook:
         """Called when a step begins, before its data is read."""
 
     def gradients(self, step: int) -> None:
-        """Called after the backward pass, when each parameter has its gradient, before clipping.
+        """Called after the backward pass, before gradients are clipped.
 
         Must not cause a host sync.
         """
@@ -126,43 +125,44 @@ class Hook:
         """
 
     def after_step(self, step: int, result: StepResult) -> None:
-        """Called when the CPU has launched all kernels of the step. Must not cause a host sync.
+        """Called at the end of a step, when all its kernels are launched.
+
+        Must not cause a host sync.
 
         Args:
             step: Number of the step.
-            result: Loss and other results as tensors on the device. The kernels that compute them
-                may still be running.
+            result: Loss and other results, as tensors that the GPU may still be computing.
         """
 
     def numbers(self, step: int) -> Mapping[str, Any]:
         """Return metrics to log with this step. Called only at logged steps.
 
-        The CPU waits for the GPU at a logged step in any case, so hooks may read GPU tensors here.
+        Hooks may read GPU tensors here, because a logged step waits for the GPU in any case.
 
         Returns:
-            Metric values by name. A name that is a field of `LoggedStep` sets this field. Any other
-            name adds a field.
+            Metric values by name. Names of `LoggedStep` fields set these fields, and other names
+            add fields.
         """
         return {}
 
     def logged(self, entry: LoggedStep) -> None:
-        """Called after a step was logged.
+        """Called after the metrics of a step are logged.
 
         Args:
-            entry: The metrics of the step, the same on all ranks.
+            entry: The metrics, the same on all ranks.
         """
 
     def wants(self, step: int) -> Request:
         """Return the actions that this rank requests after `step`, for example a save.
 
-        The trainer combines the requests of all ranks, and passes the result to `check` and `act`.
-        On CPUs it calls this method before it trains `step`. On GPUs it calls it one step earlier,
-        so that the CPU never waits for the GPU to receive the requests of other ranks.
+        Called before `step` is trained; on a GPU one step earlier, to hide the exchange with other
+        ranks. The trainer combines the requests of all ranks, and passes the result to `check` and
+        `act`.
         """
         return Request()
 
     def check(self, step: int, request: Request) -> None:
-        """Called after a step, before the step is saved or validated. Guards reject bad steps here.
+        """Called after a step, before it is saved or validated. Guards reject bad steps here.
 
         Args:
             step: Number of the step.
@@ -173,9 +173,9 @@ class Hook:
         """
 
     def act(self, step: int, request: Request) -> None:
-        """Called after a step, when requested saves and validations are complete.
+        """Called after a step and its requested saves and validations.
 
-        Do work here that takes time, such as generating text.
+        Do slow work here, such as generating text.
 
         Args:
             step: Number of the step.
@@ -191,7 +191,7 @@ class Hook:
         """
 
     def sampled(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Called after the model completed the prompts of samples.prompts.
+        """Called after the model has completed the prompts of the job (samples.prompts).
 
         Args:
             step: Number of the step.
@@ -201,17 +201,17 @@ class Hook:
     def saving(self, step: int) -> None:
         """Called before a checkpoint of `step` is written. Raise an exception to prevent the save.
 
-        Update the values that `state_dict` and `tensors` return here.
+        Bring the values of `state_dict` and `tensors` up to date here.
         """
 
     def saved(self, step: int) -> None:
-        """Called on all ranks when the checkpoint of `step` is complete on disk.
+        """Called when the checkpoint of `step` is complete on disk.
 
-        With asynchronous saving, the call comes at the next save or at the end of the run.
+        After an async save, this is at the next save or at the end of the run.
         """
 
     def ended(self, step: int, stopped: str) -> UserError | None:
-        """Called when training has ended after `step`, for all hooks in reverse order.
+        """Called when training has ended. The hooks are called in reverse order.
 
         Args:
             step: Number of the last step.
@@ -222,16 +222,17 @@ class Hook:
         """
 
     def failed(self, error: BaseException) -> None:
-        """Called when an exception ends this rank, for example to write a memory snapshot.
+        """Called when an exception ends this rank.
 
-        Must not use collectives, because other ranks may not fail.
+        Use this to write debug information, such as a memory snapshot. Must not use collectives,
+        because other ranks may not fail.
         """
 
     def close(self) -> None:
         """Called when the trainer closes, to release resources. Must not use collectives."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to store in the manifest of each checkpoint.
+        """Return the state of this hook to store in each checkpoint.
 
         Returns:
             A small JSON value, the same on all ranks. Return large values from `tensors` instead.
@@ -239,29 +240,27 @@ class Hook:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a value that `state_dict` returned when the checkpoint was saved.
+        """Restore the state that `state_dict` returned when the checkpoint was saved.
 
-        Called before `started`. Not called if the value is empty or the checkpoint has no state of
-        this hook.
+        Called before `started`, unless the checkpoint has no state of this hook or it is empty.
         """
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors to store in each checkpoint, by name.
+        """Return the tensors of this hook to store in each checkpoint, by name.
 
         A resume loads the saved values into these tensors in place. DTensors are allowed.
 
-        A rollback may find no saved values, because the checkpoint lacks the tensors or the job
-        excludes hook state from loading. It then restores the values that `built` has set, and does
-        not call `started` again.
+        After a rollback to a checkpoint without these tensors, they have the values that `built`
+        has set, and `started` is not called again.
         """
         return {}
 
     def resize_tensors(self, sizes: Mapping[str, torch.Size]) -> None:
-        """Resize the tensors of this hook to the sizes in a checkpoint, before they are loaded.
+        """Resize the tensors of this hook before saved values are loaded into them.
 
-        Override this method if options of the job change the size of the tensors. Otherwise a
-        different size in the checkpoint raises an error at the start.
+        Override this method if the sizes depend on options of the job. Otherwise a checkpoint with
+        different sizes raises an error.
 
         Args:
-            sizes: Sizes of the saved tensors, keyed as in `tensors`.
+            sizes: Sizes of the saved tensors, with the keys of `tensors`.
         """

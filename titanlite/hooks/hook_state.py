@@ -14,13 +14,13 @@ from titanlite.hooks.hook import Hook
 
 
 def keeps_state(hook: Hook) -> bool:
-    """Return whether a hook has state to save: its class overrides `state_dict` or `tensors`."""
+    """Return whether the class of a hook overrides `state_dict` or `tensors`, so it has state."""
     hook_class = hook.__class__
     return hook_class.state_dict is not Hook.state_dict or hook_class.tensors is not Hook.tensors
 
 
 def check_hook_names(hooks: Sequence[Hook]) -> None:
-    """Check that the hooks with state have unique names, which are their keys in checkpoints.
+    """Check the names under which checkpoints store the state of hooks.
 
     Raises:
         UserError: If a hook with state has no name, the name of another hook, or a name with a dot.
@@ -29,6 +29,7 @@ def check_hook_names(hooks: Sequence[Hook]) -> None:
     for hook in hooks:
         if not keeps_state(hook):
             continue
+
         hook_class = type(hook).__name__
         if not hook.name:
             raise UserError(
@@ -49,17 +50,17 @@ def check_hook_names(hooks: Sequence[Hook]) -> None:
 def hook_states(hooks: Sequence[Hook]) -> dict[str, Any]:
     """Return the `state_dict` of each hook that has state, keyed by the name of the hook.
 
-    Checkpoints store the result in their manifest; `load_hook_states` restores it.
+    Checkpoints store the result, and `load_hook_states` restores it.
     """
     return {hook.name: hook.state_dict() for hook in hooks if keeps_state(hook)}
 
 
 def load_hook_states(hooks: Sequence[Hook], states: Mapping[str, Any]) -> None:
-    """Restore the states of hooks from a checkpoint. A hook without a saved state stays unchanged.
+    """Restore the states of hooks from a checkpoint. Hooks without a saved state stay unchanged.
 
     Args:
         hooks: Hooks of this run.
-        states: Saved states, keyed as in `hook_states`.
+        states: Hook name -> saved `state_dict`.
     """
     for hook in hooks:
         state = states.get(hook.name)
@@ -68,7 +69,7 @@ def load_hook_states(hooks: Sequence[Hook], states: Mapping[str, Any]) -> None:
 
 
 def hook_tensors(hooks: Sequence[Hook]) -> dict[str, Tensor]:
-    """Return the tensors of all hooks that checkpoints store, such as the weight averages.
+    """Return the tensors of all hooks for a checkpoint, such as the averages of weights.
 
     Returns:
         The tensors, keyed by "<hook name>.<tensor name>".
@@ -86,16 +87,16 @@ def prepare_hooks(
     sizes: Mapping[str, torch.Size],
     states: Mapping[str, Any],
 ) -> None:
-    """Prepare hooks for loading a checkpoint: resize their tensors, and warn about mismatches.
+    """Resize the tensors of hooks before a checkpoint is loaded, and warn about mismatches.
 
-    A mismatch is a saved state without a hook in this run, or a hook without a saved state. Neither
-    prevents the resume.
+    A mismatch is a saved state without a hook in this run, or a hook without a saved state. The
+    run resumes nevertheless.
 
     Args:
         hooks: Hooks of this run.
         warn: Function that logs a warning.
-        sizes: Sizes of the saved tensors, keyed as in `hook_tensors`.
-        states: Saved states, keyed as in `hook_states`.
+        sizes: "<hook name>.<tensor name>" -> size of the saved tensor.
+        states: Hook name -> saved `state_dict`.
     """
     sizes_by_hook: dict[str, dict[str, torch.Size]] = {}
     for key, size in sizes.items():
@@ -117,7 +118,7 @@ def prepare_hooks(
 
 
 def _hooks_with_state(hooks: Sequence[Hook]) -> set[str]:
-    """Return the names of the hooks that store a state in every checkpoint."""
+    """Return the names of the hooks whose state must be in every checkpoint."""
     names = set()
     for hook in hooks:
         # titanlite 0.2 did not save the state of its own hooks while it was empty.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class LiveRun(Hook):
-    """Shows the progress of the run on the terminal of rank 0, in the view of `titanlite watch`."""
+    """Shows the view of `titanlite watch` below the log of rank 0 while the run trains."""
 
     _view: View | None = None
 
@@ -40,7 +40,7 @@ class LiveRun(Hook):
         self._view.start(refresh=True)
 
     def _render(self) -> Text:
-        """Return the current content of the view, including a stop signal that has arrived."""
+        """Return the content of the view: the status of the run, and any received stop signal."""
         text = read_status(self._trainer.run.dump_folder).to_text()
         number = self._trainer.stop_signal
         if number:

@@ -28,11 +28,11 @@ MIN_NORM = 1e-30  # divisor of an update ratio if all weights are 0
 
 
 class Norms(Hook):
-    """Logs the norms of gradients, and of weight updates relative to the weights (metrics.details).
+    """Logs gradient norms, and norms of weight updates relative to the weights (metrics.details).
 
-    Norms are computed at logged steps, for groups of parameters. A group contains the parameters
-    with the same name in each transformer block, such as `attention.wq`. Each parameter outside of
-    the blocks is a group of its own.
+    Norms are computed at logged steps, for groups of parameters. A group consists of the parameters
+    with the same name in all transformer blocks, such as `attention.wq`. A parameter outside of the
+    blocks forms a group of its own.
     """
 
     def built(self, trainer: Trainer) -> None:
@@ -48,7 +48,9 @@ class Norms(Hook):
         self._index_of: dict[nn.Parameter, int] = {}
         for name, parameter in trainer.model.named_parameters():
             self._index_of[parameter] = index_of_name[name]
-        self._groups: dict[str, list[int]] = {}  # group -> indices of its parameters
+
+        # Group -> indices of its parameters.
+        self._groups: dict[str, list[int]] = {}
         for name, index in index_of_name.items():
             self._groups.setdefault(_group_of(name), []).append(index)
 
@@ -65,10 +67,7 @@ class Norms(Hook):
                 self._store(GRADIENTS, parameter, local_shard(parameter.grad))
 
     def before_update(self, step: int, sums: StepSums, skip: Tensor) -> None:
-        """Keep the step's skip flag for `numbers`.
-
-        Guards may still set the flag after this call.
-        """
+        """Keep a reference to the skip flag, because a guard may still set it before `numbers`."""
         self._skip = skip
 
     @torch.no_grad()
@@ -83,7 +82,7 @@ class Norms(Hook):
                     self._store(WEIGHTS, parameter, local_shard(parameter))
 
     def numbers(self, step: int) -> Mapping[str, Any]:
-        """Return the norms of each group, summing squares over all ranks in one all-reduce.
+        """Sum the squares over all ranks in one all-reduce, and return the norms of each group.
 
         Returns:
             Depending on metrics.details:
@@ -112,11 +111,11 @@ class Norms(Hook):
         return numbers
 
     def _adam_update(self, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
-        """Recompute the update that Adam just subtracted from a parameter (no weight decay).
+        """Recompute the update of the last Adam step for a parameter, without weight decay.
 
         Args:
-            parameter: The parameter.
-            group: The parameter group of the optimizer, with "betas", "eps" and "lr".
+            parameter: Parameter, possibly sharded.
+            group: Its parameter group in the optimizer, with "betas", "eps" and "lr".
 
         Returns:
             This rank's shard of the update.
@@ -126,15 +125,16 @@ class Norms(Hook):
         mean = local_shard(state["exp_avg"]).float()
         square = local_shard(state["exp_avg_sq"]).float()
 
-        corrected_square = square / (1 - beta2 ** state["step"])
+        step = state["step"]
+        corrected_square = square / (1 - beta2**step)
         denominator = corrected_square.sqrt_().add_(group["eps"])
-        return group["lr"] * mean / (1 - beta1 ** state["step"]) / denominator
+        return group["lr"] * mean / (1 - beta1**step) / denominator
 
     def _store(self, row: int, parameter: nn.Parameter, shard: Tensor) -> None:
-        """Store the sum of squares of this rank's shard.
+        """Store the sum of squares of this rank's shard, to be added up over all ranks.
 
-        The sum is divided by the number of ranks with the same shard, because the all-reduce in
-        `numbers` adds the sums of all ranks.
+        The sum is divided by the number of ranks with the same shard, so that each shard counts
+        once.
 
         Args:
             row: GRADIENTS, UPDATES or WEIGHTS.
@@ -149,7 +149,7 @@ class Norms(Hook):
         """Return the norm of each group of parameters, keyed by the name of the group.
 
         Args:
-            squares: Sum of squares of each parameter, in the order of the model's parameters.
+            squares: Sum of squares of each parameter of the model.
         """
         norms = {}
         for group, indices in self._groups.items():
@@ -157,13 +157,13 @@ class Norms(Hook):
         return norms
 
     def _block_norms(self, squares: list[float]) -> dict[str, list[float]]:
-        """Return the norm of each parameter, for groups with a parameter in several blocks.
+        """Return the norm in each transformer block, for groups with several parameters.
 
         Args:
-            squares: Sum of squares of each parameter, in the order of the model's parameters.
+            squares: Sum of squares of each parameter of the model.
 
         Returns:
-            A list with one norm per block, keyed by the name of the group.
+            Name of the group -> one norm per block.
         """
         norms = {}
         for group, indices in self._groups.items():

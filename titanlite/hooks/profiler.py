@@ -52,7 +52,7 @@ class StepProfile:
 
 @contextmanager
 def _log_failures() -> Iterator[None]:
-    """Log an exception of the `with` block and continue. A failed profile must not end the run."""
+    """Log exceptions of the `with` block, because a failed profile must not end the run."""
     try:
         yield
     except Exception as error:
@@ -60,10 +60,10 @@ def _log_failures() -> Iterator[None]:
 
 
 class Profiler(Hook):
-    """Profiles steps of this rank on the schedule in [profiling].
+    """Profiles steps of this rank on the schedule that the section [profiling] of the job sets.
 
     Attributes:
-        profiles: The profiles that were completed since the start.
+        profiles: All profiles completed so far.
     """
 
     def __init__(self, settings: Profiling, folder: Path) -> None:
@@ -81,7 +81,7 @@ class Profiler(Hook):
 
     @_log_failures()
     def started(self, step: int) -> None:
-        """Start torch.profiler on the schedule of the job, if this rank is to be profiled.
+        """Start the profiler if the job selects this rank (profiling.profiler_ranks).
 
         With enable_memory_snapshot, record the GPU memory history on all ranks, because any of them
         may run out of memory.
@@ -90,7 +90,8 @@ class Profiler(Hook):
         self._first_step = step
         if self._has_snapshots:
             torch.cuda.memory._record_memory_history(max_entries=MAX_ALLOCATIONS)
-        if settings.profiler_ranks and self._rank not in settings.profiler_ranks:
+        is_selected = not settings.profiler_ranks or self._rank in settings.profiler_ranks
+        if not is_selected:
             return
 
         schedule = torch.profiler.schedule(
@@ -103,6 +104,7 @@ class Profiler(Hook):
         activities = [ProfilerActivity.CPU]
         if self._is_cuda:
             activities.append(ProfilerActivity.CUDA)
+
         # Clearing the events of the previous cycle is intended.
         warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
         self._profiler = profile(
@@ -116,10 +118,7 @@ class Profiler(Hook):
 
     @_log_failures()
     def after_step(self, step: int, result: StepResult) -> None:
-        """Advance torch.profiler by one step.
-
-        It calls `_write` at the end of each profiling cycle.
-        """
+        """Advance torch.profiler by one step. At the end of each cycle, it calls `_write`."""
         if self._profiler is not None:
             self._profiler.step()
 
@@ -139,10 +138,10 @@ class Profiler(Hook):
             self._profiler.stop()
 
     def _write(self, profiler: profile) -> None:
-        """Write the trace of the steps that have just been profiled, and log the operator table.
+        """Write the trace of the steps that have just been profiled, and log a table of operators.
 
         Args:
-            profiler: The profiler of torch, which calls this method at the end of a cycle.
+            profiler: The profiler of torch, which calls this method at the end of each cycle.
         """
         step = self._first_step + profiler.step_num
         trace = self._make_path(f"step-{step:08d}", "trace.json.gz")
@@ -162,9 +161,9 @@ class Profiler(Hook):
             torch.cuda.memory._dump_snapshot(snapshot)
 
     def _make_path(self, prefix: str, suffix: str) -> str:
-        """Return a path in the profile folder: "<prefix>-rank-<rank>-<time>.<suffix>".
+        """Return a new path "<prefix>-rank-<rank>-<time>.<suffix>" in the profile folder.
 
-        The name contains the time, because a later start of the run may profile the same step.
+        The time keeps the path unique if the run is resumed and profiles the same step again.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
         time = strftime("%Y%m%d-%H%M%S")

@@ -63,8 +63,8 @@ def lock_folders(run: Run, log: Callable[[str], None], resources: ExitStack) -> 
     timeout = run.job.comm.init_timeout_seconds
     lock_timeout = min(LOCK_TIMEOUT, timeout / 2)
     folders = [run.dump_folder / "run"]
-    if run.job.checkpoint.enable:  # checkpoints may be in another place
-        folders.append(run.checkpoint_folder)
+    if run.job.checkpoint.enable:
+        folders.append(run.checkpoint_folder)  # may be outside of the output folder
 
     def lock() -> str:
         for folder in folders:
@@ -80,7 +80,7 @@ def lock_folders(run: Run, log: Callable[[str], None], resources: ExitStack) -> 
 
 
 class Records:
-    """Writes train.log, the metrics and environment.json of a run. Only rank 0 writes files."""
+    """Writes the log, the metrics and environment.json of a run. Only rank 0 writes files."""
 
     def __init__(self, trainer: Trainer) -> None:
         """Open the log in the output folder, which must be locked."""
@@ -98,10 +98,10 @@ class Records:
             Path(error_folder, LOG_FILE).write_text(str(path), encoding="utf-8")
 
     def start(self, step: int) -> None:
-        """Record that the run starts or resumes: write environment.json, and log what has changed.
+        """Prepare the output files for a run that starts or resumes, and log the start.
 
-        A resumed run continues the files of its earlier starts. A run that starts from scratch
-        archives the files that it finds.
+        A resumed run continues the files of its earlier starts, and logs what has changed since. A
+        run that starts from scratch archives the files that it finds.
 
         Args:
             step: Step of the checkpoint that was loaded, or 0.
@@ -116,8 +116,8 @@ class Records:
 
         previous = self._outputs.environment()
         environment = describe_environment(trainer)
+        resumed_step = step if trainer.resumed else None
         try:
-            resumed_step = step if trainer.resumed else None
             archived = self._outputs.begin(run.job, environment, resumed_step)
             if archived:
                 trainer.log(archived)
@@ -131,12 +131,12 @@ class Records:
     def _describe_start(
         self, step: int, previous: Mapping[str, Any], environment: Mapping[str, Any]
     ) -> Event:
-        """Return the log event of a start, which lists the differences from the previous start.
+        """Return the log event of a start. If the run resumes, it lists what has changed.
 
         Args:
             step: Step of the checkpoint that was loaded, or 0.
-            previous: Environment of the previous start in the output folder.
-            environment: Environment of this start; see `describe_environment`.
+            previous: The environment.json of the previous start, or {}.
+            environment: The environment.json of this start.
         """
         details: dict[str, Any] = {
             "host": socket.gethostname(),
@@ -155,11 +155,11 @@ class Records:
         return Event(text, "start", step, details)
 
     def stats(self) -> dict[str, Any]:
-        """Return the metric that counts failed writes of metrics and log lines."""
+        """Return the metric `failed_writes`: the failed writes of metrics and log lines."""
         return {"failed_writes": self._failed.total() + failed_writes()}
 
     def log_step(self, entry: LoggedStep) -> None:
-        """Write the metrics of a step to all metrics loggers, and log a line with the main ones."""
+        """Send the metrics of a step to all metrics loggers, and log a line with the main ones."""
         self._call_loggers(lambda metrics_logger: metrics_logger.logged(entry))
         total_steps = str(self._trainer.run.job.training.steps)
         parts = [
@@ -177,11 +177,11 @@ class Records:
         self._trainer.log("  ".join(parts))
 
     def log_validation(self, step: int, score: Mapping[str, float]) -> None:
-        """Write the validation score of the weights after `step` to all metrics loggers."""
+        """Send the validation score of the weights after `step` to all metrics loggers."""
         self._call_loggers(lambda metrics_logger: metrics_logger.validated(step, score))
 
     def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Write the texts that the model generated after `step` to all metrics loggers."""
+        """Send the texts that the model has generated after `step` to all metrics loggers."""
         self._call_loggers(lambda metrics_logger: metrics_logger.sampled(step, samples))
 
     def close(self) -> None:
@@ -189,10 +189,10 @@ class Records:
         self._call_loggers(lambda metrics_logger: metrics_logger.close())
 
     def _call_loggers(self, call: Callable[[MetricsLogger], None]) -> None:
-        """Call `call` with each metrics logger.
+        """Call a function with each metrics logger.
 
-        A failed write must not end the run. Failures are counted, and the first failure of each
-        logger is logged.
+        A failed write does not end the run. It is counted, and the first failure of each logger is
+        logged.
         """
         for metrics_logger in self._metrics_loggers:
             try:
@@ -206,18 +206,20 @@ class Records:
 
 
 def describe_environment(trainer: Trainer) -> dict[str, Any]:
-    """Describe the code, hardware, data, hooks and options of this start, for environment.json.
+    """Return the content of environment.json: code, hardware, data, hooks and options of a start.
 
-    The next start compares its own description with the file, and logs what has changed.
+    The next start of the run compares its own environment with the file, and logs what has changed.
     """
-    data = {"tokenizer": trainer.tokenizer.fingerprint}
-    for source in trainer.loader.sources:  # Several sources can have the same name.
-        data[source.name] = data.get(source.name, "") + source.fingerprint
+    fingerprints = {"tokenizer": trainer.tokenizer.fingerprint}
+    for source in trainer.loader.sources:
+        # Several sources can have the same name.
+        fingerprints[source.name] = fingerprints.get(source.name, "") + source.fingerprint
 
     if trainer.device.type == "cuda":
         device_name = torch.cuda.get_device_name(trainer.device)
     else:
         device_name = platform.processor() or platform.machine()
+
     plugin_hooks = [hook for hook in trainer.hooks if _may_change_results(hook)]
     return {
         "run": trainer.run_id,
@@ -230,30 +232,29 @@ def describe_environment(trainer: Trainer) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "platform": platform.platform(),
         "hosts": sorted(set(trainer.hosts)),
-        "data": data,
+        "data": fingerprints,
         "hooks": [hook.name or type(hook).__name__ for hook in plugin_hooks],
         "job": trainer.run.job.model_dump(mode="json", exclude_defaults=True),
     }
 
 
 def _may_change_results(hook: Hook) -> bool:
-    """Return whether a plugin hook may change weights, optimizer state or gradients.
+    """Return whether a hook is from a plugin and may change weights, optimizer state or gradients.
 
-    `titanlite replay` runs without plugin hooks, so it rejects steps that were trained with such a
-    hook.
+    `titanlite replay` runs without plugins, so it cannot reproduce steps with such a hook.
     """
     is_builtin = type(hook).__module__.startswith("titanlite.")
     return not is_builtin and not hook.observes_only
 
 
 def find_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """List the differences between the environments of two starts.
+    """List the differences between the environments of two starts of a run.
 
-    Keys that `before` lacks, because an older version of titanlite wrote it, are ignored.
+    Top-level keys that only `now` has are ignored, because older versions did not write them.
 
     Args:
-        before: Environment of the previous start; see `describe_environment`.
-        now: Environment of this start.
+        before: The environment.json of the previous start.
+        now: The environment.json of this start.
 
     Returns:
         One line per difference, for example "packages.torch: 2.12.0 -> 2.13.0".
@@ -268,7 +269,7 @@ def find_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
 
 
 def describe_code(package: Path = PACKAGE) -> dict[str, str]:
-    """Return a hash of the titanlite code and its git commit, to detect changes between two starts.
+    """Identify the version of the code by a hash of its files and its git commit.
 
     Args:
         package: Folder of the package.
@@ -280,8 +281,10 @@ def describe_code(package: Path = PACKAGE) -> dict[str, str]:
     """
     digest = xxhash.xxh3_64()
     for file in sorted(package.rglob("*.py")):
-        if file.is_file():  # The lock file of an editor is a broken link.
-            digest.update(os.fsencode(file.relative_to(package)) + b"\0" + file.read_bytes())
+        if file.is_file():  # An editor's lock file is a broken link.
+            name = os.fsencode(file.relative_to(package))
+            digest.update(name + b"\0" + file.read_bytes())
+
     code = {"files": digest.hexdigest()}
     commit = _read_git_commit(package.parent)
     if commit is not None:
@@ -290,9 +293,13 @@ def describe_code(package: Path = PACKAGE) -> dict[str, str]:
 
 
 def _read_git_commit(repository: Path) -> str | None:
-    """Return the commit of a git clone, or None without git or outside of a clone."""
-    # Ignore GIT_* variables and repositories above, take no lock, and start no background process.
+    """Return the commit of a git clone, with "-dirty" after uncommitted changes.
+
+    Return None if git is not installed, or the folder is not a clone.
+    """
+    # Set the folders, so that git ignores GIT_* variables and a repository above this folder.
     git = ["git", f"--git-dir={repository / '.git'}", f"--work-tree={repository}"]
+    # Start no background process, and take no lock.
     options = ["-c", "core.fsmonitor=false", "--no-optional-locks"]
     describe = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:

@@ -33,7 +33,7 @@ LOGITS_CHUNK = 256
 
 
 class Samples(Hook):
-    """Completes the prompts in samples.prompts every `samples.freq` steps, and logs the texts."""
+    """Generates text for the prompts of the job every `samples.freq` steps, and logs it."""
 
     def built(self, trainer: Trainer) -> None:
         """Keep references to the parts of the trainer that generate text."""
@@ -46,17 +46,18 @@ class Samples(Hook):
         self._seq_len = trainer.job.training.seq_len
 
     def started(self, step: int) -> None:
-        """Skip sampling at the step of the loaded checkpoint. The previous start has sampled it."""
+        """Do not sample the step of the loaded checkpoint again."""
         self._sampled_step = step
 
     def act(self, step: int, request: Request) -> None:
-        """At a sampling step, complete the prompts. Pass the texts to the log and to the hooks."""
-        if step == self._sampled_step or step % self._config.freq:
+        """Every `samples.freq` steps, complete the prompts, log the texts and notify all hooks."""
+        is_due = step % self._config.freq == 0
+        if not is_due or step == self._sampled_step:
             return
+
         self._sampled_step = step
         with self._trainer.evaluation_mode():
             completions = self.complete()
-
         samples = [asdict(completion) for completion in completions]
         if self._trainer.records is not None:
             self._trainer.records.log_samples(step, samples)
@@ -69,11 +70,10 @@ class Samples(Hook):
     def complete(self) -> list[Completion]:
         """Generate a completion for each prompt with the current weights.
 
-        All ranks call this together, and all compute the same completions.
+        All ranks must call this together. They compute the same completions.
 
         Returns:
-            The completions, in the order of the prompts. Empty if the logits are not finite; a
-            guard stops such a run.
+            The completions, in the order of the prompts. Empty if the logits are not finite.
         """
         config = self._config
         decodings = [
@@ -90,7 +90,8 @@ class Samples(Hook):
             logits = self._next_logits([decodings[i].ids for i in unfinished])
             logits = logits[:, : self._tokenizer.vocab_size]
             if not logits.isfinite().all():
-                return []
+                return []  # a guard stops the run
+
             for i, token_logits in zip(unfinished, logits, strict=True):
                 token = sample_token(token_logits, config.temperature, config.top_k, generators[i])
                 decodings[i].push(token)
@@ -99,9 +100,7 @@ class Samples(Hook):
     def _next_logits(self, sequences: Sequence[Sequence[int]]) -> Tensor:
         """Compute the logits of the token that follows each sequence.
 
-        All data-parallel ranks compute all sequences. The last token of a sequence is on some of
-        the ranks only. The other ranks contribute -inf, and the maximum over all ranks gives the
-        logits.
+        All ranks must call this together. Each data-parallel rank computes all sequences.
 
         Args:
             sequences: Token ids of N sequences, which may have different lengths.
@@ -111,7 +110,7 @@ class Samples(Hook):
         """
         batch_size = self._run.job.training.local_batch_size
         length = padded_length(self._run, max(len(ids) for ids in sequences))
-        # A label, with any value, makes `use_logits` compute the logits of the last token.
+        # The appended label, whose value does not matter, requests the logits of the last token.
         windows = [Window(np.append(ids, 0), num_scored=1) for ids in sequences]
         microbatches = []
         for start in range(0, len(windows), batch_size):
@@ -125,6 +124,7 @@ class Samples(Hook):
             all_logits[number, rows] = logits
 
         use_logits(self._trainer, microbatches, store)
+        # Only some ranks hold the last token of a sequence. The others contribute -inf.
         dist.all_reduce(all_logits, op=dist.ReduceOp.MAX, group=self._mesh.world_group)
         return all_logits.flatten(0, 1)[: len(sequences)].cpu()
 
@@ -152,7 +152,7 @@ def use_logits(
     def use_microbatch(hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
         """Pass the logits of a microbatch to `use`, and return a loss of 0.
 
-        The evaluation calls this function in place of the loss function.
+        The evaluation calls this in place of a loss function.
         """
         no_loss = torch.zeros_like(scale)
         number = next(numbers, None)
@@ -161,8 +161,8 @@ def use_logits(
 
         if mesh is not None:
             hidden = cast(DTensor, hidden).redistribute(placements=[Replicate()]).to_local()
-        labeled = torch.stack((labels != IGNORE_INDEX).nonzero(as_tuple=True))
-        for rows, columns in labeled.split(LOGITS_CHUNK, dim=1):
+        positions = torch.stack((labels != IGNORE_INDEX).nonzero(as_tuple=True))
+        for rows, columns in positions.split(LOGITS_CHUNK, dim=1):
             logits = _whole_logits(hidden[rows, columns], weight)
             use(number, rows, labels[rows, columns], logits)
         return no_loss
@@ -173,8 +173,8 @@ def use_logits(
 def _whole_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     """Return the logits of the full vocabulary in fp32, shape (n, V).
 
-    With tensor parallelism, each rank computes a part of the vocabulary, and all parts are
-    gathered.
+    With tensor parallelism, each rank computes a part of the vocabulary, and an all-gather combines
+    the parts.
 
     Args:
         hidden: Hidden states, shape (n, C).

@@ -30,15 +30,12 @@ class StopSignals:
         self._has_save_signal = False
 
     def install(self) -> None:
-        """Install handlers for the signals that stop a run or save a checkpoint."""
+        """Install handlers for all signals that stop the run or save a checkpoint."""
         for number in (*stop_signals(), signal.SIGUSR2):
             signal.signal(number, self._receive)
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
-        """Record a received signal.
-
-        After a stop signal, the next SIGINT raises KeyboardInterrupt.
-        """
+        """Record a signal. After a stop signal, let the next SIGINT end the process at once."""
         if number == signal.SIGUSR2:
             self._has_save_signal = True
             return
@@ -46,15 +43,15 @@ class StopSignals:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def take_request(self) -> Request:
-        """Return a request for the actions of the signals received so far.
+        """Return the actions that the received signals request, for all ranks.
 
-        The training loop sends the request to the other ranks. After a stop signal, every call
-        requests the stop. After a save signal, only the first call requests the save.
+        After a stop signal, every call requests a stop. After a save signal, only the first call
+        requests a save.
         """
         request = Request(stop=self.stop_signal, save=self._has_save_signal)
         self._has_save_signal = False
         return request
 
     def clear_save_request(self) -> None:
-        """Discard a received SIGUSR2, because a save is about to happen anyway."""
+        """Forget a received SIGUSR2. Call this before a save that happens in any case."""
         self._has_save_signal = False

@@ -38,7 +38,7 @@ NUM_PRODUCTS = 5
 
 
 class TimedPart(NamedTuple):
-    """A duration, such as the wait for data in a step, that is compared between the ranks."""
+    """A part of each step, such as the wait for data, whose duration is compared between ranks."""
 
     description: str
     """Text for the log, with a placeholder for the seconds."""
@@ -54,7 +54,7 @@ PARTS = (
 
 
 class Stragglers(Hook):
-    """Logs a straggler: a rank that is by far the slowest in several consecutive logged steps."""
+    """Logs stragglers: ranks that are by far the slowest in several consecutive logged steps."""
 
     def built(self, trainer: Trainer) -> None:
         """Allocate the tensor that receives the times of all ranks."""
@@ -77,13 +77,12 @@ class Stragglers(Hook):
         self._updates.append((self._update_start, self._now()))
 
     def numbers(self, step: int) -> Mapping[str, Any]:
-        """Send this rank's times since the previous logged step, and compare the times sent before.
+        """Compare the times that all ranks sent at the previous logged step, then send new ones.
 
-        The exchange of times runs in the background, so each call compares the times of the call
-        before.
+        Times are sent in the background, so they arrive by the next logged step.
 
         Returns:
-            No metrics; stragglers are reported in the log.
+            No metrics. Stragglers are reported in the log instead.
         """
         if self._exchange is not None:
             self._exchange.wait()
@@ -101,19 +100,19 @@ class Stragglers(Hook):
         return {}
 
     def ended(self, step: int, stopped: str) -> None:
-        """Wait for the exchange of times in progress, before its process group is destroyed."""
+        """Wait for the exchange of times in progress before its process group is destroyed."""
         if self._exchange is not None:
             self._exchange.wait()
 
     def _time_product(self) -> float:
-        """Return the seconds that this rank takes for a test matrix product on its idle device.
+        """Measure the seconds of a matrix product on the idle device of this rank.
 
-        This is the fastest of several products, because other processes may delay some of them.
+        Return the fastest of several products, because other processes may delay some of them.
         """
         size = 2048 if self._is_cuda else 256
         dtype = torch.bfloat16 if self._is_cuda else torch.float32
         self._synchronize()
-        # Allocated at each logged step, because training needs the memory in between.
+        # Allocate the matrix each time, because training needs the memory in between.
         matrix = torch.zeros(size, size, dtype=dtype, device=self._device)
         intervals = []
         for _ in range(NUM_PRODUCTS):
@@ -129,7 +128,7 @@ class Stragglers(Hook):
             torch.cuda.synchronize()
 
     def _now(self) -> Any:
-        """Return the current time: seconds on a CPU, or a CUDA event (without a host sync)."""
+        """Return the current time: seconds on a CPU, a CUDA event on a GPU. Causes no host sync."""
         if not self._is_cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -155,6 +154,7 @@ class Stragglers(Hook):
             previous_slowest, count = self._slow_ranks[i]
             count = count + 1 if slowest == previous_slowest else 1
             self._slow_ranks[i] = (slowest, count)
+
             if count == STEPS_UNTIL_REPORT:
                 host = self._trainer.hosts[slowest]
                 text = (
