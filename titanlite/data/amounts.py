@@ -44,18 +44,18 @@ class SourceSize(NamedTuple):
 
 
 def measure_source(source: Source, tokenizer: Tokenizer) -> SourceSize:
-    """Estimate the number of tokens of an open source from a sample of 64 documents.
+    """Estimate the number of tokens of a source from a sample of 64 documents.
 
-    Logs a warning if the tokenizer cannot represent characters of the sample.
+    Log a warning if the tokenizer cannot represent some characters of the sample.
     """
     if source.num_tokens:
         return SourceSize(source.describe(), source.num_tokens)
 
+    indices = []
     if isinstance(source, RandomAccess):
-        numbers = source.sample()
-        records = [source.record(number) for number in numbers]
+        indices = source.sample()
+        records = [source.record(index) for index in indices]
     else:
-        numbers = []
         records = list(islice(source, _SAMPLE_DOCUMENTS))
     texts = [record for record in records if isinstance(record, str)]
     _warn_of_lost_characters(source, tokenizer, texts)
@@ -65,9 +65,10 @@ def measure_source(source: Source, tokenizer: Tokenizer) -> SourceSize:
     bytes_per_token = num_bytes / max(1, text_tokens)
     sample_tokens = text_tokens + 2 * len(texts)  # with BOS and EOS
 
+    # Extrapolate from the sample: by size if it is known, or else by number of documents.
     if isinstance(source, RandomAccess):
-        sizes = source.sizes()  # tokens per byte vary less than tokens per document
-        num_tokens = sample_tokens * int(sizes.sum()) // int(sizes[numbers].sum())
+        sizes = source.sizes()
+        num_tokens = sample_tokens * int(sizes.sum()) // int(sizes[indices].sum())
     elif source.num_documents is not None:
         num_tokens = sample_tokens * source.num_documents // max(1, len(texts))
     else:
@@ -77,9 +78,10 @@ def measure_source(source: Source, tokenizer: Tokenizer) -> SourceSize:
 
 
 def _warn_of_lost_characters(source: Source, tokenizer: Tokenizer, texts: list[str]) -> None:
-    """Log a warning if `texts` contain characters that decoding does not restore.
+    """Log a warning if the tokenizer cannot represent some characters of `texts`.
 
-    A tokenizer without byte fallback replaces unknown characters, for example Chinese ones.
+    A tokenizer without byte fallback loses characters outside of its vocabulary, such as Chinese
+    ones.
     """
     lost = []
     for character in sorted(set("".join(texts))):
@@ -95,9 +97,9 @@ def _warn_of_lost_characters(source: Source, tokenizer: Tokenizer, texts: list[s
 
 
 def _count_characters(source: Source) -> int:
-    """Count the characters of a small local source. Return 0 for large or remote sources.
+    """Count the characters of a small local source.
 
-    Counting stops at 4 Mi characters, so that it takes a tenth of a second at most.
+    Return 0 for remote sources and for more than 4 Mi characters, which would take too long.
     """
     if not source.files or any(isinstance(file, RemoteFile) for file in source.files):
         return 0
@@ -113,8 +115,8 @@ def _count_characters(source: Source) -> int:
 def _guess_size(spec: TextSource, tokenizer: Tokenizer) -> SourceSize:
     """Guess the number of tokens of local text files from one block of 64 KiB.
 
-    This is a fallback for sources that are too large to open quickly. For compressed and remote
-    files and for other formats, the number of tokens is unknown.
+    This is a fallback for sources that take too long to open. The number stays unknown for
+    compressed files, remote files and other formats.
 
     Args:
         spec: Table of the job file that describes the source.
@@ -157,9 +159,11 @@ def inspect_data(run: Run, tokenizer: Tokenizer) -> list[SourceSize]:
             that cannot be read.
     """
     sizes = []
-    has_validation = run.job.validation.freq > 0
-    for validation in (False, True) if has_validation else (False,):
-        documents = DocumentTokenizer.for_run(run, tokenizer, validation=validation)
+    readers = [DocumentTokenizer.for_run(run, tokenizer)]
+    if run.job.validation.freq > 0:
+        readers.append(DocumentTokenizer.for_run(run, tokenizer, validation=True))
+
+    for documents in readers:
         for spec in source_specs(getattr(run.job, documents.section)):
             source = open_quickly(spec, run.job)
             if source is None:
@@ -177,14 +181,15 @@ def _compute_epochs(run: Run, sizes: Sequence[SourceSize]) -> list[tuple[float, 
     """Compute how much of the training data each source supplies, and how often it is read.
 
     Args:
-        run: The run, which determines the weights of the sources and the number of steps.
+        run: The run, with the weights of the sources and the number of steps.
         sizes: Sizes of the training sources.
 
     Returns:
         One pair per source: its share of all training sequences (0 to 1), and the number of epochs,
         which is 0 if the size is unknown.
     """
-    start_steps, num_sequences = zip(*run.sequence_counts, strict=True)  # of each stage
+    # The weights of the sources can change between stages of the run.
+    start_steps, num_sequences = zip(*run.sequence_counts, strict=True)
     stage_shares = [source_shares(run.job.dataset, step) for step in start_steps]
     shares = np.array(num_sequences) @ stage_shares / sum(num_sequences)
 
@@ -199,9 +204,9 @@ def _compute_epochs(run: Run, sizes: Sequence[SourceSize]) -> list[tuple[float, 
 
 
 def describe_sources(run: Run, sizes: Sequence[SourceSize]) -> str:
-    """Return the lines for the log that describe the training sources of a run.
+    """Describe the training sources of a run in one line of text each, for the log.
 
-    Each line contains the share of the source, its size, bytes per token and number of epochs.
+    A line contains the share of the source, its size, bytes per token and number of epochs.
     """
     lines = []
     epochs_of_sources = _compute_epochs(run, sizes)
@@ -218,11 +223,10 @@ def describe_sources(run: Run, sizes: Sequence[SourceSize]) -> str:
 
 
 def explain_toy_run(run: Run, tokenizer: Tokenizer, sizes: Sequence[SourceSize]) -> str:
-    """Return a warning if the data or the vocabulary is too small for the run, otherwise "".
+    """Return a warning if the data or the tokenizer is too small for the run, otherwise "".
 
-    The text is too small if it is read more than `MAX_EPOCHS` times. The vocabulary is too small if
-    most rows of the embedding belong to no token. The warning contains the commands that download
-    more data or a larger tokenizer.
+    The data is too small if it is read more than `MAX_EPOCHS` times, and the tokenizer if most rows
+    of the embedding belong to no token. The warning contains commands that download larger ones.
     """
     lines = []
     specs = source_specs(run.job.dataset)
@@ -253,7 +257,7 @@ def explain_toy_run(run: Run, tokenizer: Tokenizer, sizes: Sequence[SourceSize])
 
 
 def _propose_tokenizer(num_embeddings: int) -> str:
-    """Return the last tokenizer in hub.toml whose vocabulary fits, such as "tokenizer gpt2"."""
+    """Return the arguments of `titanlite get` for a tokenizer with at most `num_embeddings` ids."""
     proposal = "tokenizer gpt2"
     for name, preset in load_presets().items():
         if preset.get("tokens", math.inf) <= num_embeddings:

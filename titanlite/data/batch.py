@@ -30,13 +30,12 @@ def make_microbatch(
 ) -> tuple[Microbatch, np.ndarray]:
     """Convert packed sequences to input and label tensors on `device`, without a host sync.
 
-    Padding gets the label IGNORE_INDEX. With `document_mask`, the microbatch also contains document
-    ids and positions, so that attention stays within each document, and the first token of a
-    document is not a label.
+    Labels of padding are IGNORE_INDEX.
 
     Args:
         sequences: B sequences of T + 1 tokens.
-        document_mask: Restrict attention to the tokens of the same document.
+        document_mask: Add document ids and positions, so that attention stays within a document. No
+            document then predicts the first token of the next one.
         device: Device of the tensors.
 
     Returns:
@@ -69,7 +68,7 @@ def make_microbatch(
 def _compute_documents(
     sequences: list[PackedSequence], sizes: list[int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Compute which document each token belongs to, and its position in that document.
+    """Compute the document of each token, and the position of the token in that document.
 
     Args:
         sequences: B sequences of T + 1 tokens.
@@ -92,7 +91,7 @@ def _compute_documents(
 
 
 class Window(NamedTuple):
-    """A sequence of tokens that evaluation passes to the model, and the number of them to score."""
+    """A sequence of tokens for evaluation, and the number of tokens at its end to score."""
 
     tokens: np.ndarray
     """(n,) integers, n >= 2."""
@@ -103,25 +102,26 @@ class Window(NamedTuple):
 def padded_length(run: Run, longest: int) -> int:
     """Return the sequence length to which evaluation pads texts of at most `longest` tokens.
 
-    The result is a multiple of 64 and of the number of shards into which a sequence is split, but
-    at most training.seq_len. Few different lengths mean few different kernel shapes. Pipelines and
-    compiled models support only one shape, so the result is always training.seq_len for them.
+    The length is a multiple of 64 and of the number of shards of a sequence, to get few different
+    shapes, but at most training.seq_len. Pipelines, compiled models and FP8 support only one shape,
+    so they always use training.seq_len.
     """
     seq_len = run.job.training.seq_len
     has_one_shape = run.job.compile.enable or run.job.float8.enable
     if has_one_shape or run.degrees.pipeline > 1:
         return seq_len
+
     multiple = math.lcm(LENGTH_MULTIPLE, sequence_divisor(run.degrees))
-    return min(seq_len, math.ceil(longest / multiple) * multiple)
+    rounded_up = math.ceil(longest / multiple) * multiple
+    return min(seq_len, rounded_up)
 
 
 def padded_microbatch(
     windows: Sequence[Window], batch_size: int, length: int, device: torch.device
 ) -> Microbatch:
-    """Pad windows on the right and stack them to a microbatch of shape (batch_size, length).
+    """Pad windows on the right, and stack them into a microbatch of shape (batch_size, length).
 
-    If there are fewer than `batch_size` windows, the remaining sequences contain only padding.
-    Padding has the label IGNORE_INDEX, and no scored token attends to it.
+    Missing windows are filled with padding. Labels that are not scored are IGNORE_INDEX.
 
     Args:
         windows: Windows of at most `length` + 1 tokens.
@@ -143,13 +143,10 @@ def blank_microbatch(
 ) -> Microbatch:
     """Create a microbatch of zeros, to measure the memory or time of a step without data.
 
-    With `document_mask`, each sequence is a single document. The document mask has the same shape
-    as for real data.
-
     Args:
         batch_size: Number of sequences.
         seq_len: Number of tokens per sequence.
-        document_mask: Include document ids and positions.
+        document_mask: Include document ids and positions. Each sequence is then one document.
         device: Device of the tensors.
     """
 

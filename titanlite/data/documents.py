@@ -49,10 +49,10 @@ class DocumentTokenizer:
     def for_run(
         cls, run: Run, tokenizer: Tokenizer, *, validation: bool = False
     ) -> DocumentTokenizer:
-        """Create the document tokenizer for the training data of a run, or for its validation data.
+        """Create a `DocumentTokenizer` for the training data or the validation data of a run.
 
-        Validation reads the held-out documents of [dataset] if validation.holdout is set. Otherwise
-        it reads all documents of the source in [validation].
+        Validation reads the held-out documents of [dataset] if validation.holdout is set, and
+        otherwise all documents of the source in [validation].
         """
         holdout = run.job.validation.holdout
         uses_holdout = validation and holdout > 0
@@ -69,7 +69,7 @@ class DocumentTokenizer:
         """Number of tokens of a document without text."""
 
     def encode(self, record: Record, *, is_repeated: bool = False) -> np.ndarray:
-        """Tokenize a record to BOS, the tokens of its text, and EOS.
+        """Tokenize a record: BOS, the tokens of its text, and EOS.
 
         Args:
             record: A text, a document that was tokenized in advance, or the error for a bad record.
@@ -77,8 +77,8 @@ class DocumentTokenizer:
                 reported a second time.
 
         Returns:
-            Tokens, shape (n,), int32. Empty if the record is skipped, or is held out in training
-            (or not held out in validation).
+            Token ids, shape (n,), int32. Empty if the record is skipped, or not selected because of
+            the holdout.
 
         Raises:
             BadRecord: If the record cannot be read and `skip_bad` is False.
@@ -92,7 +92,7 @@ class DocumentTokenizer:
 
         is_prepared = isinstance(record, Prepared)
         if self.holdout:
-            # The hash depends on the text alone, so duplicates are in the same part.
+            # The hash depends on the text alone, so duplicates of a document are held out together.
             text_hash = record.text_hash if is_prepared else hash_text(record)
             is_held_out = text_hash < self.holdout * 2**64
             if is_held_out != self.is_validation:
@@ -104,7 +104,7 @@ class DocumentTokenizer:
         return np.concatenate([self._bos, text, self._eos])
 
     def _explain(self, record: BadRecord) -> BadRecord:
-        """Return the error for a bad record. Its remedy names the key of the job file to change."""
+        """Return an error for a bad record that names the key of the job file to change."""
         problem = str(record).replace("Set text_column", f"Set {self.section}.text_column")
         if not self.can_skip:
             return BadRecord(f"{problem}.")
@@ -116,8 +116,8 @@ class DocumentTokenizer:
 def source_specs(dataset: Dataset) -> tuple[DataSource | Dataset, ...]:
     """Return the tables of the job file that describe the sources of a dataset.
 
-    These are the tables in [[dataset.sources]] for a mixture. Otherwise the section itself is the
-    only source.
+    A mixture has one table per source in [[dataset.sources]]. Without a mixture, the section
+    [dataset] itself describes the only source.
     """
     return dataset.sources or (dataset,)
 
@@ -125,10 +125,10 @@ def source_specs(dataset: Dataset) -> tuple[DataSource | Dataset, ...]:
 def open_sources(
     dataset: Dataset, documents: DocumentTokenizer, seq_len: int, job: JobConfig
 ) -> list[Source]:
-    """Open all sources of a dataset and read a sample of each one.
+    """Open all sources of a dataset, and check a sample of each one.
 
-    Mistakes, such as a wrong column or a corrupt file, are thus reported at startup instead of
-    hours later.
+    This reports mistakes, such as a wrong column or a corrupt file, at startup instead of hours
+    later.
 
     Args:
         dataset: Section that describes the sources.
@@ -179,10 +179,7 @@ def inspect_source(source: Source, documents: DocumentTokenizer, seq_len: int) -
 
 
 def _count_tokens(source: Source, documents: DocumentTokenizer, limit: int) -> int:
-    """Count the tokens of the documents that have text, and stop above `limit` tokens.
-
-    Documents that are skipped, not selected, or empty do not count.
-    """
+    """Count the tokens of the selected documents that are not empty, and stop above `limit`."""
     num_tokens = 0
     for record in source:
         size = len(documents.encode(record))
@@ -226,9 +223,9 @@ def _explain_too_little_text(
 
 
 def _propose_holdout(source: Source, documents: DocumentTokenizer, seq_len: int) -> str:
-    """Return a sentence that proposes a larger validation.holdout, or more text.
+    """Propose a larger validation.holdout for an error message, or more text if none is sufficient.
 
-    A proposed holdout leaves enough text for one sequence in both training and validation.
+    The proposed holdout leaves enough text for one sequence in both training and validation.
     """
     for holdout in _HOLDOUTS:
         if holdout <= documents.holdout:

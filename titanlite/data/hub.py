@@ -62,24 +62,25 @@ _REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w.-]+(?<!\.json)(?<!\.model)")
 
 @cache
 def load_presets() -> dict[str, dict[str, Any]]:
-    """Return the entries of hub.toml, which describe well-known tokenizers and datasets.
+    """Load the table of well-known tokenizers and datasets from hub.toml.
 
-    The keys contain kind and name, such as "tokenizer gpt2" or "data c4".
+    Returns:
+        The entries, keyed by kind and name, such as "tokenizer gpt2" or "data c4".
     """
     kinds = tomli.loads(Path(__file__).with_name("hub.toml").read_text(encoding="utf-8"))
     return {f"{kind} {name}": row for kind, rows in kinds.items() for name, row in rows.items()}
 
 
 def propose_download(kind: str, path: str, vocab_size: int = 0) -> str:
-    """Return the end of an error message with the command that downloads a missing file.
-
-    For example: "; `titanlite get tokenizer gpt2` downloads it". Returns an empty string if no
-    command is known.
+    """Propose the command that downloads a missing file, as the end of an error message.
 
     Args:
         kind: "tokenizer" or "data".
-        path: Path of the missing file in the job. A folder in it can have the name of a preset.
+        path: Path of the missing file in the job, such as "data/c4/*.jsonl".
         vocab_size: Number of ids of the tokenizer to propose if `path` contains no known name.
+
+    Returns:
+        For example "; `titanlite get data c4` downloads it". Empty if no command is known.
     """
     presets = load_presets()
     names = [f"{kind} {part}" for part in Path(path).parts]
@@ -99,14 +100,14 @@ def propose_download(kind: str, path: str, vocab_size: int = 0) -> str:
 
 
 class LfsPointer(BaseModel, strict=True, frozen=True):
-    """The metadata that the Hub lists for a file in Git LFS (large file storage)."""
+    """Metadata of a file that the Hub keeps in Git LFS (large file storage)."""
 
     oid: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
     """SHA-256 of the content."""
 
 
 class TreeEntry(BaseModel, strict=True, frozen=True):
-    """A file or a folder in a repository, as the Hub's API lists it."""
+    """A file or folder of a repository, as the API of the Hugging Face Hub lists it."""
 
     type: str
     path: str
@@ -120,7 +121,7 @@ class TreeEntry(BaseModel, strict=True, frozen=True):
     def checksum(self) -> str:
         """Checksum of the file in hexadecimal, or "" if the Hub does not report one.
 
-        For files in Git LFS, this is a SHA-256. For other files, it is Git's SHA-1.
+        It is a SHA-256 for files in Git LFS, and Git's SHA-1 for other files.
         """
         if self.lfs is not None:
             return self.lfs.oid
@@ -129,7 +130,7 @@ class TreeEntry(BaseModel, strict=True, frozen=True):
     def matches(self, path: Path) -> bool:
         """Return whether a local file has the size and the checksum of this entry.
 
-        If the Hub does not report a checksum, only the size is compared.
+        Compare only the size if the Hub does not report a checksum.
         """
         if not path.is_file() or path.stat().st_size != self.size:
             return False
@@ -208,16 +209,15 @@ class HubFiles:
         self.sizes = {name: entry.size for name, entry in self._entries.items()}
 
     def fetch(self, out: Path, names: Sequence[str] = ()) -> None:
-        """Download the files that are missing in `out`, and verify their checksums.
+        """Download all files that `out` does not contain yet, and verify their checksums.
 
         Args:
             out: Output folder, which is created if necessary.
             names: Paths in the repository of the files to download. Default: all selected files.
 
         Raises:
-            UserError: If `out` cannot be written or contains a different file of the same name, if
-                the Hub cannot be reached or denies access, or if a file does not match its
-                checksum.
+            UserError: If `out` cannot be written or contains a different file of the same name, the
+                Hub cannot be reached or denies access, or a file does not match its checksum.
         """
         make_folder(out)
         with (
@@ -228,7 +228,7 @@ class HubFiles:
                 self._fetch_file(self._entries[name], out / name, Path(unfinished))
 
     def _fetch_file(self, entry: TreeEntry, target: Path, unfinished: Path) -> None:
-        """Download one file unless it exists, verify it, and move it to its final name.
+        """Download one file unless it exists, verify it, and move it to its final path.
 
         Args:
             entry: The file in the repository.
@@ -236,8 +236,8 @@ class HubFiles:
             unfinished: Temporary folder on the same file system as `target`.
 
         Raises:
-            UserError: If another file has the name `target`, or the download fails or does not
-                match the checksum.
+            UserError: If `target` is a different file, the download fails, or the downloaded file
+                does not match its checksum.
         """
         name = entry.path
         if entry.matches(target):
@@ -253,6 +253,7 @@ class HubFiles:
             path = self._download(entry, unfinished)
             if not entry.checksum:
                 note(f"{name}: the Hub states no checksum, so only the size was verified.")
+
         if not entry.matches(path):
             expected = f"the size ({entry.size:,} bytes) and checksum that the Hub states"
             problem = f"{self.repo}: {name} does not have {expected}, and was discarded"
@@ -261,10 +262,12 @@ class HubFiles:
         os.rename(path, target)
 
     def _list_hub(self) -> dict[str, TreeEntry]:
-        """Return the files of the newest revision on the Hub, by their path in the repository.
+        """List the files of the newest revision of the repository on the Hub.
 
-        The revision is stored in the object, so that all files are downloaded from the same
-        revision.
+        Later downloads use the same revision.
+
+        Returns:
+            The files, keyed by their path in the repository.
 
         Raises:
             UserError: If the Hub cannot be reached, denies access or returns a malformed list.
@@ -281,22 +284,23 @@ class HubFiles:
             return {entry.path: entry for entry in entries if entry.type == "file"}
 
     def _read_pages(self, url: str) -> Iterator[TreeEntry]:
-        """Yield the entries of a list of files on the Hub, which consists of linked pages.
+        """Request a list of files from the Hub page by page, and yield the entries.
 
         Args:
-            url: URL of the list.
+            url: URL of the list, without a query.
 
         Raises:
-            UserError: If a page is malformed, or there are too many pages.
+            UserError: If a page is malformed, or the list does not end.
         """
         from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
 
         query = "recursive=true"
-        queries: set[str] = set()
+        previous_queries: set[str] = set()
         while query:
-            if query in queries or len(queries) == _MAX_PAGES:
+            if query in previous_queries or len(previous_queries) == _MAX_PAGES:
                 raise UserError(f"{url}: the list of files does not end. {self._remedy}")
-            queries.add(query)
+            previous_queries.add(query)
+
             response = http_backoff("GET", f"{url}?{query}", headers=build_hf_headers())
             hf_raise_for_status(response)
             try:
@@ -315,7 +319,7 @@ class HubFiles:
         The download runs in this thread, so that Ctrl-C ends it immediately.
 
         Raises:
-            UserError: If the file is longer than the Hub states.
+            UserError: If the file is longer than the size that the Hub lists.
         """
         from huggingface_hub import hf_hub_download
         from huggingface_hub.utils import tqdm
@@ -325,7 +329,7 @@ class HubFiles:
         )
 
         class LimitedBar(tqdm):
-            """A progress bar that stops the download at the stated size."""
+            """A progress bar that stops the download when the file exceeds its listed size."""
 
             received = 0
 
@@ -370,9 +374,9 @@ class HubFiles:
 
 
 def _choose_suffix(kind: str, names: Sequence[str]) -> str:
-    """Return the preferred suffix that occurs in `names`, or "" if titanlite cannot read any file.
+    """Return the first suffix in `SUFFIXES[kind]` with which any name ends, or "" if there is none.
 
-    The order of preference is the order of the suffixes for `kind` in `SUFFIXES`.
+    The suffixes are in order of preference.
     """
     for suffix in SUFFIXES[kind]:
         if any(name.endswith(suffix) for name in names):
@@ -381,7 +385,10 @@ def _choose_suffix(kind: str, names: Sequence[str]) -> str:
 
 
 def _list_folder(folder: Path) -> dict[str, TreeEntry]:
-    """Return the files in a local copy of a repository, by their path in the copy.
+    """List the files in a local copy of a repository.
+
+    Returns:
+        The files, keyed by their path relative to `folder`.
 
     Raises:
         UserError: If `folder` is not a folder.
@@ -416,11 +423,14 @@ def _parse_page(content: bytes) -> list[TreeEntry]:
 
 
 def _find_preset(kind: str, name: str) -> Mapping[str, Any]:
-    """Return the entry of hub.toml called `name`, or a new entry for a repository OWNER/NAME.
+    """Find the repository that `name` refers to.
 
     Args:
         kind: "tokenizer", "data" or "model".
         name: Name in hub.toml, OWNER/NAME of a repository, or the URL of its page.
+
+    Returns:
+        The entry of hub.toml, or a new entry with only the key "repo".
 
     Raises:
         UserError: If `name` is none of them. The message proposes a similar name.
@@ -429,14 +439,16 @@ def _find_preset(kind: str, name: str) -> Mapping[str, Any]:
     preset = presets.get(f"{kind} {name}")
     if preset is not None:
         return preset
-    name = re.sub("^https?://[^/]+/(datasets/)?|/(tree|blob)/.*", "", name)  # the URL of its page
+
+    # Remove the parts of a URL around OWNER/NAME.
+    name = re.sub("^https?://[^/]+/(datasets/)?|/(tree|blob)/.*", "", name)
     if _REPOSITORY.fullmatch(name):
         return {"repo": name}
 
-    keys = {key.split()[1]: key for key in presets}  # by name
-    similar = difflib.get_close_matches(name.lower(), keys, n=1)
+    key_of_name = {key.split()[1]: key for key in presets}
+    similar = difflib.get_close_matches(name.lower(), key_of_name, n=1)
     if similar:
-        proposal = f"did you mean `titanlite get {keys[similar[0]]}`?"
+        proposal = f"did you mean `titanlite get {key_of_name[similar[0]]}`?"
     else:
         known = ", ".join(key.split()[1] for key in presets if key.startswith(kind))
         proposal = f"known names are {known}."

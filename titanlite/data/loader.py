@@ -115,9 +115,9 @@ class Loader:
 
     @classmethod
     def from_job(cls, job: JobConfig) -> Loader:
-        """Create a loader for one process without distributed ranks, with batches on the CPU.
+        """Create a loader for a single process, with batches on the CPU.
 
-        Use this function to inspect training data from Python.
+        Use this to inspect training data from Python.
 
         Raises:
             UserError: If the tokenizer or a source is missing, or a source has too little text.
@@ -129,7 +129,7 @@ class Loader:
     def __iter__(self) -> Iterator[GlobalBatch]:
         """Yield global batches until a source ends.
 
-        Sources end only if dataset.max_epochs is set; otherwise the iterator never stops.
+        Without dataset.max_epochs, sources never end.
         """
         with suppress(OutOfData):
             while True:
@@ -138,12 +138,13 @@ class Loader:
     def start(self) -> None:
         """Start the data workers, which read batches in the background.
 
-        Call this method early, so that the first batch is ready when the first step needs it.
-        Otherwise reading the first batch starts the workers. Later calls have no effect. With
-        dataset.num_workers = 0 there are no workers, and nothing is read ahead.
+        Call this early, so that the first batch is ready when the first step needs it. Otherwise
+        reading the first batch starts the workers. With dataset.num_workers = 0, there are no
+        workers and nothing is read ahead.
         """
         if self._readers:
-            return
+            return  # already started
+
         num_workers = self._job.dataset.num_workers
         if num_workers == 0:
             shard = ReaderShard(self._dp_rank, self._dp_size)
@@ -157,9 +158,7 @@ class Loader:
         self._readers = workers
 
     def next_global_batch(self) -> GlobalBatch:
-        """Return this rank's sequences for the next optimizer step as microbatches on the device.
-
-        Also advances the data position that `state_dict` returns.
+        """Return this rank's microbatches for the next optimizer step, and advance by one step.
 
         Raises:
             OutOfData: If a source with max_epochs ends before the batch is complete. All ranks
@@ -172,8 +171,9 @@ class Loader:
         if error is not None:
             raise error
         sequences = self._prefetched.popleft()
-        self._data.mixture.next_batch()  # advance the data position
 
+        # Advance the data position, which `state_dict` returns.
+        self._data.mixture.next_batch()
         num_skipped = 0
         for sequence in sequences:
             self._new_positions[sequence.source, sequence.stream] = sequence.position
@@ -197,9 +197,8 @@ class Loader:
     def prefetch(self, num_batches: int) -> Exception | None:
         """Read the next global batches into memory, and return the first error if this fails.
 
-        `next_global_batch` then returns these batches without waiting. Trainers call this function
-        before a step and exchange the errors, because a rank that fails alone would leave the other
-        ranks waiting in a collective.
+        Call this before a step and exchange the errors between ranks, because a rank that fails
+        alone would leave the others waiting in a collective.
 
         Args:
             num_batches: Number of batches to have in memory, including those read before.
@@ -229,7 +228,7 @@ class Loader:
     def stats(self) -> dict[str, Any]:
         """Return statistics of the data that all ranks have read, and log newly skipped records.
 
-        This is a collective operation: all ranks of the data-parallel group must call it together.
+        All ranks of the data-parallel group must call this together.
 
         Returns:
             A dictionary with these keys:
@@ -259,10 +258,7 @@ class Loader:
         }
 
     def _unique_names(self) -> list[str]:
-        """Return the names of the sources.
-
-        Names that occur several times get an index, as in "c4 (1)".
-        """
+        """Return the names of the sources. Duplicate names get an index, such as "c4 (1)"."""
         names = [source.name for source in self.sources]
         unique_names = []
         for i, name in enumerate(names):
@@ -271,9 +267,9 @@ class Loader:
         return unique_names
 
     def _warn_of_repetition(self, epochs: Sequence[float]) -> None:
-        """Log a warning once for each source that has been read `MAX_EPOCHS` times.
+        """Warn once of each source that has been read `MAX_EPOCHS` times.
 
-        Sources with `max_epochs` are excluded, because their repetition is intended.
+        There is no warning for sources with `max_epochs`, because their repetition is intended.
 
         Args:
             epochs: Number of epochs read so far, one value per source.
@@ -288,10 +284,11 @@ class Loader:
     def state_dict(self) -> dict[str, Any]:
         """Return the data position of the next global batch, to save in a checkpoint.
 
-        The position is a JSON value with a few numbers per stream (at most 64 streams per source),
-        and is the same for any number of ranks. All ranks of the data-parallel group must call this
-        function together, because each rank knows only the positions of the streams that it has
-        read.
+        All ranks of the data-parallel group must call this together, because each rank only knows
+        the positions of the streams that it has read.
+
+        Returns:
+            A JSON value of a few kilobytes, which does not depend on the number of ranks.
         """
         self._synchronize()
         sources = []
@@ -339,13 +336,13 @@ class Loader:
             self._data.positions[i] = _restore_positions(source, saved, num_sequences)
 
     def describe(self) -> str:
-        """Return one line for the log with the name and size of each source."""
+        """Describe the name and the size of each source in one line, for the log."""
         return " + ".join(source.describe() for source in self.sources)
 
     def close(self) -> None:
-        """Stop the data workers and discard the batches that were read ahead.
+        """Stop the data workers, and discard the batches that were read ahead.
 
-        The data position is kept: reading another batch starts new workers at that position.
+        The data position is kept. Reading another batch starts new workers at this position.
         """
         for reader in self._readers:
             if isinstance(reader, Worker):
@@ -417,11 +414,11 @@ class Loader:
     def _synchronize(self) -> list[int]:
         """Exchange stream positions, token counts and skipped records between all ranks.
 
-        The first rank logs the skipped records. Afterwards every rank knows the position of every
-        stream.
+        Afterwards every rank knows the position of every stream. The first rank logs the skipped
+        records.
 
         Returns:
-            The sum of `_counts` over all ranks: valid labels, labels, skipped records.
+            The number of valid labels, of all labels, and of skipped records over all ranks.
         """
         reported_skips = self._unreported_skips[:MAX_REPORTED]
         self._unreported_skips = self._unreported_skips[MAX_REPORTED:]
@@ -450,14 +447,14 @@ def _restore_positions(
 
     Args:
         source: The source, whose contents may have changed since the checkpoint was saved.
-        saved: State of the source in the checkpoint; see `Loader.state_dict`.
+        saved: Entry of the source in the saved data position.
         num_sequences: Number of sequences of the source that the run had read at the checkpoint.
     """
     is_same = saved["fingerprint"] == source.fingerprint
     num_streams = len(saved["streams"])
     positions = []
     for stream, (turn, window, index, offset) in enumerate(saved["streams"]):
-        # Stream s of V contains the sequences s, s + V, s + 2V, ... of the source.
+        # Streams take turns: stream s of V contains the sequences s, s + V, s + 2V, ...
         num_read = math.ceil((num_sequences - stream) / num_streams)
         if is_same:
             document = DocumentPosition(turn, window, index)

@@ -44,11 +44,11 @@ class Mixture:
         """Choose the sources of the next global batch, and advance by one step.
 
         Returns:
-            One pair per sequence of the batch: the index of its source, and the index of the
-            sequence in that source (its number over the whole run).
+            One pair per sequence: the index of its source, and the number of sequences that the run
+            has read from this source before.
         """
         weights = _weights_at(self._stages, self.step)
-        if weights != self.weights:
+        if weights != self.weights:  # a new stage begins
             self.weights = weights
             self.stage_counts = [0] * len(self.counts)
 
@@ -78,16 +78,16 @@ class Mixture:
         parts = 2 * len(self.counts) - 2
         scale = math.lcm(*(weight for weight in self.weights if weight))
 
+        # Lags are in units of 1 / (parts * total_weight) sequences.
+        smallest_lag = total_weight
+        largest_lag = (parts - 1) * total_weight
         candidates = []
         for source, weight in enumerate(self.weights):
             if weight == 0:
                 continue
-            # The lag in sequences, times `parts * total_weight`.
-            share = weight * num_sequences
-            lag = parts * (share - self.stage_counts[source] * total_weight)
-            if lag >= total_weight:
-                # Number of sequences until the lag reaches its limit, times common factors.
-                largest_lag = (parts - 1) * total_weight
+            lag = parts * (weight * num_sequences - self.stage_counts[source] * total_weight)
+            if lag >= smallest_lag:
+                # Proportional to the number of sequences until the lag reaches its limit.
                 deadline = (largest_lag - lag) * (scale // weight)
                 candidates.append((deadline, source))
         _, source = min(candidates)
@@ -96,8 +96,8 @@ class Mixture:
     def state_dict(self) -> dict[str, Any]:
         """Return the progress of the mixture as JSON values, to save in a checkpoint.
 
-        The keys "rows" and "stage_rows" count sequences. They keep their old names so that existing
-        checkpoints can be read.
+        The keys "rows" and "stage_rows" count sequences. Their names are part of the checkpoint
+        format.
         """
         return {
             "step": self.step,
@@ -109,8 +109,7 @@ class Mixture:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the progress that `state_dict` returned.
 
-        If the weights in the job file differ from the saved ones, `next_batch` starts a new stage,
-        with `stage_counts` of 0.
+        If the job now sets other weights, the next batch begins a new stage.
         """
         self.step = state["step"]
         self.counts = list(state["rows"])
@@ -119,12 +118,12 @@ class Mixture:
 
 
 def source_shares(dataset: Dataset, step: int) -> np.ndarray:
-    """Return the share of each source in the batch at index `step` (counted from 0).
+    """Return the share of each source in the batch at index `step`, counted from 0.
 
-    For example, weights of 3 and 1 result in [0.75, 0.25].
+    For example, the weights 3 and 1 give [0.75, 0.25].
 
     Raises:
-        UserError: If a data stage has the wrong number of weights, or only zeros.
+        UserError: If a stage in [[dataset.stages]] has the wrong number of weights, or only zeros.
     """
     weights = _weights_at(stage_weights(dataset), step)
     return np.divide(weights, sum(weights))
@@ -164,9 +163,9 @@ def _weights_at(stages: list[tuple[int, list[int]]], step: int) -> list[int]:
 
 
 def _to_integers(weights: list[float]) -> list[int]:
-    """Scale weights to the smallest integers in the same proportion, such as [0.1, 0.25] to [2, 5].
+    """Scale weights to the smallest integers in the same proportion: [0.1, 0.25] becomes [2, 5].
 
-    Decimals are exact: 0.1 is one tenth instead of the nearest binary fraction.
+    Weights are read as decimal fractions, so 0.1 is exactly one tenth.
     """
     fractions = [Fraction(str(weight)) for weight in weights]
     denominator = math.lcm(*(fraction.denominator for fraction in fractions))

@@ -31,9 +31,9 @@ class DocumentPosition(NamedTuple):
 
 
 class StreamPosition(NamedTuple):
-    """Position in a stream at which a training sequence begins. Later positions compare greater.
+    """Position in a stream of documents at which a training sequence begins.
 
-    Checkpoints do not store the field `sequence`, because the state of the mixture determines it.
+    Later positions compare greater. The meaning of some fields depends on dataset.packing.
     """
 
     sequence: int = 0
@@ -82,11 +82,11 @@ ReadDocuments = Callable[[DocumentPosition], Iterator[Document]]
 
 
 def concat(read_documents: ReadDocuments, length: int, start: StreamPosition) -> PackedSegments:
-    """Concatenate documents and divide the result into sequences of `length` tokens.
+    """Concatenate documents, and divide the result into sequences of `length` tokens.
 
-    This packer implements dataset.packing = "concat". The last token of a sequence is also the
-    first token of the next one, so every token of the stream except the first is predicted exactly
-    once. Only the last sequence of a source with `max_epochs` can be shorter.
+    The last token of a sequence is also the first token of the next one, so every token of the
+    stream except the first is predicted exactly once. Only the last sequence of a source with
+    `max_epochs` can be shorter.
 
     Args:
         read_documents: Reads the documents of the stream from a position.
@@ -99,42 +99,41 @@ def concat(read_documents: ReadDocuments, length: int, start: StreamPosition) ->
     """
     num_sequences, position, offset = start
     segments: list[Segment] = []
-    missing = length  # tokens that the current sequence still lacks
-    last_read = offset  # index in its document of the last token that was used
+    num_missing = length  # tokens that the current sequence still lacks
+    last_token = offset  # index in its document of the last token of the sequence
 
     for document in read_documents(position):
         size = len(document.tokens)
         while offset < size:
-            count = min(missing, size - offset)
+            count = min(num_missing, size - offset)
             segments.append(document.segment(offset, count))
             position = document.position
-            last_read = offset + count - 1
-            missing -= count
-            if missing > 0:
-                break  # the document is used up
-            num_sequences += 1
-            yield segments, StreamPosition(num_sequences, position, last_read)
+            last_token = offset + count - 1
+            num_missing -= count
+            if num_missing > 0:
+                break  # continue with the next document
 
+            num_sequences += 1
+            yield segments, StreamPosition(num_sequences, position, last_token)
             # The next sequence begins with the last token of this one.
-            offset = last_read
+            offset = last_token
             segments = []
-            missing = length
+            num_missing = length
         offset = 0
 
     # The source has ended. A single token has no successor to predict.
-    has_label = length - missing >= 2
+    has_label = length - num_missing >= 2
     if has_label:
-        yield segments, StreamPosition(num_sequences + 1, position, last_read)
+        yield segments, StreamPosition(num_sequences + 1, position, last_token)
 
 
 def best_fit(read_documents: ReadDocuments, length: int, start: StreamPosition) -> PackedSegments:
     """Pack documents without cutting those that fit into one sequence.
 
-    This packer implements dataset.packing = "best_fit". A document that is too long is cut into
-    full sequences and a remainder. Within a window of documents, segments are then placed in order
-    of decreasing length. Each one goes into the sequence with the least space that is sufficient
-    (best-fit-decreasing, as in "Fewer Truncations Improve Language Modeling", Ding et al., 2024).
-    Sequences can be shorter than `length`; the caller pads them.
+    Longer documents are cut into full sequences and a remainder. The packer reads a window of
+    documents at a time, and puts each segment, the longest first, into the sequence with the least
+    sufficient space (best-fit-decreasing, as in "Fewer Truncations Improve Language Modeling", Ding
+    et al., 2024). Sequences can be shorter than `length`; the caller pads them.
 
     Args:
         read_documents: Reads the documents of the stream from a position.
@@ -148,21 +147,18 @@ def best_fit(read_documents: ReadDocuments, length: int, start: StreamPosition) 
     num_sequences, position, first_index = start
     documents = read_documents(position)
     while True:
-        window_documents = _read_window(documents, BEST_FIT_WINDOW * length)
-        num_tokens = sum(len(document.tokens) for document in window_documents)
+        window = _read_window(documents, BEST_FIT_WINDOW * length)
+        num_tokens = sum(len(document.tokens) for document in window)
         if num_tokens == 0:
             return
 
         segments: list[Segment] = []
-        for document in window_documents:
+        for document in window:
             segments += _cut(document, length)
         sequences = _place_segments(segments, length)
-        # The fullest sequences come first, so shuffle to make the batches similar. The key must not
-        # change, because it determines the data order of existing runs.
-        turn, window, index = position
-        key = f"rows Place(turn={turn}, window={window}, index={index}) {num_tokens}"
-        order = permuted(np.arange(len(sequences)), len(sequences), key).tolist()
-        next_position = window_documents[-1].next_position
+        order = _shuffle_window(len(sequences), position, num_tokens)
+
+        next_position = window[-1].next_position
         for i in range(first_index, len(sequences)):
             num_sequences += 1
             is_last = i + 1 == len(sequences)
@@ -170,6 +166,22 @@ def best_fit(read_documents: ReadDocuments, length: int, start: StreamPosition) 
             yield sequences[order[i]], StreamPosition(num_sequences, *following)
         position = next_position
         first_index = 0
+
+
+def _shuffle_window(num_sequences: int, position: DocumentPosition, num_tokens: int) -> list[int]:
+    """Return a random order of the sequences of a window.
+
+    Without it, the fullest sequences would come first, and batches would differ in size.
+
+    Args:
+        num_sequences: Number of sequences in the window.
+        position: Position of the first document of the window, which seeds the order.
+        num_tokens: Number of tokens of the window, which also seeds the order.
+    """
+    turn, window, index = position
+    # Do not change the key, because it determines the data order of existing runs.
+    key = f"rows Place(turn={turn}, window={window}, index={index}) {num_tokens}"
+    return permuted(np.arange(num_sequences), num_sequences, key).tolist()
 
 
 def _read_window(documents: Iterator[Document], num_tokens: int) -> list[Document]:
@@ -188,7 +200,7 @@ def _read_window(documents: Iterator[Document], num_tokens: int) -> list[Documen
 def _cut(document: Document, length: int) -> list[Segment]:
     """Cut a document into segments of at most `length` tokens.
 
-    Consecutive segments overlap by one token, because the last token of a sequence is only a label.
+    Consecutive segments overlap by one token, because the last token of a segment is only a label.
     """
     size = len(document.tokens)
     if size == 0:
@@ -198,15 +210,15 @@ def _cut(document: Document, length: int) -> list[Segment]:
 
 
 def _place_segments(segments: list[Segment], length: int) -> list[list[Segment]]:
-    """Assign segments to sequences of at most `length` tokens by best-fit-decreasing.
+    """Distribute segments over sequences of at most `length` tokens by best-fit-decreasing.
 
     Returns:
         For each sequence, its segments in order of decreasing length.
     """
     sequences: list[list[Segment]] = []
     free_space: list[tuple[int, int]] = []  # (free tokens, index of the sequence), sorted
-    by_length = sorted(segments, key=lambda segment: len(segment.tokens), reverse=True)
-    for segment in by_length:
+    longest_first = sorted(segments, key=lambda segment: len(segment.tokens), reverse=True)
+    for segment in longest_first:
         size = len(segment.tokens)
         best = bisect_left(free_space, (size, -1))  # the least space that is sufficient
         if best < len(free_space):

@@ -41,7 +41,7 @@ _UNITS_PER_SHARD = 64
 
 
 class _Unit(NamedTuple):
-    """Consecutive documents that one thread tokenizes at once."""
+    """Consecutive documents that one thread tokenizes."""
 
     tokens: bytes
     lengths: list[int]
@@ -53,11 +53,10 @@ class _Unit(NamedTuple):
 
 
 def prepare(run: Run, out: Path, workers: int) -> list[Path]:
-    """Tokenize the sources in [dataset] and write the tokens as shards, for `titanlite prepare`.
+    """Tokenize the sources in [dataset] in advance, and write the tokens as shards.
 
-    Training on shards requires no tokenization. If an earlier call was interrupted, its complete
-    shards are kept and tokenization continues after them. A folder that is already complete is not
-    changed.
+    If an earlier call was interrupted, its complete shards are kept and tokenization continues
+    after them. A folder that is already complete is not changed.
 
     Args:
         run: The run whose [dataset] is tokenized.
@@ -170,6 +169,7 @@ def _read_shards(path: Path, header: dict[str, Any], tokenizer: Tokenizer) -> li
     # The manifest can contain the fingerprint that an older version of titanlite computed.
     if tokenizer.is_known_as(manifest.get("tokenizer", "")):
         manifest["tokenizer"] = tokenizer.fingerprint
+
     different_fields = []
     for key, value in header.items():
         if manifest.get(key) != value:
@@ -186,7 +186,7 @@ def _read_shards(path: Path, header: dict[str, Any], tokenizer: Tokenizer) -> li
 def _divide(documents: Iterator[Record]) -> Iterator[list[Record]]:
     """Group consecutive documents into units of about 4 MiB of text, which threads tokenize.
 
-    The boundaries do not depend on the number of threads, so the shards do not depend on it either.
+    The units, and thus the shards, do not depend on the number of threads.
     """
     unit: list[Record] = []
     num_chars = 0
@@ -215,7 +215,7 @@ def _read_in_order(futures: Iterator[Future[_Unit]], max_pending: int) -> Iterat
 
 
 def _tokenize(documents: DocumentTokenizer, dtype: np.dtype, records: list[Record]) -> _Unit:
-    """Tokenize the records of a unit and hash their texts. Called in a thread."""
+    """Tokenize the records of a unit, and hash their texts. Called in a thread."""
     documents = replace(documents)  # a copy with its own list of skipped records
     tokens = [documents.encode(record) for record in records]
     hashes = [hash_text(record) if isinstance(record, str) else 0 for record in records]
@@ -224,9 +224,7 @@ def _tokenize(documents: DocumentTokenizer, dtype: np.dtype, records: list[Recor
 
 
 def _write_shard(folder: Path, number: int, units: list[_Unit]) -> dict[str, Any]:
-    """Write the .bin, .idx and .hash files of a shard.
-
-    The files are flushed to disk before the function returns.
+    """Write the .bin, .idx and .hash files of a shard, and flush them to disk.
 
     Args:
         folder: Output folder.
@@ -249,8 +247,9 @@ def _write_shard(folder: Path, number: int, units: list[_Unit]) -> dict[str, Any
     ends = np.cumsum(lengths, dtype="<u8")  # index of the token after each document
     raw_index = ends.tobytes() + block_checksums(tokens).tobytes()
     raw_hashes = np.array(hashes, dtype="<u8").tobytes()
-    for suffix, content in ((".bin", tokens), (".idx", raw_index), (".hash", raw_hashes)):
-        write_atomically(folder / f"{name}{suffix}", content)
+    write_atomically(folder / f"{name}.bin", tokens)
+    write_atomically(folder / f"{name}.idx", raw_index)
+    write_atomically(folder / f"{name}.hash", raw_hashes)
     os.sync()  # the files must be on disk before the manifest that lists them
 
     for reason in skipped:

@@ -42,7 +42,7 @@ def permuted(index: np.ndarray, n: int, key: str) -> np.ndarray:
 
 
 def _feistel(values: np.ndarray, half_bits: int, round_keys: np.ndarray) -> np.ndarray:
-    """Permute uint64 values of 2 * `half_bits` bits by a Feistel network.
+    """Permute the integers of 2 * `half_bits` bits (uint64) by a Feistel network.
 
     Each round XORs a hash of one half of the bits into the other half, and swaps the halves.
     """
@@ -59,8 +59,8 @@ def _feistel(values: np.ndarray, half_bits: int, round_keys: np.ndarray) -> np.n
 def epoch_order(n: int, seed: int, positions: np.ndarray) -> np.ndarray:
     """Return the items at `positions` of an endless shuffled order of n items.
 
-    Each epoch is a different permutation of all n items. Position p is item p % n in the
-    permutation of epoch p // n. Streams use this order to choose the next document.
+    The order consists of epochs, each a different permutation of all n items. Position p is item
+    p % n of epoch p // n.
 
     Args:
         n: Number of items.
@@ -83,9 +83,9 @@ def epoch_order(n: int, seed: int, positions: np.ndarray) -> np.ndarray:
 
 @lru_cache(maxsize=32)
 def _permutation_table(n: int, key: str) -> np.ndarray:
-    """Return a random permutation of the integers below `n`, for the seed `key`.
+    """Return the random permutation of range(n) that the seed `key` determines.
 
-    The array is cached, because streams read only a few items at a time.
+    The result is cached, because callers read only a few items at a time.
     """
     return permuted(np.arange(n), n, key)
 

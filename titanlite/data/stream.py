@@ -60,14 +60,11 @@ WINDOW_CHARACTERS = 1 << 20  # or at this many characters
 
 
 class OutOfData(Exception):
-    """Raised when the last epoch of a source has ended. It ends the run normally.
-
-    The message names the source.
-    """
+    """Raised when the last epoch of a source has ended, which ends the run normally."""
 
 
 class PackedSequence(NamedTuple):
-    """One training sequence: its tokens, the documents in it, and the stream position after it."""
+    """A training sequence, with the documents in it and the data position after it."""
 
     index: int
     """Index in the global batch."""
@@ -88,10 +85,10 @@ class PackedSequence(NamedTuple):
 
 
 class ReaderShard(NamedTuple):
-    """Selects which sequences of each global batch one `SequenceReader` reads.
+    """The part of each global batch that one `SequenceReader` reads.
 
-    Each global batch is first divided over the data-parallel ranks. The part of a rank is then
-    divided over the data workers of this rank.
+    A global batch is divided over the data-parallel ranks, and the part of each rank over its data
+    workers.
     """
 
     rank: int = 0
@@ -108,10 +105,10 @@ WHOLE_BATCH = ReaderShard()
 
 
 class PackedDataset:
-    """The opened sources of a job, together with the data position of the next global batch.
+    """The opened sources of a job, and the data position of the next global batch.
 
-    The loader updates the positions, and every `SequenceReader` starts from them. Instances are
-    pickled to send them to data workers.
+    The loader updates the position, from which every `SequenceReader` starts. Instances are pickled
+    to send them to data workers.
 
     Attributes:
         specs: Tables of the job file that describe the sources.
@@ -167,16 +164,16 @@ def open_training_data(run: Run, tokenizer: Tokenizer) -> PackedDataset:
 
 
 def _count_streams(source: Source, max_epochs: int, holdout: float) -> int:
-    """Return the number of virtual streams in which a source is read.
+    """Return the number of streams into which the documents of a source are divided.
 
     The result is a power of two, at most `MAX_STREAMS` and at most the number of documents (or
-    parts, for a sequential source). It must not depend on the number of ranks, because it
-    determines the data order.
+    parts, for a sequential source). It determines the data order, so it must not depend on the
+    number of ranks.
 
     Args:
         source: The opened source.
-        max_epochs: Option of the source. If it is set, the result is 1. Every rank then finds the
-            end of the source by itself, and no stream still has text when another stream ends.
+        max_epochs: Option of the source. If it is set, the result is 1, so that all ranks find the
+            end of the source at the same step.
         holdout: Fraction of the documents that is held out for validation.
     """
     if max_epochs:
@@ -219,8 +216,8 @@ class SequenceReader:
         """Read this shard's sequences of the next global batch, in ascending order of their index.
 
         Raises:
-            OutOfData: If a source with `max_epochs` ends within the batch. All ranks raise it,
-                because all of them read every sequence of such a source.
+            OutOfData: If a source with `max_epochs` ends within the batch. All ranks raise it at
+                the same step.
             UserError: If a record cannot be read.
         """
         rank, num_ranks, worker, num_workers = self._shard
@@ -231,19 +228,19 @@ class SequenceReader:
             if stream_worker != worker:
                 continue
 
-            is_own = index % num_ranks == rank
+            belongs_to_rank = index % num_ranks == rank
             has_end = bool(self._data.specs[source].max_epochs)
-            if is_own:
+            if belongs_to_rank:
                 sequences.append(self.read(source, number, index))
             elif has_end:
-                self.read(source, number, index)  # only to find the end of the source
+                # All ranks read all sequences of this source, so that all of them find its end.
+                self.read(source, number, index)
         return sequences
 
     def read(self, source: int, number: int, index: int) -> PackedSequence:
         """Read one sequence of a source.
 
-        The sequences of a stream must be read in ascending order. Sequences of the stream in
-        between are read and discarded.
+        The sequences of a source must be read in ascending order, but some can be left out.
 
         Args:
             source: Index of the source.
@@ -263,8 +260,8 @@ class SequenceReader:
         skipped = data.documents.skipped  # filled while the stream is read
         skipped.clear()
         for segments, position in self._streams[source, stream]:
-            is_wanted = position.sequence > number_in_stream
-            if is_wanted:
+            is_requested = position.sequence > number_in_stream
+            if is_requested:
                 return PackedSequence(
                     index=index,
                     tokens=self._join(segments),
@@ -274,23 +271,21 @@ class SequenceReader:
                     position=position,
                     skipped=skipped.copy(),
                 )
-            # This sequence belongs to another rank, which reports its skipped records. It happens
-            # only if the number of ranks does not divide the number of streams.
-            skipped.clear()
+            skipped.clear()  # the rank that has this sequence reports them
 
         name = data.sources[source].name
         epochs = data.specs[source].max_epochs
         raise OutOfData(f"{name} has no more sequences (dataset.max_epochs = {epochs})")
 
     def _open_stream(self, source: int, stream: int) -> PackedSegments:
-        """Start packing the documents of a stream at its current position in the dataset."""
+        """Return an iterator over the sequences of a stream, from its saved position on."""
         data = self._data
         pack = best_fit if data.packing == "best_fit" else concat
         read_documents = partial(self._read_documents, source, stream)
         return pack(read_documents, data.seq_len + 1, data.positions[source][stream])
 
     def _join(self, segments: list[Segment]) -> np.ndarray:
-        """Concatenate segments to one sequence of seq_len + 1 tokens (int32), padded with EOS."""
+        """Concatenate segments, and pad the result with EOS to seq_len + 1 tokens (int32)."""
         length = self._data.seq_len + 1
         parts = [segment.tokens for segment in segments]
         num_missing = length - sum(len(part) for part in parts)
@@ -307,13 +302,12 @@ class SequenceReader:
         Args:
             source_index: Index of the source.
             stream: Index of the stream in the source.
-            start: Position of the first document to yield. It must be the position of a document
-                that this stream has yielded, or the position after one.
+            start: Position of the first document to yield.
         """
         data = self._data
         source = data.sources[source_index]
         for turn, position, unit in self._list_units(source_index, stream, start.turn):
-            is_repeated = position >= source.num_units  # it was read in an earlier epoch
+            is_repeated = position >= source.num_units  # read in an earlier epoch
             if isinstance(source, RandomAccess):
                 self._progress[2] = unit
                 record = source.record(unit)
@@ -347,8 +341,7 @@ class SequenceReader:
         num_streams = len(self._data.positions[source_index])
         end = self._data.specs[source_index].max_epochs * num_units or NEVER
 
-        # A numpy call on a small array has a fixed cost, so compute the order of many units at
-        # once, but of no more than an epoch contains.
+        # Compute the order of many units at once, because each numpy call has a fixed cost.
         block_size = max(8, min(256, num_units // num_streams))
         turn = first_turn
         while turn * num_streams + stream < end:
@@ -363,13 +356,13 @@ class SequenceReader:
     def _read_part(
         self, source: Sequential, part: int, start: DocumentPosition, key: str, is_repeated: bool
     ) -> Iterator[Document]:
-        """Yield the tokenized documents of a part, shuffled within windows of 1,024 documents.
+        """Yield the tokenized documents of a part of a source, shuffled within windows.
 
         Args:
-            source: The source.
+            source: Source that can only be read from front to back.
             part: Index of the part in the source.
             start: Position of the first document to yield.
-            key: Beginning of the seed of each window's order. It differs between epochs.
+            key: Prefix of the shuffling seeds. It differs between epochs.
             is_repeated: Whether the part was read in an earlier epoch.
         """
         turn, window_start, first_index = start
@@ -389,10 +382,9 @@ class SequenceReader:
             first_index = 0
 
     def _read_windows(self, source: Sequential, part: int, start: int) -> Iterator[list[Record]]:
-        """Yield lists of consecutive records of a part that are small enough to shuffle in memory.
+        """Divide the records of a part, from record `start` on, into windows to shuffle in memory.
 
-        A window ends at `WINDOW_DOCUMENTS` records or `WINDOW_CHARACTERS` characters. Reading
-        begins at record `start` of the part.
+        A window ends at `WINDOW_DOCUMENTS` records or `WINDOW_CHARACTERS` characters.
         """
         window: list[Record] = []
         num_characters = 0

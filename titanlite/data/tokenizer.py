@@ -80,10 +80,10 @@ class Tokenizer(ABC):
     @property
     @abstractmethod
     def fingerprints(self) -> tuple[str, ...]:
-        """Hashes by which checkpoints and shards identify this tokenizer, the current one first.
+        """Hashes by which checkpoints and shards identify this tokenizer.
 
-        The first hash covers everything that affects the token ids of a text, and nothing else. The
-        other hashes are those that older versions of titanlite stored:
+        The first one is current. It covers everything that affects the token ids of a text, and
+        nothing else. The others are the hashes that older versions stored:
 
         - Version 0.1 hashed the file and the choice of BOS and EOS.
         - Version 0.2 also identified a tokenizer.json by the fingerprint of a tokenizer.model with
@@ -92,28 +92,27 @@ class Tokenizer(ABC):
 
     @property
     def fingerprint(self) -> str:
-        """The hash that new checkpoints and shards store to identify this tokenizer."""
+        """Hash that new checkpoints and shards store to identify this tokenizer."""
         return self.fingerprints[0]
 
     def is_known_as(self, fingerprint: str) -> bool:
         """Return whether a fingerprint in a checkpoint or in shards identifies this tokenizer.
 
-        Fingerprints that older versions of titanlite stored are recognized.
+        Recognize the fingerprints that older versions have stored.
         """
         return fingerprint in self.fingerprints
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text as a list, without BOS and EOS.
 
-        Names of special tokens in the text are encoded as ordinary characters.
+        Names of special tokens, such as "<|end_of_text|>", are encoded as ordinary characters.
         """
         return self.encode_array(text).tolist()
 
     def encode_array(self, text: str) -> np.ndarray:
         """Return the token ids of a text as an array, without BOS and EOS.
 
-        Names of special tokens in the text are encoded as ordinary characters. A text of more than
-        256 Ki characters is divided at line starts, which changes no id with Llama 3's pattern.
+        Names of special tokens, such as "<|end_of_text|>", are encoded as ordinary characters.
 
         Returns:
             Token ids, shape (n,), uint32.
@@ -131,7 +130,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def _encode_piece(self, text: str) -> np.ndarray:
-        """Return the token ids (uint32) of a text of at most `_PIECE_CHARS` characters.
+        """Return the token ids of a short text as an array of uint32.
 
         Raises:
             UnicodeEncodeError: If the text contains half of a surrogate pair.
@@ -147,17 +146,14 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def token_bytes(self, token: int) -> bytes:
-        """Return the UTF-8 bytes that a token id represents, or the name of a special token.
-
-        Validation uses the number of bytes to compute bits per byte.
-        """
+        """Return the UTF-8 bytes that a token id represents, or the name of a special token."""
 
 
 class TiktokenTokenizer(Tokenizer):
-    """A tokenizer in the `tokenizer.model` format of Llama 3.
+    """A tokenizer in the `tokenizer.model` format of Llama 3, which is the format of tiktoken.
 
-    Each line of the file contains a token in base64 and its rank. Llama 3's 256 special tokens
-    follow the ordinary tokens and are not in the file.
+    Each line of the file contains a token in base64, and its rank. The file does not contain the
+    256 special tokens of Llama 3, whose ids follow.
 
     Attributes:
         ranks: Rank of each token, by its bytes. The rank is also the id.
@@ -227,8 +223,8 @@ class TiktokenTokenizer(Tokenizer):
 class HuggingFaceTokenizer(Tokenizer):
     """A tokenizer in the `tokenizer.json` format of Hugging Face.
 
-    BOS and EOS are read from a `tokenizer_config.json` in the same folder. Without this file, they
-    are recognized by their usual names, such as "<s>" and "</s>".
+    A `tokenizer_config.json` in the same folder defines BOS and EOS. Without this file, they are
+    recognized by their usual names, such as "<s>" and "</s>".
     """
 
     def __init__(self, path: Path) -> None:
@@ -288,30 +284,24 @@ class HuggingFaceTokenizer(Tokenizer):
         current = json.dumps([used, self.bos_id, self.eos_id], sort_keys=True).encode()
         of_file = f"huggingface {self.bos_id} {self.eos_id} ".encode() + self._raw
         fingerprints = [f"ids:{_sha256(current)}", _sha256(of_file)]
-        with suppress(KeyError, TypeError, IndexError):  # no tokenizer.model gives these ids
-            fingerprints.append(self._hash_as_tiktoken(value))
+        # Other tokenizers lack the fields that describe a tokenizer of tiktoken.
+        with suppress(KeyError, TypeError, IndexError):
+            if not value["normalizer"] and value["model"]["ignore_merges"]:
+                fingerprints.append(self._hash_as_tiktoken(value))
         return tuple(fingerprints)
 
     def _hash_as_tiktoken(self, value: dict[str, Any]) -> str:
-        """Return the fingerprint of the tokenizer.model that gives the same ids as this tokenizer.
+        """Return the fingerprint of the tokenizer.model with the same vocabulary.
 
         Args:
-            value: The content of tokenizer.json.
-
-        Raises:
-            KeyError: If no tokenizer.model gives the same ids.
-            TypeError: See KeyError.
-            IndexError: See KeyError.
+            value: Content of a tokenizer.json that was converted from tokenizer.model. Other
+                content raises KeyError, TypeError or IndexError.
         """
-        model = value["model"]
-        if value["normalizer"] or not model["ignore_merges"]:
-            raise KeyError("ignore_merges")
-
         pattern = value["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]
         special = {token["content"]: token["id"] for token in value["added_tokens"]}
         byte_of = byte_level_symbols()
         ranks = {}
-        for token, rank in model["vocab"].items():
+        for token, rank in value["model"]["vocab"].items():
             token_bytes = bytes(byte_of[symbol] for symbol in token)
             ranks[token_bytes] = rank
         return _hash_ranks(pattern, ranks, special, self.bos_id, self.eos_id)
@@ -321,7 +311,7 @@ class HuggingFaceTokenizer(Tokenizer):
         """Convert exceptions and Rust panics of the tokenizers library to UserError.
 
         Args:
-            action: Description of the call for the message, such as "encode a text".
+            action: What the `with` block does, for the message, such as "encode a text".
             remedy: Last sentence of the message.
         """
         try:
@@ -365,8 +355,8 @@ def load_tokenizer(path: str | Path, job: JobConfig | None = None) -> Tokenizer:
 
     Args:
         path: The file. Its suffix selects the format: Hugging Face for .json, otherwise tiktoken.
-        job: The job. If it sets tokenizer.name, this name selects a registered format instead,
-            which can come from a plugin.
+        job: If this job sets tokenizer.name, the name selects the format instead. Plugins can
+            register formats.
 
     Raises:
         UserError: If the file does not exist or is not a tokenizer.
@@ -379,18 +369,13 @@ def load_tokenizer(path: str | Path, job: JobConfig | None = None) -> Tokenizer:
 
 
 def llama3_special_tokens() -> list[str]:
-    """Return the names of Llama 3.1's 256 special tokens in the order of their ids.
-
-    Their ids follow the ids of the ordinary tokens.
-    """
+    """Return the names of the 256 special tokens of Llama 3.1, in the order of their ids."""
     reserved = [f"reserved_special_token_{i}" for i in range(3, 248)]
     return [f"<|{name}|>" for name in [*_LLAMA3_SPECIAL.split(), *reserved]]
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the content of the tokenizer_config.json next to a tokenizer file.
-
-    The file names the BOS and EOS tokens. Returns {} if it does not exist.
+    """Read the tokenizer_config.json next to a tokenizer file. Return {} if it does not exist.
 
     Raises:
         UserError: If the file is not a JSON object, or is a link to a file outside of the folder.
@@ -401,11 +386,11 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def byte_level_symbols() -> dict[str, int]:
-    """Return the byte that each character in a byte-level vocabulary represents.
+    """Return the byte that each character in the vocabulary of a byte-level tokenizer represents.
 
-    Byte-level tokenizers write each byte as a visible character (GPT-2's encoder.py). Printable
-    Latin-1 bytes represent themselves. U+0100 and the following characters represent the others;
-    for example, U+0120 is a space.
+    Such tokenizers write each byte as a visible character, as GPT-2's encoder.py does. Printable
+    Latin-1 bytes represent themselves, and U+0100 and the following characters the others. For
+    example, U+0120 is a space.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     symbols = {chr(byte): byte for byte in printable}
@@ -416,10 +401,10 @@ def byte_level_symbols() -> dict[str, int]:
 
 
 def _divide(text: str) -> Iterator[str]:
-    """Divide a text into pieces of at most `_PIECE_CHARS` characters.
+    """Divide a long text into pieces that can be encoded separately without changing any token.
 
-    The pieces begin at lines that are not blank, because no match of Llama 3's pattern crosses the
-    beginning of such a line. Without such a line, the text is cut at the maximum length.
+    Pieces have at most `_PIECE_CHARS` characters and begin at lines that are not blank, where no
+    match of Llama 3's pattern continues. Without such a line, the text is cut at this size.
     """
     start = 0
     while len(text) - start > _PIECE_CHARS:
@@ -440,10 +425,9 @@ def _hash_ranks(
     bos_id: int | None,
     eos_id: int,
 ) -> str:
-    """Return the fingerprint of a byte-level BPE tokenizer that merges like tiktoken.
+    """Return the fingerprint of a byte-level BPE tokenizer with the merge rule of tiktoken.
 
-    Such a tokenizer splits texts by `pattern`. Within each piece, it first merges the neighbors
-    whose bytes form the token with the lowest rank.
+    The rule first merges the neighbors whose bytes form the token with the lowest rank.
 
     Args:
         pattern: Regular expression that splits texts.

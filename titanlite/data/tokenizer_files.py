@@ -42,7 +42,7 @@ _MAX_TOKEN_BYTES = 256  # longer tokens would be lines of dashes rather than wor
 
 @dataclass
 class TrainedTokenizer:
-    """The files of a trained tokenizer, and statistics of the text it was trained on.
+    """Files of a trained tokenizer, and statistics of the text that it was trained on.
 
     Attributes:
         tiktoken: Path of tokenizer.model.
@@ -124,8 +124,8 @@ def _read_texts(
     Documents are read in random order if the source supports random access.
 
     Args:
-        trained: Its counts of documents and bytes are increased.
-        source: The source.
+        trained: Statistics, to which the number and the bytes of the documents are added.
+        source: Source of the documents.
         max_bytes: Maximum number of bytes to read from this source.
         skip_bad: Skip records that cannot be read instead of raising an error.
 
@@ -152,19 +152,20 @@ def _read_texts(
 def _read_shuffled(source: RandomAccess) -> Iterator[Any]:
     """Yield all records of a source in a random order, which is the same in each call."""
     for i in range(source.num_units):
-        yield source.record(int(permuted(np.array([i]), source.num_units, "tokenizer")[0]))
+        index = permuted(np.array([i]), source.num_units, "tokenizer")[0]
+        yield source.record(int(index))
 
 
 def _train(texts: Iterator[str], vocab_size: int) -> list[bytes]:
-    """Return the tokens of a BPE vocabulary trained on `texts`, without special tokens.
-
-    The 256 single bytes come first, then merged tokens in the order in which they were merged. A
-    token's index is its id.
+    """Train a BPE vocabulary on `texts`.
 
     Args:
         texts: Training documents.
-        vocab_size: Number of ids including special tokens. The result is smaller than requested if
-            the texts do not contain enough different tokens.
+        vocab_size: Number of ids, including special tokens.
+
+    Returns:
+        The tokens in the order of their ids, without special tokens: the 256 single bytes, then the
+        merged tokens. There are fewer than requested if the texts are too small.
     """
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
@@ -185,7 +186,7 @@ def _train(texts: Iterator[str], vocab_size: int) -> list[bytes]:
 
 
 def _create_pre_tokenizer() -> Any:
-    """Create the pre-tokenizer that splits texts by Llama 3's pattern and maps bytes to symbols."""
+    """Create a pre-tokenizer that splits texts by Llama 3's pattern, and maps bytes to symbols."""
     from tokenizers import Regex, pre_tokenizers
 
     split = pre_tokenizers.Split(Regex(formats.LLAMA3_PATTERN), behavior="isolated")
@@ -196,15 +197,13 @@ def _create_pre_tokenizer() -> Any:
 def convert_tiktoken(source: TiktokenTokenizer) -> Any:
     """Convert a tiktoken tokenizer to a `tokenizers.Tokenizer` that gives the same ids.
 
-    The result is used to write tokenizer.json. By default, it adds BOS to each text, as Llama 3's
-    tokenizer does.
+    By default, the result also adds BOS to each text, as Llama 3's tokenizer does.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, processors
 
     symbol_of = {byte: symbol for symbol, byte in byte_level_symbols().items()}
-    tokens = []
-    for token_bytes in sorted(source.ranks, key=source.ranks.__getitem__):
-        tokens.append("".join(symbol_of[byte] for byte in token_bytes))
+    tokens_as_bytes = sorted(source.ranks, key=source.ranks.__getitem__)
+    tokens = ["".join(symbol_of[byte] for byte in token) for token in tokens_as_bytes]
     ids = {token: i for i, token in enumerate(tokens)}
 
     # tiktoken merges any neighbors whose bytes form a token; tokenizers merges listed pairs only.
@@ -228,10 +227,10 @@ def convert_tiktoken(source: TiktokenTokenizer) -> Any:
 
 
 def write_tokenizer(tokenizer: Tokenizer, out: Path, max_seq_len: int) -> dict[str, int | None]:
-    """Write the tokenizer files of an exported model into its Hugging Face folder.
+    """Write the tokenizer files of a model that is exported in the Hugging Face format.
 
     A tokenizer in the tiktoken format is converted to tokenizer.json. The file of a plugin's
-    tokenizer is copied unchanged, and transformers cannot load it.
+    tokenizer is copied unchanged, so transformers cannot load it.
 
     Args:
         tokenizer: The tokenizer of the model.

@@ -88,25 +88,25 @@ class ValidationSet:
     def batches(self) -> Iterator[Microbatch]:
         """Yield this rank's microbatches, on the device.
 
-        All ranks yield the same number. If there are too few sequences, microbatches are filled
-        with padding sequences, which have no valid labels.
+        All ranks yield the same number. Missing sequences are replaced by padding without valid
+        labels.
         """
         for sequences in self._batches:
             yield make_microbatch(sequences, self._document_mask, self._device)[0]
 
     def describe(self) -> str:
-        """Return one line for the log with the number of sequences and the names of the sources."""
+        """Describe the validation data for the log, such as "512 sequences of c4"."""
         return f"{self.num_sequences:,} sequences of {self._name}"
 
     def _count_labels(self, sequences: list[PackedSequence], batch_size: int) -> np.ndarray:
-        """Count how often each token id is a label.
+        """Count how often each token id occurs as a valid label.
 
         Args:
             sequences: The sequences of all ranks.
             batch_size: Number of sequences to process at once.
 
         Returns:
-            Counts, indexed by token id.
+            Array of counts, indexed by token id.
         """
         labels = []
         for start in range(0, len(sequences), batch_size):
@@ -117,9 +117,9 @@ class ValidationSet:
 
 
 def _read_once(section: Dataset) -> Dataset:
-    """Copy a data section, and change the copy so that each document is read at most once.
+    """Return a copy of a data section that reads each document at most once (max_epochs = 1).
 
-    Sets max_epochs = 1, and removes the batch sizes of [[dataset.stages]], which apply to training.
+    The copy lacks the batch sizes of [[dataset.stages]], which apply to training only.
     """
     values = section.model_dump(include=set(Dataset.model_fields))
     for source in (values, *values["sources"]):
@@ -130,9 +130,9 @@ def _read_once(section: Dataset) -> Dataset:
 
 
 def _read_sequences(data: PackedDataset) -> list[PackedSequence]:
-    """Read the whole validation set, which the dataset returns as one global batch.
+    """Read the whole validation set, which is a single global batch of the dataset.
 
-    The list has validation.sequences sequences, or fewer if a source ends before.
+    Return validation.sequences sequences, or fewer if a source ends before.
     """
     reader = SequenceReader(data)
     sequences: list[PackedSequence] = []
@@ -192,7 +192,7 @@ class TextWindows:
                 yield from self._windows_of(text)
 
     def _windows_of(self, text: str) -> Iterator[Window]:
-        """Yield the windows of one document, and add its size to the counts of the evaluation."""
+        """Yield the windows of one document, and add it to the counts of the evaluation."""
         bos_id = self.tokenizer.bos_id
         first_token = self.tokenizer.eos_id if bos_id is None else bos_id
         tokens = np.append(first_token, self.tokenizer.encode_array(text))
@@ -214,12 +214,12 @@ def window_batches(
 ) -> Iterator[tuple[list[Microbatch], list[list[int]]]]:
     """Distribute windows over microbatches and data-parallel ranks.
 
-    Windows of similar length are batched together, which reduces padding. Every rank reads all
-    windows, because tokenizing is much cheaper than the model and requires no communication.
+    Windows of similar length are batched together, to reduce padding. Every rank reads all windows,
+    because tokenizing them costs little and requires no communication.
 
     Args:
         windows: The windows, in the same order on all ranks.
-        run: The run, which determines the local batch size and the number of ranks.
+        run: The run, with the local batch size and the number of ranks.
         dp_rank: Index of this data-parallel rank.
         device: Device of the microbatches.
 

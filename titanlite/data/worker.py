@@ -71,10 +71,7 @@ class Worker:
         job: JobConfig,
         is_stopping: Callable[[], bool],
     ) -> None:
-        """Start the worker process, and a thread that receives its batches.
-
-        The constructor returns before the first batch is ready.
-        """
+        """Start the process, and a thread that receives its batches. Do not wait for a batch."""
         self._sources = data.sources
         self._is_stopping = is_stopping
         # While this rank waits for data, the other ranks wait in a collective. Half their timeout
@@ -118,10 +115,10 @@ class Worker:
         return result
 
     def _wait_for_result(self) -> list[PackedSequence] | Exception:
-        """Return the next batch or error that the process sends.
+        """Wait for the next batch or error that the process sends.
 
         Raises:
-            WorkerError: If the process makes no progress until the timeout.
+            WorkerError: If the process makes no progress within the timeout.
             Interrupted: If the run is stopped.
         """
         progress = self._progress.tolist()
@@ -140,11 +137,8 @@ class Worker:
                 raise WorkerError(self._describe_hang(progress))
 
     def close(self) -> None:
-        """Kill the process and end the thread that receives its batches.
-
-        Killing is safe, because the process writes no files.
-        """
-        self._process.kill()
+        """Kill the process, and end the thread that receives its batches."""
+        self._process.kill()  # safe, because the process writes no files
         # The process may be blocked by a disk that does not respond, so do not wait forever. The
         # thread may be waiting for space in the queue.
         deadline = time.monotonic() + 5.0
@@ -170,8 +164,8 @@ class Worker:
     def _receive(self, stdin: IO[bytes], stdout: IO[bytes], setup: Any) -> None:
         """Send `setup` to the process, and put each batch or error that it returns into a queue.
 
-        This method runs in a thread. When the process closes its pipe, the method puts an error
-        that explains why the process exited into the queue.
+        This runs in a thread. When the process exits, the last item of the queue is an error that
+        explains why.
 
         Args:
             stdin: Standard input of the process.
@@ -188,10 +182,7 @@ class Worker:
             self._received.put(self._find_cause_of_exit())
 
     def _find_cause_of_exit(self) -> UserError:
-        """Wait for the process to exit, and return an error that explains the exit.
-
-        A data file that has changed is the most likely cause, so the files are checked first.
-        """
+        """Wait for the process to exit, and return an error that explains why it has exited."""
         code = self._process.wait()
         try:
             # Reading a memory-mapped file that was truncated kills the process with SIGBUS.
@@ -209,11 +200,11 @@ class Worker:
 def main(progress_fd: int) -> None:
     """Run a data worker, which reads batches and writes them to standard output as pickles.
 
-    The worker ends after the first error, at the end of the data, or when the trainer has ended.
+    Return after the first error, at the end of the data, or when the trainer has ended.
 
     Args:
-        progress_fd: Descriptor of the shared file in which the worker records which document it is
-            reading.
+        progress_fd: Descriptor of a file, shared with the trainer, in which the worker records
+            which document it is reading.
     """
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # libraries that print must not write into the pipe to the trainer
@@ -227,12 +218,12 @@ def main(progress_fd: int) -> None:
 def _read_batches(progress_fd: int) -> Iterator[list[PackedSequence] | Exception]:
     """Yield the batches that this worker reads, until the data ends or reading fails.
 
-    The trainer sends the dataset and the worker's shard of each batch to standard input. An error
-    or the end of the data is yielded as the last item, so that the trainer can raise it.
+    The trainer sends the dataset and the worker's shard to standard input. An error or the end of
+    the data is the last item, so that the trainer can raise it.
 
     Args:
-        progress_fd: Descriptor of the shared file in which the worker records which document it is
-            reading.
+        progress_fd: Descriptor of a file, shared with the trainer, in which the worker records
+            which document it is reading.
     """
     try:
         try:
@@ -249,9 +240,9 @@ def _read_batches(progress_fd: int) -> Iterator[list[PackedSequence] | Exception
 
 
 def _map_progress(fd: int) -> memoryview:
-    """Map the shared progress file into memory as three int64 numbers.
+    """Map the shared progress file into memory.
 
-    The numbers are the indices of the source, the part and the document being read.
+    Return three int64 numbers: indices of the source, the part and the document being read.
     """
     return memoryview(mmap.mmap(fd, PROGRESS_BYTES)).cast("q")
 

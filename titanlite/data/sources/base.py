@@ -33,9 +33,10 @@ _fetchers = ThreadPoolExecutor(storage.PARALLEL)
 
 
 class File:
-    """A local file whose size and modification time must stay the same while a run reads it.
+    """A local data file, which must not change while a run reads it.
 
-    Data files must not change, because a checkpoint stores only positions in them.
+    Checkpoints store only positions in the file. A change of its size or modification time is an
+    error.
 
     Args:
         path: Path of the file.
@@ -67,7 +68,7 @@ class File:
         """Check that the file has not changed since the first call, and return its version.
 
         Args:
-            descriptor: Descriptor of the open file to check. Default: the file that has this path
+            descriptor: Descriptor of the open file to check. Default: the file that is at the path
                 now.
 
         Returns:
@@ -88,7 +89,7 @@ class File:
         return version
 
     def check_while_read(self) -> None:
-        """Check, after data was read from an open stream, that the file has not changed.
+        """Check that the file has not changed. Call this after reading from an open stream.
 
         Raises:
             UserError: If the file was removed or has changed.
@@ -96,7 +97,7 @@ class File:
         self.check()
 
     def _read_version(self, descriptor: int | None) -> tuple[int, object]:
-        """Return the current size of the file, and a value that changes when the file is written.
+        """Return the size of the file, and a value that changes when the file is written.
 
         Args:
             descriptor: Descriptor of the open file. None reads the metadata of the path instead.
@@ -112,7 +113,7 @@ class File:
 
 
 class _RemoteStream(AbstractBufferedFile):
-    """A file at a URL, read in blocks that are fetched in parallel and cached on this node."""
+    """Stream of a file at a URL, whose blocks are fetched in parallel and cached on this node."""
 
     def _fetch_range(self, start: int, end: int) -> bytes:
         """Return bytes `start` to `end` (exclusive) of the file."""
@@ -153,7 +154,7 @@ class RemoteFile(File):
 
 
 def make_file(path: Path, remedy: str = _CHANGE_REMEDY) -> File:
-    """Return an object that reads `path`: a `RemoteFile` for a URL, or a `File` for a local path.
+    """Create a `RemoteFile` for a URL, or a `File` for a local path.
 
     Args:
         path: Local path or URL.
@@ -195,17 +196,17 @@ class Source(ABC):
         return self.documents()
 
     def describe(self) -> str:
-        """Return one line for the log with the name of the source and its number of documents."""
+        """Describe the source for the log: its name and its number of documents."""
         if self.num_documents is None:
             return f"{self.name}: streamed"
         return f"{self.name}: {format_count(self.num_documents, 'document')}"
 
     def where(self, part: int, number: int) -> str:
-        """Return the location of a document for messages, such as "part 3, document 7".
+        """Describe the location of a document for messages, such as "part 3, document 7".
 
         Args:
-            part: Index of the part of a sequential source, 0 for other sources.
-            number: Index of the document in the part or the source.
+            part: Index of the part that contains the document, 0 if the source has no parts.
+            number: Index of the document in the part, or in the source.
         """
         return f"part {part}, document {number}"
 
@@ -226,8 +227,7 @@ class Source(ABC):
 class RandomAccess(Source):
     """Base class of sources that can read any document by its index.
 
-    Documents of such a source are shuffled one by one. Other sources are shuffled in larger units.
-    Each unit is one document here, so `num_units` equals `num_documents`.
+    The documents of such a source are shuffled individually, so `num_units` equals `num_documents`.
     """
 
     @abstractmethod
@@ -235,18 +235,17 @@ class RandomAccess(Source):
         """Return document `index`: its text, its tokens, or a `BadRecord` if it cannot be read."""
 
     def sample(self) -> list[int]:
-        """Return the indices of up to 64 documents, spread over the source.
+        """Return the indices of up to 64 random documents, the same in each call.
 
-        The sample is the same in each call. It is used to check a source at startup and to estimate
-        its size.
+        The sample serves to check a source at startup, and to estimate its size.
         """
         numbers = np.arange(min(self.num_units, _SAMPLE_DOCUMENTS))
         return permuted(numbers, self.num_units, "sample").tolist()
 
     def sizes(self) -> np.ndarray:
-        """Return the size of each document in bytes, or 1 for each if the sizes are unknown.
+        """Return the size of each document in bytes, or all ones if the sizes are unknown.
 
-        The sizes serve as weights to estimate the number of tokens from a sample.
+        They serve as weights to estimate the number of tokens from a sample.
         """
         return np.ones(self.num_units, dtype=int)
 
@@ -256,9 +255,9 @@ class RandomAccess(Source):
 
 
 class Sequential(Source):
-    """A source whose parts (files or row groups) can only be read from front to back.
+    """Base class of sources whose parts (files or row groups) are read from front to back.
 
-    Parts are shuffled as a whole, and their documents within windows.
+    The order of the parts is shuffled, and the documents of a part are shuffled within windows.
 
     Attributes:
         parts: For each part, the file that contains it (None if it is unknown), and the index of
@@ -288,8 +287,8 @@ class Sequential(Source):
     def read(self, part: int, start: int = 0) -> Iterator[Record | None]:
         """Yield the documents of a part.
 
-        Yields None for each document before index `start`, so that the caller can count them and
-        report progress while it skips them.
+        Documents before index `start` are skipped. For each of them, None is yielded, so that the
+        caller can report progress.
 
         Args:
             part: Index of the part.
@@ -336,10 +335,9 @@ def _check_all(files: Iterable[File]) -> None:
 
 
 def hash_samples(files: list[File], column: str) -> str:
-    """Return a fingerprint for files that are too large to read before the first step.
+    """Return a fingerprint of files that are too large to read completely before the first step.
 
-    The fingerprint covers the name of the text column and, for each file, its name, its size, and
-    the first and last 64 KiB.
+    It covers the text column, and the name, the size, and the first and last 64 KiB of each file.
     """
     digest = xxhash.xxh3_128()
     for file in files:
@@ -353,9 +351,9 @@ def hash_samples(files: list[File], column: str) -> str:
 
 
 def add_column(fingerprint: str, column: str) -> str:
-    """Combine the fingerprint of files with the name of the column that contains the text.
+    """Combine the fingerprint of files with the name of the text column.
 
-    The column "text" leaves the fingerprint unchanged.
+    The default column, "text", leaves the fingerprint unchanged.
     """
     if column == "text":
         return fingerprint

@@ -74,10 +74,10 @@ _STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test
 
 
 class FileSpans(RandomAccess):
-    """Documents that are ranges of bytes in uncompressed files.
+    """Source whose documents are ranges of bytes in uncompressed files.
 
     A document is a line of JSON, a text file or a piece of a large one, or a file of Python's
-    standard library. The index of all documents is kept in memory and takes 8 bytes per document.
+    standard library. The index of the documents in memory takes 8 bytes per document.
     """
 
     def __init__(self, spec: TextSource, files: list[Path]) -> None:
@@ -143,10 +143,7 @@ class FileSpans(RandomAccess):
                 return BadRecord(f"{file.path}, line {line}: {error}")
 
     def _locate(self, index: int) -> tuple[File, int, int]:
-        """Return the file that contains a document, the first byte of the document, and its end.
-
-        The end is the byte after the last one.
-        """
+        """Return the file that contains a document, its first byte, and the byte after its end."""
         number = int(np.searchsorted(self._first, index, side="right")) - 1
         ends = self._ends[number]
         local = index - int(self._first[number])
@@ -155,7 +152,7 @@ class FileSpans(RandomAccess):
 
 
 def _find_line_ends(stream: BinaryIO, digest: xxhash.xxh3_128) -> Iterator[int]:
-    """Yield the offset after each line that is not blank.
+    """Yield the offset of the end of each line that is not blank.
 
     Blank lines belong to the document after them.
 
@@ -178,10 +175,10 @@ def _find_line_ends(stream: BinaryIO, digest: xxhash.xxh3_128) -> Iterator[int]:
 
 
 def _find_text_ends(stream: BinaryIO, digest: xxhash.xxh3_128, max_bytes: int) -> Iterator[int]:
-    """Yield the offset after each document of at most `max_bytes` bytes in a text file.
+    """Yield the offset of the end of each document in a text file.
 
-    Large files are divided, so that their pieces can be shuffled: at line ends, or else between
-    characters.
+    A large file is divided into several documents, so that they can be shuffled. It is cut at line
+    ends, or between characters in longer lines.
 
     Args:
         stream: Text file in UTF-8.
@@ -208,7 +205,7 @@ def _find_text_ends(stream: BinaryIO, digest: xxhash.xxh3_128, max_bytes: int) -
 
 
 def _is_utf8_continuation(byte: int) -> bool:
-    """Return whether a byte continues a UTF-8 character, so that no cut may precede it."""
+    """Return whether a byte is not the first byte of a UTF-8 character."""
     return byte & 0xC0 == 0x80
 
 
@@ -222,9 +219,9 @@ def _count_lines(stream: BinaryIO, offset: int) -> int:
 
 
 class CompressedLines(Sequential):
-    """JSON lines in .gz and .zst files, possibly mixed with uncompressed files.
+    """Source that reads JSON lines from .gz, .zst and uncompressed files.
 
-    Each file is a part. When a run resumes, the current file is decompressed from its beginning.
+    Each file is a part. A resumed run decompresses the current file from its beginning.
     """
 
     def __init__(self, spec: TextSource, files: list[Path]) -> None:
@@ -233,7 +230,7 @@ class CompressedLines(Sequential):
         self.fingerprint = hash_samples(self.files, self.column)
 
     def raw(self, file: File, number: int) -> Iterator[tuple[str, bytes]]:
-        """Yield the location and the content of each line of a file that is not blank."""
+        """Yield the location and the content of each line that is not blank."""
         import pyarrow
 
         compression = COMPRESSIONS.get(file.path.suffix)
@@ -280,7 +277,7 @@ class Parquet(Sequential):
         return pyarrow.parquet.ParquetFile(file.open())
 
     def raw(self, file: File, number: int) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the location of each row of a row group, and a dictionary with its text column."""
+        """Yield the location of each row of a row group, and its text as {column: text}."""
         groups = [number]
         row = 0
         for batch in self._open(file).iter_batches(_BATCH_ROWS, groups, columns=[self.column]):
@@ -290,7 +287,7 @@ class Parquet(Sequential):
 
 
 class MappedDataset(RandomAccess):
-    """A dataset on disk that the Hugging Face `datasets` library maps into memory.
+    """Source that reads a dataset on disk, which the `datasets` library maps into memory.
 
     The fingerprint covers the number of documents and a sample of them.
     """
@@ -316,10 +313,10 @@ class MappedDataset(RandomAccess):
 
 
 class StreamedDataset(Sequential):
-    """A Hugging Face dataset that is read while it is downloaded.
+    """Source that reads a Hugging Face dataset while it is downloaded.
 
-    Each shard of the dataset (on the Hub: a file) is a part. The fingerprint covers the number of
-    shards and the first document.
+    Each shard of the dataset, such as a file on the Hub, is a part. The fingerprint covers the
+    number of shards and the first document.
     """
 
     def __init__(self, spec: TextSource, dataset: Any, files: list[Path]) -> None:
@@ -401,7 +398,7 @@ def open_source(spec: TextSource, job: JobConfig | None = None) -> Source:
         job: The job, whose sections configure the sources of plugins.
 
     Raises:
-        UserError: If a file is missing or cannot be opened, or the source is empty.
+        UserError: If a file is missing, a file cannot be opened, or the source is empty.
     """
     try:
         files = find_files(spec)
@@ -419,10 +416,10 @@ def open_source(spec: TextSource, job: JobConfig | None = None) -> Source:
 
 
 def open_quickly(spec: TextSource, job: JobConfig) -> Source | None:
-    """Open a source if that takes less than a second, otherwise return None.
+    """Open a source to inspect it, or return None if that takes more than a second.
 
-    `titanlite check` uses this function to inspect data without a long wait. Large JSON lines files
-    are opened as a sequential source, which does not count the lines. Remote sources return None.
+    None is returned for remote sources and for large text. Large JSON lines files are opened
+    without counting their lines.
     """
     files = find_files(spec)
     if spec.source not in _BUILTIN - {"huggingface", "c4"} or storage.as_url(spec.path):
@@ -435,10 +432,10 @@ def open_quickly(spec: TextSource, job: JobConfig) -> Source | None:
 
 
 def describe_file(file: Path, column: str) -> DataSource:
-    """Return the source table for a file that was named on the command line.
+    """Describe a file from the command line as a source of a job file.
 
-    The suffix selects the source, such as "jsonl" for .jsonl and .gz. Files with an unknown suffix
-    are read as text.
+    The suffix selects the kind of source, such as "jsonl" for .jsonl and .gz. Files with an unknown
+    suffix are read as text.
 
     Args:
         file: The file.
@@ -475,8 +472,8 @@ def find_files(spec: TextSource) -> list[Path]:
     if spec.source in _FILE_IN_FOLDER:
         folder = spec.path if is_url else glob.escape(spec.path)
         pattern = os.path.join(folder, _FILE_IN_FOLDER[spec.source])
-    files: list[Any] = list(storage.glob_files(pattern)) if is_url else _find_local_files(pattern)
 
+    files: list[Any] = list(storage.glob_files(pattern)) if is_url else _find_local_files(pattern)
     if is_builtin:
         if not files:
             raise UserError(_explain_no_match(pattern, spec.source))
@@ -494,7 +491,7 @@ def _find_local_files(pattern: str) -> list[Path]:
 
 
 def _explain_no_match(pattern: str, source: str) -> str:
-    """Return the error message for a path that matches no file, with a remedy if one is known."""
+    """Explain that a path matches no file, and propose a remedy if one is known."""
     if os.path.isdir(pattern):
         suffix = "" if source == "text" else f".{source}"  # text files can have any name
         return f"is a folder; {pattern.rstrip('/')}/*{suffix} names the files in it"
@@ -525,7 +522,7 @@ def _has_compressed(files: list[Path]) -> bool:
 
 
 def _convert_table(file: Path) -> str:
-    """Return a sentence with the command that converts a CSV or TSV file to Parquet."""
+    """Explain how to convert a CSV or TSV file to Parquet, with a command to copy."""
     separator = r', delimiter="\t"' if file.suffix.lower() == ".tsv" else ""
     options = f"csv.ParseOptions(newlines_in_values=True{separator})"
     read = f"csv.read_csv({format_value(str(file))}, parse_options={options})"
@@ -538,7 +535,7 @@ def _convert_table(file: Path) -> str:
 def _find_stdlib_files() -> list[Path]:
     """List the .py files of Python's standard library that are not empty, sorted by path.
 
-    The source "python_stdlib" reads these files, so that a first run requires no download.
+    Training on these files requires no download.
     """
     files = []
     for folder, folders, names in os.walk(_STDLIB):
@@ -548,10 +545,10 @@ def _find_stdlib_files() -> list[Path]:
 
 
 def find_markup(files: Sequence[Path]) -> str:
-    """Return a warning if most of the text files are JSON, HTML or tables, otherwise "".
+    """Return a warning if most of the text files contain JSON, HTML or tables, otherwise "".
 
-    A run with source = "text" would train on the braces, tags or separators. Up to 16 local files
-    are inspected.
+    A run with source = "text" would train on their braces, tags or separators. This inspects up to
+    16 local files.
     """
     sample = files[:: max(1, len(files) // _SAMPLE_FILES)]
     local_files = [file for file in sample if isinstance(file, Path)]
@@ -575,7 +572,7 @@ def find_markup(files: Sequence[Path]) -> str:
 
 
 def _detect_markup(file: Path) -> str:
-    """Return "table", "JSON", "HTML" or "", judging by the suffix and first bytes of a file."""
+    """Return "table", "JSON", "HTML" or "", depending on the suffix and first bytes of a file."""
     if file.suffix.lower() in _TABLES:
         return "table"
     with File(file).open() as stream:

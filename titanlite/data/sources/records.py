@@ -22,10 +22,10 @@ _SPLIT_ARRAY = ". `jq -c '.[]' FILE > NEW.jsonl` writes each item of an array to
 
 
 class BadRecord(UserError):
-    """An error for a record that cannot be read.
+    """Error for a record that cannot be read.
 
-    Functions return it in place of the text of the record. `dataset.on_bad_record` decides whether
-    the record is then skipped or ends the run.
+    Functions return it in place of the text of the record. `dataset.on_bad_record` determines
+    whether the record is then skipped, or the error is raised.
     """
 
 
@@ -43,10 +43,10 @@ Record = str | Prepared | BadRecord
 
 
 def hash_text(text: str) -> int:
-    """Return a 64-bit hash of a text, which decides whether the document is held out.
+    """Return a 64-bit hash of a text, which determines whether the document is held out.
 
-    A document is held out for validation if its hash is less than holdout * 2**64. Changing this
-    function would train resumed runs on documents that were held out before.
+    A document is held out for validation if its hash is less than holdout * 2**64. Do not change
+    this function, because resumed runs would then train on held-out documents.
     """
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
 
@@ -69,7 +69,7 @@ def read_lines(stream: BinaryIO) -> Iterator[bytes]:
     """Yield the lines of a file, including their line ends.
 
     Lines of more than `MAX_LINE_BYTES` are truncated, so that a damaged file cannot exhaust memory.
-    `extract_text` rejects truncated lines.
+    They have one byte more than the limit, by which callers recognize them.
     """
     while line := stream.readline(MAX_LINE_BYTES + 1):
         is_truncated = len(line) > MAX_LINE_BYTES
@@ -114,7 +114,8 @@ def _parse_line(line: bytes) -> object:
         limit = f"{MAX_LINE_BYTES >> 20} MiB"
         raise ValueError(f"the line is longer than {limit}. Divide the document or the array")
 
-    line = line.rstrip()  # otherwise an error at the end is reported in column 1 of the next line
+    # With the line end, an error at the end would be reported in column 1 of the next line.
+    line = line.rstrip()
     try:
         return json.loads(line)
     except UnicodeDecodeError as error:
@@ -131,11 +132,13 @@ def _parse_line(line: bytes) -> object:
 
 
 def explain_encoding(error: UnicodeDecodeError) -> str:
-    """Return a message that a file is not UTF-8, with the command that converts it.
+    """Explain that a file is not UTF-8, with the command that converts it.
 
-    UTF-16 is recognized by zero bytes. Otherwise the message assumes Latin-1.
+    The message assumes UTF-16 if there are zero bytes, and otherwise Latin-1.
     """
-    name, encoding = ("UTF-16", "UTF-16") if b"\0" in error.object[:64] else ("Latin-1", "LATIN1")
+    name, encoding = "Latin-1", "LATIN1"
+    if b"\0" in error.object[:64]:
+        name = encoding = "UTF-16"
     convert = f"If it is {name}, `iconv -f {encoding} -t UTF-8 FILE > NEW` converts it"
     return f"byte 0x{error.object[error.start]:02x} is not UTF-8. {convert}"
 
@@ -158,29 +161,25 @@ def check_column(column: str, columns: Iterable[str], name: object) -> None:
 
 
 def _explain_missing_field(column: str, fields: Iterable[str]) -> str:
-    """Return a message that `column` does not exist, which lists the existing fields."""
+    """Explain that the field `column` does not exist, and list the existing fields."""
     return f"no field {column!r} (text_column); there are: {', '.join(map(repr, fields))}"
 
 
 def _explain_missing_text(record: dict[str, Any], column: str) -> str:
-    """Return a message that a record has no text in `column`, and propose other fields.
+    """Explain that a record has no text in `column`, and propose what to do.
 
-    The proposal depends on the record: a jq command for chat messages, another text_column, or a jq
-    command that joins several fields.
+    The proposal depends on the record: a jq command that converts chat messages, another
+    text_column, or a jq command that joins several fields.
     """
     kind = type(record.get(column)).__name__.replace("NoneType", "null")
     problem = f"field {column!r} must be a string, it is {kind}"
     if column not in record:
         problem = _explain_missing_field(column, record)
 
-    conversations = [name for name, value in record.items() if _is_conversation(value)]
-    if conversations:
-        name = conversations[0]
-        message = record[name][0]
-        role = next(field for field in _ROLE_FIELDS if field in message)
-        content = next(field for field in _CONTENT_FIELDS if field in message)
-        parts = f'.{_quote_for_jq(name)}[] | .{role} + ": " + .{content}'
-        return f"{problem}. To convert conversations to text: {_join_with_jq(parts)}"
+    for name, value in record.items():
+        if _is_conversation(value):
+            command = _convert_conversation(name, value[0])
+            return f"{problem}. To convert conversations to text: {command}"
 
     text_fields = [name for name, value in record.items() if isinstance(value, str)]
     filled_fields = [name for name in text_fields if record[name].strip()]
@@ -195,8 +194,20 @@ def _explain_missing_text(record: dict[str, Any], column: str) -> str:
     return f"{problem}. {remedy}"
 
 
+def _convert_conversation(name: str, message: dict[str, Any]) -> str:
+    """Return a jq command that converts chat messages to text.
+
+    Args:
+        name: Name of the field that contains the list of messages.
+        message: The first message, whose keys contain role and content.
+    """
+    role = next(field for field in _ROLE_FIELDS if field in message)
+    content = next(field for field in _CONTENT_FIELDS if field in message)
+    return _join_with_jq(f'.{_quote_for_jq(name)}[] | .{role} + ": " + .{content}')
+
+
 def _join_with_jq(parts: str) -> str:
-    """Return a jq command that joins the results of an expression to a field "text".
+    """Return a jq command that joins the results of an expression into a field "text".
 
     Args:
         parts: jq expression, such as ".title, .body".
@@ -211,9 +222,9 @@ def _quote_for_jq(name: str) -> str:
 
 
 def _is_conversation(value: object) -> bool:
-    """Return whether the value of a field is a list of chat messages.
+    """Return whether the value of a field looks like a list of chat messages.
 
-    A chat message is an object with a role ("role" or "from") and a content ("content" or "value").
+    The first item must have a role ("role" or "from") and a content ("content" or "value").
     """
     if not isinstance(value, list) or not value or not isinstance(value[0], dict):
         return False

@@ -72,7 +72,7 @@ class Manifest(BaseModel, strict=True, frozen=True):
 
 
 def block_checksums(raw: bytes, block_bytes: int = TOKEN_BLOCK_BYTES) -> np.ndarray:
-    """Return the xxh3 checksums of consecutive blocks of `block_bytes` bytes, as uint64.
+    """Return the xxh3 checksum of each block of `block_bytes` bytes, as an array of uint64.
 
     The last block can be shorter.
     """
@@ -83,14 +83,13 @@ def block_checksums(raw: bytes, block_bytes: int = TOKEN_BLOCK_BYTES) -> np.ndar
 
 
 class _IndexFile:
-    """An .idx or .hash file, which contains uint64 numbers.
+    """A file of uint64 numbers (.idx or .hash) that verifies its content with each read.
 
-    The checksums of its blocks stay in memory, so that each read detects whether the file was
-    changed after it was opened.
+    The checksums of its blocks are kept in memory to detect changes after the file was opened.
     """
 
     def __init__(self, path: Path, checksum: str | None) -> None:
-        """Read the file once to verify it and to compute the checksums of its blocks.
+        """Read the file once, to verify it and to compute the checksums of its blocks.
 
         Args:
             path: Path of the file.
@@ -203,7 +202,7 @@ class Shards(RandomAccess):
         return Prepared(tokens, text_hash)
 
     def _read_tokens(self, shard: int, start: int, end: int) -> bytes:
-        """Return a range of bytes of a .bin file, after verifying the blocks that contain it.
+        """Read a range of bytes from a .bin file, and verify the blocks that contain it.
 
         Args:
             shard: Index of the shard.
@@ -215,6 +214,7 @@ class Shards(RandomAccess):
         """
         if start == end:
             return b""
+
         entry = self._manifest.shards[shard]
         file = self._tokens[shard]
         file_size = entry.tokens * self._dtype.itemsize
@@ -230,7 +230,7 @@ class Shards(RandomAccess):
         return blocks[start - blocks_start : end - blocks_start]
 
     def _path(self, entry: ShardEntry, suffix: str) -> Path:
-        """Return the path of a shard's file with this suffix: "bin", "idx" or "hash"."""
+        """Return the path of a shard's file with the suffix "bin", "idx" or "hash"."""
         return self._folder / f"{entry.name}.{suffix}"
 
     def _check_size(self, entry: ShardEntry, file: File) -> None:
@@ -245,7 +245,7 @@ class Shards(RandomAccess):
             raise _damaged(file, f"is truncated or altered: it has {size:,} of {expected:,} bytes")
 
     def _open_indexes(self, suffix: str, checksums: Sequence[str | None]) -> list[_IndexFile]:
-        """Open the files of all shards with this suffix in parallel, and verify their checksums."""
+        """Open the .idx or .hash files of all shards in parallel, and verify their checksums."""
         paths = [self._path(entry, suffix) for entry in self._manifest.shards]
         with ThreadPoolExecutor() as pool:
             return list(pool.map(_IndexFile, paths, checksums))
@@ -253,7 +253,7 @@ class Shards(RandomAccess):
 
 @lru_cache(maxsize=500)  # each shard has up to three files, and a process can usually open 1,024
 def _open(file: File) -> BinaryIO:
-    """Open a file without a buffer, and keep it open so that later reads reuse it."""
+    """Open a file without a buffer. It stays open, so that later reads reuse it."""
     return file.open(0)
 
 
