@@ -63,7 +63,7 @@ def make_plan(
 ) -> Forecast:
     """Forecast the memory and speed of a run, and search for improvements.
 
-    If the run does not fit, the result lists changes that make it fit. If it fits, the result
+    If the run does not fit into memory, the result lists changes that make it fit. Otherwise it
     includes the largest batch size that fits.
 
     Args:
@@ -72,7 +72,7 @@ def make_plan(
         quick: Skip the search for the largest batch.
         remedies: Search for changes that save memory even if the run fits.
         show: Function called with the forecast of the run before the search starts.
-        apply: Function that runs traces, such as `map`; see `Apply`.
+        apply: `map`, or the `map` method of a process pool to trace in parallel.
     """
     with working(f"Tracing a step on {format_count(run.world_size, 'rank')}"):
         plan = forecast(run, trace_run(run, gpu, apply), gpu)
@@ -88,7 +88,7 @@ def make_plan(
 
 
 def find_largest_batch(run: Run, plan: Forecast, gpu: Gpu, apply: Apply = map) -> int | None:
-    """Return the largest traced training.local_batch_size that fits, or None if none fits.
+    """Search for the largest training.local_batch_size that fits into memory.
 
     Memory is linear in the batch size. The line through the two largest sizes traced so far
     predicts the size to trace next, until a size repeats.
@@ -97,7 +97,10 @@ def find_largest_batch(run: Run, plan: Forecast, gpu: Gpu, apply: Apply = map) -
         run: The validated job and the number of ranks.
         plan: Forecast of the run with its own batch size.
         gpu: GPU of each rank.
-        apply: Function that runs traces; see `Apply`.
+        apply: `map`, or the `map` method of a process pool to trace in parallel.
+
+    Returns:
+        The largest size whose trace fits, or None if none fits.
     """
     training = run.job.training
     context = run.degrees.context
@@ -108,13 +111,8 @@ def find_largest_batch(run: Run, plan: Forecast, gpu: Gpu, apply: Apply = map) -
     plans = {training.local_batch_size: plan}
     size = max(2 * training.local_batch_size, min_linear_size)
     while size not in plans and 0 < size <= max_size and len(plans) < MAX_TRACED_BATCHES:
-        keeps_global_size = training.global_batch_size % (size * run.degrees.data) == 0
-        settings = {
-            "training.local_batch_size": size,
-            "training.global_batch_size": training.global_batch_size if keeps_global_size else -1,
-        }
         with working(f"Looking for the largest batch that fits: training.local_batch_size {size}"):
-            new_plan = _plan_changed(settings, run, gpu, apply)
+            new_plan = _plan_changed(_set_batch_size(run, size), run, gpu, apply)
         if new_plan is None:
             break
         plans[size] = new_plan
@@ -124,10 +122,23 @@ def find_largest_batch(run: Run, plan: Forecast, gpu: Gpu, apply: Apply = map) -
     return max((size for size, plan in plans.items() if plan.fits), default=None)
 
 
+def _set_batch_size(run: Run, size: int) -> Settings:
+    """Return the options that set the local batch size, and keep the global one if it is possible.
+
+    Otherwise the global batch consists of one microbatch per data-parallel rank (-1).
+    """
+    global_size = run.job.training.global_batch_size
+    is_divisible = global_size % (size * run.degrees.data) == 0
+    return {
+        "training.local_batch_size": size,
+        "training.global_batch_size": global_size if is_divisible else -1,
+    }
+
+
 def _extrapolate_batch_size(plans: Mapping[int, Forecast], memory: int) -> int:
     """Estimate the largest local batch size that fits into GPU memory.
 
-    The estimate draws a line through the peak memory of the two largest batch sizes in `plans`.
+    The estimate extrapolates the memory of the two largest batch sizes in `plans` linearly.
 
     Args:
         plans: Batch size -> forecast with this size, for at least two sizes.
@@ -140,18 +151,19 @@ def _extrapolate_batch_size(plans: Mapping[int, Forecast], memory: int) -> int:
 
 
 def find_remedies(run: Run, plan: Forecast, gpu: Gpu, apply: Apply = map) -> tuple[str, ...]:
-    """Find changes that make a run fit into GPU memory, fastest first, at most `MAX_CHANGES`.
+    """Find changes of the job that make a run fit into GPU memory.
 
-    Combinations of changes are traced only if no single change suffices.
+    Combinations of changes are traced only if no single change is sufficient.
 
     Args:
         run: The validated job and the number of ranks.
         plan: Forecast of the run without changes.
         gpu: GPU of each rank.
-        apply: Function that runs traces; see `Apply`.
+        apply: `map`, or the `map` method of a process pool to trace in parallel.
 
     Returns:
-        Descriptions such as "--activation_checkpoint.mode full: 61.3 GiB, 20% slower".
+        At most `MAX_CHANGES` descriptions, fastest change first, such as
+        "--activation_checkpoint.mode full: 61.3 GiB, 20% slower".
     """
     for candidates in (_list_single_remedies(run), _list_combined_remedies(run)):
         text = f"Tracing {len(candidates)} changes that take less memory"
@@ -167,7 +179,7 @@ def find_remedies(run: Run, plan: Forecast, gpu: Gpu, apply: Apply = map) -> tup
 
 
 def _describe_change(settings: Settings, new_plan: Forecast, plan: Forecast) -> str:
-    """Format the options of a change with its peak memory and relative speed.
+    """Describe a change by its options, its memory and its speed relative to the unchanged run.
 
     For example, "--activation_checkpoint.mode full: 61.3 GiB, 20% slower".
     """
@@ -191,7 +203,7 @@ def search(
     Args:
         run: The validated job and the number of ranks.
         gpu: GPU of each rank.
-        apply: Function that runs traces; see `Apply`.
+        apply: `map`, or the `map` method of a process pool to trace in parallel.
         max_jobs: Largest number of jobs to trace, including the run itself.
 
     Returns:
@@ -215,17 +227,17 @@ def search(
 def _plan_all(
     run: Run, candidates: Sequence[Settings], gpu: Gpu, apply: Apply, text: str
 ) -> list[tuple[Settings, Forecast]]:
-    """Trace a run with each of several changes and return the changes that fit, fastest first.
+    """Trace a run with each of several changes, and return the changes that fit into memory.
 
     Args:
         run: The run to change.
         candidates: Changed options for each trace. An empty dictionary is the unchanged run.
         gpu: GPU of each rank.
-        apply: Function that runs traces; see `Apply`.
+        apply: `map`, or the `map` method of a process pool to trace in parallel.
         text: Progress message.
 
     Returns:
-        Pairs of the changed options and the forecast with them.
+        Pairs of changed options and the forecast with them, fastest first.
     """
     fitting: list[tuple[Settings, Forecast]] = []
     with working(text) as update_text:
@@ -240,14 +252,14 @@ def _plan_all(
 
 
 def _plan_changed(settings: Settings, run: Run, gpu: Gpu, apply: Apply = map) -> Forecast | None:
-    """Trace a run with other settings and return the forecast of its memory and speed.
+    """Trace a run with other settings, and return the forecast of its memory and speed.
 
     Args:
-        settings: Changed options, for example {"training.local_batch_size": 4}. Empty settings
-            stand for the run itself.
+        settings: Changed options, for example {"training.local_batch_size": 4}, or {} for the run
+            itself.
         run: The run to change.
         gpu: GPU of each rank.
-        apply: Function that runs traces; see `Apply`.
+        apply: `map`, or the `map` method of a process pool to trace in parallel.
 
     Returns:
         The forecast, or None in these cases:
@@ -277,10 +289,9 @@ def _plan_changed(settings: Settings, run: Run, gpu: Gpu, apply: Apply = map) ->
 
 
 def _list_smaller_batches(run: Run) -> list[Settings]:
-    """List local batch sizes of a half, a quarter and so on, with the same global batch size.
+    """List changes that halve the local batch size one or more times, largest batch first.
 
-    Returns:
-        Changed options, such as {"training.local_batch_size": 4, ...}, largest batch first.
+    The global batch size stays the same.
     """
     smaller_batches: list[Settings] = []
     size = run.job.training.local_batch_size // 2
@@ -297,11 +308,7 @@ def _list_smaller_batches(run: Run) -> list[Settings]:
 
 
 def _list_single_remedies(run: Run) -> list[Settings]:
-    """List single changes that save memory, such as full activation checkpointing.
-
-    Returns:
-        Changed options, such as {"parallelism.fsdp_reshard_after_forward": "always"}.
-    """
+    """List single changes that save memory, such as {"activation_checkpoint.mode": "full"}."""
     remedies: list[Settings] = [
         *_list_smaller_batches(run),
         {"parallelism.fsdp_reshard_after_forward": "always"},
@@ -339,15 +346,18 @@ def _list_combined_remedies(run: Run) -> list[Settings]:
 
 
 def list_layouts(run: Run, gpu: Gpu) -> list[Settings]:
-    """List parallel layouts to try, each with activation checkpointing, precision and batch size.
+    """List combinations of layout, activation checkpointing, precision and batch size to try.
 
-    Layouts that break a rule of the configuration or that do not seem to fit are left out. The rest
-    are sorted by estimated speed, fastest first. Each layout is listed with its two fastest batch
-    sizes. If the job sets a global batch size, all layouts keep that size.
+    Each combination has the two batch sizes that seem to be fastest. If the job sets a global batch
+    size, all layouts keep it. Layouts that break a rule of the configuration or do not seem to fit
+    into memory are omitted.
 
     Args:
         run: The validated job and the number of ranks.
         gpu: GPU of each rank.
+
+    Returns:
+        Changed options, in the order of the estimated speed, fastest first.
     """
     has_fp8_scales = run.job.float8.recipe_name == "tensorwise"
     candidates: list[tuple[float, Settings]] = []
@@ -385,12 +395,13 @@ def _list_degrees(run: Run, gpu: Gpu) -> Iterator[dict[str, Any]]:
     num_ranks = run.world_size
     is_multi_node = num_ranks > gpu.machine
     max_tensor = min(gpu.machine, run.arch.n_kv_heads)
-    max_pipeline = run.arch.n_layers // 2 if is_multi_node else 1
-    max_context = run.job.training.seq_len // 16384
+    max_pipeline = max(1, run.arch.n_layers // 2) if is_multi_node else 1
+    max_context = max(1, run.job.training.seq_len // 16384)
+
     for tensor, pipeline, context, replicate in itertools.product(
         [degree for degree in POWERS_OF_TWO if degree <= max_tensor],
-        [degree for degree in POWERS_OF_TWO if degree <= max(1, max_pipeline)],
-        [degree for degree in POWERS_OF_TWO if degree <= max(1, max_context)],
+        [degree for degree in POWERS_OF_TWO if degree <= max_pipeline],
+        [degree for degree in POWERS_OF_TWO if degree <= max_context],
         [1, num_ranks // gpu.machine] if is_multi_node else [1],
     ):
         degrees = {
@@ -407,7 +418,7 @@ def _list_degrees(run: Run, gpu: Gpu) -> Iterator[dict[str, Any]]:
 
 
 def _choose_batch_sizes(run: Run, gpu: Gpu, layout: dict[str, Any]) -> list[tuple[float, Settings]]:
-    """Choose the two local batch sizes that are estimated to be fastest with a layout.
+    """Choose the two local batch sizes that seem to be fastest with a layout.
 
     Args:
         run: The run to change.
@@ -415,13 +426,14 @@ def _choose_batch_sizes(run: Run, gpu: Gpu, layout: dict[str, Any]) -> list[tupl
         layout: Options of the layout, such as the parallel degrees.
 
     Returns:
-        Pairs of the negated tokens per second, for sorting, and the options to change. Batch sizes
-        that do not seem to fit are omitted, so there may be fewer than two.
+        At most two pairs of the negated tokens per second, for sorting, and the options to change.
+        Batch sizes that do not seem to fit into memory are omitted.
     """
     tensor = layout["parallelism.tensor_parallel_degree"]
     pipeline = layout["parallelism.pipeline_parallel_degree"]
     context = layout["parallelism.context_parallel_degree"]
     data_degree = run.world_size // (tensor * pipeline * context)
+
     choices: list[tuple[float, Settings]] = []
     for size in POWERS_OF_TWO:
         global_size = run.job.training.global_batch_size
@@ -436,8 +448,10 @@ def _choose_batch_sizes(run: Run, gpu: Gpu, layout: dict[str, Any]) -> list[tupl
         new_run = change_run(run, settings)
         if new_run is None or new_run.job == run.job:
             continue
+
         guess = _guess_plan(new_run, gpu)
         if guess.fits:
+            # Omit the options that the job already sets.
             changes = {
                 key: value for key, value in settings.items() if attrgetter(key)(run.job) != value
             }
@@ -448,7 +462,7 @@ def _choose_batch_sizes(run: Run, gpu: Gpu, layout: dict[str, Any]) -> list[tupl
 def _guess_plan(run: Run, gpu: Gpu) -> Forecast:
     """Forecast a compiled run from formulas, which is faster but less accurate than a trace.
 
-    The result is used only to choose the jobs to trace and their order. It is never reported.
+    Use the result only to choose the jobs to trace.
     """
     peak = _guess_peak(run)
     trace = RankTrace(
@@ -495,12 +509,15 @@ def _guess_work(run: Run) -> tuple[Work, ...]:
     values_per_token = activation_values(arch, degrees.tensor)  # of a block
     recomputed_share = {"none": 0.0, "full": 1.0}.get(job.activation_checkpoint.mode, 0.5)
 
+    # Matmuls take 2 FLOPs per weight and token forward, 4 backward, and 2 if they are recomputed.
     dtype, dtype_bytes = ("float8", 1) if job.float8.enable else ("bfloat16", 2)
     matmul_flops = (6 + 2 * recomputed_share) * num_weights * step_tokens
     attended = arch.attended(job.training.seq_len)
     attention_flops = 4 * attended * arch.q_dim * num_layers / degrees.tensor
     num_attention_passes = 5 if recomputed_share == 1 else 4
 
+    # FSDP gathers the weights forward and backward. A block has four tensor parallel collectives
+    # in each direction.
     num_shards = degrees.shard * degrees.context
     num_gathers = 2 * (1 if degrees.pipeline > 1 else run.microbatches)
     gathered_bytes = num_gathers * num_weights * dtype_bytes
@@ -558,7 +575,7 @@ def format_options(settings: Settings) -> tuple[str, ...]:
 
 
 def _describe(settings: Settings) -> str:
-    """Format changed options as command-line options, or "the job as it is" if there are none."""
+    """Return settings as command-line options, or "the job as it is" if there are none."""
     return " ".join(format_options(settings)) or "the job as it is"
 
 

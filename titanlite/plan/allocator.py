@@ -22,9 +22,9 @@ CUBLAS_WORKSPACES = 33 * MIB  # on an H100, allocated by the first matmul and ne
 
 
 class CachingAllocator:
-    """Simulate the CUDA caching allocator of one GPU, to predict how much memory it reserves.
+    """Simulates the CUDA caching allocator of one GPU, to predict how much memory it reserves.
 
-    Blocks are identified by a number that the caller chooses, such as the number of a storage.
+    The caller identifies each block by a number, such as the number of a storage.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class CachingAllocator:
 
 
 class Segment:
-    """Simulate an expandable segment: a range of addresses from 0 that grows by whole pages.
+    """Simulates an expandable segment, a range of addresses from 0 that grows by whole pages.
 
     Attributes:
         size: Number of reserved bytes.
@@ -119,10 +119,10 @@ class Segment:
         return last if last is not None and self._size_at[last] >= size else None
 
     def _grow(self, size: int) -> int:
-        """Reserve pages at the end of the segment until its last free block has `size` bytes.
+        """Reserve as many pages as are needed for a free block of `size` bytes at the end.
 
         Returns:
-            Address of the block.
+            Address of the block, which includes a free block at the previous end.
         """
         address = self.size
         free = 0

@@ -60,8 +60,8 @@ REDUCTION_RATIO = 8  # a value this many times smaller than its inputs is a redu
 def compiling() -> Iterator[None]:
     """Replace `torch.compile` and `nn.Module.compile` by an imitation within this context.
 
-    The imitation runs functions as graphs that use as much memory as compiled code, without
-    generating code. This lets `titanlite plan` trace compiled jobs without a GPU.
+    The imitation traces functions into graphs, and runs these with the memory and the kernels of
+    compiled code, without generating code. This works on fake tensors and without a GPU.
     """
     graphs: dict[Any, Function] = {}
 
@@ -71,7 +71,7 @@ def compiling() -> Iterator[None]:
         module = owner or getattr(function, "__self__", nn.Module())
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():  # it is part of another graph
+            if torch.compiler.is_compiling():  # part of another graph
                 return function(*args, **kwargs)
             call, tensors, key = _flatten_call(function, module, args, kwargs)
             # Blocks share one graph, because their code and shapes are the same.
@@ -122,15 +122,17 @@ def _flatten_call(
         - Its arguments: the parameters of the module, and the tensors in `args` and `kwargs`.
         - A key that is equal for calls that can share a graph.
     """
+    # Replace each leaf of the nested arguments by its index in a flat list.
     leaves: list[Any] = []
 
     def replace_by_index(leaf: Any) -> int:
         leaves.append(leaf)
         return len(leaves) - 1
 
-    indices: Any = map_aggregate((args, kwargs), replace_by_index)  # nested like the arguments
+    indices: Any = map_aggregate((args, kwargs), replace_by_index)
     tensor_indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
     parameters = dict(module.named_parameters())
     parameter_names = [f"owner.{name}" for name in parameters]
     num_parameters = len(parameters)
@@ -152,10 +154,10 @@ def _flatten_call(
 
 
 class _OwnedFunction(nn.Module):
-    """Wraps a function in a module, so that `functional_call` can replace parameters.
+    """Wraps a function in a module, so that `functional_call` can replace parameters of `owner`.
 
     Args:
-        function: The function.
+        function: Function to call.
         owner: Module whose parameters the function reads.
     """
 
@@ -169,11 +171,14 @@ class _OwnedFunction(nn.Module):
 
 
 def _trace_graph(function: Function, tensors: Sequence[Tensor]) -> Function:
-    """Trace a function into forward and backward graphs, and return a function that runs them.
+    """Trace a function into a forward and a backward graph.
 
     Args:
-        function: Function of tensors.
+        function: Function whose arguments are tensors.
         tensors: Example arguments.
+
+    Returns:
+        A function that runs the graphs in place of `function`.
     """
     graph = aot_function(
         function,
@@ -188,10 +193,10 @@ def _trace_graph(function: Function, tensors: Sequence[Tensor]) -> Function:
     def keep_graphs(_: Any, forward: Any, backward: Any, *__: Any) -> tuple[Any, Any]:
         return forward, backward
 
-    # The first call creates the graphs. No counter and no activation checkpointing must see its
-    # tensors.
+    # The first call creates the graphs. Hide its tensors from counters and from activation
+    # checkpointing.
     with (
-        override(partitioners, functionalize_rng_ops=keep_graphs),  # needs a GPU
+        override(partitioners, functionalize_rng_ops=keep_graphs),  # the original needs a GPU
         torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
         _disable_current_modes(),
         pause_counters(),
@@ -216,7 +221,7 @@ def _empty_like(tensor: Any) -> Any:
 def _partition(joint: GraphModule, inputs: Any, **options: Any) -> tuple[GraphModule, GraphModule]:
     """Divide a joint graph into a forward and a backward graph, as Inductor does.
 
-    The result of flex attention is saved for the backward pass, unless activation checkpointing
+    Save the result of flex attention for the backward pass, unless activation checkpointing
     recomputes it.
     """
     for node in joint.graph.nodes:
@@ -262,13 +267,13 @@ def _checkpoint(function: Function, *inputs: Any, context_fn: Any = None, **opti
 
 
 class _Kernel(NamedTuple):
-    """Describe one kernel launch of a compiled graph.
+    """A kernel launch of a compiled graph.
 
     Attributes:
         node: Graph node that the kernel computes.
         reads: Nodes whose values the kernel reads from memory.
-        is_generated: Whether the compiler generates the kernel. Generated kernels are imitated by
-            allocating their result.
+        is_generated: Whether the compiler generates the kernel. The imitation does not run such
+            kernels, and only allocates their results.
         num_bytes: Bytes that a generated kernel reads and writes. 0 for other kernels.
     """
 
@@ -281,7 +286,7 @@ class _Kernel(NamedTuple):
 def _imitate_kernels(gm: GraphModule, example_inputs: Any) -> Function:
     """Return a function that runs a graph and allocates memory as compiled code would.
 
-    `aot_function` calls it as the compiler, with a graph and example inputs.
+    `aot_function` calls this in place of a compiler, with a graph and example inputs.
     """
     *nodes, output = gm.graph.nodes
     inputs = [node for node in nodes if node.op == "placeholder"]
@@ -303,6 +308,7 @@ def _imitate_kernels(gm: GraphModule, example_inputs: Any) -> Function:
                 values[node] = _empty_like(node.meta["val"])
             else:
                 values[node] = _evaluate(node, values, gm)
+
             if kernel.num_bytes:
                 count_generated_kernel(kernel.num_bytes)
             for freed in freed_after[node]:
@@ -316,11 +322,11 @@ def _imitate_kernels(gm: GraphModule, example_inputs: Any) -> Function:
 
 
 def _evaluate(node: Node, values: Mapping[Node, Any], gm: GraphModule) -> Any:
-    """Return the value of a graph node, and compute it first if it is not in memory.
+    """Return the value of a graph node. Compute it if it is not in memory.
 
     Args:
         node: Node of the graph.
-        values: Values in memory.
+        values: Node -> value, for the values in memory.
         gm: Module of the graph, which has its constants as attributes.
     """
     if node in values:
@@ -333,9 +339,9 @@ def _evaluate(node: Node, values: Mapping[Node, Any], gm: GraphModule) -> Any:
 
 
 def _find_bases(nodes: Sequence[Node]) -> dict[Node, Node]:
-    """Map each node to the node that allocates its memory.
+    """Map each node to the node that allocates the memory of its value.
 
-    A view, or a copy into an existing tensor, uses the memory of another node.
+    Views and copies into an existing tensor use the memory of another node.
     """
     bases: dict[Node, Node] = {}
     for node in nodes:
@@ -347,7 +353,7 @@ def _find_bases(nodes: Sequence[Node]) -> dict[Node, Node]:
 def _find_stored(nodes: Sequence[Node], bases: Mapping[Node, Node]) -> set[Node]:
     """Return the nodes whose values compiled code writes to memory.
 
-    All other values are computed within the kernels that use them.
+    The kernels that use other values compute these by themselves.
     """
     stored: set[Node] = set()
     for node in nodes:
@@ -374,8 +380,8 @@ def _list_kernels(
     """
     kernels: list[_Kernel] = []
     sources: dict[Node, set[Node]] = {}  # node -> stored nodes that are read to compute it
-    # About one kernel is generated between two others, so it reads and writes each value once.
-    seen_by_kernel: set[Node] = set()
+    # Generated kernels in a row are fused, so together they access each value only once.
+    accessed: set[Node] = set()
     for node in nodes:
         reads = set[Node]().union(*(sources[source] for source in node.all_input_nodes))
         sources[node] = {bases[node]} if bases[node] in stored else reads
@@ -385,12 +391,12 @@ def _list_kernels(
 
         if _has_own_kernel(node):
             kernels.append(_Kernel(node, reads, is_generated=False, num_bytes=0))
-            seen_by_kernel = set()
+            accessed = set()
         else:
-            new_values = {node, *reads} - seen_by_kernel
+            new_values = {node, *reads} - accessed
             num_bytes = sum(_bytes_of(value) for value in new_values)
             kernels.append(_Kernel(node, reads, is_generated=True, num_bytes=num_bytes))
-            seen_by_kernel |= new_values
+            accessed |= new_values
     return kernels
 
 
@@ -401,11 +407,11 @@ def _find_freed(
 
     Args:
         kernels: Kernels in the order in which they run.
-        bases: Node -> node that allocates its memory, from `_find_bases`.
-        kept: Nodes whose values the graph returns, so they are not freed.
+        bases: Node -> node that allocates its memory.
+        kept: Nodes whose values the graph returns, so they are never freed.
 
     Returns:
-        Node of a kernel -> nodes whose values are freed after the kernel.
+        Node of a kernel -> nodes whose values are freed after this kernel.
     """
     last_kernel: dict[Node, Node] = {}  # node -> node of the last kernel that uses its value
     for kernel in kernels:
@@ -434,7 +440,7 @@ def _is_copy(node: Node) -> bool:
 
 
 def _has_own_kernel(node: Node) -> bool:
-    """Return whether a node runs an existing kernel, such as a matmul, not a generated one."""
+    """Return whether a node runs a kernel that the compiler does not generate, such as a matmul."""
     namespace, _, name = _operator_name(node).partition("::")
     is_library_kernel = name in MATMULS or "scaled_dot_product" in name
     is_foreign = namespace not in ("", "aten", "prims")
@@ -442,10 +448,7 @@ def _has_own_kernel(node: Node) -> bool:
 
 
 def _operator_name(node: Node) -> str:
-    """Return the name of the operator that a node calls, for example "aten::mm".
-
-    The result is "" if the node calls no operator.
-    """
+    """Return the name of the operator that a node calls, such as "aten::mm", or "" if none."""
     if node.op != "call_function" or not hasattr(node.target, "_schema"):
         return ""
     return node.target._schema.name  # pyright: ignore

@@ -75,8 +75,8 @@ ADD = torch.ops.aten.add.Tensor
 class Location(NamedTuple):
     """A part of the training step, such as the forward pass of the blocks.
 
-    Memory and work are recorded per location. At each location they grow linearly with the number
-    of blocks, so a trace of few blocks can be extrapolated.
+    Memory and work are counted separately for each location, where they grow linearly with the
+    number of blocks. A trace of few blocks can therefore be extrapolated.
 
     Attributes:
         phase: "forward", "backward" (including recomputation) or "optimizer" (including clipping).
@@ -98,7 +98,7 @@ class Group(NamedTuple):
     Attributes:
         name: Mesh dimension, such as "fsdp" or "tensor".
         size: Number of ranks.
-        span: Distance from the first to the last rank, plus 1. The group fits in one node if the
+        span: Distance from the first to the last rank, plus 1. The group fits into one node if the
             node has at least this many GPUs.
     """
 
@@ -133,17 +133,17 @@ class Work(NamedTuple):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Return the attributes that identify a kind of work. Work with equal keys is added up."""
+        """Attributes that identify the kind of work. Work with equal keys is added up."""
         return self[:5]
 
     @property
     def amounts(self) -> tuple[int, int, int]:
-        """Return count, FLOPs and bytes."""
+        """Count, FLOPs and bytes."""
         return self[5:]
 
 
 class Allocation(NamedTuple):
-    """Record that a storage was allocated, resized or freed.
+    """Log entry of a storage (the memory behind tensors) that was allocated, resized or freed.
 
     Attributes:
         storage: Number of the storage.
@@ -190,10 +190,9 @@ class Counter(TorchDispatchMode):
         self.begin()
 
     def begin(self) -> None:
-        """Start counting a new step.
+        """Start counting a new step, and clear the log of the previous one.
 
-        Storages that are allocated at this moment stay counted. Log entries of the previous step
-        are removed.
+        The new log begins with the storages that exist now.
         """
         self.location = START
         self.log: list[LogEntry] = [
@@ -208,12 +207,12 @@ class Counter(TorchDispatchMode):
     def mark(
         self, tensors: Iterable[Any], kind: str, replaceable: Iterable[str] = ALL_KINDS
     ) -> None:
-        """Set the kind of the memory that tensors occupy, for example "gradients".
+        """Set the kind of memory that tensors occupy, for example "gradients".
 
         Args:
             tensors: Tensors. Values that are not tensors are ignored.
             kind: New kind, one of `ALL_KINDS`.
-            replaceable: Kinds to replace. Storages of any other kind are left unchanged.
+            replaceable: Kinds that can be replaced. Memory of another kind keeps its kind.
         """
         for tensor in tensors:
             for plain in plain_tensors(tensor):
@@ -222,7 +221,7 @@ class Counter(TorchDispatchMode):
                     self.kinds[number] = kind
 
     def start_action(self, name: Any, location: Location, replay: bool = False) -> None:
-        """End the current pipeline action and start another one.
+        """End the current pipeline action, and start another one.
 
         A pipeline action is the forward or backward pass of one microbatch through one stage, or
         its communication.
@@ -230,12 +229,13 @@ class Counter(TorchDispatchMode):
         Args:
             name: Name that is equal for the same action of different microbatches.
             location: Location of the action.
-            replay: Copy the log entries of the latest action with this name, for an action that is
-                skipped.
+            replay: Copy the log entries of the latest action with this name, because this action
+                does not run.
         """
         if self._current_action is not None:
             entries = self._action_entries + self.log[self._action_start :]
             self._recorded_actions[self._current_action] = entries
+
         self.location = location
         self._action_entries = []
         self._action_start = len(self.log)
@@ -251,7 +251,8 @@ class Counter(TorchDispatchMode):
 
         Args:
             name: Name that is equal for the same action of different microbatches.
-            replay: Copy the log entries of the latest action with this name. See `start_action`.
+            replay: Copy the log entries of the latest action with this name, because this action
+                does not run.
         """
         self._action_entries += self.log[self._action_start :]
         start = len(self.log)
@@ -320,7 +321,8 @@ class Counter(TorchDispatchMode):
     ) -> Any:
         """Run an operator and count it. torch calls this for every operator within `watching`."""
         if any(kind not in PLAIN_TYPES for kind in types):
-            return NotImplemented
+            return NotImplemented  # a subclass such as DTensor first calls operators on its parts
+
         is_fake = bool(args) and isinstance(args[0], FakeTensor)
         if func is GET_DEVICE and is_fake:  # a shortcut for more than half of all calls
             return args[0].fake_device
@@ -330,8 +332,8 @@ class Counter(TorchDispatchMode):
         kwargs = kwargs or {}
         signature = _signature(func)
         if signature.is_view:
-            # Inside of a tensor subclass, `to`, `contiguous` and `reshape` arrive here
-            # undecomposed. They return their argument, a view of it, or a copy.
+            # Within a tensor subclass, `to`, `contiguous` and `reshape` arrive as one operator that
+            # returns a view or a copy. Decompose it, so that copies are counted.
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
@@ -398,7 +400,7 @@ class Counter(TorchDispatchMode):
         )
 
     def _find_group(self, args: Sequence[Any]) -> Group | None:
-        """Find the process group in the arguments of a collective, as an object or by its name."""
+        """Find the process group of a collective, which is an object or a name in its arguments."""
         for value in args:
             if isinstance(value, torch.ScriptObject):
                 group = dist.ProcessGroup.unbox(value)
@@ -408,9 +410,9 @@ class Counter(TorchDispatchMode):
         return self._groups.get(names[-1])
 
     def _storage_number(self, tensor: Tensor) -> int:
-        """Return the number that identifies the storage of a tensor.
+        """Return the number of the storage of a tensor.
 
-        The first call for a storage assigns the next number and logs the allocation.
+        The first call for a storage assigns the next number, and logs the allocation.
         """
         storage = tensor.untyped_storage()
         if id(storage) in self._living:
@@ -440,15 +442,11 @@ class Counter(TorchDispatchMode):
         self._living[identity] = number, reference
 
     def _handle_free(self, identity: int) -> None:
-        """Log that a storage was freed.
-
-        If autograd is adding another gradient to the freed tensor, the sum takes over its memory.
-        """
+        """Log that a storage was freed, unless a sum of gradients takes over its memory."""
         number, _ = self._living.pop(identity)
         if self._pending_sum is not None and self._pending_sum[0] == identity:
-            # Autograd adds gradients in place if nothing else uses the first one. It never does so
-            # with fake tensors, so let the sum take over the memory of the gradient that it
-            # replaces.
+            # Autograd adds gradients in place if nothing else uses the first one, but never with
+            # fake tensors. So let the sum take over the memory of the first gradient.
             _, result = self._pending_sum
             self._pending_sum = None
             self._track(result.untyped_storage(), number)
@@ -458,7 +456,7 @@ class Counter(TorchDispatchMode):
     def _settle_sum(self) -> None:
         """Count the pending sum of two gradients as newly allocated memory.
 
-        It is called if the first gradient is still in use, so that the sum cannot reuse its memory.
+        Call this if the first gradient is still in use, because the sum cannot reuse its memory.
         """
         if self._pending_sum is not None:
             _, result = self._pending_sum
@@ -466,7 +464,7 @@ class Counter(TorchDispatchMode):
             self._storage_number(result)
 
     def _log_size(self, number: int, size: int) -> None:
-        """Log the new size of a storage in bytes. Nothing is logged if the size is unchanged."""
+        """Log the new size of a storage in bytes, if the size has changed."""
         change = size - self._sizes[number]
         if change:
             self.log.append((self.location, Allocation(number, change)))
@@ -496,7 +494,7 @@ def pause_counters() -> Iterator[None]:
 
 
 class _Signature(NamedTuple):
-    """Cache the properties of an operator that follow from its schema.
+    """Properties of an operator that follow from its schema.
 
     Attributes:
         name: Name of the operator, such as "aten::mm".
@@ -533,7 +531,7 @@ def _signature(func: Any) -> _Signature:
 def _collective_name(operator: str) -> str | None:
     """Return the collective that an operator performs, or None.
 
-    For example, "all_gather" for "c10d::_allgather_base_".
+    For example, return "all_gather" for "c10d::_allgather_base_".
     """
     if not operator.startswith(("c10d::", "_c10d_functional::")):
         return None
@@ -558,11 +556,12 @@ def _count_flops(op: str, inputs: Sequence[Tensor]) -> tuple[tuple[int, ...], in
     """Count the FLOPs of a matmul or an attention operator.
 
     Args:
-        op: Operator without "aten::".
+        op: Operator without "aten::", such as "mm".
         inputs: Tensor arguments, starting with the factors of a matmul.
 
     Returns:
-        Shape of the operation, as in `Work.shape`, and number of FLOPs.
+        The shape, (m, k, n) of a matmul or (batch, heads, queries, keys, head_dim) of attention,
+        and the number of FLOPs. Other operators return () and 0.
     """
     if op in MATMULS:
         a, b = inputs[:2]
@@ -597,7 +596,7 @@ def _attention_flops(op: str, shape: tuple[int, ...], is_backward: bool) -> int:
 def plain_tensors(tensor: Any) -> Iterator[Tensor]:
     """Yield the plain tensors inside a tensor subclass, such as the local shard of a DTensor.
 
-    A plain tensor is yielded itself. Other values yield nothing.
+    For a plain tensor, yield the tensor. For other values, yield nothing.
     """
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
@@ -607,7 +606,7 @@ def plain_tensors(tensor: Any) -> Iterator[Tensor]:
 
 
 def _find_tensors(value: Any) -> list[Tensor]:
-    """List the tensors in a value, which may be a tensor or nested lists and tuples."""
+    """List the tensors in a value, which can be a tensor or nested lists and tuples."""
     if isinstance(value, Tensor):
         return [value]
     if not isinstance(value, list | tuple):
@@ -616,5 +615,5 @@ def _find_tensors(value: Any) -> list[Tensor]:
 
 
 def bytes_of(value: Any) -> int:
-    """Return the size in bytes of all tensors in a value, which may be nested lists or tuples."""
+    """Return the bytes of all tensors in a value, which can be nested lists and tuples."""
     return sum(tensor.numel() * tensor.element_size() for tensor in _find_tensors(value))

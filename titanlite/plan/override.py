@@ -9,9 +9,9 @@ from typing import Any
 
 @contextmanager
 def override(owner: Any, **replacements: Any) -> Iterator[None]:
-    """Replace attributes of a module, class or instance within this context.
+    """Replace attributes of a module, class or instance, and restore them when the context ends.
 
-    For example, `override(torch, compile=imitation)`. The original attributes are restored on exit.
+    For example, `with override(torch, compile=imitation):`.
     """
     originals = {name: vars(owner)[name] for name in replacements if name in vars(owner)}
     for name, replacement in replacements.items():

@@ -111,9 +111,9 @@ def forecast(run: Run, traces: Sequence[RankTrace], gpu: Gpu) -> Forecast:
 
 
 def this_cpu() -> Gpu:
-    """Measure the speed of the CPU of this node and return it as a `Gpu`, to plan runs on CPUs.
+    """Measure the speed of this node's CPU with matmuls and a copy.
 
-    The speed is measured by timing matmuls and a copy.
+    Return the result as a `Gpu`, which allows planning runs on CPUs.
     """
     num_cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
@@ -146,10 +146,10 @@ def this_cpu() -> Gpu:
 
 
 def _estimate_overhead(run: Run, trace: RankTrace, gpu: Gpu) -> int:
-    """Estimate the memory of a rank besides its tensors, in bytes.
+    """Estimate the bytes of memory that a rank needs besides its tensors.
 
-    On a GPU, it consists of the CUDA context, NCCL and memory that the allocator reserves but does
-    not use. On a CPU, it consists of the process and of fragmentation.
+    On a GPU, these are the CUDA context, NCCL, and memory that the allocator reserves but does not
+    use. On a CPU, they are the process and fragmentation.
     """
     if gpu.cpu:
         return CPU_PROCESS_BYTES + int(CPU_FRAGMENTATION * trace.peak)
@@ -157,9 +157,9 @@ def _estimate_overhead(run: Run, trace: RankTrace, gpu: Gpu) -> int:
 
 
 def bytes_outside_allocator(run: Run) -> int:
-    """Estimate the GPU memory that the caching allocator of torch does not manage, in bytes.
+    """Estimate the bytes of GPU memory that the CUDA context and NCCL take.
 
-    It is used by the CUDA context and NCCL.
+    The caching allocator of torch does not manage this memory.
     """
     degrees = run.degrees
     group_sizes = (
@@ -175,11 +175,11 @@ def bytes_outside_allocator(run: Run) -> int:
 
 @dataclass
 class _StepTime:
-    """Estimate the time of a training step on one rank, in seconds.
+    """Estimated time of a training step on one rank, in seconds.
 
     Attributes:
         parts: Category, such as "matmuls" -> seconds.
-        hidden: Seconds of communication that overlap with kernels and do not lengthen the step.
+        hidden: Seconds of communication that overlap with kernels, and do not lengthen the step.
     """
 
     parts: defaultdict[str, float]
@@ -227,8 +227,8 @@ def _add_phase(time: _StepTime, phase: str, work: Iterable[Work], run: Run, gpu:
     for item in work:
         group = item.group
         if group is None:
-            name, seconds = _time_kernels(item, gpu)
-            time.parts["optimizer" if phase == "optimizer" else name] += seconds
+            category, seconds = _time_kernels(item, gpu)
+            time.parts["optimizer" if phase == "optimizer" else category] += seconds
             compute += seconds
             launches += item.count * LAUNCH
             continue
@@ -242,6 +242,8 @@ def _add_phase(time: _StepTime, phase: str, work: Iterable[Work], run: Run, gpu:
             time.parts[f"collectives ({group.name})"] += seconds - hidden_share * seconds
             time.hidden += hidden_share * seconds
 
+    # A GPU waits for launches only if they take longer than the kernels. Overlapping collectives
+    # are visible if they take longer than both.
     waiting = launches if gpu.cpu else max(0.0, launches - compute)
     visible = min(overlapping, max(overlapping - compute - waiting, exposed))
     hidden = overlapping - visible
@@ -251,13 +253,13 @@ def _add_phase(time: _StepTime, phase: str, work: Iterable[Work], run: Run, gpu:
 
 
 def _time_kernels(work: Work, gpu: Gpu) -> tuple[str, float]:
-    """Estimate the time of a group of equal kernels.
+    """Estimate the total time of several kernels of the same kind.
 
     Returns:
-        Category, such as "matmuls", and total time in seconds.
+        Category, such as "matmuls", and time in seconds.
     """
-    is_matmul = len(work.shape) == 3
-    is_attention = len(work.shape) == 5  # see `Work.shape`
+    is_matmul = len(work.shape) == 3  # (m, k, n)
+    is_attention = len(work.shape) == 5  # (batch, heads, queries, keys, head_dim)
     peak = gpu.fp32 if work.dtype == "float32" else gpu.bf16
     if is_attention:
         efficiency = gpu.attention
@@ -282,7 +284,7 @@ def _time_kernels(work: Work, gpu: Gpu) -> tuple[str, float]:
 
 
 def _time_collectives(work: Work, group: Group, gpu: Gpu) -> float:
-    """Return the seconds of collectives with the ring algorithm.
+    """Estimate the seconds of collectives that use the ring algorithm.
 
     A ring of n ranks moves (n - 1) / n of the tensor over each link, and twice as much for an
     all-reduce. In a group that spans several nodes, the ranks of a node share the traffic from
@@ -290,6 +292,7 @@ def _time_collectives(work: Work, group: Group, gpu: Gpu) -> float:
     """
     if group.size == 1:
         return 0.0
+
     num_nodes = 1 if gpu.cpu else math.ceil(group.span / gpu.machine)
     if work.op == "send":
         link_share = 1.0 if num_nodes == 1 else 0.0
@@ -310,12 +313,12 @@ def _time_collectives(work: Work, group: Group, gpu: Gpu) -> float:
 
 
 def _bubble_share(run: Run) -> float:
-    """Estimate how long a pipeline rank is idle, relative to the busy time of the other ranks.
+    """Estimate the idle time of a pipeline rank, relative to the busy time of the other ranks.
 
-    With p ranks, v stages per rank and m microbatches, it is (p - 1) / (v m)
-    (https://arxiv.org/abs/2104.04473). Zero-bubble schedules delay the gradients of weights to fill
-    two thirds of the idle time (https://arxiv.org/abs/2401.10241). The V-shaped zero-bubble
-    schedule fills all of it if there are at least 2 p microbatches.
+    For p ranks, v stages per rank and m microbatches, it is (p - 1) / (v m)
+    (https://arxiv.org/abs/2104.04473). Zero-bubble schedules fill two thirds of it by delaying the
+    gradients of weights (https://arxiv.org/abs/2401.10241). The V-shaped zero-bubble schedule fills
+    all of it if there are at least 2 p microbatches.
     """
     num_ranks = run.degrees.pipeline
     schedule = run.job.parallelism.pipeline_parallel_schedule
@@ -329,11 +332,11 @@ def _bubble_share(run: Run) -> float:
 
 
 def _add_bubble(times: Mapping[int, _StepTime], share: float) -> None:
-    """Add the time that each pipeline rank waits for other ranks to its step time.
+    """Add the time during which each pipeline rank waits for other ranks to its step time.
 
     Args:
         times: Rank -> time of its step, modified in place.
-        share: Idle time relative to the busy time of the other ranks, from `_bubble_share`.
+        share: Idle time of a rank, relative to the busy time of the other ranks.
     """
     busy = {rank: time.total() - time.parts["optimizer"] for rank, time in times.items()}
     for rank, time in times.items():

@@ -24,22 +24,22 @@ from titanlite.plan.override import override
 
 
 class FusedRMSNorm(torch.autograd.Function):
-    """RMSNorm that allocates and reads the same memory as the fused GPU kernels.
+    """RMSNorm with the memory and the traffic of the fused GPU kernels, but with wrong values.
 
-    On a CPU, RMSNorm would consist of many operators on fp32 tensors. The values do not matter,
-    because a trace has only fake tensors.
+    Values do not matter, because a trace has only fake tensors. The RMSNorm of a CPU would consist
+    of many operators on fp32 tensors.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        """Save the tensors that the GPU kernel saves, and return a tensor with the shape of `x`."""
+        """Save the same tensors as the GPU kernel, and return a tensor with the shape of `x`."""
         reciprocal_rms = x[..., 0].float()
         ctx.save_for_backward(x, weight, reciprocal_rms)
         return x * weight
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        """Return two tensors with the shapes of the gradients of the input and of the weight."""
+        """Return tensors with the shapes of the gradients of the input and the weight."""
         x, weight, _ = ctx.saved_tensors
         grad_x = grad + x
         batch_dims = tuple(range(x.ndim - 1))
@@ -47,26 +47,26 @@ class FusedRMSNorm(torch.autograd.Function):
 
 
 def _cudnn_attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
-    """Replace scaled dot-product attention by its cuDNN operator, as on a Hopper GPU."""
+    """Call the cuDNN operator of scaled dot-product attention, as a Hopper GPU does."""
     return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True)[0]
 
 
 def _flex_attention(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
-    """Replace flex attention by flash attention, which saves and returns the same tensors."""
+    """Call flash attention in place of flex attention. It saves and returns equal tensors."""
     return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
 
 
 def _rms_norm(
     x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    """Replace `F.rms_norm` by operators with the memory traffic of a GPU."""
-    if torch.compiler.is_compiling() or weight is None:  # the compiler decomposes it
+    """Compute `F.rms_norm` with operators that have the memory traffic of a GPU."""
+    if torch.compiler.is_compiling() or weight is None:  # the compiler decomposes the operator
         return torch.ops.aten._fused_rms_norm(x, shape, weight, eps)[0]
     return FusedRMSNorm.apply(x, weight)
 
 
 def _small_mask(*_: Any) -> tuple[()]:
-    """Replace a block mask by an empty value, because its memory is negligible."""
+    """Return an empty value in place of a block mask, whose memory is negligible."""
     return ()
 
 
@@ -74,9 +74,9 @@ def _small_mask(*_: Any) -> tuple[()]:
 def simulate_gpu() -> Iterator[None]:
     """Let CPU tensors take the same code path as GPU tensors within this context.
 
-    Attention runs as the cuDNN operator and flex attention as flash attention. Selective activation
-    checkpointing does not save the result of flex attention, so it is excluded here as well.
+    Attention runs as the cuDNN operator, and flex attention as flash attention.
     """
+    # Selective activation checkpointing does not save the result of flex attention.
     flash_attention = torch.ops.aten._scaled_dot_product_flash_attention.default
     saved_ops = recompute.ALWAYS_SAVED - {flash_attention}
     vocab_block = {"cpu": losses.VOCAB_BLOCK["cuda"]}
@@ -93,10 +93,10 @@ def simulate_gpu() -> Iterator[None]:
 
 @contextmanager
 def simulate_ranks(world_size: int, rank: int) -> Iterator[None]:
-    """Let one process run as a rank of a large job within this context.
+    """Let this process run as a rank of a large job within this context.
 
-    The collectives of the simulated process group return immediately. The group is destroyed on
-    exit. As in training, Python does not collect reference cycles within this context.
+    Collectives return immediately, without other ranks. As in training, the garbage collector of
+    Python is disabled. On exit, the simulated process group is destroyed.
 
     Args:
         world_size: Number of simulated ranks.
@@ -111,6 +111,5 @@ def simulate_ranks(world_size: int, rank: int) -> Iterator[None]:
     finally:
         gc.enable()
         dist.destroy_process_group()
-        # DTensor caches meshes. Those of a later process group compare equal, but its groups have
-        # other names.
+        # Otherwise the next process group would get cached meshes with the names of old groups.
         _clear_sharding_prop_cache()

@@ -83,10 +83,10 @@ class StepCounts(NamedTuple):
 def count_step(
     run: Run, mesh: Mesh, sharded: ShardedModel, train_step: TrainStep, whole: bool = False
 ) -> StepCounts:
-    """Run two training steps on empty sequences and count the memory and work of the second one.
+    """Run two training steps on empty sequences, and count the memory and work of the second one.
 
-    The first step allocates what persists, such as optimizer state. For this, the last microbatch
-    is enough. Tensors may be real or fake.
+    The first step only allocates what persists, such as optimizer state. Tensors may be real or
+    fake.
 
     Args:
         run: The validated job and the number of ranks.
@@ -101,8 +101,7 @@ def count_step(
     with counter.watching():
         _run_steps(counter, allocator, run, sharded, train_step, skipped)
 
-    # Without a pipeline, the second microbatch represents the skipped ones. It frees all that it
-    # allocates.
+    # Without a pipeline, repeat the log entries of the second microbatch for the skipped ones.
     repeated = range(0)
     if skipped and run.degrees.pipeline == 1:
         second_start, third_start = counter.forward_starts[1:3]
@@ -169,11 +168,11 @@ def _run_steps(
 
 
 def _skippable_microbatches(run: Run, whole: bool) -> range:
-    """Return the indices of microbatches that need not run, because another one represents them.
+    """Return the indices of microbatches that can be skipped, because they repeat an earlier one.
 
-    Without a pipeline, the second microbatch represents them. A pipeline runs one microbatch more
-    before the skipped ones, because part of its memory is freed while the next one runs. It runs
-    all microbatches if the memory of a microbatch depends on more than its stage:
+    These follow the second microbatch, or with a pipeline the third, because part of the memory of
+    a microbatch is freed while the next one runs. A pipeline runs all microbatches if the memory of
+    a microbatch depends on more than its stage:
 
     - Stages on one rank hand their results to each other (V-shaped schedules).
     - A rank has so many stages that torch unshards and reshards some while others run.
@@ -197,7 +196,7 @@ def _skippable_microbatches(run: Run, whole: bool) -> range:
 
 
 def _describe_groups(mesh: Mesh) -> dict[str, Group]:
-    """Map the name of each process group of a mesh to a description with its number of ranks."""
+    """Describe all process groups of a mesh, keyed by their names in torch."""
     groups = {
         "stage": mesh.stage_group,
         "loss": mesh.loss_group,
@@ -223,13 +222,12 @@ def _describe_groups(mesh: Mesh) -> dict[str, Group]:
 def _add_up_work(
     counter: Counter, repeated: range, num_repeats: int
 ) -> dict[tuple[Any, ...], np.ndarray]:
-    """Sum up the work in the log of a step, by kind of work.
+    """Add up the work of a step by kind of work.
 
     Args:
-        counter: Counter of the step.
-        repeated: Log entries of the last computed microbatch. They also represent the microbatches
-            that were skipped.
-        num_repeats: Number of skipped microbatches, for which `repeated` is added again.
+        counter: Counter with the log of the step.
+        repeated: Indices in the log of the microbatch that represents the skipped ones.
+        num_repeats: Number of skipped microbatches.
 
     Returns:
         `Work.key` -> array of count, FLOPs and bytes.
@@ -237,15 +235,21 @@ def _add_up_work(
     totals = defaultdict[Any, Any](int)
     for i, (_, entry) in enumerate(counter.log):
         if isinstance(entry, Work):
-            times = 1 + num_repeats if i in repeated else 1
-            totals[entry.key] += times * np.array(entry.amounts)
+            factor = 1 + num_repeats if i in repeated else 1
+            totals[entry.key] += factor * np.array(entry.amounts)
     return totals
 
 
 def _find_peaks(
     counter: Counter,
 ) -> tuple[dict[Location, np.ndarray], dict[tuple[int, Location], int]]:
-    """Return the peak memory of each location: `StepCounts.peaks` and `StepCounts.pools`."""
+    """Find the peak memory at each location of a step.
+
+    Returns:
+        - Location -> bytes of each of `ALL_KINDS` when GPU memory is at its peak there. The value
+          of `OFFLOADED` is its maximum over the step.
+        - (stream, location) -> peak of the GPU memory that was allocated in this CUDA stream.
+    """
     peaks: dict[Location, np.ndarray] = {}
     peak_sizes = defaultdict[Location, int](int)
     pools = defaultdict[tuple[int, Location], int](int)
@@ -255,6 +259,7 @@ def _find_peaks(
     for location, entry in counter.log:
         if isinstance(entry, Work):
             continue
+
         kind = counter.kinds[entry.storage]
         allocated[kind] += entry.change
         if kind == OFFLOADED:
@@ -275,7 +280,7 @@ def _find_peaks(
 
 
 def _replay_allocations(counter: Counter, allocator: CachingAllocator) -> None:
-    """Replay the allocations of a step on a simulated allocator, to predict its reserved memory."""
+    """Replay the allocations of a step on a simulated allocator, which predicts reserved memory."""
     for location, entry in counter.log:
         if isinstance(entry, Work):
             if entry.op.removeprefix("aten.") in MATMULS:
@@ -294,9 +299,9 @@ def _replay_allocations(counter: Counter, allocator: CachingAllocator) -> None:
 
 
 class StepFollower(Hook):
-    """Tell a counter which part of the step is running and which tensors are persistent.
+    """Informs a counter which part of the step is running, and which tensors are persistent.
 
-    Persistent tensors are weights, gradients and optimizer state. The hook changes no tensor and
+    Persistent tensors are weights, gradients and optimizer state. The hook changes no tensor, and
     keeps none alive.
     """
 
@@ -327,7 +332,7 @@ class StepFollower(Hook):
         self._counter.location = Location("optimizer", "optimizer")
 
     def updated(self, step: int) -> None:
-        """Mark optimizer state that the update created, and set the location to "end"."""
+        """Mark the optimizer state that the update has created, and set the location to "end"."""
         self._mark_state()
         self._counter.location = Location("optimizer", "end")
 
@@ -344,7 +349,7 @@ def _follow_stage(counter: Counter, stage: int, module: Llama) -> None:
     output, forward or backward. The hooks also mark unsharded parameters and gradients.
 
     Args:
-        counter: The counter.
+        counter: Counter of the step.
         stage: Index of the pipeline stage.
         module: Module of the stage.
     """
@@ -387,11 +392,11 @@ def _follow_stage(counter: Counter, stage: int, module: Llama) -> None:
 
 
 def _follow_loss(counter: Counter, train_step: TrainStep, last_stage: int) -> None:
-    """Wrap the loss function so that its work is counted at the location "loss".
+    """Wrap the loss function, so that its work is counted at the location "loss".
 
     Args:
-        counter: The counter.
-        train_step: Training step whose loss is wrapped.
+        counter: Counter of the step.
+        train_step: Training step whose loss function is replaced.
         last_stage: Index of the pipeline stage that computes the loss.
     """
     forward_backward = train_step.forward_backward
@@ -412,16 +417,16 @@ def _follow_loss(counter: Counter, train_step: TrainStep, last_stage: int) -> No
 
 
 def _set_location(counter: Counter, location: Location, *_: Any) -> None:
-    """Set the location of a counter. As a module hook, it ignores all further arguments."""
+    """Set the location of a counter. Ignore the further arguments that module hooks receive."""
     counter.location = location
 
 
 def _follow_backward(counter: Counter, location: Location, *values: Any) -> None:
-    """Set the location of a counter to the backward pass when the gradient of a result is computed.
+    """Set the location of a counter when the backward pass reaches the result of a module.
 
     Args:
-        counter: The counter.
-        location: Location of the forward pass that computed the result.
+        counter: Counter of the step.
+        location: Location of the forward pass of the module.
         values: Arguments of a forward hook. The last one is the result.
     """
     result = values[-1]
@@ -436,18 +441,17 @@ def _follow_pipeline(
 ) -> Iterator[None]:
     """Count the actions of a pipeline schedule separately within this context.
 
-    To save time, the `skipped` microbatches compute nothing. Their actions repeat the counts of the
-    previous microbatch.
+    To save time, skipped microbatches compute nothing, and repeat the counts of the previous one.
 
     Args:
-        counter: The counter.
-        stages: This rank's stages.
-        skipped: Indices of the microbatches that compute nothing.
+        counter: Counter of the step.
+        stages: Pipeline stages of this rank.
+        skipped: Indices of the skipped microbatches.
     """
     last_loss = torch.zeros(())  # of the last microbatch that ran
 
     def follow_action(stage: PipelineStage, method: str) -> Callable[..., Any]:
-        """Return a method that counts an action and runs `stage.<method>`, unless it is skipped."""
+        """Return a function that counts an action, and runs `stage.<method>` unless skipped."""
         run_action = getattr(stage, method)
         location = Location(PIPELINE_ACTIONS[method], "stage", stage.stage_index)
         has_loss = method == "forward_one_chunk" and stage.is_last
@@ -470,7 +474,7 @@ def _follow_pipeline(
         return follow
 
     def follow_receive(stage: PipelineStage, method: str) -> Callable[[int], list[Any]]:
-        """Return a method that counts the buffers which `stage.<method>` allocates to receive."""
+        """Return a function that counts the receive buffers which `stage.<method>` allocates."""
         get_operations = getattr(stage, method)
 
         def follow(microbatch: int) -> list[Any]:
@@ -480,8 +484,8 @@ def _follow_pipeline(
 
         return follow
 
-    # Before their first step, ranks agree on whether all of them know the shapes of what they
-    # receive. They do, but no other rank answers here.
+    # Before the first step, torch exchanges between ranks whether all of them know the shapes to
+    # receive. No other rank answers here, so replace the exchange by a positive answer.
     agreement = {
         "_warmup_forward_vote": lambda *_, **__: None,
         "_warmup_backward_result": lambda *_, **__: SimpleNamespace(item=lambda: 1),

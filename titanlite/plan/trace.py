@@ -65,10 +65,10 @@ def trace_run(
     """Trace one optimizer step on each kind of pipeline rank.
 
     Ranks are of the same kind if their pipeline stages are alike, so one of them represents the
-    others. Call this in a process without a process group. It leaves none behind.
+    others. Call this in a process without a process group.
 
     Args:
-        run: The validated job and the number of ranks. Neither the data nor the GPUs are needed.
+        run: The validated job and the number of ranks. Neither data nor GPUs are needed.
         gpu: The GPU of each rank. None means a CPU.
         apply: `map`, or the `map` method of a process pool to trace in parallel.
         whole: Run all blocks and microbatches on all pipeline ranks. The result is the same, but
@@ -81,17 +81,18 @@ def trace_run(
     run = with_keys(run, {f"parallelism.{key}": False for key in needs_gpu})
     on_gpu = gpu is not None and not gpu.cpu
     run = run.resolve_compute_dtype(on_gpu)
-    is_small = run.degrees.pipeline == 1 and run.arch.n_layers <= MAX_REPLAYED_BLOCKS
-    num_removed = 0 if whole or (on_gpu and is_small) else _count_removable_blocks(run)
 
     # Two traces with different numbers of blocks determine the cost of one more block.
+    is_small = run.degrees.pipeline == 1 and run.arch.n_layers <= MAX_REPLAYED_BLOCKS
+    runs_all_blocks = whole or (on_gpu and is_small)
+    num_removed = 0 if runs_all_blocks else _count_removable_blocks(run)
     runs = [_remove_blocks(run, num_removed)]
     if num_removed:
         runs.append(_remove_blocks(run, num_removed - 1))
+
     ranks = _choose_ranks(run, whole)
     tasks = [(short_run, rank, gpu, whole) for rank in ranks for short_run in runs]
     results = iter(apply(_count_rank, *zip(*tasks, strict=True)))
-
     traces = []
     has_replay = num_removed == 0 and run.degrees.pipeline == 1
     for rank in ranks:
@@ -118,7 +119,7 @@ def with_keys(run: Run, settings: Mapping[str, Any]) -> Run:
 
 
 def _choose_ranks(run: Run, whole: bool) -> list[int]:
-    """Return the ranks to trace: the first rank of each kind of pipeline rank.
+    """Return the ranks to trace, one for each kind of pipeline rank.
 
     Pipeline ranks are of the same kind if their stages have equal numbers of blocks, and if both or
     neither have the embedding and the output. The first of them holds the most microbatches at a
@@ -126,7 +127,7 @@ def _choose_ranks(run: Run, whole: bool) -> list[int]:
 
     Args:
         run: The validated job and the number of ranks.
-        whole: Return a rank of every pipeline rank.
+        whole: Return one rank for every pipeline rank.
     """
     num_pipeline_ranks = run.degrees.pipeline
     schedule = run.job.parallelism.pipeline_parallel_schedule
@@ -147,7 +148,7 @@ def _choose_ranks(run: Run, whole: bool) -> list[int]:
 
 
 def _count_removable_blocks(run: Run) -> int:
-    """Return how many blocks each stage can lose without making the extrapolation inexact.
+    """Return how many blocks each stage can lose so that the extrapolation is still exact.
 
     The result is 0 in these cases:
 
@@ -155,16 +156,15 @@ def _count_removable_blocks(run: Run) -> int:
     - Blocks are so small that FSDP groups several of them.
     - A single rank keeps small blocks unsharded.
     """
-    layout = run.job.parallelism
     checkpointing = run.job.activation_checkpoint
-    if run.job.optimizer.name == "Muon":
-        return 0
-    if checkpointing.mode == "selective" and checkpointing.selective_ac_option != "op":
+    recomputes_some = (
+        checkpointing.mode == "selective" and checkpointing.selective_ac_option != "op"
+    )
+    if recomputes_some or run.job.optimizer.name == "Muon":
         return 0
 
-    # Blocks that differ from those in the middle, at both ends of a stage.
-    num_kept = 4
-    group_size = layout.fsdp_min_num_params
+    num_kept = 4  # both ends of a stage have blocks that differ from those in the middle
+    group_size = run.job.parallelism.fsdp_min_num_params
     block_size = num_params(run.arch) // run.arch.n_layers  # an upper bound, in parameters
     is_sharded = run.degrees.shard * run.degrees.context > 1
     if block_size < 2 * group_size:
@@ -190,7 +190,7 @@ def _remove_blocks(run: Run, num_removed: int) -> Run:
 
 
 def _count_rank(run: Run, rank: int, gpu: Gpu | None, whole: bool) -> StepCounts:
-    """Count the memory and work of one training step of a simulated rank, on fake tensors.
+    """Run one training step of a simulated rank on fake tensors, and count its memory and work.
 
     Args:
         run: The validated job and the number of ranks.
@@ -217,11 +217,11 @@ def _count_rank(run: Run, rank: int, gpu: Gpu | None, whole: bool) -> StepCounts
 
 
 def _extrapolate(short: StepCounts, longer: StepCounts, num_removed: int) -> StepCounts:
-    """Extrapolate the counts of two short models linearly to the full number of blocks.
+    """Extrapolate the counts of two shortened models linearly to the full number of blocks.
 
     Args:
-        short: Counts with `num_removed` fewer blocks per stage than the model has.
-        longer: Counts with one block per stage more than `short`.
+        short: Counts of the model without `num_removed` blocks of each stage.
+        longer: Counts of a model with one block per stage more than `short`.
         num_removed: Number of blocks per stage to add to `short`.
     """
 
@@ -241,7 +241,7 @@ def _extrapolate(short: StepCounts, longer: StepCounts, num_removed: int) -> Ste
 
 
 def _summarize(rank: int, counts: StepCounts, on_gpu: bool, has_replay: bool) -> RankTrace:
-    """Summarize the counts of a rank as its trace, with the memory at the moment of its peak.
+    """Summarize the counts of a rank, with the memory at the moment of its peak.
 
     Args:
         rank: Number of the rank.
@@ -278,11 +278,10 @@ def _summarize(rank: int, counts: StepCounts, on_gpu: bool, has_replay: bool) ->
 def _estimate_reserved(pools: Mapping[tuple[int, Location], int]) -> int:
     """Estimate the bytes that the caching allocator reserves, without replaying allocations.
 
-    The allocator does not reuse memory across streams, so the peaks of all streams add up. FSDP2
-    uses separate streams for collectives.
+    The allocator does not reuse memory across CUDA streams, so the peaks of all streams add up.
 
     Args:
-        pools: (stream, location) -> peak bytes, from `StepCounts.pools`.
+        pools: (stream, location in the step) -> peak of allocated bytes.
     """
     stream_peaks = defaultdict[int, int](int)
     for (stream, _location), size in pools.items():

@@ -22,12 +22,12 @@ NUM_WORKERS = 2
 
 @contextmanager
 def workers() -> Iterator[Executor]:
-    """Start a process pool for traces and stop it on exit.
+    """Start a process pool that traces jobs, and stop it on exit.
 
-    The processes print to standard error only. They exit with this process even if it is killed.
+    The processes print to standard error only. They exit with this process, even if it is killed.
 
     Yields:
-        The pool. Pass its `map` method as `apply` to the functions of `titanlite.plan`.
+        The pool. Its `map` method runs traces in parallel.
 
     Raises:
         UserError: If one of the processes was killed, probably for lack of memory.
@@ -44,7 +44,7 @@ def workers() -> Iterator[Executor]:
         ) from None
     except BaseException:
         for child in active_children():
-            child.kill()  # do not wait for the end of a trace
+            child.kill()  # do not wait until its trace ends
         raise
     finally:
         pool.shutdown(cancel_futures=True)
