@@ -134,9 +134,10 @@ def _guess_size(spec: TextSource, tokenizer: Tokenizer) -> SourceSize:
 
     middle_file = files[len(files) // 2]
     with File(middle_file).open() as stream:
-        # For JSON lines, the keys count as text, so the result is too high.
         sample = stream.read(_SAMPLE_BYTES)
-    sample_tokens = len(tokenizer.encode_array(sample.decode(errors="ignore")))
+    # The keys of JSON lines count as text, so the result is too high for them.
+    text = sample.decode(errors="ignore")
+    sample_tokens = len(tokenizer.encode_array(text))
     num_bytes = sum(file.stat().st_size for file in files)
     return SourceSize(name, num_bytes * sample_tokens // max(1, len(sample)))
 
@@ -188,14 +189,16 @@ def _compute_epochs(run: Run, sizes: Sequence[SourceSize]) -> list[tuple[float, 
         One pair per source: its share of all training sequences (0 to 1), and the number of epochs,
         which is 0 if the size is unknown.
     """
-    # The weights of the sources can change between stages of the run.
+    # Average the shares over the stages of the run, weighted by their numbers of sequences.
     start_steps, num_sequences = zip(*run.sequence_counts, strict=True)
     stage_shares = [source_shares(run.job.dataset, step) for step in start_steps]
-    shares = np.array(num_sequences) @ stage_shares / sum(num_sequences)
+    total_sequences = sum(num_sequences)
+    shares = np.array(num_sequences) @ stage_shares / total_sequences
 
     # Held-out documents are part of each epoch, but not of the training sequences.
     trained_fraction = 1 - run.job.validation.holdout
-    num_tokens = sum(num_sequences) * run.job.training.seq_len / trained_fraction
+    num_tokens = total_sequences * run.job.training.seq_len / trained_fraction
+
     result = []
     for share, size in zip(shares.tolist(), sizes, strict=True):
         epochs = share * num_tokens / size.tokens if size.tokens else 0.0

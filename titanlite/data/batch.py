@@ -43,7 +43,9 @@ def make_microbatch(
     """
     tokens = np.stack([sequence.tokens for sequence in sequences]).astype(np.int64)  # (B, T + 1)
     labels = tokens[:, 1:].copy()  # (B, T)
-    sizes = [int(sequence.segments[:, 3].sum()) for sequence in sequences]  # without padding
+
+    # Number of tokens of each sequence, without padding.
+    sizes = [int(sequence.segments[:, 3].sum()) for sequence in sequences]
     for i, size in enumerate(sizes):
         first_padding_label = max(0, size - 1)
         labels[i, first_padding_label:] = IGNORE_INDEX
@@ -79,14 +81,18 @@ def _compute_documents(
         from 0 in each sequence. Padding counts as a separate document.
     """
     length = len(sequences[0].tokens)
-    document_ids = np.empty((len(sequences), length), dtype=np.int32)
-    positions = np.empty((len(sequences), length), dtype=np.int64)
+    shape = (len(sequences), length)
+    document_ids = np.empty(shape, dtype=np.int32)
+    positions = np.empty(shape, dtype=np.int64)
     for i, (sequence, size) in enumerate(zip(sequences, sizes, strict=True)):
         num_padding = length - size
         lengths = np.append(sequence.segments[:, 3], num_padding)  # of each document
+        ids = np.arange(len(lengths), dtype=np.int32)
+        document_ids[i] = np.repeat(ids, lengths)
+
         starts = np.cumsum(lengths) - lengths
-        document_ids[i] = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
-        positions[i] = np.arange(length) - np.repeat(starts, lengths)
+        start_of_token = np.repeat(starts, lengths)
+        positions[i] = np.arange(length) - start_of_token
     return document_ids, positions
 
 
@@ -129,13 +135,19 @@ def padded_microbatch(
         length: Number of input tokens per sequence.
         device: Device of the tensors.
     """
-    inputs = np.zeros((batch_size, length), dtype=np.int64)
-    labels = np.full((batch_size, length), IGNORE_INDEX, dtype=np.int64)
-    for i, (tokens, num_scored) in enumerate(windows):
-        end = len(tokens) - 1
-        inputs[i, :end] = tokens[:-1]
-        labels[i, end - num_scored : end] = tokens[-num_scored:]
-    return Microbatch(torch.from_numpy(inputs).to(device), torch.from_numpy(labels).to(device))
+    shape = (batch_size, length)
+    inputs = np.zeros(shape, dtype=np.int64)
+    labels = np.full(shape, IGNORE_INDEX, dtype=np.int64)
+    for i, window in enumerate(windows):
+        size = len(window.tokens) - 1  # the last token is only a label
+        first_scored = size - window.num_scored
+        inputs[i, :size] = window.tokens[:-1]
+        labels[i, first_scored:size] = window.tokens[first_scored + 1 :]
+
+    return Microbatch(
+        input_ids=torch.from_numpy(inputs).to(device),
+        labels=torch.from_numpy(labels).to(device),
+    )
 
 
 def blank_microbatch(

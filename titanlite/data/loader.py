@@ -323,7 +323,8 @@ class Loader:
         incompatible, changed = self.compare(state)
         if not self._data.documents.tokenizer.is_known_as(state["tokenizer"]):
             incompatible.append("the tokenizer has changed")
-        if incompatible or (changed and self._job.dataset.on_change == "error"):
+        rejects_changes = self._job.dataset.on_change == "error"
+        if incompatible or (changed and rejects_changes):
             differences = "; ".join([*incompatible, *changed])
             raise UserError(f"Cannot resume from the checkpoint's data position: {differences}")
 

@@ -29,7 +29,8 @@ def permuted(index: np.ndarray, n: int, key: str) -> np.ndarray:
     Returns:
         int64 array of the same shape as `index`, with values in range(n).
     """
-    half_bits = max(1, ((n - 1).bit_length() + 1) // 2)
+    num_bits = (n - 1).bit_length()
+    half_bits = max(1, (num_bits + 1) // 2)
     digest = hashlib.blake2b(key.encode(), digest_size=8 * FEISTEL_ROUNDS).digest()
     round_keys = np.frombuffer(digest, dtype="<u8")
 

@@ -373,9 +373,11 @@ class SequenceReader:
             for i in range(first_index, size):
                 record = window[order[i]]
                 tokens = self._data.documents.encode(record, is_repeated=is_repeated)
+
                 current = DocumentPosition(turn, window_start, i)
                 following = DocumentPosition(turn, window_start, i + 1)
-                if i + 1 == size:
+                is_last = i + 1 == size
+                if is_last:
                     following = DocumentPosition(turn, next_window_start)
                 yield Document(current, following, part, window_start + order[i], tokens)
             window_start = next_window_start

@@ -54,7 +54,8 @@ class Norms(Hook):
         for name, index in index_of_name.items():
             self._groups.setdefault(_group_of(name), []).append(index)
 
-        device = local_shard(next(trainer.model.parameters())).device
+        first_parameter = next(trainer.model.parameters())
+        device = local_shard(first_parameter).device
         self._squares = torch.zeros(3, len(index_of_name), dtype=torch.float64, device=device)
 
     @torch.no_grad()
@@ -121,11 +122,11 @@ class Norms(Hook):
             This rank's shard of the update.
         """
         state = self._optimizer.state[parameter]
+        step = state["step"]
         beta1, beta2 = group["betas"]
         mean = local_shard(state["exp_avg"]).float()
         square = local_shard(state["exp_avg_sq"]).float()
 
-        step = state["step"]
         corrected_square = square / (1 - beta2**step)
         denominator = corrected_square.sqrt_().add_(group["eps"])
         return group["lr"] * mean / (1 - beta1**step) / denominator

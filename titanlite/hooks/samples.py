@@ -109,14 +109,17 @@ class Samples(Hook):
             Logits, shape (N, V), in fp32 on the CPU of every rank.
         """
         batch_size = self._run.job.training.local_batch_size
-        length = padded_length(self._run, max(len(ids) for ids in sequences))
+        longest = max(len(ids) for ids in sequences)
+        length = padded_length(self._run, longest)
         # The appended label, whose value does not matter, requests the logits of the last token.
         windows = [Window(np.append(ids, 0), num_scored=1) for ids in sequences]
+
         microbatches = []
         for start in range(0, len(windows), batch_size):
             part = windows[start : start + batch_size]
             microbatches.append(padded_microbatch(part, batch_size, length, self._device))
 
+        # Only some ranks hold the last token of a sequence. The others contribute -inf.
         shape = (len(microbatches), batch_size, self._run.arch.vocab_size)
         all_logits = torch.full(shape, -torch.inf, device=self._device)
 
@@ -124,9 +127,9 @@ class Samples(Hook):
             all_logits[number, rows] = logits
 
         use_logits(self._trainer, microbatches, store)
-        # Only some ranks hold the last token of a sequence. The others contribute -inf.
         dist.all_reduce(all_logits, op=dist.ReduceOp.MAX, group=self._mesh.world_group)
-        return all_logits.flatten(0, 1)[: len(sequences)].cpu()
+        logits_per_sequence = all_logits.flatten(0, 1)
+        return logits_per_sequence[: len(sequences)].cpu()
 
 
 def use_logits(

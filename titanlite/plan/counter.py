@@ -565,13 +565,17 @@ def _count_flops(op: str, inputs: Sequence[Tensor]) -> tuple[tuple[int, ...], in
     """
     if op in MATMULS:
         a, b = inputs[:2]
-        shape = (math.prod(a.shape[:-1]), a.shape[-1], b.shape[-1])
+        *outer, inner = a.shape
+        shape = (math.prod(outer), inner, b.shape[-1])
         return shape, 2 * math.prod(shape)
+
     if "_scaled_dot_product" in op:
         is_backward = "backward" in op
         query, key = inputs[1:3] if is_backward else inputs[:2]
-        shape = (*query.shape[:3], key.shape[2], query.shape[3])
+        batch, heads, num_queries, head_dim = query.shape
+        shape = (batch, heads, num_queries, key.shape[2], head_dim)
         return shape, _attention_flops(op, shape, is_backward)
+
     return (), 0
 
 

@@ -144,6 +144,8 @@ def _choose_ranks(run: Run, whole: bool) -> list[int]:
         has_embedding = stage == 0
         has_output = stage == num_stages - 1
         kinds[pipeline_rank].append((len(blocks), has_embedding, has_output))
+
+    # Keep the first rank of each kind.
     return [rank for i, rank in enumerate(first_ranks) if kinds[i] not in kinds[:i]]
 
 
