@@ -1,8 +1,8 @@
 """The interface of hooks: optional parts of a run, guards against bad steps, and plugins.
 
 Invariant: The trainer calls each method of all hooks on every rank, in the same order and at the
-same step, so hooks may use collectives, except in `failed` and `close`. Hooks cause no host sync
-between logged steps.
+same step, so hooks may use collectives, except in `failed` and `close`. Methods that run in every
+step cause no host sync. A hook may cause one in `check`, `numbers`, `logged` and `saving`.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class Hook:
         """Return the actions that this rank requests after `step`, for example a save.
 
         Called before `step` is trained; on a GPU one step earlier, to hide the exchange with other
-        ranks. The trainer combines the requests of all ranks, and passes the result to `check` and
+        ranks. After `step`, the trainer passes the combined requests of all ranks to `check` and
         `act`.
         """
         return Request()
@@ -201,7 +201,8 @@ class Hook:
     def saving(self, step: int) -> None:
         """Called before a checkpoint of `step` is written. Raise an exception to prevent the save.
 
-        Bring the values of `state_dict` and `tensors` up to date here.
+        Bring the values of `state_dict` and `tensors` up to date here. With async saves, this is
+        called before `saved` for the previous checkpoint.
         """
 
     def saved(self, step: int) -> None:

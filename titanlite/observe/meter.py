@@ -1,6 +1,6 @@
 """Measure a training run: loss, throughput, time and memory.
 
-Invariant: Measuring a step never waits for the GPU. Only log steps do: `Meter.read` copies all
+Invariant: Measuring a step never waits for the GPU. Only log steps do: `Meter.read` copies all its
 values from the GPU with a single host sync. All times are measured by the clock of the CPU.
 """
 

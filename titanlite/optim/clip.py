@@ -2,7 +2,7 @@
 
 Invariant: The norm is that of the full gradient of the whole model, and differs from a float64
 computation by less than 1e-6 for any model size and layout. The norm and the loss are identical on
-every rank and are computed without a host sync.
+every rank. They are computed without a host sync, except with CPU offload.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ CPU_SUM_LENGTH = 256
 
 
 class StepSums(NamedTuple):
-    """Sums over all ranks that one optimizer step computes, as tensors on the gradients' device.
+    """Gradient norm, loss and requests of one optimizer step, as tensors on the gradients' device.
+
+    All but `squares` are summed over all ranks.
 
     Attributes:
         grad_norm: Gradient norm before clipping, fp32 scalar. Inf or NaN if any gradient element
@@ -47,7 +49,7 @@ def reduce_step_sums(
 ) -> StepSums:
     """Compute the gradient norm, the loss and the number of requests in a single all-reduce.
 
-    A step needs no other collective over all ranks, in any layout.
+    This is the only collective that a step itself starts on the group of all ranks.
 
     Args:
         gradients: Gradients of this rank, at least one.

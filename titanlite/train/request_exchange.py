@@ -15,7 +15,10 @@ from titanlite.hooks.hook import Request
 from titanlite.runtime.world import gathered
 
 REQUEST_DELAY = {"cpu": 0, "cuda": 1}
-"""Number of steps between sending a request and receiving it on all ranks, by device type."""
+"""Number of steps between sending a request and receiving it on all ranks, by device type.
+
+When a run ends on a GPU, the request that was sent last is dropped.
+"""
 
 
 class RequestExchange:
@@ -48,8 +51,8 @@ class RequestExchange:
         Args:
             request: Request of this rank, empty in most cases.
             num_requests: Number of ranks with a request, from the `StepResult` of the step that has
-                just been launched; a scalar on the device. None if no step has counted the
-                requests, so that `receive` always gathers them.
+                just been launched; a scalar on the device. None before the first step, which no
+                step has counted, so that `receive` always gathers the requests.
         """
         if num_requests is None:
             self._sent.append(_SentRequest(request))

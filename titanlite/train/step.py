@@ -1,8 +1,10 @@
 """One optimizer step on the device: from the microbatches of a global batch to new weights.
 
-Invariant: Training and `titanlite plan`, which traces it with fake tensors, run the same code. A
-step causes no host sync. If its loss or gradient is not finite, weights and optimizer state stay
-unchanged.
+Invariant: Training and `titanlite plan`, which traces it with fake tensors, run the same code. If
+the loss or the gradient of a step is not finite, weights and optimizer state stay unchanged.
+
+By default, a step causes no host sync. It does with CPU offload, with an optimizer that cannot skip
+a step on the GPU (see `step_unless`), and while an async save copies the weights to pinned memory.
 """
 
 from __future__ import annotations
@@ -102,8 +104,9 @@ class TrainStep:
     ) -> StepResult:
         """Run one optimizer step: compute gradients, clip them, and update the weights.
 
-        All ranks call this together. The CPU does not wait for the GPU. If the loss or the gradient
-        norm is not finite, weights and optimizer state keep their values.
+        All ranks call this together. If the loss or the gradient norm is not finite, weights and
+        optimizer state keep their values. The module docstring lists when the CPU waits for the
+        GPU.
 
         Args:
             microbatches: This rank's sequences of the global batch.
@@ -118,10 +121,10 @@ class TrainStep:
             Loss, gradient norm and other results, as tensors on the device.
         """
         start_time = time.perf_counter()
-        total_tokens = torch.full((), num_valid_tokens, dtype=torch.int64, device=self._device)
-        # Asynchronous: the loss of the first microbatch uses the sum, which is ready by then.
-        total_tokens = collectives.all_reduce(total_tokens, "sum", self._mesh.data_group)
-        loss = self.forward_backward(microbatches, total_tokens)
+        local_tokens = torch.full((), num_valid_tokens, dtype=torch.int64, device=self._device)
+        # Asynchronous: torch waits for the sum at its first use, in the loss of a microbatch.
+        global_tokens = collectives.all_reduce(local_tokens, "sum", self._mesh.data_group)
+        loss = self.forward_backward(microbatches, global_tokens)
         update_time = time.perf_counter()
 
         for hook in hooks:
@@ -129,7 +132,9 @@ class TrainStep:
         with record_function("clipping"):
             sums = self._clip_gradients(loss, has_request)
 
-        # Set to 1 to skip the update: here if the step is not finite, in place by hooks.
+        # `skip` is 1 if the update is skipped: because the step is not finite, or because a hook
+        # sets it in place. Hooks keep this tensor, so it must not be replaced. The sum of norm and
+        # loss is finite only if both are, because inf - inf is NaN.
         is_finite = (sums.grad_norm + sums.loss).isfinite()
         skip = (~is_finite).float()
         set_learning_rate(self.optimizer, lr)
@@ -149,7 +154,7 @@ class TrainStep:
         return StepResult(
             loss=loss,
             grad_norm=sums.grad_norm,
-            num_valid_tokens=total_tokens,
+            num_valid_tokens=global_tokens,
             seconds=seconds,
             skipped=skip,
             num_requests=sums.num_requests,

@@ -1,7 +1,8 @@
 """The trainer: builds a run on one rank and trains it step by step.
 
-Invariant: While a step runs on the GPU, the CPU launches the next one. It waits for all launched
-work only when it logs or saves. The training loop has no branches on the layout.
+Invariant: While a step runs on the GPU, the CPU launches the next one. In each step it waits only
+for the gradient norm of the previous step. It waits for all launched work when it logs, saves,
+validates, generates samples or compares replicas. The training loop has no branches on the layout.
 """
 
 from __future__ import annotations
@@ -157,7 +158,7 @@ class Trainer:
             self.validator = Validator(self)
         for hook in self.hooks:
             hook.built(self)
-        with self.evaluation_mode():
+        with self.evaluation_mode():  # checkpoints contain the weights for evaluation
             self.load_checkpoint()
         self.train_step.precompute_scales()
 
@@ -273,11 +274,13 @@ class Trainer:
             data_error = None
             has_finished = True
 
-        # Always validate at a normal end, but after a signal or an error only if it is due.
+        # Always validate at a normal end, but after a signal or an error only if it is due. Save
+        # even if a signal ended the run before its first step, but not if its data cannot be read.
         has_trained = self.steps_done > first_step
         ends_normally = has_trained and data_error is None and not request.stop
+        failed_to_start = data_error is not None and not has_trained
         final_actions = request._replace(
-            save=has_trained or data_error is None,
+            save=not failed_to_start,
             validate=request.validate or ends_normally,
             last=has_finished,
         )
@@ -299,7 +302,8 @@ class Trainer:
         has_ended, data_error = self._check_end(request)
 
         # On a GPU, all ranks receive a request one step after it was sent (exchange.delay is 1), so
-        # the loop sends it one step early. The request for the first step is sent here.
+        # the loop sends it one step early: while step 7 runs, it sends the request for the actions
+        # after step 8. The request for the first step is sent here.
         next_step = self.steps_done + 1
         for step in range(next_step, next_step + exchange.delay):
             exchange.send(self._collect_request(step))
@@ -435,6 +439,8 @@ class Trainer:
     def save(self) -> None:
         """Save a checkpoint of the current step. Do nothing if the run has no checkpoints.
 
+        This does not call `Hook.check`, with which guards reject a step in the training loop.
+
         Raises:
             GuardError: If too many consecutive steps were skipped because of non-finite gradients.
                 Nothing is saved.
@@ -466,7 +472,7 @@ class Trainer:
 
     @contextmanager
     def evaluation_mode(self) -> Iterator[None]:
-        """Load the weights for evaluation and checkpoints into the model for the `with` block.
+        """Swap the weights for evaluation and checkpoints into the model for the `with` block.
 
         Only schedule-free optimizers keep two versions of the weights. With any other optimizer
         this context manager does nothing.
@@ -541,11 +547,13 @@ class Trainer:
         to save (SIGUSR2), so call it once for each step.
 
         Args:
-            step: The next step or, on a GPU, the step after it; see `RequestExchange`.
+            step: Step after which the actions are taken: the next step or, on a GPU, the step after
+                it; see `RequestExchange`.
         """
         if step > self.job.training.steps:
             return Request()
 
+        # Wait for the data up to step `step` + 1, which is 2 batches, or 3 on a GPU.
         data_error = self._wait_for_data(step + 1 - self.steps_done)
         should_save = self.checkpointer is not None and step % self.job.checkpoint.interval == 0
         should_validate = self.validator is not None and step % self.job.validation.freq == 0
@@ -586,7 +594,7 @@ class Trainer:
         if not request.data_fails:
             return False, None
 
-        # Requests may be sent one step early. If all ranks can still read the next step, continue.
+        # `data_fails` only says that the data of some rank cannot be read. Gather the error itself.
         data_errors = gathered(self._wait_for_data(1), self.mesh.world_group)
         for data_error in data_errors:
             if data_error is not None:
@@ -620,7 +628,8 @@ class Trainer:
             Both losses in this order, shape (2,), float64, on the device.
         """
         # The context and pipeline parallel ranks of a data rank share its sequences, so each of
-        # them contributes a part of the loss and of the tokens to the same column.
+        # them contributes a part of the loss and of the tokens to the same column. Tensor parallel
+        # ranks compute the same loss and are not in `loss_group`.
         degrees = self.mesh.degrees
         num_sharing_ranks = degrees.context * degrees.pipeline
         sums = torch.zeros(2, self.mesh.data_degree, dtype=torch.float64, device=self.device)
