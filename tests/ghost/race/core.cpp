@@ -308,12 +308,16 @@ std::string scope_names() {
 
 struct Summary {
     ~Summary() {
-        if (cells.empty()) return;
-        fprintf(log_file(), "SUMMARY alarms %lu reuses %lu allocations %zu\n", alarms, reuses, freed_lines.size() - 1);
+        if (!cells.empty()) race_summary();
     }
 } summary;
 
 } // namespace
+
+void race_summary() {
+    Lock lock(mutex);
+    fprintf(log_file(), "SUMMARY alarms %lu reuses %lu allocations %zu\n", alarms, reuses, freed_lines.size() - 1);
+}
 
 uint64_t race_alarms() { return alarms; }
 uint64_t race_reuses() { return reuses; }

@@ -47,6 +47,7 @@ void race_push(const char *name, bool is_operator);
 void race_argument(uint64_t start, size_t bytes, Access how, bool is_on_host);
 void race_pop();
 
+void race_summary();    // writes a line with counts
 uint64_t race_alarms(); // so far
 uint64_t race_reuses(); // ordered reuses of memory by another stream, so far
 }

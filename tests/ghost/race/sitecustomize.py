@@ -105,9 +105,10 @@ def attach() -> None:
 
 
 def attach_groups() -> None:
-    """Synchronize before the process group is destroyed.
+    """Synchronize and write the summary before the process group is destroyed.
 
-    Its watchdog would wait forever for work that no thread has waited for.
+    Its watchdog would wait forever for work that no thread has waited for. Some programs exit
+    without destructors, so the one of the detector cannot write the summary.
     """
     import torch
     from torch.distributed import distributed_c10d
@@ -115,6 +116,7 @@ def attach_groups() -> None:
     def synchronize(*args: object) -> None:
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
+            detector.race_summary()
 
     wrap(distributed_c10d, "destroy_process_group", before=synchronize)
 
