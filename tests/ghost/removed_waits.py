@@ -59,7 +59,10 @@ REMOVED_WAITS = {
         "--optimizer.name Muon",
     ),
     "wait for requests": (without_call(Event, "synchronize", "receive"), ""),
-    "wait for offloaded loss": (without_call(Event, "synchronize", "_to_device_of"), OFFLOAD),
+    "wait for offloaded loss": (
+        without_call(Event, "synchronize", "_wait_for_offloaded_loss"),
+        OFFLOAD,
+    ),
 }
 
 

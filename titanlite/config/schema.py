@@ -487,7 +487,8 @@ class Optimizer(Section):
 
     name: Annotated[str, OPTIMIZERS] = "AdamW"
     """Optimizer. Muon updates the matrices of the blocks, and AdamW all other parameters.
-    AdamW8bit, from torchao, has moments of 8 bits. SGD has momentum."""
+    AdamW8bit, from torchao, has moments of 8 bits, and synchronizes with the GPU in each step. SGD
+    has momentum."""
     lr: PositiveFloat = 3e-4
     """Peak learning rate."""
     beta1: BelowOne = 0.9

@@ -66,7 +66,7 @@ def build_optimizer(
     config: schema.Optimizer,
     compiled: bool = False,
     ranks: dist.ProcessGroup | None = None,
-    tables: object = None,
+    job: object = None,
 ) -> torch.optim.Optimizer:
     """Build the optimizer that `config.name` selects, for all parameters of a model.
 
@@ -79,7 +79,7 @@ def build_optimizer(
         config: Section [optimizer] of the job.
         compiled: Whether to compile the update.
         ranks: Ranks that hold shards of the same parameters. None means the world.
-        tables: The whole job, in which the optimizer of a plugin may have a section of its own.
+        job: The whole job, in which the optimizer of a plugin may have its own section.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     recipe = Recipe(config, names, compiled, ranks)
@@ -106,7 +106,7 @@ def build_optimizer(
         for (lr_factor, weight_decay), parameters in members.items()
         if parameters
     ]
-    return OPTIMIZERS.make(config.name, tables, groups, recipe)
+    return OPTIMIZERS.make(config.name, job, groups, recipe)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -146,8 +146,10 @@ def set_mode(optimizer: torch.optim.Optimizer, mode: Literal["eval", "train"]) -
 def step_unless(skip: Tensor, optimizer: torch.optim.Optimizer) -> None:
     """Run an optimizer step, or leave parameters and state bitwise unchanged if `skip` is 1.
 
-    The trainer skips a step whose gradient is not finite, for example. Fused torch optimizers,
-    `AdamW` and `Muon` decide on the device whether to skip. All others need a host sync.
+    The trainer skips a step whose gradient is not finite, for example. Optimizers whose defaults
+    contain `fused=True`, such as fused torch optimizers, and subclasses of `AdamW` and `Muon`
+    decide on the device whether to skip. All others, such as AdamW8bit, need a host sync in each
+    step.
 
     Args:
         skip: Scalar fp32 tensor on the device of the parameters, 1 to skip the step, otherwise 0.

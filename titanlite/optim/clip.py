@@ -67,7 +67,7 @@ def reduce_step_sums(
     totals = torch.zeros(3, dtype=torch.float64, device=squares.device)
     squared_norm, total_loss, num_requests = totals.unbind()  # views of `totals`
     _add_squares_(squared_norm, gradients, squares)
-    total_loss.copy_(_to_device_of(totals, loss))
+    total_loss.copy_(_wait_for_offloaded_loss(loss, totals))
     if has_request:
         num_requests.fill_(1.0)
     if dist.is_initialized():
@@ -152,12 +152,16 @@ def count_replicas(tensor: Tensor) -> int:
     return num_replicas
 
 
-def _to_device_of(target: Tensor, loss: Tensor) -> Tensor:
-    """Move the loss to the CPU if `target` is there, as with CPU offload."""
-    if not loss.is_cuda or target.is_cuda:
+def _wait_for_offloaded_loss(loss: Tensor, totals: Tensor) -> Tensor:
+    """Return the loss on the device of `totals`.
+
+    With CPU offload, `totals` is on the CPU. The CPU then waits for a copy of the loss from the
+    GPU. Otherwise return `loss` itself.
+    """
+    if not loss.is_cuda or totals.is_cuda:
         return loss
     # The gradients have already arrived on the CPU, so the loss is complete and this wait is short.
-    copied = loss.to(target.device, non_blocking=True)
+    copied = loss.to(totals.device, non_blocking=True)
     arrived = torch.cuda.Event()
     arrived.record()
     arrived.synchronize()
@@ -180,9 +184,9 @@ def _scale_(gradients: list[Tensor], max_norm: float, norm: Tensor) -> None:
             gradient.mul_(factor)
         return
 
-    # The function of torch scales all gradients with one operator. It reads them from the attribute
-    # `grad` of parameters.
-    parameters = [gradient.detach() for gradient in gradients]
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient
-    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=True)
+    # The function of torch scales all gradients with one operator, but it reads them from `grad`
+    # attributes. The parameters are unknown here, so other tensors hold the gradients.
+    holders = [gradient.detach() for gradient in gradients]
+    for holder, gradient in zip(holders, gradients, strict=True):
+        holder.grad = gradient
+    torch.nn.utils.clip_grads_with_norm_(holders, max_norm, norm, foreach=True)

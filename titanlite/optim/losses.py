@@ -358,7 +358,8 @@ def linear_cross_entropy_sum(
     any input.
 
     Args:
-        hidden: Hidden states, shape (B, T, C). Overwritten if gradients are computed.
+        hidden: Hidden states, shape (B, T, C). Overwritten if gradients are computed, so nothing
+            may read them afterward.
         weight: Output matrix, shape (V, C). With a group, the rows of this rank only. The caller
             must then sum the gradient of `hidden` over the ranks of the group.
         labels: Classes of the whole vocabulary, shape (B, T). IGNORE_INDEX where there is no loss.
@@ -373,6 +374,8 @@ def linear_cross_entropy_sum(
     """
     needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     compute_loss = compiled_once(softmax_loss) if compiled else softmax_loss
+    # Overwriting `tokens` overwrites `hidden`. Autograd detects this, and raises an error if an
+    # operator has already saved `hidden` for its backward pass, as an earlier second head would.
     tokens = hidden.detach().flatten(0, -2)  # (N, C)
     matrix = weight.detach()
     labels = labels.flatten()
@@ -382,8 +385,6 @@ def linear_cross_entropy_sum(
     targets = prepare(labels, scale, first_class, len(matrix))
     weight_grad = torch.empty_like(matrix, dtype=torch.float32) if needs_grad else None
 
-    # Created before the hidden states change, so that autograd rejects a backward pass that reads
-    # these again.
     carriers: list[Tensor] = []
     if weight_grad is not None:
         carriers = _create_carriers(hidden, tokens.view_as(hidden), weight, weight_grad)

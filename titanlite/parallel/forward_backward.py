@@ -78,6 +78,10 @@ class LossHead(NamedTuple):
     `Llama.forward` receives it as `head`, and calls it while FSDP holds the unsharded output
     matrix. So a chunked loss never needs the logits of all tokens at once.
 
+    The calls, from the outside to the inside: `Llama.forward`, `Output.forward` (unless embeddings
+    are tied), this head, `NormalizedLoss` (which sets the scale), and a `Loss`. The default `Loss`
+    is `CrossEntropy`, which calls `linear_cross_entropy_sum`.
+
     A pipeline schedule splits the arguments of the model into microbatches. It splits `labels`,
     because it finds the tensors in a tuple, and passes `loss` on unchanged, because a
     `NormalizedLoss` is neither a tensor nor a tuple.
@@ -114,8 +118,7 @@ class ForwardBackward:
         self._window = run.arch.sliding_window
 
         recipe = LossRecipe(run.job.training.z_loss, run.compiles("loss"), mesh.tensor)
-        loss = build_loss(run.job, recipe)
-        self.loss_fn: ScaledLoss = loss
+        self.loss_fn: ScaledLoss = build_loss(run.job, recipe)
         self._cross_entropy = CrossEntropy(recipe)
         self._frees_output = frees_output_before_backward(run)
 
@@ -150,8 +153,12 @@ class ForwardBackward:
             with record_function("forward"):
                 loss = self._forward(microbatch, self.loss_fn, num_valid_tokens)
             if self._offloaded is not None and i > 0:
-                self._offloaded.add()  # while the GPU computes the forward pass
+                # Add the gradients of the previous microbatch on the CPU, while the GPU computes
+                # the forward pass of this one.
+                self._offloaded.add()
             with record_function("backward"):
+                # With `CrossEntropy`, the forward pass has already computed the gradients of the
+                # output matrix and of its input. The backward pass starts from them.
                 loss.backward()
             total_loss += loss.detach()
 
@@ -274,6 +281,7 @@ class PipelineForwardBackward(ForwardBackward):
         losses: list[Tensor] = []
         targets: dict[str, Any] = {}
         if self._model.norm is not None:  # this rank has the last stage
+            # torch requires a target on this rank, although the schedule's `loss_fn` ignores it.
             # The schedule appends the loss of each microbatch to `losses`.
             targets = {"target": labels, "losses": losses}
         head = LossHead(labels, NormalizedLoss(loss_fn, num_valid_tokens))

@@ -89,7 +89,8 @@ def _sum_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
         if isinstance(module, FSDPModule):
             if mesh.size() > 1:
                 module.set_gradient_divide_factor(1.0)
-            # Otherwise a factor of 1 selects PREMUL_SUM, which gloo does not support.
+            # Without this line, torch would use PREMUL_SUM for the factor of 1. Gloo does not
+            # support PREMUL_SUM.
             module.set_force_sum_reduction_for_comms(True)
 
 
@@ -191,7 +192,7 @@ def configure_microbatch(
         reduce_gradients: Reduce the accumulated gradients over the ranks in this backward pass.
         is_last: Whether this is the last microbatch of the step.
         frees_output: Free the output matrix after the last forward pass, because the backward pass
-            does not read it.
+            does not read it. A constant of the run; see `frees_output_before_backward`.
     """
     cast(FSDPModule, model).set_requires_gradient_sync(reduce_gradients)
 
