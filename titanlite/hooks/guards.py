@@ -102,7 +102,7 @@ class NonFiniteGuard(Hook):
 
         If no step was skipped, return {}.
         """
-        self._read_results()
+        self._read_results()  # does nothing during a save, because `saving` has read all results
         if not self._num_skipped:
             return {}
         return {"skipped": self._num_skipped, "in_row": self._num_consecutive}
@@ -204,7 +204,7 @@ class NonFiniteGuard(Hook):
         """
         lines = self._unreported
         self._unreported = []
-        step = self._trainer.steps_done
+        step = self._trainer.steps_done  # `lines` contain the numbers of the skipped steps
         if self._max_consecutive <= self._max_skipped:
             for line in lines:
                 self._trainer.log(Event(line, "skip", step))
@@ -253,6 +253,7 @@ class SpikeGuard(Hook):
         self._num_spikes = 0
         self._num_roll_backs = 0
         self._needs_roll_back = False
+        # Steps that the CPU has not read: with "skip" the result of `_compare`, else its argument.
         self._unread: list[tuple[int, Tensor]] = []
 
         # Loss and gradient norm of step s are at index s % spike_history. NaN marks missing values.
@@ -298,11 +299,15 @@ class SpikeGuard(Hook):
         With on_spike = "skip", look for a spike now, on the GPU and without a host sync, and set
         `skip` to 1 if the step is one.
         """
-        values = torch.stack([sums.loss, sums.grad_norm.double(), skip.double()])
-        if self._should_skip:
-            values = self._compare(step, values)
-            skip.copy_(values[3, 0])
-        self._unread.append((step, values))
+        step_values = torch.stack([sums.loss, sums.grad_norm.double(), skip.double()])
+        if not self._should_skip:
+            self._unread.append((step, step_values))
+            return
+
+        compared = self._compare(step, step_values)
+        is_skipped = compared[3, 0]  # both columns of this row are equal
+        skip.copy_(is_skipped)
+        self._unread.append((step, compared))
 
     def _compare(self, step: int, step_values: Tensor) -> Tensor:
         """Compare the loss and the gradient norm of a step with the history, then add both to it.
@@ -347,6 +352,8 @@ class SpikeGuard(Hook):
 
     def check(self, step: int, request: Request) -> None:
         """Roll back if there was a spike. Before a save or a validation, read all recent steps."""
+        # A rollback must come before the save or the validation. Without rollbacks, the values are
+        # only logged and stored, and `numbers` and `saving` read them in time.
         if self._should_roll_back and (request.save or request.validate):
             self._read_values()
         if self._needs_roll_back:

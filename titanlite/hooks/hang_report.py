@@ -44,6 +44,9 @@ class HangReport(Hook):
 
     The time limit until the end of the first step is longer (comm.init_timeout_seconds), because
     this step compiles kernels.
+
+    A save does not restart the time limit, so a rank also writes a report during a long synchronous
+    save. The report does not end the run, and is deleted after the next step.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -58,6 +61,7 @@ class HangReport(Hook):
 
         # Time limits of this hook in seconds: the current one, and the one after the first step.
         self._limit = REPORT_FRACTION * comm.init_timeout_seconds
+        # In a save, the ranks wait for each other in a process group with its own timeout.
         self._train_limit = REPORT_FRACTION * min(
             comm.train_timeout_seconds, checkpoint.timeout_seconds
         )

@@ -54,7 +54,7 @@ class LoggedStep(BaseModel):
     lr: Annotated[float, "train/lr"]
     """Learning rate."""
     tokens: Annotated[int, "data/tokens"]
-    """Tokens trained on since step 1, across restarts."""
+    """Tokens trained on since step 1, across restarts. Positions without a label do not count."""
     tps: Annotated[float, "perf/tokens_per_second"]
     """Tokens per second of all devices."""
     tps_per_device: Annotated[float, "perf/tokens_per_second_per_device"]
@@ -91,8 +91,8 @@ class LoggedStep(BaseModel):
     checkpoint_time: Annotated[float, "perf/checkpoint_time"]
     """CPU seconds per step in saves."""
     other_time: Annotated[float, "perf/other_time"]
-    """CPU seconds per step in everything else, such as validation, samples and waiting for the GPU
-    at log steps."""
+    """CPU seconds per step in everything else, such as validation, samples, the matrix products of
+    straggler detection, and waiting for the GPU at log steps."""
     elapsed: Annotated[float, "progress/elapsed"]
     """Seconds of training since this start."""
     eta: Annotated[float, "progress/eta"]

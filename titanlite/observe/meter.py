@@ -77,6 +77,7 @@ class Meter:
         self._window_step = step
         self._window_start = now
         self._grad_norm: Tensor | None = None
+        # These become tensors on the device when the first step is recorded.
         self._num_clipped: int | Tensor = 0
         self._window_tokens: int | Tensor = 0
         self._seconds = dict.fromkeys(get_args(Part), 0.0)
@@ -104,17 +105,19 @@ class Meter:
         finally:
             self._seconds[part] += time.perf_counter() - start
 
-    def record(self, grad_norm: Tensor, num_tokens: Tensor, seconds: Mapping[Part, float]) -> None:
+    def record(
+        self, grad_norm: Tensor, num_valid_tokens: Tensor, seconds: Mapping[Part, float]
+    ) -> None:
         """Add the measurements of an optimizer step, without a host sync.
 
         Args:
             grad_norm: L2 norm of the gradient before clipping, a scalar tensor.
-            num_tokens: Number of tokens of the global batch, a scalar tensor.
+            num_valid_tokens: Number of valid labels in the global batch, a scalar tensor.
             seconds: CPU seconds of the parts of the step that were not measured with `timing`.
         """
         self._grad_norm = grad_norm.detach()
         self._num_clipped = self._num_clipped + (self._grad_norm > self._max_norm)
-        self._window_tokens = self._window_tokens + num_tokens
+        self._window_tokens = self._window_tokens + num_valid_tokens
         for part, part_seconds in seconds.items():
             self._seconds[part] += part_seconds
 

@@ -35,7 +35,9 @@ def standard_hooks(run: Run) -> list[Hook]:
     """Create the hooks that a job enables, in the order in which the trainer calls them.
 
     The list contains the titanlite hooks, such as the profiler, the weight average and the guards
-    against bad steps, followed by the plugin hooks in job.hooks.
+    against bad steps, followed by the plugin hooks in job.hooks. Plugin hooks come last, so their
+    `before_update` sees which steps a guard skips. Ema and Norms come before the guards, so they
+    keep a reference to `skip` in `before_update` and read it later.
     """
     job = run.job
     profiling = job.profiling
