@@ -50,7 +50,7 @@ def test_retention_keeps_the_newest_and_foreign_files(tmp_path, keys, kept):
 
     checkpoints = run.checkpoints(tmp_path, keep_latest_k=1)  # the end removes what a kill has left
     checkpoints.load()
-    checkpoints.save(7, run.train_state(7) | {"run": "this run"}, last=True)
+    checkpoints.save(7, run.train_state(7) | {"run": "this run"}, is_last=True)
     checkpoints.close()
     assert {*list_names(tmp_path)} == {*others, "step-00000007"}
     assert all((tmp_path / name).read_text() == name for name in foreign)
@@ -88,7 +88,7 @@ def test_best_checkpoint_is_linked_and_kept_until_a_better_one_is_saved(tmp_path
         checkpoints = run.checkpoints(folder, keep_latest_k=1, keep_best=True, **keys)
         for step in steps:
             assert checkpoints.saver.is_best(losses[step]) == (step in (1, 2, 6, 8))
-            checkpoints.save(step, scored(run, step, losses[step]), last=step == 8)
+            checkpoints.save(step, scored(run, step, losses[step]), is_last=step == 8)
         checkpoints.close()
         assert list_names(folder) == ["best", *map(step_folder_name, kept)]
         assert best_of(folder) == step_folder_name(best)
@@ -172,7 +172,7 @@ def test_last_save_writes_final_outputs_and_archives_earlier_ones(tmp_path, mode
         if checkpoints.load() is None or step > run.step:
             run.train(1)
             run.step = step
-        checkpoints.save(step, run.train_state(step), last=True)
+        checkpoints.save(step, run.train_state(step), is_last=True)
         checkpoints.close()
         assert checkpoints.has_saved(step)
         found = hf_weights(tmp_path / "final_hf").read("norm.weight")
@@ -205,7 +205,7 @@ def test_failed_export_leaves_no_files_and_counts_as_failed_save(tmp_path, monke
     no_space = OSError(28, "No space left on device")
     with monkeypatch.context() as patch:
         patch.setattr(huggingface, "save_file", lambda *args: (_ for _ in ()).throw(no_space))
-        checkpoints.save(1, run.train_state(1), last=True)
+        checkpoints.save(1, run.train_state(1), is_last=True)
     checkpoints.close()
     assert re.search("FAILED .*No space left on device", lines[-1])
     assert (checkpoints.stats()["failed_saves"], checkpoints.has_saved(1)) == (1, False)
@@ -218,7 +218,7 @@ def test_failed_export_leaves_no_files_and_counts_as_failed_save(tmp_path, monke
         (tmp_path / name).mkdir(parents=True)
     checkpoints = run.checkpoints(tmp_path / "checkpoint", last_save_in_hf=True)
     checkpoints.load()
-    checkpoints.save(1, run.train_state(1), last=True)
+    checkpoints.save(1, run.train_state(1), is_last=True)
     assert checkpoints.has_saved(1)
     assert list_names(tmp_path) == [".tmp-final_hf-y", "checkpoint", "final", "final_hf"]
     assert list_names(tmp_path / "final") == [Path(foreign[0]).name]
@@ -236,7 +236,7 @@ def test_last_save_never_replaces_files_of_other_programs(tmp_path, name):
     )
     checkpoints = run.checkpoints(tmp_path / "checkpoint", keep_best=True, **keys)
     run.train(1)
-    checkpoints.save(1, scored(run, 1, 2.0), last=True)
+    checkpoints.save(1, scored(run, 1, 2.0), is_last=True)
     checkpoints.close()
     assert (tmp_path / name).read_text() == "foreign"
     assert checkpoints.has_saved(1) == ("best" in name)

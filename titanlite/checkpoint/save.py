@@ -118,7 +118,7 @@ class Saver:
             self._stager = self._new_stager()
         library_versions()  # fill its cache now, because it opens files
 
-    def save(self, step: int, train_state: dict[str, Any], *, last: bool = False) -> None:
+    def save(self, step: int, train_state: dict[str, Any], *, is_last: bool = False) -> None:
         """Save the state of the run as a checkpoint, unless this step is saved already.
 
         If saving is asynchronous, this returns as soon as training may continue, and a thread
@@ -127,12 +127,12 @@ class Saver:
         Args:
             step: The step that has just been completed.
             train_state: Small JSON value, equal on all ranks, which a resumed run gets back.
-            last: Whether the run ends here. If so, follow the options `checkpoint.last_save_*`,
+            is_last: Whether the run ends here. If so, follow the options `checkpoint.last_save_*`,
                 such as saving only the weights, and wait until the checkpoint is complete.
         """
         self.wait_until_saved()  # one save at a time
         self._run_id = train_state.get("run")
-        weights_only = last and self._config.last_save_model_only
+        weights_only = is_last and self._config.last_save_model_only
         if weights_only:
             path = self._folder.parent / "final" / step_folder_name(step)
             is_needed = self._ranks.run_on_rank0(lambda: self._prepare_output_path(path, step))
@@ -152,7 +152,7 @@ class Saver:
             writer = CheckpointWriter(path.parent, step, self._new_token(), info)
             self._start_save(writer, self._get_tensors(weights_only))
 
-        if last:
+        if is_last:
             self.wait_until_saved()
             self.remove_outdated()
             if self._config.last_save_in_hf and step != self._failed_step:

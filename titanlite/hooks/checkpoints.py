@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from titanlite.train.trainer import Trainer
 
 
-def open_checkpoints(trainer: Trainer, job: JobConfig) -> Resumer:
+def build_resumer(trainer: Trainer, job: JobConfig) -> Resumer:
     """Create the `Resumer` that loads checkpoints into the model, optimizer and hooks of a trainer.
 
     No checkpoint is read yet. Close the process group `context.ranks` of the result at the end.
@@ -88,9 +88,12 @@ class Checkpointer:
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        """Store the trainer without reading any file. Call `load` when the trainer is built."""
+        """Store the trainer without reading any file.
+
+        Call `load` when the trainer is built. It creates the `Resumer` and the `Saver`.
+        """
         self._trainer = trainer
-        self._due_step = -1  # step to save even if no rank requests a save
+        self._forced_save_step = -1  # step to save even if no rank requests a save, -1 if none
         self._resources = ExitStack()
         self._mirror: Mirror | None = None
 
@@ -106,7 +109,7 @@ class Checkpointer:
             CheckpointError: If there are checkpoints, but none is valid.
         """
         trainer = self._trainer
-        self._resumer = open_checkpoints(trainer, trainer.job)
+        self._resumer = build_resumer(trainer, trainer.job)
         context = self._resumer.context
         self._resources.callback(context.ranks.close)
         context.prepare_folder()
@@ -152,14 +155,14 @@ class Checkpointer:
             loss: Validation loss after this step.
         """
         if self._saver.is_best(loss):
-            self._due_step = step
+            self._forced_save_step = step
 
     def is_due(self, step: int) -> bool:
         """Return whether `step` must be saved even if no save is scheduled.
 
         This is the case after a rollback, and after a validation with the lowest loss so far.
         """
-        return step == self._due_step
+        return step == self._forced_save_step
 
     def roll_back(self, step: int) -> int | None:
         """Restore weights, optimizer state and hook tensors from the newest valid checkpoint.
@@ -179,8 +182,9 @@ class Checkpointer:
             state = self._resumer.load_before(step)
         if state is None:
             return None
+        # `evaluation_mode` does this only for schedule-free optimizers.
         self._trainer.train_step.precompute_scales()
-        self._due_step = step
+        self._forced_save_step = step
         return state["step"]
 
     def save(self, step: int, is_last: bool = False) -> None:
@@ -200,7 +204,7 @@ class Checkpointer:
                 # state of a hook.
                 self._saver.wait_until_saved()
                 state = trainer.state_dict()
-                self._saver.save(step, state, last=is_last)
+                self._saver.save(step, state, is_last=is_last)
                 if has_modes(trainer.optimizer):
                     self._saver.wait_for_copies()  # leaving evaluation mode changes the weights
 

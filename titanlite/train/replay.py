@@ -16,7 +16,7 @@ from titanlite.config.registry import HOOKS
 from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
 from titanlite.data.loader import OutOfData
-from titanlite.hooks.checkpoints import open_checkpoints
+from titanlite.hooks.checkpoints import build_resumer
 from titanlite.hooks.guards import build_guards
 from titanlite.observe.logged_step import LoggedStep
 from titanlite.optim.schedule import learning_rate_at
@@ -215,7 +215,7 @@ class ReplayTrainer(Trainer):
             UserError: If the steps since the checkpoint cannot be computed again; see
                 `check_history`.
         """
-        resumer = open_checkpoints(self, self._saved_job)
+        resumer = build_resumer(self, self._saved_job)
         rank_group = resumer.context.ranks
         self._resources.callback(rank_group.close)
 
