@@ -305,7 +305,7 @@ class CheckpointWriter(FileSystemWriter):
 
         results: list[WriteResult] = []
         for number, items in enumerate(items_of_files):
-            file_name = f"{plan.storage_data.prefix}{number}.distcp"
+            file_name = f"{plan.storage_data.prefix}{number}.distcp"  # DCP sets "__RANK_" as prefix
             results += self._write_file(file_name, items, planner)
         for file_name, entry in self.fs.written.items():
             index = dcp_metadata.MetadataIndex(file_name)
@@ -329,7 +329,7 @@ class CheckpointWriter(FileSystemWriter):
                 torch.save(tensor, file)
                 offset, length, checksum = file.end_chunk()
                 info = _StorageInfo(name, offset, length)
-                vars(info)[_CHECKSUM] = checksum
+                vars(info)[_CHECKSUM] = checksum  # the dataclass is frozen and lacks this field
                 results.append(WriteResult(item.index, length, info))
             os.fsync(file.fileno())
         return results
@@ -346,7 +346,8 @@ class CheckpointWriter(FileSystemWriter):
         for rank_results in results:
             for result in rank_results:
                 if isinstance(result, _FileResult):
-                    entries[result.index.fqn] = result.storage_data
+                    file_name = result.index.fqn
+                    entries[file_name] = result.storage_data
                 else:
                     tensor_results.append(result)
 
@@ -383,7 +384,7 @@ class _HashingFileSystem(FileSystem):
                 yield file
             except RuntimeError as error:
                 raise file.error or error from None
-            name = Path(path).name.removesuffix(".tmp")  # DCP renames the index
+            name = Path(path).name.removesuffix(".tmp")  # DCP writes and renames .metadata.tmp
             self.written[name] = file.entry()
 
 

@@ -187,7 +187,8 @@ def get_step(path: Path) -> int:
 def list_checkpoints(*folders: Path) -> list[Path]:
     """Return all checkpoints in some folders, sorted by step.
 
-    Damaged checkpoints are included, but not unfinished, partly removed and renamed ones.
+    Damaged checkpoints are included, also those without a manifest. Unfinished, partly removed and
+    renamed checkpoints are not included.
     """
     checkpoints = []
     for folder in folders:
@@ -434,9 +435,11 @@ def select_outdated(steps: list[int], config: schema.Checkpoint) -> list[int]:
         steps: Steps of all checkpoints, in ascending order.
         config: Section [checkpoint] of the job.
     """
-    older = steps[: -config.keep_latest_k] if config.keep_latest_k else []
-    every = config.keep_every_n_steps
-    return [step for step in older if not every or step % every]
+    older_steps = steps[: -config.keep_latest_k] if config.keep_latest_k else []
+    interval = config.keep_every_n_steps
+    if not interval:
+        return older_steps
+    return [step for step in older_steps if step % interval != 0]
 
 
 def check_checkpoint(

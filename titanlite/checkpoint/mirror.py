@@ -109,7 +109,7 @@ class Mirror:
         self._foreign = set[str]()  # names of steps of other programs
 
         self._thread = ThreadPoolExecutor(1, "mirror")
-        self._last_update = Future[None]()
+        self._last_update = Future[None]()  # of the last `notify`; never done before the first one
         self._is_ending = threading.Event()
         self._throttle_lock = threading.Lock()
         self._next_send_time = 0.0

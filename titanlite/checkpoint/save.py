@@ -106,9 +106,8 @@ class Saver:
         self._pending: tuple[int, Future[bool]] | None = None
 
         self._thread = ThreadPoolExecutor(1, "checkpoint")
-        self._copies: list[
-            Future[dict[str, Tensor]]
-        ] = []  # copies to pinned memory, while the next step runs
+        # The copies to pinned memory that are made while the next step runs.
+        self._copies: Future[dict[str, Tensor]] | None = None
         self._stager: DefaultStager | None = None
         self._is_pinned = self._config.async_mode == "async_with_pinned_mem"
         if self._is_pinned and not torch.cuda.is_available():
@@ -200,7 +199,8 @@ class Saver:
 
         Only then may the optimizer change the weights.
         """
-        wait(self._copies)
+        if self._copies is not None:
+            wait([self._copies])
 
     def close(self) -> None:
         """Wait for the save in progress, and stop the background thread."""
@@ -258,7 +258,9 @@ class Saver:
             # The other ranks wait for this rank's part of the checkpoint, so write it here instead.
             text = f"Saving step {writer.step} while training waits ({describe_error(error)})"
             self._log(Event(text, "foreground", writer.step))
-            # Replace the executor, because it may have queued the save before it failed.
+            # Replace the executor: `submit` may have queued the save before it failed to start a
+            # thread. The ranks may save in different threads, because all of them call the same
+            # collectives of `_ranks` in the same order.
             self._thread = ThreadPoolExecutor(1, "checkpoint")
             self._save_now(writer, tensors, started)
 
@@ -281,11 +283,11 @@ class Saver:
         """
         if self._is_pinned:
             torch.cuda.current_stream().synchronize()  # the stager copies on another stream
-        if torch.__version__ < "2.13":  # supports only one call of stage()
+        if torch.__version__ < "2.13":  # in which a stager supports only one call of stage()
             stager.close()
             stager = self._stager = self._new_stager()
         copies = stager.stage(tensors)
-        self._copies = [copies] if isinstance(copies, Future) else []
+        self._copies = copies if isinstance(copies, Future) else None
         return copies
 
     def _write_and_publish(
@@ -394,8 +396,10 @@ class Saver:
             checkpoints = self._list_own()
             if self._config.keep_best:
                 self._update_best_link()
+            # Never remove the target of `best`, even if this job does not set keep_best.
             best = (self._folder / BEST_LINK).resolve()
             # The newest checkpoint must survive a power failure before older ones are removed.
+            # `publish_checkpoint` has tried this too, but only warns if it fails.
             sync(self._folder)
         except Exception as error:  # any of them could be the best one, or the only durable one
             self._log(f"Not removing old checkpoints: {describe_error(error)}")

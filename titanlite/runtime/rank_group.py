@@ -21,8 +21,9 @@ class RankGroup:
     training continues. All ranks call each method together.
 
     Args:
-        timeout_seconds: Longest time to wait for another rank. If None, create no process group,
-            and work as a group that contains only this process.
+        timeout_seconds: Longest time to wait for another rank. If None, create no process group:
+            `gather` and `run_together` then consider only this process, and the other methods must
+            not be called.
 
     Attributes:
         group: The process group, or None.
@@ -88,6 +89,7 @@ class RankGroup:
             UserError: On all ranks, if `function` raised a UserError, OSError or ValueError on rank
                 0.
         """
-        result = [self.run_together(lambda: function() if self.rank == 0 else None)]
-        dist.broadcast_object_list(result, src=0, group=self.group)
-        return cast(T, result[0])
+        result = self.run_together(lambda: function() if self.rank == 0 else None)
+        objects = [result]
+        dist.broadcast_object_list(objects, src=0, group=self.group)
+        return cast(T, objects[0])
