@@ -113,14 +113,14 @@ def nothing_left_behind() -> Iterator[None]:
 
 @pytest.fixture
 def cpu_seconds() -> Callable[[Callable[[], object]], float]:
-    """Return a function that measures the CPU seconds of a call and its children, best of three.
+    """Return a function that measures the CPU seconds of a call and its children, best of five.
 
     Unlike wall-clock time, CPU time hardly depends on other tests that run at the same time.
     """
 
     def measure(call: Callable[[], object]) -> float:
         taken = []
-        for _ in range(3):
+        for _ in range(5):
             before = os.times()
             call()
             taken.append(sum(os.times()[:4]) - sum(before[:4]))

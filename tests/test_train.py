@@ -105,7 +105,7 @@ def test_usr2_saves_and_goes_on_and_ctrl_c_saves_and_starting_again_goes_on(job_
     starts_and_ends = [
         (event["event"], event["step"])
         for event in events
-        if event["event"] not in ("save", "data")
+        if event["event"] not in ("save", "data", "straggler")  # ranks are slow on a busy machine
     ]
     assert starts_and_ends == [
         ("start", 0),

@@ -160,10 +160,10 @@ def test_run_continues_without_the_server_and_fails_only_if_the_last_copy_fails(
         20,
         "--checkpoint.keep_latest_k",
         2,
-        "--checkpoint.timeout_seconds",
-        2,
     )
-    world = start_small(tmp_path / "one", *words, "--training.steps", 10**6)
+    # The run waits this long for its last copy, which fails because there is no server.
+    short_wait = "--checkpoint.timeout_seconds", 5
+    world = start_small(tmp_path / "one", *words, *short_wait, "--training.steps", 10**6)
     request.addfinalizer(world.close)
     world.wait_for("step +1/")
     server.stop()
