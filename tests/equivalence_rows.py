@@ -7,11 +7,13 @@ from collections.abc import Iterable
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
+import tomli
 import torch
 from ranks import run_ranks
 from train_variants import merge, train_variants
 
-# 97 tokens: no degree divides the vocabulary. Adam's rate is such that ten steps halve the loss, or nearly.
+# No degree divides the vocabulary of 97 tokens. At this learning rate, ten steps of Adam roughly
+# halve the loss.
 MODEL = {"n_layers": 4, "n_heads": 8, "n_kv_heads": 4, "vocab_size": 97}
 TRAINING = {"steps": 10, "local_batch_size": 8}
 RATE = 1e-3
@@ -29,23 +31,22 @@ class Numbers(NamedTuple):
     largest_weight: float
 
 
-# fp32 sums in another order differ by 1e-7. Where a gradient is nearly zero, Adam divides it by its
-# own size, so that its sign, and with it a whole update, can hang on that rounding. Measured: 0.015
-# updates at most, 1e-5 in the mean.
+# fp32 sums in another order differ by 1e-7. Adam divides a gradient by its own size, so if it is
+# nearly zero, rounding can change its sign and a whole update. Measured: at most 0.015 updates, 1e-5
+# in the mean.
 EXACT = Numbers(5e-6, 2e-5, 1e-4, 0.1)
-# The norm of many elements: up to two of fp32's last bits. Added up one after the other they made
-# 3e-7 to 8e-7 here.
+# The norm of many elements differs by up to two of fp32's last bits. Adding them up one after the
+# other differed by 3e-7 to 8e-7.
 LARGE_SUMS = Numbers(1e-6, 2e-7, 1e-4, 0.1)
-# bf16 has 8 bits of mantissa, e4m3 4. Each product rounds differently where a tensor is cut, and
-# ten steps add up.
+# bf16 has 8 bits of mantissa, e4m3 has 4. Each product rounds differently where a tensor is split,
+# and ten steps add up.
 BF16 = Numbers(1e-4, 1e-3, 0.1, 20.0)
 FP8 = Numbers(1e-4, 1e-3, 1.0, 20.0)
-FP8_AFTER = Numbers(
-    1e-2, 0.3, 1.0, 20.0
-)  # norms of outputs magnify it; from fp32, one process is 4e-3 and 0.12 away
-# Weights of 8 bits whose roundings hang on the same random bits everywhere: what a sum in another
-# order turns the other way is one weight in thousands, by its last bit (7.8 updates for a weight of
-# 1). fp32 is computed in.
+# Norms after the blocks magnify the differences. One process differs from fp32 by 4e-3 and 0.12.
+FP8_AFTER = Numbers(1e-2, 0.3, 1.0, 20.0)
+# bf16 weights are rounded with the same random bits in every layout, and computed in fp32. A sum in
+# another order rounds one weight in thousands the other way, by its last bit (7.8 updates for a
+# weight of 1).
 ROUNDED = Numbers(5e-6, 2e-5, 1e-3, 10.0)
 
 
@@ -59,129 +60,150 @@ class Row(NamedTuple):
     tolerance: Numbers = EXACT
 
 
+def options(*lines: str) -> dict[str, Any]:
+    """Parse options, written as in a job file."""
+    return tomli.loads("\n".join(lines))
+
+
 def layout(
-    pp: int = 1, replicate: int = 1, cp: int = 1, tp: int = 1, schedule: str = "1F1B"
+    pp: int = 1,
+    replicate: int = 1,
+    cp: int = 1,
+    tp: int = 1,
+    schedule: str = "1F1B",
+    batch: int | None = None,
 ) -> dict[str, Any]:
-    """Return the options of a layout. The remaining ranks shard the model."""
+    """Return the options of a layout. The remaining ranks shard the model.
+
+    Args:
+        batch: Local batch size.
+    """
     degrees = {"pipeline": pp, "context": cp, "tensor": tp}
     keys = {f"{name}_parallel_degree": degree for name, degree in degrees.items()}
     keys |= {"data_parallel_replicate_degree": replicate, "pipeline_parallel_schedule": schedule}
-    return {"parallelism": keys}
+    sections = {"parallelism": keys}
+    if batch is not None:
+        sections["training"] = {"local_batch_size": batch}
+    return sections
 
 
-def local(rows: int) -> dict[str, Any]:
-    return {"training": {"local_batch_size": rows}}
-
-
-SCHEDULES = (
+SCHEDULES = [
     "1F1B",
     "GPipe",
     "Interleaved1F1B",
     "LoopedBFS",
     "InterleavedZeroBubble",
     "ZBVZeroBubble",
-)
+]
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # ranks and overrides
-    "fsdp2": (2, merge(layout(), local(4))),
-    "replicate2": (2, merge(layout(replicate=2), local(4))),
+    "fsdp2": (2, layout(batch=4)),
+    "replicate2": (2, layout(replicate=2, batch=4)),
     "tp2": (2, layout(tp=2)),
     "cp2": (2, layout(cp=2)),
-    **{
-        f"pp2 {schedule}": (2, merge(layout(pp=2, schedule=schedule), local(1)))
-        for schedule in SCHEDULES
-    },
-    "fsdp4": (4, merge(layout(), local(2))),
-    "hsdp 2x2": (4, merge(layout(replicate=2), local(2))),
+    **{f"pp2 {name}": (2, layout(pp=2, schedule=name, batch=1)) for name in SCHEDULES},
+    "fsdp4": (4, layout(batch=2)),
+    "hsdp 2x2": (4, layout(replicate=2, batch=2)),
     "tp4": (4, layout(tp=4)),
     "cp4": (4, layout(cp=4)),
-    "fsdp2 x tp2": (4, merge(layout(tp=2), local(4))),
-    "fsdp2 x cp2": (4, merge(layout(cp=2), local(4))),
+    "fsdp2 x tp2": (4, layout(tp=2, batch=4)),
+    "fsdp2 x cp2": (4, layout(cp=2, batch=4)),
     "cp2 x tp2": (4, layout(cp=2, tp=2)),
-    "pp2 x fsdp2": (4, merge(layout(pp=2), local(1))),
-    "pp2 x tp2": (4, merge(layout(pp=2, tp=2), local(1))),
-    "pp2 x cp2": (4, merge(layout(pp=2, cp=2), local(1))),
-    "pp2 ZBVZeroBubble x fsdp2": (4, merge(layout(pp=2, schedule="ZBVZeroBubble"), local(1))),
-    "pp2 x fsdp2 x tp2": (8, merge(layout(pp=2, tp=2), local(1))),
-    "fsdp2 x cp2 x tp2": (8, merge(layout(cp=2, tp=2), local(4))),
-    "pp2 x hsdp 2x2": (8, merge(layout(pp=2, replicate=2), local(1))),
-    "pp2 x cp2 x tp2": (8, merge(layout(pp=2, cp=2, tp=2), local(1))),
+    "pp2 x fsdp2": (4, layout(pp=2, batch=1)),
+    "pp2 x tp2": (4, layout(pp=2, tp=2, batch=1)),
+    "pp2 x cp2": (4, layout(pp=2, cp=2, batch=1)),
+    "pp2 ZBVZeroBubble x fsdp2": (4, layout(pp=2, schedule="ZBVZeroBubble", batch=1)),
+    "pp2 x fsdp2 x tp2": (8, layout(pp=2, tp=2, batch=1)),
+    "fsdp2 x cp2 x tp2": (8, layout(cp=2, tp=2, batch=4)),
+    "pp2 x hsdp 2x2": (8, layout(pp=2, replicate=2, batch=1)),
+    "pp2 x cp2 x tp2": (8, layout(pp=2, cp=2, tp=2, batch=1)),
 }
-if tuple(map(int, version("torch").split(".")[:2])) < (2, 13):  # refused by titanlite.load_run
+if tuple(map(int, version("torch").split(".")[:2])) < (2, 13):  # load_run rejects ZBV there
     LAYOUTS = {name: row for name, row in LAYOUTS.items() if "ZBV" not in name}
+
 DOCUMENTS = {"documents": True}
-TIED = {"model": {"tied_embeddings": True}}
-SWITCHES = {
-    "switches": {
-        "model": {"head_dim": 16, "qkv_bias": True, "qk_norm": "head", "sliding_window": 12}
-    },
-    "OLMo 2": {
-        "model": {"qk_norm": "projection", "norm_placement": "after", "no_rope_interval": 2}
-    },
-}  # what other families of models have
-LARGE = {
-    "model": {"vocab_size": 32_000}
-}  # 4 million gradients: a sum of squares one after the other goes astray
-ONE_GROUP = {
-    "parallelism": {"fsdp_min_num_params": 1_000_000}
-}  # the default: so small a model is not cut
+TIED = options("model.tied_embeddings = true")
+LARGE = options("model.vocab_size = 32_000")
+"""4 million gradients. Adding their squares one after the other would lose precision."""
+SWITCHES = {  # features of other model families
+    "switches": options(
+        "model.head_dim = 16",
+        "model.qkv_bias = true",
+        "model.qk_norm = 'head'",
+        "model.sliding_window = 12",
+    ),
+    "OLMo 2": options(
+        "model.qk_norm = 'projection'",
+        "model.norm_placement = 'after'",
+        "model.no_rope_interval = 2",
+    ),
+}
 SCHEDULING: dict[str, dict[str, Any]] = {  # when and where something is computed, not what
-    "accumulation 2": local(2),
-    "accumulation 4": local(1),
-    "accumulation 4, each reduced": {**local(1), "parallelism": {"fsdp_reduce": "microbatch"}},
-    "AC full": {"activation_checkpoint": {"mode": "full"}},
-    "AC op": {"activation_checkpoint": {"mode": "selective"}},
-    "AC every 2nd block": {
-        "activation_checkpoint": {"mode": "selective", "selective_ac_option": "2"}
-    },
-    "CPU offload": {"training": {"enable_cpu_offload": True}},
-    "CPU offload, accumulation 4, each reduced": {
-        "training": {"enable_cpu_offload": True, "local_batch_size": 1},
-        "parallelism": {"fsdp_reduce": "microbatch"},
-    },
-    "no memory savers": {"parallelism": {"memory_savers": "none"}},
-    "all memory savers": {"parallelism": {"memory_savers": "all"}},
-    "two blocks a group": {"parallelism": {"fsdp_min_num_params": 60_000}},
-    "one group": ONE_GROUP,
-    "reshard never": {"parallelism": {"fsdp_reshard_after_forward": "never"}},
-    "reshard always": {"parallelism": {"fsdp_reshard_after_forward": "always"}},
+    "accumulation 2": options("training.local_batch_size = 2"),
+    "accumulation 4": options("training.local_batch_size = 1"),
+    "accumulation 4, each reduced": options(
+        "training.local_batch_size = 1", "parallelism.fsdp_reduce = 'microbatch'"
+    ),
+    "AC full": options("activation_checkpoint.mode = 'full'"),
+    "AC op": options("activation_checkpoint.mode = 'selective'"),
+    "AC every 2nd block": options(
+        "activation_checkpoint.mode = 'selective'",
+        "activation_checkpoint.selective_ac_option = '2'",
+    ),
+    "CPU offload": options("training.enable_cpu_offload = true"),
+    "CPU offload, accumulation 4, each reduced": options(
+        "training.enable_cpu_offload = true",
+        "training.local_batch_size = 1",
+        "parallelism.fsdp_reduce = 'microbatch'",
+    ),
+    "no memory savers": options("parallelism.memory_savers = 'none'"),
+    "all memory savers": options("parallelism.memory_savers = 'all'"),
+    "two blocks a group": options("parallelism.fsdp_min_num_params = 60_000"),
+    # The default: such a small model is one group.
+    "one group": options("parallelism.fsdp_min_num_params = 1_000_000"),
+    "reshard never": options("parallelism.fsdp_reshard_after_forward = 'never'"),
+    "reshard always": options("parallelism.fsdp_reshard_after_forward = 'always'"),
 }
-ALL_GATHER = {
-    "enable_fsdp_float8_all_gather": True,
-    "precompute_float8_dynamic_scale_for_fsdp": True,
-}
-COMPILED = {"enable": True, "components": ["model"]}
-BF16_WEIGHTS = {"training": {"dtype": "bfloat16"}, "optimizer": {"stochastic_rounding": True}}
+FLOAT8 = options("float8.enable = true")
 PRECISION: dict[str, tuple[dict[str, Any], Numbers]] = {
-    "bf16": ({"training": {"mixed_precision_param": "bfloat16"}}, BF16),
-    "bf16 weights, stochastic rounding": (BF16_WEIGHTS, ROUNDED),
-    "float8 tensorwise": ({"float8": {"enable": True}}, FP8),
-    "float8 all-gather": ({"float8": {"enable": True} | ALL_GATHER}, FP8),
-    "float8 rowwise": ({"float8": {"enable": True, "recipe_name": "rowwise"}}, FP8),
-    "float8 rowwise_with_gw_hp": (
-        {"float8": {"enable": True, "recipe_name": "rowwise_with_gw_hp"}},
+    "bf16": (options("training.mixed_precision_param = 'bfloat16'"), BF16),
+    "bf16 weights, stochastic rounding": (
+        options("training.dtype = 'bfloat16'", "optimizer.stochastic_rounding = true"),
+        ROUNDED,
+    ),
+    "float8 tensorwise": (FLOAT8, FP8),
+    "float8 all-gather": (
+        options(
+            "float8.enable = true",
+            "float8.enable_fsdp_float8_all_gather = true",
+            "float8.precompute_float8_dynamic_scale_for_fsdp = true",
+        ),
         FP8,
     ),
+    **{
+        f"float8 {recipe}": (
+            options("float8.enable = true", f"float8.recipe_name = '{recipe}'"),
+            FP8,
+        )
+        for recipe in ("rowwise", "rowwise_with_gw_hp")
+    },
 }
+COMPILED = options("compile.enable = true", "compile.components = ['model']")
 # The table of combinations: feature -> (overrides, row on one process to compare with, tolerance)
-FEATURES: dict[str, tuple[dict[str, Any], str, Numbers]] = {
-    "AC full": (SCHEDULING["AC full"], "one process", EXACT),
-    "AC op": (SCHEDULING["AC op"], "one process", EXACT),
-    "CPU offload": (SCHEDULING["CPU offload"], "one process", EXACT),
-    "one group": (ONE_GROUP, "one process", EXACT),
-    **{name: (overrides, name, tolerance) for name, (overrides, tolerance) in PRECISION.items()},
-    "compile": ({"compile": COMPILED}, "one process", EXACT),
-    "compile, AC full": ({"compile": COMPILED, **SCHEDULING["AC full"]}, "one process", EXACT),
-    "compile, AC op": ({"compile": COMPILED, **SCHEDULING["AC op"]}, "one process", EXACT),
-    "compile, float8 tensorwise": (
-        {"compile": COMPILED, "float8": {"enable": True}},
-        "float8 tensorwise",
-        FP8,
-    ),
-}
+FEATURES: dict[str, tuple[dict[str, Any], str, Numbers]] = {}
+for name in ("AC full", "AC op", "CPU offload", "one group"):
+    FEATURES[name] = SCHEDULING[name], "one process", EXACT
+for name, (overrides, tolerance) in PRECISION.items():
+    FEATURES[name] = overrides, name, tolerance
+FEATURES["compile"] = COMPILED, "one process", EXACT
+for mode in ("AC full", "AC op"):
+    overrides = merge(COMPILED, SCHEDULING[mode])
+    FEATURES[f"compile, {mode}"] = overrides, "one process", EXACT
+FEATURES["compile, float8 tensorwise"] = merge(COMPILED, FLOAT8), "float8 tensorwise", FP8
 for mode in ("AC full", "AC op"):
     overrides, tolerance = PRECISION["float8 all-gather"]
-    overrides = {"compile": COMPILED, **overrides, **SCHEDULING[mode]}
+    overrides = merge(COMPILED, overrides, SCHEDULING[mode])
     FEATURES[f"compile, float8 all-gather, {mode}"] = overrides, "float8 all-gather", tolerance
+
 COMBINED = ("fsdp2", "tp2", "cp2", "pp2 1F1B", "pp2 ZBVZeroBubble", "fsdp2 x tp2", "hsdp 2x2")
 COMBINED = tuple(name for name in COMBINED if name in LAYOUTS)
 REFUSED = {  # by titanlite.load_run
@@ -190,40 +212,67 @@ REFUSED = {  # by titanlite.load_run
     for feature in FEATURES
     if "ZBV" in name and (feature == "AC op" or "compile" in feature)
 }
-MISTAKES: dict[str, tuple[str, dict[str, Any]]] = {  # planted -> layout, and what is planted
-    "keys' gradients not reduced": ("cp2", {"plant": "missing_reduction"}),
-    "loss not reduced over the vocabulary": ("tp2", {"plant": "local_softmax"}),
-    "gradients averaged, not summed": ("fsdp2", {"plant": "averaged_gradients"}),
-    "every rank holds the first shard": ("fsdp2", {"plant": "doubled_shard"}),
-    "every rank reads the first rows": ("fsdp2", {"plant": "doubled_data"}),
+MISTAKES = {  # name -> layout, and the mutant or the mistake to plant
+    "keys' gradients not reduced": ("cp2", "gradients_of_keys_not_reduced"),
+    "loss not reduced over the vocabulary": ("tp2", "softmax_over_the_local_vocabulary"),
+    "gradients averaged, not summed": ("fsdp2", "gradients_averaged_twice"),
+    "every rank holds the first shard": ("fsdp2", "every_rank_has_the_first_shard"),
+    "every rank reads the first rows": ("fsdp2", "doubled_data"),
 }
+
+
+def row_of(
+    layout_name: str,
+    suffix: str,
+    extra: dict[str, Any],
+    reference: str = "one process",
+    tolerance: Numbers = EXACT,
+) -> Row:
+    """Return the row of a layout with further options. `suffix` names them."""
+    ranks, overrides = LAYOUTS[layout_name]
+    name = f"{layout_name}, {suffix}"
+    return Row(name, ranks, merge(overrides, extra), reference, tolerance)
 
 
 def combined(layout_name: str, feature: str) -> Row:
     """Return the row of one layout and one feature."""
-    ranks, overrides = LAYOUTS[layout_name]
-    extra, reference, tolerance = FEATURES[feature]
-    return Row(f"{layout_name}, {feature}", ranks, merge(overrides, extra), reference, tolerance)
+    return row_of(layout_name, feature, *FEATURES[feature])
+
+
+def switched_rows() -> list[Row]:
+    """Return the rows of other model families."""
+    rows: list[Row] = []
+    for family, switches in SWITCHES.items():
+        float8 = FP8_AFTER if family == "OLMo 2" else FP8
+        for suffix, extra, tolerance in (
+            ("", {}, EXACT),
+            (", documents", DOCUMENTS, EXACT),
+            (", float8", FLOAT8, float8),
+        ):
+            name = f"{family}{suffix}"
+            overrides = merge(switches, extra)
+            rows.append(Row(name, 1, merge(layout(batch=8), overrides), name))
+            for layout_name in ("fsdp2", "tp2", "cp2", "pp2 1F1B", "pp2 x cp2 x tp2"):
+                rows.append(row_of(layout_name, name, overrides, name, tolerance))
+            overrides = merge(overrides, COMPILED, SCHEDULING["AC op"])
+            rows.append(row_of("tp2", f"{name}, compile, AC op", overrides, name, tolerance))
+    return rows
 
 
 def all_rows() -> list[Row]:
-    """Return all rows, with the rows on one process first."""
-    one = merge(layout(), local(8))
-    rows = [Row("one process", 1, one)]
+    """Return all rows, each after its reference."""
+    one = layout(batch=8)
     alone = {"documents": DOCUMENTS, "tied": TIED, "vocabulary of 32,000": LARGE}
-    rows += [Row(name, 1, merge(one, more), name) for name, more in alone.items()]
-    rows += [
-        Row(name, 1, merge(one, overrides), name) for name, (overrides, _) in PRECISION.items()
-    ]
-    rows += [Row(name, 1, merge(one, overrides)) for name, overrides in SCHEDULING.items()]
+    references = alone | {name: overrides for name, (overrides, _) in PRECISION.items()}
+    rows = [Row("one process", 1, one)]
+    rows += [Row(name, 1, merge(one, extra), name) for name, extra in references.items()]
+    rows += [Row(name, 1, merge(one, extra)) for name, extra in SCHEDULING.items()]
     rows += [Row(name, ranks, overrides) for name, (ranks, overrides) in LAYOUTS.items()]
-    fsdp2 = LAYOUTS["fsdp2"][1]
-    rows += [
-        Row(f"fsdp2, {name}", 2, merge(fsdp2, over))
-        for name, over in SCHEDULING.items()
-        if name not in FEATURES
-    ]
-    for like, tolerance, names in (
+    for name, extra in SCHEDULING.items():
+        if name not in FEATURES:
+            rows.append(row_of("fsdp2", name, extra))
+
+    for reference, tolerance, names in (
         (
             "documents",
             EXACT,
@@ -233,44 +282,21 @@ def all_rows() -> list[Row]:
         ("vocabulary of 32,000", LARGE_SUMS, ("fsdp2", "tp2", "fsdp4", "pp2 x fsdp2")),
     ):
         for name in names:
-            ranks, overrides = LAYOUTS[name]
-            rows.append(
-                Row(f"{name}, {like}", ranks, merge(overrides, alone[like]), like, tolerance)
-            )
-    for family, switches in SWITCHES.items():
-        for more, extra, tolerance in (
-            ("", {}, EXACT),
-            (", documents", DOCUMENTS, EXACT),
-            (
-                ", float8",
-                PRECISION["float8 tensorwise"][0],
-                FP8_AFTER if family == "OLMo 2" else FP8,
-            ),
-        ):
-            over, like = merge(switches, extra), f"{family}{more}"
-            rows.insert(1, Row(like, 1, merge(one, over), like))
-            layouts = {
-                name: LAYOUTS[name]
-                for name in ("fsdp2", "tp2", "cp2", "pp2 1F1B", "pp2 x cp2 x tp2")
-            }
-            rows += [
-                Row(f"{n}, {like}", r, merge(o, over), like, tolerance)
-                for n, (r, o) in layouts.items()
-            ]
-            compiled = merge(LAYOUTS["tp2"][1], over, {"compile": COMPILED}, SCHEDULING["AC op"])
-            rows.append(Row(f"tp2, {like}, compile, AC op", 2, compiled, like, tolerance))
-    rows += [combined(a, b) for a in COMBINED for b in FEATURES if (a, b) not in REFUSED]
+            rows.append(row_of(name, reference, alone[reference], reference, tolerance))
+    rows += switched_rows()
+
+    for name in COMBINED:
+        rows += [combined(name, other) for other in FEATURES if (name, other) not in REFUSED]
     rows += [combined(name, "compile") for name in ("pp2 x tp2", "cp2 x tp2", "pp2 x fsdp2 x tp2")]
     rows.append(combined("pp2 x tp2", "compile, float8 all-gather, AC op"))
-    ranks, overrides = LAYOUTS["tp2"]
-    for name, more, reference in (
+    memory_budget = options("activation_checkpoint.mode = 'memory_budget'")
+    for name, extra, reference in (
         ("tied", TIED, "tied"),
         ("documents", DOCUMENTS, "documents"),
         ("AC every 2nd block", SCHEDULING["AC every 2nd block"], "one process"),
-        ("AC memory budget", {"activation_checkpoint": {"mode": "memory_budget"}}, "one process"),
+        ("AC memory budget", memory_budget, "one process"),
     ):
-        over = merge(overrides, more, {"compile": COMPILED})
-        rows.append(Row(f"tp2, compile, {name}", ranks, over, reference))
+        rows.append(row_of("tp2", f"compile, {name}", merge(extra, COMPILED), reference))
     return rows
 
 
@@ -300,21 +326,16 @@ def run(rows: Iterable[Row]) -> dict[str, dict[str, Any]]:
 
 
 def compare(result: dict[str, Any], reference: dict[str, Any]) -> Difference:
-    def relative(*names: str) -> float:
-        pairs = [
-            (a, b) for name in names for a, b in zip(result[name], reference[name], strict=True)
-        ]
+    """Measure how far a result is from the result of the reference."""
+
+    def relative(name: str) -> float:
+        pairs = zip(result[name], reference[name], strict=True)
         return max(abs(a - b) / abs(b) for a, b in pairs)
 
-    def flat(weights: dict[str, torch.Tensor]) -> torch.Tensor:
-        return torch.cat([weight.flatten() for weight in weights.values()])
-
-    assert result["weights"].keys() == reference["weights"].keys()
-    updates = (flat(result["weights"]) - flat(reference["weights"])).abs() / RATE
-    numbers = (
-        relative("losses", "evaluated"),
-        relative("norms"),
-        updates.mean().item(),
-        updates.max().item(),
-    )
-    return Difference(result["initial"] == reference["initial"], Numbers(*numbers))
+    weights, expected = result["weights"], reference["weights"]
+    assert weights.keys() == expected.keys()
+    changes = [(weights[name] - expected[name]).flatten() for name in weights]
+    updates = torch.cat(changes).abs() / RATE
+    loss = max(relative("losses"), relative("evaluated"))
+    numbers = Numbers(loss, relative("norms"), updates.mean().item(), updates.max().item())
+    return Difference(result["initial"] == reference["initial"], numbers)

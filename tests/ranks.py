@@ -34,15 +34,20 @@ if TYPE_CHECKING:
     from titanlite.train.trainer import Trainer
 
 PRELOADED = [
-    *("titanlite.cli", "titanlite.train.trainer", "titanlite.load_run", "pytest"),
-    *("torch._dynamo", "torch.distributed.pipelining", "torchao.float8"),
+    "titanlite.cli",
+    "titanlite.train.trainer",
+    "titanlite.load_run",
+    "pytest",
+    "torch._dynamo",
+    "torch.distributed.pipelining",
+    "torchao.float8",
 ]
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(PRELOADED)
-PATIENCE = 20.0  # seconds that the other ranks have to end when one has failed
-OPEN: list[
-    World
-] = []  # those that no test has closed yet, which the next test would find among its processes
+PATIENCE = 20.0
+"""Seconds that the other ranks have to end when one has failed."""
+OPEN: list[World] = []
+"""Worlds that no test has closed yet. A fixture closes them after a failed test."""
 
 
 class RanksFailed(AssertionError):
@@ -64,16 +69,14 @@ class World:
         self._output.touch()
         self.processes = []
         for rank in range(count):
-            place = {
-                "RANK": rank,
-                "LOCAL_RANK": rank,
-                "WORLD_SIZE": count,
-                "LOCAL_WORLD_SIZE": count,
-            }
-            environment = {**os.environ, **{name: str(value) for name, value in place.items()}}
+            environment = dict(os.environ)
+            for prefix in ("", "LOCAL_"):
+                environment[f"{prefix}RANK"] = str(rank)
+                environment[f"{prefix}WORLD_SIZE"] = str(count)
             start = (environment, self._folder.name, body, args)
-            self.processes.append(SERVER.Process(target=_run, args=start))
-            self.processes[-1].start()
+            process = SERVER.Process(target=_run, args=start)
+            process.start()
+            self.processes.append(process)
         OPEN.append(self)
 
     @property
@@ -83,12 +86,12 @@ class World:
 
     def wait_for(self, pattern: str, timeout: float = 120) -> None:
         """Wait until a rank has printed the regular expression `pattern`."""
-        deadline, running = time.monotonic() + timeout, True
+        deadline = time.monotonic() + timeout
+        is_running = True
         while not re.search(pattern, self.said):
-            assert running, f"nobody said {pattern!r}:\n{self.said}"
-            running = time.monotonic() < deadline and any(
-                process.is_alive() for process in self.processes
-            )
+            assert is_running, f"no rank printed {pattern!r}:\n{self.said}"
+            has_time = time.monotonic() < deadline
+            is_running = has_time and any(process.is_alive() for process in self.processes)
             time.sleep(0.02)
 
     def ended(self, seconds: float) -> bool:
@@ -107,15 +110,15 @@ class World:
             RanksFailed: If a rank times out. The text contains its stack.
         """
         deadline = time.monotonic() + timeout
-        while (
-            running := [process for process in self.processes if process.is_alive()]
-        ) and time.monotonic() < deadline:
+        running = self.processes
+        while running and time.monotonic() < deadline:
+            wait([process.sentinel for process in running], 0.1)
+            running = [process for process in self.processes if process.is_alive()]
             if any(process.exitcode for process in self.processes):
                 deadline = min(deadline, time.monotonic() + PATIENCE)
-            wait([process.sentinel for process in running], 0.1)
         late = [rank for rank, process in enumerate(self.processes) if process.exitcode is None]
         for rank in late:
-            self.kill(rank, signal.SIGABRT)  # it says where it is
+            self.kill(rank, signal.SIGABRT)  # faulthandler then prints the stack
             self.processes[rank].join(10)
         self.close()
         if late:
@@ -181,15 +184,29 @@ def titanlite(*words: object, ranks: int = 1, code: int = 0) -> str:
 def start_small(
     out: Path, *words: object, ranks: int = 1, before: Callable[[], None] | None = None
 ) -> World:
-    """Start `titanlite train` with the small job and the output folder `out`."""
+    """Start `titanlite train` with the small job and the output folder `out`.
+
+    Strings are split at spaces: "--training.steps 4" is an option and its value.
+    """
     job = out.with_suffix(".toml")
     job.write_text(SMALL)
-    words = ("train", "--job.config_file", job, "--job.dump_folder", out, *words)
-    return start_titanlite(*words, ranks=ranks, before=before)
+    files = ("--job.config_file", job, "--job.dump_folder", out)
+    return start_titanlite("train", *files, *split_words(words), ranks=ranks, before=before)
+
+
+def split_words(words: Sequence[object]) -> list[object]:
+    """Split strings at spaces, and keep other objects, such as paths."""
+    parts: list[object] = []
+    for word in words:
+        parts += word.split() if isinstance(word, str) else [word]
+    return parts
 
 
 def small_trainer(folder: str, hooks: Hook | list[Hook], *words: str) -> Trainer:
-    """Return a trainer of the small job with additional hooks and the output folder `out`."""
+    """Return a trainer of the small job with additional hooks and the output folder `out`.
+
+    `words` are split at spaces.
+    """
     import torch
 
     from titanlite.load_run import load_run
@@ -198,9 +215,9 @@ def small_trainer(folder: str, hooks: Hook | list[Hook], *words: str) -> Trainer
     job = Path(folder, f"{os.environ['RANK']}.toml")
     job.parent.mkdir(exist_ok=True)
     job.write_text(SMALL)
-    words = ("--job.config_file", str(job), "--job.dump_folder", f"{folder}/out", *words)
-    hooks = hooks if isinstance(hooks, list) else [hooks]
-    return Trainer(load_run(words, int(os.environ["WORLD_SIZE"])), torch.device("cpu"), hooks)
+    files = ["--job.config_file", str(job), "--job.dump_folder", f"{folder}/out"]
+    run = load_run([*files, *" ".join(words).split()], int(os.environ["WORLD_SIZE"]))
+    return Trainer(run, torch.device("cpu"), hooks if isinstance(hooks, list) else [hooks])
 
 
 def free_port() -> int:
@@ -212,10 +229,12 @@ def free_port() -> int:
 
 def descendants(pid: int) -> list[int]:
     """Return the IDs of a process and all its descendants."""
-    found = subprocess.run(
-        ["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False
-    ).stdout
-    return [pid, *(descendant for child in found.split() for descendant in descendants(int(child)))]
+    command = ["pgrep", "-P", str(pid)]
+    children = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
+    found = [pid]
+    for child in children:
+        found += descendants(int(child))
+    return found
 
 
 @contextlib.contextmanager
@@ -233,11 +252,9 @@ def _one_world_at_a_time() -> Iterator[None]:
 def _run(environment: dict[str, str], folder: str, body: Callable[..., Any], args: Any) -> None:
     """Run `body` in a new rank process."""
     output = os.open(f"{folder}/output", os.O_WRONLY | os.O_APPEND)
-    for stream in (1, 2):
-        os.dup2(output, stream)
-    sys.stdout, sys.stderr = (
-        os.fdopen(stream, "w", buffering=1, closefd=False) for stream in (1, 2)
-    )
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(output, descriptor)
+        setattr(sys, name, os.fdopen(descriptor, "w", buffering=1, closefd=False))
     os.environ.clear()
     os.environ.update(environment)
     faulthandler.enable()

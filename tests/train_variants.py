@@ -5,74 +5,91 @@ on the number of ranks, so results are comparable across world sizes.
 """
 
 import hashlib
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock, patch
 
+import tomli
 import torch
 import torch._functorch.config as functorch_config
 import torch.distributed as dist
+from mutants.catalog import CATALOG
 from small_runs import job_tables
 from torch import Tensor, nn
-from torch.distributed import _functional_collectives as collectives
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
 from titanlite.data.batch import GlobalBatch
 from titanlite.model.microbatch import IGNORE_INDEX, Microbatch
-from titanlite.parallel import context
 from titanlite.parallel.mesh import build_mesh
 from titanlite.train import trainer as trainer_module
 
-SIZES = {"seq_len": 32, "local_batch_size": 2, "global_batch_size": 8, "steps": 8}
-TINY: dict[str, Any] = {
-    "model": {
-        "dim": 64,
-        "n_layers": 3,
-        "n_heads": 4,
-        "n_kv_heads": 2,
-        "ffn_dim": 128,
-        "vocab_size": 96,
-    },
-    "training": {**SIZES, "mixed_precision_param": "float32"},
-    "optimizer": {"lr": 2e-3},
-    "activation_checkpoint": {"mode": "none"},
-    "float8": {"min_features": 0},
-    "parallelism": {"fsdp_min_num_params": 0},  # as large blocks have it
-    "lr_scheduler": {"warmup_steps": 0, "decay_ratio": 0.0},
-    "checkpoint": {"enable": False},
-    "metrics": {"log_freq": 1, "enable_tensorboard": False},
-}
-GLOBAL_BATCH = SIZES["global_batch_size"]
+TINY: dict[str, Any] = tomli.loads("""
+[model]
+dim = 64
+n_layers = 3
+n_heads = 4
+n_kv_heads = 2
+ffn_dim = 128
+vocab_size = 96
+
+[training]
+seq_len = 32
+local_batch_size = 2
+global_batch_size = 8
+steps = 8
+mixed_precision_param = "float32"
+
+[optimizer]
+lr = 2e-3
+
+[lr_scheduler]
+warmup_steps = 0
+decay_ratio = 0.0
+
+[activation_checkpoint]
+mode = "none"
+
+[float8]
+min_features = 0
+
+[parallelism]
+fsdp_min_num_params = 0  # shards each block, as in a large model
+
+[checkpoint]
+enable = false
+
+[metrics]
+log_freq = 1
+enable_tensorboard = false
+""")
+GLOBAL_BATCH = TINY["training"]["global_batch_size"]
 
 
 def all_weights(model: nn.Module) -> dict[str, Tensor]:
     """Return all weights of the model in fp32, by name, on every rank."""
-    whole = {
-        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach()
-        for name, p in model.named_parameters()
-    }
-    own = {
-        name: getattr(p, "_tensor", p).float() for name, p in whole.items()
-    }  # without torchao's wrapper
+    local_weights = {}
+    for name, parameter in model.named_parameters():
+        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        plain = getattr(whole, "_tensor", whole)  # without torchao's wrapper
+        local_weights[name] = plain.detach().float()
+
     of_ranks: list[dict[str, Tensor]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(of_ranks, own)
+    dist.all_gather_object(of_ranks, local_weights)
     weights: dict[str, Tensor] = {}
     for of_rank in of_ranks:
         for name, weight in of_rank.items():
-            assert torch.equal(weights.setdefault(name, weight), weight), (
-                f"{name} differs between ranks"
-            )
+            first = weights.setdefault(name, weight)
+            assert torch.equal(first, weight), f"{name} differs between ranks"
     return dict(sorted(weights.items()))
 
 
 def weights_hash(weights: dict[str, Tensor]) -> str:
-    return hashlib.sha256(
-        b"".join(weight.numpy().tobytes() for weight in weights.values())
-    ).hexdigest()
+    content = b"".join(weight.numpy().tobytes() for weight in weights.values())
+    return hashlib.sha256(content).hexdigest()
 
 
 def merge(*tables: dict[str, Any]) -> dict[str, Any]:
@@ -181,36 +198,13 @@ def follow(trainer: trainer_module.Trainer) -> dict[str, Any]:
     }
 
 
-def planted(mistake: str | None) -> AbstractContextManager[Any]:
-    """Plant a common mistake, which the comparison must detect."""
-
-    def gather_without_gradient(x: Tensor, dim: int, group: Any) -> Tensor:
-        """Omit the reduce-scatter, so each rank keeps only the gradient of its own keys."""
-        parts = list(
-            collectives.all_gather_tensor(x.detach(), dim, group).chunk(
-                dist.get_world_size(group), dim
-            )
-        )
-        parts[dist.get_rank(group)] = x
-        return torch.cat(parts, dim)
-
-    def first_shard(parameter: Tensor, whole: Tensor) -> None:
-        """Give every rank the same shard, as random initialization of DTensors on a CPU does."""
-        assert isinstance(parameter, DTensor)
-        local = parameter.to_local()
-        local.copy_(whole[tuple(slice(size) for size in local.shape)])
-
-    set_factor = FSDPModule.set_gradient_divide_factor
-    if mistake in (None, "doubled_data"):
-        return nullcontext()
-    return {
-        "missing_reduction": patch.object(context, "all_gather_autograd", gather_without_gradient),
-        "doubled_shard": patch("titanlite.parallel.init_weights.keep_shard", first_shard),
-        "averaged_gradients": patch.object(
-            FSDPModule, "set_gradient_divide_factor", lambda self, _: set_factor(self, 2.0)
-        ),
-        "local_softmax": patch("titanlite.optim.losses._all_reduce", lambda x, *_: x),
-    }[mistake]
+@contextmanager
+def planted(mistake: str | None) -> Iterator[None]:
+    """Plant a mistake of mutants/catalog.py, which the comparison must detect."""
+    if mistake in CATALOG:
+        CATALOG[mistake].apply()
+    yield
+    patch.stopall()
 
 
 def train_variants(variants: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Invariant 5: a checkpoint exists or it does not, and what it holds is what was written."""
+"""Invariant 5: checkpoints are published as a whole, and any damage is found."""
 
 import json
 import os
@@ -6,6 +6,7 @@ import shutil
 import stat
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import xxhash
@@ -30,7 +31,7 @@ FILES = {"a.bin": b"weights" * 10, "b.bin": b"more"}
 
 
 def write_checkpoint(folder: Path, step: int) -> Path:
-    """A huggingface checkpoint with two small files."""
+    """Publish a checkpoint with two small files."""
     unfinished = folder / f".tmp-{step_folder_name(step)}-token"
     unfinished.mkdir(parents=True)
     entries = {}
@@ -38,9 +39,8 @@ def write_checkpoint(folder: Path, step: int) -> Path:
         with HashingFile(unfinished / name) as file:
             for start in range(0, len(content), 7):
                 file.write(content[start : start + 7])
-            assert os.fstat(file.fileno()).st_size == len(
-                content
-            )  # what is synced to the disk is the whole file
+            # A sync of the descriptor must write the whole file.
+            assert os.fstat(file.fileno()).st_size == len(content)
             entries[name] = file.entry()
     return publish_checkpoint(unfinished, step, entries, INFO)
 
@@ -60,39 +60,51 @@ def damage_of(path: Path) -> list[str]:
     return row["damage"]
 
 
-@pytest.mark.parametrize("name", ["a.bin", "b.bin", "manifest.json"])
+@pytest.mark.parametrize("name", ["a.bin", "manifest.json"])
 def test_verify_finds_every_flipped_bit_and_every_truncation(tmp_path, name):
     path = write_checkpoint(tmp_path, 100)
     assert damage_of(path) == []
     assert read_manifest(path)["info"] == INFO
+
     content = (path / name).read_bytes()
-    flipped = [
-        content[:i] + bytes([content[i] ^ 1 << i % 8]) + content[i + 1 :]
-        for i in range(len(content))
-    ]
-    others = [b"", b"null", b"[]", b"{}", b'{"checksum": 1}', b"\xff\xfe", b"[" * 10_000]
-    for altered in [
-        *flipped,
-        *(content[:size] for size in range(len(content))),
+    altered = [
         content + b"\0",
-        *others,
-    ]:
-        (path / name).write_bytes(altered)
+        b"null",
+        b"[]",
+        b"{}",
+        b'{"checksum": 1}',
+        b"\xff\xfe",
+        b"[" * 10_000,
+    ]
+    for index, byte in enumerate(content):
+        flipped = bytes([byte ^ 1 << index % 8])
+        altered.append(content[:index] + flipped + content[index + 1 :])
+        altered.append(content[:index])
+    for data in altered:
+        (path / name).write_bytes(data)
         assert [line.split(":")[0] for line in damage_of(path)] == [name]
-    (path / name).unlink()
+
+
+@pytest.mark.parametrize("name", ["a.bin", "manifest.json"])
+def test_verify_finds_missing_files_and_never_waits_for_a_pipe(tmp_path, name):
+    path = write_checkpoint(tmp_path, 100)
+    file = path / name
+    file.rename(tmp_path / "elsewhere")
     assert damage_of(path) == [f"{name}: missing"]
-    for make in (
+
+    for create in (
         os.mkfifo,
         os.mkdir,
         lambda path: os.mknod(path, stat.S_IFSOCK),
         lambda path: path.symlink_to(path),
+        lambda path: path.symlink_to("../elsewhere"),
     ):
-        make(path / name)
-        assert damage_of(path) == [f"{name}: not a regular file"]  # and nobody waits for a pipe
-        os.rmdir(path / name) if (path / name).is_dir() else os.unlink(path / name)
-    (tmp_path / "elsewhere").write_bytes(content)
-    (path / name).symlink_to("../elsewhere")
-    assert damage_of(path) == [f"{name}: not a regular file"]
+        create(file)
+        assert damage_of(path) == [f"{name}: not a regular file"]
+        if file.is_dir():
+            file.rmdir()
+        else:
+            file.unlink()
 
 
 def test_manifest_of_another_step_is_damage_but_a_newer_format_is_not(tmp_path):
@@ -109,7 +121,7 @@ def test_manifest_of_another_step_is_damage_but_a_newer_format_is_not(tmp_path):
     assert verify(path)["checkpoints"][0]["state"] == "unreadable"
 
 
-def test_nothing_is_huggingface_over_an_existing_folder_or_without_all_files(tmp_path):
+def test_nothing_is_published_over_an_existing_folder_or_without_all_files(tmp_path):
     path = write_checkpoint(tmp_path, 100)
     before = (path / "manifest.json").read_bytes()
     with pytest.raises(FileExistsError, match="exists already"):
@@ -119,56 +131,61 @@ def test_nothing_is_huggingface_over_an_existing_folder_or_without_all_files(tmp
         publish_checkpoint(path, 200, {"a.bin": {"size": 3, "xxh3_128": "00"}}, {})
 
 
-def test_only_huggingface_folders_are_checkpoints_and_only_leftovers_are_removed(
+def test_only_published_folders_are_checkpoints_and_only_leftovers_are_removed(
     tmp_path, monkeypatch
 ):
     expected = [write_checkpoint(tmp_path, step) for step in (7, 99_999_999, 100_000_000)]
-    others = (
-        ".tmp-step-00000009",
-        "step-9",
-        "step-00000009.damaged",
-        "step-00000009-old",
-        "notes",
-        "step-abc",
-    )
-    for name in (".tmp-step-00000009-owner-1", *others):
-        (tmp_path / name).mkdir()
     (tmp_path / "step-00000011").write_text("a file")
+    others = ".tmp-step-00000009 step-9 step-00000009.damaged step-00000009-old notes step-abc"
+    leftover = tmp_path / ".tmp-step-00000009-owner-1"
+    for name in others.split():
+        (tmp_path / name).mkdir()
+    kept = set(os.listdir(tmp_path))
+    leftover.mkdir()
+
     assert list_checkpoints(tmp_path) == expected
     assert list_checkpoints(tmp_path / "absent") == []
+
     lines: list[str] = []
     with monkeypatch.context() as patch:
-        busy = OSError(16, "Device or resource busy", ".nfs0001")
-        patch.setattr(shutil, "rmtree", lambda path: (_ for _ in ()).throw(busy))
+        busy = Mock(side_effect=OSError(16, "Device or resource busy", ".nfs0001"))
+        patch.setattr(shutil, "rmtree", busy)
         remove_unfinished(tmp_path, "owner", lines.append)
+    assert leftover.exists()
     remove_unfinished(tmp_path, "owner", lines.append)
     assert ["Could not" in line for line in lines] == [True, False]
-    assert set(os.listdir(tmp_path)) == {
-        *others,
-        "step-00000011",
-        *(path.name for path in expected),
-    }
+    assert set(os.listdir(tmp_path)) == kept
 
 
 def test_verify_lists_checkpoints_unfinished_and_renamed_folders(tmp_path, capsys):
     good, bad = write_checkpoint(tmp_path, 100), write_checkpoint(tmp_path, 200)
-    size = sum(file.stat().st_size for file in good.iterdir())
-    assert main(["verify", str(good), "--json"]) == 0
-    row = {"name": good.name, "step": 100, "bytes": size, "state": "good", "damage": []}
-    found = json.loads(capsys.readouterr().out)
-    assert found == {"folder": str(good), "checkpoints": [row], "unfinished": [], "set_aside": []}
     (bad / "b.bin").write_bytes(b"m0re")
     (tmp_path / ".tmp-step-00000300-x").mkdir()
-    aside = [set_aside(write_checkpoint(tmp_path, 7)).name for _ in range(2)]
-    assert aside == ["step-00000007.damaged", "step-00000007.damaged-2"]  # each is kept
+    renamed = [set_aside(write_checkpoint(tmp_path, 7)).name for _ in range(2)]
+    assert renamed == ["step-00000007.damaged", "step-00000007.damaged-2"]  # each is kept
+
     assert main(["verify", str(tmp_path)]) == 4
-    out = capsys.readouterr()
-    first = [line.split()[0] for line in out.out.splitlines()]
-    assert first == [good.name, bad.name, "b.bin:", ".tmp-step-00000300-x", *aside]
-    assert out.err == "1 of 2 checkpoints damaged or unreadable: step-00000200\n"
-    for wrong, code in (("elsewhere", 2), ("x" * 256, 2), ("empty", 4)):
-        (tmp_path / "empty").mkdir(exist_ok=True)
-        assert main(["verify", str(tmp_path / wrong)]) == code
+
+    output = capsys.readouterr()
+    first_words = [line.split()[0] for line in output.out.splitlines()]
+    assert first_words == [good.name, bad.name, "b.bin:", ".tmp-step-00000300-x", *renamed]
+    assert output.err == "1 of 2 checkpoints damaged or unreadable: step-00000200\n"
+
+
+def test_verify_prints_one_checkpoint_as_json(tmp_path, capsys):
+    path = write_checkpoint(tmp_path, 100)
+    size = sum(file.stat().st_size for file in path.iterdir())
+
+    assert main(["verify", str(path), "--json"]) == 0
+
+    row = {"name": path.name, "step": 100, "bytes": size, "state": "good", "damage": []}
+    expected = {"folder": str(path), "checkpoints": [row], "unfinished": [], "set_aside": []}
+    assert json.loads(capsys.readouterr().out) == expected
+
+
+@pytest.mark.parametrize(("name", "code"), [("elsewhere", 2), ("x" * 256, 2), ("", 4)])
+def test_verify_rejects_a_path_without_checkpoints(tmp_path, name, code):
+    assert main(["verify", str(tmp_path / name)]) == code
 
 
 def test_path_of_a_run_resolves_to_its_newest_valid_checkpoint(tmp_path, monkeypatch):
@@ -179,14 +196,14 @@ def test_path_of_a_run_resolves_to_its_newest_valid_checkpoint(tmp_path, monkeyp
     monkeypatch.chdir(newest)
     for name in ("../../latest", ".", "..", "../..", newest):
         assert load_newest(Path(name), Path) == newest
-    assert [row["name"] for row in verify(tmp_path)["checkpoints"]] == [
-        "saves/step-00000100",
-        "final/step-00000200",
-    ]
+    names = [row["name"] for row in verify(tmp_path)["checkpoints"]]
+    assert names == ["saves/step-00000100", "final/step-00000200"]
+
     (newest / "a.bin").unlink()
     lines: list[str] = []
     assert load_newest(tmp_path, Path, log=lines.append) == older
     assert lines == [f"{newest} is damaged: a.bin: missing; trying an older one"]
+
     os.truncate(tmp_path / "config.toml", 1 << 40)
     with pytest.raises(UserError, match=r"is\s+larger\s+than"):
         read_job(older)

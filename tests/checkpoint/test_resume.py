@@ -4,110 +4,97 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_run import TinyRun, assert_equal, list_names
+from tiny_run import Checkpoints, TinyRun, assert_equal, list_names
 
 from titanlite.config.errors import UserError
 from titanlite.config.schema import JobConfig
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
-TIED: dict[str, Any] = {"model": {"tied_embeddings": True}}
-RECOMPUTING: dict[str, Any] = {"activation_checkpoint": {"mode": "full"}}
-OFFLOADED = {"training": {"enable_cpu_offload": True}}
-ROUNDED = {
-    "optimizer": {"state_dtype": "bfloat16", "stochastic_rounding": True}
-}  # only the moments
-HALF = {"training": {"dtype": "bfloat16"}, "optimizer": {"stochastic_rounding": True}}
-NOTHING: tuple[list[str], list[str]] = [], []  # differs in the data
-HALF_WEIGHTS = {
+Sections = dict[str, Any]
+TIED: Sections = {"model": {"tied_embeddings": True}}
+RECOMPUTING: Sections = {"activation_checkpoint": {"mode": "full"}}
+OFFLOADED: Sections = {"training": {"enable_cpu_offload": True}}
+HALF: Sections = {
+    "training": {"dtype": "bfloat16"},
+    "optimizer": {"stochastic_rounding": True},
+}
+HALF_MOMENTS: Sections = {"optimizer": {"state_dtype": "bfloat16", "stochastic_rounding": True}}
+HALF_WEIGHTS: Sections = {
     "training": {"dtype": "bfloat16"},
     "optimizer": {"state_dtype": "float32", "stochastic_rounding": True},
 }
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
-@pytest.mark.parametrize("kind", [{}, TIED, RECOMPUTING, OFFLOADED, HALF])
-def test_resume_is_bitwise_equal_to_an_uninterrupted_run(tmp_path, kind, mode):
-    straight, lines = TinyRun(**kind), []
-    checkpoints, losses, states = (
-        straight.checkpoints(tmp_path, lines=lines, async_mode=mode),
-        [],
-        [],
-    )
+@pytest.mark.parametrize("sections", [{}, TIED, RECOMPUTING, OFFLOADED, HALF])
+def test_resume_is_bitwise_equal_to_an_uninterrupted_run(tmp_path, sections, mode):
+    straight = TinyRun(**sections)
+    checkpoints = straight.checkpoints(tmp_path, async_mode=mode)
+    losses, states = [], []
     for _ in range(4):
-        with torch.no_grad():
-            straight.model(
-                torch.zeros(1, 4, dtype=torch.int64)
-            )  # as a validation does; FSDP leaves the root gathered
+        with torch.no_grad():  # as in a validation; FSDP leaves the root gathered
+            straight.model(torch.zeros(1, 4, dtype=torch.int64))
         checkpoints.save(straight.step, straight.train_state())
         states.append(straight.copy_state())
-        losses += straight.train(2)  # changes the live state while a save is under way
+        losses += straight.train(2)  # changes the live state while a save is in progress
     checkpoints.close()
     assert checkpoints.stats()["failed_saves"] == 0
-    assert sum("of which training waited" in line for line in lines) == 4 * (mode == "async")
-    for step in (6, 4, 2, 0):  # before the first step there is no state of the optimizer
-        resumed = TinyRun(seed=99, **kind)
-        assert resumed.checkpoints(tmp_path, load_step=step).load() == {
-            "step": step,
-            "tokens": 0,
-            "cursor": {"row": 4 * step},
-        }
-        resumed.step = step
+    num_async = sum("of which training waited" in line for line in checkpoints.lines)
+    assert num_async == (4 if mode == "async" else 0)
+
+    for step in (6, 4, 2, 0):  # at step 0 the optimizer has no state
+        resumed = TinyRun(seed=99, **sections)
+        state = resumed.checkpoints(tmp_path, load_step=step).load()
+        assert state == straight.train_state(step)
         assert_equal(resumed.copy_state(), states[step // 2])
+        resumed.step = step
         assert resumed.train(8 - step) == losses[step:]
         assert_equal(resumed.copy_state(), straight.copy_state())
 
 
-@pytest.mark.parametrize("kind", [HALF, ROUNDED, HALF_WEIGHTS])
-def test_resume_with_other_dtypes_casts_weights_and_moments(tmp_path, kind):
-    """And back without a loss, where the others hold more."""
-    saved, other = TinyRun(), TinyRun(seed=99, **kind)
-    for before, now, folder in (
-        (saved, other, tmp_path / "there"),
-        (other, saved, tmp_path / "back"),
-    ):
-        if before is saved:
-            before.train(2)
-        before.checkpoints(folder).save(2, before.train_state(2))
-        expected = before.copy_state()
-        now.checkpoints(folder).load()
-        found = now.copy_state()
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[name], expected[name].to(found[name].dtype)) for name in found)
-    assert {tensor.dtype for tensor in other.copy_state().values()} >= {torch.bfloat16}
+@pytest.mark.parametrize("sections", [HALF, HALF_MOMENTS, HALF_WEIGHTS])
+def test_resume_with_other_dtypes_casts_weights_and_moments(tmp_path, sections):
+    """A cast to a wider type and back loses nothing."""
+    full, half = TinyRun(), TinyRun(seed=99, **sections)
+    full.train(2)
+    for saved, loaded, name in ((full, half, "half"), (half, full, "back")):
+        saved.checkpoints(tmp_path / name).save(2, saved.train_state(2))
+        expected = saved.copy_state()
+        loaded.checkpoints(tmp_path / name).load()
+        state = loaded.copy_state()
+        assert_equal(state, {key: expected[key].to(value.dtype) for key, value in state.items()})
+
+    assert torch.bfloat16 in {tensor.dtype for tensor in half.copy_state().values()}
 
 
 def test_load_step_goes_back_once_and_renames_later_checkpoints(two_saved):
     folder, run = two_saved
-    keys: dict[str, Any] = {
-        "load_step": 2,
-        "exclude_from_loading": ("optimizer", "data"),
-        "keep_latest_k": 1,
-    }
-    job = JobConfig.model_validate({"checkpoint": keys}).model_dump(mode="json")
-    checkpoints = run.checkpoints(folder, job=job, **keys)
+
+    def checkpoints_of(run: TinyRun, **options: Any) -> Checkpoints:
+        options["exclude_from_loading"] = ("optimizer", "data")
+        job = JobConfig.model_validate({"checkpoint": options}).model_dump(mode="json")
+        return run.checkpoints(folder, job=job, **options)
+
+    checkpoints = checkpoints_of(run, load_step=2, keep_latest_k=1)
     assert checkpoints.load()["step"] == 2
     run.step = 2
     run.train(4)
     saved = run.train_state() | {"data": {"version": 1, "row": 3}}
     checkpoints.save(6, saved)
     checkpoints.close()
-    assert list_names(folder) == [
-        "step-00000004.archived",
-        "step-00000006",
-    ]  # step 2 is not needed any more
-    restarted = TinyRun(seed=99)  # goes on where the start that went back has come
-    assert restarted.checkpoints(folder, job=job, **keys).load() == saved
+    assert list_names(folder) == ["step-00000004.archived", "step-00000006"]
+
+    # A restart continues from the newest checkpoint.
+    restarted = TinyRun(seed=99)
+    assert checkpoints_of(restarted, load_step=2, keep_latest_k=1).load() == saved
     assert_equal(restarted.copy_state(), run.copy_state())
-    keys |= {"load_step": 6, "keep_latest_k": 2}
-    run.checkpoints(folder, job=job, **keys).save(8, saved | {"step": 8})
-    job = JobConfig.model_validate({"checkpoint": keys}).model_dump(mode="json")
-    TinyRun().checkpoints(folder, job=job, **keys).load()  # another value goes back again
-    assert list_names(folder) == [
-        "step-00000004.archived",
-        "step-00000006",
-        "step-00000008.archived",
-    ]
+
+    # Another value goes back again.
+    checkpoints_of(run, load_step=2, keep_latest_k=2).save(8, saved | {"step": 8})
+    checkpoints_of(TinyRun(), load_step=6, keep_latest_k=2).load()
+    archived = "step-00000004.archived", "step-00000008.archived"
+    assert list_names(folder) == sorted([*archived, "step-00000006"])
 
 
 def test_resume_restores_random_state_unless_excluded_from_loading(two_saved):
@@ -116,74 +103,66 @@ def test_resume_restores_random_state_unless_excluded_from_loading(two_saved):
     saved = run.train_state() | {"data": {"version": 1, "row": 3}}
     torch.manual_seed(5)
     run.checkpoints(folder).save(5, saved)
-    drawn, fresh = torch.rand(3), TinyRun(seed=99)
-    assert (
-        fresh.checkpoints(folder, exclude_from_loading=("optimizer", "data", "rng")).load()
-        == run.train_state()
-    )
+    numbers = torch.rand(3)
+
+    fresh = TinyRun(seed=99)
+    excluded = fresh.checkpoints(folder, exclude_from_loading=("optimizer", "data", "rng"))
+    assert excluded.load() == run.train_state()
     assert_equal(fresh.copy_weights(), run.copy_weights())
-    assert not any(
-        value.any() for state in fresh.optimizer.state.values() for value in state.values()
-    )
-    assert not torch.equal(torch.rand(3), drawn)
+    assert fresh.has_empty_optimizer()
+    assert not torch.equal(torch.rand(3), numbers)
+
     assert fresh.checkpoints(folder).load() == saved
-    assert torch.equal(torch.rand(3), drawn)
+    assert torch.equal(torch.rand(3), numbers)
 
 
 def test_resume_logs_changes_and_rejects_incompatible_jobs(tmp_path):
     """Data is compared by its contents, and the tokenizer by its token IDs."""
-    run, job, place = (
-        TinyRun(),
-        JobConfig().model_dump(mode="json"),
-        "training.seq_len was 32, it is now 64",
-    )
-    run.checkpoints(tmp_path, job=job).save(
-        1, run.train_state(1) | {"data": {"tokenizer": "fingerprint"}}
-    )
-    job["dataset"]["path"], job["optimizer"]["lr"] = "elsewhere", 1.0
+    run = TinyRun()
+    job = JobConfig().model_dump(mode="json")
+    state = run.train_state(1) | {"data": {"tokenizer": "fingerprint"}}
+    run.checkpoints(tmp_path, job=job).save(1, state)
+    job["dataset"]["path"] = "elsewhere"
+    job["optimizer"]["lr"] = 1.0
 
-    def resume(run: TinyRun, *data: list[str], **keys: Any) -> list[str]:
-        lines: list[str] = []
-        assert (
-            run.checkpoints(
-                tmp_path, job=job, lines=lines, compare_data=lambda _: data, **keys
-            ).load()
-            is not None
-        )
-        return lines
+    def resume(run: TinyRun, hard: str = "", soft: str = "", **options: Any) -> list[str]:
+        """Resume with data that differs as described."""
+        changes = [hard] if hard else [], [soft] if soft else []
+        options["compare_data"] = lambda _: changes
+        checkpoints = run.checkpoints(tmp_path, job=job, **options)
+        assert checkpoints.load() is not None
+        return checkpoints.lines
 
-    assert resume(run, *NOTHING)[:2] == [
-        "Changed since step-00000001: dataset.path: None -> elsewhere (compatible)",
-        "Changed since step-00000001: optimizer.lr: 0.0003 -> 1.0 (affects training)",
+    prefix = "Changed since step-00000001:"
+    assert resume(run)[:2] == [
+        f"{prefix} dataset.path: None -> elsewhere (compatible)",
+        f"{prefix} optimizer.lr: 0.0003 -> 1.0 (affects training)",
     ]
-    for other, data, keys, found in (
-        (TinyRun(model={"n_layers": 3}), NOTHING, {}, r"model\.n_layers: 2 -> 3"),
-        (TinyRun(**TIED), NOTHING, {}, r"model\.tied_embeddings: False -> True"),
-        (run, ([], ["a has changed"]), {}, r"a has changed(?s:.*)dataset\.on_change = .warn."),
-        (
-            run,
-            ([place], ["a has changed"]),
-            {},
-            f'{place}(?s:.*)initial_load_path = "{tmp_path}/step-00000001"',
-        ),
-        (run, NOTHING, {"tokenizer": "another"}, r"tokenizer\.path: .* has other token IDs"),
-        (
-            run,
-            NOTHING,
-            {"tokenizer": "another", "exclude_from_loading": ("data",)},
-            r"tokenizer\.path: ",
-        ),
-    ):
-        with pytest.raises(UserError, match=found) as caught:
-            resume(other, *data, **keys)
-        assert caught.value.exit_code == 2  # the job is wrong, not the checkpoint
-    job["dataset"]["on_change"] = "warn"
-    lines = resume(run, [], ["a has changed"])
-    assert "Changed since step-00000001: a has changed (affects training)" in lines
-    assert not any("dataset.path" in line for line in lines)  # said once, by what it means
-    fresh = TinyRun(seed=5)
-    checkpoints = fresh.checkpoints(
-        tmp_path / "new", job=job, initial_load_path=str(tmp_path / "step-00000001")
+
+    length = "training.seq_len was 32, it is now 64"
+    soft = {"soft": "a has changed"}
+    tokenizer = {"tokenizer": "another"}
+    fix = f'initial_load_path = "{tmp_path}/step-00000001"'
+    rows: Any = (
+        (TinyRun(model={"n_layers": 3}), {}, r"model\.n_layers: 2 -> 3"),
+        (TinyRun(**TIED), {}, r"model\.tied_embeddings: False -> True"),
+        (run, soft, r"a has changed(?s:.*)dataset\.on_change = .warn."),
+        (run, soft | {"hard": length}, f"{length}(?s:.*){fix}"),
+        (run, tokenizer, r"tokenizer\.path: .* has other token IDs"),
+        (run, tokenizer | {"exclude_from_loading": ("data",)}, r"tokenizer\.path: "),
     )
-    assert checkpoints.load() is None  # the remedy works
+    for other, options, message in rows:
+        with pytest.raises(UserError, match=message) as caught:
+            resume(other, **options)
+        assert caught.value.exit_code == 2  # the job is wrong, not the checkpoint
+
+    job["dataset"]["on_change"] = "warn"
+    lines = resume(run, **soft)
+    assert f"{prefix} a has changed (affects training)" in lines
+    assert not any("dataset.path" in line for line in lines)  # reported once, by its effect
+
+    # The suggested fix works.
+    fresh = TinyRun(seed=5)
+    path = str(tmp_path / "step-00000001")
+    assert fresh.checkpoints(tmp_path / "new", job=job, initial_load_path=path).load() is None
     assert_equal(fresh.copy_weights(), run.copy_weights())

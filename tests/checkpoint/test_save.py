@@ -1,4 +1,4 @@
-"""A save: what it holds, beside the steps and before them, and how it fails."""
+"""Saves contain the state of their step, run during training, and fail without stopping it."""
 
 import dataclasses
 import fcntl
@@ -6,16 +6,16 @@ import os
 import shutil
 import threading
 from importlib.metadata import version
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 from tiny_run import Checkpoints, TinyRun, assert_equal, list_names, load_model_weights
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from titanlite.checkpoint import dcp, save
-from titanlite.checkpoint.dcp import LiveState, model_tensors
+from titanlite.checkpoint.dcp import LiveState, local, model_tensors
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.config.errors import UserError
 from titanlite.model.llama import Llama
@@ -25,45 +25,63 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def test_save_waits_for_the_save_in_progress_and_counts_it(tmp_path, monkeypatch):
-    run, release, publish = TinyRun(), threading.Event(), dcp.publish_checkpoint
+    run = TinyRun()
+    release = threading.Event()
+    publish = dcp.publish_checkpoint
+
+    def publish_when_released(*args: Any) -> Any:
+        release.wait(20)
+        return publish(*args)
+
+    monkeypatch.setattr(dcp, "publish_checkpoint", publish_when_released)
     checkpoints = run.checkpoints(tmp_path, async_mode="async")
-    monkeypatch.setattr(
-        dcp, "publish_checkpoint", lambda *args: release.wait(20) and publish(*args)
-    )
     checkpoints.save(1, run.train_state(1))
     assert "step-00000001" not in list_names(tmp_path)
     threading.Timer(0.2, release.set).start()
     checkpoints.save(2, run.train_state(2))
     checkpoints.close()
+
     assert checkpoints.stats()["save_waits"] >= 1
     assert list_names(tmp_path) == ["step-00000001", "step-00000002"]
-    info = read_manifest(tmp_path / "step-00000002")["info"]
+
+
+def test_manifest_describes_the_run(two_saved):
+    folder, run = two_saved
+
+    info = read_manifest(folder / "step-00000002")["info"]
+
     assert info["layout"] == {"world_size": 1}
     assert info["architecture"] == dataclasses.asdict(run.model.arch)
     assert info["versions"]["torch"] == version("torch")
 
 
-@pytest.mark.parametrize("cause", ["no memory", "can't start new thread", "an unknown type"])
-def test_save_that_cannot_be_staged_is_written_while_training_waits(two_saved, monkeypatch, cause):
-    """And the old checkpoints are removed there, too."""
+@pytest.mark.parametrize(
+    ("owner", "name", "error"),
+    [
+        (torch.UntypedStorage, "copy_", RuntimeError("no memory")),
+        (threading.Thread, "start", RuntimeError("can't start new thread")),
+        (torch.UntypedStorage, "copy_", KeyError("another type")),
+    ],
+)
+def test_save_that_cannot_be_staged_is_written_while_training_waits(
+    two_saved, monkeypatch, owner, name, error
+):
+    """Old checkpoints are then removed, too."""
     folder, run = two_saved
-    lines: list[str] = []
-    checkpoints = run.checkpoints(folder, lines=lines, async_mode="async", keep_latest_k=2)
-    owner, name = (
-        (threading.Thread, "start") if "thread" in cause else (torch.UntypedStorage, "copy_")
-    )
-    error = KeyError(cause) if "type" in cause else RuntimeError(cause)
-    monkeypatch.setattr(owner, name, Mock(side_effect=error))
-    checkpoints.save(6, run.train_state(6))
-    monkeypatch.undo()
+    checkpoints = run.checkpoints(folder, async_mode="async", keep_latest_k=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, Mock(side_effect=error))
+        checkpoints.save(6, run.train_state(6))
+
     assert list_names(folder) == ["step-00000004", "step-00000006"]
     checkpoints.close()
-    assert lines[0] == f"Saving step 6 while training waits ({type(error).__name__}: {error})"
+    cause = f"{type(error).__name__}: {error}"
+    assert checkpoints.lines[0] == f"Saving step 6 while training waits ({cause})"
     assert checkpoints.stats()["failed_saves"] == 0
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
-@pytest.mark.parametrize("error", [KeyError("key"), OSError(28, "disk full"), RuntimeError("bug")])
+@pytest.mark.parametrize("error", [KeyError("key"), OSError(28, "disk full")])
 @pytest.mark.parametrize("place", [(save, "dcp_save"), (dcp, "publish_checkpoint")])
 def test_failed_save_does_not_affect_the_next_one(tmp_path, monkeypatch, mode, error, place):
     run = TinyRun()
@@ -72,12 +90,14 @@ def test_failed_save_does_not_affect_the_next_one(tmp_path, monkeypatch, mode, e
         patch.setattr(*place, Mock(side_effect=error))
         checkpoints.save(1, run.train_state(1))
         checkpoints.saver.wait_until_saved()
-    assert (checkpoints.stats()["failed_saves"], checkpoints.has_saved(1)) == (1, False)
+    assert checkpoints.stats()["failed_saves"] == 1
+    assert not checkpoints.has_saved(1)
     assert list_names(tmp_path) == []
+
     run.train(1)
     checkpoints.save(2, run.train_state(2))
     checkpoints.close()
-    assert (checkpoints.stats()["failed_saves"], checkpoints.has_saved(2)) == (1, True)
+    assert checkpoints.stats()["failed_saves"] == 1
     resumed = TinyRun(seed=99)
     assert resumed.checkpoints(tmp_path).load() == run.train_state(2)
     assert_equal(resumed.copy_state(), run.copy_state())
@@ -122,45 +142,49 @@ def test_save_whose_rename_may_not_be_durable_counts_as_saved(two_saved, monkeyp
 def test_save_with_fp8_all_gather_stores_plain_weights(tmp_path):
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    config = Float8LinearConfig(emulate=True, enable_fsdp_float8_all_gather=True)
     model = Llama(dataclasses.replace(TinyRun().model.arch, n_heads=2, n_kv_heads=2))
     model.init_weights(1)
     expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    config = Float8LinearConfig(emulate=True, enable_fsdp_float8_all_gather=True)
     convert_to_float8_training(
-        model, config=config, module_filter_fn=lambda module, name: "output" not in name
+        model, config=config, module_filter_fn=lambda _, name: "output" not in name
     )
     fully_shard(model)
-    assert any(type(parameter.to_local()) is not torch.Tensor for parameter in model.parameters())  # type: ignore[operator]
+    assert any(type(local(parameter)) is not torch.Tensor for parameter in model.parameters())
     checkpoints = Checkpoints(tmp_path, LiveState(model))
+
     checkpoints.save(0, {"step": 0, "tokens": 0})
+
     plain = Llama(model.arch)
     load_model_weights(tmp_path, plain)
     assert_equal(dict(plain.state_dict()), expected)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    assert checkpoints.load() == {"step": 0, "tokens": 0}
-    restored = {}
-    for name, tensor in model_tensors(model).items():
-        assert isinstance(tensor, DTensor)
-        restored[name] = tensor.to_local()
-    assert_equal(restored, expected)
+    checkpoints.load()
+    assert_equal({name: local(value) for name, value in model_tensors(model).items()}, expected)
 
 
-def test_run_that_cannot_save_fails_at_the_start(tmp_path, monkeypatch):
+def test_run_that_cannot_save_fails_at_the_start(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="file/checkpoint"):
         TinyRun().checkpoints(tmp_path / "file" / "checkpoint")
     if not torch.cuda.is_available():
         with pytest.raises(UserError, match="needs a GPU"):
             TinyRun().checkpoints(tmp_path, async_mode="async_with_pinned_mem")
-    checkpoints, free = TinyRun().checkpoints(tmp_path), shutil.disk_usage(tmp_path).free
-    checkpoints.context.check_free_space(free // 2)
+
+    context = TinyRun().checkpoints(tmp_path).context
+    free = shutil.disk_usage(tmp_path).free
+    context.check_free_space(free // 2)
     with pytest.raises(UserError, match=r"takes about .* GB are free"):
-        checkpoints.context.check_free_space(2 * free)
+        context.check_free_space(2 * free)
+
+
+def test_folder_without_file_locks_is_used_with_a_warning(tmp_path, monkeypatch):
+    error = OSError(37, "No locks available")
+    monkeypatch.setattr(fcntl, "lockf", Mock(side_effect=error))
     lines: list[str] = []
-    monkeypatch.setattr(
-        fcntl, "lockf", lambda *args: (_ for _ in ()).throw(OSError(37, "No locks available"))
-    )
+
     assert lock_folder(tmp_path, 0, lines.append) is None
+
     assert "No locks available" in lines[0]

@@ -48,10 +48,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("equivalence")]
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, dict]:
-    wrong = [
-        Row(name, LAYOUTS[on][0], merge(LAYOUTS[on][1], plant))
-        for name, (on, plant) in MISTAKES.items()
-    ]
+    wrong = []
+    for name, (layout, mistake) in MISTAKES.items():
+        ranks, overrides = LAYOUTS[layout]
+        wrong.append(Row(name, ranks, merge(overrides, {"plant": mistake})))
     references = {ROWS[name].reference for name in SAMPLE} | {"one process"}
     return run([ROWS[name] for name in dict.fromkeys([*references, *SAMPLE])] + wrong)
 

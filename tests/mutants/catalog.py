@@ -22,36 +22,46 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 Apply = Callable[[], None]
-P = "--parallelism."
-UNSHARDED = (f"{P}data_parallel_shard_degree", "1")
 
 
 class Layout(NamedTuple):
-    """Number of ranks, and the options that select the layout."""
+    """Number of ranks, and the options that select the layout, separated by spaces."""
 
     ranks: int
-    words: tuple[str, ...] = ()
+    options: str = ""
 
-    def plus(self, *words: str) -> Layout:
+    @property
+    def words(self) -> list[str]:
+        return self.options.split()
+
+    def plus(self, *options: str) -> Layout:
         """Return this layout with further options."""
-        return Layout(self.ranks, (*self.words, *words))
+        return Layout(self.ranks, " ".join((self.options, *options)))
 
 
-ONE = Layout(1, UNSHARDED)
+def parallel(*kinds: str, unsharded: bool = True) -> str:
+    """Return the options for two ranks of each kind."""
+    options = [f"--parallelism.{kind}_parallel_degree 2" for kind in kinds]
+    if unsharded:
+        options.append("--parallelism.data_parallel_shard_degree 1")
+    return " ".join(options)
+
+
+REPLICATED = "--parallelism.data_parallel_replicate_degree 2"
+ONE = Layout(1, parallel())
 FSDP = Layout(2)
-DDP = Layout(2, (f"{P}data_parallel_replicate_degree", "2", *UNSHARDED))
-HSDP = Layout(4, (f"{P}data_parallel_replicate_degree", "2"))
-TP = Layout(2, (f"{P}tensor_parallel_degree", "2", *UNSHARDED))
-CP = Layout(2, (f"{P}context_parallel_degree", "2", *UNSHARDED))
-PP = Layout(2, (f"{P}pipeline_parallel_degree", "2", *UNSHARDED))
-FSDP_TP = Layout(4, (f"{P}tensor_parallel_degree", "2"))
-ACCUMULATED = ("--training.global_batch_size", "64")
-DOCUMENTS = ("--dataset.document_mask",)
-FLOAT8 = (
-    "--float8.enable",
-    "--float8.enable_fsdp_float8_all_gather",
-    "--float8.precompute_float8_dynamic_scale_for_fsdp",
-)
+DDP = Layout(2, f"{REPLICATED} {parallel()}")
+HSDP = Layout(4, REPLICATED)
+TP = Layout(2, parallel("tensor"))
+CP = Layout(2, parallel("context"))
+PP = Layout(2, parallel("pipeline"))
+FSDP_TP = Layout(4, parallel("tensor", unsharded=False))
+ACCUMULATED = "--training.global_batch_size 64"
+DOCUMENTS = "--dataset.document_mask"
+FLOAT8 = """
+--float8.enable --float8.enable_fsdp_float8_all_gather
+--float8.precompute_float8_dynamic_scale_for_fsdp
+"""
 
 
 class Mutant(NamedTuple):
@@ -154,7 +164,7 @@ def attention_is_detached() -> None:
 # Accumulation and reduction
 
 
-@mutant(FSDP.plus(*ACCUMULATED), r"loss .* do not contribute \(microbatches 0 of")
+@mutant(FSDP.plus(ACCUMULATED), r"loss .* do not contribute \(microbatches 0 of")
 def accumulation_forgets_a_microbatch() -> None:
     def run(original: Callable[..., Any], self: Any, microbatches: Any, tokens: Any) -> Any:
         return original(self, microbatches[1:] if is_parallel() else microbatches, tokens)
@@ -162,7 +172,7 @@ def accumulation_forgets_a_microbatch() -> None:
     wrap("titanlite.parallel.forward_backward.ForwardBackward.__call__", run)
 
 
-@mutant(FSDP.plus(*ACCUMULATED), r"replicas of gradients .* \(shard\)")
+@mutant(FSDP.plus(ACCUMULATED), r"replicas of gradients .* \(shard\)")
 def last_microbatch_is_not_reduced() -> None:
     calls: list[int] = []
 
@@ -184,26 +194,27 @@ def gradients_averaged_twice() -> None:
     wrap("torch.distributed.fsdp.FSDPModule.set_gradient_divide_factor", set_factor)
 
 
-@mutant(TP, r"replicas of gradients of .*norm.* \(tensor\)")
-def norm_gradients_not_reduced_over_tensor_ranks() -> None:
+def change_partial_gradients(change: Callable[[Any, Any], Any]) -> None:
+    """Replace the gradients that tensor parallelism still has to sum up."""
     from torch.distributed.tensor import DTensor
 
-    def inner(original: Callable[..., Any], self: Any, grad: Any) -> Any:
+    def get_gradient(original: Callable[..., Any], self: Any, grad: Any) -> Any:
+        result = original(self, grad)
         is_partial = isinstance(grad, DTensor) and any(p.is_partial() for p in grad.placements)
-        return grad.to_local() if is_partial else original(self, grad)
+        return change(grad, result) if is_partial else result
 
-    wrap("torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._get_grad_inner_tensor", inner)
+    parameter = "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam"
+    wrap(f"{parameter}._get_grad_inner_tensor", get_gradient)
+
+
+@mutant(TP, r"replicas of gradients of .*norm.* \(tensor\)")
+def norm_gradients_not_reduced_over_tensor_ranks() -> None:
+    change_partial_gradients(lambda grad, reduced: grad.to_local())
 
 
 @mutant(TP, r"gradient .* tensor-parallel degree")
 def norm_gradients_summed_twice_over_tensor_ranks() -> None:
-    from torch.distributed.tensor import DTensor
-
-    def inner(original: Callable[..., Any], self: Any, grad: Any) -> Any:
-        is_partial = isinstance(grad, DTensor) and any(p.is_partial() for p in grad.placements)
-        return original(self, grad) * (2 if is_partial else 1)
-
-    wrap("torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._get_grad_inner_tensor", inner)
+    change_partial_gradients(lambda grad, reduced: 2 * reduced)
 
 
 @mutant(
@@ -243,7 +254,7 @@ def positions_of_context_ranks_start_at_zero() -> None:
     wrap("titanlite.parallel.forward_backward._default_positions", positions)
 
 
-@mutant(CP.plus(*DOCUMENTS), r"look at context parallelism")
+@mutant(CP.plus(DOCUMENTS), r"look at context parallelism")
 def mask_of_context_ranks_shows_the_future() -> None:
     def mask(original: Callable[..., Any], *args: Any) -> Any:
         return original(*args).fill_(True)
@@ -263,7 +274,7 @@ def second_context_chunk_is_off_by_one() -> None:
     wrap("titanlite.parallel.forward_backward.local_chunks", chunks)
 
 
-@mutant(FSDP.plus(*DOCUMENTS), r"tokens attend to other documents")
+@mutant(FSDP.plus(DOCUMENTS), r"tokens attend to other documents")
 def document_mask_leaks() -> None:
     def mask(original: Callable[..., Any], document_ids: Any, window: int = 0) -> Any:
         return original(document_ids * 0, window)
@@ -299,9 +310,9 @@ def labels_of_pipeline_microbatches_are_swapped() -> None:
 def data_rank_of_the_wrong_dimension() -> None:
     def build(original: Callable[..., Any], *args: Any) -> Any:
         mesh = original(*args)
-        return (
-            mesh if mesh.tensor is None else replace(mesh, data_rank=mesh.tensor.get_local_rank())
-        )
+        if mesh.tensor is None:
+            return mesh
+        return replace(mesh, data_rank=mesh.tensor.get_local_rank())
 
     wrap("titanlite.train.trainer.build_mesh", build)
 
@@ -326,7 +337,7 @@ def weight_decay_on_norms() -> None:
     wrap("titanlite.train.step.build_optimizer", build)
 
 
-@mutant(FSDP.plus("--optimizer.name", "Muon"), r"weight update of layers\.")
+@mutant(FSDP.plus("--optimizer.name Muon"), r"weight update of layers\.")
 def muon_orthogonalizes_shards() -> None:
     import torch
 
@@ -338,7 +349,7 @@ def muon_orthogonalizes_shards() -> None:
     wrap("titanlite.optim.muon.orthogonalize", orthogonalize)
 
 
-@mutant(FSDP.plus("--ema.decay", "0.9"), r"weight average of ")
+@mutant(FSDP.plus("--ema.decay 0.9"), r"weight average of ")
 def average_of_the_gathered_weights() -> None:
     def updated(self: Any, step: int) -> None:
         for name, weight in self._weights.items():
@@ -393,7 +404,7 @@ def resume_skips_a_batch() -> None:
 # FP8
 
 
-@mutant(FSDP.plus(*FLOAT8), r"FP8 scale of ")
+@mutant(FSDP.plus(FLOAT8), r"FP8 scale of ")
 def float8_scales_are_a_step_old() -> None:
     calls: list[int] = []
 
@@ -405,7 +416,7 @@ def float8_scales_are_a_step_old() -> None:
     wrap("titanlite.train.step.precompute_scales", precompute)
 
 
-@mutant(FSDP.plus(*FLOAT8), r"FP8 scale of ")
+@mutant(FSDP.plus(FLOAT8), r"FP8 scale of ")
 def float8_scales_of_the_own_shard() -> None:
     def precompute(original: Callable[..., None], model: Any, config: Any) -> None:
         import torch
@@ -423,13 +434,13 @@ def float8_scales_of_the_own_shard() -> None:
 # Plugins
 
 
-def plugin(architecture: str) -> tuple[str, ...]:
+def plugin(architecture: str) -> str:
     """Return the options that select an architecture of mutants/plugins.py."""
-    return ("--job.plugins", "mutants.plugins", "--model.architecture", architecture)
+    return f"--job.plugins mutants.plugins --model.architecture {architecture}"
 
 
 @mutant(
-    FSDP.plus(*plugin("dropout_blocks"), "--activation_checkpoint.mode", "full"),
+    FSDP.plus(plugin("dropout_blocks"), "--activation_checkpoint.mode full"),
     r"recomputation of .* another dropout",
 )
 def recomputation_draws_other_random_numbers() -> None:
@@ -439,7 +450,7 @@ def recomputation_draws_other_random_numbers() -> None:
     wrap("titanlite.parallel.recompute.checkpoint", recompute)
 
 
-@mutant(TP.plus(*plugin("concatenated_projections")), r"the architecture concatenated_projections")
+@mutant(TP.plus(plugin("concatenated_projections")), r"the architecture concatenated_projections")
 def fused_projection_cut_across_its_parts() -> None:
     """The mistake is in the plugin: tensor ranks cut [queries, keys, values] in two halves."""
 
@@ -457,7 +468,7 @@ def bias_correction_is_a_step_late() -> None:
     wrap("titanlite.train.step.allocate_moments", allocate)
 
 
-@mutant(FSDP.plus("--optimizer.name", "Lion"), r"optimizer state of .*exp_avg|weight update of ")
+@mutant(FSDP.plus("--optimizer.name Lion"), r"optimizer state of .*exp_avg|weight update of ")
 def lion_uses_one_beta() -> None:
     def build(original: Callable[..., Any], *args: Any) -> Any:
         optimizer = original(*args)
@@ -479,7 +490,7 @@ def gradients_not_reduced_over_replicas() -> None:
     wrap("torch.distributed.all_reduce", reduce)
 
 
-@mutant(FSDP.plus("--model.sliding_window", "24"), r"the sliding window is ignored")
+@mutant(FSDP.plus("--model.sliding_window 24"), r"the sliding window is ignored")
 def window_is_ignored() -> None:
     def mask(original: Callable[..., Any], document_ids: Any, window: int = 0) -> Any:
         return original(document_ids, 0)
@@ -487,7 +498,7 @@ def window_is_ignored() -> None:
     wrap("titanlite.parallel.forward_backward.document_mask", mask)
 
 
-@mutant(FSDP.plus("--training.z_loss", "0.01"), r"the z-loss is left out")
+@mutant(FSDP.plus("--training.z_loss 0.01"), r"the z-loss is left out")
 def z_loss_is_left_out() -> None:
     def loss(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
         return original(*args, **options | {"z_loss": 0.0})

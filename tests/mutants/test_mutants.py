@@ -13,7 +13,7 @@ SAMPLE = (
     "accumulation_forgets_a_microbatch",
     "optimizer_state_of_one_rank_on_all",
 )
-WORDS = ("--training.mixed_precision_param", "float32")
+FP32 = ("--training.mixed_precision_param", "float32")
 
 
 def marked(mutant: Mutant) -> object:
@@ -24,7 +24,7 @@ def marked(mutant: Mutant) -> object:
 @pytest.mark.parametrize("mutant", map(marked, CATALOG.values()))
 def test_a_mistake_is_found_and_explained(mutant: Mutant, tmp_path):
     layout = mutant.layout
-    command = ("prove", "--job.dump_folder", tmp_path / "out", *WORDS, *layout.words)
+    command = ("prove", "--job.dump_folder", tmp_path / "out", *FP32, *layout.words)
     output = start_titanlite(*command, ranks=layout.ranks, before=mutant.apply)
     output.wait()
     assert output.processes[0].exitcode == 3, output.said

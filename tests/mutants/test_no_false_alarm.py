@@ -25,41 +25,38 @@ from titanlite.config.load import dump_config
 from titanlite.config.schema import JobConfig
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
-FP32 = ("--training.mixed_precision_param", "float32")
-BF16 = ("--training.mixed_precision_param", "bfloat16")
-BF16_WEIGHTS = (*BF16, "--training.dtype", "bfloat16", "--optimizer.stochastic_rounding")
+FP32 = "--training.mixed_precision_param float32"
+BF16 = "--training.mixed_precision_param bfloat16"
+BF16_WEIGHTS = f"{BF16} --training.dtype bfloat16 --optimizer.stochastic_rounding"
 SCHEDULES = ("GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble")
-NO_RECOMPUTATION = ("--activation_checkpoint.mode", "none")
 FAMILIES = ("8b", "mistral-7b", "qwen2.5-7b", "qwen3-8b", "olmo2-1b", "smollm3-3b")
 OPTIMIZERS = ("AdamW", "Muon", "Lion", "SGD", "AdamW8bit")
 PLUGINS = ("dropout_blocks", "parallel_blocks", "fused_projections")
 JOBS: dict[str, Layout] = {
-    "one rank": ONE.plus(*FP32),
-    "accumulation": FSDP.plus(*FP32, *ACCUMULATED),
-    "documents, cp": CP.plus(*FP32, *DOCUMENTS),
-    "bf16, fsdp x tp": FSDP_TP.plus(*BF16),
-    "bf16 weights": FSDP.plus(*BF16_WEIGHTS),
-    "float8 all-gather": HSDP.plus(*BF16, *FLOAT8),
-    "float8 rowwise": TP.plus(*BF16, "--float8.enable", "--float8.recipe_name", "rowwise"),
-    "cpu offload": FSDP.plus(*FP32, "--training.enable_cpu_offload"),
-    "compile": FSDP.plus(*FP32, "--compile.enable"),
-    "average": FSDP.plus(*FP32, "--ema.decay", "0.9"),
-    "z-loss": TP.plus(*FP32, "--training.z_loss", "1e-4"),
-    **{
-        f"schedule {name}": PP.plus(
-            *FP32, "--parallelism.pipeline_parallel_schedule", name, *NO_RECOMPUTATION
-        )
-        for name in SCHEDULES
-    },
-    **{f"optimizer {name}": FSDP.plus(*FP32, "--optimizer.name", name) for name in OPTIMIZERS},
-    **{f"family {name}": FSDP.plus(*FP32, "--model.flavor", name) for name in FAMILIES},
-    **{f"family {name}, tp": TP.plus(*FP32, "--model.flavor", name) for name in FAMILIES},
-    **{
-        f"plugin {name}": FSDP_TP.plus(*FP32, *plugin(name), "--activation_checkpoint.mode", "full")
-        for name in PLUGINS
-    },
-    **{f"seed {seed}": FSDP.plus(*FP32, "--training.seed", str(seed)) for seed in range(10)},
+    "one rank": ONE.plus(FP32),
+    "accumulation": FSDP.plus(FP32, ACCUMULATED),
+    "documents, cp": CP.plus(FP32, DOCUMENTS),
+    "bf16, fsdp x tp": FSDP_TP.plus(BF16),
+    "bf16 weights": FSDP.plus(BF16_WEIGHTS),
+    "float8 all-gather": HSDP.plus(BF16, FLOAT8),
+    "float8 rowwise": TP.plus(BF16, "--float8.enable --float8.recipe_name rowwise"),
+    "cpu offload": FSDP.plus(FP32, "--training.enable_cpu_offload"),
+    "compile": FSDP.plus(FP32, "--compile.enable"),
+    "average": FSDP.plus(FP32, "--ema.decay 0.9"),
+    "z-loss": TP.plus(FP32, "--training.z_loss 1e-4"),
 }
+for name in SCHEDULES:
+    schedule = f"--parallelism.pipeline_parallel_schedule {name}"
+    JOBS[f"schedule {name}"] = PP.plus(FP32, schedule, "--activation_checkpoint.mode none")
+for name in OPTIMIZERS:
+    JOBS[f"optimizer {name}"] = FSDP.plus(FP32, f"--optimizer.name {name}")
+for name in FAMILIES:
+    JOBS[f"family {name}"] = FSDP.plus(FP32, f"--model.flavor {name}")
+    JOBS[f"family {name}, tp"] = TP.plus(FP32, f"--model.flavor {name}")
+for name in PLUGINS:
+    JOBS[f"plugin {name}"] = FSDP_TP.plus(FP32, plugin(name), "--activation_checkpoint.mode full")
+for seed in range(10):
+    JOBS[f"seed {seed}"] = FSDP.plus(FP32, f"--training.seed {seed}")
 
 
 @pytest.mark.parametrize("layout", JOBS.values(), ids=JOBS)

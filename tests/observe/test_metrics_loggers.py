@@ -11,7 +11,7 @@ from titanlite.config.load import load_job
 from titanlite.load_run import load_run
 
 
-def test_wandb_that_is_not_installed_is_said_before_the_start(tmp_path, monkeypatch):
+def test_wandb_that_is_not_installed_is_an_error_before_the_start(tmp_path, monkeypatch):
     monkeypatch.setattr("titanlite.rules.find_spec", lambda name: None)
     with pytest.raises(UserError, match="enable_wandb = true"):
         load_run(["--job.dump_folder", str(tmp_path / "out"), "--metrics.enable_wandb"], 1)
@@ -21,8 +21,9 @@ def test_wandb_that_is_not_installed_is_said_before_the_start(tmp_path, monkeypa
 def test_wandb_gets_what_tensorboard_gets(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    words = ["--metrics.enable_wandb", "--training.steps", 3, "--checkpoint.no-enable"]
-    start_small(tmp_path / "out", *words).ends_with(0)
+    options = "--metrics.enable_wandb --training.steps 3 --checkpoint.no-enable"
+    start_small(tmp_path / "out", options).ends_with(0)
+
     (sent,) = (tmp_path / "out" / "wandb").glob("offline-run-*/run-*.wandb")
     assert b"train/loss" in sent.read_bytes()
     for loss in losses(tmp_path / "out").values():
@@ -30,16 +31,12 @@ def test_wandb_gets_what_tensorboard_gets(tmp_path, monkeypatch):
 
 
 def without_key() -> None:
-    os.environ |= {
-        "WANDB_BASE_URL": "http://127.0.0.1:9",
-        "HOME": "/none",
-        "NETRC": "/none",
-        "WANDB_MODE": "online",
-    }
+    os.environ |= {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_MODE": "online"}
+    os.environ |= {"HOME": "/none", "NETRC": "/none"}
 
 
 @pytest.mark.slow
-def test_wandb_without_a_key_is_a_mistake_of_the_user(tmp_path):
+def test_wandb_without_a_key_is_a_user_error(tmp_path):
     pytest.importorskip("wandb")
     said = start_small(tmp_path / "out", "--metrics.enable_wandb", before=without_key).ends_with(2)
     assert "metrics.enable_wandb" in said
@@ -70,9 +67,9 @@ def test_plugin_and_job_with_former_names_still_work(tmp_path, monkeypatch):
     (tmp_path / "old_plugin.py").write_text(OLD_PLUGIN)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.syspath_prepend(str(tmp_path))
-    options = ["--job.plugins", "old_plugin", "--metrics.writers", "table", "--training.steps", 2]
+    options = "--job.plugins old_plugin --metrics.writers table --training.steps 2"
 
-    output = start_small(tmp_path / "out", *options).ends_with(0)
+    output = start_small(tmp_path / "out", options).ends_with(0)
 
     assert "metrics.loggers" in output
     assert 'loggers = ["table"]' in (tmp_path / "out" / "config.toml").read_text()

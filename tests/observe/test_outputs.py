@@ -13,97 +13,89 @@ from titanlite.runtime.logging import Event, setup_logging
 
 
 def start(folder: Path, run: str, resumed_step: int | None = None, steps: int = 10) -> str:
-    """One start of a run, as the trainer does it; returns what it has to say."""
+    """Start a run as the trainer does, and return its message about earlier files."""
     output = OutputFolder(folder)
     log = setup_logging(0, folder / "train.log")
     log.info(Event(f"{run} begins", "start"))
-    said = output.begin(JobConfig(training=Training(steps=steps)), {"run": run}, resumed_step)
+    job = JobConfig(training=Training(steps=steps))
+    message = output.begin(job, {"run": run}, resumed_step)
     log.info(f"{run} trains")
-    return said
+    return message
 
 
-def measure(folder: Path, *steps: int, note: str = "") -> None:
-    """What a run measures after `steps`."""
-    with (
-        (folder / "metrics.jsonl").open("a") as metrics,
-        (folder / "validation.jsonl").open("a") as validation,
-    ):
-        for step in steps:
-            metrics.write(json.dumps({"step": step, "note": note}) + "\n")
-            validation.write(json.dumps({"step": step, "note": note}) + "\n")
+def measure(folder: Path, *steps: int, note: str) -> None:
+    """Write what a run measures after `steps`."""
+    for name in ("metrics.jsonl", "validation.jsonl"):
+        with (folder / name).open("a") as file:
+            for step in steps:
+                file.write(json.dumps({"step": step, "note": note}) + "\n")
     (folder / "tb").mkdir(exist_ok=True)
     (folder / "tb" / f"events.{steps[-1]}{note}").write_text(note)
 
 
 def steps_in(path: Path) -> list[int]:
-    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+    return [json.loads(line)["step"] for line in path.open()]
 
 
-def everything(path: Path) -> str:
-    """All that is in a file or a folder, whatever the names in it."""
-    return (
-        path.read_text() if path.is_file() else "\n".join(sorted(map(everything, path.iterdir())))
-    )
+def read_all(path: Path) -> str:
+    """Return the content of a file, or of all files in a folder."""
+    if path.is_file():
+        return path.read_text()
+    return "\n".join(sorted(map(read_all, path.iterdir())))
 
 
-def test_a_run_that_begins_anew_sets_all_of_the_earlier_one_aside_together(tmp_path):
+def test_a_new_run_archives_all_files_of_the_earlier_one_together(tmp_path):
     start(tmp_path, "first")
     assert start(tmp_path, "first") == ""  # nothing was measured
     measure(tmp_path, 5, 10, note="of the first")
-    before = {path.name: everything(path) for path in tmp_path.iterdir()}
-    said = start(tmp_path, "second", steps=2)
-    assert {path.name: everything(path) for path in (tmp_path / "archived-1").iterdir()} == before
-    assert all(name in said for name in before)
+    before = {path.name: read_all(path) for path in tmp_path.iterdir()}
+
+    message = start(tmp_path, "second", steps=2)
+
+    archived = {path.name: read_all(path) for path in (tmp_path / "archived-1").iterdir()}
+    assert archived == before
+    assert all(name in message for name in before)
     log = (tmp_path / "train.log").read_text()
     assert "second begins" in log
     assert "second trains" in log
     assert "first" not in log
-    assert [json.loads(line)["text"] for line in (tmp_path / "events.jsonl").open()] == [
-        "second begins"
-    ]
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").open()]
+    assert [event["text"] for event in events] == ["second begins"]
 
 
 def test_no_sequence_of_starts_loses_a_measurement(tmp_path):
-    marks = []
-    plan = [
-        ("a", None),
-        ("a", 10),
-        ("b", None),
-        ("a", 5),
-        ("c", None),
-        ("b", 5),
-        ("b", 0),
-        ("a", 10),
-        ("d", 3),
-    ]
-    for number, (run, resumed_step) in enumerate(plan):
-        start(tmp_path, run, resumed_step)
-        marks.append(f"mark-{number}.")
-        measure(tmp_path, 1 + (resumed_step or 0), 5 + (resumed_step or 0), note=marks[-1])
-        found = everything(tmp_path)
-        for mark in marks:
-            assert found.count(f'"note": "{mark}"') == 4  # two steps, metrics and validation
-            assert list(tmp_path.glob(f"**/tb/events.*{mark}"))
+    notes: list[str] = []
+    for run, step in zip(
+        "aabacbbad", (None, 10, None, 5, None, 5, 0, 10, 3), strict=True
+    ):  # None: from scratch
+        start(tmp_path, run, step)
+        notes.append(f"note-{len(notes)}.")
+        first = step or 0
+        measure(tmp_path, first + 1, first + 5, note=notes[-1])
+
+        content = read_all(tmp_path)
+        for note in notes:
+            assert content.count(f'"note": "{note}"') == 4  # two steps in two files
+            assert list(tmp_path.glob(f"**/tb/events.*{note}"))
 
 
 @pytest.mark.parametrize(
     "damage", [b"\xff\xfe\n", b'{"step": 1e999}\n', b'{"step": 2, "lo', b'{"step": 1}', b""]
 )
-def test_a_resumed_run_keeps_its_steps_and_sets_damage_and_later_ones_aside(
-    tmp_path, damage: bytes
-):
+def test_a_resumed_run_keeps_its_steps_and_archives_damage_and_later_ones(tmp_path, damage):
     """The files are of version 0.1, which names no run."""
+    metrics, validation = tmp_path / "metrics.jsonl", tmp_path / "validation.jsonl"
     (tmp_path / "environment.json").write_text('{"python": "3.11"}')
-    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n{"step": 3}\n' + damage)
-    (tmp_path / "validation.jsonl").write_bytes(b'{"step": 0}\n')
+    metrics.write_bytes(b'{"step": 1}\n{"step": 3}\n' + damage)
+    validation.write_bytes(b'{"step": 0}\n')
+
     start(tmp_path, "one", resumed_step=2)
-    assert [steps_in(tmp_path / name) for name in ("metrics.jsonl", "validation.jsonl")] == [
-        [1],
-        [0],
-    ]
-    assert (tmp_path / "archived-1" / "metrics.jsonl").read_bytes() == b'{"step": 3}\n' + damage
-    start(tmp_path, "one", resumed_step=0)  # it validates once more
-    assert steps_in(tmp_path / "archived-2" / "validation.jsonl") == [0]
+
+    assert (steps_in(metrics), steps_in(validation)) == ([1], [0])
+    assert (tmp_path / "archived-1" / metrics.name).read_bytes() == b'{"step": 3}\n' + damage
+
+    start(tmp_path, "one", resumed_step=0)  # validates again
+    assert steps_in(tmp_path / "archived-2" / validation.name) == [0]
 
 
 @pytest.mark.parametrize(
@@ -119,13 +111,11 @@ def test_a_resumed_run_keeps_its_steps_and_sets_damage_and_later_ones_aside(
         ("train.log", "epoch 1: loss 3\n"),
     ],
 )
-def test_start_is_refused_if_it_would_write_to_a_foreign_file(tmp_path, name: str, content: str):
-    (tmp_path / name).write_text(content)
+def test_start_is_rejected_if_it_would_write_to_a_foreign_file(tmp_path, name, content):
     if name != "config.toml":
         (tmp_path / "config.toml").touch()
-        environment = tmp_path / "environment.json"
-        if not environment.exists():
-            environment.write_text('{"python": "3.11", "packages": {}}')
+        (tmp_path / "environment.json").write_text('{"python": "3.11", "packages": {}}')
+    (tmp_path / name).write_text(content)
 
     with pytest.raises(UserError, match="was not written by a run"):
         load_run(["--job.dump_folder", str(tmp_path)], 1)

@@ -1,7 +1,6 @@
-"""The page of `titanlite report`: what is in it, that nothing in it comes alive, and that it stays small."""
+"""The page of `titanlite report` shows what runs have written, runs no code from it, and is small."""
 
 import json
-import os
 import random
 import re
 import shutil
@@ -13,7 +12,7 @@ from typing import Any
 from urllib.parse import unquote
 
 import pytest
-from report.test_run_files import a_run, line
+from report.test_run_files import create_run, event_line, line
 
 from titanlite.report.page import make_page, page_data
 from titanlite.report.run_files import read_status
@@ -21,214 +20,199 @@ from titanlite.report.run_files import read_status
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\x1b[2J\u202e"
 
 
+VALIDATION = '{"step": 20, "loss": 6.25, "perplexity": 518.0, "bits_per_byte": 2.5}\n'
+ENVIRONMENT = '{"world_size": 8, "layout": {"shard": 8}, "device": "H100"}'
+SAMPLE = '{"step": 20, "prompt": "Once", "completion": " upon a time"}\n'
+
+
 def data_of(*folders: Path) -> dict[str, Any]:
-    """The data of a page, as the browser reads it."""
-    (found,) = re.findall(
-        r'<script type="application/json" id="data">(.*?)</script>', make_page(folders), re.DOTALL
-    )
-    return json.loads(found)
+    """Return the data of a page, as the browser reads it."""
+    pattern = r'<script type="application/json" id="data">(.*?)</script>'
+    (data,) = re.findall(pattern, make_page(folders), re.DOTALL)
+    return json.loads(data)
+
+
+def create_full_run(folder: Path, *events: tuple[str, int | None, str], **changes: Any) -> Path:
+    """Write all files of a run."""
+    run = create_run(folder, *events, **changes)
+    (run / "validation.jsonl").write_text(VALIDATION)
+    (run / "environment.json").write_text(ENVIRONMENT)
+    (run / "samples.jsonl").write_text(SAMPLE)
+    return run
 
 
 def test_a_page_has_all_that_a_run_has_written(tmp_path):
-    saved = (
-        ("data", None, "Data: a table"),
-        ("save", 50, "saved step 50"),
-        ("finish", 50, "Finished"),
-    )
-    run = a_run(tmp_path / "mine", *saved)
-    (run / "validation.jsonl").write_text(
-        '{"step": 50, "loss": 6.25, "perplexity": 518.0, "bits_per_byte": 2.5}\n'
-    )
-    (run / "environment.json").write_text(
-        '{"world_size": 8, "layout": {"shard": 8}, "device": "H100"}'
-    )
-    (run / "samples.jsonl").write_text(
-        '{"step": 50, "prompt": "Once", "completion": " upon a time"}\n'
-    )
-    data = data_of(run)
-    (found,) = data["runs"]
-    assert (found["name"], found["state"], found["step"], found["total_steps"]) == (
+    events = ("data", None, "Data: a table"), ("save", 50, "saved step 50"), ("finish", 50, "Done")
+
+    data = data_of(create_full_run(tmp_path / "mine", *events))
+
+    (run,) = data["runs"]
+    assert (run["name"], run["state"], run["step"], run["total_steps"]) == (
         "mine",
         "finished",
         50,
         100,
     )
-    assert found["curves"]["x"]["step"] == [10, 20, 30, 40, 50]
-    assert found["curves"]["y"]["loss"] == {"mean": [7.9, 7.8, 7.7, 7.6, 7.5]}
-    assert "tps_per_device" not in found["curves"]["y"]  # of one rank, for which tps says it
-    assert found["validations"]["y"]["loss"] == {"mean": [6.25]}
-    assert [event["kind"] for event in found["events"]] == ["start", "data", "save", "finish"]
-    assert (found["events"][1]["text"], found["samples"][0]["completion"]) == (
-        "Data: a table",
-        " upon a time",
-    )
-    assert (found["config"]["job"]["description"], found["environment"]["layout"]["shard"]) == (
-        "mine",
-        8,
-    )
+    assert run["curves"]["x"]["step"] == [10, 20, 30, 40, 50]
+    assert run["curves"]["y"]["loss"] == {"mean": [7.9, 7.8, 7.7, 7.6, 7.5]}
+    assert "tps_per_device" not in run["curves"]["y"]  # on one rank it equals tps
+    assert run["validations"]["y"]["loss"] == {"mean": [6.25]}
+    assert [event["kind"] for event in run["events"]] == ["start", "data", "save", "finish"]
+    assert run["events"][1]["text"] == "Data: a table"
+    assert run["samples"][0]["completion"] == " upon a time"
+    assert run["config"]["job"]["description"] == "mine"
+    assert run["environment"]["layout"]["shard"] == 8
     assert data["tags"]["loss"][0] == "train/loss"
-    names = [
-        run["name"] for run in data_of(a_run(tmp_path / "a/run"), a_run(tmp_path / "b/run"))["runs"]
-    ]
-    assert names == ["a/run", "b/run"]
 
 
-def test_events_that_a_later_start_went_behind_are_marked_and_a_kill_is_found(
-    tmp_path,
-):
-    a_run(tmp_path)
-    first = [("start", 0), ("save", 50), ("save", 100)]
-    kinds = [*first, ("start", 50), ("save", 100), ("stop", None), ("start", 100)]
-    told = [
-        {"time": 1e9 + i, "text": "", "event": kind, "step": step}
-        for i, (kind, step) in enumerate(kinds)
-    ]
-    (tmp_path / "events.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in told))
-    steps = (10, 20, 30, 20, 40, 50)
-    numbers = [
-        line(step, time=1e9 + step / 10, step_time=360.0, parts={"a": step}) for step in steps
-    ]
-    (tmp_path / "metrics.jsonl").write_text("".join(numbers))
+def test_runs_with_the_same_name_are_named_with_their_folder(tmp_path):
+    folders = [create_run(tmp_path / name) for name in ("a/run", "b/run")]
+
+    assert [run["name"] for run in data_of(*folders)["runs"]] == ["a/run", "b/run"]
+
+
+def test_events_after_which_a_later_start_resumed_are_marked_and_a_kill_is_found(tmp_path):
+    create_run(tmp_path)
+    kinds = ["start 0", "save 50", "save 100", "start 50", "save 100", "stop", "start 100"]
+    lines = []
+    for index, kind in enumerate(kinds):
+        name, _, step = kind.partition(" ")
+        lines.append(event_line(name, int(step) if step else None, "", time=1e9 + index))
+    (tmp_path / "events.jsonl").write_text("".join(lines))
+    lines = []
+    for step in (10, 20, 30, 20, 40, 50):
+        lines.append(line(step, time=1e9 + step / 10, step_time=360.0, parts={"a": step}))
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+
     (run,) = data_of(tmp_path)["runs"]
+
     assert run["curves"]["x"] == {"step": [10, 20, 30, 40, 50], "hours": [1, 2, 3, 4, 5]}
     assert run["curves"]["y"]["parts/a"]["mean"] == [10, 20, 30, 40, 50]
-    assert [(event["kind"], event["step"], event["undone"]) for event in run["events"]] == [
-        ("start", 0, False), ("save", 50, False), ("save", 100, True), ("killed", 100, True), ("start", 50, False),
-        ("save", 100, False), ("stop", 100, False), ("start", 100, False),
-    ]  # fmt: skip
+    events = [f"{event['kind']} {event['step']:.0f}" for event in run["events"]]
+    assert events == [*kinds[:3], "killed 100", *kinds[3:5], "stop 100", "start 100"]
+    undone = [event["undone"] for event in run["events"]]
+    assert undone == [index in (2, 3) for index in range(8)]
 
 
-def test_a_stop_between_two_logged_steps_is_at_its_step_and_counts_its_tokens(
-    tmp_path,
-):
-    a_run(
-        tmp_path,
-        ("save", 3, "Saved step 3"),
-        ("stop", None, "Stopped by SIGTERM after step 3"),
-        steps=400,
-    )
+def test_a_stop_between_two_logged_steps_is_at_its_step_and_counts_its_tokens(tmp_path):
+    events = ("save", 3, "Saved step 3"), ("stop", None, "Stopped by SIGTERM after step 3")
+    create_run(tmp_path, *events, steps=400)
     (tmp_path / "metrics.jsonl").write_text(line(1, tokens=2048))
 
     (run,) = data_of(tmp_path)["runs"]
 
-    assert [(event["kind"], event["step"]) for event in run["events"][1:]] == [
-        ("save", 3),
-        ("stop", 3),
-    ]
+    assert [event["step"] for event in run["events"][1:]] == [3, 3]
     assert (run["step"], run["total_steps"], run["tokens"]) == (3, 400, 6144)
 
 
+def list_tags(page: str) -> list[str]:
+    tags = []
+    parser = HTMLParser()
+    parser.handle_starttag = lambda tag, attrs: tags.append(f"{tag} {attrs}")
+    parser.feed(page)
+    return tags
+
+
 def test_text_from_files_is_in_the_data_only_and_printable(tmp_path):
-    run = a_run(tmp_path / "a<b>&", ("failure", None, EVIL), (EVIL, 3, "text"))
-    (run / "config.toml").write_text(
-        f"[job]\ndescription = {json.dumps(EVIL)}\n[{json.dumps(EVIL)}]\nx = 1\n"
-    )
-    (run / "environment.json").write_text(
-        json.dumps({"device": EVIL, EVIL: {EVIL: EVIL}, "world_size": EVIL})
-    )
-    (run / "samples.jsonl").write_text(
-        json.dumps({"step": EVIL, "prompt": EVIL, "completion": EVIL}) + "\n"
-    )
+    run = create_run(tmp_path / "a<b>&", ("failure", None, EVIL), (EVIL, 3, "text"))
+    quoted = json.dumps(EVIL)
+    (run / "config.toml").write_text(f"[job]\ndescription = {quoted}\n[{quoted}]\nx = 1\n")
+    environment = {"device": EVIL, EVIL: {EVIL: EVIL}, "world_size": EVIL}
+    (run / "environment.json").write_text(json.dumps(environment))
+    sample = {"step": EVIL, "prompt": EVIL, "completion": EVIL}
+    (run / "samples.jsonl").write_text(json.dumps(sample) + "\n")
     (run / "validation.jsonl").write_text(json.dumps({"step": 10, EVIL: 1.0}) + "\n" + EVIL + "\n")
     with (run / "metrics.jsonl").open("a") as file:
         file.write(line(60, **{EVIL: 1.0}))
-    page, plain = make_page([run]), make_page([a_run(tmp_path / "plain")])
-    tags: dict[str, list[str]] = {}
-    for text in (page, plain):
-        parser = HTMLParser()
-        parser.handle_starttag = lambda tag, attrs, text=text: tags.setdefault(text, []).append(
-            f"{tag} {attrs}"
-        )
-        parser.feed(text)
-    assert tags[page] == tags[plain]
+
+    page = make_page([run])
+
+    assert list_tags(page) == list_tags(make_page([create_run(tmp_path / "plain")]))
     assert "default-src 'none'; script-src 'sha256-" in page
-    assert not re.search(
-        r"<(link|img|iframe|object|base|form|a)\b| (src|href|action)=", page.partition("<script")[0]
-    )
+    loading = r"<(link|img|iframe|object|base|form|a)\b| (src|href|action)="
+    assert not re.search(loading, page.partition("<script")[0])
     assert not {"\x1b", "\u202e"} & set(page)
 
 
-def test_a_million_steps_keep_their_mean_and_each_spike_and_pages_stay_small(
-    tmp_path,
-):
-    run = a_run(tmp_path / "long")
-    odd = {12_345: 99.0, 54_321: -7.0, **dict.fromkeys(range(50_000, 50_070), None)}
-    rows = (line(step, loss=odd.get(step, 1.0), step_time=1.0) for step in range(1, 100_001))
-    (run / "metrics.jsonl").write_text("".join(rows))
-    curves = data_of(run)["runs"][0]["curves"]
-    loss, steps, hours = curves["y"]["loss"], curves["x"]["step"], curves["x"]["hours"]
+def test_a_long_run_keeps_its_mean_and_each_spike(tmp_path):
+    create_run(tmp_path)
+    unusual = {12_345: 99.0, 54_321: -7.0, **dict.fromkeys(range(50_000, 50_070))}
+    lines = [line(step, loss=unusual.get(step, 1.0), step_time=1.0) for step in range(1, 100_001)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+
+    curves = data_of(tmp_path)["runs"][0]["curves"]
+
+    loss = curves["y"]["loss"]
     assert len(loss["mean"]) == 2000
     assert max(value for value in loss["max"] if value is not None) == 99.0
     assert min(value for value in loss["min"] if value is not None) == -7.0
     assert (loss["mean"][0], loss["mean"][1000]) == (1.0, None)
+    steps = curves["x"]["step"]
     assert (steps[0], steps[-1]) == (25.5, 99_975.5)
-    assert hours[-1] == pytest.approx(99_975.5 / 3600)
-    keys, text = {f"number {i}": 0.123456789 for i in range(20)}, "x" * 5000
+    assert curves["x"]["hours"][-1] == pytest.approx(99_975.5 / 3600)
+
+
+def test_a_page_of_many_runs_stays_small(tmp_path):
+    text = "x" * 5000
+    metrics = {f"number {i}": 0.123456789 for i in range(20)}
+    lines = "".join(line(step, **metrics) for step in range(1, 501))
+    runs = []
     for number in range(50):
-        run = a_run(
-            tmp_path / f"run{number}", *[("failure", 1, text)] * 100, *[("save", 1, text)] * 100
-        )
-        (run / "metrics.jsonl").write_text("".join(line(i, **keys) for i in range(1, 1001)))
-        (run / "samples.jsonl").write_text(
-            json.dumps({"step": 1, "prompt": text, "completion": text}) + "\n"
-        )
-    assert len(make_page(sorted(tmp_path.glob("run*"))).encode()) < 5_000_000
+        run = create_run(tmp_path / str(number), *[("failure", 1, text), ("save", 1, text)] * 100)
+        (run / "metrics.jsonl").write_text(lines)
+        (run / "samples.jsonl").write_text(SAMPLE.replace("Once", text))
+        runs.append(run)
+
+    assert len(make_page(runs).encode()) < 5_000_000
+
+
+NO_TORCH = """
+import sys
+from titanlite.cli import main
+run, page = sys.argv[1:]
+for words in (["report", run, "--out", page], ["runs", run], ["watch", run]):
+    main(words)
+assert "torch" not in sys.modules
+"""
 
 
 def test_the_commands_need_no_torch(tmp_path):
-    run, out = a_run(tmp_path / "run", ("finish", 50, "Finished")), tmp_path / "page.html"
-    code = f"import sys; from titanlite.cli import main; main(['report', {str(run)!r}, '--out', {str(out)!r}]); "
-    code += f"main(['runs', {str(tmp_path)!r}]); main(['watch', {str(run)!r}]); print({{'torch'}} & set(sys.modules))"
-    said = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ
-    )
-    assert said.stdout.splitlines()[-1] == "set()"
-    assert out.read_text().startswith("<!doctype html>")
+    run = create_run(tmp_path / "run", ("finish", 50, "Finished"))
+    page = tmp_path / "page.html"
+
+    subprocess.run([sys.executable, "-c", NO_TORCH, run, page], check=True)
+
+    assert page.read_text().startswith("<!doctype html>")
 
 
-ODD = [
-    b"NaN",
-    b"1e999",
-    b"-1",
-    b"null",
-    b"{}",
-    b"[]",
-    b'"x"',
-    b"true",
-    b"9" * 400,
-    b"\xff",
-    b"\n",
-    b'"step"',
+DAMAGE = [
+    *(b"NaN", b"1e999", b"-1", b"null", b"{}", b"[]", b'"x"', b"true"),
+    *(b"9" * 400, b"\xff", b"\n", b'"step"'),
 ]
 
 
-def test_whatever_the_files_hold_there_is_a_view_and_a_page(tmp_path):
-    events = {"save": 20, "start": 20, "stop": None}
+def damage(content: bytes, chance: random.Random) -> bytes:
+    """Replace a number or any five bytes."""
+    numbers = [match.span() for match in re.finditer(rb"-?\d+(\.\d+)?", content)] or [(0, 0)]
+    start = chance.randrange(len(content) + 1)
+    start, end = chance.choice([chance.choice(numbers), (start, start + 5)])
+    return content[:start] + chance.choice(DAMAGE) + content[end:]
+
+
+def test_damaged_files_still_have_a_view_and_a_page(tmp_path):
+    events = ("save", 20, ""), ("start", 20, ""), ("stop", None, "")
     metrics = [line(step, tokens=step, elapsed=step, grad_norm=None) for step in range(1, 60)]
     for seed in range(40):
-        chance, run = random.Random(seed), tmp_path / str(seed)
-        a_run(run, *((kind, step, "") for kind, step in events.items()))
+        chance = random.Random(seed)
+        run = create_full_run(tmp_path / str(seed), *events)
         (run / "metrics.jsonl").write_text("".join(metrics))
-        (run / "validation.jsonl").write_text(
-            '{"step": 20, "loss": 6.25, "perplexity": "inf"}\n' * 2
-        )
-        (run / "environment.json").write_text(
-            '{"world_size": 8, "layout": {"shard": 8}, "device": "H100"}'
-        )
-        (run / "samples.jsonl").write_text(
-            '{"step": 20, "prompt": "Once", "completion": " upon a time"}\n'
-        )
         for path in run.iterdir():
             content = path.read_bytes()
-            for _ in range(chance.choice((0, 1, 3, 20))):  # in place of a number, or anywhere
-                numbers = [match.span() for match in re.finditer(rb"-?\d+(\.\d+)?", content)] or [
-                    (0, 0)
-                ]
-                start = chance.randrange(len(content) + 1)
-                start, end = chance.choice([chance.choice(numbers), (start, start + 5)])
-                content = content[:start] + chance.choice(ODD) + content[end:]
+            for _ in range(chance.choice((0, 1, 3, 20))):
+                content = damage(content, chance)
             path.write_bytes(content)
-        assert all(shown.isprintable() for shown in read_status(run).to_lines())
+
+        assert all(text.isprintable() for text in read_status(run).to_lines())
         json.dumps(page_data([run]), allow_nan=False)
 
 
@@ -236,7 +220,7 @@ CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))),
     None,
 )
-# What a user does with the page, and what he then sees. It runs after the page's own scripts.
+# Uses the page after its own scripts have run, and stores what it then shows.
 USE = """
 const scale = () => charts.map((chart) => [chart.plot.scales.x.min, chart.plot.scales.x.max]);
 const mean = () => charts[0].plot.data[charts[0].plot.data.length - 1].at(-1);
@@ -264,70 +248,59 @@ setZoom([100, 200]);
 """
 
 
-def opened(file: Path, page: str) -> str:
-    """The document after its scripts have run."""
+def open_in_browser(file: Path, page: str) -> str:
+    """Return the document after its scripts have run."""
     assert CHROMIUM is not None
     file.write_text(page)
-    options = [
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--window-size=1400,1000",
-        "--dump-dom",
-    ]
-    command = [
-        CHROMIUM,
-        *options,
-        "--virtual-time-budget=5000",
-        f"--user-data-dir={file}.profile",
-        f"file://{file}",
-    ]
+    options = "--headless=new --no-sandbox --disable-gpu --window-size=1400,1000 --dump-dom"
+    options += f" --virtual-time-budget=5000 --user-data-dir={file}.profile file://{file}"
+    command = [CHROMIUM, *options.split()]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+
+
+@pytest.fixture
+def two_run_page(tmp_path) -> str:
+    lines = [line(step, tokens=step * 100, elapsed=step, time=1e9 + step) for step in range(1, 501)]
+    runs = []
+    for name in ("a", "b"):
+        events = ("failure", 250, EVIL), ("finish", 500, "Finished")
+        run = create_full_run(tmp_path / name, *events, steps=600)
+        (run / "metrics.jsonl").write_text("".join(lines))
+        runs.append(run)
+    return make_page(runs)
 
 
 @pytest.mark.browser
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
-def test_in_a_browser_a_page_tells_draws_zooms_smooths_and_changes_its_axis_and_asks_for_nothing(
-    tmp_path,
-):
-    for name in ("a", "b"):
-        a_run(tmp_path / name, ("failure", 250, EVIL), ("finish", 500, "Finished"), steps=600)
-        clock = (
-            line(step, tokens=step * 100, elapsed=step, time=1e9 + step) for step in range(1, 501)
-        )
-        (tmp_path / name / "metrics.jsonl").write_text("".join(clock))
-    (tmp_path / "a" / "validation.jsonl").write_text('{"step": 250, "loss": 6.25}\n')
-    page = make_page([tmp_path / "a", tmp_path / "b"])
+def test_a_browser_shows_the_page_under_its_own_content_policy(tmp_path, two_run_page):
+    document = open_in_browser(tmp_path / "page.html", two_run_page)
 
-    document = opened(tmp_path / "page.html", page)  # with its own policy
     assert "data-drawn" in document
-    for said in (
-        "500 of 600",
-        "minutes",
-        "finished",
-        "6.25",
-        "failure",
-        "&lt;script&gt;alert(1)",
-        "training.steps",
-    ):
-        assert said in document.partition('<script type="application/json"')[0], said
-    assert document.count("<script") == page.count("<script") == 2
+    shown = document.partition('<script type="application/json"')[0]
+    for text in ("500 of 600", "minutes", "finished", "6.25", "failure", "training.steps"):
+        assert text in shown
+    assert "&lt;script&gt;alert(1)" in shown
+    assert document.count("<script") == two_run_page.count("<script") == 2
     assert "<img" not in document.partition("<script")[0]
 
-    policy = re.sub("script-src [^;]*;", "script-src 'unsafe-inline';", page)
-    document = opened(
-        tmp_path / "used.html", policy.replace("</body>", f"<script>{USE}</script></body>")
-    )
-    found = re.search('data-seen="(.*?)"', document)
-    assert found is not None
-    seen = json.loads(unquote(found[1]))
+
+@pytest.mark.browser
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+def test_a_browser_zooms_smooths_and_changes_the_axis_and_requests_nothing(tmp_path, two_run_page):
+    page = re.sub("script-src [^;]*;", "script-src 'unsafe-inline';", two_run_page)
+    page = page.replace("</body>", f"<script>{USE}</script></body>")
+
+    document = open_in_browser(tmp_path / "used.html", page)
+
+    stored = re.search('data-seen="(.*?)"', document)
+    assert stored is not None
+    seen = json.loads(unquote(stored[1]))
     assert seen["canvases"] == seen["charts"] == len(seen["scales"])
-    assert all(place == [0, 500] for place in seen["scales"])
-    assert all(place == [100, 200] for place in seen["zoomed"])
-    assert (seen["whole"], seen["tokens"], seen["smoother"], seen["resources"]) == (
-        [0, 500],
-        [0, 50_000],
-        True,
-        0,
-    )
+    assert all(scale == [0, 500] for scale in seen["scales"])
+    assert all(scale == [100, 200] for scale in seen["zoomed"])
+    assert seen["whole"] == [0, 500]
+    assert seen["tokens"] == [0, 50_000]
+    assert seen["smoother"]
+    assert seen["resources"] == 0

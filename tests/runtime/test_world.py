@@ -1,4 +1,4 @@
-"""The world of ranks: one after the other in a process, and one that nobody has described."""
+"""Process groups: several in one process, wrong descriptions, and the number of connections."""
 
 import os
 import re
@@ -20,20 +20,15 @@ from titanlite.runtime.world import gathered, process_group
 
 @pytest.mark.slow
 def test_the_programs_of_the_documentation_run_on_two_ranks_of_torchrun(tmp_path):
-    """They start one world after the other in a process, each of which resumes, or scores, what the one before made."""
+    """Each program starts a process group after the last, and resumes or scores its results."""
     page = (Path(__file__).parents[2] / "docs/reference/python.md").read_text()
-    (tmp_path / "program.py").write_text(
-        "\n".join(re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL))
-    )
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    ended = subprocess.run(
-        [*torchrun, "program.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    programs = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    (tmp_path / "program.py").write_text("\n".join(programs))
+    torchrun = "-m torch.distributed.run --standalone --nproc_per_node=2 program.py"
+
+    command = [sys.executable, *torchrun.split()]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "2 x cpu" in ended.stdout
     assert ended.stdout.count("step 6: loss") == 2
@@ -41,15 +36,14 @@ def test_the_programs_of_the_documentation_run_on_two_ranks_of_torchrun(tmp_path
 
 
 @pytest.mark.slow
-def test_a_second_open_trainer_is_refused_and_the_first_one_still_trains(tmp_path):
+def test_a_second_open_trainer_is_rejected_and_the_first_one_still_trains(tmp_path):
     World(1, open_two_trainers, tmp_path).ends_with(0)
 
 
 def open_two_trainers(folder: Path, store: Path) -> None:
     (folder / "job.toml").write_text(SMALL)
-    job = load_job(
-        ["--job.config_file", f"{folder}/job.toml", "--job.dump_folder", f"{folder}/out"]
-    )
+    options = f"--job.config_file {folder}/job.toml --job.dump_folder {folder}/out"
+    job = load_job(options.split())
     with Trainer(job) as first:
         with pytest.raises(UserError, match="Trainer"):
             Trainer(job)
@@ -57,11 +51,13 @@ def open_two_trainers(folder: Path, store: Path) -> None:
     assert first.steps_done == 1
 
 
-def test_a_world_that_no_launcher_has_described_is_answered_in_words(monkeypatch, capsys):
+def test_a_rank_without_a_launcher_is_told_which_variable_is_missing(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.delenv("MASTER_PORT", raising=False)
+
     assert cli.main(["train"]) == 2
+
     assert "MASTER_PORT" in capsys.readouterr().err
 
 
@@ -70,18 +66,18 @@ def count_sockets(store: Path) -> int:
     os.environ[STORE] = str(store)
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard_limit))
-    before = sum_of_sockets()
+    before = count_open_sockets()
     with process_group(JobConfig()):
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard_limit, hard_limit)
         ranks = RankGroup(timeout_seconds=60)
         gathered("training")
         ranks.gather("checkpoint")
-        sockets = sum_of_sockets() - before
+        sockets = count_open_sockets() - before
         ranks.close()
     return sockets
 
 
-def sum_of_sockets() -> int:
+def count_open_sockets() -> int:
     files = Path("/proc/self/fd").iterdir()
     return sum(os.readlink(file).startswith("socket:") for file in files if file.is_symlink())
 
