@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from titanlite.config.flavors import FLAVORS
 from titanlite.config.run import Run
-from titanlite.config.schema import Dataset, DataSource, JobConfig, Tokenizer, Training
+from titanlite.config.schema import Dataset, DataSource, JobConfig, TokenizerOptions, Training
 from titanlite.data.loader import Loader
 from titanlite.data.prepare import prepare
 from titanlite.data.sources.files import open_source
@@ -98,7 +98,8 @@ def tokenizing(
 ) -> list[str]:
     """Compare `prepare`, which reads and writes files, with batch encoding of tiktoken in memory."""
     job = JobConfig(
-        dataset=Dataset(source="jsonl", path=str(file)), tokenizer=Tokenizer(path=str(TOKENIZER))
+        dataset=Dataset(source="jsonl", path=str(file)),
+        tokenizer=TokenizerOptions(path=str(TOKENIZER)),
     )
     ours, theirs, tokens = [], [], 0
     for _ in range(repeats):

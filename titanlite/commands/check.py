@@ -24,7 +24,7 @@ _MARGIN = 10  # width of the labels to the left of a curve, in characters
 _BARS = " ▁▂▃▄▅▆▇█"
 
 
-class Check(Options):
+class CheckOptions(Options):
     """Check a job without starting it, and print OK or all of its mistakes."""
 
     world_size: OptionRanks | None = None
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> None:
     Raises:
         UserError: If the job, its data or an option is invalid.
     """
-    options, words = parse_options_and_job(Check, argv, "check")
+    options, words = parse_options_and_job(CheckOptions, argv, "check")
     world_size = options.world_size or read_world_size()
     run = load_run(words, world_size)
     check_memory(run, elsewhere=options.world_size is not None)

@@ -218,7 +218,7 @@ class Model(Section):
     """Every n-th block has no RoPE, as in SmolLM3, where n is 4. 0: all blocks have it."""
 
 
-class Tokenizer(Section):
+class TokenizerOptions(Section):
     """Tokenizer file."""
 
     name: Annotated[str, TOKENIZERS] | None = None
@@ -773,7 +773,7 @@ class Profiling(Section):
     snapshot for pytorch.org/memory_viz, also when a rank runs out of memory."""
 
 
-class Samples(Section):
+class SampleOptions(Section):
     """Prompts to complete during training."""
 
     freq: NonNegativeInt = 0
@@ -821,7 +821,7 @@ class Guards(Section):
     rank and node."""
 
 
-class Ema(Section):
+class EmaOptions(Section):
     """Exponential moving average of the weights.
 
     Checkpoints contain it, and `titanlite eval`, `generate` and `export` use it with --ema.
@@ -906,7 +906,7 @@ class JobConfig(Whole):
 
     job: Job = Job()
     model: Model = Model()
-    tokenizer: Tokenizer = Tokenizer()
+    tokenizer: TokenizerOptions = TokenizerOptions()
     training: Training = Training()
     dataset: Dataset = Dataset()
     validation: Validation = Validation()
@@ -919,9 +919,9 @@ class JobConfig(Whole):
     checkpoint: Checkpoint = Checkpoint()
     metrics: Metrics = Metrics()
     profiling: Profiling = Profiling()
-    samples: Samples = Samples()
+    samples: SampleOptions = SampleOptions()
     guards: Guards = Guards()
-    ema: Ema = Ema()
+    ema: EmaOptions = EmaOptions()
     comm: Comm = Comm()
 
     @model_validator(mode="wrap")

@@ -29,8 +29,8 @@ class CachingAllocator:
 
     def __init__(self) -> None:
         """Create an allocator that has reserved nothing."""
-        self._segments: dict[tuple[int, bool], Segment] = {}
-        self._blocks = defaultdict[int, list[tuple[Segment, int, int]]](list)
+        self._segments: dict[tuple[int, bool], ReservedSegment] = {}
+        self._blocks = defaultdict[int, list[tuple[ReservedSegment, int, int]]](list)
         self._has_workspaces = False
 
     @property
@@ -53,7 +53,7 @@ class CachingAllocator:
         size = -(-size // ROUNDING) * ROUNDING
         is_small = size <= MAX_SMALL_BLOCK
         page = SMALL_PAGE if is_small else LARGE_PAGE
-        segment = self._segments.setdefault((stream, is_small), Segment(page))
+        segment = self._segments.setdefault((stream, is_small), ReservedSegment(page))
         self._blocks[name].append((segment, segment.allocate(size), size))
 
     def free(self, name: int) -> None:
@@ -68,7 +68,7 @@ class CachingAllocator:
             self.allocate(-1, CUBLAS_WORKSPACES, stream=0)
 
 
-class Segment:
+class ReservedSegment:
     """Simulates an expandable segment, a range of addresses from 0 that grows by whole pages.
 
     Attributes:

@@ -15,7 +15,7 @@ from titanlite.config.run import Run
 from titanlite.prove.record import Tensors
 
 if TYPE_CHECKING:
-    from titanlite.prove.reference import Reference
+    from titanlite.prove.reference import ReferenceTrainer
 
 RATIO_TOLERANCE = 1e-3
 FIT_TOLERANCE = 0.1
@@ -160,7 +160,7 @@ def explain_gradient(
     expected: Tensors,
     weights: Mapping[str, torch.Tensor],
     sequences: Tensors,
-    reference: Reference,
+    reference: ReferenceTrainer,
 ) -> str:
     """Explain wrong gradients by a factor, by missing sequences, or by a mistake in the model.
 
@@ -213,8 +213,8 @@ def _possible_mistakes(run: Run, sequences: Tensors) -> dict[str, tuple[Tensors,
     """Return typical mistakes by description, as wrong arguments of the reference.
 
     Returns:
-        Sequences, and keyword arguments of `Reference.compute_gradients`, which reproduce the
-        mistake.
+        Sequences, and keyword arguments of `ReferenceTrainer.compute_gradients`, which reproduce
+        the mistake.
     """
     ids = sequences["input_ids"]
     seq_len = ids.shape[1]

@@ -59,7 +59,7 @@ from titanlite.prove.record import (
     train_in_layout,
     turn_dropout_off,
 )
-from titanlite.prove.reference import FORMULAS, Reference, expected_update
+from titanlite.prove.reference import FORMULAS, ReferenceTrainer, expected_update
 from titanlite.runtime.logging import LOGGER_NAME
 from titanlite.runtime.process import STORE
 from titanlite.runtime.world import gathered, process_group
@@ -282,7 +282,7 @@ def compare(run: Run, folder: Path, save_after: int) -> Iterator[Check]:
     single = single_run(run, folder / "single")
     with process_group(single.job) as device:
         recorder = SteeredRecorder(first)
-        reference = Reference(single, device)
+        reference = ReferenceTrainer(single, device)
         with Trainer(single, device, [recorder]) as trainer:
             turn_dropout_off(trainer)
             initial_weights = select(first[0].initial, MODEL)
@@ -310,7 +310,7 @@ def compare_step(
     before: LayoutStep,
     after: LayoutStep,
     single: StepRecord,
-    reference: Reference,
+    reference: ReferenceTrainer,
 ) -> Iterator[Check]:
     """Yield the comparisons of one training step.
 

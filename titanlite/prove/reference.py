@@ -53,7 +53,7 @@ def computing_in_float64() -> Iterator[None]:
         torch.set_default_dtype(default)
 
 
-class Reference:
+class ReferenceTrainer:
     """Computes expected losses and gradients in float64 on one process.
 
     Attributes:

@@ -29,9 +29,9 @@ from titanlite.config.schema import (
     JobConfig,
     Model,
     Profiling,
-    Samples,
+    SampleOptions,
     TextSource,
-    Tokenizer,
+    TokenizerOptions,
     Validation,
 )
 from titanlite.config.storage import as_url
@@ -322,7 +322,7 @@ def _shrink_data(small: JobConfig, out: Path) -> tuple[JobConfig, list[str]]:
         changes |= {"text_column": "text", "max_epochs": 0, "streaming": False, "config": None}
 
     small = _update(small, "dataset", **changes)
-    return small.model_copy(update={"tokenizer": Tokenizer()}), notes
+    return small.model_copy(update={"tokenizer": TokenizerOptions()}), notes
 
 
 def _find_data_problem(source: TextSource) -> str:
@@ -377,7 +377,7 @@ def _shrink_outputs(small: JobConfig, out: Path) -> tuple[JobConfig, list[str]]:
     )
     sections = {
         "validation": Validation(),
-        "samples": Samples(),
+        "samples": SampleOptions(),
         "profiling": Profiling(),
         "checkpoint": Checkpoint(interval=10**6),
     }
