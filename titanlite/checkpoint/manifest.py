@@ -551,7 +551,10 @@ def remove_checkpoint(path: Path) -> None:
 
 
 def _remove_listed_files(path: Path) -> None:
-    """Delete the files that a renamed manifest lists, the manifest, and the folder if empty."""
+    """Finish removing a checkpoint whose manifest was renamed to mark it as partly removed.
+
+    This deletes the files that the manifest lists, then the manifest, and the folder if empty.
+    """
     with open_file(path / INCOMPLETE) as file:
         manifest = parse_manifest(file.read(), path / INCOMPLETE)
     for name in manifest["files"]:

@@ -173,7 +173,7 @@ def _rephrase(message: str) -> str:
 
 
 def _is_job_section(model: type[BaseModel], name: str) -> bool:
-    """Return whether `model` is a job, and `name` is one of its sections or of a plugin."""
+    """Return whether `model` is the job itself, and `name` is a section of a job or of a plugin."""
     return model.model_config.get("extra") == "allow" and name in SECTIONS
 
 

@@ -236,7 +236,7 @@ class Ranks:
         return sorted(failed, key=lambda end: end.time), killed
 
     def _collect_ends(self, folder: Path, running: Set[int], last_poll: float) -> list[RankEnd]:
-        """Return how ranks ended whose processes have exited since the last poll.
+        """Return a `RankEnd` for each rank whose process has exited since the last poll.
 
         Args:
             folder: Private folder in which the ranks report errors and hangs.

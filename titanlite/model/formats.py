@@ -371,9 +371,9 @@ class _Qwen2(HFConfig):
 
 
 class _Qwen3(_Qwen2):
-    """The config.json of Qwen 3.
+    """Fields and defaults of a config.json of Qwen 3.
 
-    The key head_dim is required, because its default in transformers is not dim / n_heads.
+    head_dim is required, because transformers does not default it to dim / n_heads.
     """
 
     kind: ClassVar = "qwen3"
@@ -398,14 +398,14 @@ class _SmolLM3(_Qwen2):
     @field_validator("no_rope_layers")
     @classmethod
     def _match_interval(cls, layers: list[int] | None, info: ValidationInfo) -> list[int] | None:
-        """Check that the layers without RoPE are every n-th layer, the only pattern of this model.
+        """Check that every n-th layer, and no other one, lacks RoPE; n is no_rope_layer_interval.
 
         Args:
             layers: 0 for each layer without RoPE and 1 for each other layer, or None.
             info: Values of the fields before this one.
 
         Raises:
-            ValueError: If another layer has no RoPE.
+            ValueError: If the layers without RoPE have another pattern.
         """
         interval = info.data.get("no_rope_interval", 4)
         num_layers = info.data.get("n_layers", 0)

@@ -238,7 +238,9 @@ class TransformerBlock(nn.Module):
 
 
 class Output(nn.Module):
-    """Output matrix of shape (V, C), which is passed to a head, such as the loss.
+    """The output matrix, with a row for each of V tokens and a column for each of C dimensions.
+
+    A head, such as the loss, multiplies hidden states by the matrix.
 
     It is a module so that FSDP gathers the matrix before the head runs and frees it afterward.
     """

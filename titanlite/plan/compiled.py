@@ -58,10 +58,11 @@ REDUCTION_RATIO = 8  # a value this many times smaller than its inputs is a redu
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Replace `torch.compile` and `nn.Module.compile` by an imitation within this context.
+    """Simulate `torch.compile` and `nn.Module.compile` within this context.
 
-    The imitation traces functions into graphs, and runs these with the memory and the kernels of
-    compiled code, without generating code. This works on fake tensors and without a GPU.
+    A simulated compilation traces a function into a graph, but generates no code. Calls of the
+    function then count the memory and the kernels that compiled code would need. This works on fake
+    tensors and without a GPU.
     """
     graphs: dict[Any, Function] = {}
 

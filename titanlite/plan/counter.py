@@ -227,10 +227,10 @@ class Counter(TorchDispatchMode):
         its communication.
 
         Args:
-            name: Name that is equal for the same action of different microbatches.
+            name: Name of the action. All microbatches use the same name for the same action.
             location: Location of the action.
-            replay: Copy the log entries of the latest action with this name, because this action
-                does not run.
+            replay: Whether the action is skipped. If so, the log entries of the latest action with
+                this name are copied instead.
         """
         if self._current_action is not None:
             entries = self._action_entries + self.log[self._action_start :]
@@ -250,9 +250,9 @@ class Counter(TorchDispatchMode):
         """Count an action that interrupts the current one until this context ends.
 
         Args:
-            name: Name that is equal for the same action of different microbatches.
-            replay: Copy the log entries of the latest action with this name, because this action
-                does not run.
+            name: Name of the action. All microbatches use the same name for the same action.
+            replay: Whether the action is skipped. If so, the log entries of the latest action with
+                this name are copied instead.
         """
         self._action_entries += self.log[self._action_start :]
         start = len(self.log)

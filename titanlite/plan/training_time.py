@@ -71,7 +71,7 @@ def estimate_training(plan: Forecast, tokens: int) -> TrainingTime:
 
 
 def ratio_interval(ratios: Iterable[float]) -> tuple[float, float]:
-    """Return the central 90% interval of the log-normal distribution with the spread of `ratios`.
+    """Fit a log-normal distribution to `ratios`, and return its 5% and 95% quantiles.
 
     Args:
         ratios: Planned speeds divided by measured speeds, which are also measured times divided by

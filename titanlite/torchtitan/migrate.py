@@ -446,7 +446,11 @@ def _parse_names(value: Any) -> list[Any]:
 
 
 def _has_float8(value: Any) -> bool:
-    """Return whether FP8 is enabled, by a boolean or by a list of model converters."""
+    """Return whether a torchtitan setting enables FP8.
+
+    Args:
+        value: Value of enable_float8_linear (a boolean) or of model.converters (a list).
+    """
     if isinstance(value, bool):
         return value
     return any("float8" in str(name) for name in _parse_names(value))
