@@ -112,7 +112,7 @@ class Migration:
             raise UserError(f"{old_key} = {format_value(value)}: must be an integer.")
         return value
 
-    def _put(self, key: str, value: Any, origin: str) -> None:
+    def _carry_over(self, key: str, value: Any, origin: str) -> None:
         """Set a key of the new file to a value from the old file.
 
         Args:
@@ -129,22 +129,24 @@ class Migration:
         self._new[key] = value
         self._origin[key] = origin
 
-    def _add(self, key: str, value: Any, why: str = "", replace: bool = False) -> None:
-        """Set a key of the new file that the old file does not have.
+    def _set_default(self, key: str, value: Any, why: str = "") -> None:
+        """Set a key of the new file as `_set` does, unless the key already has a value."""
+        if key not in self._new:
+            self._set(key, value, why)
+
+    def _set(self, key: str, value: Any, why: str = "") -> None:
+        """Set a key of the new file to a value that the old file does not have.
 
         Args:
             key: Key of the new file.
-            value: Value of the new file.
+            value: Value of the new file, which replaces the current value of the key.
             why: Reason for the report. If empty, the key is not reported.
-            replace: Also replace a value that the key already has.
         """
-        if key in self._new and not replace:
-            return
         self._new[key] = value
         if why:
             self.added[f"{key} = {format_value(value)}"] = why
 
-    def _lose(self, key: str, reason: str) -> None:
+    def _report_lost(self, key: str, reason: str) -> None:
         """Report a key of the old file that has no equivalent, with the reason."""
         self.lost.setdefault(reason, []).append(key)
 
@@ -155,10 +157,10 @@ class Migration:
         if key in tables.CONVERTED:
             return  # another method converts it, together with other keys
         if key in tables.WITHOUT:
-            self._lose(key, tables.WITHOUT[key])
+            self._report_lost(key, tables.WITHOUT[key])
             return
         if key not in tables.EQUIVALENT:
-            self._lose(key, f"It is no key of torchtitan 0.1 or 0.2.{_suggest_keys([key])}")
+            self._report_lost(key, f"It is no key of torchtitan 0.1 or 0.2.{_suggest_keys([key])}")
             return
 
         new_key = tables.EQUIVALENT[key]
@@ -166,7 +168,7 @@ class Migration:
             value = self._convert_flavor(value)
         elif new_key in VALUE_CONVERTERS:
             value = VALUE_CONVERTERS[new_key](value)
-        self._put(new_key, value, key)
+        self._carry_over(new_key, value, key)
 
     def _convert_flavor(self, flavor: Any) -> str:
         """Return the titanlite flavor for a torchtitan flavor.
@@ -186,7 +188,7 @@ class Migration:
         """Set the model flavor, and each size in which it differs from the torchtitan flavor."""
         flavor = self._old.get("model.flavor", "debugmodel")
         new_flavor = self._convert_flavor(flavor)
-        self._add("model.flavor", new_flavor, DEFAULT)
+        self._set_default("model.flavor", new_flavor, DEFAULT)
 
         why = f"torchtitan's {flavor}"
         sizes = asdict(TORCHTITAN_FLAVORS[self.model][flavor])
@@ -194,19 +196,19 @@ class Migration:
         for key, size in asdict(FLAVORS[new_flavor]).items():
             is_fixed = key not in ("vocab_size", "max_seq_len", "head_dim")
             if is_fixed and sizes[key] != size:
-                self._add(f"model.{key}", sizes[key], why)
+                self._set_default(f"model.{key}", sizes[key], why)
 
         seq_len = self._get_integer("training.seq_len", 2048)
         if seq_len > FLAVORS[new_flavor].max_seq_len:
-            self._add("model.max_seq_len", seq_len, "training.seq_len")
+            self._set_default("model.max_seq_len", seq_len, "training.seq_len")
         if self.model == "llama3" and flavor in tables.FLAVORS_WITH_DOCUMENT_MASK:
-            self._add("dataset.document_mask", True, why)
+            self._set_default("dataset.document_mask", True, why)
 
     def _convert_data(self) -> None:
         """Set the training data, and the validation data if validation.enable is true."""
         self._convert_source("dataset", old_section="training", default="c4_test")
         if self._old.get("validation.enable") is True:
-            self._add("validation.freq", 10, DEFAULT)
+            self._set_default("validation.freq", 10, DEFAULT)
             self._convert_source("validation", old_section="validation", default="c4_validation")
             return
 
@@ -214,7 +216,7 @@ class Migration:
         reason = "validation.enable is not true. In titanlite, validation.freq above 0 enables it."
         for key in ("validation.freq", "validation.dataset", "validation.dataset_path"):
             if key in self._old:
-                self._lose(key, reason)
+                self._report_lost(key, reason)
 
     def _convert_source(self, section: str, old_section: str, default: str) -> None:
         """Set a data section of the new file to one of the torchtitan datasets.
@@ -232,16 +234,16 @@ class Migration:
         name = self._old.get(name_key, default)
         is_c4 = name in ("c4", "c4_validation")
         if path_key in self._old:
-            self._put(f"{section}.source", "huggingface", name_key)
-            self._put(f"{section}.path", self._old[path_key], path_key)
+            self._carry_over(f"{section}.source", "huggingface", name_key)
+            self._carry_over(f"{section}.path", self._old[path_key], path_key)
             if is_c4:
-                self._add(f"{section}.config", "en")
-                self._add(f"{section}.streaming", True)
+                self._set_default(f"{section}.config", "en")
+                self._set_default(f"{section}.streaming", True)
         elif is_c4:
-            self._put(f"{section}.source", "c4", name_key)
+            self._carry_over(f"{section}.source", "c4", name_key)
         elif name == "c4_test":
-            self._add(f"{section}.source", "python_stdlib")
-            self._lose(
+            self._set_default(f"{section}.source", "python_stdlib")
+            self._report_lost(
                 name_key,
                 "c4_test is a file of the torchtitan repository. The new job trains on "
                 'python_stdlib instead. To train on c4_test, set source = "jsonl" and path = '
@@ -254,7 +256,7 @@ class Migration:
             )
 
         if name == "c4_validation":
-            self._add(f"{section}.split", "validation")
+            self._set_default(f"{section}.split", "validation")
 
     def _shorten_warmup(self) -> None:
         """Shorten a warmup that is longer than the schedule, as torchtitan does."""
@@ -262,7 +264,7 @@ class Migration:
         steps = self._get_integer("lr_scheduler.total_steps", training_steps)
         if self._get_integer("lr_scheduler.warmup_steps", 200) > steps:
             why = "as torchtitan does if the schedule has fewer steps"
-            self._add("lr_scheduler.warmup_steps", steps, why, replace=True)
+            self._set("lr_scheduler.warmup_steps", steps, why)
 
     def _convert_microbatches(self) -> None:
         """Convert the batch sizes of a pipeline.
@@ -276,30 +278,39 @@ class Migration:
 
         local_key = "training.local_batch_size"
         local_size = self._get_integer(local_key, 8)
-        microbatch_size = self._get_integer("parallelism.pipeline_parallel_microbatch_size", 1)
-        # Old versions set the number of microbatches instead of their size.
-        if "experimental.pipeline_parallel_degree" in self._old:
-            key = "experimental.pipeline_parallel_microbatches"
-            num_microbatches = max(1, self._get_integer(key, num_stages))
-            microbatch_size = max(1, local_size // num_microbatches)
-        self._add(local_key, microbatch_size, "the size of a microbatch", replace=True)
+        microbatch_size = self._get_microbatch_size(local_size, num_stages)
+        self._set(local_key, microbatch_size, "the size of a microbatch")
 
         global_key = "training.global_batch_size"
         has_global_size = self._get_integer(global_key, -1) != -1
         if has_global_size:
             return
 
+        # The torchtitan default is local_size times the number of data-parallel ranks. The old file
+        # determines this number only if the shard degree is not -1, which uses all other ranks.
         num_shards = self._get_integer("parallelism.data_parallel_shard_degree", -1)
         if num_shards > 0:
             num_replicas = self._get_integer("parallelism.data_parallel_replicate_degree", 1)
-            self._add(global_key, local_size * num_shards * num_replicas, local_key, replace=True)
+            self._set(global_key, local_size * num_shards * num_replicas, local_key)
         else:
-            self._lose(
+            self._report_lost(
                 local_key,
                 f"Each data-parallel rank trains on {local_size} sequences per step, in "
                 f"microbatches of {microbatch_size}. Set {global_key} to {local_size} times the "
                 "number of data-parallel ranks.",
             )
+
+    def _get_microbatch_size(self, local_size: int, num_stages: int) -> int:
+        """Return the number of sequences per pipeline microbatch in the old file.
+
+        Old torchtitan versions set the number of microbatches per local batch instead.
+        """
+        size = self._get_integer("parallelism.pipeline_parallel_microbatch_size", 1)
+        if "experimental.pipeline_parallel_degree" not in self._old:
+            return size
+        key = "experimental.pipeline_parallel_microbatches"
+        num_microbatches = max(1, self._get_integer(key, num_stages))
+        return max(1, local_size // num_microbatches)
 
     def _convert_float8(self) -> None:
         """Choose the layers to convert to FP8, and report other model converters as lost."""
@@ -307,7 +318,7 @@ class Migration:
         others = [name for name in converters if "float8" not in str(name)]
         if others:
             reason = "titanlite has no such converter, only float8.enable."
-            self._lose(f"model.converters {format_value(others)}", reason)
+            self._report_lost(f"model.converters {format_value(others)}", reason)
         if self._new.get("float8.enable") is not True:
             return
 
@@ -316,12 +327,12 @@ class Migration:
         filtered_names = _parse_names(old_filter)
         min_features = 1024 if SMALL_LAYERS in filtered_names else 0
         why = f"torchtitan keeps small layers in high precision only with {SMALL_LAYERS}"
-        self._add("float8.min_features", min_features, why)
+        self._set_default("float8.min_features", min_features, why)
 
         is_older_than_01 = "float8.enable_float8_linear" in self._old
         filters_output = any(str(name) in "output" for name in filtered_names)
         if not is_older_than_01 and not filters_output:
-            self._lose(
+            self._report_lost(
                 "the output projection in FP8",
                 "torchtitan converts it unless filter_fqns names it. titanlite always keeps it in "
                 "high precision, because its logits are computed in chunks.",
@@ -330,16 +341,16 @@ class Migration:
     def _add_defaults(self) -> None:
         """Set missing keys whose torchtitan default differs from the titanlite default."""
         for key, value in tables.DEFAULTS.items():
-            self._add(key, value, DEFAULT)
+            self._set_default(key, value, DEFAULT)
         if self.version == "0.2" and self._new["checkpoint.enable"] is True:
-            self._add("checkpoint.last_save_model_only", True, DEFAULT)
+            self._set_default("checkpoint.last_save_model_only", True, DEFAULT)
 
     def _convert_initial_weights(self) -> None:
         """Keep initial weights from Hugging Face, and report a torchtitan checkpoint as lost."""
         key = "checkpoint.initial_load_path"
         if self._old.get("checkpoint.initial_load_in_hf", False) is True:
             folder = self._old.get("model.hf_assets_path", "./tests/assets/tokenizer")
-            self._add(key, folder, f"{DEFAULT}: model.hf_assets_path")
+            self._set_default(key, folder, f"{DEFAULT}: model.hf_assets_path")
             return
 
         path = self._new.pop(key, None)
@@ -356,7 +367,9 @@ class Migration:
                 "the torchtitan script convert_to_hf.py and then `titanlite import --hf FOLDER "
                 "--out FOLDER`"
             )
-        self._lose(key, f"It is a torchtitan checkpoint. To convert its weights, run {command}.")
+        self._report_lost(
+            key, f"It is a torchtitan checkpoint. To convert its weights, run {command}."
+        )
 
     def _format_job_file(self) -> str:
         """Return the new file as text, with sections and keys in the order of the schema.
