@@ -90,20 +90,31 @@ def _dispatch(words: list[str]) -> object:
         print(format_usage())
         return 0
 
-    name, *arguments = words
+    name, *arguments = _replace_help(words)
     if name in ("--version", "-V", "version"):
         return _print_version()
-    if name in ("help", "-h", "--help"):
-        topic = arguments[0]
-        if topic in COMMANDS:  # `titanlite help eval`
-            name = topic
-            arguments = ["--help"]
-        else:  # `titanlite help training.steps`
-            name = "train"
-            arguments = ["--help", *arguments]
     if name not in COMMANDS:
         return _reject_command(name)
+    return _run_command(name, arguments)
 
+
+def _replace_help(words: list[str]) -> list[str]:
+    """Return the command line that prints the help about a topic.
+
+    Args:
+        words: A command line, such as `help eval` or `help training.steps`, which become
+            `eval --help` and `train --help training.steps`. Other commands are returned unchanged.
+    """
+    name, *topics = words
+    if name not in ("help", "-h", "--help"):
+        return words
+    if topics[0] in COMMANDS:
+        return [topics[0], "--help"]
+    return ["train", "--help", *topics]
+
+
+def _run_command(name: str, arguments: list[str]) -> object:
+    """Import the function of a subcommand, call it, and return its result."""
     process.set_up_torch()
     command = _import_command(name)
     if name not in ("train", "launch"):
@@ -245,6 +256,7 @@ def train(argv: Sequence[str]) -> None:
         UserError: If the job is invalid, or training ends because of an error that the user can
             fix.
     """
+    from titanlite.launch.output_folder import run_in_output_folder
     from titanlite.load_run import load_run, read_world_size
     from titanlite.observe.gpus import check_memory
 
@@ -254,22 +266,30 @@ def train(argv: Sequence[str]) -> None:
     check_memory(run)
     _print_certificate(run)
 
-    # With the default thresholds, garbage collection takes a fifth of the time to import torch.
-    gc.set_threshold(20_000, 50, 1000)
-    from titanlite.launch.output_folder import run_in_output_folder
-    from titanlite.train.trainer import train
+    train_run = _import_trainer()
 
-    gc.freeze()
-
-    def train_here() -> int:
-        train(run, argv)
+    def train_in_this_process() -> int:
+        train_run(run, argv)
         return 0
 
     has_launcher = "RANK" in os.environ
     if has_launcher:  # which has prepared the output folder
-        train_here()
+        train_in_this_process()
     else:
-        run_in_output_folder(run, train_here)
+        run_in_output_folder(run, train_in_this_process)
+
+
+def _import_trainer() -> Callable[[Run, Sequence[str]], None]:
+    """Import torch and the trainer with little garbage collection, and return `trainer.train`.
+
+    With the default thresholds, garbage collection takes a fifth of the time to import torch.
+    Imported objects live until the process ends, so later collections skip them (`gc.freeze`).
+    """
+    gc.set_threshold(20_000, 50, 1000)
+    from titanlite.train import trainer
+
+    gc.freeze()
+    return trainer.train
 
 
 def _print_certificate(run: Run) -> None:
