@@ -202,8 +202,8 @@ def failed_writes() -> int:
 def report_end(text: str, kind: str, step: int | None = None) -> None:
     """Report why this process ends: to the launcher if there is one, and in train.log.
 
-    The launcher prints the reason once for all ranks. Without a launcher, the reason is printed on
-    standard error.
+    The launcher prints the reason once for all ranks. Without a launcher, or if it cannot be
+    reached, the reason is printed on standard error.
 
     Args:
         text: The reason or a traceback, and how to continue the run.
@@ -212,16 +212,27 @@ def report_end(text: str, kind: str, step: int | None = None) -> None:
     """
     reason = printable(text).rstrip()  # it may quote the content of files
     log_end(reason, kind, step)
+    if not _report_to_launcher(reason):
+        with contextlib.suppress(OSError):  # the terminal may be closed
+            note(reason)
 
+
+def _report_to_launcher(reason: str) -> bool:
+    """Write the reason why this rank ends to a file that the launcher reads.
+
+    Returns:
+        Whether the file was written. Without a launcher, this is False.
+    """
     folder = os.environ.get(ERROR_FOLDER)
-    if folder:
-        rank = os.environ.get("RANK", "0")
-        record = json.dumps({"message": reason, "time": time.time()})
-        with contextlib.suppress(OSError):  # the folder may have been removed, or its disk is full
-            Path(folder, f"{rank}.json").write_text(record, encoding="utf-8")
-            return
-    with contextlib.suppress(OSError):  # the terminal may be closed
-        note(reason)
+    if not folder:
+        return False
+    rank = os.environ.get("RANK", "0")
+    record = json.dumps({"message": reason, "time": time.time()})
+    try:
+        Path(folder, f"{rank}.json").write_text(record, encoding="utf-8")
+    except OSError:  # the folder may have been removed, or its disk is full
+        return False
+    return True
 
 
 def record_success() -> None:
