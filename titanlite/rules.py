@@ -42,7 +42,7 @@ from titanlite.data.hub import propose_download
 from titanlite.data.sources.files import find_files, find_markup
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.model.formats import parameter_shapes
-from titanlite.observe.outputs import FILES, find_foreign_file
+from titanlite.observe.outputs import FILES, find_overwrite_problem
 
 UNUSED_KEYS = {
     "AdamW": ("momentum",),
@@ -197,9 +197,10 @@ def check_batch_sizes(run: Run) -> Problems:
 
 
 def check_stages(run: Run) -> Problems:
-    """Check that the blocks of the model can be split into pipeline stages.
+    """Check that the model can be split into pipeline stages, and the job works with a pipeline.
 
     Each stage needs a block, and each rank needs the number of stages that the schedule requires.
+    Tied embeddings and a gradient reduction after every microbatch do not work with a pipeline.
     """
     num_layers = run.arch.n_layers
     num_ranks = run.degrees.pipeline
@@ -699,11 +700,11 @@ def check_output_folders(run: Run) -> Problems:
     saves_checkpoints = run.job.checkpoint.enable
 
     write_problem = find_write_problem(folder)
-    foreign_file = find_foreign_file(folder)
+    overwrite_problem = find_overwrite_problem(folder)
     if write_problem:
         yield Problem("job.dump_folder", f"cannot be used: {write_problem}")
-    elif foreign_file:
-        yield Problem("job.dump_folder", f"{foreign_file}, or choose another folder.")
+    elif overwrite_problem:
+        yield Problem("job.dump_folder", f"{overwrite_problem}, or choose another folder.")
     elif saves_checkpoints:
         checkpoint_problem = find_write_problem(checkpoint_folder)
         if checkpoint_problem:

@@ -40,11 +40,14 @@ LOG_LINE = re.compile(rb"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\] ")
 HEAD_BYTES = 1 << 16
 
 
-def find_foreign_file(folder: Path) -> str | None:
-    """Find a file in the output folder that titanlite did not write, but would overwrite.
+def find_overwrite_problem(folder: Path) -> str | None:
+    """Find a reason why a run must not write its files to the output folder.
+
+    A run neither overwrites files of other programs, nor writes through symbolic links or to
+    anything else that is not a regular file.
 
     Returns:
-        An error message that names the file and how to fix this, or None if there is no such file.
+        An error message that names the file and how to fix this, or None if there is no problem.
     """
     names = ("config.toml", ENVIRONMENT_FILE, *LOGS, *JSON_FILES)
     for name in names:
@@ -54,6 +57,7 @@ def find_foreign_file(folder: Path) -> str | None:
         if path.exists() and not path.is_file():
             return f"{path} is not a regular file, so a run cannot write to it. Move it"
 
+    # `_is_written_by_run` also reads other files of `names`, so all must be known to be regular.
     for name in names:
         path = folder / name
         if path.exists() and not _is_written_by_run(path):
@@ -168,7 +172,7 @@ class OutputFolder:
                 _archive_after(folder / name, archive, last_step or -1)
             reason = "of steps that will be repeated"
 
-        # `find_foreign_file` relies on this order.
+        # `find_overwrite_problem` relies on this order.
         content = json.dumps(environment, indent=2) + "\n"
         write_atomically(folder / ENVIRONMENT_FILE, content.encode())
         write_atomically(folder / "config.toml", dump_config(job).encode())
