@@ -99,20 +99,24 @@ def explain_other_format(content: bytes) -> str | None:
         A sentence for the user, or None if the format is not recognized.
     """
     text = content.decode("utf-8-sig", errors="replace")
-    with suppress(ValueError, RecursionError):  # not JSON
+    try:
         value = json.loads(text)
-        if isinstance(value, dict):
-            return _explain_json(value)
+    except (ValueError, RecursionError):  # not JSON
+        value = None
+    if isinstance(value, dict):
+        return _explain_json(value)
 
-    with suppress(SyntaxError, ValueError, RecursionError, MemoryError):  # not Python
+    try:
         statements = ast.parse(text).body  # does not execute the code
-        if any(isinstance(statement, _PYTHON_STATEMENTS) for statement in statements):
-            return (
-                "this is Python code, such as a config of torchtitan 0.3, which titanlite does not "
-                "run. Copy a job file from train_configs/ and set the same values in it; "
-                "`titanlite train --help` explains the keys."
-            )
-    return None
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # not Python
+        return None
+    if not any(isinstance(statement, _PYTHON_STATEMENTS) for statement in statements):
+        return None
+    return (
+        "this is Python code, such as a config of torchtitan 0.3, which titanlite does not run. "
+        "Copy a job file from train_configs/ and set the same values in it; "
+        "`titanlite train --help` explains the keys."
+    )
 
 
 def _explain_json(table: dict[str, Any]) -> str:

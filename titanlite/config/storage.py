@@ -17,7 +17,7 @@ import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache, lru_cache
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
@@ -286,11 +286,9 @@ def read_block(url: str, version: tuple[int, str], number: int) -> bytes:
 
     # With the lock, only one process of the node downloads the block.
     with storage_errors(url), _locked(folder):
-        with suppress(FileNotFoundError):
-            block = cached_file.read_bytes()
-            if len(block) == end - start:  # a power failure can leave a shorter file
-                os.utime(cached_file)  # marks it as recently used
-                return block
+        cached_block = _read_cached_block(cached_file, end - start)
+        if cached_block is not None:
+            return cached_block
 
         storage, path = open_storage(url)
         block = storage.cat_file(path, start=start, end=end)
@@ -299,6 +297,21 @@ def read_block(url: str, version: tuple[int, str], number: int) -> bytes:
             raise UserError(f"{url} changed while it was read. {remedy}")
         _make_room(folder)
         write_output(cached_file, block)
+    return block
+
+
+def _read_cached_block(file: Path, num_bytes: int) -> bytes | None:
+    """Return the content of a file of the cache, and mark the file as recently used.
+
+    If the file does not exist or does not have `num_bytes` bytes, return None.
+    """
+    try:
+        block = file.read_bytes()
+        if len(block) != num_bytes:  # a power failure can leave a shorter file
+            return None
+        os.utime(file)
+    except FileNotFoundError:
+        return None
     return block
 
 

@@ -124,7 +124,7 @@ class Worker:
         progress = self._progress.tolist()
         last_change = time.monotonic()
         while True:
-            with contextlib.suppress(queue.Empty):
+            with contextlib.suppress(queue.Empty):  # nothing has arrived within POLL_SECONDS
                 return self._received.get(timeout=POLL_SECONDS)
             if self._is_stopping():
                 raise Interrupted
