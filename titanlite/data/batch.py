@@ -45,7 +45,7 @@ def make_microbatch(
     labels = tokens[:, 1:].copy()  # (B, T)
 
     # Number of tokens of each sequence, without padding.
-    sizes = [int(sequence.segments[:, 3].sum()) for sequence in sequences]
+    sizes = [int(sequence.segment_sizes.sum()) for sequence in sequences]
     for i, size in enumerate(sizes):
         first_padding_label = max(0, size - 1)
         labels[i, first_padding_label:] = IGNORE_INDEX
@@ -86,7 +86,7 @@ def _compute_documents(
     positions = np.empty(shape, dtype=np.int64)
     for i, (sequence, size) in enumerate(zip(sequences, sizes, strict=True)):
         num_padding = length - size
-        lengths = np.append(sequence.segments[:, 3], num_padding)  # of each document
+        lengths = np.append(sequence.segment_sizes, num_padding)  # of each document
         ids = np.arange(len(lengths), dtype=np.int32)
         document_ids[i] = np.repeat(ids, lengths)
 

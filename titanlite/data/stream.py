@@ -83,6 +83,11 @@ class PackedSequence(NamedTuple):
     skipped: list[str]
     """Reasons why records were skipped before or within this sequence, in the first epoch only."""
 
+    @property
+    def segment_sizes(self) -> np.ndarray:
+        """Return the number of tokens of each segment, shape (S,)."""
+        return self.segments[:, 3]
+
 
 class ReaderShard(NamedTuple):
     """The part of each global batch that one `SequenceReader` reads.
