@@ -858,6 +858,7 @@ class Whole(Section):
     @model_validator(mode="wrap")
     @classmethod
     def _raise_config_error(cls, values: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
+        """Validate the values as pydantic does, but raise all errors as one `ConfigError`."""
         try:
             return validate(values)
         except ValidationError as failure:

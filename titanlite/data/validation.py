@@ -65,7 +65,8 @@ class ValidationSet:
         sequences = _read_sequences(data)
         self.num_sequences = len(sequences)
 
-        # Fill up with padding, so that all ranks have the same number of full microbatches.
+        # Fill up with padding, so that all ranks have the same number of full microbatches. All
+        # labels of a sequence without segments are IGNORE_INDEX.
         local_batch_size = run.job.training.local_batch_size
         num_ranks = run.degrees.data
         num_batches = math.ceil(len(sequences) / (num_ranks * local_batch_size))

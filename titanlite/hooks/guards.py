@@ -289,6 +289,7 @@ class SpikeGuard(Hook):
         saved = self._history
         saved_size = saved.shape[1]
         size = self._config.spike_history
+        # A history with n columns has the values of step s in column s % n.
         steps = torch.arange(step - size + 1, step + 1, device=saved.device)
         self._history = saved.new_empty(2, size)
         self._history[:, steps % size] = saved[:, steps % saved_size]
@@ -452,7 +453,7 @@ def _row_medians(values: Tensor) -> Tensor:
     ordered = values.sort(dim=1).values
     middle = ordered[:, values.shape[1] // 2]
     last = ordered[:, -1]  # NaN if there is any, because NaN is sorted last
-    return middle + 0 * last
+    return middle + 0 * last  # 0 * NaN is NaN
 
 
 class ReplicaGuard(Hook):

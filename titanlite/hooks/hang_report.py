@@ -147,16 +147,20 @@ def _describe_frame(frame: traceback.FrameSummary) -> str:
 def last_collectives() -> tuple[str, list[str]]:
     """Return the newest collectives of this rank from torch's flight recorder.
 
+    The recorder keeps the collectives of all process groups in a ring buffer. It has no public
+    function to read it from Python, so this calls private functions of torch.
+
     Returns:
         - The last collective that this rank started, for example "gloo:all_reduce number 12", or
           "none".
         - All collectives in which this rank still waits, in the order in which they were started.
     """
     recorder: Any = _distributed_c10d
+    arguments = (True, False)  # includeCollectives, onlyActive
     # Gloo and NCCL have separate tables.
-    tables = [recorder._dump_fr_trace_json(True, False)]
+    tables = [recorder._dump_fr_trace_json(*arguments)]
     if dist.is_nccl_available():
-        tables.append(recorder._dump_nccl_trace_json(True, False))
+        tables.append(recorder._dump_nccl_trace_json(*arguments))
 
     entries: list[dict[str, Any]] = []
     for table in tables:
@@ -167,6 +171,7 @@ def last_collectives() -> tuple[str, list[str]]:
     pending: list[str] = []
     for entry in entries:
         last = f"{entry['profiling_name']} number {entry['collective_seq_id']}"
-        if not entry["retired"]:
+        is_completed = entry["retired"]
+        if not is_completed:
             pending.append(last)
     return last, pending

@@ -89,6 +89,7 @@ class Profiler(Hook):
         settings = self._settings
         self._first_step = step
         if self._has_snapshots:
+            # Documented in "Understanding CUDA Memory Usage", in spite of the underscore.
             torch.cuda.memory._record_memory_history(max_entries=MAX_ALLOCATIONS)
         is_selected = not settings.profiler_ranks or self._rank in settings.profiler_ranks
         if not is_selected:
@@ -134,7 +135,7 @@ class Profiler(Hook):
     def close(self) -> None:
         """Stop the profiler, and discard an incomplete profile."""
         if self._profiler is not None:
-            self._profiler.on_trace_ready = None
+            self._profiler.on_trace_ready = None  # otherwise `stop` calls `_write`
             self._profiler.stop()
 
     def _write(self, profiler: profile) -> None:

@@ -149,6 +149,7 @@ def use_logits(
             microbatch (n,), their labels (n,), and their logits (n, V) in fp32. It is called on the
             ranks that hold the tokens, which includes all tensor-parallel ranks.
     """
+    # The evaluation passes the microbatches in order, without their numbers.
     numbers = iter(range(len(microbatches)))
     mesh = trainer.mesh.tensor
 
