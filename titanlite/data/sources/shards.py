@@ -107,17 +107,21 @@ class _IndexFile:
         self._checksums = block_checksums(raw, _INDEX_BLOCK_BYTES)
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Return `count` numbers from index `start`, as uint64.
+        """Return `count` numbers from index `start`, as uint64, and verify their blocks.
 
         Raises:
             UserError: If the file was changed after it was opened.
         """
-        first = 8 * start // _INDEX_BLOCK_BYTES
-        last = -(-8 * (start + count) // _INDEX_BLOCK_BYTES)
-        offset = first * _INDEX_BLOCK_BYTES
-        raw = _read(self._file, offset, min(last * _INDEX_BLOCK_BYTES, self._size) - offset)
-        _verify(self._file, raw, first, self._checksums[first:last], _INDEX_BLOCK_BYTES)
-        return np.frombuffer(raw, "<u8", count, 8 * start - offset)
+        start_byte = 8 * start  # a uint64 takes 8 bytes
+        first_block = start_byte // _INDEX_BLOCK_BYTES
+        end_block = math.ceil(8 * (start + count) / _INDEX_BLOCK_BYTES)
+        blocks_start = first_block * _INDEX_BLOCK_BYTES
+        blocks_end = min(end_block * _INDEX_BLOCK_BYTES, self._size)
+
+        blocks = _read(self._file, blocks_start, blocks_end - blocks_start)
+        checksums = self._checksums[first_block:end_block]
+        _verify(self._file, blocks, first_block, checksums, _INDEX_BLOCK_BYTES)
+        return np.frombuffer(blocks, "<u8", count, offset=start_byte - blocks_start)
 
 
 class Shards(RandomAccess):
@@ -192,6 +196,7 @@ class Shards(RandomAccess):
         """
         shard = bisect_right(self._first, index) - 1
         local = index - self._first[shard]
+        # The index contains the end of each document, where the next document begins.
         if local:
             start, end = self._indexes[shard].read(local - 1, 2).tolist()
         else:
