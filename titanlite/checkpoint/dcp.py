@@ -462,6 +462,7 @@ class SafeReader(FileSystemReader):
                     position = self.storage_data[chunk]
                     _load_chunk(file, position, items_by_chunk[chunk], planner)
 
+        # DCP requires a future, although all data is already loaded.
         future: Future[None] = Future()
         future.set_result(None)
         return future

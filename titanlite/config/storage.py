@@ -321,6 +321,7 @@ def _make_room(folder: Path) -> None:
     Args:
         folder: One of the folders into which the cache is divided.
     """
+    # `_read_cached_block` updates the modification time of each block that is used.
     blocks = sorted(folder.glob("[0-9]*"), key=lambda file: file.stat().st_mtime)
     limit = float(os.environ.get(LIMIT) or 0) * 1e9
     if not limit:  # half of the disk space that is free or used by the cache

@@ -349,7 +349,9 @@ class Ranks:
         exit_code = _exit_code(root.code)
         text = root.reason
         if not _is_known(root):
-            if self._stop_signal and (not failed or root.code in UNSAVED_STOPS):
+            # The rank wrote no reason or only a traceback, so describe how its process ended.
+            was_unsaved_stop = not failed or root.code in UNSAVED_STOPS
+            if self._stop_signal and was_unsaved_stop:
                 exit_code = 128 + self._stop_signal
                 text = f"Stopped by {signal.Signals(self._stop_signal).name} without a save."
             else:
@@ -358,7 +360,7 @@ class Ranks:
                 text += f" Killed, because they did not end: ranks {', '.join(map(str, killed))}."
             text = f"{text}\n{root.reason}".rstrip()
 
-        if not root.reason:
+        if not root.reason:  # no rank has described how to resume
             text = f"{text}\n{self.resume_hint()}".strip()
             if is_live_terminal():
                 note("")  # ends the line in which the live view left the cursor

@@ -99,7 +99,10 @@ def _open_checkpoint(path: Path) -> tuple[SafeReader, list[str]]:
     names: list[str] = []
 
     def is_weight(name: str) -> bool:
-        """Return whether to read a tensor. The reader calls this for each tensor name."""
+        """Record the name of a tensor, and return whether to read the tensor.
+
+        The reader calls this for each tensor of the checkpoint.
+        """
         names.append(name)
         return _WEIGHT.fullmatch(name) is not None
 
