@@ -12,7 +12,6 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 
 from titanlite.config.errors import UserError
@@ -190,11 +189,15 @@ def read_world_size() -> int:
     Raises:
         UserError: If WORLD_SIZE or RANK is invalid.
     """
-    size, rank = os.environ.get("WORLD_SIZE", "1"), os.environ.get("RANK", "0")
-    with suppress(ValueError):
-        if 0 <= int(rank) < int(size) <= MOST_RANKS:
-            return int(size)
-    raise UserError(
-        f"WORLD_SIZE={size[:40]}, RANK={rank[:40]}: RANK must be a number from 0, less than "
-        "WORLD_SIZE."
-    )
+    size = os.environ.get("WORLD_SIZE", "1")
+    rank = os.environ.get("RANK", "0")
+    try:
+        is_valid = 0 <= int(rank) < int(size) <= MOST_RANKS
+    except ValueError:  # not a number
+        is_valid = False
+    if not is_valid:
+        raise UserError(
+            f"WORLD_SIZE={size[:40]}, RANK={rank[:40]}: RANK must be a number from 0, less than "
+            "WORLD_SIZE."
+        )
+    return int(size)

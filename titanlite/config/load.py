@@ -16,7 +16,6 @@ import sys
 import typing
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -433,8 +432,10 @@ def _parse_value(word: str, types: set[type]) -> Any:
         return None
     for number_type in (int, float):
         if number_type in types:
-            with suppress(ValueError):
+            try:
                 return number_type(word)
+            except ValueError:
+                continue
     return word
 
 

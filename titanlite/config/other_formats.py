@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import re
-from contextlib import suppress
 from typing import Any
 
 import tomli
@@ -86,10 +85,11 @@ def _correct_value(value: str, is_flavor: bool) -> str:
 
 def _is_toml(text: str) -> bool:
     """Return whether `text` is valid TOML."""
-    with suppress(ValueError):
+    try:
         tomli.loads(text)
-        return True
-    return False
+    except ValueError:
+        return False
+    return True
 
 
 def explain_other_format(content: bytes) -> str | None:

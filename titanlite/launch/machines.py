@@ -306,9 +306,12 @@ def _is_local(addresses: Sequence[str]) -> bool:
     """
     for address in addresses:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind((address, 0))
-            return True
+        try:
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                probe.bind((address, 0))
+        except OSError:
+            continue
+        return True
     return False
 
 
@@ -329,7 +332,7 @@ def _choose_address(store: tuple[str, int]) -> str | None:
     is_loopback = ipaddress.ip_address(address).is_loopback
     if is_loopback and not _names_loopback(store[0]):
         # The store is given as the name of this node, which resolves to a loopback address. Use the
-        # default route instead, here to an example address. Nothing is sent there.
+        # default route instead, here to an example address of RFC 5737. Nothing is sent there.
         address = _source_address(("192.0.2.1", 9)) or address
     _set_interface(address)
     return address
@@ -337,17 +340,20 @@ def _choose_address(store: tuple[str, int]) -> str | None:
 
 def _names_loopback(host: str) -> bool:
     """Return whether `host` is a loopback address, as in a run on this node only."""
-    with contextlib.suppress(ValueError):
+    try:
         return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
+    except ValueError:  # a name
+        return host == "localhost"
 
 
 def _source_address(target: tuple[str, int]) -> str | None:
     """Return the IP address from which this node sends to `target`; None if there is no route."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(target)  # a datagram socket sends nothing here
-        return probe.getsockname()[0]
-    return None
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)  # a datagram socket sends nothing here
+            return probe.getsockname()[0]
+    except OSError:
+        return None
 
 
 def _set_interface(address: str) -> None:
@@ -355,6 +361,8 @@ def _set_interface(address: str) -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # the interface has no address
+                # A struct ifreq: the name in 16 bytes, then a sockaddr_in, whose bytes 4 to 8 are
+                # the IPv4 address.
                 request = struct.pack("256s", name.encode())
                 answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
                 if socket.inet_ntoa(answer[20:24]) == address:
