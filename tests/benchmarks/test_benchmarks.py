@@ -92,10 +92,8 @@ def test_growth_measures_and_makes_its_table(tmp_path):
     assert "| layers | ms/step | expected |" in printed
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "case", ["tiny model, FSDP2, 2 ranks", pytest.param("bf16 compiled", marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("case", ["tiny model, FSDP2, 2 ranks", "bf16 compiled"])
 def test_cpu_compares_and_makes_its_table(case, tmp_path):
     printed = run("cpu.py", "--only", case, "--pairs", 1, "--steps", 5, "--out", tmp_path)
     assert f"| {case} |" in printed

@@ -30,7 +30,7 @@ def gpu(out: Path, *options: str, code: int = 0) -> dict[str, Any]:
     return json.loads((out / f"gpu_{options[0]}.json").read_text())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_smoke_starts_resumes_and_generates(tmp_path):
     cases = gpu(tmp_path, "smoke")
     assert list(cases) == ["started", "resumed", "generated"]
