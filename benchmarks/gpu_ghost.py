@@ -1,7 +1,7 @@
 """Compare a step of titanlite and torchtitan 0.2.2 on the ghost GPU: memory, launches and waits.
 
-    python benchmarks/ghost.py [--only TEXT ...] [--sides titanlite torchtitan]
-    python benchmarks/ghost.py --only compiled --sides titanlite --keys optimizer.name=Muon
+    python benchmarks/gpu_ghost.py [--only TEXT ...] [--sides titanlite torchtitan]
+    python benchmarks/gpu_ghost.py --only compiled --sides titanlite --keys optimizer.name=Muon
 
 Rank 0 of 8 H100 runs alone, because NCCL on the ghost GPU never waits, and CPU collectives are
 fake. All 8 ranks together give the same numbers. Install torchtitan for .venv-ghost with `pip
