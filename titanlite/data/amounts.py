@@ -48,33 +48,45 @@ def measure_source(source: Source, tokenizer: Tokenizer) -> SourceSize:
 
     Log a warning if the tokenizer cannot represent some characters of the sample.
     """
+    # Sources that were tokenized in advance have an exact count.
     if source.num_tokens:
         return SourceSize(source.describe(), source.num_tokens)
 
-    indices = []
+    # Read a sample, from all over the source if possible.
     if isinstance(source, RandomAccess):
-        indices = source.sample()
-        records = [source.record(index) for index in indices]
+        records = [source.record(index) for index in source.sample()]
     else:
         records = list(islice(source, _SAMPLE_DOCUMENTS))
     texts = [record for record in records if isinstance(record, str)]
     _warn_of_lost_characters(source, tokenizer, texts)
 
+    # Count its tokens and bytes, and extrapolate to the whole source.
     text_tokens = sum(len(tokenizer.encode_array(text)) for text in texts)
     num_bytes = sum(len(text.encode()) for text in texts)
-    bytes_per_token = num_bytes / max(1, text_tokens)
     sample_tokens = text_tokens + 2 * len(texts)  # with BOS and EOS
+    num_tokens = _extrapolate(source, texts, sample_tokens)
+    return SourceSize(source.describe(), num_tokens, num_bytes / max(1, text_tokens))
 
-    # Extrapolate from the sample: by size if it is known, or else by number of documents.
+
+def _extrapolate(source: Source, texts: list[str], sample_tokens: int) -> int | None:
+    """Estimate the number of tokens of a source from those of a sample, or None if that is unknown.
+
+    For example, if the sample has 100 tokens and a fiftieth of the documents, return 5,000.
+
+    Args:
+        source: The source.
+        texts: Texts in the sample.
+        sample_tokens: Number of tokens in the sample.
+    """
+    # By size if it is known, or else by number of documents, or else by number of characters.
     if isinstance(source, RandomAccess):
         sizes = source.sizes()
-        num_tokens = sample_tokens * int(sizes.sum()) // int(sizes[indices].sum())
-    elif source.num_documents is not None:
-        num_tokens = sample_tokens * source.num_documents // max(1, len(texts))
-    else:
-        sample_characters = max(1, sum(len(text) for text in texts))
-        num_tokens = _count_characters(source) * sample_tokens // sample_characters or None
-    return SourceSize(source.describe(), num_tokens, bytes_per_token)
+        sample_size = int(sizes[source.sample()].sum())
+        return sample_tokens * int(sizes.sum()) // sample_size
+    if source.num_documents is not None:
+        return sample_tokens * source.num_documents // max(1, len(texts))
+    sample_characters = max(1, sum(len(text) for text in texts))
+    return _count_characters(source) * sample_tokens // sample_characters or None
 
 
 def _warn_of_lost_characters(source: Source, tokenizer: Tokenizer, texts: list[str]) -> None:
@@ -132,50 +144,57 @@ def _guess_size(spec: TextSource, tokenizer: Tokenizer) -> SourceSize:
     if not is_text or is_compressed or as_url(spec.path):
         return SourceSize(name)
 
+    # Tokenize the first block of the middle file.
     middle_file = files[len(files) // 2]
     with File(middle_file).open() as stream:
-        sample = stream.read(_SAMPLE_BYTES)
-    # The keys of JSON lines count as text, so the result is too high for them.
-    text = sample.decode(errors="ignore")
-    sample_tokens = len(tokenizer.encode_array(text))
+        block = stream.read(_SAMPLE_BYTES)
+    text = block.decode(errors="ignore")
+    block_tokens = len(tokenizer.encode_array(text))
+
+    # Assume as many tokens per byte in all files. This is too high for JSON lines with other keys.
     num_bytes = sum(file.stat().st_size for file in files)
-    return SourceSize(name, num_bytes * sample_tokens // max(1, len(sample)))
+    return SourceSize(name, num_bytes * block_tokens // max(1, len(block)))
 
 
 def inspect_data(run: Run, tokenizer: Tokenizer) -> list[SourceSize]:
     """Open and inspect the training and validation data, and estimate the size of each source.
 
     `titanlite check` calls this function to find mistakes in the data that would stop a run at
-    startup. Sources that take more than a second to open are not opened.
+    startup.
 
     Args:
         run: The run to check.
         tokenizer: Tokenizer of the run.
 
     Returns:
-        The sizes of the training sources: measured if they were opened, otherwise guessed.
+        The sizes of the training sources.
 
     Raises:
         UserError: If a source is missing, has too little text, or contains a record in the sample
             that cannot be read.
     """
-    sizes = []
-    readers = [DocumentTokenizer.for_run(run, tokenizer)]
+    sizes = _inspect_sources(run, DocumentTokenizer.for_run(run, tokenizer))
     if run.job.validation.freq > 0:
-        readers.append(DocumentTokenizer.for_run(run, tokenizer, validation=True))
+        _inspect_sources(run, DocumentTokenizer.for_run(run, tokenizer, validation=True))
+    return sizes
 
-    for documents in readers:
-        for spec in source_specs(getattr(run.job, documents.section)):
-            source = open_quickly(spec, run.job)
-            if source is None:
-                size = SourceSize(spec.source)
-            else:
-                inspect_source(source, documents, run.job.training.seq_len)
-                size = measure_source(source, tokenizer)
-            sizes.append(size if size.tokens else _guess_size(spec, tokenizer))
 
-    num_training_sources = len(source_specs(run.job.dataset))
-    return sizes[:num_training_sources]
+def _inspect_sources(run: Run, documents: DocumentTokenizer) -> list[SourceSize]:
+    """Inspect the sources in one section of the job, and return their sizes.
+
+    Sources that take more than a second to open are not opened, and their sizes are guessed.
+    """
+    sizes = []
+    for spec in source_specs(getattr(run.job, documents.section)):
+        size = SourceSize(spec.source)
+        source = open_quickly(spec, run.job)
+        if source is not None:
+            inspect_source(source, documents, run.job.training.seq_len)
+            size = measure_source(source, documents.tokenizer)
+        if not size.tokens:
+            size = _guess_size(spec, documents.tokenizer)
+        sizes.append(size)
+    return sizes
 
 
 def _compute_epochs(run: Run, sizes: Sequence[SourceSize]) -> list[tuple[float, float]]:
@@ -189,11 +208,13 @@ def _compute_epochs(run: Run, sizes: Sequence[SourceSize]) -> list[tuple[float, 
         One pair per source: its share of all training sequences (0 to 1), and the number of epochs,
         which is 0 if the size is unknown.
     """
-    # Average the shares over the stages of the run, weighted by their numbers of sequences.
-    start_steps, num_sequences = zip(*run.sequence_counts, strict=True)
-    stage_shares = [source_shares(run.job.dataset, step) for step in start_steps]
-    total_sequences = sum(num_sequences)
-    shares = np.array(num_sequences) @ stage_shares / total_sequences
+    # Add up the sequences of each source over the stages of the run.
+    sequences = np.zeros(len(sizes))
+    total_sequences = 0
+    for start_step, stage_sequences in run.sequence_counts:
+        sequences += stage_sequences * source_shares(run.job.dataset, start_step)
+        total_sequences += stage_sequences
+    shares = sequences / total_sequences
 
     # Held-out documents are part of each epoch, but not of the training sequences.
     trained_fraction = 1 - run.job.validation.holdout
@@ -228,8 +249,28 @@ def describe_sources(run: Run, sizes: Sequence[SourceSize]) -> str:
 def explain_toy_run(run: Run, tokenizer: Tokenizer, sizes: Sequence[SourceSize]) -> str:
     """Return a warning if the data or the tokenizer is too small for the run, otherwise "".
 
-    The data is too small if it is read more than `MAX_EPOCHS` times, and the tokenizer if most rows
-    of the embedding belong to no token. The warning contains commands that download larger ones.
+    The warning contains commands that download larger ones.
+    """
+    lines = _explain_repeated_text(run, sizes)
+    num_embeddings = run.arch.vocab_size
+    if tokenizer.vocab_size <= _MIN_VOCABULARY * num_embeddings:
+        lines += [
+            f"{run.job.tokenizer.path} has {tokenizer.vocab_size:,} tokens, but the model has "
+            f"{num_embeddings:,}",
+            "(model.vocab_size), so most of its embeddings are never trained. To get a tokenizer:",
+            f"    titanlite get {_propose_tokenizer(num_embeddings)}",
+        ]
+    if not lines:
+        return ""
+
+    title = f"{' THIS RUN TRAINS A TOY ':=^56}"
+    return "\n".join([title, *lines, "`titanlite get` prints the lines for a job file.", "=" * 56])
+
+
+def _explain_repeated_text(run: Run, sizes: Sequence[SourceSize]) -> list[str]:
+    """Return lines about each source that the run reads more than `MAX_EPOCHS` times.
+
+    Sources with `max_epochs` are left out, because their repetition is intended.
     """
     lines = []
     specs = source_specs(run.job.dataset)
@@ -243,20 +284,7 @@ def explain_toy_run(run: Run, tokenizer: Tokenizer, sizes: Sequence[SourceSize])
                 "    titanlite get data fineweb-edu-10bt",
                 f"{steps:,} steps read this text {MAX_EPOCHS} times: --training.steps {steps}",
             ]
-
-    num_embeddings = run.arch.vocab_size
-    if tokenizer.vocab_size <= _MIN_VOCABULARY * num_embeddings:
-        lines += [
-            f"{run.job.tokenizer.path} has {tokenizer.vocab_size:,} tokens, but the model has "
-            f"{num_embeddings:,}",
-            "(model.vocab_size), so most of its embeddings are never trained. To get a tokenizer:",
-            f"    titanlite get {_propose_tokenizer(num_embeddings)}",
-        ]
-
-    if not lines:
-        return ""
-    title = f"{' THIS RUN TRAINS A TOY ':=^56}"
-    return "\n".join([title, *lines, "`titanlite get` prints the lines for a job file.", "=" * 56])
+    return lines
 
 
 def _propose_tokenizer(num_embeddings: int) -> str:

@@ -30,8 +30,6 @@ def make_microbatch(
 ) -> tuple[Microbatch, np.ndarray]:
     """Convert packed sequences to input and label tensors on `device`, without a host sync.
 
-    Labels of padding are IGNORE_INDEX.
-
     Args:
         sequences: B sequences of T + 1 tokens.
         document_mask: Add document ids and positions, so that attention stays within a document. No
@@ -39,30 +37,33 @@ def make_microbatch(
         device: Device of the tensors.
 
     Returns:
-        The microbatch, and a copy of its labels in CPU memory, shape (B, T).
+        The microbatch, and a copy of its labels in CPU memory, shape (B, T). Labels of padding are
+        IGNORE_INDEX.
     """
+    # Each token predicts the next one: inputs are tokens 0 to T - 1, labels are tokens 1 to T.
     tokens = np.stack([sequence.tokens for sequence in sequences]).astype(np.int64)  # (B, T + 1)
     labels = tokens[:, 1:].copy()  # (B, T)
+    arrays = {"input_ids": tokens[:, :-1], "labels": labels}
 
-    # Number of tokens of each sequence, without padding.
-    sizes = [int(sequence.segment_sizes.sum()) for sequence in sequences]
+    # Mask the padding at the end of each sequence.
+    sizes = [int(sequence.segment_sizes.sum()) for sequence in sequences]  # without padding
     for i, size in enumerate(sizes):
         first_padding_label = max(0, size - 1)
         labels[i, first_padding_label:] = IGNORE_INDEX
 
-    arrays = {"input_ids": tokens[:, :-1], "labels": labels}
     if document_mask:
         document_ids, positions = _compute_documents(sequences, sizes)
-        # A document does not predict the first token of the next document.
+        # Mask the first token of each document.
         labels[positions[:, 1:] == 0] = IGNORE_INDEX
         arrays["document_ids"] = document_ids[:, :-1]
         arrays["positions"] = positions[:, :-1]
 
+    # Copy to the device. From pinned memory, the copy overlaps with the step in progress.
     tensors: dict[str, Tensor] = {}
     for name, array in arrays.items():
         tensor = torch.from_numpy(np.ascontiguousarray(array))
         if device.type == "cuda":
-            tensor = tensor.pin_memory()  # the copy overlaps with the step in progress
+            tensor = tensor.pin_memory()
         tensors[name] = tensor.to(device, non_blocking=True)
     return Microbatch(**tensors), labels
 
@@ -72,27 +73,28 @@ def _compute_documents(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Compute the document of each token, and the position of the token in that document.
 
+    For example, documents of 3 and 2 tokens and 1 token of padding get the document ids
+    [0, 0, 0, 1, 1, 2] and the positions [0, 1, 2, 0, 1, 0].
+
     Args:
         sequences: B sequences of T + 1 tokens.
         sizes: Number of tokens of each sequence before the padding.
 
     Returns:
-        Document ids (int32) and positions (int64), each of shape (B, T + 1). Document ids count
-        from 0 in each sequence. Padding counts as a separate document.
+        Document ids (int32) and positions (int64), each of shape (B, T + 1).
     """
     length = len(sequences[0].tokens)
     shape = (len(sequences), length)
     document_ids = np.empty(shape, dtype=np.int32)
     positions = np.empty(shape, dtype=np.int64)
     for i, (sequence, size) in enumerate(zip(sequences, sizes, strict=True)):
-        num_padding = length - size
-        lengths = np.append(sequence.segment_sizes, num_padding)  # of each document
-        ids = np.arange(len(lengths), dtype=np.int32)
-        document_ids[i] = np.repeat(ids, lengths)
+        # The padding counts as one more document.
+        document_lengths = np.append(sequence.segment_sizes, length - size)
+        document_ids[i] = np.repeat(np.arange(len(document_lengths)), document_lengths)
 
-        starts = np.cumsum(lengths) - lengths
-        start_of_token = np.repeat(starts, lengths)
-        positions[i] = np.arange(length) - start_of_token
+        # Subtract the start of its document from the index of each token.
+        starts = np.cumsum(document_lengths) - document_lengths
+        positions[i] = np.arange(length) - np.repeat(starts, document_lengths)
     return document_ids, positions
 
 
@@ -139,9 +141,11 @@ def padded_microbatch(
     inputs = np.zeros(shape, dtype=np.int64)
     labels = np.full(shape, IGNORE_INDEX, dtype=np.int64)
     for i, window in enumerate(windows):
-        size = len(window.tokens) - 1  # the last token is only a label
-        first_scored = size - window.num_scored
+        # Each token predicts the next one, so the last token is only a label.
+        size = len(window.tokens) - 1
         inputs[i, :size] = window.tokens[:-1]
+        # Of the labels, only the last `num_scored` ones are scored.
+        first_scored = size - window.num_scored
         labels[i, first_scored:size] = window.tokens[first_scored + 1 :]
 
     return Microbatch(

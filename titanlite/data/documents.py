@@ -64,7 +64,7 @@ class DocumentTokenizer:
         bos_id = self.tokenizer.bos_id
         self._bos = np.array([] if bos_id is None else [bos_id], dtype=np.int32)
         self._eos = np.array([self.tokenizer.eos_id], dtype=np.int32)
-        self._nothing = self._eos[:0]
+        self._no_tokens = self._eos[:0]
         self.empty_length = len(self._bos) + len(self._eos)
         """Number of tokens of a document without text."""
 
@@ -88,20 +88,26 @@ class DocumentTokenizer:
                 raise self._explain(record)
             if not is_repeated:
                 self.skipped.append(str(record))
-            return self._nothing
+            return self._no_tokens
 
-        is_prepared = isinstance(record, Prepared)
-        if self.holdout:
-            # The hash depends on the text alone, so duplicates of a document are held out together.
-            text_hash = record.text_hash if is_prepared else hash_text(record)
-            is_held_out = text_hash < self.holdout * 2**64
-            if is_held_out != self.is_validation:
-                return self._nothing
-
-        if is_prepared:
+        if not self._is_selected(record):
+            return self._no_tokens
+        if isinstance(record, Prepared):
             return record.tokens
         text = self.tokenizer.encode_array(record).view(np.int32)
         return np.concatenate([self._bos, text, self._eos])
+
+    def _is_selected(self, record: str | Prepared) -> bool:
+        """Return whether a document belongs to the selected part: training or held-out documents.
+
+        A document is held out if the hash of its text is in the lowest part of its 64-bit range, so
+        duplicates of a document are held out together.
+        """
+        if not self.holdout:
+            return True
+        text_hash = record.text_hash if isinstance(record, Prepared) else hash_text(record)
+        is_held_out = text_hash < self.holdout * 2**64
+        return is_held_out == self.is_validation
 
     def _explain(self, record: BadRecord) -> BadRecord:
         """Return an error for a bad record that names the key of the job file to change."""
@@ -160,22 +166,23 @@ def inspect_source(source: Source, documents: DocumentTokenizer, seq_len: int) -
     Raises:
         UserError: If the source has too little text, or a record in the sample cannot be read.
     """
+    # Use a copy, so that skipped records are not reported here and again in training.
     sample = islice(source, _SAMPLE_DOCUMENTS)
     has_good_records = any(not isinstance(record, BadRecord) for record in sample)
-    # A copy, so that the records that it skips are not reported.
-    documents = replace(documents, can_skip=has_good_records)
+    sample_tokenizer = replace(documents, can_skip=has_good_records)
     if isinstance(source, Shards):
         source.check(documents.tokenizer, documents.holdout)
 
-    num_tokens = _count_tokens(source, documents, seq_len)
+    num_tokens = _count_tokens(source, sample_tokenizer, seq_len)
     if num_tokens <= seq_len:
-        raise UserError(_explain_too_little_text(source, documents, num_tokens, seq_len))
+        raise UserError(_explain_too_little_text(source, sample_tokenizer, num_tokens, seq_len))
 
+    # The documents counted above are the first ones. Also read some from the whole source.
     if isinstance(source, RandomAccess):
         for index in source.sample():
             record = source.record(index)
             if isinstance(record, BadRecord):
-                documents.encode(record)  # raises it, unless the job skips bad records
+                sample_tokenizer.encode(record)  # raises it, unless the job skips bad records
 
 
 def _count_tokens(source: Source, documents: DocumentTokenizer, limit: int) -> int:
@@ -195,8 +202,7 @@ def _explain_too_little_text(
 ) -> str:
     """Return an error message for a source with fewer tokens than one sequence needs.
 
-    The remedy in the message depends on the cause: all records are skipped, all documents are
-    empty, the holdout is too small, or the source is too small.
+    The remedy in the message depends on the cause.
 
     Args:
         source: The source.
@@ -204,20 +210,23 @@ def _explain_too_little_text(
         num_tokens: Number of tokens that the source has.
         seq_len: Number of tokens that the source must exceed.
     """
+    # Cause 1: All records are bad.
     num_skipped = len(documents.skipped)
     if num_skipped and num_tokens == 0:
         problem = f"{source.name}: all {num_skipped:,} records are skipped"
         return f"{problem}. The first one: {documents.skipped[0]}."
+
+    # Cause 2: All documents are empty.
     if num_tokens == 0 and not documents.is_validation:
         return f"{source.name}: the documents contain no text. Choose other files."
 
+    # Cause 3: The holdout is too small, or the source is.
+    selected = "documents"
+    remedy = "Lower training.seq_len or add text."
     if documents.is_validation:
-        kind = "held-out documents"
+        selected = "held-out documents"
         remedy = _propose_holdout(source, documents, seq_len)
-    else:
-        kind = "documents"
-        remedy = "Lower training.seq_len or add text."
-    problem = f"{source.name}: the {kind} contain {num_tokens:,} tokens"
+    problem = f"{source.name}: the {selected} contain {num_tokens:,} tokens"
     reason = f"fewer than one sequence (training.seq_len = {seq_len:,})"
     return f"{problem}, {reason}. {remedy}"
 

@@ -82,21 +82,43 @@ def propose_download(kind: str, path: str, vocab_size: int = 0) -> str:
     Returns:
         For example "; `titanlite get data c4` downloads it". Empty if no command is known.
     """
-    presets = load_presets()
-    names = [f"{kind} {part}" for part in Path(path).parts]
-    targets = [name for name in names if name in presets]
-    if kind == "tokenizer" and not targets:
-        if _REPOSITORY.fullmatch(path):
-            targets = [f"tokenizer {path}"]
-        else:
-            targets = [name for name, row in presets.items() if row.get("tokens") == vocab_size]
-    if not targets:
+    target = _find_target(kind, path, vocab_size)
+    if not target:
         return ""
 
-    target = targets[0]
-    other_download = presets.get(target, {}).get("part")
     proposal = f"; `titanlite get {target}` downloads it"
-    return f"{proposal}, and {other_download}" if other_download else proposal
+    # For large datasets, also propose the options that download a part, for example "--include
+    # 'sample/10BT/000*' 2 GB of it".
+    part = load_presets().get(target, {}).get("part")
+    return f"{proposal}, and {part}" if part else proposal
+
+
+def _find_target(kind: str, path: str, vocab_size: int) -> str:
+    """Return the arguments of `titanlite get` that download a missing file, "" if none are known.
+
+    Args:
+        kind: "tokenizer" or "data".
+        path: Path of the missing file.
+        vocab_size: Number of ids of the tokenizer to propose if `path` contains no known name.
+    """
+    # A folder with a known name, such as "c4" in "data/c4/*.jsonl".
+    presets = load_presets()
+    for folder in Path(path).parts:
+        target = f"{kind} {folder}"
+        if target in presets:
+            return target
+    if kind != "tokenizer":
+        return ""
+
+    # The OWNER/NAME of a repository.
+    if _REPOSITORY.fullmatch(path):
+        return f"tokenizer {path}"
+
+    # A known tokenizer of the right size.
+    for name, preset in presets.items():
+        if preset.get("tokens") == vocab_size:
+            return name
+    return ""
 
 
 class LfsPointer(BaseModel, strict=True, frozen=True):
@@ -239,6 +261,7 @@ class HubFiles:
             UserError: If `target` is a different file, the download fails, or the downloaded file
                 does not match its checksum.
         """
+        # Keep an identical file, and never overwrite a different one.
         name = entry.path
         if entry.matches(target):
             return
@@ -246,6 +269,7 @@ class HubFiles:
             problem = f"{target} differs from {name} in {self.repo}"
             raise UserError(f"{problem}. Move it away, or choose another folder with --out.")
 
+        # Copy or download it to the temporary folder.
         note(f"{name} ({entry.size:,} bytes)")
         if self._folder is not None:
             path = Path(shutil.copyfile(self._folder / name, unfinished / "file"))
@@ -254,6 +278,7 @@ class HubFiles:
             if not entry.checksum:
                 note(f"{name}: the Hub states no checksum, so only the size was verified.")
 
+        # Verify it before it gets its final path.
         if not entry.matches(path):
             expected = f"the size ({entry.size:,} bytes) and checksum that the Hub states"
             problem = f"{self.repo}: {name} does not have {expected}, and was discarded"
@@ -263,8 +288,6 @@ class HubFiles:
 
     def _list_hub(self) -> dict[str, TreeEntry]:
         """List the files of the newest revision of the repository on the Hub.
-
-        Later downloads use the same revision.
 
         Returns:
             The files, keyed by their path in the repository.
@@ -277,7 +300,7 @@ class HubFiles:
 
             api = HfApi(endpoint=self._origin)
             revision = api.repo_info(self.repo, **self._location).sha or "main"
-            self._location["revision"] = revision
+            self._location["revision"] = revision  # for the downloads
             kind = self._location["repo_type"]
             url = f"{api.endpoint}/api/{kind}s/{self.repo}/tree/{revision}"
             entries = self._read_pages(url)
@@ -297,10 +320,12 @@ class HubFiles:
         query = "recursive=true"
         previous_queries: set[str] = set()
         while query:
+            # Stop if a link leads back to an earlier page.
             if query in previous_queries or len(previous_queries) == _MAX_PAGES:
                 raise UserError(f"{url}: the list of files does not end. {self._remedy}")
             previous_queries.add(query)
 
+            # Request and parse a page.
             response = http_backoff("GET", f"{url}?{query}", headers=build_hf_headers())
             hf_raise_for_status(response)
             try:
@@ -309,7 +334,8 @@ class HubFiles:
                 problem = f"{url}: the list of files is malformed: {error}"
                 raise UserError(f"{problem}. {self._remedy}") from None
 
-            # Use only the query of the next link, so that it cannot lead to another host.
+            # Use only the query of the next link, so that it cannot lead to another host. The last
+            # page has no link.
             next_link = response.links.get("next", {}).get("url", "")
             query = urlsplit(next_link).query
 
@@ -328,6 +354,7 @@ class HubFiles:
             f"{self.repo}: {entry.path} is longer than {entry.size:,} bytes. {self._remedy}"
         )
 
+        # The library has no limit of the size, but it reports all received bytes to a progress bar.
         class LimitedBar(tqdm):
             """A progress bar that stops the download when the file exceeds its listed size."""
 
@@ -345,6 +372,16 @@ class HubFiles:
     @contextmanager
     def _convert_errors(self) -> Iterator[None]:
         """Convert exceptions of the huggingface_hub library to UserError with a remedy."""
+        try:
+            with warnings.catch_warnings(action="ignore"):  # a full disk is reported below
+                yield
+        except UserError:
+            raise
+        except Exception as error:  # the client and its HTTP library have a dozen exception types
+            raise UserError(self._explain(error)) from None
+
+    def _explain(self, error: Exception) -> str:
+        """Return the message for an exception of the huggingface_hub library."""
         from huggingface_hub import constants
         from huggingface_hub.utils import GatedRepoError, RepositoryNotFoundError
 
@@ -353,24 +390,17 @@ class HubFiles:
         page = f"{hub}/{prefix}{self.repo}"
         tokens = f"{hub}/settings/tokens"
         login = f"create a token on {tokens} and pass it with `hf auth login` or HF_TOKEN"
-        try:
-            with warnings.catch_warnings(action="ignore"):  # a full disk is reported below
-                yield
-        except UserError:
-            raise
-        except GatedRepoError:
-            problem = f"{self.repo}: you must accept its license on {page}, then {login}."
-            raise UserError(problem) from None
-        except RepositoryNotFoundError:
-            problem = f"{page} does not exist or is private. If it is private, {login}."
-            raise UserError(problem) from None
-        except Exception as error:  # the client and its HTTP library have a dozen exception types
-            text = str(error.__cause__ or error) or repr(error)
-            cause = shorten(one_line(text)).rstrip(".")
-            if "No space left" in cause:
-                remedy = "Free some space, or choose another folder with --out."
-                raise UserError(f"{self.repo}: {cause}. {remedy}") from None
-            raise UserError(f"{page} cannot be downloaded: {cause}. {self._remedy}") from None
+        if isinstance(error, GatedRepoError):
+            return f"{self.repo}: you must accept its license on {page}, then {login}."
+        if isinstance(error, RepositoryNotFoundError):
+            return f"{page} does not exist or is private. If it is private, {login}."
+
+        text = str(error.__cause__ or error) or repr(error)
+        cause = shorten(one_line(text)).rstrip(".")
+        if "No space left" in cause:
+            remedy = "Free some space, or choose another folder with --out."
+            return f"{self.repo}: {cause}. {remedy}"
+        return f"{page} cannot be downloaded: {cause}. {self._remedy}"
 
 
 def _choose_suffix(kind: str, names: Sequence[str]) -> str:
@@ -435,22 +465,24 @@ def _find_preset(kind: str, name: str) -> Mapping[str, Any]:
     Raises:
         UserError: If `name` is none of them. The message proposes a similar name.
     """
-    presets = load_presets()
-    preset = presets.get(f"{kind} {name}")
+    preset = load_presets().get(f"{kind} {name}")
     if preset is not None:
         return preset
 
     # Remove the parts of a URL around OWNER/NAME.
-    name = re.sub("^https?://[^/]+/(datasets/)?|/(tree|blob)/.*", "", name)
-    if _REPOSITORY.fullmatch(name):
-        return {"repo": name}
+    repo = re.sub("^https?://[^/]+/(datasets/)?|/(tree|blob)/.*", "", name)
+    if _REPOSITORY.fullmatch(repo):
+        return {"repo": repo}
 
-    key_of_name = {key.split()[1]: key for key in presets}
+    problem = f"titanlite get {kind} {repo}: unknown name; {_propose_name(kind, repo)}"
+    raise UserError(f"{problem} You can also pass the OWNER/NAME of any repository on the Hub.")
+
+
+def _propose_name(kind: str, name: str) -> str:
+    """Propose the known name that is most similar to `name`, or else list those of this kind."""
+    key_of_name = {key.split()[1]: key for key in load_presets()}  # "c4" -> "data c4"
     similar = difflib.get_close_matches(name.lower(), key_of_name, n=1)
     if similar:
-        proposal = f"did you mean `titanlite get {key_of_name[similar[0]]}`?"
-    else:
-        known = ", ".join(key.split()[1] for key in presets if key.startswith(kind))
-        proposal = f"known names are {known}."
-    problem = f"titanlite get {kind} {name}: unknown name; {proposal}"
-    raise UserError(f"{problem} You can also pass the OWNER/NAME of any repository on the Hub.")
+        return f"did you mean `titanlite get {key_of_name[similar[0]]}`?"
+    known = ", ".join(key.split()[1] for key in load_presets() if key.startswith(kind))
+    return f"known names are {known}."

@@ -147,10 +147,12 @@ class Loader:
 
         num_workers = self._job.dataset.num_workers
         if num_workers == 0:
+            # Read all sequences of this rank in this process.
             shard = ReaderShard(self._dp_rank, self._dp_size)
             self._readers = [SequenceReader(self._data, shard)]
             return
 
+        # Divide the sequences of this rank over the workers.
         workers = []
         for i in range(num_workers):
             shard = ReaderShard(self._dp_rank, self._dp_size, i, num_workers)
@@ -180,16 +182,18 @@ class Loader:
             self._unreported_skips += sequence.skipped
             num_skipped += len(sequence.skipped)
 
-        local_batch_size = self._job.training.local_batch_size
+        # Divide the sequences into microbatches.
+        batch_size = self._job.training.local_batch_size
         document_mask = self._job.dataset.document_mask
         microbatches = []
         num_valid_tokens = 0
-        for start in range(0, len(sequences), local_batch_size):
-            part = sequences[start : start + local_batch_size]
-            microbatch, labels = make_microbatch(part, document_mask, self._device)
+        for start in range(0, len(sequences), batch_size):
+            chunk = sequences[start : start + batch_size]
+            microbatch, labels = make_microbatch(chunk, document_mask, self._device)
             microbatches.append(microbatch)
             num_valid_tokens += int((labels != IGNORE_INDEX).sum())
 
+        # Add to the counts since the process started, for `stats`.
         num_tokens = len(sequences) * self._data.seq_len
         self._counts += (num_valid_tokens, num_tokens, num_skipped)
         return GlobalBatch(microbatches, num_valid_tokens)
@@ -241,9 +245,10 @@ class Loader:
         """
         num_valid, num_tokens, num_skipped = self._synchronize()
 
+        # A stream at turn t has read t documents (or parts, such as files) of its source.
         epochs = []
-        for source, positions in zip(self.sources, self._data.positions, strict=True):
-            num_read = sum(position.document.turn for position in positions)
+        for source, streams in zip(self.sources, self._data.positions, strict=True):
+            num_read = sum(position.document.turn for position in streams)
             epochs.append(num_read / source.num_units)
         if self._dp_rank == 0:
             self._warn_of_repetition(epochs)
@@ -320,6 +325,7 @@ class Loader:
             UserError: If the data, its settings or the tokenizer do not match the state.
             CheckpointError: If the state has a version that this loader cannot read.
         """
+        # Reject a state of other data. Changed contents are an error only if the job says so.
         incompatible, changed = self.compare(state)
         if not self._data.documents.tokenizer.is_known_as(state["tokenizer"]):
             incompatible.append("the tokenizer has changed")
@@ -328,10 +334,13 @@ class Loader:
             differences = "; ".join([*incompatible, *changed])
             raise UserError(f"Cannot resume from the checkpoint's data position: {differences}")
 
+        # Discard what was read ahead from the old position.
         self.close()
         self._new_positions = {}
+
+        # Restore the schedule of the sources, and the position in each source.
         self._data.mixture.load_state_dict(state["schedule"])
-        counts = self._data.mixture.counts
+        counts = self._data.mixture.counts  # sequences read from each source
         saved_sources = zip(self.sources, state["sources"], counts, strict=True)
         for i, (source, saved, num_sequences) in enumerate(saved_sources):
             self._data.positions[i] = _restore_positions(source, saved, num_sequences)
@@ -421,17 +430,19 @@ class Loader:
         Returns:
             The number of valid labels, of all labels, and of skipped records over all ranks.
         """
+        # Send all news of this rank, but limit the skipped records. The next call sends more.
         reported_skips = self._unreported_skips[:MAX_REPORTED]
         self._unreported_skips = self._unreported_skips[MAX_REPORTED:]
-        values_of_ranks = self._gather((self._counts, reported_skips, self._new_positions))
+        news_by_rank = self._gather((self._counts, reported_skips, self._new_positions))
         self._new_positions = {}
 
         totals = np.zeros_like(self._counts)
-        for counts, skips, new_positions in values_of_ranks:
+        for counts, skips, new_positions in news_by_rank:
             totals += counts
             if self._dp_rank == 0:
                 log_skipped_records(skips)
             for (source, stream), position in new_positions.items():
+                # Several ranks may have read the stream. The largest position is the newest.
                 positions = self._data.positions[source]
                 positions[stream] = max(position, positions[stream])
         return totals.tolist()
@@ -451,15 +462,17 @@ def _restore_positions(
         saved: Entry of the source in the saved data position.
         num_sequences: Number of sequences of the source that the run had read at the checkpoint.
     """
-    is_same = saved["fingerprint"] == source.fingerprint
+    has_changed = saved["fingerprint"] != source.fingerprint
     num_streams = len(saved["streams"])
     positions = []
     for stream, (turn, window, index, offset) in enumerate(saved["streams"]):
-        # Streams take turns: stream s of V contains the sequences s, s + V, s + 2V, ...
+        # Streams take turns. For example, of 10 sequences in 4 streams, the streams have 3, 3, 2
+        # and 2.
         num_read = math.ceil((num_sequences - stream) / num_streams)
-        if is_same:
+        if has_changed:
+            # Window, index and offset have no meaning in changed files.
+            positions.append(StreamPosition(num_read, DocumentPosition(turn)))
+        else:
             document = DocumentPosition(turn, window, index)
             positions.append(StreamPosition(num_read, document, offset))
-        else:  # window, index and offset have no meaning in changed files
-            positions.append(StreamPosition(num_read, DocumentPosition(turn)))
     return positions

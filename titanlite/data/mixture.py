@@ -45,13 +45,15 @@ class Mixture:
 
         Returns:
             One pair per sequence: the index of its source, and the number of sequences that the run
-            has read from this source before.
+            has read from this source before. For example [(0, 70), (1, 30), (0, 71)].
         """
+        # Restart the counts of the stage when a new stage begins.
         weights = _weights_at(self._stages, self.step)
-        if weights != self.weights:  # a new stage begins
+        if weights != self.weights:
             self.weights = weights
             self.stage_counts = [0] * len(self.counts)
 
+        # A stage can also set another batch size.
         batch_size = self._dataset.get_stage_value(
             "global_batch_size", self.step, self._global_batch_size
         )
@@ -68,28 +70,28 @@ class Mixture:
     def _choose_source(self) -> int:
         """Return the index of the source for the next sequence, by Tijdeman's algorithm.
 
-        A source lags by its exact share of the sequences so far, minus its number of sequences.
-        With n sources, those that lag by at least 1 / (2n - 2) are candidates, and the candidate
-        that would be the first to lag by 1 - 1 / (2n - 2) is chosen. All fractions are multiplied
-        by factors that are common to all sources, so the arithmetic is exact.
+        A source lags by its exact share of the sequences so far, minus its number of sequences. For
+        n sources, let m = 2n - 2. The sources that lag by at least 1/m sequence are candidates. The
+        candidate that would be the first to lag by 1 - 1/m sequence is chosen. For example, weights
+        of 3 and 1 give the sources 0, 0, 1, 0, and so on.
         """
+        m = 2 * len(self.counts) - 2
         total_weight = sum(self.weights)
         num_sequences = sum(self.stage_counts) + 1  # including the next one
-        parts = 2 * len(self.counts) - 2
-        scale = math.lcm(*(weight for weight in self.weights if weight))
+        common_multiple = math.lcm(*(weight for weight in self.weights if weight))
 
-        # Lags are in units of 1 / (parts * total_weight) sequences.
-        smallest_lag = total_weight
-        largest_lag = (parts - 1) * total_weight
+        # Multiply all lags by m * total_weight, so that they are exact integers.
+        min_lag = total_weight
+        max_lag = (m - 1) * total_weight
         candidates = []
         for source, weight in enumerate(self.weights):
             if weight == 0:
                 continue
-            lag = parts * (weight * num_sequences - self.stage_counts[source] * total_weight)
-            if lag >= smallest_lag:
-                # Proportional to the number of sequences until the lag reaches its limit.
-                deadline = (largest_lag - lag) * (scale // weight)
-                candidates.append((deadline, source))
+            lag = m * (weight * num_sequences - self.stage_counts[source] * total_weight)
+            if lag >= min_lag:
+                # A lag grows in proportion to the weight, so this divides the rest by the weight.
+                time_until_max_lag = (max_lag - lag) * (common_multiple // weight)
+                candidates.append((time_until_max_lag, source))
         _, source = min(candidates)
         return source
 
@@ -137,7 +139,7 @@ def stage_weights(dataset: Dataset) -> list[tuple[int, list[int]]]:
 
     Returns:
         One pair per stage, in ascending order of steps: the first step, and the weights as integers
-        in the same proportion.
+        in the same proportion. For example [(0, [3, 1]), (1000, [1, 1])].
 
     Raises:
         UserError: If a stage has the wrong number of weights or only zeros.
@@ -153,6 +155,7 @@ def stage_weights(dataset: Dataset) -> list[tuple[int, list[int]]]:
             problem = f"dataset.stages: start_step = {start_step} has weights = {weights}"
             expected = f"{len(initial)} weights (one per source), at least one above 0"
             raise UserError(f"{problem}; expected {expected}.")
+
     stages.sort(key=lambda stage: stage[0])
     return [(start_step, _to_integers(weights)) for start_step, weights in stages]
 

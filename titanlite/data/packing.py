@@ -84,9 +84,9 @@ ReadDocuments = Callable[[DocumentPosition], Iterator[Document]]
 def concat(read_documents: ReadDocuments, length: int, start: StreamPosition) -> PackedSegments:
     """Concatenate documents, and divide the result into sequences of `length` tokens.
 
-    The last token of a sequence is also the first token of the next one, so every token of the
-    stream except the first is predicted exactly once. Only the last sequence of a source with
-    `max_epochs` can be shorter.
+    The last token of a sequence is also the first token of the next one, so every token except the
+    first is predicted exactly once. For example, the documents "abc" and "defg" become "abcd" and
+    "defg" with a length of 4. Only the last sequence of a source with `max_epochs` can be shorter.
 
     Args:
         read_documents: Reads the documents of the stream from a position.
@@ -105,6 +105,7 @@ def concat(read_documents: ReadDocuments, length: int, start: StreamPosition) ->
     for document in read_documents(position):
         size = len(document.tokens)
         while offset < size:
+            # Append as much of the document as the sequence lacks.
             count = min(num_missing, size - offset)
             segments.append(document.segment(offset, count))
             position = document.position
@@ -113,12 +114,12 @@ def concat(read_documents: ReadDocuments, length: int, start: StreamPosition) ->
             if num_missing > 0:
                 break  # continue with the next document
 
+            # The sequence is complete. The next one begins with its last token.
             num_sequences += 1
             yield segments, StreamPosition(num_sequences, position, last_token)
-            # The next sequence begins with the last token of this one.
-            offset = last_token
             segments = []
             num_missing = length
+            offset = last_token
         offset = 0
 
     # The source has ended. A single token has no successor to predict.
@@ -150,21 +151,24 @@ def best_fit(read_documents: ReadDocuments, length: int, start: StreamPosition) 
         window = _read_window(documents, BEST_FIT_WINDOW * length)
         num_tokens = sum(len(document.tokens) for document in window)
         if num_tokens == 0:
-            return
+            return  # the source has ended
 
+        # Pack the documents of the window, and shuffle the sequences.
         segments: list[Segment] = []
         for document in window:
             segments += _cut(document, length)
         sequences = _place_segments(segments, length)
         order = _shuffle_window(len(sequences), position, num_tokens)
 
-        next_position = window[-1].next_position
+        # Yield them, from the first one that was not read before the position was saved.
         for i in range(first_index, len(sequences)):
             num_sequences += 1
+            next_start = StreamPosition(num_sequences, position, i + 1)
             is_last = i + 1 == len(sequences)
-            following = (next_position, 0) if is_last else (position, i + 1)
-            yield sequences[order[i]], StreamPosition(num_sequences, *following)
-        position = next_position
+            if is_last:
+                next_start = StreamPosition(num_sequences, window[-1].next_position)
+            yield sequences[order[i]], next_start
+        position = window[-1].next_position
         first_index = 0
 
 
@@ -212,6 +216,9 @@ def _cut(document: Document, length: int) -> list[Segment]:
 def _place_segments(segments: list[Segment], length: int) -> list[list[Segment]]:
     """Distribute segments over sequences of at most `length` tokens by best-fit-decreasing.
 
+    For example, segments of 2, 5, 3 and 6 tokens become sequences of 6 + 2 and 5 + 3 tokens if the
+    length is 8.
+
     Returns:
         For each sequence, its segments in order of decreasing length.
     """
@@ -219,8 +226,9 @@ def _place_segments(segments: list[Segment], length: int) -> list[list[Segment]]
     free_space: list[tuple[int, int]] = []  # (free tokens, index of the sequence), sorted
     longest_first = sorted(segments, key=lambda segment: len(segment.tokens), reverse=True)
     for segment in longest_first:
+        # Find the sequence with the least sufficient space, or begin a new one.
         size = len(segment.tokens)
-        best = bisect_left(free_space, (size, -1))  # the least space that is sufficient
+        best = bisect_left(free_space, (size, -1))
         if best < len(free_space):
             free, index = free_space.pop(best)
         else:
@@ -228,6 +236,7 @@ def _place_segments(segments: list[Segment], length: int) -> list[list[Segment]]
             index = len(sequences)
             sequences.append([])
 
+        # Add the segment to it.
         sequences[index].append(segment)
         if free > size:
             insort(free_space, (free - size, index))

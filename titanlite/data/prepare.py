@@ -164,12 +164,13 @@ def _read_shards(path: Path, header: dict[str, Any], tokenizer: Tokenizer) -> li
     Raises:
         UserError: If the manifest is damaged, or differs from `header`.
     """
-    raw = read_file(path, MAX_MANIFEST_BYTES)
-    manifest = parse_json(path, raw, RootModel[dict[str, Any]]).root
+    content = read_file(path, MAX_MANIFEST_BYTES)
+    manifest = parse_json(path, content, RootModel[dict[str, Any]]).root
     # The manifest can contain the fingerprint that an older version of titanlite computed.
     if tokenizer.is_known_as(manifest.get("tokenizer", "")):
         manifest["tokenizer"] = tokenizer.fingerprint
 
+    # Check that the shards were made from the same source in the same way.
     different_fields = []
     for key, value in header.items():
         if manifest.get(key) != value:
@@ -179,7 +180,8 @@ def _read_shards(path: Path, header: dict[str, Any], tokenizer: Tokenizer) -> li
         problem = f"{path.parent} contains shards made with another {listed}"
         raise UserError(f"{problem}. Choose another --out, or remove the folder.")
 
-    parse_json(path, raw, Manifest, "what titanlite prepare wrote; it is damaged")
+    # Check the types of all fields last, because a manifest of another format has other fields.
+    parse_json(path, content, Manifest, "what titanlite prepare wrote; it is damaged")
     return list(manifest["shards"])
 
 
@@ -234,6 +236,7 @@ def _write_shard(folder: Path, number: int, units: list[_Unit]) -> dict[str, Any
     Returns:
         The entry of the shard in the manifest.
     """
+    # Join the units.
     tokens = b"".join(unit.tokens for unit in units)
     lengths: list[int] = []
     hashes: list[int] = []
@@ -243,13 +246,14 @@ def _write_shard(folder: Path, number: int, units: list[_Unit]) -> dict[str, Any
         hashes += unit.hashes
         skipped += unit.skipped
 
+    # Write the files.
     name = f"shard-{number:05d}"
     ends = np.cumsum(lengths, dtype="<u8")  # index of the token after each document
-    raw_index = ends.tobytes() + block_checksums(tokens).tobytes()
-    raw_hashes = np.array(hashes, dtype="<u8").tobytes()
+    index_bytes = ends.tobytes() + block_checksums(tokens).tobytes()
+    hash_bytes = np.array(hashes, dtype="<u8").tobytes()
     write_atomically(folder / f"{name}.bin", tokens)
-    write_atomically(folder / f"{name}.idx", raw_index)
-    write_atomically(folder / f"{name}.hash", raw_hashes)
+    write_atomically(folder / f"{name}.idx", index_bytes)
+    write_atomically(folder / f"{name}.hash", hash_bytes)
     os.sync()  # the files must be on disk before the manifest that lists them
 
     for reason in skipped:
@@ -259,6 +263,6 @@ def _write_shard(folder: Path, number: int, units: list[_Unit]) -> dict[str, Any
         "documents": len(lengths),
         "tokens": sum(lengths),
         "skipped": len(skipped),
-        "index_checksum": xxhash.xxh3_64_hexdigest(raw_index),
-        "hash_checksum": xxhash.xxh3_64_hexdigest(raw_hashes),
+        "index_checksum": xxhash.xxh3_64_hexdigest(index_bytes),
+        "hash_checksum": xxhash.xxh3_64_hexdigest(hash_bytes),
     }

@@ -15,11 +15,8 @@ MAX_TABLE_SIZE = 1 << 14  # permutations of recent epochs are kept in memory up 
 def permuted(index: np.ndarray, n: int, key: str) -> np.ndarray:
     """Map indices by a pseudo-random permutation of range(n) that depends only on `n` and `key`.
 
-    The function needs constant memory: shuffling a billion documents requires no table. A Feistel
-    network permutes range(2 ** (2 * b)) for the smallest b >= 1 with 2 ** (2 * b) >= n. Results
-    outside range(n) are permuted again until they are inside ("cycle walking": Black and Rogaway,
-    Ciphers with Arbitrary Finite Domains, 2002). This takes fewer than four applications on
-    average, because the larger range has fewer than 4n elements.
+    Each result is computed from its index alone, so shuffling a billion documents requires no table
+    in memory.
 
     Args:
         index: Integers in range(n).
@@ -29,12 +26,18 @@ def permuted(index: np.ndarray, n: int, key: str) -> np.ndarray:
     Returns:
         int64 array of the same shape as `index`, with values in range(n).
     """
+    # A Feistel network permutes the integers with an even number of bits. Use as few as possible:
+    # for example 8 bits, so range(256), if n is 100.
     num_bits = (n - 1).bit_length()
     half_bits = max(1, (num_bits + 1) // 2)
     digest = hashlib.blake2b(key.encode(), digest_size=8 * FEISTEL_ROUNDS).digest()
     round_keys = np.frombuffer(digest, dtype="<u8")
-
     values = _feistel(index.astype(np.uint64), half_bits, round_keys)
+
+    # Permute results outside of range(n) again until they are inside. This "cycle walking" gives a
+    # permutation of range(n) (Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002). It
+    # takes fewer than four applications on average, because the larger range has fewer than 4n
+    # integers.
     is_outside = values >= n
     while is_outside.any():
         values[is_outside] = _feistel(values[is_outside], half_bits, round_keys)
@@ -60,8 +63,8 @@ def _feistel(values: np.ndarray, half_bits: int, round_keys: np.ndarray) -> np.n
 def epoch_order(n: int, seed: int, positions: np.ndarray) -> np.ndarray:
     """Return the items at `positions` of an endless shuffled order of n items.
 
-    The order consists of epochs, each a different permutation of all n items. Position p is item
-    p % n of epoch p // n.
+    The order consists of epochs, each a different permutation of all n items. For example, if the
+    order of 3 items begins with 2, 0, 1 | 1, 2, 0, position 4 is item 2.
 
     Args:
         n: Number of items.
@@ -71,14 +74,15 @@ def epoch_order(n: int, seed: int, positions: np.ndarray) -> np.ndarray:
     Returns:
         int64 array of the same shape as `positions`, with values in range(n).
     """
-    epochs, items = np.divmod(positions, n)
+    epochs, indices = np.divmod(positions, n)  # index within the epoch
+    items = np.empty_like(indices)
     for epoch in np.unique(epochs).tolist():
-        in_epoch = epochs == epoch
+        is_in_epoch = epochs == epoch
         key = f"{seed} epoch {epoch}"
         if n <= MAX_TABLE_SIZE:
-            items[in_epoch] = _permutation_table(n, key)[items[in_epoch]]
+            items[is_in_epoch] = _permutation_table(n, key)[indices[is_in_epoch]]
         else:
-            items[in_epoch] = permuted(items[in_epoch], n, key)
+            items[is_in_epoch] = permuted(indices[is_in_epoch], n, key)
     return items
 
 

@@ -227,48 +227,53 @@ class SequenceReader:
         """
         rank, num_ranks, worker, num_workers = self._shard
         sequences = []
-        for index, (source, number) in enumerate(self._mixture.next_batch()):
-            stream = number % len(self._data.positions[source])
+        for index_in_batch, (source, index_in_source) in enumerate(self._mixture.next_batch()):
+            # Of a single source, rank r reads the streams r, r + num_ranks, r + 2 * num_ranks, ...
+            # Divide these streams evenly over the workers of the rank.
+            stream = index_in_source % len(self._data.positions[source])
             stream_worker = (source + stream // num_ranks) % num_workers
             if stream_worker != worker:
                 continue
 
-            belongs_to_rank = index % num_ranks == rank
+            belongs_to_rank = index_in_batch % num_ranks == rank
             has_end = bool(self._data.specs[source].max_epochs)
             if belongs_to_rank:
-                sequences.append(self.read(source, number, index))
+                sequences.append(self.read(source, index_in_source, index_in_batch))
             elif has_end:
                 # All ranks read all sequences of this source, so that all of them find its end.
-                self.read(source, number, index)
+                self.read(source, index_in_source, index_in_batch)
         return sequences
 
-    def read(self, source: int, number: int, index: int) -> PackedSequence:
+    def read(self, source: int, index_in_source: int, index_in_batch: int) -> PackedSequence:
         """Read one sequence of a source.
 
         The sequences of a source must be read in ascending order, but some can be left out.
 
         Args:
             source: Index of the source.
-            number: Index of the sequence in the source, counted over the whole run.
-            index: Index of the sequence in its global batch, which is stored in the result.
+            index_in_source: Index of the sequence in the source, counted over the whole run.
+            index_in_batch: Index of the sequence in its global batch, which is stored in the
+                result.
 
         Raises:
             OutOfData: If the last epoch of the source has ended.
             UserError: If a record cannot be read.
         """
+        # Streams take turns: with 4 streams, sequence 9 of the source is sequence 2 of stream 1.
         data = self._data
-        number_in_stream, stream = divmod(number, len(data.positions[source]))
+        index_in_stream, stream = divmod(index_in_source, len(data.positions[source]))
         if (source, stream) not in self._streams:
             self._streams[source, stream] = self._open_stream(source, stream)
 
+        # Read the stream up to this sequence. Other ranks report the records skipped before it.
         self._progress[0] = source
         skipped = data.documents.skipped  # filled while the stream is read
         skipped.clear()
         for segments, position in self._streams[source, stream]:
-            is_requested = position.sequence > number_in_stream
+            is_requested = position.sequence > index_in_stream
             if is_requested:
                 return PackedSequence(
-                    index=index,
+                    index=index_in_batch,
                     tokens=self._join(segments),
                     segments=np.array([segment.origin for segment in segments], dtype=np.int64),
                     source=source,
@@ -276,7 +281,7 @@ class SequenceReader:
                     position=position,
                     skipped=skipped.copy(),
                 )
-            skipped.clear()  # the rank that has this sequence reports them
+            skipped.clear()
 
         name = data.sources[source].name
         epochs = data.specs[source].max_epochs
@@ -311,16 +316,17 @@ class SequenceReader:
         """
         data = self._data
         source = data.sources[source_index]
-        for turn, position, unit in self._list_units(source_index, stream, start.turn):
+        num_streams = len(data.positions[source_index])
+        for position, unit in self._list_units(source_index, stream, start.turn):
+            turn = position // num_streams  # index in the stream
             is_repeated = position >= source.num_units  # read in an earlier epoch
             if isinstance(source, RandomAccess):
+                # The unit is a document.
                 self._progress[2] = unit
-                record = source.record(unit)
-                tokens = data.documents.encode(record, is_repeated=is_repeated)
-                current = DocumentPosition(turn)
-                following = DocumentPosition(turn + 1)
-                yield Document(current, following, 0, unit, tokens)
+                tokens = data.documents.encode(source.record(unit), is_repeated=is_repeated)
+                yield Document(DocumentPosition(turn), DocumentPosition(turn + 1), 0, unit, tokens)
             else:
+                # The unit is a part, such as a file. The first one may begin in the middle.
                 assert isinstance(source, Sequential)
                 part_start = start if turn == start.turn else DocumentPosition(turn)
                 key = f"{data.seed} position {position}"
@@ -328,10 +334,12 @@ class SequenceReader:
 
     def _list_units(
         self, source_index: int, stream: int, first_turn: int
-    ) -> Iterator[tuple[int, int, int]]:
+    ) -> Iterator[tuple[int, int]]:
         """Yield the units of a stream in the shuffled order of each epoch.
 
-        A unit is a document of a source with random access, or a part of a sequential source.
+        A unit is a document of a source with random access, or a part of a sequential source. The
+        streams of a source take turns: for example, stream 1 of 4 has the units at positions 1, 5,
+        9, ... of the shuffled order.
 
         Args:
             source_index: Index of the source.
@@ -339,24 +347,20 @@ class SequenceReader:
             first_turn: Index in the stream of the first unit to yield.
 
         Yields:
-            The index of the unit in the stream, its index in the order of the source over all
-            epochs, and its index in the source.
+            The position of a unit, counted over all epochs, and its index in the source.
         """
         num_units = self._data.sources[source_index].num_units
         num_streams = len(self._data.positions[source_index])
         end = self._data.specs[source_index].max_epochs * num_units or NEVER
 
         # Compute the order of many units at once, because each numpy call has a fixed cost.
-        block_size = max(8, min(256, num_units // num_streams))
-        turn = first_turn
-        while turn * num_streams + stream < end:
-            turns = np.arange(turn, turn + block_size)
-            positions = turns * num_streams + stream
-            positions = positions[positions < end]
+        block_size = num_streams * max(8, min(256, num_units // num_streams))
+        start = first_turn * num_streams + stream
+        while start < end:
+            positions = np.arange(start, min(start + block_size, end), num_streams)
             units = epoch_order(num_units, self._data.seed, positions)
-            for position, unit in zip(positions.tolist(), units.tolist(), strict=True):
-                yield turn, position, unit
-                turn += 1
+            yield from zip(positions.tolist(), units.tolist(), strict=True)
+            start += block_size
 
     def _read_part(
         self, source: Sequential, part: int, start: DocumentPosition, key: str, is_repeated: bool
@@ -372,20 +376,22 @@ class SequenceReader:
         """
         turn, window_start, first_index = start
         for window in self._read_windows(source, part, window_start):
+            # Shuffle the window, which contains records `window_start` to `window_end` of the part.
             size = len(window)
-            next_window_start = window_start + size
+            window_end = window_start + size
             order = permuted(np.arange(size), size, f"{key} window {window_start}").tolist()
-            for i in range(first_index, size):
-                record = window[order[i]]
-                tokens = self._data.documents.encode(record, is_repeated=is_repeated)
 
-                current = DocumentPosition(turn, window_start, i)
-                following = DocumentPosition(turn, window_start, i + 1)
+            for i in range(first_index, size):
+                tokens = self._data.documents.encode(window[order[i]], is_repeated=is_repeated)
+                position = DocumentPosition(turn, window_start, i)
+                next_position = DocumentPosition(turn, window_start, i + 1)
                 is_last = i + 1 == size
                 if is_last:
-                    following = DocumentPosition(turn, next_window_start)
-                yield Document(current, following, part, window_start + order[i], tokens)
-            window_start = next_window_start
+                    next_position = DocumentPosition(turn, window_end)
+                yield Document(position, next_position, part, window_start + order[i], tokens)
+
+            # Only the first window may begin in the middle.
+            window_start = window_end
             first_index = 0
 
     def _read_windows(self, source: Sequential, part: int, start: int) -> Iterator[list[Record]]:
@@ -398,7 +404,7 @@ class SequenceReader:
         for number, record in enumerate(source.read(part, start)):
             self._progress[1] = part
             self._progress[2] = number
-            if record is not None:
+            if record is not None:  # None stands for a record before `start`
                 window.append(record)
             if isinstance(record, str):
                 num_characters += len(record)

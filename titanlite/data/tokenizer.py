@@ -124,8 +124,8 @@ class Tokenizer(ABC):
             pieces = [self._encode_piece(piece) for piece in _divide(text)]
         except UnicodeEncodeError:
             # A JSON escape can contain half of a surrogate pair. Replace it with U+FFFD.
-            raw = text.encode("utf-16", "surrogatepass")
-            return self.encode_array(raw.decode("utf-16", "replace"))
+            utf16 = text.encode("utf-16", "surrogatepass")
+            return self.encode_array(utf16.decode("utf-16", "replace"))
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     @abstractmethod
@@ -266,11 +266,16 @@ class HuggingFaceTokenizer(Tokenizer):
             UserError: If tokenizer_config.json names a token that the tokenizer does not contain.
         """
         name = read_config(self.path).get(key)
-        if isinstance(name, dict):
+        if isinstance(name, dict):  # such as {"content": "<s>", "special": true}
             name = name.get("content")
+
+        # If the file names no token, look for the usual names.
         if name is None:
-            usual_names = [usual for usual in _USUAL_NAMES[key] if usual in ids]
-            return ids[usual_names[0]] if usual_names else None
+            for usual_name in _USUAL_NAMES[key]:
+                if usual_name in ids:
+                    return ids[usual_name]
+            return None
+
         if not isinstance(name, str) or name not in ids:
             problem = f"{key} is {shorten(repr(name))}, which {self.path.name} does not contain"
             raise UserError(f"{self.path.with_name(CONFIG)}: {problem}")

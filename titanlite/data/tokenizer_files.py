@@ -133,10 +133,11 @@ def _read_texts(
         UserError: If the source contains tokens instead of text.
         BadRecord: If a record cannot be read and `skip_bad` is False.
     """
-    last_byte = trained.num_bytes + max_bytes
+    # `trained` also counts the sources that were read before.
+    end = trained.num_bytes + max_bytes
     records = _read_shuffled(source) if isinstance(source, RandomAccess) else iter(source)
     for record in records:
-        if trained.num_bytes >= last_byte:
+        if trained.num_bytes >= end:
             return
         if isinstance(record, Prepared):
             problem = f"{source.name} contains tokens instead of text"
@@ -201,12 +202,14 @@ def convert_tiktoken(source: TiktokenTokenizer) -> Any:
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, processors
 
+    # Write the bytes of each token as visible characters, which tokenizer.json requires.
     symbol_of = {byte: symbol for symbol, byte in byte_level_symbols().items()}
     tokens_as_bytes = sorted(source.ranks, key=source.ranks.__getitem__)
     tokens = ["".join(symbol_of[byte] for byte in token) for token in tokens_as_bytes]
     ids = {token: i for i, token in enumerate(tokens)}
 
     # tiktoken merges any neighbors whose bytes form a token; tokenizers merges listed pairs only.
+    # So list all pairs: for "the", these are ("t", "he") and ("th", "e") if "he" and "th" exist.
     merges = []
     for token in tokens:
         for cut in range(1, len(token)):
@@ -219,6 +222,7 @@ def convert_tiktoken(source: TiktokenTokenizer) -> Any:
     special_names = llama3_special_tokens()
     result.add_special_tokens([AddedToken(name, special=True) for name in special_names])
 
+    # Add BOS, the first special token, before each text ($A) or pair of texts ($A and $B).
     bos = special_names[0]
     bos_id = len(tokens)
     add_bos = processors.TemplateProcessing(f"{bos} $A", f"{bos} $A {bos} $B", [(bos, bos_id)])
@@ -229,9 +233,6 @@ def convert_tiktoken(source: TiktokenTokenizer) -> Any:
 def write_tokenizer(tokenizer: Tokenizer, out: Path, max_seq_len: int) -> dict[str, int | None]:
     """Write the tokenizer files of a model that is exported in the Hugging Face format.
 
-    A tokenizer in the tiktoken format is converted to tokenizer.json. The file of a plugin's
-    tokenizer is copied unchanged, so transformers cannot load it.
-
     Args:
         tokenizer: The tokenizer of the model.
         out: The model folder.
@@ -240,6 +241,7 @@ def write_tokenizer(tokenizer: Tokenizer, out: Path, max_seq_len: int) -> dict[s
     Returns:
         The entries "bos_token_id" and "eos_token_id" for the configuration of the model.
     """
+    # Write tokenizer.json, and read the settings that belong to it, such as a chat template.
     path = tokenizer.path
     ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
     config: dict[str, Any] = {}
@@ -247,11 +249,13 @@ def write_tokenizer(tokenizer: Tokenizer, out: Path, max_seq_len: int) -> dict[s
         convert_tiktoken(tokenizer).save(str(out / "tokenizer.json"), pretty=False)
     elif isinstance(tokenizer, HuggingFaceTokenizer):
         shutil.copyfile(path, out / "tokenizer.json")
-        config = formats.read_config(path)  # can contain a chat template and other settings
+        config = formats.read_config(path)
     else:
+        # Copy the file of a plugin's tokenizer unchanged. transformers cannot load it.
         shutil.copyfile(path, out / path.name)
         return ids
 
+    # Write tokenizer_config.json.
     if not config:
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_seq_len}
         for key, token in ids.items():

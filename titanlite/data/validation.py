@@ -233,16 +233,19 @@ def window_batches(
     global_size = batch_size * num_ranks  # windows in one microbatch of all ranks
     numbered_windows = enumerate(windows)
     while chunk := list(islice(numbered_windows, SORTED_BATCHES * global_size)):
+        # Sort the windows of several microbatches by length, the longest first.
         chunk.sort(key=lambda numbered: len(numbered[1].tokens), reverse=True)
         microbatches: list[Microbatch] = []
         indices: list[list[int]] = []
         for start in range(0, len(chunk), global_size):
-            part = chunk[start : start + global_size]
-            _, longest_window = part[0]
+            # Pad the windows of all ranks to the longest one, the first.
+            global_batch = chunk[start : start + global_size]
+            _, longest_window = global_batch[0]
             length = padded_length(run, len(longest_window.tokens) - 1)
 
-            local = part[dp_rank::num_ranks]
-            local_windows = [window for _, window in local]
+            # Ranks take turns with the windows.
+            local_batch = global_batch[dp_rank::num_ranks]
+            local_windows = [window for _, window in local_batch]
             microbatches.append(padded_microbatch(local_windows, batch_size, length, device))
-            indices.append([index for index, _ in local])
+            indices.append([index for index, _ in local_batch])
         yield microbatches, indices

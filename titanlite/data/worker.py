@@ -129,6 +129,7 @@ class Worker:
             if self._is_stopping():
                 raise Interrupted
 
+            # The process hangs if it has been reading the same document for too long.
             new_progress = self._progress.tolist()
             if new_progress != progress:
                 progress = new_progress
@@ -174,11 +175,11 @@ class Worker:
         """
         try:
             with stdout:
-                with stdin:
+                with stdin:  # closed after the setup
                     pickle.dump(setup, stdin)
                 while True:
                     self._received.put(pickle.load(stdout))
-        except (EOFError, OSError, pickle.UnpicklingError):
+        except (EOFError, OSError, pickle.UnpicklingError):  # the process has exited
             self._received.put(self._find_cause_of_exit())
 
     def _find_cause_of_exit(self) -> UserError:
@@ -218,18 +219,19 @@ def main(progress_fd: int) -> None:
 def _read_batches(progress_fd: int) -> Iterator[list[PackedSequence] | Exception]:
     """Yield the batches that this worker reads, until the data ends or reading fails.
 
-    The trainer sends the dataset and the worker's shard to standard input. An error or the end of
-    the data is the last item, so that the trainer can raise it.
+    An error or the end of the data is the last item, so that the trainer can raise it.
 
     Args:
         progress_fd: Descriptor of a file, shared with the trainer, in which the worker records
             which document it is reading.
     """
     try:
+        # The trainer sends the dataset and the worker's shard to standard input.
         try:
             data, shard = pickle.load(sys.stdin.buffer)
         except (EOFError, pickle.UnpicklingError):
-            return  # the trainer was killed while it sent the setup
+            return  # the trainer was killed while it sent them
+
         reader = SequenceReader(data, shard, _map_progress(progress_fd))
         while True:
             yield reader.next_batch()

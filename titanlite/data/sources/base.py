@@ -305,11 +305,12 @@ class Sequential(Source):
             files = [file]
             location = f"the beginning of {file.path}"
 
+        # `location` is that of the last record that was read, for the error message.
         try:
             for i, (location, raw) in enumerate(self.raw(file, number)):
                 yield None if i < start else parse_record(raw, self.column, location)
         except Exception as error:  # each library has its own exception types
-            _check_all(files)
+            _check_all(files)  # a file that has changed is the more likely cause
             problem = f"cannot read past {location}: {error!r}"
             raise UserError(f"{problem}. If the file is damaged, copy it again.") from None
         _check_all(files)

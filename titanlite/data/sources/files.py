@@ -152,9 +152,9 @@ class FileSpans(RandomAccess):
 
 
 def _find_line_ends(stream: BinaryIO, digest: xxhash.xxh3_128) -> Iterator[int]:
-    """Yield the offset of the end of each line that is not blank.
+    r"""Yield the offset of the end of each line that is not blank.
 
-    Blank lines belong to the document after them.
+    Blank lines belong to the document after them. For example, b"{}\n\n{}\n" has the ends 3 and 7.
 
     Args:
         stream: File of JSON lines.
@@ -170,6 +170,7 @@ def _find_line_ends(stream: BinaryIO, digest: xxhash.xxh3_128) -> Iterator[int]:
         if has_text and piece.endswith(b"\n"):
             yield offset
             has_text = False
+    # The last line may have no line end.
     if has_text:
         yield offset
 
@@ -186,12 +187,17 @@ def _find_text_ends(stream: BinaryIO, digest: xxhash.xxh3_128, max_bytes: int) -
         max_bytes: Maximum size of a document.
     """
     start = 0
-    while len(block := stream.read(max_bytes + 1)) > max_bytes:
+    while True:
+        # Read one byte more than a document can have. The file ends if there are fewer.
+        block = stream.read(max_bytes + 1)
+        if len(block) <= max_bytes:
+            break
+
+        # Cut after the last line end. If the line is too long, cut before a character, which has at
+        # most four bytes. Do not search further in bytes that are not UTF-8.
         size = block.rfind(b"\n", 0, max_bytes) + 1
-        has_line_end = size > 0
-        if not has_line_end:
+        if size == 0:
             size = max_bytes
-            # A character has at most four bytes. Do not search further in bytes that are not UTF-8.
             while _is_utf8_continuation(block[size]) and max_bytes - size < 4:
                 size -= 1
         digest.update(block[:size])
@@ -459,6 +465,7 @@ def find_files(spec: TextSource) -> list[Path]:
     Raises:
         UserError: If the path is missing, matches no file, or names files of the wrong kind.
     """
+    # Sources without a path. The path of source "huggingface" is the name of a repository.
     is_builtin = spec.source in _BUILTIN
     if spec.source == "python_stdlib":
         return _find_stdlib_files()
@@ -467,12 +474,14 @@ def find_files(spec: TextSource) -> list[Path]:
     if spec.path is None or spec.source in ("c4", "huggingface"):
         return []
 
+    # If the path is a folder, read a certain file in it, such as manifest.json.
     pattern = spec.path
     is_url = storage.as_url(spec.path) is not None
     if spec.source in _FILE_IN_FOLDER:
         folder = spec.path if is_url else glob.escape(spec.path)
         pattern = os.path.join(folder, _FILE_IN_FOLDER[spec.source])
 
+    # List the files that match. A plugin may accept any files.
     files: list[Any] = list(storage.glob_files(pattern)) if is_url else _find_local_files(pattern)
     if is_builtin:
         if not files:
@@ -550,21 +559,24 @@ def find_markup(files: Sequence[Path]) -> str:
     A run with source = "text" would train on their braces, tags or separators. This inspects up to
     16 local files.
     """
-    sample = files[:: max(1, len(files) // _SAMPLE_FILES)]
-    local_files = [file for file in sample if isinstance(file, Path)]
+    step = max(1, len(files) // _SAMPLE_FILES)
+    local_files = [file for file in files[::step] if isinstance(file, Path)]
     if not local_files:
         return ""
+
+    # Find the most common markup, which can be "" for plain text.
     counts = Counter(_detect_markup(file) for file in local_files)
-    kind, count = counts.most_common(1)[0]
-    if 2 * count <= len(local_files):
+    markup, count = counts.most_common(1)[0]
+    is_majority = count > len(local_files) / 2
+    if not is_majority:
         return ""
 
-    if kind == "JSON":
+    if markup == "JSON":
         problem = 'contains JSON records, and source "text" trains on their braces and keys.'
         return f'{problem} Set source = "jsonl".'
-    if kind == "HTML":
+    if markup == "HTML":
         return 'contains HTML, and source "text" trains on its tags. Extract the text first.'
-    if kind == "table":
+    if markup == "table":
         table = next(file for file in local_files if file.suffix.lower() in _TABLES)
         problem = 'is a table, and source "text" trains on its separators and all columns.'
         return f"{problem} {_convert_table(table)}."

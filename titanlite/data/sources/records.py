@@ -121,14 +121,20 @@ def _parse_line(line: bytes) -> object:
     except UnicodeDecodeError as error:
         raise ValueError(explain_encoding(error)) from None
     except json.JSONDecodeError as error:
-        remedy = ""
-        if line.startswith(b"["):
-            remedy = _SPLIT_ARRAY
-        elif not line.startswith(b"{"):
-            remedy = '. To read plain text, set source = "text"'
-        elif error.pos >= len(error.doc):
-            remedy = ". If objects span lines, `jq -c . FILE > NEW.jsonl` writes one per line"
-        raise ValueError(f"not valid JSON in column {error.colno}: {error.msg}{remedy}") from None
+        problem = f"not valid JSON in column {error.colno}: {error.msg}"
+        raise ValueError(f"{problem}{_propose_conversion(line, error)}") from None
+
+
+def _propose_conversion(line: bytes, error: json.JSONDecodeError) -> str:
+    """Propose how to read a file with a line that is not JSON, or return "" if nothing is known."""
+    if line.startswith(b"["):
+        return _SPLIT_ARRAY
+    if not line.startswith(b"{"):
+        return '. To read plain text, set source = "text"'
+    is_incomplete = error.pos >= len(error.doc)
+    if is_incomplete:
+        return ". If objects span lines, `jq -c . FILE > NEW.jsonl` writes one per line"
+    return ""
 
 
 def explain_encoding(error: UnicodeDecodeError) -> str:
@@ -171,10 +177,10 @@ def _explain_missing_text(record: dict[str, Any], column: str) -> str:
     The proposal depends on the record: a jq command that converts chat messages, another
     text_column, or a jq command that joins several fields.
     """
-    kind = type(record.get(column)).__name__.replace("NoneType", "null")
-    problem = f"field {column!r} must be a string, it is {kind}"
-    if column not in record:
-        problem = _explain_missing_field(column, record)
+    problem = _explain_missing_field(column, record)
+    if column in record:
+        json_type = type(record[column]).__name__.replace("NoneType", "null")
+        problem = f"field {column!r} must be a string, it is {json_type}"
 
     for name, value in record.items():
         if _is_conversation(value):
@@ -186,6 +192,7 @@ def _explain_missing_text(record: dict[str, Any], column: str) -> str:
     if column in record or not filled_fields:
         return problem
 
+    # Propose at most `_MAX_FIELDS` fields, so that the message stays short.
     columns = " or ".join(map(repr, filled_fields[:_MAX_FIELDS]))
     remedy = f"Set text_column to {columns}"
     if len(text_fields) > 1:

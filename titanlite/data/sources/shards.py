@@ -220,6 +220,7 @@ class Shards(RandomAccess):
         if start == end:
             return b""
 
+        # Checksums are for whole blocks, so extend the range to block boundaries.
         entry = self._manifest.shards[shard]
         file = self._tokens[shard]
         file_size = entry.tokens * self._dtype.itemsize
