@@ -90,6 +90,7 @@ def _dispatch(words: list[str]) -> object:
         print(format_usage())
         return 0
 
+    # `help eval` becomes `eval --help`.
     name, *arguments = _replace_help(words)
     if name in ("--version", "-V", "version"):
         return _print_version()
@@ -186,7 +187,7 @@ def run_quietly(command: Callable[[], object]) -> int:
         sys.stdout.flush()
     except SystemExit as end:  # tyro raises it after a help text or a message
         result = end.code
-    except BrokenPipeError:
+    except BrokenPipeError:  # for example because of `titanlite runs | head`
         drop_output(sys.stdout)
         return 141
     except KeyboardInterrupt:
@@ -197,7 +198,7 @@ def run_quietly(command: Callable[[], object]) -> int:
 
     exit_code = result if isinstance(result, int) else 0
     if exit_code == 0:
-        record_success()
+        record_success()  # tells the launcher that this rank has completed its work
     return exit_code
 
 
@@ -224,14 +225,20 @@ def _report_error(error: Exception) -> int:
     Returns:
         Exit code of the process.
     """
+    # The disk of standard output is full, for example with `titanlite check > /dev/full`. For other
+    # files, the error has a file name.
     if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
-        # For example `titanlite check > /dev/full`. An error of another file would name the file.
         drop_output(sys.stdout)
-        error = UserError("cannot write to standard output: no space left on the device.")
+        return _report_error(
+            UserError("cannot write to standard output: no space left on the device.")
+        )
+
+    # A bug, or a failure that titanlite does not expect.
     if not isinstance(error, UserError):
         report_end(traceback.format_exc(), "failure")
         return 1
 
+    # An error that the user can fix. Its notes, from `add_note`, explain how to resume the run.
     if isinstance(error, StoppedBySignal | StoppedUnsaved):
         kind = "stop"
     elif isinstance(error, GuardError):
@@ -267,16 +274,16 @@ def train(argv: Sequence[str]) -> None:
     _print_certificate(run)
 
     train_run = _import_trainer()
+    has_launcher = "RANK" in os.environ
+    if has_launcher:  # which has prepared the output folder for all ranks
+        train_run(run, argv)
+        return
 
-    def train_in_this_process() -> int:
+    def train_alone() -> int:
         train_run(run, argv)
         return 0
 
-    has_launcher = "RANK" in os.environ
-    if has_launcher:  # which has prepared the output folder
-        train_in_this_process()
-    else:
-        run_in_output_folder(run, train_in_this_process)
+    run_in_output_folder(run, train_alone)
 
 
 def _import_trainer() -> Callable[[Run, Sequence[str]], None]:

@@ -44,20 +44,25 @@ def main(argv: Sequence[str]) -> None:
     Raises:
         UserError: If the job, its data or an option is invalid.
     """
+    # Check the keys of the job, and its memory. With --world-size, it may run on other nodes.
     options, words = parse_options_and_job(CheckOptions, argv, "check")
     world_size = options.world_size or read_world_size()
     run = load_run(words, world_size)
     check_memory(run, elsewhere=options.world_size is not None)
 
+    # Check whether the job can resume from its checkpoints, if there are any.
     condition = ""
     if is_saved(run):
         _check_changes(run)
         # Only the start of a run compares the data position in the checkpoint.
         condition = f", if {run.checkpoint_folder} has the same data, seq_len and tokenizer"
+
+    # Check the data, and whether it is too small to train a useful model (a toy run).
     tokenizer = load_tokenizer(run.tokenizer_path, run.job)
     data = inspect_data(run, tokenizer)
     toy_note = explain_toy_run(run, tokenizer, data)
 
+    # Print the result.
     name = run.job.job.config_file or "the job"
     ranks = format_count(world_size, "rank")
     print(printable(f"OK: {name} can start on {ranks}{condition}."))
@@ -93,20 +98,22 @@ def plot_schedule(run: Run, width: int) -> str:
         run: The validated run.
         width: Maximum number of characters per line.
     """
+    # Choose the step of each column. For example, 3 columns show the steps 0, 33 and 66 of 100.
     num_steps = run.job.training.steps
     num_columns = min(num_steps, max(_MARGIN, width - _MARGIN))
     steps = [column * num_steps // num_columns for column in range(num_columns)]
 
     learning_rates = [learning_rate_at(run.job, step + 1) for step in steps]
-    batch_sizes = [run.batch_size(step) for step in steps]
     lines = _plot_curve("learning rate", learning_rates, "{:.2e}", height=8)
+    batch_sizes = [run.batch_size(step) for step in steps]
     lines += _plot_curve("global batch size", batch_sizes, "{:,}", height=4)
     shares_by_step = [source_shares(run.job.dataset, step).tolist() for step in steps]
-    shares_by_source = zip(*shares_by_step, strict=True)
-    for source, shares in zip(source_specs(run.job.dataset), shares_by_source, strict=True):
+    for index, source in enumerate(source_specs(run.job.dataset)):
         name = f"share of {source.source} {source.path or ''}"
+        shares = [step_shares[index] for step_shares in shares_by_step]
         lines += _plot_curve(name, shares, "{:.0%}", height=2)
 
+    # Label the horizontal axis with the first and the last step.
     axis_label = "step".rjust(_MARGIN - 2)
     last_step = f"{num_steps:,}".rjust(max(6, num_columns - 1))
     lines.append(f"{axis_label}  1{last_step}")
@@ -127,11 +134,14 @@ def _plot_curve(name: str, values: Sequence[float], label_format: str, *, height
     if min(values) == maximum:
         return [f"{title}: {label_format.format(maximum)} in each step"]
 
+    # Row 0 is at the bottom. Its label is 0, and that of the top row is the maximum.
     labels = {height - 1: label_format.format(maximum), 0: "0"}
     lines = [title]
-    for row in reversed(range(height)):  # row 0 is at the bottom
+    for row in reversed(range(height)):
         bars = ""
         for value in values:
+            # A character is filled in steps of 1/8. For example, a bar of 2.5 rows fills rows 0
+            # and 1 completely, and row 2 by 4/8.
             filled_eighths = round(8 * (value / maximum * height - row))
             bars += _BARS[max(0, min(8, filled_eighths))]
         label = labels.get(row, "").rjust(_MARGIN - 2)

@@ -53,6 +53,7 @@ def main(argv: Sequence[str]) -> None:
         UserError: If an option is invalid, or a file does not exist or cannot be read.
         CheckpointError: If no checkpoint can be used, or its output is not finite.
     """
+    # Report invalid options before ranks are started.
     options, words = parse_options_and_job(Eval, argv, "eval", _LAYOUT_HELP)
     parallelism = _load_layout(words)
     find_checkpoints(options.checkpoint)
@@ -60,6 +61,7 @@ def main(argv: Sequence[str]) -> None:
 
     from titanlite.score import evaluate_text  # slow, because it imports torch
 
+    # Options of `Scoring`, such as --window and --stride, have the names of the arguments.
     score = evaluate_text(
         options.checkpoint,
         options.data,

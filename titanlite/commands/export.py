@@ -100,6 +100,7 @@ def export(
     from titanlite.data.tokenizer import load_tokenizer
     from titanlite.data.tokenizer_files import write_tokenizer
 
+    # `load_newest` calls this for the newest step or, if it is damaged, for the step before it.
     def export_step(step_folder: Path) -> Path:
         if tokenizer is None:
             loaded = _load_saved_tokenizer(step_folder)

@@ -64,21 +64,22 @@ def main(argv: Sequence[str]) -> None:
     if options.prompts is not None and options.prompt:
         raise UserError("--prompt and --prompts: pass only one of them.")
     prompts = [options.prompt] if options.prompts is None else read_prompts(options.prompts)
-    find_checkpoints(options.checkpoint)
+    find_checkpoints(options.checkpoint)  # raises an error if there is none
 
     # Importing torch is slow, so invalid options are reported first.
     from titanlite.completion import generate, generate_many, load_checkpoint
 
+    # Load the model, and print its size, dtype and device.
     loaded = load_checkpoint(options.checkpoint, ema=options.ema, tokenizer=options.tokenizer_path)
     weight = loaded.model.get_parameter("tok_embeddings.weight")
     dtype = str(weight.dtype).removeprefix("torch.")
     size = num_params(loaded.model.arch)
     note(f"{loaded.folder}: {size:,} parameters, {dtype} on {weight.device.type}")
 
-    settings = options.model_dump(include=set(Generation.model_fields))
+    # Print a single completion while it is generated, and other completions when they end.
+    settings = options.model_dump(include=set(Generation.model_fields))  # such as temperature
     start = time.perf_counter()
-    prints_while_generating = options.prompts is None and not options.as_json
-    if prints_while_generating:
+    if options.prompts is None and not options.as_json:
         _write(options.prompt)
         num_tokens = _write_pieces(generate(loaded, options.prompt, **settings))
     else:
@@ -123,12 +124,15 @@ def read_prompts(path: Path) -> list[str]:
     """
     content = sys.stdin.buffer.read() if str(path) == "-" else read_file(path, _MAX_BYTES)
     is_json = path.suffix == ".jsonl"
+    prompts = []
     try:
-        lines = [line for line in content.decode().split("\n") if line.strip()]
-        prompts = [_parse_prompt(line, is_json) for line in lines]
+        for line in content.decode().split("\n"):
+            if line.strip():
+                prompts.append(_parse_prompt(line, is_json))
     except (ValueError, RecursionError):  # not UTF-8, or an invalid line
         prompts = []
 
+    # An invalid file and a file without prompts give the same error.
     if not prompts:
         raise UserError(
             f"--prompts {path}: must contain one prompt per line in UTF-8. In a .jsonl file, each "

@@ -52,6 +52,7 @@ def main(argv: Sequence[str]) -> None:
         print(_list_presets(options.kind))
         return
 
+    # Look up the files and their sizes on the Hub.
     files = HubFiles(options.kind, options.name, options.origin, options.include)
     out = options.out or _default_folder(options, files)
     num_bytes = sum(files.sizes.values())
@@ -62,6 +63,7 @@ def main(argv: Sequence[str]) -> None:
         print(printable(f"Not downloaded: {total}."))
         return
 
+    # Download them, and print the lines of a job file that use them.
     files.fetch(out)
     if options.kind == "tokenizer":
         path = out / next(iter(files.sizes))

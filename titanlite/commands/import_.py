@@ -126,12 +126,14 @@ def _load_tokenizer(
     Raises:
         UserError: If `file` cannot be used.
     """
+    # The user has chosen a tokenizer, so it must work.
     if file is not None:
         try:
             return _load_fitting_tokenizer(file, job, vocab_size)
         except UserError as error:
             raise UserError(f"--tokenizer: {error}") from None
 
+    # The default tokenizer is optional.
     try:
         default_file = _find_default_tokenizer(origin, job)
         return _load_fitting_tokenizer(default_file, job, vocab_size)

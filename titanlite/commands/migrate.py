@@ -43,6 +43,7 @@ def main(argv: Sequence[str]) -> None:
         UserError: If the file is not a torchtitan job for a supported model or has invalid values,
             or if the file --out exists.
     """
+    # Report an existing output file before the conversion.
     options = parse_options(Migrate, argv, "migrate")
     out = options.out
     if out is not None and os.path.lexists(out) and not options.overwrite:
@@ -54,6 +55,7 @@ def main(argv: Sequence[str]) -> None:
     except UserError as error:
         raise UserError(f"{options.file}: {error}") from None
 
+    # Without --out, standard output gets the new job file alone, so that it can be redirected.
     report = printable(_format_report(migration, options))
     if out is None:
         print(printable(migration.text), end="")  # escaped characters mean the same in TOML
@@ -65,20 +67,23 @@ def main(argv: Sequence[str]) -> None:
 
 def _format_report(migration: Migration, options: Migrate) -> str:
     """Format the report of a conversion: which keys of the job were renamed, added and left out."""
+    # Start with a summary.
     name = f"Wrote {options.out}" if options.out else "This job"
     is_scaled = migration.rope_scaling_factor != 1.0
     scaling = "are scaled as in Llama 3.1" if is_scaled else "are not scaled"
-    renamed = [f"{old} -> {new}" for old, new in migration.renamed.items()]
-    added = [f"{key}  ({reason})" for key, reason in migration.added.items()]
-    omitted = [f"{', '.join(keys)}\n      {reason}" for reason, keys in migration.lost.items()]
-
     lines = [
         f"{name}: {migration.carried} keys unchanged; comments stay in {options.file}. The file "
         f"was read as a job for torchtitan {migration.version}, where rotary frequencies {scaling}."
     ]
+
+    # List the keys that are different in the new file.
+    renamed = [f"{old} -> {new}" for old, new in migration.renamed.items()]
     lines += _format_section("Renamed:", renamed)
+    added = [f"{key}  ({reason})" for key, reason in migration.added.items()]
     lines += _format_section("Added to keep the run the same:", added)
+    omitted = [f"{', '.join(keys)}\n      {reason}" for reason, keys in migration.lost.items()]
     lines += _format_section("Left out:", omitted)
+
     job_file = options.out or "NEW.toml"
     lines += ["", f"Next: titanlite check --job.config_file {job_file} --world-size N"]
     return "\n".join(lines)

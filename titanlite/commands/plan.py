@@ -84,24 +84,47 @@ def main(argv: Sequence[str]) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     out = sys.stdout
     with contextlib.redirect_stdout(sys.stderr):  # some libraries print when they are imported
-        gpu = _choose_gpu(options.gpu)
-        if gpu.cpu and tokens is not None:
-            problem = "needs a GPU, because its interval comes from measurements on GPUs."
-            raise UserError(f"--tokens {problem} Choose one with --gpu.")
-        if options.memory is not None:
-            gpu = gpu.model_copy(update={"memory_gib": options.memory})
-        gpu = gpu.of_rank(run.world_size)
-
-        is_search = options.search or options.write is not None
-        has_many_traces = is_search or run.degrees.pipeline > 2
-        with workers() if has_many_traces else contextlib.nullcontext() as pool:
-            apply = pool.map if pool else map
-            if is_search:
-                text = _search(options, run, gpu, apply, tokens)
-            else:
-                text = _plan(options, run, gpu, apply, tokens, out)
+        text = _plan_or_search(options, run, tokens, out)
     if text:
         print(text)
+
+
+def _plan_or_search(options: Plan, run: Run, tokens: int | None, out: TextIO) -> str:
+    """Choose the device and the worker processes, and run `_search` or `_plan`.
+
+    Args:
+        options: Options of the command.
+        run: The run to estimate.
+        tokens: Number of tokens of the whole training run, from --tokens.
+        out: Stream for the estimate of `_plan`.
+
+    Returns:
+        Text to print at the end.
+
+    Raises:
+        UserError: If the device is unknown or does not fit the options, or no job fits.
+    """
+    gpu = _choose_gpu(options.gpu)
+    if gpu.cpu and tokens is not None:
+        problem = "needs a GPU, because its interval comes from measurements on GPUs."
+        raise UserError(f"--tokens {problem} Choose one with --gpu.")
+    if options.memory is not None:
+        gpu = gpu.model_copy(update={"memory_gib": options.memory})
+    gpu = gpu.of_rank(run.world_size)  # the ranks of a CPU share its cores and memory
+
+    # A search traces many jobs, and a long pipeline many stages, so processes share this work.
+    is_search = options.search or options.write is not None
+    has_many_traces = is_search or run.degrees.pipeline > 2
+    with workers() if has_many_traces else contextlib.nullcontext() as pool:
+        apply = pool.map if pool else map
+        # This imports torch, which is slow. The processes import it at the same time.
+        from titanlite.plan import advice
+
+        if gpu.cpu:  # CPU offload saves no memory there
+            run = advice.with_keys(run, {"training.enable_cpu_offload": False})
+        if is_search:
+            return _search(options, run, gpu, apply, tokens)
+        return _plan(options, run, gpu, apply, tokens, out)
 
 
 def _parse_tokens(text: str) -> int:
@@ -157,21 +180,24 @@ def _plan(
         Changes that make the job fit into memory, or the largest batch size if it fits. With
         --json, the estimate and the advice as one JSON object, and nothing is printed.
     """
-    from titanlite.plan import advice  # slow, because it imports torch
+    from titanlite.plan import advice
 
     def print_plan(plan: Forecast) -> None:
         if not options.as_json:
             print(_format_plan(run, _add_training_time(plan, tokens)), file=out, flush=True)
 
-    run = _without_offload_on_cpu(run, gpu)
+    # `make_plan` calls `print_plan` with the estimate, and then looks for advice.
     plan = advice.make_plan(run, gpu, options.quick, options.remedies, print_plan, apply)
     if options.as_json:
         return _add_training_time(plan, tokens).model_dump_json()
+
+    # The job does not fit, or the user asked for changes with --remedies.
     if plan.changes:
         return "\n  ".join(["Changes that make it fit, cheapest first:", *plan.changes])
     if not plan.fits:
         return plan.remedy()
 
+    # The job fits. With --quick, the largest batch size is unknown.
     largest = plan.largest_local_batch_size
     if largest is None:
         return ""
@@ -201,7 +227,6 @@ def _search(
     """
     from titanlite.plan import advice
 
-    run = _without_offload_on_cpu(run, gpu)
     results, num_traced, num_candidates = advice.search(run, gpu, apply)
     if not results:
         remedy = "Use more or larger devices, or a smaller model."
@@ -238,18 +263,6 @@ def _add_training_time(plan: Forecast, tokens: int | None) -> Forecast:
     return plan.model_copy(update={"training": estimate_training(plan, tokens)})
 
 
-def _without_offload_on_cpu(run: Run, gpu: Gpu) -> Run:
-    """Disable CPU offload if the run is planned for a CPU, where it saves no memory.
-
-    A run on GPUs is returned unchanged.
-    """
-    from titanlite.plan import advice
-
-    if gpu.cpu:
-        return advice.with_keys(run, {"training.enable_cpu_offload": False})
-    return run
-
-
 def _choose_gpu(name: str | None) -> Gpu:
     """Return the device for which `titanlite plan` estimates memory and time.
 
@@ -282,12 +295,17 @@ def _format_plan(run: Run, plan: Forecast) -> str:
     """Format the estimate of a job as two tables: peak memory in GiB and step time in seconds."""
     lines = [f"{plan.job} on {plan.world_size} x {plan.gpu}", ""]
     lines += _format_memory(plan)
+
+    # Time of each kind of work, such as matmuls, and of the whole step.
     lines += ["", f"Step time, s (roofline of {plan.gpu}, accurate to about a third)"]
-    parts = {**plan.parts, "(hidden communication)": plan.hidden_seconds, "step": plan.step_seconds}
-    for name, seconds in parts.items():
+    times = dict(plan.parts)
+    times["(hidden communication)"] = plan.hidden_seconds
+    times["step"] = plan.step_seconds
+    for name, seconds in times.items():
         share = seconds / plan.step_seconds
         lines.append(f"  {name:<36}{seconds:>10.4f}{share:>7.0%}")
 
+    # Speed, and model FLOPs utilization (MFU).
     days = plan.step_seconds * run.job.training.steps / 86400
     speed = f"{plan.tokens_per_second:,.0f} tokens/s per device"
     lines.append(f"  {speed}, {days:,.2f} days for all steps")

@@ -68,6 +68,7 @@ def main(argv: Sequence[str]) -> None:
         UserError: If the job or an option is invalid.
         NotProven: If a number differs by more than its tolerance.
     """
+    # Derive the small job, and start its ranks.
     options, words = parse_options_and_job(Prove, argv, "prove")
     job = parse_original(words)
     out = (options.out or Path(job.job.dump_folder, FOLDER)).absolute()
@@ -83,11 +84,14 @@ def main(argv: Sequence[str]) -> None:
     os.environ["NGPU"] = str(world_size)
     start_ranks("prove", argv)
 
+    # Train the small job, and compare it with the reference.
     from titanlite.prove.prove import prove  # slow, because it imports torch
 
     result = prove(small_job.run, out)
     if result is None:  # only rank 0 has the result
         return
+
+    # Write and print the certificate.
     certificate = make_certificate(small_job, result)
     path = write_certificate(certificate, out)
     if options.as_json:
@@ -96,10 +100,10 @@ def main(argv: Sequence[str]) -> None:
         print(f"{format_summary(certificate)}\n")
         print(format_table(COLUMNS, table_rows(certificate)))
         print(f"\nWrote {path}.")
+        if certificate.proven:
+            print("Proven: the layout computes what the reference computes.")
     if not certificate.proven:
         raise NotProven(certificate.first_difference)
-    if not options.as_json:
-        print("Proven: the layout computes what the reference computes.")
 
 
 def choose_world_size(option: int | None) -> int | None:
@@ -115,6 +119,7 @@ def choose_world_size(option: int | None) -> int | None:
     Raises:
         UserError: If a launcher has started another number of ranks than `option`.
     """
+    # A launcher has already started the ranks.
     if "WORLD_SIZE" in os.environ:
         world_size = read_world_size()
         if option not in (None, world_size):

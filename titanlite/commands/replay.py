@@ -49,26 +49,34 @@ def main(argv: Sequence[str]) -> None:
             "as an imported one, has no steps to replay."
         )
     start_ranks("replay", argv)
-    words = ["--job.config_file", str(config), "--job.dump_folder", str(options.dir), *words]
-    run = load_run(words, read_world_size(), trusted=False, trains=False)
+
+    # Load the job of the run. Its output folder may have been moved since.
+    job_words = ["--job.config_file", str(config), "--job.dump_folder", str(options.dir), *words]
+    run = load_run(job_words, read_world_size(), trusted=False, trains=False)
     logged = _read_logged_step(options.dir / "metrics.jsonl", options.step)
 
     from titanlite.train.replay import replay  # slow, because it imports torch
 
+    # Compute the steps from the last checkpoint to this step. To compare it with the logged
+    # numbers, convert it to a line of metrics.jsonl and back.
     metrics = replay(run, options.step)[-1]
     now = _select_numbers(json.loads(json_line(metrics.model_dump())))
-    if logged is None:
-        comparison = "this step was not logged"
-    elif logged == now:
-        comparison = "bitwise identical to the logged step"
-    else:
-        comparison = (
-            f"DIFFERENT from the logged step: {_format_numbers(logged)}. Sums are rounded "
-            "differently with other ranks, devices or packages"
-        )
-    text = f"step {options.step}  {_format_numbers(now)}, {comparison}"
+
+    text = f"step {options.step}  {_format_numbers(now)}, {_describe_difference(logged, now)}"
     result = {"step": options.step, "now": now, "logged": logged}
     print_result(result, text, options.as_json)
+
+
+def _describe_difference(logged: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str:
+    """Describe how the logged numbers of a step differ from those that were computed now."""
+    if logged is None:
+        return "this step was not logged"
+    if logged == now:
+        return "bitwise identical to the logged step"
+    return (
+        f"DIFFERENT from the logged step: {_format_numbers(logged)}. Sums are rounded differently "
+        "with other ranks, devices or packages"
+    )
 
 
 def _read_logged_step(metrics_file: Path, step: int) -> dict[str, Any] | None:

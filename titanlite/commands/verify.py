@@ -30,6 +30,7 @@ def main(argv: Sequence[str]) -> None:
         CheckpointError: If there is no checkpoint, or one is damaged or cannot be read. The report
             is printed first.
     """
+    # Read the checkpoints, and print what was found.
     options = parse_options(Verify, argv, "verify")
     report = verify(options.dir)
     if options.as_json:
@@ -37,6 +38,7 @@ def main(argv: Sequence[str]) -> None:
     else:
         print(printable("\n".join(_format_report(report))))
 
+    # Exit with an error if any checkpoint is damaged.
     checkpoints = report["checkpoints"]
     bad = [checkpoint["name"] for checkpoint in checkpoints if checkpoint["state"] != "good"]
     if bad:

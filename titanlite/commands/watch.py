@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> None:
             status = read_status(folder)
             if view is not None:
                 view.update(status.to_text(), refresh=True)
-            else:
+            else:  # the output is not a terminal: print only lines that have changed
                 lines = status.to_lines()
                 for line in lines:
                     if line not in previous_lines:
