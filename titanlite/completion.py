@@ -74,6 +74,8 @@ def load_checkpoint(
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer_path = None if tokenizer is None else Path(tokenizer)
+
+    # Load the newest checkpoint or, if it is damaged, the one before it.
     load = partial(_load_step, torch.device(device), ema, tokenizer_path)
     check = partial(check_checkpoint, verified_on_load=True)
     return load_newest(Path(folder), load, check=check, log=note)
@@ -87,11 +89,13 @@ def _load_step(
     run = Run(job)
     tokenizer = load_tokenizer(run.tokenizer_path, job)
 
+    # Create the model without memory for its weights (device "meta"), so that only the final dtype
+    # takes memory on the device.
     with torch.device("meta"):
         model: Llama = resolve(run.arch.model)(run.arch)
     if device.type == "cuda":
         training = run.resolve_compute_dtype(on_gpu=True).job.training
-        model.to(getattr(torch, training.mixed_precision_param))
+        model.to(getattr(torch, training.mixed_precision_param))  # such as torch.bfloat16
     model.to_empty(device=device)
 
     load_weights(step_folder, model, averaged=ema)
@@ -267,24 +271,29 @@ def _generate_tokens(
     """Generate tokens for a batch of prompts, and yield after each step.
 
     Each step appends one token to every unfinished completion in `decodings`. Shorter prompts are
-    padded at the front with positions that no token attends to.
+    padded at the front with positions that no token attends to. For example, the prompts [7, 8, 9]
+    and [5] become [7, 8, 9] and [0, 0, 5].
 
     Args:
         checkpoint: Model and tokenizer.
         decodings: Prompts to complete, which are updated in place.
         options: Sampling settings.
     """
+    # Create a cache that is long enough for the longest prompt and completion.
     model = checkpoint.model
     longest = max(len(decoding.ids) for decoding in decodings)
-    padding = [longest - len(decoding.ids) for decoding in decodings]
     max_new_tokens = max(decoding.limit - len(decoding.ids) for decoding in decodings)
     cache = _create_cache(model, len(decodings), longest + max_new_tokens)
     # Sample on the CPU, so that a seed gives the same random numbers for any device.
     generators = [torch.Generator().manual_seed(options.seed) for _ in decodings]
 
+    # The first step processes all tokens of the prompts, and the other steps one token each.
+    padding = []
     inputs = []
-    for size, decoding in zip(padding, decodings, strict=True):
-        inputs.append([0] * size + decoding.ids)
+    for decoding in decodings:
+        num_padded = longest - len(decoding.ids)
+        padding.append(num_padded)
+        inputs.append([0] * num_padded + decoding.ids)
     while any(decoding.is_unfinished for decoding in decodings):
         logits = _next_logits(model, inputs, cache, padding)  # (B, V)
         # The embedding can have more rows than the tokenizer has tokens. Never sample those.
@@ -315,6 +324,9 @@ def _next_logits(
 ) -> Tensor:
     """Run the model on new tokens, add them to the cache, and return the logits of the next token.
 
+    Shapes are suffixes of names: B sequences, T new tokens (queries), and S new and cached tokens
+    (keys).
+
     Args:
         model: Model.
         inputs: Token IDs that follow the tokens in `cache`: B lists of equal length.
@@ -327,17 +339,22 @@ def _next_logits(
     device = model.get_parameter("tok_embeddings.weight").device
     tokens_BT = torch.tensor(inputs, device=device)
     padding_B = torch.tensor(padding, device=device)
-    chunk_length = max(1, PREFILL_CHUNK // len(inputs))
     # Exclude cuDNN's kernel, which builds a new execution plan for each length of the cache.
     kernels = sdpa_kernel(
         [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     )
+
+    # Process long prompts in chunks, to limit the memory of the logits.
+    chunk_length = max(1, PREFILL_CHUNK // len(inputs))
     with torch.inference_mode(), kernels:
         for chunk_BT in tokens_BT.split(chunk_length, dim=1):
+            # The new tokens follow the cached ones. For example, 2 new tokens after 3 cached ones
+            # have the indices [3, 4], and attend to the indices [0, 1, 2, 3, 4].
             num_cached = cache[0].length
-            index_S = torch.arange(num_cached + chunk_BT.shape[1], device=device)  # of the keys
-            index_T = index_S[num_cached:]  # of the queries
+            index_S = torch.arange(num_cached + chunk_BT.shape[1], device=device)
+            index_T = index_S[num_cached:]
             mask_BTS = _attention_mask(index_T, index_S, padding_B, model.arch.sliding_window)
+            # Positions for RoPE start after the padding.
             positions_BT = (index_T - padding_B[:, None]).clamp(min=0)
             logits_BTV = model(chunk_BT, positions_BT, mask_BTS[:, None], cache)
     return logits_BTV[:, -1].float().cpu()
@@ -354,6 +371,7 @@ def _attention_mask(
         padding_B: Number of padding positions at the front of each sequence.
         sliding_window: Number of latest positions that a query attends to. None or 0: all.
     """
+    # Attend to the token itself and to earlier ones, but not to padding.
     distance_TS = index_T[:, None] - index_S
     is_padding_BS = index_S < padding_B[:, None]
     mask_BTS = (distance_TS >= 0) & ~is_padding_BS[:, None]

@@ -53,10 +53,11 @@ def load_run(
         UserError: If anything is invalid (the message lists all mistakes), or the model that
             `--from` names is not available.
     """
+    # With `--from MODEL`, the model determines the default values of the job. `parse_job` calls
+    # `build_base` after it has imported plugins, because the model may need them.
     pretrained_model, job_options = split_from_option(argv)
     build_base = None
     if pretrained_model is not None:
-        # Called by `parse_job` after plugins are imported, because the model may need them.
         build_base = partial(build_job_tables, pretrained_model)
 
     parsed_job = parse_job(job_options, trusted, build_base)

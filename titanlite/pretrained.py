@@ -36,6 +36,7 @@ def split_from_option(argv: Sequence[str]) -> tuple[str | None, list[str]]:
     Raises:
         UserError: If `--from` has no value, or occurs twice.
     """
+    # Split `--from=MODEL` into two words.
     words: list[str] = []
     for word in argv:
         if word.startswith(f"{FROM}="):
@@ -45,14 +46,16 @@ def split_from_option(argv: Sequence[str]) -> tuple[str | None, list[str]]:
     if FROM not in words:
         return None, words
 
+    # The word after `--from` is its value.
     position = words.index(FROM)
-    values = words[position + 1 : position + 2]
-    others = words[:position] + words[position + 2 :]
-    if not values or values[0].startswith("--") or FROM in others:
+    words_before = words[:position]
+    words_after = words[position + 1 :]
+    if not words_after or words_after[0].startswith("--") or FROM in words_after:
         raise UserError(
             f"{FROM}: takes one folder, or OWNER/NAME of a model on the Hugging Face Hub."
         )
-    return values[0], others
+    model, *other_words = words_after
+    return model, words_before + other_words
 
 
 def _find_folder(name: str) -> Path:
@@ -67,6 +70,7 @@ def _find_folder(name: str) -> Path:
     Raises:
         UserError: If the model is not available or not supported.
     """
+    # Use a folder of the user, or the result of an earlier download.
     local_folder = Path(name).expanduser()
     if local_folder.exists():
         return local_folder
@@ -74,10 +78,11 @@ def _find_folder(name: str) -> Path:
     is_downloaded = (folder / CONFIG).is_file()  # the config is the last file of a download
     if is_downloaded:
         return folder
+
+    # Download the model.
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         text = "is not a folder, nor OWNER/NAME of a model on the Hugging Face Hub."
         raise UserError(f"{FROM} {name} {text}")
-
     files = HubFiles("model", name, None, None)
     if CONFIG not in files.sizes:
         raise UserError(f"{FROM} {name}: this repository has no {CONFIG} of a model.")
@@ -111,7 +116,8 @@ def build_job_tables(name: str) -> dict[str, dict[str, Any]]:
     if is_hf_folder:
         arch = _read_architecture(folder / CONFIG)
         tokenizer = {"path": str(_find_tokenizer(folder))}
-        output_name = "-".join(folder.resolve().parts[-2:])  # many folders are called final_hf
+        # The folder and its parent, such as "my_run-final_hf", because many are called final_hf.
+        output_name = "-".join(folder.resolve().parts[-2:])
     else:
         run = Run(_read_job(folder))
         arch = run.arch

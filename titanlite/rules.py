@@ -141,6 +141,7 @@ def check_layout(run: Run) -> Problems:
     Batch sizes depend on the data-parallel degree, so they are checked only if the product of the
     degrees equals the number of ranks.
     """
+    # Check the batch sizes, or report that the degrees do not fit the number of ranks.
     degrees = run.degrees
     uses_all_ranks = degrees.world == run.world_size
     batch_problems: list[Problem] = []
@@ -148,6 +149,7 @@ def check_layout(run: Run) -> Problems:
         batch_problems += check_batch_sizes(run)
         yield from batch_problems
     else:
+        # Report the largest degree, which the user will most likely change.
         names = [name for name, _ in run.job.parallelism if name.endswith("_degree")]
         largest = max(names, key=lambda name: getattr(run.job.parallelism, name))
         text = (
@@ -156,6 +158,7 @@ def check_layout(run: Run) -> Problems:
         )
         yield Problem(f"parallelism.{largest}", text)
 
+    # Check the layout of the model.
     yield from check_tensor_sizes(run)
     if degrees.pipeline > 1:
         yield from check_stages(run)
@@ -166,6 +169,7 @@ def check_layout(run: Run) -> Problems:
 
 def check_tensor_sizes(run: Run) -> Problems:
     """Check that tensor and context parallelism can split the model and the sequences evenly."""
+    # Tensor parallelism gives each rank the same number of heads and of channels.
     kv_heads = run.arch.n_kv_heads
     ffn_dim = run.arch.ffn_dim
     tensor_degree = run.degrees.tensor
@@ -173,6 +177,7 @@ def check_tensor_sizes(run: Run) -> Problems:
         text = f"must divide model.n_kv_heads = {kv_heads} and model.ffn_dim = {ffn_dim}."
         yield Problem("parallelism.tensor_parallel_degree", text)
 
+    # Both split each sequence into chunks of the same length.
     seq_len = run.job.training.seq_len
     divisor = sequence_divisor(run.degrees)
     if seq_len % divisor:
@@ -207,6 +212,7 @@ def check_stages(run: Run) -> Problems:
     cuts = run.pipeline_cuts  # empty if the job does not set pipeline_parallel_split_points
     num_stages = len(cuts) + 1 if cuts else run.stages_per_rank * num_ranks
 
+    # Check the stages.
     if cuts and not _are_valid_cuts(run):
         text = (
             f"must rise up to at most layers.{num_layers - 1} and make {run.stages_per_rank} "
@@ -217,6 +223,7 @@ def check_stages(run: Run) -> Problems:
         text = f"makes {num_stages} stages, but the model has only {num_layers} blocks."
         yield Problem("parallelism.pipeline_parallel_degree", text)
 
+    # Check the features that do not work with a pipeline.
     if run.arch.tied_embeddings:
         text = (
             "does not work with a pipeline, because its first and last stage would share a matrix."
@@ -251,14 +258,16 @@ def check_pipeline_schedule(run: Run) -> Problems:
     if schedule not in SPLIT_BACKWARD:
         return
 
+    # Find blocks whose second pass would need buffers that the first pass has freed. If compiled
+    # blocks keep these buffers ("donated buffers" disabled), they run, but the loss is off by
+    # 1.4e-3 after ten steps in fp32 (torch 2.13).
     checkpointing = run.job.activation_checkpoint
     recomputes_operators = (
         checkpointing.mode == "selective" and checkpointing.selective_ac_option == "op"
     )
-    # Without donated buffers, compiled blocks run, but the loss is off by 1.4e-3 after ten steps in
-    # fp32 (torch 2.13).
     needs_freed_buffers = run.compiles("model") or recomputes_operators
 
+    # Compare the version of torch, such as "2.12.1+cu130".
     major, minor = version("torch").split(".")[:2]
     is_old_torch = (int(major), int(minor)) < (2, 13)
     needs_new_torch = schedule in V_SHAPED or run.job.float8.enable
@@ -275,7 +284,8 @@ def check_microbatches(run: Run) -> Problems:
     """Check that each global batch size makes enough microbatches for the pipeline schedule.
 
     Each pipeline rank needs a microbatch. Interleaved schedules run microbatches in rounds of equal
-    size.
+    size, one round for every `num_ranks` microbatches. For example, 4 ranks can run 10 microbatches
+    in 2 rounds of 5, but not 9.
     """
     num_ranks = run.degrees.pipeline
     schedule = run.job.parallelism.pipeline_parallel_schedule
@@ -402,7 +412,8 @@ def check_optimizer_groups(run: Run) -> Problems:
     if not groups or not is_valid_model:
         return
 
-    # Slow, because this imports torch to build the model on the meta device.
+    # Check that each pattern matches a parameter. This is slow, because `parameter_shapes` imports
+    # torch to build the model on the meta device.
     names = list(parameter_shapes(arch))
     for number, group in enumerate(groups):
         for pattern in group.params:
@@ -411,6 +422,7 @@ def check_optimizer_groups(run: Run) -> Problems:
                 text = f'has "{pattern}", which matches no parameter. Nearest: {nearest}.'
                 yield Problem(f"optimizer.groups.{number}.params", text)
 
+    # Check that each parameter is in one group.
     missing = []
     repeated = []
     for name in names:
@@ -420,6 +432,7 @@ def check_optimizer_groups(run: Run) -> Problems:
         elif num_groups > 1:
             repeated.append(name)
 
+    # Report these problems for the last group.
     last_key = f"optimizer.groups.{len(groups) - 1}.params"
     if missing:
         text = f"must match the parameters that are in no group: {_summarize(missing)}."
@@ -452,11 +465,11 @@ def check_float8(run: Run) -> Problems:
         yield Problem("float8.enable", text)
         return
 
+    # Find the sizes of the layers that are converted to FP8. Tensor parallelism splits these sizes.
     layer_sizes = []
-    distinct_sizes = dict.fromkeys((arch.dim, arch.q_dim, arch.kv_dim, arch.ffn_dim))
-    for size in distinct_sizes:
+    for size in (arch.dim, arch.q_dim, arch.kv_dim, arch.ffn_dim):
         is_converted = size >= float8.min_features and size % 16 == 0
-        if is_converted:
+        if is_converted and size not in layer_sizes:
             layer_sizes.append(size)
     shard_sizes = [size // run.degrees.tensor for size in layer_sizes]
     if any(size % 16 for size in shard_sizes):
@@ -598,16 +611,21 @@ def suggest_tokenizer(run: Run) -> str:
     path = run.job.tokenizer.path
     if storage.as_url(path) or os.path.isfile(run.tokenizer_path):
         return ""
+
+    # The tokenizer probably exists elsewhere.
     if run.job.checkpoint.initial_load_in_hf:
         return "; copy the tokenizer of the model there, or set tokenizer.path"
     if os.path.isdir(run.tokenizer_path):
         return f"; set a file in this folder, such as {os.path.join(path, 'tokenizer.json')}"
 
+    # The path names a tokenizer that can be downloaded, for example assets/tokenizer/gpt2.
     vocab_size = run.arch.vocab_size
     download = propose_download("tokenizer", path, vocab_size)
     if download:
         return download
 
+    # Otherwise train a tokenizer into the folder of the path. For example, my/tokenizer.json and
+    # my.json both give the folder "my".
     folder, name = os.path.split(path)
     if name not in ("tokenizer.json", "tokenizer.model"):
         folder, _ = os.path.splitext(path)
@@ -672,6 +690,7 @@ def _check_source(table: str, source: TextSource) -> Problems:
         table: Full name of the table of the source, such as "dataset.sources.0".
         source: The source.
     """
+    # These sources have fixed files.
     if source.path is not None and source.source in ("python_stdlib", "c4"):
         text = (
             f'is not used with {table}.source = "{source.source}". Set that too, for example to '
@@ -680,6 +699,7 @@ def _check_source(table: str, source: TextSource) -> Problems:
         yield Problem(f"{table}.path", text)
         return
 
+    # The error names keys of [dataset]. Replace them by the keys of this table.
     try:
         find_files(source)
     except UserError as error:
@@ -699,6 +719,7 @@ def check_output_folders(run: Run) -> Problems:
     checkpoint_folder = _get_checkpoint_folder(run)
     saves_checkpoints = run.job.checkpoint.enable
 
+    # Check that files can be written, and first in the output folder, which contains the others.
     write_problem = find_write_problem(folder)
     overwrite_problem = find_overwrite_problem(folder)
     if write_problem:
@@ -710,11 +731,13 @@ def check_output_folders(run: Run) -> Problems:
         if checkpoint_problem:
             yield Problem("checkpoint.folder", f"cannot be used: {checkpoint_problem}")
 
+    # Check that checkpoints have a folder of their own.
     other_outputs = [folder / name for name in ("final", "final_hf", *FILES)]
     if checkpoint_folder in (folder, *other_outputs):
         text = "is used for other outputs. Choose a folder for the checkpoints alone."
         yield Problem("checkpoint.folder", text)
 
+    # Check that the export at the end of training replaces only an earlier export.
     foreign_export = find_foreign_export(folder)
     if foreign_export is not None and saves_checkpoints and run.job.checkpoint.last_save_in_hf:
         text = f"cannot replace {foreign_export}, which no run has written. Move it."
@@ -767,6 +790,8 @@ def check_checkpoints(run: Run) -> Problems:
     if checkpoint.initial_load_path is not None and not saved:
         yield from _check_initial_weights(checkpoint.initial_load_path, checkpoint)
 
+    # -1 selects the newest checkpoint. Another step need not be there if the run has already gone
+    # back to it, or if it may be in the mirror.
     step = checkpoint.load_step
     saved_steps = [get_step(folder) for folder in saved]
     is_available = step == -1 or step in saved_steps or has_gone_back(saved, step)
@@ -890,6 +915,8 @@ def find_suspicious_values(run: Run) -> list[str]:
         text = f"is unusually high for {optimizer.name}. Typical learning rates are 1e-4 to 1e-2."
         warnings.append(f"optimizer.lr = {format_value(optimizer.lr)} {text}")
 
+    # Find markup in all plain text, for training and for validation. A section without a list of
+    # sources is a source itself.
     validation = run.job.validation
     sources: list[TextSource] = [*(run.job.dataset.sources or (run.job.dataset,))]
     if validation.freq and validation.holdout == 0:

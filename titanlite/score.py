@@ -173,14 +173,17 @@ def _build_run(saved: JobConfig, options: Scoring, window: int, parallelism: Par
     if window > max_window:
         raise UserError(f"--window {window}: must be at most model.max_seq_len = {max_window}.")
 
+    # The layout determines the batch size, and by what the sequence length must be divisible.
     world_size = read_world_size()
     degrees = Run(JobConfig(parallelism=parallelism), world_size).degrees
     divisor = sequence_divisor(degrees)
-    dtype = options.dtype or _default_dtype(saved)
 
     # Keep only the sections that describe the model, its tokenizer and their plugins.
     plugin_sections = {saved.model.architecture, saved.tokenizer.name or ""}
     tables = saved.model_dump(include={"job", "model", "tokenizer", "comm", *plugin_sections})
+
+    # Replace the layout and the batches of training by those of the evaluation.
+    dtype = options.dtype or _default_dtype(saved)
     tables["parallelism"] = parallelism
     tables["activation_checkpoint"] = {"mode": "none"}
     tables["training"] = {
