@@ -119,20 +119,24 @@ def hash_job(job: JobConfig) -> str:
     library versions and the source code of titanlite and of plugins, but not of modules that a
     plugin imports.
     """
+    # Collect the sections that determine a step, without the keys that do not.
     values = job.model_dump(mode="json")
-    parts = {name: values[name] for name in PROVEN_SECTIONS}
+    hashed = {name: values[name] for name in PROVEN_SECTIONS}
     for key in UNPROVEN_KEYS:
-        parts["training"].pop(key)
-    parts["model"].pop("vocab_size")  # a proof always uses a small vocabulary
-    parts["hooks"] = values["job"]["hooks"]
-    parts["dataset"] = [values["dataset"][key] for key in ("document_mask", "packing")]
-    parts["plugin_sections"] = {name: values[name] for name in values.keys() - SECTIONS.keys()}
+        hashed["training"].pop(key)
+    hashed["model"].pop("vocab_size")  # a proof always uses a small vocabulary
 
-    parts["versions"] = read_versions()
-    parts["plugins"] = {name: _hash_module(name) for name in job.job.plugins}
-    parts["titanlite"] = _hash_module("titanlite")
+    # Add single keys of other sections, and the sections of plugins.
+    hashed["hooks"] = values["job"]["hooks"]
+    hashed["dataset"] = [values["dataset"]["document_mask"], values["dataset"]["packing"]]
+    hashed["plugin_sections"] = {name: values[name] for name in values.keys() - SECTIONS.keys()}
 
-    text = json.dumps(parts, sort_keys=True)
+    # Add the code.
+    hashed["versions"] = read_versions()
+    hashed["plugins"] = {name: _hash_module(name) for name in job.job.plugins}
+    hashed["titanlite"] = _hash_module("titanlite")
+
+    text = json.dumps(hashed, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -164,9 +168,11 @@ def find_certificate(run: Run) -> tuple[Path, Certificate] | None:
     Returns:
         The path of the file and the certificate, or None if there is no such certificate.
     """
+    # The file names contain the time, so the newest certificate comes first.
     paths = sorted(Path(run.dump_folder, FOLDER).glob("certificate-*.json"), reverse=True)
     if not paths:
         return None
+
     job_hash = hash_job(run.job)
     for path in paths:
         try:

@@ -71,9 +71,11 @@ def find_write_problem(folder: Path) -> str | None:
     Args:
         folder: Folder to check. If it does not exist, its nearest existing parent is checked.
     """
+    # Find the nearest folder that exists.
     parents = (folder, *folder.parents)
     existing_parent = next(parent for parent in parents if os.path.lexists(parent))
 
+    # Reject folders inside of a checkpoint.
     real_path = Path(os.path.realpath(existing_parent))
     for parent in (real_path, *real_path.parents):
         is_checkpoint = STEP_FOLDER.fullmatch(parent.name) and os.path.lexists(parent / MANIFEST)
@@ -172,11 +174,13 @@ def find_file_inside(folder: Path, name: str) -> Path:
         UserError: If `name` is not a plain file name, the link leads out of the folder, or there is
             no such regular file.
     """
+    # Reject paths, and names that no file system accepts.
     is_special_name = name in ("", ".", "..")
     if is_special_name or "/" in name or "\0" in name or len(name) > 255:
         text = f"{shorten(repr(name))} is not the name of a file in this folder."
         raise UserError(f"{folder}: {text}")
 
+    # Reject links to other folders.
     path = folder / name
     target = Path(os.path.realpath(path))
     real_folder = folder.resolve()

@@ -202,18 +202,21 @@ def find_flavor(name: str) -> str:
     Raises:
         ValueError: If the name is unknown. The message suggests the most similar flavor.
     """
+    # List all names in lower case, for example "8b", "meta-llama/llama-3.1-8b" and "llama-3.1-8b".
     flavor_of_name = {flavor: flavor for flavor in FLAVORS}
     for hub_name, flavor in HUB_NAMES.items():
         _, _, model_name = hub_name.rpartition("/")
         flavor_of_name[hub_name.lower()] = flavor
         flavor_of_name[model_name.lower()] = flavor
 
+    # Look up the name with and without its suffix.
     lower_name = name.lower()
     base_name = re.sub(r"-(instruct|base|hf)$", "", lower_name)
     for candidate in (lower_name, base_name):
         if candidate in flavor_of_name:
             return flavor_of_name[candidate]
 
+    # The name is unknown. Suggest the most similar one.
     _, _, base_model_name = base_name.rpartition("/")
     similar = difflib.get_close_matches(base_model_name, flavor_of_name, n=1)
     suggestion = f" Did you mean {flavor_of_name[similar[0]]}?" if similar else ""

@@ -50,13 +50,17 @@ def print_help(job: JobConfig, topics: Sequence[str]) -> None:
         _print_overview()
         return
 
-    names = {topic.removeprefix("--").replace("-", "_") for topic in topics}
-    known_names = {"all"}
+    # A topic can be a section, a key, or both: "training", "steps" or "training.steps".
+    known_names = ["all"]
     for full_name in list_keys():
-        known_names |= {full_name, *full_name.split(".")}
-    unknown_names = names - known_names
-    if unknown_names:
-        raise UserError(describe_unknown_name(JobConfig, min(unknown_names)).describe())
+        section, key = full_name.split(".")
+        known_names += [section, key, full_name]
+
+    # Options can be topics as well: "--training.local-batch-size".
+    names = {topic.removeprefix("--").replace("-", "_") for topic in topics}
+    for name in sorted(names):
+        if name not in known_names:
+            raise UserError(describe_unknown_name(JobConfig, name).describe())
 
     for section in SECTIONS:
         _print_section(job, section, names)
@@ -87,6 +91,7 @@ def _print_section(job: JobConfig, section: str, names: set[str]) -> None:
     if prints_all_keys:
         print(wrap_text(f"[{section}] {model.__doc__}"), end="\n\n")
 
+    # Print the advanced keys last. If all keys are printed, a heading comes before them.
     common_keys = [key for key in model.model_fields if key not in model.advanced]
     for key in (*common_keys, *model.advanced):
         is_first_advanced_key = key in model.advanced[:1]
@@ -109,6 +114,7 @@ def _print_key(key: str, field: FieldInfo, value: Any, prefix: str) -> None:
         value: Value to show as the default. PydanticUndefined means that the key is required.
         prefix: "--", or "" for keys that can only be set in a job file.
     """
+    # A list of tables, such as [[dataset.sources]].
     table = find_table_model(field.annotation)
     if table is not None:
         print(f"[[{key}]] (job file only)")
@@ -117,6 +123,7 @@ def _print_key(key: str, field: FieldInfo, value: Any, prefix: str) -> None:
             _print_key(f"{key}.{name}", inner_field, inner_field.default, "")
         return
 
+    # A key with a value, such as "--training.steps <integer>".
     type_name = describe_type(field)
     if prefix and type_name == "<boolean>":
         negated_key = key.replace(".", ".no-")
@@ -124,6 +131,7 @@ def _print_key(key: str, field: FieldInfo, value: Any, prefix: str) -> None:
     else:
         print(f"{prefix}{key} {type_name}")
 
+    # The description ends with the default in parentheses.
     if value is PydanticUndefined:
         default = "required"
     elif value is None:
@@ -149,20 +157,23 @@ def _list_types(annotation: Any) -> list[str]:
 
     For example, `int | None` gives ["<integer>"], and `Literal["a", "b"]` gives ["a|b"].
     """
+    # A registry, such as OPTIMIZERS, contains the allowed values.
     if isinstance(annotation, Registry):
         registered_names = "|".join(annotation)
         return [registered_names or "<string>"]
 
-    parts = typing.get_args(annotation)
-    if not parts:
+    # A plain type, such as `int`. Others, such as `None`, have no name in the help.
+    arguments = typing.get_args(annotation)
+    if not arguments:
         type_name = _TYPE_NAMES.get(annotation)
         return [type_name] if type_name else []
-    if typing.get_origin(annotation) is typing.Literal:
-        return ["|".join(map(str, parts))]
 
-    # In Annotated[str, REGISTRY], the registry replaces the type.
-    registries = [part for part in parts if isinstance(part, Registry)]
+    if typing.get_origin(annotation) is typing.Literal:
+        return ["|".join(map(str, arguments))]
+
+    # A union or a list of types. In Annotated[str, REGISTRY], the registry replaces the type.
+    registries = [argument for argument in arguments if isinstance(argument, Registry)]
     names: list[str] = []
-    for part in registries or parts:
-        names += _list_types(part)
+    for argument in registries or arguments:
+        names += _list_types(argument)
     return names

@@ -116,22 +116,26 @@ def compare_jobs(
     old = flatten(before)
     new = flatten(now)
     data_effect = INCOMPATIBLE if new["dataset.on_change"] == "error" else AFFECTS_TRAINING
-    # Another version of titanlite may lack a key. Token IDs are compared instead of tokenizer keys.
-    compared_keys = old.keys() & new.keys() - {"tokenizer.path", "tokenizer.name"}
-
     changes: list[tuple[Effect, str]] = []
-    for key in compared_keys:
-        if old[key] == new[key]:
+
+    # Compare the keys. A key of another titanlite version is skipped, and so are the tokenizer
+    # keys, because the token IDs are compared instead.
+    for key, old_value in old.items():
+        is_skipped = key not in new or key in ("tokenizer.path", "tokenizer.name")
+        if is_skipped or old_value == new[key]:
             continue
         effect = _classify(key, old, new, data, data_effect)
         if effect is not None:
-            old_value = shorten(str(old[key]))
-            new_value = shorten(str(new[key]))
-            changes.append((effect, f"{key}: {old_value} -> {new_value}"))
+            change = f"{key}: {shorten(str(old_value))} -> {shorten(str(new[key]))}"
+            changes.append((effect, change))
+
+    # Add the changes that the data loader has found.
     if data is not None:
         position_changes, content_changes = data
-        changes.extend((INCOMPATIBLE, description) for description in position_changes)
-        changes.extend((data_effect, description) for description in content_changes)
+        for description in position_changes:
+            changes.append((INCOMPATIBLE, description))
+        for description in content_changes:
+            changes.append((data_effect, description))
 
     return sorted(changes, key=lambda change: (_ORDER.index(change[0]), change[1]))
 
@@ -165,7 +169,8 @@ def report_changes(
 def flatten(table: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
     """Convert nested dictionaries to a flat dictionary, with keys such as "training.steps".
 
-    Dictionaries in a list are numbered, for example "dataset.sources.0.path".
+    Dictionaries in a list are numbered. For example, {"sources": [{"path": "a"}]} becomes
+    {"sources": "1 tables", "sources.0.path": "a"}.
 
     Args:
         table: Nested dictionaries.

@@ -216,6 +216,7 @@ def _load_plugins_of(tables: Tables, values: Mapping[str, Any], trusted: bool, s
         UserError: If a plugin cannot be imported, or an untrusted job needs one that has not been
             imported.
     """
+    # Get the names from the command line, or else from the job file.
     is_on_command_line = PLUGINS in values
     names: Any = []
     job_section = tables.get("job")
@@ -224,8 +225,10 @@ def _load_plugins_of(tables: Tables, values: Mapping[str, Any], trusted: bool, s
     elif isinstance(job_section, dict):
         names = job_section.get("plugins", [])
 
+    # Skip anything but a list of names. Validation reports this mistake later.
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        return  # validation reports the mistake later
+        return
+
     if trusted or is_on_command_line:
         load_plugins(names)
     else:
@@ -272,11 +275,12 @@ def _read_job_file(path: Path) -> tuple[Tables, dict[str, int]]:
 def find_key_lines(text: str) -> dict[str, int]:
     """Return the line number of each key and table in a TOML text, for error messages.
 
-    Tables in a list are numbered, for example "dataset.sources.0.path".
+    Tables in a list are numbered. For example, "[[dataset.sources]]" in line 7 and "path = 1" in
+    line 8 give {"dataset.sources": 7, "dataset.sources.0": 7, "dataset.sources.0.path": 8}.
     """
     lines: dict[str, int] = {}
     list_lengths: Counter[str] = Counter()  # number of [[table]] headers so far, by name
-    table = ""
+    table = ""  # name of the current table
     for number, line in enumerate(text.splitlines(), start=1):
         header = re.match(r"\s*(\[\[?)\s*([\w.-]+)\s*\]", line)  # [table] or [[table]]
         assignment = re.match(r"\s*([\w.-]+)\s*=", line)  # key = value
@@ -306,11 +310,13 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
     mistakes: list[Mistake] = []
     renamed: list[str] = []
 
+    # Report words before the first option.
     stray_words, options = _split_options(argv)
     for word in stray_words:
         problem = f"is not an option. To pass a job file, write --{CONFIG_FILE} {word}."
         mistakes.append(Mistake(word, word, "", problem))
 
+    # Convert each option to a key and its value.
     keys = list_keys()
     for flag, words in options:
         if flag in ("-h", "--help"):
@@ -362,6 +368,7 @@ def _find_key(flag: str, keys: Mapping[str, Any]) -> tuple[str, bool]:
         The full name of the key, which may not exist, and whether the flag negates it. For example,
         both "--no-compile.enable" and "--compile.no-enable" give ("compile.enable", True).
     """
+    # Normalize the name.
     name = _flag_to_name(flag)
     if name == "config":  # otherwise dataset.config would be suggested
         name = "config_file"
@@ -371,6 +378,7 @@ def _find_key(flag: str, keys: Mapping[str, Any]) -> tuple[str, bool]:
     if name in keys:
         return name, False
 
+    # Remove the negation: "compile.no_enable" -> "compile.enable".
     positive_name = name.replace(".no_", ".", 1)
     is_negated = positive_name != name
     return positive_name, is_negated
@@ -388,6 +396,7 @@ def _parse_option(flag: str, words: list[str], keys: Mapping[str, Any]) -> tuple
         ValueError: If the option is invalid. The message is the rest of a sentence that starts with
             the flag, such as "is unknown."
     """
+    # Reject sections and unknown keys.
     key, is_negated = _find_key(flag, keys)
     if key in SECTIONS:
         options = ", ".join(f"{flag}.{name}" for name in SECTIONS[key].model_fields)
@@ -395,19 +404,21 @@ def _parse_option(flag: str, words: list[str], keys: Mapping[str, Any]) -> tuple
     if key not in keys:
         raise ValueError(describe_unknown_name(JobConfig, key).problem)
 
+    # A boolean key takes no value: --compile.enable sets true, --compile.no-enable sets false.
     annotation = keys[key].annotation
     types = find_types(annotation)
-    if is_negated and bool not in types:
-        name = key.replace(".", ".no_", 1)
-        raise ValueError(describe_unknown_name(JobConfig, name).problem)
-    if find_table_model(annotation):
-        raise ValueError(f"is a list of tables. Write [[{key}]] in a job file.")
-
     if bool in types:
         if words:
             off = key.replace(".", ".no-")
             raise ValueError(f"takes no value. Write --{key} or --{off}.")
         return key, not is_negated
+    if is_negated:
+        name = key.replace(".", ".no_", 1)
+        raise ValueError(describe_unknown_name(JobConfig, name).problem)
+
+    # Lists take any number of values, and other keys one value.
+    if find_table_model(annotation):
+        raise ValueError(f"is a list of tables. Write [[{key}]] in a job file.")
     if typing.get_origin(annotation) is tuple:
         return key, [_parse_value(word, types) for word in words]
     if len(words) != 1:

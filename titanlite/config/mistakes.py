@@ -135,33 +135,49 @@ def build_mistake(root: type[BaseModel], error: Any) -> Mistake:
         root: Model that was validated: a job, the options of a command, or the content of a file.
         error: One of the errors in `ValidationError.errors()`.
     """
-    kind = error["type"]
     location = [str(part) for part in error["loc"]]  # for example ["dataset", "sources", "0"]
-    key = ".".join(location[:2])
-    name = ".".join(location)
+    key = ".".join(location[:2])  # "dataset.sources", to find the line that sets it
+    name = ".".join(location)  # "dataset.sources.0", for the message
     if hasattr(root, "name_on_command_line"):
         name = root.name_on_command_line(location[0])  # type: ignore[attr-defined]
+    kind = error["type"]
     value = "" if kind == "missing" else format_value(error["input"])
 
-    # Follow the location from table to table, up to the first name that is unknown.
-    model = root
-    for depth, part in enumerate(location, start=1):
-        removed_keys = getattr(model, "dropped", {})
-        is_list_index = part.isdecimal()
-        if part in model.model_fields or _is_job_section(model, part):
-            model = _get_inner_model(model, part)
-        elif part in removed_keys:
-            _, problem = removed_keys[part]
+    # The name is unknown, or belongs to a key that titanlite has removed.
+    table, unknown = _find_unknown_name(root, location)
+    if kind == "extra_forbidden" and unknown:
+        removed_keys = getattr(table, "dropped", {})
+        if unknown[-1] in removed_keys:
+            _, problem = removed_keys[unknown[-1]]
             return Mistake(key, name, value, problem, "gone")
-        elif kind == "extra_forbidden" and not is_list_index:
-            is_table = isinstance(error["input"], dict)
-            shown_name = f"[{key}]" if is_table else name
-            problem = _suggest_name(root, model, location[:depth], location[-1])
-            return Mistake(key, shown_name, "", problem, kind)
+        shown_name = f"[{key}]" if isinstance(error["input"], dict) else name
+        problem = _suggest_name(root, table, unknown, location[-1])
+        return Mistake(key, shown_name, "", problem, kind)
 
+    # The value is invalid.
     problem = _rephrase(error["msg"])
     hint = _suggest_value(problem, error["input"], location)
     return Mistake(key, name, value, f"{problem}.{hint}", kind)
+
+
+def _find_unknown_name(
+    root: type[BaseModel], location: list[str]
+) -> tuple[type[BaseModel], list[str]]:
+    """Follow a location from table to table, up to the first name that is unknown.
+
+    For example, ["dataset", "sorces", "0", "path"] gives the model of [dataset] and
+    ["dataset", "sorces"].
+
+    Returns:
+        Model of the table that lacks the name, and the path of the name. Empty if all are known.
+    """
+    table = root
+    for depth, name in enumerate(location, start=1):
+        if name in table.model_fields or _is_job_section(table, name):
+            table = _get_inner_model(table, name)
+        elif not name.isdecimal():  # a number is the index of an item in a list
+            return table, location[:depth]
+    return table, []
 
 
 def _rephrase(message: str) -> str:
@@ -195,18 +211,21 @@ def _suggest_value(problem: str, value: object, location: Sequence[str]) -> str:
         value: Invalid value.
         location: Names of the sections and keys that lead to the value.
     """
+    # 10.0 instead of 10.
     if isinstance(value, float) and "integer" in problem and value.is_integer():
         return f" Write {value:.0f}."
     if not isinstance(value, str):
         return ""
 
+    # A whole list in one item: "0,1" or "[0, 1]" instead of two items.
     is_list_item = bool(location) and location[-1].isdecimal()
-    if is_list_item and "," in value:  # the whole list was written as one item
+    if is_list_item and "," in value:
         items = re.findall(r"[^\s,\[\]]+", value)
         on_command_line = " ".join(items)
         in_file = ", ".join(items)
         return f" Write a list as {on_command_line} on the command line, and [{in_file}] in a file."
 
+    # A typing error, such as "bflot16" if the problem is: must be 'float32' or 'bfloat16'.
     if not problem.startswith("must be "):
         return ""
     choices = {word.lower(): word for word in re.findall(r"[\w.-]+", problem)}
@@ -277,14 +296,18 @@ def _suggest_name(
     if model is root:
         known_names += [name for name in tables if name not in known_names]
 
+    # A name from another trainer.
     candidates = _find_synonyms(last, {*root.model_fields, *tables})
+    # A typing error, such as "training.stepz".
     if not candidates:
-        similar = difflib.get_close_matches(location[-1], known_names, n=1)
-        candidates = [".".join([*location[:-1], name]) for name in similar]
+        *parents, unknown_name = location
+        for name in difflib.get_close_matches(unknown_name, known_names, n=1):
+            candidates.append(".".join([*parents, name]))
+    # A key in the wrong table, such as "training.lr" instead of "optimizer.lr".
     if not candidates:
-        candidates = [
-            f"{name}.{last}" for name, table in tables.items() if last in table.model_fields
-        ]
+        for name, table in tables.items():
+            if last in table.model_fields:
+                candidates.append(f"{name}.{last}")
 
     if candidates:
         return f"is unknown. Did you mean {' or '.join(candidates[:3])}?"

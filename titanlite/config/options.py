@@ -120,6 +120,7 @@ def parse_options_and_job(
     Raises:
         UserError: If an option is missing, invalid or misspelled.
     """
+    # Check the options first, because the messages of tyro are less clear.
     prog = f"titanlite {command}"
     if "-h" in argv or "--help" in argv:
         # tyro would print the description in one long line.
@@ -129,6 +130,7 @@ def parse_options_and_job(
     _check_repeated_or_dropped(options, argv)
     _check_numbers(options, argv)
 
+    # tyro prints the rest of the help and exits, or parses the options.
     parsed, words = tyro.cli(
         options, args=[*argv], prog=prog, description="", config=_STYLE, return_unknown_args=True
     )
@@ -186,12 +188,14 @@ def _check_numbers(options: type[Options], argv: Sequence[str]) -> None:
         UserError: If a value is not a number. tyro's own message would be less clear.
     """
     fields = _list_flags(options)
+    # Look at each word and the next one. "--" marks the end, because the last word has no next one.
     for word, next_word in pairwise([*argv, "--"]):
         flag, has_value, value = word.partition("=")
-        if not has_value:
+        if not has_value:  # "--steps 5" instead of "--steps=5"
             value = next_word
         field = fields.get(_normalize_flag(flag))
-        if field is None or value.startswith("--"):
+        has_no_value = value.startswith("--")
+        if field is None or has_no_value:
             continue
 
         types = find_types(field.annotation)

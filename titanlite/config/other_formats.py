@@ -31,6 +31,8 @@ def parse_toml(content: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         # Not UTF-8, a number of 5,000 digits, or lists 400 deep.
         problem = f"not valid TOML in UTF-8: {error}."
+
+    # If the whole file is in another format, explaining this helps more than the first wrong line.
     raise ValueError(explain_other_format(content) or problem)
 
 
@@ -40,10 +42,12 @@ def _correct_line(line: str) -> str:
     For example, "steps: 100" gives "Write steps = 100". If the mistake is not recognized, return an
     empty string.
     """
-    assignment = re.fullmatch(r"([\w.-]+)\s*([=:])\s*([^#]*?)\s*(#.*)?", line)  # key = value # text
+    # Match "key = value # comment" or "key: value # comment".
+    assignment = re.fullmatch(r"([\w.-]+)\s*([=:])\s*([^#]*?)\s*(#.*)?", line)
     if assignment is None or _is_toml(line):
         return ""
 
+    # "training:" and "seed: null" have no equal line in TOML.
     key, sign, value, _ = assignment.groups()
     is_yaml_table = sign == ":" and not value
     if is_yaml_table:
@@ -51,6 +55,7 @@ def _correct_line(line: str) -> str:
     if value.lower() in ("none", "null"):
         return f"TOML has no {value}. Leave {key} out"
 
+    # Correct the sign and the value, and check whether this makes the line valid.
     is_flavor = key.rpartition(".")[2] == "flavor"
     corrected = f"{key} = {_correct_value(value, is_flavor)}"
     if _is_toml(corrected):
@@ -68,19 +73,21 @@ def _correct_value(value: str, is_flavor: bool) -> str:
         value: Text after the equals sign.
         is_flavor: Whether the value is the name of a model flavor, which may start with a digit.
     """
-    value = value.strip("\u2018\u2019\u201c\u201d ")  # curly quotation marks of word processors
-    if value.lower() in ("true", "false"):
-        return value.lower()
+    text = value.strip("\u2018\u2019\u201c\u201d ")  # curly quotation marks of word processors
+    if text.lower() in ("true", "false"):
+        return text.lower()
 
-    # In TOML, backslashes, as in Windows paths, are literal only between single quotes.
-    quote = "'" if "\\" in value else '"'
-    if value.startswith('"') and quote == "'":
-        return "'" + value.strip('"') + "'"
-    is_bare_text = re.fullmatch(r"[^\s\d.+\[\]{}'\"-][^\s\[\]{}'\"]*", value)
-    is_bare_flavor = is_flavor and re.fullmatch(r"[\w.-]+", value)
+    # In TOML, backslashes are literal only between single quotes: "C:\data" becomes 'C:\data'.
+    has_backslash = "\\" in text
+    if has_backslash and text.startswith('"'):
+        return "'" + text.strip('"') + "'"
+
+    # Add missing quotation marks. Text that starts with a digit or a sign may be a number.
+    is_bare_text = re.fullmatch(r"[^\s\d.+\[\]{}'\"-][^\s\[\]{}'\"]*", text)
+    is_bare_flavor = is_flavor and re.fullmatch(r"[\w.-]+", text)
     if is_bare_text or is_bare_flavor:
-        return f"{quote}{value}{quote}"
-    return value
+        return f"'{text}'" if has_backslash else f'"{text}"'
+    return text
 
 
 def _is_toml(text: str) -> bool:
@@ -98,6 +105,7 @@ def explain_other_format(content: bytes) -> str | None:
     Returns:
         A sentence for the user, or None if the format is not recognized.
     """
+    # Is it a JSON object?
     text = content.decode("utf-8-sig", errors="replace")
     try:
         value = json.loads(text)
@@ -106,6 +114,7 @@ def explain_other_format(content: bytes) -> str | None:
     if isinstance(value, dict):
         return _explain_json(value)
 
+    # Is it Python code that defines or imports anything?
     try:
         statements = ast.parse(text).body  # does not execute the code
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # not Python

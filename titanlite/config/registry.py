@@ -90,6 +90,7 @@ class Registry:
         if section is not None and (name in SECTIONS or not name.isidentifier()):
             raise ValueError(f"[{name}] is a table of a job already, or not a valid name")
 
+        # From now on, a job can select the entry, and can contain its section.
         self._entries[name] = entry
         if section is not None:
             SECTIONS[name] = section

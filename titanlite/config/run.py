@@ -124,12 +124,14 @@ class Run:
         if num_ranks == 1:
             return [range(num_layers)]
 
+        # Find the first block of each stage but the first, such as [3] for two stages.
         cuts = self.pipeline_cuts
         if not cuts:
             num_stages = num_ranks * self.stages_per_rank
             times = piece_times(self.arch, self.job.training.seq_len)
             cuts = balanced_cuts(times, stage_memory(self, num_stages), num_layers)
 
+        # Convert the boundaries [0, 3, 6] to the stages [range(0, 3), range(3, 6)].
         boundaries = [0, *cuts, num_layers]
         return [range(first, end) for first, end in pairwise(boundaries)]
 
@@ -196,13 +198,15 @@ class Run:
         if setting != "auto":
             return setting
 
+        # Reducing after each microbatch does not work with a pipeline, and saves no memory without
+        # shards. If the dtypes differ, it would round the sum after each microbatch.
         training = self.job.training
         is_sharded = self.degrees.shard * self.degrees.context > 1 or training.enable_cpu_offload
-        # If the dtypes differ, the sum would be rounded after each microbatch.
         would_round = training.dtype != training.mixed_precision_reduce
         if self.degrees.pipeline > 1 or not is_sharded or would_round:
             return "step"
 
+        # Compute the bytes of the unsharded gradients, in fp32.
         largest_batch = max(self.batch_size(first_step) for first_step, _ in self.sequence_counts)
         has_microbatches = largest_batch > training.local_batch_size * self.degrees.data
         matrices = self.arch.n_layers * self.arch.block_matrices
@@ -299,19 +303,23 @@ def stage_memory(run: Run, num_stages: int) -> list[PieceCosts]:
     degrees = run.degrees
     training = run.job.training
 
+    # Bytes for the parameters of a block, and of the embedding. The output layer has as many
+    # parameters as the embedding.
     bytes_per_parameter = _bytes_per_parameter(run)
     block_parameters = arch.block_matrices * bytes_per_parameter
     embedding = arch.vocab_size * arch.dim * bytes_per_parameter
 
+    # Bytes for the values that one microbatch needs: activations of a block in bf16, and logits.
     num_tokens = training.local_batch_size * training.seq_len / degrees.context
-    activations = 2 * _kept_activations(run) * num_tokens  # of one block and microbatch, in bf16
+    activations = 2 * _kept_activations(run) * num_tokens
     logits = LOGIT_BYTES * min(num_tokens, LOSS_TOKENS) * arch.vocab_size / degrees.tensor
 
+    # A microbatch keeps its activations from its forward pass to its backward pass. Early stages
+    # have more such microbatches than late ones.
     memory = []
     for stage in range(num_stages):
-        # Microbatches that have passed forward but not backward keep their activations.
-        in_flight = _microbatches_in_flight(run, stage)
-        block = block_parameters + in_flight * activations
+        num_microbatches = _microbatches_in_flight(run, stage)
+        block = block_parameters + num_microbatches * activations
         memory.append(PieceCosts(embedding, block, output=embedding + logits))
     return memory
 
@@ -381,6 +389,7 @@ def build_architecture(model: schema.Model, job: schema.JobConfig | None = None)
     if flavor.q_dim == flavor.dim:
         values["head_dim"] = 0  # becomes dim / n_heads of the overridden values
 
+    # Apply the keys of [model] that the job sets, and those of a plugin.
     for field in fields(Architecture):
         override = getattr(model, field.name)
         if override is not None:

@@ -890,6 +890,7 @@ def rename_keys(tables: dict[str, Any]) -> list[str]:
         if not isinstance(table, dict) or former_name not in table or name in table:
             continue
 
+        # Change a copy of the section, because the caller may still use the section.
         new_table = dict(table)
         value = new_table.pop(former_name)
         new_table[name] = value
@@ -933,9 +934,11 @@ class JobConfig(Whole):
         Raises:
             ConfigError: If a value is invalid. The message lists all mistakes.
         """
+        # Validate the sections of plugins. Report sections that are still left and unknown in the
+        # same form as pydantic does.
         errors: list[Any] = []
         plugin_sections: dict[str, Section] = {}
-        if isinstance(values, dict | cls):
+        if isinstance(values, dict | cls):  # otherwise pydantic reports the wrong type below
             values = cls.without_dropped_defaults(dict(values))
             rename_keys(values)
             plugin_sections, errors = cls._take_plugin_sections(values)
@@ -943,16 +946,17 @@ class JobConfig(Whole):
                 if isinstance(name, str) and name not in cls.model_fields:
                     errors.append({"type": "extra_forbidden", "loc": (name,), "input": table})
 
-        job = None
+        # Validate the other sections. The job gets the sections of plugins as attributes.
         try:
             job = validate(values)
+            if not errors:
+                job.__pydantic_extra__ = plugin_sections
+                return job
         except ValidationError as failure:
             errors += failure.errors(include_url=False)
-        if errors or job is None:
-            mistakes = [build_mistake(cls, error) for error in errors]
-            raise ConfigError(mistakes, cls.source)
-        job.__pydantic_extra__ = plugin_sections
-        return job
+
+        mistakes = [build_mistake(cls, error) for error in errors]
+        raise ConfigError(mistakes, cls.source)
 
     @classmethod
     def _take_plugin_sections(cls, values: dict[str, Any]) -> tuple[dict[str, Section], list[Any]]:
@@ -971,7 +975,8 @@ class JobConfig(Whole):
                 sections[name] = model.model_validate(table)
             except ValidationError as failure:
                 for error in failure.errors(include_url=False):
-                    errors.append(error | {"loc": (name, *error["loc"])})
+                    error["loc"] = (name, *error["loc"])  # ("lr",) -> ("my_section", "lr")
+                    errors.append(error)
         return sections, errors
 
     @classmethod

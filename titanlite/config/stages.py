@@ -123,21 +123,23 @@ def balanced_cuts(times: PieceCosts, memory: list[PieceCosts], num_layers: int) 
     memory_limit = _max_memory_of_even_split(memory, num_layers)
 
     # Dynamic programming over the stages: best_splits[n] is the best way to distribute the first n
-    # blocks over the stages so far.
+    # blocks over the stages so far. At first there are no stages, and no blocks in them.
     best_splits = {0: _Split(0.0, 0.0, [])}
     for stage in range(num_stages):
         last_end = num_layers - (num_stages - 1 - stage)  # later stages need a block each
+        # Extend each split by this stage, with 1, 2, ... blocks. Keep the best result for each end.
         longer_splits: dict[int, _Split] = {}
         for start, split in best_splits.items():
             for end in range(start + 1, last_end + 1):
                 num_blocks = end - start
                 if memory[stage].of_stage(stage, num_stages, num_blocks) > memory_limit:
-                    break
+                    break  # even more blocks do not fit either
                 candidate = split.add_stage(times.of_stage(stage, num_stages, num_blocks), end)
                 if end not in longer_splits or candidate.is_better_than(longer_splits[end]):
                     longer_splits[end] = candidate
         best_splits = longer_splits
 
+    # The end of each stage is the start of the next stage. The last stage has no next one.
     return best_splits[num_layers].ends[:-1]
 
 
@@ -155,7 +157,8 @@ def _max_memory_of_even_split(memory: list[PieceCosts], num_layers: int) -> floa
 def even_cuts(layers: int, stages: int) -> list[int]:
     """Split the blocks of a model evenly into pipeline stages.
 
-    The embedding and the output count as one block each.
+    The embedding and the output count as one block each. For example, 7 blocks in 3 stages give
+    [2, 5]: the embedding and 2 blocks, then 3 blocks, then 2 blocks and the output.
 
     Args:
         layers: Number of blocks of the model.
@@ -167,7 +170,8 @@ def even_cuts(layers: int, stages: int) -> list[int]:
     size, surplus = divmod(layers + 2, stages)  # the first `surplus` stages have one block more
     cuts = []
     for stage in range(1, stages):
-        cut = stage * size + min(stage, surplus) - 1  # the embedding counts as the first block
+        # The stages before the cut contain this many blocks, without the embedding.
+        cut = stage * size + min(stage, surplus) - 1
         # If there are few blocks, shift the cut so that each stage has at least one.
         first_possible = stage
         last_possible = layers - stages + stage

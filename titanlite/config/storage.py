@@ -146,7 +146,7 @@ def find_storage_problem(url: str, *, write: bool = False) -> str | None:
     try:
         with storage_errors(url):
             storage, root = open_storage(url)
-            if write:
+            if write:  # a storage can allow writing, but not reading or deleting
                 probe = f"{root}/.titanlite-{secrets.token_hex(4)}"
                 storage.pipe_file(probe, b"titanlite")
                 storage.cat_file(probe)
@@ -235,6 +235,7 @@ def download_files(storage: Any, root: str, sizes: Mapping[str, int], to: Path) 
         if ".." in path.split("/"):
             raise ValueError(f"{path} leaves the folder")
 
+    # A file gets its final name only when it is complete.
     def download(path: str) -> None:
         target = to / path
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -290,6 +291,7 @@ def read_block(url: str, version: tuple[int, str], number: int) -> bytes:
         if cached_block is not None:
             return cached_block
 
+        # Download the block, and make sure that it is from the expected version of the file.
         storage, path = open_storage(url)
         block = storage.cat_file(path, start=start, end=end)
         if file_version(storage.info(path)) != version:  # checked last, to cover the download
@@ -350,6 +352,7 @@ def get_local_copy(path: str | Path, beside: str = "", *, deep: bool = False) ->
         return Path(path)
 
     with storage_errors(url):
+        # List the files to download: one file and perhaps the file beside it, or a folder.
         storage, root = open_storage(url)
         if storage.isfile(root):
             folder, name = os.path.split(root)
@@ -375,6 +378,8 @@ def _download_to_cache(
         folder: Path of the folder in the storage.
         files: Path of each file relative to `folder` -> its metadata from fsspec.
     """
+    # The name of the cache folder depends on the versions of the files, so that a changed file is
+    # downloaded again.
     versions = sorted((file, *file_version(info)) for file, info in files.items())
     key = xxhash.xxh3_64_hexdigest(repr([url, *versions]).encode())
     cache_folder = make_folder(_get_cache_folder() / key)
