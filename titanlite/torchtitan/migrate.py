@@ -190,14 +190,17 @@ class Migration:
         new_flavor = self._convert_flavor(flavor)
         self._set_default("model.flavor", new_flavor, DEFAULT)
 
+        # Set the sizes that differ. The vocabulary and the context length depend on other keys.
         why = f"torchtitan's {flavor}"
         sizes = asdict(TORCHTITAN_FLAVORS[self.model][flavor])
         sizes["rope_scaling_factor"] = self.rope_scaling_factor
         for key, size in asdict(FLAVORS[new_flavor]).items():
-            is_fixed = key not in ("vocab_size", "max_seq_len", "head_dim")
-            if is_fixed and sizes[key] != size:
+            if key in ("vocab_size", "max_seq_len", "head_dim"):
+                continue
+            if sizes[key] != size:
                 self._set_default(f"model.{key}", sizes[key], why)
 
+        # torchtitan sets the context length of the model to the sequence length.
         seq_len = self._get_integer("training.seq_len", 2048)
         if seq_len > FLAVORS[new_flavor].max_seq_len:
             self._set_default("model.max_seq_len", seq_len, "training.seq_len")
@@ -234,14 +237,17 @@ class Migration:
         name = self._old.get(name_key, default)
         is_c4 = name in ("c4", "c4_validation")
         if path_key in self._old:
+            # A dataset in a local folder, or on the Hugging Face Hub.
             self._carry_over(f"{section}.source", "huggingface", name_key)
             self._carry_over(f"{section}.path", self._old[path_key], path_key)
             if is_c4:
                 self._set_default(f"{section}.config", "en")
                 self._set_default(f"{section}.streaming", True)
         elif is_c4:
+            # C4 on the Hub, which titanlite has as a built-in source.
             self._carry_over(f"{section}.source", "c4", name_key)
         elif name == "c4_test":
+            # A small part of C4 for tests, which is not part of titanlite.
             self._set_default(f"{section}.source", "python_stdlib")
             self._report_lost(
                 name_key,
@@ -276,6 +282,7 @@ class Migration:
         if num_stages == 1:
             return
 
+        # Set the local batch to one microbatch.
         local_key = "training.local_batch_size"
         local_size = self._get_integer(local_key, 8)
         microbatch_size = self._get_microbatch_size(local_size, num_stages)
@@ -286,8 +293,9 @@ class Migration:
         if has_global_size:
             return
 
-        # The torchtitan default is local_size times the number of data-parallel ranks. The old file
-        # determines this number only if the shard degree is not -1, which uses all other ranks.
+        # Set the global batch. Its torchtitan default is local_size times the number of
+        # data-parallel ranks. The old file determines this number unless the shard degree is -1,
+        # which uses all ranks that the other degrees leave.
         num_shards = self._get_integer("parallelism.data_parallel_shard_degree", -1)
         if num_shards > 0:
             num_replicas = self._get_integer("parallelism.data_parallel_replicate_degree", 1)
@@ -314,6 +322,7 @@ class Migration:
 
     def _convert_float8(self) -> None:
         """Choose the layers to convert to FP8, and report other model converters as lost."""
+        # Report other converters.
         converters = _parse_names(self._old.get("model.converters", []))
         others = [name for name in converters if "float8" not in str(name)]
         if others:
@@ -322,6 +331,8 @@ class Migration:
         if self._new.get("float8.enable") is not True:
             return
 
+        # Small layers. filter_fqns lists the layers that stay in high precision. Its full name
+        # depends on the torchtitan version.
         old_filter = self._old.get("float8.filter_fqns", [])
         old_filter = self._old.get("quantize.linear.float8.filter_fqns", old_filter)
         filtered_names = _parse_names(old_filter)
@@ -329,6 +340,7 @@ class Migration:
         why = f"torchtitan keeps small layers in high precision only with {SMALL_LAYERS}"
         self._set_default("float8.min_features", min_features, why)
 
+        # The output layer. Filters are parts of names, so "out" also filters the layer "output".
         is_older_than_01 = "float8.enable_float8_linear" in self._old
         filters_output = any(str(name) in "output" for name in filtered_names)
         if not is_older_than_01 and not filters_output:
@@ -347,8 +359,9 @@ class Migration:
 
     def _convert_initial_weights(self) -> None:
         """Keep initial weights from Hugging Face, and report a torchtitan checkpoint as lost."""
+        # By default, torchtitan loads Hugging Face weights from the folder of the tokenizer.
         key = "checkpoint.initial_load_path"
-        if self._old.get("checkpoint.initial_load_in_hf", False) is True:
+        if self._old.get("checkpoint.initial_load_in_hf") is True:
             folder = self._old.get("model.hf_assets_path", "./tests/assets/tokenizer")
             self._set_default(key, folder, f"{DEFAULT}: model.hf_assets_path")
             return
@@ -357,6 +370,7 @@ class Migration:
         if path is None:
             return
 
+        # A torchtitan checkpoint. Only those of Llama can be imported directly.
         if self.model == "llama3":
             command = (
                 f"`titanlite import --torchtitan {format_value(path)} --out FOLDER "

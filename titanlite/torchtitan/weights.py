@@ -96,6 +96,8 @@ def _open_checkpoint(path: Path) -> tuple[SafeReader, list[str]]:
             f"{path} is a titanlite checkpoint. Pass it to checkpoint.initial_load_path."
         )
 
+    # The reader keeps only the tensors of the model. The names of all tensors, which include those
+    # of the optimizer, show which version of torchtitan wrote the checkpoint.
     names: list[str] = []
 
     def is_weight(name: str) -> bool:
