@@ -125,14 +125,18 @@ def check_model(run: Run) -> Problems:
     if arch.head_dim % 2 and run.job.model.head_dim:
         yield Problem("model.head_dim", "must be even, because RoPE rotates pairs of channels.")
     elif arch.head_dim % 2:
-        text = f"must divide model.dim = {arch.dim} into heads of an even width. Or set head_dim."
-        yield Problem("model.n_heads", text)
+        yield Problem(
+            "model.n_heads",
+            f"must divide model.dim = {arch.dim} into heads of an even width. Or set head_dim.",
+        )
     elif arch.n_heads % arch.n_kv_heads:
         yield Problem("model.n_kv_heads", f"must divide model.n_heads = {arch.n_heads}.")
 
     if run.job.training.seq_len > arch.max_seq_len:
-        text = f"must be at most model.max_seq_len = {arch.max_seq_len}. Change one of them."
-        yield Problem("training.seq_len", text)
+        yield Problem(
+            "training.seq_len",
+            f"must be at most model.max_seq_len = {arch.max_seq_len}. Change one of them.",
+        )
 
 
 def check_layout(run: Run) -> Problems:
@@ -152,11 +156,11 @@ def check_layout(run: Run) -> Problems:
         # Report the largest degree, which the user will most likely change.
         names = [name for name, _ in run.job.parallelism if name.endswith("_degree")]
         largest = max(names, key=lambda name: getattr(run.job.parallelism, name))
-        text = (
+        yield Problem(
+            f"parallelism.{largest}",
             f"makes {degrees.world} ranks together with the other degrees, but the world has "
-            f"{run.world_size} (NGPU times NNODES)."
+            f"{run.world_size} (NGPU times NNODES).",
         )
-        yield Problem(f"parallelism.{largest}", text)
 
     # Check the layout of the model.
     yield from check_tensor_sizes(run)
@@ -174,19 +178,21 @@ def check_tensor_sizes(run: Run) -> Problems:
     ffn_dim = run.arch.ffn_dim
     tensor_degree = run.degrees.tensor
     if kv_heads % tensor_degree or ffn_dim % tensor_degree:
-        text = f"must divide model.n_kv_heads = {kv_heads} and model.ffn_dim = {ffn_dim}."
-        yield Problem("parallelism.tensor_parallel_degree", text)
+        yield Problem(
+            "parallelism.tensor_parallel_degree",
+            f"must divide model.n_kv_heads = {kv_heads} and model.ffn_dim = {ffn_dim}.",
+        )
 
     # Both split each sequence into chunks of the same length.
     seq_len = run.job.training.seq_len
     divisor = sequence_divisor(run.degrees)
     if seq_len % divisor:
         nearest = _nearest_multiples(seq_len, divisor)
-        text = (
+        yield Problem(
+            "training.seq_len",
             f"must be a multiple of {divisor}, because context and tensor parallelism split "
-            f"sequences. Nearest: {nearest}."
+            f"sequences. Nearest: {nearest}.",
         )
-        yield Problem("training.seq_len", text)
 
 
 def check_batch_sizes(run: Run) -> Problems:
@@ -194,11 +200,11 @@ def check_batch_sizes(run: Run) -> Problems:
     unit = run.job.training.local_batch_size * run.degrees.data
     for key, size in _list_batch_sizes(run):
         if size == 0 or size % unit:
-            text = (
+            yield Problem(
+                key,
                 f"must be a multiple of {unit}, local_batch_size times data-parallel degree = "
-                f"{run.degrees.data}. Nearest: {_nearest_multiples(size, unit)}."
+                f"{run.degrees.data}. Nearest: {_nearest_multiples(size, unit)}.",
             )
-            yield Problem(key, text)
 
 
 def check_stages(run: Run) -> Problems:
@@ -214,24 +220,28 @@ def check_stages(run: Run) -> Problems:
 
     # Check the stages.
     if cuts and not _are_valid_cuts(run):
-        text = (
+        yield Problem(
+            "parallelism.pipeline_parallel_split_points",
             f"must rise up to at most layers.{num_layers - 1} and make {run.stages_per_rank} "
-            f"stages for each of {num_ranks} ranks."
+            f"stages for each of {num_ranks} ranks.",
         )
-        yield Problem("parallelism.pipeline_parallel_split_points", text)
     elif num_stages > num_layers:
-        text = f"makes {num_stages} stages, but the model has only {num_layers} blocks."
-        yield Problem("parallelism.pipeline_parallel_degree", text)
+        yield Problem(
+            "parallelism.pipeline_parallel_degree",
+            f"makes {num_stages} stages, but the model has only {num_layers} blocks.",
+        )
 
     # Check the features that do not work with a pipeline.
     if run.arch.tied_embeddings:
-        text = (
-            "does not work with a pipeline, because its first and last stage would share a matrix."
+        yield Problem(
+            "model.tied_embeddings",
+            "does not work with a pipeline, because its first and last stage would share a matrix.",
         )
-        yield Problem("model.tied_embeddings", text)
     if run.job.parallelism.fsdp_reduce == "microbatch":
-        text = 'must be "step" with a pipeline, whose stages reduce with the last microbatch.'
-        yield Problem("parallelism.fsdp_reduce", text)
+        yield Problem(
+            "parallelism.fsdp_reduce",
+            'must be "step" with a pipeline, whose stages reduce with the last microbatch.',
+        )
 
 
 def _are_valid_cuts(run: Run) -> bool:
@@ -273,11 +283,11 @@ def check_pipeline_schedule(run: Run) -> Problems:
     needs_new_torch = schedule in V_SHAPED or run.job.float8.enable
 
     if needs_freed_buffers or (needs_new_torch and is_old_torch):
-        text = (
+        yield Problem(
+            "parallelism.pipeline_parallel_schedule",
             'needs compile.enable = false and activation_checkpoint.mode "full" or "none", and '
-            "torch 2.13 for FP8 or ZBVZeroBubble."
+            "torch 2.13 for FP8 or ZBVZeroBubble.",
         )
-        yield Problem("parallelism.pipeline_parallel_schedule", text)
 
 
 def check_microbatches(run: Run) -> Problems:
@@ -298,11 +308,11 @@ def check_microbatches(run: Run) -> Problems:
         if is_too_small or (is_interleaved and count % num_rounds):
             nearest = _nearest_multiples(size, num_ranks * sequences_per_microbatch)
             plural = "" if count == 1 else "es"
-            text = (
+            yield Problem(
+                key,
                 f"makes {count} microbatch{plural}, but the pipeline needs a multiple of "
-                f"{num_ranks}. Nearest: {nearest}."
+                f"{num_ranks}. Nearest: {nearest}.",
             )
-            yield Problem(key, text)
 
 
 def _list_batch_sizes(run: Run) -> list[tuple[str, int]]:
@@ -332,8 +342,10 @@ def check_total_steps(run: Run) -> Problems:
     """Check that the learning rate schedule is not shorter than the run."""
     steps, total = run.job.training.steps, run.job.lr_scheduler.total_steps
     if total is not None and total < steps:
-        text = f"must be at least training.steps = {steps}."
-        yield Problem("lr_scheduler.total_steps", text)
+        yield Problem(
+            "lr_scheduler.total_steps",
+            f"must be at least training.steps = {steps}.",
+        )
 
 
 def check_warmup(run: Run, *, is_preview: bool = False) -> Problems:
@@ -347,11 +359,11 @@ def check_warmup(run: Run, *, is_preview: bool = False) -> Problems:
     schedule = run.job.lr_scheduler
     total = schedule.total_steps or run.job.training.steps
     if (schedule.warmup_steps or 0) > total and not is_preview:
-        text = (
+        yield Problem(
+            "lr_scheduler.warmup_steps",
             f"must be at most training.steps = {total}, or the learning rate never reaches its "
-            "peak."
+            "peak.",
         )
-        yield Problem("lr_scheduler.warmup_steps", text)
 
 
 def check_moments(run: Run) -> Problems:
@@ -366,10 +378,10 @@ def check_moments(run: Run) -> Problems:
         return
     for key in ("beta1", "beta2"):
         if getattr(optimizer, key) > 0.99:
-            text = (
-                "must be at most 0.99 with moments in bfloat16. Or set stochastic_rounding = true."
+            yield Problem(
+                f"optimizer.{key}",
+                "must be at most 0.99 with moments in bfloat16. Or set stochastic_rounding = true.",
             )
-            yield Problem(f"optimizer.{key}", text)
 
 
 def check_optimizer(run: Run) -> Problems:
@@ -379,26 +391,32 @@ def check_optimizer(run: Run) -> Problems:
     """
     optimizer = run.job.optimizer
     if optimizer.name in NORMALIZED and optimizer.lr > MAX_LR:
-        text = (
+        yield Problem(
+            "optimizer.lr",
             f"must be at most 1. {optimizer.name} changes each weight by about lr in a step; 3e-4 "
-            "is typical."
+            "is typical.",
         )
-        yield Problem("optimizer.lr", text)
 
     for key in UNUSED_KEYS.get(optimizer.name, ()):
         default = Optimizer.model_fields[key].default
         if getattr(optimizer, key) != default:
-            text = f'is not used with optimizer.name = "{optimizer.name}". Remove it.'
-            yield Problem(f"optimizer.{key}", text)
+            yield Problem(
+                f"optimizer.{key}",
+                f'is not used with optimizer.name = "{optimizer.name}". Remove it.',
+            )
 
     if optimizer.name != "AdamW" and "updates" in run.job.metrics.details:
-        text = 'can contain "updates" only with optimizer.name = "AdamW". Remove it.'
-        yield Problem("metrics.details", text)
+        yield Problem(
+            "metrics.details",
+            'can contain "updates" only with optimizer.name = "AdamW". Remove it.',
+        )
 
     needs_other_optimizer = run.degrees.tensor > 1 or run.job.training.enable_cpu_offload
     if optimizer.name == "AdamW8bit" and needs_other_optimizer:
-        text = "does not work with tensor parallelism or CPU offload. Choose another optimizer."
-        yield Problem("optimizer.name", text)
+        yield Problem(
+            "optimizer.name",
+            "does not work with tensor parallelism or CPU offload. Choose another optimizer.",
+        )
 
 
 def check_optimizer_groups(run: Run) -> Problems:
@@ -419,8 +437,10 @@ def check_optimizer_groups(run: Run) -> Problems:
         for pattern in group.params:
             if not fnmatch.filter(names, pattern):
                 nearest = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)[0]
-                text = f'has "{pattern}", which matches no parameter. Nearest: {nearest}.'
-                yield Problem(f"optimizer.groups.{number}.params", text)
+                yield Problem(
+                    f"optimizer.groups.{number}.params",
+                    f'has "{pattern}", which matches no parameter. Nearest: {nearest}.',
+                )
 
     # Check that each parameter is in one group.
     missing = []
@@ -435,11 +455,15 @@ def check_optimizer_groups(run: Run) -> Problems:
     # Report these problems for the last group.
     last_key = f"optimizer.groups.{len(groups) - 1}.params"
     if missing:
-        text = f"must match the parameters that are in no group: {_summarize(missing)}."
-        yield Problem(last_key, text)
+        yield Problem(
+            last_key,
+            f"must match the parameters that are in no group: {_summarize(missing)}.",
+        )
     if repeated:
-        text = f"must not match parameters of another group: {_summarize(repeated)}."
-        yield Problem(last_key, text)
+        yield Problem(
+            last_key,
+            f"must not match parameters of another group: {_summarize(repeated)}.",
+        )
 
 
 def _summarize(names: list[str]) -> str:
@@ -458,11 +482,11 @@ def check_float8(run: Run) -> Problems:
 
     arch = run.arch
     if arch.dim < float8.min_features:
-        text = (
+        yield Problem(
+            "float8.enable",
             f"converts no layer, because model.dim = {arch.dim} is less than float8.min_features. "
-            "Set that to 0."
+            "Set that to 0.",
         )
-        yield Problem("float8.enable", text)
         return
 
     # Find the sizes of the layers that are converted to FP8. Tensor parallelism splits these sizes.
@@ -473,24 +497,30 @@ def check_float8(run: Run) -> Problems:
             layer_sizes.append(size)
     shard_sizes = [size // run.degrees.tensor for size in layer_sizes]
     if any(size % 16 for size in shard_sizes):
-        text = f"must divide the sizes of FP8 layers, {layer_sizes}, into multiples of 16."
-        yield Problem("parallelism.tensor_parallel_degree", text)
+        yield Problem(
+            "parallelism.tensor_parallel_degree",
+            f"must divide the sizes of FP8 layers, {layer_sizes}, into multiples of 16.",
+        )
 
     # The matmul of the weight gradient sums over the tokens.
     training = run.job.training
     num_tokens = training.local_batch_size * training.seq_len // run.degrees.context
     has_fp8_weight_gradients = float8.recipe_name != "rowwise_with_gw_hp"
     if has_fp8_weight_gradients and num_tokens % 16:
-        text = f"makes {num_tokens} tokens per microbatch, but FP8 matmuls need multiples of 16."
-        yield Problem("training.seq_len", text)
+        yield Problem(
+            "training.seq_len",
+            f"makes {num_tokens} tokens per microbatch, but FP8 matmuls need multiples of 16.",
+        )
 
 
 def check_memory_budget(run: Run) -> Problems:
     """Check that the model is compiled if activation checkpointing uses a memory budget."""
     mode = run.job.activation_checkpoint.mode
     if mode == "memory_budget" and not run.compiles("model"):
-        text = 'needs compile.enable = true, with "model" in compile.components.'
-        yield Problem("activation_checkpoint.mode", text)
+        yield Problem(
+            "activation_checkpoint.mode",
+            'needs compile.enable = true, with "model" in compile.components.',
+        )
 
 
 def check_profiling(run: Run) -> Problems:
@@ -498,8 +528,10 @@ def check_profiling(run: Run) -> Problems:
     profiling = run.job.profiling
     needed = profiling.profiler_warmup + profiling.profiler_active
     if needed > profiling.profile_freq:
-        text = f"must be at least profiler_warmup + profiler_active = {needed}."
-        yield Problem("profiling.profile_freq", text)
+        yield Problem(
+            "profiling.profile_freq",
+            f"must be at least profiler_warmup + profiler_active = {needed}.",
+        )
     if any(rank >= run.world_size for rank in profiling.profiler_ranks):
         yield Problem("profiling.profiler_ranks", f"must be at most {run.world_size - 1}.")
 
@@ -588,18 +620,20 @@ def check_tokenizer(run: Run, tokenizer: Tokenizer) -> Problems:
     """Check that the embedding covers the vocabulary, and that sample prompts are not too long."""
     length, vocab_size = run.job.training.seq_len, tokenizer.vocab_size
     if vocab_size > run.arch.vocab_size:
-        text = f"must be at least {vocab_size}, the vocabulary size of {run.job.tokenizer.path}."
-        yield Problem("model.vocab_size", text)
+        yield Problem(
+            "model.vocab_size",
+            f"must be at least {vocab_size}, the vocabulary size of {run.job.tokenizer.path}.",
+        )
 
     prompts = run.job.samples.prompts if run.job.samples.freq else ()
     for prompt in prompts:
         tokens = len(tokenizer.encode(prompt)) + (tokenizer.bos_id is not None)
         if not 0 < tokens < length:
-            text = (
+            yield Problem(
+                "samples.prompts",
                 f"has a prompt of {tokens} tokens. With training.seq_len = {length}, prompts have "
-                f"1 to {length - 1} tokens."
+                f"1 to {length - 1} tokens.",
             )
-            yield Problem("samples.prompts", text)
 
 
 def suggest_tokenizer(run: Run) -> str:
@@ -643,8 +677,10 @@ def check_dataset(run: Run) -> Problems:
     for number, stage in enumerate(run.job.dataset.stages):
         weights = stage.weights
         if weights is not None and (len(weights) != num_sources or not any(weights)):
-            text = f"must have {num_sources} weights, one per source, and not only zeros."
-            yield Problem(f"dataset.stages.{number}.weights", text)
+            yield Problem(
+                f"dataset.stages.{number}.weights",
+                f"must have {num_sources} weights, one per source, and not only zeros.",
+            )
 
 
 def check_validation(run: Run) -> Problems:
@@ -652,14 +688,18 @@ def check_validation(run: Run) -> Problems:
     validation = run.job.validation
     if validation.holdout > 0 and (validation.path or validation.sources):
         key = "validation.path" if validation.path else "validation.source"
-        text = "is not used with validation.holdout, which uses documents of [dataset]. Remove one."
-        yield Problem(key, text)
+        yield Problem(
+            key,
+            "is not used with validation.holdout, which uses documents of [dataset]. Remove one.",
+        )
     elif validation.freq > 0 and validation.holdout == 0:
         if validation.sources or "source" in validation.model_fields_set:
             yield from _check_sources("validation", validation)
         else:
-            text = "needs validation.holdout, such as 0.01, or validation.source."
-            yield Problem("validation.freq", text)
+            yield Problem(
+                "validation.freq",
+                "needs validation.holdout, such as 0.01, or validation.source.",
+            )
 
 
 def _check_sources(section: str, dataset: Dataset | Validation) -> Problems:
@@ -674,11 +714,15 @@ def _check_sources(section: str, dataset: Dataset | Validation) -> Problems:
         return
 
     if dataset.path is not None:
-        text = f"is not used with [[{section}.sources]]. Move it to the table of its source."
-        yield Problem(f"{section}.path", text)
+        yield Problem(
+            f"{section}.path",
+            f"is not used with [[{section}.sources]]. Move it to the table of its source.",
+        )
     if not any(source.weight for source in dataset.sources):
-        text = "must be above 0 for at least one source."
-        yield Problem(f"{section}.sources.0.weight", text)
+        yield Problem(
+            f"{section}.sources.0.weight",
+            "must be above 0 for at least one source.",
+        )
     for number, source in enumerate(dataset.sources):
         yield from _check_source(f"{section}.sources.{number}", source)
 
@@ -692,11 +736,11 @@ def _check_source(table: str, source: TextSource) -> Problems:
     """
     # These sources have fixed files.
     if source.path is not None and source.source in ("python_stdlib", "c4"):
-        text = (
+        yield Problem(
+            f"{table}.path",
             f'is not used with {table}.source = "{source.source}". Set that too, for example to '
-            '"text" or "jsonl".'
+            '"text" or "jsonl".',
         )
-        yield Problem(f"{table}.path", text)
         return
 
     # The error names keys of [dataset]. Replace them by the keys of this table.
@@ -734,14 +778,18 @@ def check_output_folders(run: Run) -> Problems:
     # Check that checkpoints have a folder of their own.
     other_outputs = [folder / name for name in ("final", "final_hf", *FILES)]
     if checkpoint_folder in (folder, *other_outputs):
-        text = "is used for other outputs. Choose a folder for the checkpoints alone."
-        yield Problem("checkpoint.folder", text)
+        yield Problem(
+            "checkpoint.folder",
+            "is used for other outputs. Choose a folder for the checkpoints alone.",
+        )
 
     # Check that the export at the end of training replaces only an earlier export.
     foreign_export = find_foreign_export(folder)
     if foreign_export is not None and saves_checkpoints and run.job.checkpoint.last_save_in_hf:
-        text = f"cannot replace {foreign_export}, which no run has written. Move it."
-        yield Problem("checkpoint.last_save_in_hf", text)
+        yield Problem(
+            "checkpoint.last_save_in_hf",
+            f"cannot replace {foreign_export}, which no run has written. Move it.",
+        )
 
 
 def check_urls(run: Run) -> Problems:
@@ -768,14 +816,18 @@ def check_mirror(run: Run) -> Problems:
     if mirror is None:
         return
     if storage.as_url(mirror) is None:
-        text = "must be a URL, such as s3://bucket/my_run or file:///mnt/copies/my_run."
-        yield Problem("checkpoint.mirror", text)
+        yield Problem(
+            "checkpoint.mirror",
+            "must be a URL, such as s3://bucket/my_run or file:///mnt/copies/my_run.",
+        )
         return
     scheme, _, path = mirror.partition("://")
     is_inside = Path(path).resolve().is_relative_to(run.dump_folder.resolve())
     if scheme == "memory" or (scheme == "file" and is_inside):
-        text = "must outlive the run. Choose a URL outside of memory and of job.dump_folder."
-        yield Problem("checkpoint.mirror", text)
+        yield Problem(
+            "checkpoint.mirror",
+            "must outlive the run. Choose a URL outside of memory and of job.dump_folder.",
+        )
 
 
 def check_checkpoints(run: Run) -> Problems:
@@ -797,8 +849,10 @@ def check_checkpoints(run: Run) -> Problems:
     is_available = step == -1 or step in saved_steps or has_gone_back(saved, step)
     if not is_available and not checkpoint.mirror:
         names = ", ".join(folder.name for folder in saved) or "none"
-        text = f"is not in {_get_checkpoint_folder(run)}. Checkpoints there: {names}."
-        yield Problem("checkpoint.load_step", text)
+        yield Problem(
+            "checkpoint.load_step",
+            f"is not in {_get_checkpoint_folder(run)}. Checkpoints there: {names}.",
+        )
 
 
 def _check_initial_weights(path: str, checkpoint: Checkpoint) -> Problems:
@@ -818,8 +872,10 @@ def _check_initial_weights(path: str, checkpoint: Checkpoint) -> Problems:
 def check_wandb(run: Run) -> Problems:
     """Check that the package wandb is installed if the job logs to Weights & Biases."""
     if run.job.metrics.enable_wandb and find_spec("wandb") is None:
-        text = "needs the package wandb. Install it with pip install 'wandb>=0.19'."
-        yield Problem("metrics.enable_wandb", text)
+        yield Problem(
+            "metrics.enable_wandb",
+            "needs the package wandb. Install it with pip install 'wandb>=0.19'.",
+        )
 
 
 def check_certificate(run: Run) -> Problems:
