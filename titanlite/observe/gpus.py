@@ -189,6 +189,7 @@ def device_memory() -> tuple[str | None, int]:
     if shutil.which("nvidia-smi"):
         query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
         output = subprocess.run(query, capture_output=True, text=True, check=False).stdout
+        # The first line is, for example, "NVIDIA H100 80GB HBM3, 81559".
         match = re.match(r"(.+), *(\d+)\s", output)
         if match:
             name, mebibytes = match.groups()
@@ -222,12 +223,13 @@ def check_memory(run: Run, ranks: int = 0, elsewhere: bool = False) -> None:
     Raises:
         UserError: If the memory is too small.
     """
-    if os.environ.get("LOCAL_RANK", "0") != "0":
+    is_first_rank = os.environ.get("LOCAL_RANK", "0") == "0"
+    if not is_first_rank:
         return
+
     is_offloaded = run.job.training.enable_cpu_offload
     memory = _memory_of_rank(ranks, is_offloaded, elsewhere)
-    is_unknown = memory == 0
-    if is_unknown:
+    if memory == 0:  # unknown
         return
 
     state = state_bytes(run)
@@ -248,6 +250,8 @@ def _check_block_inputs(run: Run, memory: int, state: int) -> None:
     Raises:
         UserError: If the memory is too small for training.local_batch_size sequences.
     """
+    # Context and tensor parallelism divide the tokens of a sequence, and pipeline parallelism the
+    # blocks.
     training = run.job.training
     num_tokens = training.seq_len // (run.degrees.context * run.degrees.tensor)
     num_blocks = run.arch.n_layers // run.degrees.pipeline
@@ -293,11 +297,12 @@ def _memory_of_rank(ranks: int, is_offloaded: bool, elsewhere: bool) -> int:
         elsewhere: Whether the run is for other machines. The result is then the memory of the
             largest known device.
     """
-    if elsewhere and is_offloaded:
+    if elsewhere and is_offloaded:  # the CPU memory of other machines is unknown
         return int(MOST_GIB * GIB)
     if elsewhere:
         return max(machine_memory(), *(gpu.memory for gpu in known_gpus()))
 
+    # Each rank has a GPU of its own, but the ranks share the CPU memory of the node.
     gpu, memory = device_memory()
     uses_cpu_memory = gpu is None or (memory > 0 and is_offloaded)
     if not uses_cpu_memory:

@@ -204,6 +204,7 @@ def _read_memory(device: torch.device) -> dict[str, Any]:
     Returns:
         The fields of `LoggedStep` that describe memory. Sizes are in GiB.
     """
+    # On a GPU, torch counts the peaks since the last reset.
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -214,7 +215,7 @@ def _read_memory(device: torch.device) -> dict[str, Any]:
             "alloc_retries": stats["num_alloc_retries"],
         }
 
-    # macOS reports the peak in bytes, Linux in KiB.
+    # On a CPU, measure the whole process. macOS reports its peak in bytes, Linux in KiB.
     peak_unit = 1 if sys.platform == "darwin" else 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * peak_unit
     resident = peak

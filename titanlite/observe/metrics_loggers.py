@@ -257,5 +257,5 @@ def open_metrics_loggers(start: RunStart) -> list[MetricsLogger]:
         names.append("tensorboard")
     names += job.metrics.loggers
 
-    unique_names = dict.fromkeys(names)
+    unique_names = dict.fromkeys(names)  # in the same order
     return [METRICS_LOGGERS.make(name, job, start) for name in unique_names]

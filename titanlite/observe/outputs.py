@@ -71,13 +71,15 @@ def _is_written_by_run(path: Path) -> bool:
     For example, a metrics.jsonl must contain a line with a step and a loss.
     """
     if path.name == ENVIRONMENT_FILE:
-        return read_environment(path.parent).keys() >= {"python", "packages"}
+        environment = read_environment(path.parent)
+        return "python" in environment and "packages" in environment
     if path.name == "config.toml":
-        # A job can have any content, so check the files that a run writes beside it. Versions
-        # before 0.3 did not write environment.json.
+        # A job can have any content, so check the files that a run writes beside it: one of them
+        # must be of a run. Versions before 0.3 did not write environment.json.
         siblings = [path.with_name(name) for name in (ENVIRONMENT_FILE, "metrics.jsonl")]
         return any(sibling.exists() and _is_written_by_run(sibling) for sibling in siblings)
 
+    # The other files consist of lines, so check the first ones. An empty file loses nothing.
     with path.open("rb") as file:
         head = file.read(HEAD_BYTES)
     if not head:
@@ -195,11 +197,12 @@ class OutputFolder:
         for name in FILES:
             path = self._folder / name
             if name in self._log_sizes:
+                # Split the log at the size that it had before this start.
                 size = self._log_sizes[name]
                 content = path.read_bytes()
                 write_atomically(archive / name, content[:size])
                 write_atomically(path, content[size:])
-            elif name not in LOGS and path.exists():
+            elif name not in LOGS and path.exists():  # this start has created the other logs
                 path.rename(archive / name)
 
 
