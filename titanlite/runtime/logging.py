@@ -157,21 +157,23 @@ def setup_logging(rank: int, log_file: Path | None) -> logging.Logger:
     Raises:
         UserError: If LOG_RANK is not a list of ranks.
     """
+    # Lines show the rank if lines of several ranks can appear on the terminal.
     ranks = logged_ranks()
     is_logged = rank in ranks
     has_several_ranks = len(ranks) > 1 or not is_logged
     prefix = f"[rank {rank}] " if has_several_ranks else ""
+
     terminal = LogHandler(None, _LineFormatter(prefix, "%H:%M:%S"))
     if not is_logged:
         terminal.setLevel(logging.ERROR)
         _silence_libraries()
-
     handlers = [terminal]
     if rank == 0 and log_file is not None:
         log_file.parent.mkdir(parents=True, exist_ok=True)
         handlers += _file_handlers(log_file, prefix)
 
-    logging.captureWarnings(True)  # otherwise every rank prints its warnings on the terminal
+    # Send warnings to a logger. Otherwise every rank prints its warnings on the terminal.
+    logging.captureWarnings(True)
     logger = logging.getLogger(LOGGER_NAME)
     for target in (logger, logging.getLogger("py.warnings")):
         target.handlers[:] = handlers
@@ -296,7 +298,11 @@ class LogHandler(logging.Handler):
         self.setFormatter(formatter)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write the line of a log record. Never raise an exception if that fails."""
+        """Write the line of a log record to the file or the terminal.
+
+        A failure, for example of a full disk, is counted instead of raised. The first one is logged
+        as a warning, which reaches the outputs that still work.
+        """
         line = f"{self.format(record)}\n"
         terminal = sys.stdout if self.level < logging.ERROR else sys.stderr
         try:
@@ -306,13 +312,12 @@ class LogHandler(logging.Handler):
             else:
                 with open(self.file, "a", encoding="utf-8", opener=_open_no_follow) as file:
                     file.write(line)
-        except (OSError, ValueError) as error:  # a full disk, a closed terminal or stream
+        except (OSError, ValueError) as error:  # ValueError: the stream is closed
             self.failed_writes += 1
-            is_first_failure = self.failed_writes == 1
-            if is_first_failure:
+            if self.failed_writes == 1:
                 target = self.file or "the terminal"
                 text = f"The run continues, but cannot write to {target}: {error}"
-                logging.getLogger(record.name).warning(text)  # reaches the outputs that still work
+                logging.getLogger(record.name).warning(text)
             if self.file is None:
                 drop_output(terminal)
 

@@ -56,7 +56,7 @@ def start_python(
     merged = {**os.environ, **python_variables, **(variables or {})}
     environment = {name: value for name, value in merged.items() if value is not None}
 
-    # The child inherits the signal mask.
+    # The child inherits the signal mask, so block all signals here while it is created.
     previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         return subprocess.Popen(command, env=environment, **options)
@@ -95,8 +95,8 @@ def begin() -> None:
     signal.signal(signal.SIGINT, lambda number, _frame: os._exit(128 + number))
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
+    # `python -m titanlite` puts the current folder first, unless the option -P is set.
     with contextlib.suppress(OSError):  # the current folder was removed
-        # `python -m titanlite` puts the current folder first.
         if not sys.flags.safe_path and sys.path[0] == os.getcwd():
             del sys.path[0]
     os.environ["PYTHONSAFEPATH"] = "1"  # for processes that libraries start

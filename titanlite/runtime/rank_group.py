@@ -65,6 +65,7 @@ class RankGroup:
                 raised `Damage`. A failure to read a file takes precedence, because the file may be
                 intact.
         """
+        # Keep the error of this rank until all ranks have called the function.
         result = None
         error_here = None
         try:

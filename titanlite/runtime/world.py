@@ -111,11 +111,14 @@ def _rendezvous(world_size: int, timeout: timedelta, file: str | None) -> Store:
     """
     if world_size == 1:
         return HashStore()
+
+    # A file on this node needs no port.
     if file is not None:
         store = FileStore(file)
         store.set_timeout(timeout)
         return store
 
+    # "env://" reads MASTER_ADDR and MASTER_PORT, and yields store, rank and world size.
     try:
         store, _, _ = next(rendezvous("env://", timeout=timeout))
     except ValueError as error:  # a variable is not set
@@ -193,6 +196,7 @@ def _configure_torch(job: JobConfig, device: torch.device, local_world_size: int
         device: Device of this rank.
         local_world_size: Number of ranks on this node, which share its CPU cores.
     """
+    # Divide the cores of the node among its ranks, unless the user has set a number of threads.
     if job.training.num_threads:
         torch.set_num_threads(job.training.num_threads)
     elif "OMP_NUM_THREADS" not in os.environ:
@@ -204,6 +208,7 @@ def _configure_torch(job: JobConfig, device: torch.device, local_world_size: int
     # titanlite does not draw from the global generator, but checkpoints contain its state.
     torch.manual_seed(job.training.seed)
     if job.training.deterministic:
+        # cuBLAS is deterministic only with a fixed workspace.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
 
