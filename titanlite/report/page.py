@@ -15,7 +15,7 @@ import os
 import re
 import time
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -65,17 +65,21 @@ def make_page(folders: Sequence[Path]) -> str:
     Raises:
         UserError: If a folder is not the output folder of a run.
     """
+    # The Content-Security-Policy of the page has this hash, so browsers run no other script.
     script = _read_static("uPlot.iife.min.js") + _read_static("page.js")
     script_digest = hashlib.sha256(script.encode()).digest()
     data = json.dumps(page_data(folders), separators=(",", ":"), allow_nan=False)
-    parts = {
+    contents = {
         "hash": f"'sha256-{base64.b64encode(script_digest).decode()}'",
         "style": _read_static("uPlot.min.css") + _read_static("page.css"),
+        # Without "<", no text of a run can end the HTML element of the data.
         "data": data.replace("<", "\\u003c"),
         "script": script,
     }
+
+    # The template contains @hash@, @style@, @data@ and @script@.
     template = _read_static("page.html")
-    return re.sub("@([a-z]+)@", lambda match: parts[match[1]], template)
+    return re.sub("@([a-z]+)@", lambda match: contents[match[1]], template)
 
 
 def page_data(folders: Sequence[Path]) -> dict[str, Any]:
@@ -87,11 +91,14 @@ def page_data(folders: Sequence[Path]) -> dict[str, Any]:
         folders: Output folders of the runs.
     """
     runs = [_read_run(folder, len(folders)) for folder in folders]
+
+    # Divide the numbers that fit into the page among the curves of all runs.
     num_curves = sum(len(run["curves"]) + len(run["validations"]) for run in runs)
     numbers_per_curve = MAX_NUMBERS // max(1, num_curves)
     num_points = numbers_per_curve // 3  # Each point has mean, min and max.
     num_points = max(MIN_POINTS, min(MAX_POINTS, num_points))
 
+    # Name each run by its path in the folder that contains all of them.
     common_folder = os.path.commonpath([run["folder"].parent for run in runs])
     for run in runs:
         run["name"] = os.path.relpath(run["folder"], common_folder)
@@ -134,7 +141,7 @@ def _make_safe(value: Any, max_length: int) -> Any:
     if isinstance(value, list | tuple):
         return [_make_safe(item, max_length) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
-        return None
+        return None  # JSON has no NaN and no infinity.
     if isinstance(value, int | float | None):
         return value
     return printable(str(value)[:max_length])
@@ -189,6 +196,9 @@ def _remove_equal_curves(metrics: Columns) -> None:
 def make_columns(entries: Iterable[Entry]) -> Columns:
     """Convert the lines of a JSON Lines file to one array per key, with NaN for missing values.
 
+    For example, the lines {"step": 1, "loss": 9.0} and {"step": 2, "loss": 8.0, "mfu": 0.4} become
+    {"step": [1, 2], "loss": [9, 8], "mfu": [NaN, 0.4]}.
+
     Lines whose step is not higher than that of the line before are skipped. A number in a nested
     object has the key "OBJECT/KEY", such as "grad_norms/layers.0".
 
@@ -206,10 +216,12 @@ def make_columns(entries: Iterable[Entry]) -> Columns:
 
         for name, number in _flatten_numbers(entry).items():
             column = columns.setdefault(name, array("d"))
+            # Earlier lines may lack this key.
             column.extend([math.nan] * (num_rows - len(column)))
             column.append(number)
         num_rows += 1
 
+    # The last lines may lack some keys.
     for column in columns.values():
         column.extend([math.nan] * (num_rows - len(column)))
     return {name: np.array(column) for name, column in columns.items()}
@@ -228,6 +240,9 @@ def _flatten_numbers(entry: Entry) -> dict[str, float]:
 def downsample(columns: Columns, max_points: int) -> dict[str, Any]:
     """Reduce each curve to at most `max_points` points, each of which covers several log steps.
 
+    For example, if 10 log steps are reduced to 4 points, the points cover the log steps 0 to 1,
+    2 to 4, 5 to 6, and 7 to 9.
+
     Args:
         columns: Values of each metric at the log steps, from `make_columns`.
         max_points: Maximum number of points per curve.
@@ -240,20 +255,24 @@ def downsample(columns: Columns, max_points: int) -> dict[str, Any]:
     num_rows = len(columns["step"])
     if num_rows == 0:
         return {"x": {}, "y": {}}
-    edges = np.linspace(0, num_rows, min(max_points, num_rows) + 1).astype(np.int64)
-    starts = np.unique(edges)[:-1]
-    rows_per_point = np.diff(starts, append=num_rows)
+
+    # Point i covers the rows from edges[i] up to, but not including, edges[i + 1].
+    num_points = min(max_points, num_rows)
+    edges = np.linspace(0, num_rows, num_points + 1).astype(np.int64)
+    starts = edges[:-1]
 
     x = {}
     for name, values in _list_axes(columns).items():
         if np.isfinite(values).all():
-            means = np.add.reduceat(values, starts) / rows_per_point
+            # `reduceat` adds up the rows from each start to the next one.
+            means = np.add.reduceat(values, starts) / np.diff(edges)
+            # Charts need ascending positions, even if the tokens in a file decrease.
             x[name] = _round(np.maximum.accumulate(means), digits=12)
 
     y = {}
-    for name in columns.keys() - NOT_DRAWN:
-        values = columns[name]
-        if values[np.isfinite(values)].any():
+    for name, values in columns.items():
+        is_always_zero = not values[np.isfinite(values)].any()
+        if name not in NOT_DRAWN and not is_always_zero:
             y[name] = _downsample_curve(values, starts)
     return {"x": x, "y": y}
 
@@ -271,14 +290,16 @@ def _downsample_curve(
         Lists "mean", "min" and "max", with NaN for a point without finite values. If each point
         covers one value, only "mean".
     """
+    # `reduceat` combines the values from each start to the next one.
     is_finite = np.isfinite(values)
     sums = np.add.reduceat(np.where(is_finite, values, 0), starts)
     num_finite = np.add.reduceat(is_finite.astype(float), starts)
-    with np.errstate(invalid="ignore"):
+    with np.errstate(invalid="ignore"):  # 0 / 0 is NaN, as wanted.
         means = sums / num_finite
 
     curve = {"mean": _round(means)}
     if len(values) > len(starts):
+        # `fmin` and `fmax` ignore NaN.
         curve["min"] = _round(np.fmin.reduceat(values, starts))
         curve["max"] = _round(np.fmax.reduceat(values, starts))
     return curve
@@ -299,7 +320,7 @@ def _round(values: NDArray[np.float64], digits: int = 6) -> list[float]:
 
 
 def _read_events(entries: Iterable[Entry], metrics: Columns) -> list[dict[str, Any]]:
-    """Return the events of a run, each with the number of steps completed at that time.
+    """Return the events of a run, and what the order of its starts and ends shows.
 
     If a later start resumes from an earlier step, the events after that step get "undone": True. If
     a start follows another start without an end in between, an event "killed" is inserted.
@@ -308,15 +329,43 @@ def _read_events(entries: Iterable[Entry], metrics: Columns) -> list[dict[str, A
         entries: Lines of the events file.
         metrics: Columns of metrics.jsonl, which show the step at the time of an event.
     """
+    events: list[dict[str, Any]] = []
+    is_running = False
+    for event, newest_step in _parse_events(entries, metrics):
+        if event["kind"] == "start":
+            if is_running:
+                text = "The run was killed: no end was recorded before the next start."
+                events.append(event | {"kind": "killed", "step": newest_step, "text": text})
+            for earlier_event in events:
+                if earlier_event["step"] > event["step"]:
+                    earlier_event["undone"] = True
+            is_running = True
+        elif event["kind"] in ENDS:
+            is_running = False
+        events.append(event)
+    return events
+
+
+def _parse_events(
+    entries: Iterable[Entry], metrics: Columns
+) -> Iterator[tuple[dict[str, Any], float]]:
+    """Yield each event for the page, and the newest step that was recorded before it.
+
+    An event without a step, such as a crash, gets this newest step.
+
+    Args:
+        entries: Lines of the events file.
+        metrics: Columns of metrics.jsonl.
+    """
     logged_steps = metrics["step"]
     log_times = metrics.get("time", logged_steps)
-    events: list[dict[str, Any]] = []
     previous_step = 0.0
-    has_ended = True
     for entry in entries:
         unix_time = get_number(entry, "time")
         if unix_time is None:
             continue
+
+        # The newest step is that of the previous event, or that of a later log step.
         logged_step = float(np.max(logged_steps[log_times <= unix_time], initial=0.0))
         newest_step = max(previous_step, logged_step)
         step = get_number(entry, "step")
@@ -325,18 +374,9 @@ def _read_events(entries: Iterable[Entry], metrics: Columns) -> list[dict[str, A
         previous_step = step
 
         kind = str(entry.get("event"))
-        event = {"time": unix_time, "step": step, "undone": False}
-        if kind == "start":
-            if not has_ended:
-                text = "The run was killed: no end was recorded before the next start."
-                events.append(event | {"kind": "killed", "step": newest_step, "text": text})
-            for earlier_event in events:
-                earlier_event["undone"] |= earlier_event["step"] > step
-            has_ended = False
-        elif kind in ENDS:
-            has_ended = True
-        events.append(event | {"kind": kind, "text": str(entry.get("text", ""))})
-    return events
+        text = str(entry.get("text", ""))
+        event = {"time": unix_time, "step": step, "undone": False, "kind": kind, "text": text}
+        yield event, newest_step
 
 
 def _count_tokens(step: int, metrics: Columns) -> float | None:

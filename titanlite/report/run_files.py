@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
@@ -42,6 +41,7 @@ Entry = dict[str, Any]
 TAIL_BYTES = 1 << 19  # About 450 lines of metrics.jsonl.
 MAX_LINE_BYTES = 1 << 22
 RUN_FILES = ("metrics.jsonl", "config.toml", EVENTS_FILE)
+MAX_SHOWN_EVENTS = 4
 ARCHIVES = ("archived-", "superseded-")  # The second prefix is the one of version 0.2.
 STALE_SECONDS = 300.0
 MAX_STEP = 2**53
@@ -109,6 +109,7 @@ class RunStatus:
             if name in numbers
         ]
         lines += ["  ".join(metrics), self.exit_reason]
+
         for unix_time, text in self.events:
             clock = time.strftime("%m-%d %H:%M:%S", time.localtime(unix_time))
             lines.append(f"{clock} {text}")
@@ -124,7 +125,9 @@ class RunStatus:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Draw `values` as a line of block characters, such as "▂▃▅█".
+    """Draw `values` as a line of block characters.
+
+    For example, [0, 1, 2, 3] is drawn as "▁▃▆█", and as "▁█" if the width is 2.
 
     Args:
         values: Values from left to right.
@@ -132,21 +135,29 @@ def sparkline(values: Sequence[float], width: int) -> str:
     """
     if not values:
         return ""
+    # Each column shows the mean of about equally many neighbors.
     columns = min(width, len(values))
-    edges = [column * len(values) // columns for column in range(columns + 1)]
-    means = [fmean(values[start:end]) for start, end in pairwise(edges)]
+    means = []
+    start = 0
+    for column in range(1, columns + 1):
+        end = column * len(values) // columns
+        means.append(fmean(values[start:end]))
+        start = end
 
     low = min(means)
     span = max(means) - low
     if span == 0:
         return "▄" * columns
-    blocks = "▁▂▃▄▅▆▇█"
+    blocks = "▁▂▃▄▅▆▇█"  # the lowest value is drawn as block 0, and the highest as block 7
     heights = [round((mean - low) / span * 7) for mean in means]
     return "".join(blocks[height] for height in heights)
 
 
 def read_json_lines(path: Path, problems: list[str], tail: int | None = None) -> Iterator[Entry]:
     """Yield the objects in a JSON Lines file. A missing file yields nothing.
+
+    An unfinished last line is ignored, because the run may be writing it at this moment. Damaged
+    lines are skipped and counted.
 
     Args:
         path: Path of the file.
@@ -157,13 +168,14 @@ def read_json_lines(path: Path, problems: list[str], tail: int | None = None) ->
         return
     num_damaged = 0
     try:
-        check_regular(path)
+        check_regular(path)  # Reading a pipe could wait forever.
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             if tail is not None and size > tail:
                 file.seek(size - tail - 1)
                 file.readline()  # Skip to the next whole line.
 
+            # A line that is too long is read in several parts, which count as damaged lines.
             while line := file.readline(MAX_LINE_BYTES):
                 is_unfinished = not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES
                 if is_unfinished:
@@ -265,25 +277,42 @@ def read_status(folder: Path) -> RunStatus:
 
     status = RunStatus(folder.resolve().name)
     _add_config(status, read_config(folder, status.problems))
-    metrics = list(read_metrics(folder, status.problems, TAIL_BYTES))
-    if metrics:
-        status.numbers = get_numbers(metrics[-1])
-        losses = [get_number(entry, "loss") for entry in metrics]
-        status.losses = [loss for loss in losses if loss is not None]
-
+    _add_metrics(status, folder)
     events = _read_last_events(folder, status.problems)
-    shown_events = [event for event in events if event.get("event") != "data"][-4:]
-    status.events = [(event["time"], event["text"].partition("\n")[0]) for event in shown_events]
+    _add_events(status, events)
 
-    last_entries = (*metrics[-1:], *events[-1:])
-    update_times = [get_numbers(entry).get("time", 0.0) for entry in last_entries]
-    status.last_update = max(update_times, default=0.0) or None
-    status.step = _find_step(status, events)
+    # Each start logs "data", and then "start" when the model is built.
     milestones = [event for event in events if event.get("event") in ("start", "data", *ENDS)]
     if milestones and milestones[-1]["time"] > status.numbers.get("time", 0.0):
         status.numbers.pop("eta", None)  # The last start has not logged a step yet.
     status.state, status.exit_reason = _find_state(status, events, milestones)
     return status
+
+
+def _add_metrics(status: RunStatus, folder: Path) -> None:
+    """Add the metrics of the last log step, and the losses of the last log steps, to the status."""
+    metrics = list(read_metrics(folder, status.problems, TAIL_BYTES))
+    if metrics:
+        status.numbers = get_numbers(metrics[-1])
+    for entry in metrics:
+        loss = get_number(entry, "loss")
+        if loss is not None:
+            status.losses.append(loss)
+
+
+def _add_events(status: RunStatus, events: Sequence[Entry]) -> None:
+    """Add the last events, the step and the time of the last update to the status."""
+    for event in events:
+        if event.get("event") != "data":
+            first_line = event["text"].partition("\n")[0]
+            status.events.append((event["time"], first_line))
+    status.events = status.events[-MAX_SHOWN_EVENTS:]
+    status.step = _find_step(status, events)
+
+    # The run writes a line at each log step and at each event.
+    log_time = status.numbers.get("time", 0.0)
+    event_time = get_numbers(events[-1])["time"] if events else 0.0
+    status.last_update = max(log_time, event_time) or None
 
 
 def _read_last_events(folder: Path, problems: list[str]) -> list[Entry]:
@@ -334,20 +363,23 @@ def _find_state(
     if last_kind in ENDS:
         return _describe_end(milestones)
 
-    silence = time.time() - (status.last_update or 0.0)
-    if last_kind == "restart" and silence < STALE_SECONDS:
+    # The launcher is starting new processes, so do not look for those of the last start.
+    age = time.time() - (status.last_update or 0.0)  # seconds
+    if last_kind == "restart" and age < STALE_SECONDS:
         return "running", "its launcher is restarting it"
 
+    # On the node of the run, check whether its process exists.
     start = milestones[-1] if milestones else {}
     if start.get("host") == socket.gethostname():
         if _is_alive(start.get("process"), start["time"]):
             return "running", ""
         return "crashed", "its process was killed, or the node went down"
 
-    if silence < max(STALE_SECONDS, 10 * status.numbers.get("step_time", 0.0)):
+    # On other nodes, a run is stale after five minutes, or ten slow steps, without an update.
+    if age < max(STALE_SECONDS, 10 * status.numbers.get("step_time", 0.0)):
         return "running", ""
-    age = timedelta(seconds=round(silence))
-    return "stale", f"no end was recorded, and the last update was {age} ago"
+    last_update = f"the last update was {timedelta(seconds=round(age))} ago"
+    return "stale", f"no end was recorded, and {last_update}"
 
 
 def _describe_end(milestones: Sequence[Entry]) -> tuple[State, str]:
@@ -358,20 +390,26 @@ def _describe_end(milestones: Sequence[Entry]) -> tuple[State, str]:
     """
     reason = _summarize_text(milestones[-1]["text"])
     kinds = [event["event"] for event in milestones]
-    last_kind = kinds[-1]
+    last_kind = kinds.pop()
     if last_kind == "finish":
-        early_finish = reason.partition(": ")[2]  # Only if a hook finished the run.
-        return "finished", early_finish
+        # The text is "Finished after step 90", or "Finished after step 90: <reason>" if a hook
+        # finished the run early.
+        return "finished", reason.partition(": ")[2]
     if last_kind in ("stop", "guard"):
         return "stopped", reason
     if last_kind != "refusal":
         return "crashed", reason
 
-    earlier_kinds = [kind for kind in kinds if kind not in ("data", "refusal")]
-    if earlier_kinds[-1:] == ["finish"]:
+    # A refusal is a `UserError`. After "start", it ended training.
+    if kinds and kinds[-1] == "start":
+        return "failed", reason
+
+    # Otherwise this start has not trained. A run that had finished before remains finished.
+    while kinds and kinds[-1] in ("data", "refusal"):
+        kinds.pop()
+    if kinds and kinds[-1] == "finish":
         return "finished", f"a later start was refused: {reason}"
-    has_trained = kinds[-2:-1] == ["start"]
-    return "failed" if has_trained else "refused", reason
+    return "refused", reason
 
 
 def _summarize_text(text: str) -> str:
@@ -393,17 +431,20 @@ def _is_alive(pid: Any, since: float) -> bool:
     A process that was started later and got the same process ID does not count.
     """
     try:
-        os.kill(pid, 0)
-        stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        uptime = float(Path("/proc/uptime").read_text().split()[0])
+        os.kill(pid, 0)  # Sends no signal, but fails if the process does not exist.
+        # The fields after the program name in parentheses; see proc(5).
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        uptime = float(Path("/proc/uptime").read_text().split()[0])  # seconds since the boot
     except (PermissionError, FileNotFoundError):  # A process of another user, or no Linux.
         return True
-    except (OSError, TypeError, OverflowError):
+    except (OSError, TypeError, OverflowError):  # No such process, or a damaged `pid`.
         return False
 
-    is_zombie = stat[0] == "Z"
+    is_zombie = fields[0] == "Z"  # It has ended, but its parent has not read its exit code.
     boot_time = time.time() - uptime
-    start_time = boot_time + int(stat[19]) / os.sysconf("SC_CLK_TCK")
+    seconds_after_boot = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # start of the process
+    start_time = boot_time + seconds_after_boot
+    # The tolerance is one second, because the boot time is not exact.
     return not is_zombie and start_time < since + 1
 
 
