@@ -175,8 +175,8 @@ def _start_threads(folder: Path, store: tuple[str, int], is_host: bool) -> None:
         store: Address and port of the store, through which the nodes connect.
         is_host: Whether this node hosts the store.
     """
-    # A thread receives the signals, because Python runs no signal handler in the main thread while
-    # torch waits there for other nodes.
+    # Block the signals, so that one of the threads can wait for them. Python would run a signal
+    # handler in the main thread, but not while torch waits there for other nodes.
     signals = {*stop_signals(), signal.SIGUSR2}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
 
@@ -192,19 +192,23 @@ def _start_threads(folder: Path, store: tuple[str, int], is_host: bool) -> None:
 def run_node_process(folder: Path, ranks: Ranks) -> int:
     """Run the ranks of this node, in the process that the torch agent has started for it.
 
+    The agent restarts all nodes if this process exits with a code other than 0. If a restart would
+    not help, for example after an invalid option, this returns 0, and writes the actual exit code
+    to `END_FILE`.
+
     Args:
         folder: Folder in which the exit code is written for the process of the agent.
         ranks: Settings of the ranks, numbered as on the first node.
 
     Returns:
-        Exit code for the agent, which restarts all nodes unless it is 0. If a restart would not
-        help, the result is 0, and `END_FILE` contains the actual exit code.
+        Exit code for the agent.
     """
     (folder / PROCESS_FILE).write_text(str(os.getpid()))
     end_file = folder / END_FILE
     end_file.unlink(missing_ok=True)  # left over if this node ended so that another could join
 
-    # The agent starts one process per node, so its rank and world size count nodes.
+    # Number the ranks of this node. On the second of two nodes with 8 ranks each, they are 8 to 15.
+    # The agent starts one process per node, so its variables RANK and WORLD_SIZE count nodes.
     node_rank = int(os.environ["RANK"])
     num_nodes = int(os.environ["WORLD_SIZE"])
     num_local_ranks = len(ranks.ranks)
@@ -217,10 +221,11 @@ def run_node_process(folder: Path, ranks: Ranks) -> int:
     )
 
     exit_code = node_ranks.run()
-    if exit_code in FINAL:
+    if exit_code in FINAL:  # a restart would not help
         end_file.write_text(str(exit_code))
         return 0
 
+    # The run has crashed, and the agent restarts it unless it has done so too often.
     restarts_left = ranks.max_restarts - int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     if restarts_left:
         note(f"Starting again from the newest checkpoint (restarts left: {restarts_left - 1}).")
@@ -325,14 +330,15 @@ def _choose_address(store: tuple[str, int]) -> str | None:
     Args:
         store: Address and port of the first node. The route to it determines the address.
     """
+    # The address from which this node reaches the first node is usually the one that others reach.
     address = _source_address(store)
     if address is None:
         return None
 
+    # On the first node, its own name may lead to a loopback address, which no other node reaches.
+    # Use the default route instead, here to an example address of RFC 5737. Nothing is sent there.
     is_loopback = ipaddress.ip_address(address).is_loopback
     if is_loopback and not _names_loopback(store[0]):
-        # The store is given as the name of this node, which resolves to a loopback address. Use the
-        # default route instead, here to an example address of RFC 5737. Nothing is sent there.
         address = _source_address(("192.0.2.1", 9)) or address
     _set_interface(address)
     return address

@@ -40,11 +40,13 @@ def run_in_output_folder(run: Run, train: Callable[[], int]) -> int:
         UserError: If `train` raises it, or another run does not release the folder in time.
     """
     folder = run.dump_folder
+    # The output folder and its parents that do not exist yet, innermost first.
     new_folders = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
     created_files = _wait_for_locks(run)
     if not new_folders:
         return train()
 
+    # Train in a new output folder, and remove it if it is not needed.
     created_files |= _create_logs(folder)
     try:
         exit_code = train()
@@ -59,23 +61,24 @@ def run_in_output_folder(run: Run, train: Callable[[], int]) -> int:
 
 
 def _wait_for_locks(run: Run) -> dict[Path, FileId]:
-    """Wait until no other run holds the locks on the output folder and the checkpoint folder.
+    """Wait until no other run uses the output folder or the checkpoint folder.
 
-    Each lock is released again at once, because rank 0 takes the locks in its own process.
+    A run locks both folders while it trains. To wait for its end, take each lock and release it
+    again. This process does not keep the locks, because rank 0 of the new run takes them itself.
 
     Returns:
         The lock files and their IDs, so that the files can be removed later.
     """
-    lock_targets = [run.dump_folder / "run"]
+    locked_paths = [run.dump_folder / "run"]
     if run.job.checkpoint.enable:
-        lock_targets.append(run.checkpoint_folder)
+        locked_paths.append(run.checkpoint_folder)
 
     file_ids: dict[Path, FileId] = {}
-    for target in lock_targets:
-        descriptor = lock_folder(target, LOCK_TIMEOUT, note)
-        if descriptor is not None:
+    for path in locked_paths:
+        descriptor = lock_folder(path, LOCK_TIMEOUT, note)
+        if descriptor is not None:  # None: the file system does not support locks
             os.close(descriptor)  # releases the lock
-        file = lock_file(target)
+        file = lock_file(path)
         file_ids[file] = _file_id(file)
     return file_ids
 
@@ -114,6 +117,7 @@ def _remove_unused(
     except UserError:  # another run has started to use the folder
         return
 
+    # Remove the files while this process holds the lock.
     try:
         unchanged_files = []
         for path, file_id in created_files.items():
@@ -139,11 +143,14 @@ def _remove_created(run: Run, files: Sequence[Path], new_folders: Sequence[Path]
     has_empty_checkpoints = checkpoints.is_dir() and not any(checkpoints.iterdir())
     if has_empty_checkpoints:
         removable_paths.add(checkpoints)
-    if not removable_paths.issuperset(output_folder.iterdir()):
+    has_other_content = not removable_paths.issuperset(output_folder.iterdir())
+    if has_other_content:
         return
 
-    # Otherwise the error that ends this process would create the log again.
+    # Stop logging, because the error that ends this process would create the log again.
     logging.getLogger(LOGGER_NAME).handlers.clear()
+
+    # Folders must be empty to be removed, so remove the files first.
     for path in files:
         if path.parent == output_folder:
             path.unlink(missing_ok=True)

@@ -145,8 +145,9 @@ class Ranks:
                 if code in FINAL or restarts_left == 0:
                     return code
                 restarts_left -= 1
-                text = "Starting again from the newest checkpoint"
-                text = f"{text} (restarts left: {restarts_left})."
+                text = (
+                    f"Starting again from the newest checkpoint (restarts left: {restarts_left})."
+                )
                 _print_and_log(text, "restart", folder)
 
     def _run_once(self, folder: Path) -> int:
@@ -215,6 +216,8 @@ class Ranks:
         while running:
             time.sleep(POLL_SECONDS)
             must_kill = self._pass_on_signals()
+
+            # Collect the ranks that have ended since the last poll.
             this_poll = time.time()
             for end in self._collect_ends(folder, running, last_poll):
                 running.remove(end.rank)
@@ -222,12 +225,14 @@ class Ranks:
                     failed.append(end)
             last_poll = this_poll
 
+            # Kill the others if they do not end in time. A later failure can only shorten the time.
             exit_codes = {end.code for end in failed}
             deadline = min(deadline, time.monotonic() + self._get_patience(exit_codes))
             if must_kill or time.monotonic() > deadline:
                 killed += self._kill()
                 running.difference_update(killed)
 
+            # Report a stall once, and again only if the ranks have continued in between.
             is_stalled = self._is_stalled(folder, running)
             if is_stalled and not is_stall_reported:
                 self._report_stall(folder)
@@ -238,20 +243,22 @@ class Ranks:
     def _collect_ends(self, folder: Path, running: Set[int], last_poll: float) -> list[RankEnd]:
         """Return a `RankEnd` for each rank whose process has exited since the last poll.
 
+        A rank that fails writes a report with the time of its failure. A rank that is killed cannot
+        do this, so its time is guessed. The guess must be early: when a rank dies, other ranks lose
+        their connection to it and fail as well, but the dead rank must count as the first failure.
+
         Args:
             folder: Private folder in which the ranks report errors and hangs.
             running: Ranks that were running at the last poll.
             last_poll: Unix time of the last poll.
         """
-        # A rank that wrote no report was killed at some time after the last poll, which can be long
-        # ago if the launcher itself was stopped. This early time makes it count as the first
-        # failure, before the ranks that failed because they lost their connection to it.
-        died = last_poll - DYING_SECONDS
+        # Its process still existed at the last poll, but may have closed its connections already.
+        earliest_time = last_poll - DYING_SECONDS
         ends = []
         for rank in sorted(running):
             code = self._processes[rank].poll()
             if code is not None:
-                ends.append(_read_end(folder, rank, code, died))
+                ends.append(_read_end(folder, rank, code, default_time=earliest_time))
         return ends
 
     def _get_patience(self, exit_codes: Set[int]) -> float:
@@ -296,8 +303,8 @@ class Ranks:
     def _pass_on_signals(self) -> bool:
         """Pass the signals that the launcher has received on to the ranks.
 
-        A second Ctrl-C kills the ranks. A second SIGTERM does not, because schedulers send it
-        repeatedly.
+        The first signal that stops the run lets the ranks save a checkpoint. After it, Ctrl-C kills
+        the ranks. Other stop signals are then ignored, because schedulers send SIGTERM repeatedly.
 
         Returns:
             Whether the ranks must be killed.
@@ -305,7 +312,7 @@ class Ranks:
         while self._received:
             number = self._received.pop(0)
             is_stop = number != signal.SIGUSR2  # SIGUSR2 only requests a save
-            if is_stop and self._stop_signal:
+            if is_stop and self._stop_signal:  # this is not the first one
                 return number == signal.SIGINT
             if is_stop:
                 self._stop_signal = number
@@ -346,29 +353,44 @@ class Ranks:
             _print_and_log("\n".join(text for *_, text in hangs), "hang", folder)
 
         root = _find_root_cause(failed, killed)
-        exit_code = _exit_code(root.code)
-        text = root.reason
-        if not _is_known(root):
-            # The rank wrote no reason or only a traceback, so describe how its process ended.
-            was_unsaved_stop = not failed or root.code in UNSAVED_STOPS
-            if self._stop_signal and was_unsaved_stop:
-                exit_code = 128 + self._stop_signal
-                text = f"Stopped by {signal.Signals(self._stop_signal).name} without a save."
-            else:
-                text = f"Rank {root.rank} failed first: {_describe_exit(root.code)}."
-            if killed:
-                text += f" Killed, because they did not end: ranks {', '.join(map(str, killed))}."
-            text = f"{text}\n{root.reason}".rstrip()
-
+        if _is_known(root):
+            exit_code = _exit_code(root.code)
+            lines = [root.reason]
+        else:
+            # The reason is empty or only a traceback, so first describe how the process ended.
+            exit_code, description = self._describe_unknown_end(root, killed)
+            lines = [description, root.reason]
         if not root.reason:  # no rank has described how to resume
-            text = f"{text}\n{self.resume_hint()}".strip()
+            lines.append(self.resume_hint())
             if is_live_terminal():
                 note("")  # ends the line in which the live view left the cursor
 
+        text = "\n".join(line for line in lines if line)
         event = "stop" if self._stop_signal else END_KINDS.get(exit_code, "failure")
         is_in_log = root.rank == 0 and root.reason != ""  # rank 0 logs its own errors
         _print_and_log(text, "" if is_in_log else event, folder)
         return exit_code
+
+    def _describe_unknown_end(self, root: RankEnd, killed: Sequence[int]) -> tuple[int, str]:
+        """Describe in one line why the run ended, if no rank ended for a known reason.
+
+        Args:
+            root: End of the rank that caused the others to end.
+            killed: Ranks that the launcher has killed.
+
+        Returns:
+            The exit code of the launcher, and the line.
+        """
+        was_stopped = root.rank in killed or root.code in UNSAVED_STOPS
+        if self._stop_signal and was_stopped:
+            exit_code = 128 + self._stop_signal
+            text = f"Stopped by {signal.Signals(self._stop_signal).name} without a save."
+        else:
+            exit_code = _exit_code(root.code)
+            text = f"Rank {root.rank} failed first: {_describe_exit(root.code)}."
+        if killed:
+            text += f" Killed, because they did not end: ranks {', '.join(map(str, killed))}."
+        return exit_code, text
 
 
 def _find_root_cause(failed: Sequence[RankEnd], killed: Sequence[int]) -> RankEnd:
