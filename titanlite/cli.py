@@ -233,12 +233,13 @@ def _report_error(error: Exception) -> int:
             UserError("cannot write to standard output: no space left on the device.")
         )
 
-    # A bug, or a failure that titanlite does not expect.
+    # Print a traceback for a bug, or for a failure that titanlite does not expect.
     if not isinstance(error, UserError):
         report_end(traceback.format_exc(), "failure")
         return 1
 
-    # An error that the user can fix. Its notes, from `add_note`, explain how to resume the run.
+    # Print only the message of an error that the user can fix, and its notes (from `add_note`),
+    # which explain how to resume the run.
     if isinstance(error, StoppedBySignal | StoppedUnsaved):
         kind = "stop"
     elif isinstance(error, GuardError):

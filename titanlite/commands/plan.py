@@ -296,7 +296,7 @@ def _format_plan(run: Run, plan: Forecast) -> str:
     lines = [f"{plan.job} on {plan.world_size} x {plan.gpu}", ""]
     lines += _format_memory(plan)
 
-    # Time of each kind of work, such as matmuls, and of the whole step.
+    # List the time of each kind of work, such as matmuls, and of the whole step.
     lines += ["", f"Step time, s (roofline of {plan.gpu}, accurate to about a third)"]
     times = dict(plan.parts)
     times["(hidden communication)"] = plan.hidden_seconds
@@ -305,7 +305,7 @@ def _format_plan(run: Run, plan: Forecast) -> str:
         share = seconds / plan.step_seconds
         lines.append(f"  {name:<36}{seconds:>10.4f}{share:>7.0%}")
 
-    # Speed, and model FLOPs utilization (MFU).
+    # Add the speed, and the model FLOPs utilization (MFU).
     days = plan.step_seconds * run.job.training.steps / 86400
     speed = f"{plan.tokens_per_second:,.0f} tokens/s per device"
     lines.append(f"  {speed}, {days:,.2f} days for all steps")

@@ -114,7 +114,7 @@ def _print_key(key: str, field: FieldInfo, value: Any, prefix: str) -> None:
         value: Value to show as the default. PydanticUndefined means that the key is required.
         prefix: "--", or "" for keys that can only be set in a job file.
     """
-    # A list of tables, such as [[dataset.sources]].
+    # Print a list of tables, such as [[dataset.sources]].
     table = find_table_model(field.annotation)
     if table is not None:
         print(f"[[{key}]] (job file only)")
@@ -123,7 +123,7 @@ def _print_key(key: str, field: FieldInfo, value: Any, prefix: str) -> None:
             _print_key(f"{key}.{name}", inner_field, inner_field.default, "")
         return
 
-    # A key with a value, such as "--training.steps <integer>".
+    # Print the name and the type, such as "--training.steps <integer>".
     type_name = describe_type(field)
     if prefix and type_name == "<boolean>":
         negated_key = key.replace(".", ".no-")
@@ -131,7 +131,7 @@ def _print_key(key: str, field: FieldInfo, value: Any, prefix: str) -> None:
     else:
         print(f"{prefix}{key} {type_name}")
 
-    # The description ends with the default in parentheses.
+    # Print the description, with the default in parentheses.
     if value is PydanticUndefined:
         default = "required"
     elif value is None:
@@ -162,7 +162,7 @@ def _list_types(annotation: Any) -> list[str]:
         registered_names = "|".join(annotation)
         return [registered_names or "<string>"]
 
-    # A plain type, such as `int`. Others, such as `None`, have no name in the help.
+    # Plain types, such as `int`, have a name in the help. Others, such as `None`, are left out.
     arguments = typing.get_args(annotation)
     if not arguments:
         type_name = _TYPE_NAMES.get(annotation)
@@ -171,7 +171,8 @@ def _list_types(annotation: Any) -> list[str]:
     if typing.get_origin(annotation) is typing.Literal:
         return ["|".join(map(str, arguments))]
 
-    # A union or a list of types. In Annotated[str, REGISTRY], the registry replaces the type.
+    # Collect the names in a union or a list. In Annotated[str, REGISTRY], the registry replaces the
+    # type.
     registries = [argument for argument in arguments if isinstance(argument, Registry)]
     names: list[str] = []
     for argument in registries or arguments:

@@ -143,7 +143,7 @@ def build_mistake(root: type[BaseModel], error: Any) -> Mistake:
     kind = error["type"]
     value = "" if kind == "missing" else format_value(error["input"])
 
-    # The name is unknown, or belongs to a key that titanlite has removed.
+    # A name that pydantic forbids is unknown, or belongs to a key that titanlite has removed.
     table, unknown = _find_unknown_name(root, location)
     if kind == "extra_forbidden" and unknown:
         removed_keys = getattr(table, "dropped", {})
@@ -154,7 +154,7 @@ def build_mistake(root: type[BaseModel], error: Any) -> Mistake:
         problem = _suggest_name(root, table, unknown, location[-1])
         return Mistake(key, shown_name, "", problem, kind)
 
-    # The value is invalid.
+    # Otherwise the value is invalid.
     problem = _rephrase(error["msg"])
     hint = _suggest_value(problem, error["input"], location)
     return Mistake(key, name, value, f"{problem}.{hint}", kind)
@@ -211,13 +211,13 @@ def _suggest_value(problem: str, value: object, location: Sequence[str]) -> str:
         value: Invalid value.
         location: Names of the sections and keys that lead to the value.
     """
-    # 10.0 instead of 10.
+    # The value is 10.0 instead of 10.
     if isinstance(value, float) and "integer" in problem and value.is_integer():
         return f" Write {value:.0f}."
     if not isinstance(value, str):
         return ""
 
-    # A whole list in one item: "0,1" or "[0, 1]" instead of two items.
+    # The value is a whole list, such as "0,1" or "[0, 1]", in a single item.
     is_list_item = bool(location) and location[-1].isdecimal()
     if is_list_item and "," in value:
         items = re.findall(r"[^\s,\[\]]+", value)
@@ -225,7 +225,8 @@ def _suggest_value(problem: str, value: object, location: Sequence[str]) -> str:
         in_file = ", ".join(items)
         return f" Write a list as {on_command_line} on the command line, and [{in_file}] in a file."
 
-    # A typing error, such as "bflot16" if the problem is: must be 'float32' or 'bfloat16'.
+    # The value may have a typing error, such as "bflot16" if the problem lists the choices: must be
+    # 'float32' or 'bfloat16'.
     if not problem.startswith("must be "):
         return ""
     choices = {word.lower(): word for word in re.findall(r"[\w.-]+", problem)}
@@ -296,14 +297,14 @@ def _suggest_name(
     if model is root:
         known_names += [name for name in tables if name not in known_names]
 
-    # A name from another trainer.
+    # Look for the name of another trainer.
     candidates = _find_synonyms(last, {*root.model_fields, *tables})
-    # A typing error, such as "training.stepz".
+    # Look for a typing error, such as "training.stepz".
     if not candidates:
         *parents, unknown_name = location
         for name in difflib.get_close_matches(unknown_name, known_names, n=1):
             candidates.append(".".join([*parents, name]))
-    # A key in the wrong table, such as "training.lr" instead of "optimizer.lr".
+    # Look for a key in the wrong table, such as "training.lr" instead of "optimizer.lr".
     if not candidates:
         for name, table in tables.items():
             if last in table.model_fields:

@@ -105,7 +105,7 @@ def explain_other_format(content: bytes) -> str | None:
     Returns:
         A sentence for the user, or None if the format is not recognized.
     """
-    # Is it a JSON object?
+    # Recognize a JSON object.
     text = content.decode("utf-8-sig", errors="replace")
     try:
         value = json.loads(text)
@@ -114,7 +114,7 @@ def explain_other_format(content: bytes) -> str | None:
     if isinstance(value, dict):
         return _explain_json(value)
 
-    # Is it Python code that defines or imports anything?
+    # Recognize Python code that defines or imports anything.
     try:
         statements = ast.parse(text).body  # does not execute the code
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # not Python

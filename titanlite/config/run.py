@@ -303,13 +303,13 @@ def stage_memory(run: Run, num_stages: int) -> list[PieceCosts]:
     degrees = run.degrees
     training = run.job.training
 
-    # Bytes for the parameters of a block, and of the embedding. The output layer has as many
-    # parameters as the embedding.
+    # Compute the bytes for the parameters of a block, and of the embedding. The output layer has as
+    # many parameters as the embedding.
     bytes_per_parameter = _bytes_per_parameter(run)
     block_parameters = arch.block_matrices * bytes_per_parameter
     embedding = arch.vocab_size * arch.dim * bytes_per_parameter
 
-    # Bytes for the values that one microbatch needs: activations of a block in bf16, and logits.
+    # Compute the bytes of a microbatch for the activations of a block in bf16, and for logits.
     num_tokens = training.local_batch_size * training.seq_len / degrees.context
     activations = 2 * _kept_activations(run) * num_tokens
     logits = LOGIT_BYTES * min(num_tokens, LOSS_TOKENS) * arch.vocab_size / degrees.tensor

@@ -931,6 +931,9 @@ class JobConfig(Whole):
     def _raise_config_error(cls, values: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
         """Validate a job including the sections of plugins, and reject unknown sections.
 
+        Pydantic calls this instead of its own validation of a job, `validate`, which knows only the
+        built-in sections.
+
         Raises:
             ConfigError: If a value is invalid. The message lists all mistakes.
         """

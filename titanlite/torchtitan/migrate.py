@@ -237,17 +237,17 @@ class Migration:
         name = self._old.get(name_key, default)
         is_c4 = name in ("c4", "c4_validation")
         if path_key in self._old:
-            # A dataset in a local folder, or on the Hugging Face Hub.
+            # The dataset is in a local folder, or on the Hugging Face Hub.
             self._carry_over(f"{section}.source", "huggingface", name_key)
             self._carry_over(f"{section}.path", self._old[path_key], path_key)
             if is_c4:
                 self._set_default(f"{section}.config", "en")
                 self._set_default(f"{section}.streaming", True)
         elif is_c4:
-            # C4 on the Hub, which titanlite has as a built-in source.
+            # The dataset is C4 on the Hub, which is a built-in source of titanlite.
             self._carry_over(f"{section}.source", "c4", name_key)
         elif name == "c4_test":
-            # A small part of C4 for tests, which is not part of titanlite.
+            # The dataset is a small part of C4 for tests, which titanlite does not include.
             self._set_default(f"{section}.source", "python_stdlib")
             self._report_lost(
                 name_key,
@@ -331,8 +331,8 @@ class Migration:
         if self._new.get("float8.enable") is not True:
             return
 
-        # Small layers. filter_fqns lists the layers that stay in high precision. Its full name
-        # depends on the torchtitan version.
+        # Decide whether to convert small layers. filter_fqns lists the layers that stay in high
+        # precision. Its full name depends on the torchtitan version.
         old_filter = self._old.get("float8.filter_fqns", [])
         old_filter = self._old.get("quantize.linear.float8.filter_fqns", old_filter)
         filtered_names = _parse_names(old_filter)
@@ -340,7 +340,8 @@ class Migration:
         why = f"torchtitan keeps small layers in high precision only with {SMALL_LAYERS}"
         self._set_default("float8.min_features", min_features, why)
 
-        # The output layer. Filters are parts of names, so "out" also filters the layer "output".
+        # Report that the output layer is not converted, unless a filter names it. Filters are parts
+        # of names, so "out" also filters the layer "output".
         is_older_than_01 = "float8.enable_float8_linear" in self._old
         filters_output = any(str(name) in "output" for name in filtered_names)
         if not is_older_than_01 and not filters_output:
@@ -370,7 +371,7 @@ class Migration:
         if path is None:
             return
 
-        # A torchtitan checkpoint. Only those of Llama can be imported directly.
+        # Report a torchtitan checkpoint. Only those of Llama can be imported directly.
         if self.model == "llama3":
             command = (
                 f"`titanlite import --torchtitan {format_value(path)} --out FOLDER "
