@@ -213,6 +213,7 @@ check --validation.no-document-mask => no longer a key
 prepare --out => --out
 prepare --job.config_file job.toml => --out
 prepare --out x --workers 1 --dataset.source shards --dataset.path run => run
+prepare --out x --workers 1 --dataset.source tokens --dataset.path text.jsonl => dataset.source is tokens
 {PREPARE} text.jsonl --out text.jsonl => text.jsonl
 {PREPARE} text.jsonl --out run/checkpoint/step-00000010/x => step-00000010
 {PREPARE} text.jsonl --out /proc/x => /proc/x

@@ -1,6 +1,7 @@
 """Small documents, sources and loaders for the tests of the data pipeline."""
 
 import json
+import struct
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -39,6 +40,31 @@ def write_jsonl(path, texts):
 
 def write_parquet(path, texts, **columns):
     pyarrow.parquet.write_table(pyarrow.table({**columns, "text": texts}), path, row_group_size=20)
+
+
+def encode(text):
+    """Return the ids of a document with BOS and EOS."""
+    return [TOKENIZER.bos_id, *TOKENIZER.encode(text), TOKENIZER.eos_id]
+
+
+def write_megatron(path, documents, dtype="uint16", cuts=1):
+    """Write a .bin file and its .idx file, with each document cut into `cuts` sequences."""
+    pieces = [piece for ids in documents for piece in np.array_split(np.array(ids, dtype), cuts)]
+    lengths = np.array([len(piece) for piece in pieces], "<i4")
+    starts = (np.cumsum(lengths, dtype="<i8") - lengths) * np.dtype(dtype).itemsize
+    bounds = np.arange(0, len(pieces) + 1, cuts, dtype="<i8")
+    codes = ["", "uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uint16"]
+    header = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, codes.index(dtype), len(pieces), len(bounds))
+    path.write_bytes(np.concatenate(pieces).tobytes())
+    arrays = (lengths, starts, bounds)
+    path.with_suffix(".idx").write_bytes(header + b"".join(array.tobytes() for array in arrays))
+
+
+def write_datatrove(path, documents, dtype="uint16"):
+    """Write a .ds file and its .ds.index file."""
+    path.write_bytes(np.concatenate(documents).astype(dtype).tobytes())
+    ends = np.cumsum([len(ids) for ids in documents], dtype="<u8")
+    path.with_name(f"{path.name}.index").write_bytes(ends.tobytes())
 
 
 def write_hub(folder, texts, files=6):

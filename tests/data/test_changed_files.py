@@ -9,6 +9,7 @@ from functools import partial
 import datasets
 import pytest
 from data_helpers import (
+    encode,
     hide_bad_records,
     make_dataset,
     make_loader,
@@ -16,6 +17,7 @@ from data_helpers import (
     some_texts,
     write_hub,
     write_jsonl,
+    write_megatron,
     write_parquet,
 )
 from small_runs import SMALL, as_logged, launched, logged, losses, start, wait_for_step
@@ -42,6 +44,7 @@ def originals(tmp_path_factory):
     write_hub(tmp_path / "hub", TEXTS, files=1)
     datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "arrow")
     prepare(make_run(make_dataset("jsonl", jsonl)), tmp_path / "shards", 1)
+    write_megatron(tmp_path / "a.bin", [encode(text) for text in TEXTS])
     return tmp_path
 
 
@@ -75,6 +78,7 @@ def flip(path):
         ("arrow", "arrow", "arrow/data-00000-of-00001.arrow"),
         ("shards", "shards", "shards/shard-00000.bin"),
         ("shards", "shards", "shards/shard-00000.idx"),
+        ("tokens", "a.bin", "a.bin"),
     ],
 )
 def test_a_file_that_changes_during_a_run_is_an_error_that_names_it(

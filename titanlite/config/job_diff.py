@@ -77,6 +77,7 @@ _LOADER_KEYS = {
     "dataset.sources",
     "dataset.split",
     "dataset.text_column",
+    "dataset.token_dtype",
     "training.seq_len",
     "validation.holdout",
 }

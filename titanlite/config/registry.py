@@ -133,6 +133,7 @@ SOURCES = Registry(
     text="titanlite.data.sources.files:FileSpans",
     parquet="titanlite.data.sources.files:Parquet",
     shards="titanlite.data.sources.shards:Shards",
+    tokens="titanlite.data.sources.token_files:TokenFiles",
     arrow="titanlite.data.sources.files:open_datasets",
     huggingface="titanlite.data.sources.files:open_datasets",
     c4="titanlite.data.sources.files:open_datasets",

@@ -299,10 +299,10 @@ class TextSource(Section):
     """Kind of source. python_stdlib: .py files of Python's standard library. jsonl: files with one
     JSON object per line, also .gz and .zst. text: plain UTF-8 files. parquet: Parquet files. arrow:
     a folder that `datasets` saved. huggingface: anything that `datasets` loads. c4: English
-    allenai/c4, streamed by `datasets`. shards: a folder that `titanlite prepare` created. Plugins
-    can register more."""
+    allenai/c4, streamed by `datasets`. shards: a folder that `titanlite prepare` created. tokens:
+    token files of Megatron (.bin), OLMo (.npy) or datatrove (.ds). Plugins can register more."""
     path: PathText | None = None
-    """Where the data is. jsonl, text and parquet: a file or a glob pattern such as "data/*.jsonl".
+    """Where the data is. jsonl, text, parquet and tokens: a file or a pattern like "data/*.jsonl".
     arrow and shards: a folder. huggingface: a dataset on the Hub or a local folder. All but
     huggingface also take a URL such as "s3://bucket/data/*.jsonl"."""
     config: str | None = None
@@ -311,6 +311,9 @@ class TextSource(Section):
     """Name of the split (huggingface and arrow)."""
     text_column: str = "text"
     """Name of the field that contains the text."""
+    token_dtype: Literal["uint8", "uint16", "uint32", "uint64"] | None = None
+    """Data type of the token ids, for files that do not contain it (tokens): .npy without a header,
+    .ds without a .metadata file."""
     streaming: bool = False
     """Read the data during training instead of downloading it first (huggingface)."""
 

@@ -11,10 +11,9 @@ import numpy as np
 from titanlite.config.errors import UserError
 from titanlite.config.run import Run
 from titanlite.config.schema import Dataset, DataSource, JobConfig
-from titanlite.data.sources.base import RandomAccess, Source
+from titanlite.data.sources.base import RandomAccess, Source, TokenSource
 from titanlite.data.sources.files import open_source
 from titanlite.data.sources.records import BadRecord, Prepared, Record, hash_text
-from titanlite.data.sources.shards import Shards
 from titanlite.data.tokenizer import Tokenizer
 
 _SAMPLE_DOCUMENTS = 64
@@ -166,12 +165,12 @@ def inspect_source(source: Source, documents: DocumentTokenizer, seq_len: int) -
     Raises:
         UserError: If the source has too little text, or a record in the sample cannot be read.
     """
+    if isinstance(source, TokenSource):
+        source.check(documents.tokenizer, documents.holdout)
     # Use a copy, so that skipped records are not reported here and again in training.
     sample = islice(source, _SAMPLE_DOCUMENTS)
     has_good_records = any(not isinstance(record, BadRecord) for record in sample)
     sample_tokenizer = replace(documents, can_skip=has_good_records)
-    if isinstance(source, Shards):
-        source.check(documents.tokenizer, documents.holdout)
 
     num_tokens = _count_tokens(source, sample_tokenizer, seq_len)
     if num_tokens <= seq_len:

@@ -71,8 +71,9 @@ def prepare(run: Run, out: Path, workers: int) -> list[Path]:
     """
     dataset = run.job.dataset
     specs = source_specs(dataset)
-    if any(spec.source == "shards" for spec in specs):
-        raise UserError("dataset.source is shards: its text is already prepared")
+    for spec in specs:
+        if spec.source in ("shards", "tokens"):
+            raise UserError(f"dataset.source is {spec.source}: its text is already tokenized")
 
     tokenizer = load_tokenizer(run.tokenizer_path, run.job)
     documents = DocumentTokenizer(tokenizer, skip_bad=dataset.on_bad_record == "skip")

@@ -319,7 +319,13 @@ def _shrink_data(small: JobConfig, out: Path) -> tuple[JobConfig, list[str]]:
         notes.append(f"[dataset]: a toy text is read instead, because {problem}.")
         write_output(out / TOY_TEXT, _make_toy_text().encode())
         changes |= {"source": "jsonl", "path": str(out / TOY_TEXT), "sources": ()}
-        changes |= {"text_column": "text", "max_epochs": 0, "streaming": False, "config": None}
+        changes |= {
+            "text_column": "text",
+            "token_dtype": None,
+            "max_epochs": 0,
+            "streaming": False,
+            "config": None,
+        }
 
     small = _update(small, "dataset", **changes)
     return small.model_copy(update={"tokenizer": TokenizerOptions()}), notes
@@ -332,8 +338,8 @@ def _find_data_problem(source: TextSource) -> str:
     """
     if source.source in ("huggingface", "c4") or as_url(source.path or "") is not None:
         return "the data is not on this machine"
-    if source.source == "shards":
-        return "the token ids of shards need the whole vocabulary"
+    if source.source in ("shards", "tokens"):
+        return f"the token ids of {source.source} need the whole vocabulary"
     try:
         find_files(source)
     except UserError:

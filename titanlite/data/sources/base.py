@@ -12,7 +12,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -25,6 +25,7 @@ from titanlite.config.errors import UserError, format_count
 from titanlite.config.schema import TextSource
 from titanlite.data.shuffle import permuted
 from titanlite.data.sources.records import Record, parse_record
+from titanlite.data.tokenizer import Tokenizer
 
 _CHANGE_REMEDY = 'Restore it, or resume with the new contents: dataset.on_change = "warn".'
 _SAMPLE_DOCUMENTS = 64
@@ -63,6 +64,20 @@ class File:
             raise UserError(f"cannot read {self.path}: {error.strerror}") from None
         self.check(stream.fileno())
         return stream
+
+    def read(self, start: int = 0, size: int = -1) -> bytes:
+        """Read `size` bytes from byte `start` on, or all bytes after it if `size` is -1.
+
+        Raises:
+            UserError: If the file has changed.
+        """
+        stream = _open_once(self)
+        stream.seek(start)
+        raw = stream.read(size)
+        self.check_while_read()
+        if len(raw) < size:  # possible only for a file at a URL
+            raise UserError(f"{self.path} is shorter than its index. {self._remedy}")
+        return raw
 
     def check(self, descriptor: int | None = None) -> tuple[int, Any]:
         """Check that the file has not changed since the first call, and return its version.
@@ -110,6 +125,13 @@ class File:
         except OSError as error:
             raise UserError(f"cannot read {self.path}: {error.strerror}") from None
         return status.st_size, status.st_mtime_ns
+
+
+# A shard has up to three files, and a process can usually open 1,024.
+@lru_cache(maxsize=500)
+def _open_once(file: File) -> BinaryIO:
+    """Open a file without a buffer. It stays open, so that later reads reuse it."""
+    return file.open(0)
 
 
 class _RemoteStream(AbstractBufferedFile):
@@ -252,6 +274,26 @@ class RandomAccess(Source):
     def documents(self, start: int = 0) -> Iterator[Record]:
         """Yield the documents in the order of the files, from index `start` on."""
         return map(self.record, range(start, self.num_units))
+
+
+class TokenSource(RandomAccess):
+    """Base class of sources whose documents were tokenized in advance."""
+
+    @abstractmethod
+    def check(self, tokenizer: Tokenizer, holdout: float) -> None:
+        """Check that the token ids belong to the tokenizer of the run, before they are read.
+
+        Args:
+            tokenizer: Tokenizer of the run.
+            holdout: Value of validation.holdout. If it is positive, records have hashes.
+
+        Raises:
+            UserError: If the ids do not match the tokenizer, or a file is damaged.
+        """
+
+    def describe(self) -> str:
+        """Return one line for the log with the numbers of documents and tokens."""
+        return f"{super().describe()}, {self.num_tokens:,} tokens"
 
 
 class Sequential(Source):

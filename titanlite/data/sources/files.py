@@ -430,7 +430,8 @@ def open_quickly(spec: TextSource, job: JobConfig) -> Source | None:
     files = find_files(spec)
     if spec.source not in _BUILTIN - {"huggingface", "c4"} or storage.as_url(spec.path):
         return None
-    if spec.source in ("python_stdlib", "text", "jsonl"):
+    # The documents of .npy files are found by reading all token ids.
+    if spec.source in ("python_stdlib", "text", "jsonl") or files[0].suffix == ".npy":
         num_bytes = sum(file.stat().st_size for file in files)
         if num_bytes > _QUICK_BYTES:
             return CompressedLines(spec, files) if spec.source == "jsonl" else None
@@ -502,7 +503,8 @@ def _find_local_files(pattern: str) -> list[Path]:
 def _explain_no_match(pattern: str, source: str) -> str:
     """Explain that a path matches no file, and propose a remedy if one is known."""
     if os.path.isdir(pattern):
-        suffix = "" if source == "text" else f".{source}"  # text files can have any name
+        # Text files can have any name. Token files are often those of Megatron.
+        suffix = {"text": "", "tokens": ".bin"}.get(source, f".{source}")
         return f"is a folder; {pattern.rstrip('/')}/*{suffix} names the files in it"
     searched = pattern
     if not storage.as_url(pattern):

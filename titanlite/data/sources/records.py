@@ -33,9 +33,9 @@ class Prepared(NamedTuple):
     """A document that was tokenized in advance."""
 
     tokens: np.ndarray
-    """(n,) integers, with BOS and EOS."""
+    """(n,) integers, with BOS and EOS if the files contain them."""
     text_hash: int
-    """`hash_text` of the text, or -1 if the run has no holdout."""
+    """Hash that selects held-out documents, or -1 if the run has no holdout."""
 
 
 Record = str | Prepared | BadRecord
@@ -48,7 +48,12 @@ def hash_text(text: str) -> int:
     A document is held out for validation if its hash is less than holdout * 2**64. Do not change
     this function, because resumed runs would then train on held-out documents.
     """
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
+    return hash_bytes(text.encode())
+
+
+def hash_bytes(content: bytes) -> int:
+    """Return a 64-bit hash of the bytes of a document. See `hash_text`."""
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest())
 
 
 def parse_record(raw: object, column: str, location: str) -> str | BadRecord:

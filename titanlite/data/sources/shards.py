@@ -20,10 +20,9 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
-from typing import Annotated, BinaryIO, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import xxhash
@@ -32,7 +31,7 @@ from pydantic import BaseModel, Field, NonNegativeInt
 from titanlite.config.errors import UserError
 from titanlite.config.files import parse_json
 from titanlite.config.schema import TextSource
-from titanlite.data.sources.base import File, RandomAccess, make_file
+from titanlite.data.sources.base import File, TokenSource, make_file
 from titanlite.data.sources.records import Prepared
 from titanlite.data.tokenizer import Tokenizer
 
@@ -118,13 +117,13 @@ class _IndexFile:
         blocks_start = first_block * _INDEX_BLOCK_BYTES
         blocks_end = min(end_block * _INDEX_BLOCK_BYTES, self._size)
 
-        blocks = _read(self._file, blocks_start, blocks_end - blocks_start)
+        blocks = self._file.read(blocks_start, blocks_end - blocks_start)
         checksums = self._checksums[first_block:end_block]
         _verify(self._file, blocks, first_block, checksums, _INDEX_BLOCK_BYTES)
         return np.frombuffer(blocks, "<u8", count, offset=start_byte - blocks_start)
 
 
-class Shards(RandomAccess):
+class Shards(TokenSource):
     """Documents that `titanlite prepare` has tokenized in advance."""
 
     def __init__(self, spec: TextSource, files: list[Path]) -> None:
@@ -184,10 +183,6 @@ class Shards(RandomAccess):
         checksums = [entry.hash_checksum for entry in self._manifest.shards]
         self._hashes = self._open_indexes("hash", checksums)
 
-    def describe(self) -> str:
-        """Return one line for the log with the numbers of documents and tokens."""
-        return f"{super().describe()}, {self.num_tokens:,} tokens"
-
     def record(self, index: int) -> Prepared:
         """Return the tokens of document `index` and the hash of its text.
 
@@ -229,7 +224,7 @@ class Shards(RandomAccess):
         blocks_start = first_block * TOKEN_BLOCK_BYTES
         blocks_end = min(blocks_start + num_blocks * TOKEN_BLOCK_BYTES, file_size)
 
-        blocks = _read(file, blocks_start, blocks_end - blocks_start)
+        blocks = file.read(blocks_start, blocks_end - blocks_start)
         # The index has the end of each document first, then the checksum of each block.
         checksums = self._indexes[shard].read(entry.documents + first_block, num_blocks)
         _verify(file, blocks, first_block, checksums, TOKEN_BLOCK_BYTES)
@@ -255,27 +250,6 @@ class Shards(RandomAccess):
         paths = [self._path(entry, suffix) for entry in self._manifest.shards]
         with ThreadPoolExecutor() as pool:
             return list(pool.map(_IndexFile, paths, checksums))
-
-
-@lru_cache(maxsize=500)  # each shard has up to three files, and a process can usually open 1,024
-def _open(file: File) -> BinaryIO:
-    """Open a file without a buffer. It stays open, so that later reads reuse it."""
-    return file.open(0)
-
-
-def _read(file: File, start: int, size: int) -> bytes:
-    """Read `size` bytes from byte `start` of a file.
-
-    Raises:
-        UserError: If the file has changed.
-    """
-    stream = _open(file)
-    stream.seek(start)
-    raw = stream.read(size)
-    file.check_while_read()
-    if len(raw) < size:  # possible only for a file at a URL
-        raise _damaged(file, "is shorter than its index")
-    return raw
 
 
 def _verify(file: File, raw: bytes, first: int, checksums: np.ndarray, block_bytes: int) -> None:

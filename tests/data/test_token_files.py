@@ -1,0 +1,162 @@
+"""Token files of other frameworks give the sequences of prepared shards with the same documents."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from data_helpers import (
+    TOKENIZER,
+    RankLoaders,
+    encode,
+    jsonl_dataset,
+    make_dataset,
+    make_loader,
+    make_run,
+    make_validation,
+    some_texts,
+    write_datatrove,
+    write_megatron,
+)
+
+from titanlite.config.errors import UserError
+from titanlite.config.schema import Dataset, DataSource, Validation
+from titanlite.data.prepare import prepare
+
+TEXTS = some_texts(400)
+DOCUMENTS = [encode(text) for text in TEXTS]
+EOS = TOKENIZER.eos_id
+
+
+def write_raw(path, documents, dtype="uint16"):
+    path.write_bytes(np.concatenate(documents).astype(dtype).tobytes())
+
+
+def write_npy(path, documents, dtype="uint16"):
+    np.save(path, np.concatenate(documents).astype(dtype))
+
+
+FORMATS = {
+    "megatron uint16": ("bin", write_megatron, "uint16"),
+    "megatron int16": ("bin", write_megatron, "int16"),
+    "megatron int32": ("bin", write_megatron, "int32"),
+    "megatron int64": ("bin", write_megatron, "int64"),
+    "olmo uint16": ("npy", write_raw, "uint16"),
+    "numpy uint32": ("npy", write_npy, "uint32"),
+    "datatrove uint16": ("ds", write_datatrove, "uint16"),
+    "datatrove uint32": ("ds", write_datatrove, "uint32"),
+}
+
+
+def write_tokens(folder, name):
+    """Write the documents in two files, and return the keys of the source that reads them."""
+    suffix, write, dtype = FORMATS[name]
+    write(folder / f"a.{suffix}", DOCUMENTS[:150], dtype)
+    write(folder / f"b.{suffix}", DOCUMENTS[150:], dtype)
+    option = {"token_dtype": dtype} if write is write_raw else {}
+    return {"source": "tokens", "path": str(folder / f"*.{suffix}"), **option}
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    """A function that mixes a source with text, and the batches if the source is our shards."""
+    folder = tmp_path_factory.mktemp("shards")
+    text = jsonl_dataset(folder, TEXTS)
+    prepare(make_run(text), folder / "out", 1)
+
+    def mix(**keys):
+        sources = (DataSource(**keys, weight=0.7), DataSource(source="jsonl", path=text.path))
+        return Dataset(sources=sources, num_workers=0)
+
+    loaders = RankLoaders(mix(source="shards", path=str(folder / "out")), 1)
+    return mix, torch.stack([loaders.batch() for _ in range(4)])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_mixture_gives_and_resumes_the_sequences_of_shards(mixture, tmp_path, name):
+    mix, expected = mixture
+    tokens = mix(**write_tokens(tmp_path, name))
+    first = RankLoaders(tokens, 2)
+
+    batches = [first.batch(), first.batch()]
+    resumed = RankLoaders(tokens, 3).load(first.state())
+    batches += [resumed.batch(), resumed.batch()]
+
+    assert torch.equal(torch.stack(batches), expected)
+
+
+def test_sequences_of_a_megatron_document_are_joined(mixture, tmp_path):
+    mix, expected = mixture
+    write_megatron(tmp_path / "a.bin", DOCUMENTS, cuts=3)
+    joined = mix(source="tokens", path=str(tmp_path / "a.bin"))
+    assert torch.equal(RankLoaders(joined, 1).batch(), expected[0])
+
+
+def find_numbers(microbatches):
+    """Return the numbers of the documents that begin in consecutive sequences."""
+    ids = torch.cat([micro.input_ids for micro in microbatches]).flatten().tolist()
+    return {int(number) for number in re.findall(r"<(\d+)>", TOKENIZER.decode(ids))}
+
+
+def test_each_format_holds_out_the_same_documents(tmp_path):
+    splits = []
+    for name in ("megatron int32", "olmo uint16"):
+        dataset = Dataset(**write_tokens(tmp_path, name), num_workers=0, max_epochs=1)
+        batches = list(make_loader(dataset, holdout=0.3, global_batch_size=1))
+        trained = find_numbers([batch.microbatches[0] for batch in batches])
+        validation = make_validation(Validation(holdout=0.3, sequences=4096), dataset)
+        splits.append((trained, find_numbers(validation.batches())))
+
+    trained, held_out = splits[0]
+    assert splits[1] == splits[0]
+    assert trained | held_out == set(range(len(TEXTS)))
+    assert not trained & held_out
+    assert 60 < len(held_out) < 180  # 120 on average
+
+
+def swap_first(raw):
+    """Swap the first two numbers of an index."""
+    return raw[8:16] + raw[:8] + raw[16:]
+
+
+AT_END = f"token {sum(map(len, DOCUMENTS)) - 2} is the id "
+# The file of the source, the file to change, its new content, and what the error names.
+BAD = {
+    "high id": (
+        "a.npy",
+        "a.npy",
+        lambda raw: raw[:-8] + b"\xff\xff\0\0" + raw[-4:],
+        AT_END + "65535",
+    ),
+    "negative id": ("a.npy", "a.npy", lambda raw: raw[:-8] + b"\xff" * 4 + raw[-4:], AT_END + "-1"),
+    "no data type": ("a.npy", "a.npy", lambda raw: raw[128:], "token_dtype"),
+    "floating point": ("a.npy", "a.npy", lambda raw: raw.replace(b"<i4", b"<f4"), "float32"),
+    "truncated array": ("a.npy", "a.npy", lambda raw: raw[:-4], "header"),
+    "no EOS": ("a.npy", "a.npy", lambda raw: raw[:128] + bytes(len(raw) - 128), f"{EOS}"),
+    "unknown suffix": ("a.idx", "a.idx", lambda raw: raw, r"\.npy"),
+    "other index": ("a.bin", "a.bin", lambda raw: raw[:-2], r"a\.idx"),
+    "odd size": ("a.bin", "a.bin", lambda raw: raw[:-1], "uint16"),
+    "no index": ("a.bin", "a.idx", lambda raw: b"text", r"a\.idx"),
+    "truncated index": ("a.bin", "a.idx", lambda raw: raw[:-8], r"a\.idx"),
+    "floating point index": ("a.bin", "a.idx", lambda raw: raw[:17] + b"\7" + raw[18:], "code 7"),
+    "loss mask": ("a.ds", "a.ds.loss", lambda raw: raw, r"\.loss"),
+    "unordered index": ("a.ds", "a.ds.index", swap_first, r"a\.ds\.index"),
+}
+
+
+@pytest.mark.parametrize(("name", "changed", "change", "named"), BAD.values(), ids=BAD)
+def test_a_bad_file_is_an_error_that_names_it(tmp_path, name, changed, change, named):
+    write_megatron(tmp_path / "a.bin", DOCUMENTS)
+    write_npy(tmp_path / "a.npy", DOCUMENTS, "int32")
+    write_datatrove(tmp_path / "a.ds", DOCUMENTS)
+    file = tmp_path / changed
+    file.write_bytes(change(file.read_bytes() if file.exists() else b""))
+
+    with pytest.raises(UserError, match=rf"{name}\b.*{named}"):
+        list(make_loader(make_dataset("tokens", tmp_path / name, max_epochs=1)))
+
+
+def test_a_file_whose_documents_do_not_end_with_eos_is_reported(tmp_path, caplog):
+    write_megatron(tmp_path / "a.bin", [ids[:-1] for ids in DOCUMENTS])
+    make_loader(make_dataset("tokens", tmp_path / "a.bin"))
+    assert f"a.bin ends with the id {EOS}" in caplog.text

@@ -1,0 +1,280 @@
+"""Token files of Megatron, OLMo and datatrove, which are read in place.
+
+Invariant: A run trains on the ids in the files, or it stops. Ids outside of the vocabulary, files
+that do not match their index, and files that change while a run reads them are errors.
+
+The suffix of a file selects its format. All numbers are little-endian.
+
+- Megatron (MMapIndexedDataset): NAME.bin contains the ids. NAME.idx contains a magic number, the
+  version 1 (uint64), a code for the data type of the ids (uint8), the number of sequences and the
+  number of documents plus 1 (uint64), the length of each sequence in tokens (int32), its first byte
+  (int64), and the index of the first sequence of each document, then the number of sequences
+  (int64).
+- OLMo and Dolma: NAME.npy contains the ids, with or without the header of NumPy. Documents end at
+  EOS.
+- datatrove and nanotron: NAME.ds contains the ids, with two or four bytes each. NAME.ds.index
+  contains the end of each document in tokens (uint64).
+
+To add a format, add a function to `_READERS`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import struct
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from titanlite.config.errors import UserError
+from titanlite.config.schema import TextSource
+from titanlite.data.sources.base import File, TokenSource, hash_samples, make_file
+from titanlite.data.sources.records import Prepared, hash_bytes
+from titanlite.data.tokenizer import Tokenizer
+
+_SCAN_BYTES = 1 << 23  # a multiple of the size of every data type
+_MEGATRON_START = b"MMIDIDX\0\0" + struct.pack("<Q", 1)
+_MEGATRON_HEADER_BYTES = 34
+# Megatron's codes of integer types. Other codes are types that cannot contain token ids.
+_MEGATRON_DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+_REMEDY = "Set tokenizer.path to the tokenizer of the file, or correct dataset.token_dtype."
+
+
+@dataclass
+class TokenFile:
+    """A file of token ids, and the documents in it.
+
+    Attributes:
+        file: The file.
+        dtype: Data type of the ids.
+        offset: Number of bytes before the first id.
+        index: File that contains the ends of the documents, if there is one.
+        ends: Index of the token after each document, shape (n,). None if documents end at EOS.
+        num_tokens: Number of ids in the file.
+    """
+
+    file: File
+    dtype: np.dtype
+    offset: int = 0
+    index: File | None = None
+    ends: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        """Compute the number of tokens, and check that the documents cover them.
+
+        Raises:
+            ValueError: If the size of the file does not match its data type or its index.
+        """
+        size, _ = self.file.check()
+        self.num_tokens, remainder = divmod(size - self.offset, self.dtype.itemsize)
+        if remainder:
+            raise ValueError(f"{size:,} bytes do not divide into ids of type {self.dtype}")
+        if self.index is not None:
+            assert self.ends is not None
+            sizes = np.diff(self.ends, prepend=0, append=self.num_tokens)
+            if sizes.min() < 0 or sizes[-1] > 0:
+                raise ValueError(f"its {self.num_tokens:,} tokens do not match {self.index.path}")
+
+    def read(self, start: int, end: int) -> np.ndarray:
+        """Return the ids from index `start` to `end`, exclusive.
+
+        Raises:
+            UserError: If the file has changed.
+        """
+        width = self.dtype.itemsize
+        raw = self.file.read(self.offset + start * width, (end - start) * width)
+        return np.frombuffer(raw, self.dtype)
+
+    def find_ends(self, tokenizer: Tokenizer) -> np.ndarray:
+        """Return the index of the token after each document.
+
+        Without an index, read the whole file. Documents then end at EOS or at the end of the file.
+
+        Raises:
+            UserError: If the file has no index and contains no EOS.
+        """
+        if self.ends is not None:
+            return self.ends
+
+        ends = []
+        position = 0
+        with self.file.open(_SCAN_BYTES) as stream:
+            stream.seek(self.offset)
+            while block := stream.read(_SCAN_BYTES):
+                ids = np.frombuffer(block, self.dtype)
+                ends.append(np.flatnonzero(ids == tokenizer.eos_id) + position + 1)
+                position += len(ids)
+        if not any(map(len, ends)):
+            problem = f"{self.file.path} does not contain the id {tokenizer.eos_id}"
+            raise UserError(f"{problem}, with which {tokenizer.path} ends documents. {_REMEDY}")
+        return np.union1d(np.concatenate(ends), position)
+
+
+class TokenFiles(TokenSource):
+    """Documents in the token files of other frameworks."""
+
+    def __init__(self, spec: TextSource, files: list[Path]) -> None:
+        """Open the files, and read their indexes and headers.
+
+        Args:
+            spec: Table of the job file that describes the source.
+            files: The files with token ids.
+
+        Raises:
+            UserError: If a file has an unknown format or data type, or does not match its index.
+        """
+        super().__init__(spec, files)
+        self._token_files = [_open_token_file(file, spec.token_dtype) for file in self.files]
+        self.files += [tokens.index for tokens in self._token_files if tokens.index is not None]
+        self.num_tokens = sum(tokens.num_tokens for tokens in self._token_files)
+        # An upper bound, until `check` has found the documents.
+        self.num_documents = self.num_units = self.num_tokens
+
+    def check(self, tokenizer: Tokenizer, holdout: float) -> None:
+        """Find the documents, and check that a sample of them belongs to the tokenizer.
+
+        Args:
+            tokenizer: Tokenizer of the run.
+            holdout: Value of validation.holdout. If it is positive, records have hashes.
+
+        Raises:
+            UserError: If documents end at EOS and a file contains none, or if a document of the
+                sample contains an id outside of the vocabulary.
+        """
+        self._vocab_size = tokenizer.vocab_size
+        self._tokenizer_path = tokenizer.path
+        self._has_holdout = holdout > 0
+
+        digest = xxhash.xxh3_128(hash_samples(self.files, self.column).encode())
+        self._ends = [tokens.find_ends(tokenizer) for tokens in self._token_files]
+        for tokens, ends in zip(self._token_files, self._ends, strict=True):
+            digest.update(tokens.dtype.str.encode() + ends.tobytes())
+        self.fingerprint = digest.hexdigest()
+        # Index of the first document of each file.
+        self._first = list(accumulate(map(len, self._ends), initial=0))
+        self.num_documents = self.num_units = self._first[-1]
+
+        last_ids = [self.record(index).tokens[-1:] for index in self.sample()]
+        if tokenizer.eos_id not in np.concatenate(last_ids):
+            problem = f"No document in a sample of {self.name} ends with the id {tokenizer.eos_id}"
+            remedy = f"Check that {tokenizer.path} is the tokenizer of these files."
+            logging.getLogger("titanlite").warning(f"{problem} (EOS). {remedy}")
+
+    def where(self, part: int, number: int) -> str:
+        """Return the file and the range of tokens of a document, for messages."""
+        tokens, start, end = self._locate(number)
+        return f"document {number}: {tokens.file.path}, tokens {start} to {end - 1}"
+
+    def record(self, index: int) -> Prepared:
+        """Return the tokens of document `index` and their hash.
+
+        Raises:
+            UserError: If the file has changed, or contains an id outside of the vocabulary.
+        """
+        tokens, start, end = self._locate(index)
+        ids = tokens.read(start, end)
+        is_outside = (ids < 0) | (ids >= self._vocab_size)
+        if is_outside.any():
+            first = int(is_outside.argmax())
+            problem = f"{tokens.file.path}: token {start + first} is the id {ids[first]}"
+            limit = f"{self._tokenizer_path} has the ids 0 to {self._vocab_size - 1}"
+            raise UserError(f"{problem}, but {limit}. {_REMEDY}")
+
+        ids = ids.astype(np.int32)
+        return Prepared(ids, hash_bytes(ids.tobytes()) if self._has_holdout else -1)
+
+    def _locate(self, index: int) -> tuple[TokenFile, int, int]:
+        """Return the file of a document, its first token, and the token after its end."""
+        number = bisect_right(self._first, index) - 1
+        ends = self._ends[number]
+        local = index - self._first[number]
+        start = int(ends[local - 1]) if local else 0
+        return self._token_files[number], start, int(ends[local])
+
+
+def _open_token_file(file: File, dtype: str | None) -> TokenFile:
+    """Open a token file with the reader for its suffix.
+
+    Args:
+        file: The file.
+        dtype: Option dataset.token_dtype.
+
+    Raises:
+        UserError: If the suffix is unknown, or the file or its index cannot be read.
+    """
+    try:
+        reader = _READERS[file.path.suffix]
+    except KeyError:
+        suffixes = ", ".join(_READERS)
+        raise UserError(f"{file.path}: token files must end with {suffixes}") from None
+
+    try:
+        return reader(file, dtype)
+    except ValueError as error:
+        raise UserError(f"cannot read {file.path}: {error}") from None
+
+
+def _open_megatron(file: File, dtype: str | None) -> TokenFile:
+    """Open a .bin file of Megatron, whose .idx file contains the documents and the data type."""
+    index = make_file(file.path.with_suffix(".idx"))
+    raw = index.read()
+    if not raw.startswith(_MEGATRON_START) or len(raw) < _MEGATRON_HEADER_BYTES:
+        raise ValueError(f"{index.path} is not an index of Megatron's MMapIndexedDataset")
+
+    code, num_sequences, num_bounds = struct.unpack_from("<BQQ", raw, len(_MEGATRON_START))
+    if code not in _MEGATRON_DTYPES:
+        raise ValueError(f"{index.path} has the data type code {code}, which is not for token ids")
+    bounds_start = _MEGATRON_HEADER_BYTES + 12 * num_sequences
+    if len(raw) < bounds_start + 8 * num_bounds:
+        raise ValueError(f"{index.path} is truncated")
+    lengths = np.frombuffer(raw, "<i4", num_sequences, _MEGATRON_HEADER_BYTES)
+    bounds = np.frombuffer(raw, "<i8", num_bounds, bounds_start)
+
+    # The sequences of a document, such as its sentences, are joined.
+    sequence_ends = np.cumsum(np.append(0, lengths), dtype=np.int64)
+    ends = sequence_ends[bounds[1:].clip(0, num_sequences)]
+    return TokenFile(file, np.dtype(_MEGATRON_DTYPES[code]), index=index, ends=ends)
+
+
+def _open_npy(file: File, dtype: str | None) -> TokenFile:
+    """Open a .npy file of OLMo, which contains only ids, or of NumPy, which has a header."""
+    with file.open() as stream:
+        has_header = stream.read(6) == b"\x93NUMPY"
+        if has_header:
+            stream.seek(0)
+            np.lib.format.read_magic(stream)
+            shape, _, stored_dtype = np.lib.format.read_array_header_1_0(stream)
+            tokens = TokenFile(file, stored_dtype, offset=stream.tell())
+            if stored_dtype.kind not in "iu" or shape != (tokens.num_tokens,):
+                content = f"{stored_dtype} of shape {shape}"
+                raise ValueError(f"its header describes {content}, which is not a list of ids")
+            return tokens
+
+    if dtype is None:
+        problem = "it does not contain the data type of its ids. Set dataset.token_dtype"
+        raise ValueError(f'{problem}, for example to "uint16" or "uint32"')
+    return TokenFile(file, np.dtype(dtype))
+
+
+def _open_datatrove(file: File, dtype: str | None) -> TokenFile:
+    """Open a .ds file of datatrove, whose .ds.index file contains the documents."""
+    if os.path.exists(f"{file.path}.loss"):
+        raise ValueError("its loss mask (.loss) is not supported")
+    index = make_file(file.path.with_name(f"{file.path.name}.index"))
+    ends = np.frombuffer(index.read(), "<i8")
+    size, _ = file.check()
+    has_four_bytes = size == 4 * ends[-1:].sum()
+    return TokenFile(file, np.dtype("<u4" if has_four_bytes else "<u2"), index=index, ends=ends)
+
+
+_READERS: dict[str, Callable[[File, str | None], TokenFile]] = {
+    ".bin": _open_megatron,
+    ".npy": _open_npy,
+    ".ds": _open_datatrove,
+}
