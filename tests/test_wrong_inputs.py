@@ -71,6 +71,8 @@ dataset.path = "text.jsonl" ; [[dataset.sources]] ; source = "c4" =>
 model.name = "llama3" => titanlite migrate
 [[dataset.sources]] ; sorce = 1 => dataset.sources.0.sorce
 [[dataset.sources]] ; source = "jsonl" => dataset.sources.0.path
+[[dataset.sources]] ; source = "c4" ; loss_mask_column = "x" => dataset.sources.0.loss_mask_column
+dataset.loss_mask_column = "x" ; [[dataset.sources]] ; source = "c4" => dataset.loss_mask_column
 [[dataset.sources]] ; source = "c4" ; weight = 0.0 => dataset.sources.0.weight
 [[dataset.sources]] ; source = "c4" ; [[dataset.stages]] ; start_step = 1 ; weights = [0] => dataset.stages.0.weights
 [[dataset.sources]] ; source = "c4" ; [[dataset.sources]] ; [[dataset.stages]] ; start_step = 1 ; weights = [1.0] => dataset.stages.0.weights
@@ -214,6 +216,7 @@ prepare --out => --out
 prepare --job.config_file job.toml => --out
 prepare --out x --workers 1 --dataset.source shards --dataset.path run => run
 prepare --out x --workers 1 --dataset.source tokens --dataset.path text.jsonl => dataset.source is tokens
+prepare --out x --workers 1 --dataset.source jsonl --dataset.path text.jsonl --dataset.loss_mask_column x => dataset.loss_mask_column
 {PREPARE} text.jsonl --out text.jsonl => text.jsonl
 {PREPARE} text.jsonl --out run/checkpoint/step-00000010/x => step-00000010
 {PREPARE} text.jsonl --out /proc/x => /proc/x

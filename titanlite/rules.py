@@ -713,11 +713,12 @@ def _check_sources(section: str, dataset: Dataset | Validation) -> Problems:
         yield from _check_source(section, dataset)
         return
 
-    if dataset.path is not None:
-        yield Problem(
-            f"{section}.path",
-            f"is not used with [[{section}.sources]]. Move it to the table of its source.",
-        )
+    for key in ("path", "loss_mask_column"):
+        if getattr(dataset, key) is not None:
+            yield Problem(
+                f"{section}.{key}",
+                f"is not used with [[{section}.sources]]. Move it to the table of its source.",
+            )
     if not any(source.weight for source in dataset.sources):
         yield Problem(
             f"{section}.sources.0.weight",
@@ -742,6 +743,8 @@ def _check_source(table: str, source: TextSource) -> Problems:
             '"text" or "jsonl".',
         )
         return
+    if source.loss_mask_column is not None and source.source not in ("jsonl", "parquet"):
+        yield Problem(f"{table}.loss_mask_column", 'needs source "jsonl" or "parquet".')
 
     # The error names keys of [dataset]. Replace them by the keys of this table.
     try:

@@ -31,8 +31,11 @@ def some_texts(count, seed=0, words=90, mark=""):
     return [f"<{mark}{i}> " + "word " * int(generator.integers(0, words)) for i in range(count)]
 
 
-def write_jsonl(path, texts):
-    lines = [json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(texts)]
+def write_jsonl(path, texts, **columns):
+    lines = []
+    for i, text in enumerate(texts):
+        other_fields = {name: values[i] for name, values in columns.items()}
+        lines.append(json.dumps({"id": i, "text": text, **other_fields}) + "\n")
     with pyarrow.output_stream(str(path)) as file:  # compresses .gz and .zst files
         file.write("".join(lines).encode())
     return path

@@ -112,7 +112,9 @@ def show_step(run: Run, step: int, index: int | None = None) -> str:
         for part, document, offset, length in sequence.segments.tolist():
             location = source.where(part, document)
             lines.append(f"--- {location}, tokens {offset} to {offset + length - 1}")
-            lines.append(tokenizer.decode(sequence.tokens[start : start + length].tolist()))
+            tokens = sequence.tokens[start : start + length].tolist()
+            # The ids of tokens that do not count in the loss are stored as their complements.
+            lines.append(tokenizer.decode([max(token, ~token) for token in tokens]))
             start += length
         num_padding = len(sequence.tokens) - start
         if num_padding:

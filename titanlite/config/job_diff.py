@@ -70,6 +70,7 @@ _AFFECTING_KEYS = {"checkpoint.exclude_from_loading", "job.hooks", "validation.h
 # Location and order of the data. The loader compares what follows from these keys.
 _LOADER_KEYS = {
     "dataset.config",
+    "dataset.loss_mask_column",
     "dataset.packing",
     "dataset.path",
     "dataset.seed",

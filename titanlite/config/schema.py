@@ -311,6 +311,9 @@ class TextSource(Section):
     """Name of the split (huggingface and arrow)."""
     text_column: str = "text"
     """Name of the field that contains the text."""
+    loss_mask_column: str | None = None
+    """Name of the field with the parts of the text that count in the loss (jsonl and parquet): a
+    list of [start, end] in characters. If omitted, the whole text counts."""
     token_dtype: Literal["uint8", "uint16", "uint32", "uint64"] | None = None
     """Data type of the token ids, for files that do not contain it (tokens): .npy without a header,
     .ds without a .metadata file."""

@@ -37,12 +37,14 @@ def make_microbatch(
         device: Device of the tensors.
 
     Returns:
-        The microbatch, and a copy of its labels in CPU memory, shape (B, T). Labels of padding are
-        IGNORE_INDEX.
+        The microbatch, and a copy of its labels in CPU memory, shape (B, T). Labels of padding and
+        of tokens that do not count in the loss are IGNORE_INDEX.
     """
     # Each token predicts the next one: inputs are tokens 0 to T - 1, labels are tokens 1 to T.
     tokens = np.stack([sequence.tokens for sequence in sequences]).astype(np.int64)  # (B, T + 1)
-    labels = tokens[:, 1:].copy()  # (B, T)
+    # An id t that does not count in the loss is stored as its complement ~t, which is negative.
+    labels = np.where(tokens < 0, IGNORE_INDEX, tokens)[:, 1:]  # (B, T)
+    tokens = np.maximum(tokens, ~tokens)
     arrays = {"input_ids": tokens[:, :-1], "labels": labels}
 
     # Mask the padding at the end of each sequence.

@@ -13,7 +13,7 @@ from titanlite.config.run import Run
 from titanlite.config.schema import Dataset, DataSource, JobConfig
 from titanlite.data.sources.base import RandomAccess, Source, TokenSource
 from titanlite.data.sources.files import open_source
-from titanlite.data.sources.records import BadRecord, Prepared, Record, hash_text
+from titanlite.data.sources.records import BadRecord, MaskedText, Prepared, Record, hash_text
 from titanlite.data.tokenizer import Tokenizer
 
 _SAMPLE_DOCUMENTS = 64
@@ -76,8 +76,9 @@ class DocumentTokenizer:
                 reported a second time.
 
         Returns:
-            Token ids, shape (n,), int32. Empty if the record is skipped, or not selected because of
-            the holdout.
+            Token ids, shape (n,), int32. The id t of a token that does not count in the loss is
+            stored as its complement, ~t, which is negative. Empty if the record is skipped, or not
+            selected because of the holdout.
 
         Raises:
             BadRecord: If the record cannot be read and `skip_bad` is False.
@@ -93,8 +94,31 @@ class DocumentTokenizer:
             return self._no_tokens
         if isinstance(record, Prepared):
             return record.tokens
-        text = self.tokenizer.encode_array(record).view(np.int32)
-        return np.concatenate([self._bos, text, self._eos])
+        if isinstance(record, MaskedText):
+            return self._encode_masked(record)
+        return np.concatenate([self._bos, self._encode_text(record), self._eos])
+
+    def _encode_text(self, text: str) -> np.ndarray:
+        """Return the token ids of a text as int32, without BOS and EOS."""
+        return self.tokenizer.encode_array(text).view(np.int32)
+
+    def _encode_masked(self, text: MaskedText) -> np.ndarray:
+        """Tokenize the ranges of a masked text separately, so that no token crosses their bounds.
+
+        BOS counts in the loss if the first character does, and EOS if the last one does. In an
+        empty text, both count.
+        """
+        parts = []
+        last_end = 0
+        for start, end in [*text.trained, (len(text), len(text))]:
+            parts.append(~self._encode_text(text[last_end:start]))
+            parts.append(self._encode_text(text[start:end]))
+            last_end = end
+
+        tokens = np.concatenate(parts)
+        bos = ~self._bos if (tokens[:1] < 0).any() else self._bos
+        eos = ~self._eos if (tokens[-1:] < 0).any() else self._eos
+        return np.concatenate([bos, tokens, eos])
 
     def _is_selected(self, record: str | Prepared) -> bool:
         """Return whether a document belongs to the selected part: training or held-out documents.

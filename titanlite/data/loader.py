@@ -416,8 +416,8 @@ class Loader:
                 )
             elif saved["fingerprint"] != source.fingerprint:
                 changed.append(
-                    f"the source {name} is now {source.name}, with changed files, contents or "
-                    "text_column"
+                    f"the source {name} is now {source.name}, with changed files, contents, "
+                    "text_column or loss_mask_column"
                 )
         return incompatible, changed
 

@@ -50,7 +50,7 @@ class Segment(NamedTuple):
     """Consecutive tokens of one document that were placed into one sequence."""
 
     tokens: np.ndarray
-    """(n,) int32."""
+    """(n,) int32. Tokens that do not count in the loss are negative; see `Document`."""
     origin: tuple[int, int, int, int]
     """Index of the part, index of the document, offset of the first token in the document, and
     number of tokens."""
@@ -66,7 +66,8 @@ class Document(NamedTuple):
     number: int
     """Index of the document in the source, or in the part."""
     tokens: np.ndarray
-    """int32, with BOS and EOS. Empty if the document is skipped or held out."""
+    """int32, with BOS and EOS. An id t that does not count in the loss is stored as ~t. Empty if
+    the document is skipped or held out."""
 
     def segment(self, offset: int, size: int) -> Segment:
         """Return the segment of `size` tokens that begins at token `offset` of this document."""

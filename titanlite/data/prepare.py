@@ -74,6 +74,8 @@ def prepare(run: Run, out: Path, workers: int) -> list[Path]:
     for spec in specs:
         if spec.source in ("shards", "tokens"):
             raise UserError(f"dataset.source is {spec.source}: its text is already tokenized")
+        if spec.loss_mask_column is not None:
+            raise UserError("dataset.loss_mask_column: prepared shards cannot contain loss masks")
 
     tokenizer = load_tokenizer(run.tokenizer_path, run.job)
     documents = DocumentTokenizer(tokenizer, skip_bad=dataset.on_bad_record == "skip")

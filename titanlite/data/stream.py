@@ -69,8 +69,8 @@ class PackedSequence(NamedTuple):
     index: int
     """Index in the global batch."""
     tokens: np.ndarray
-    """(T + 1,) int32. The first T are inputs, the last T are labels. Padding follows the
-    segments."""
+    """(T + 1,) int32. The first T are inputs, the last T are labels. An id t that does not count in
+    the loss is stored as ~t. Padding follows the segments."""
     segments: np.ndarray
     """(S, 4) int64, one row per segment of a document: part, document number, offset of the first
     token in the document, number of tokens."""

@@ -322,6 +322,7 @@ def _shrink_data(small: JobConfig, out: Path) -> tuple[JobConfig, list[str]]:
         changes |= {
             "text_column": "text",
             "token_dtype": None,
+            "loss_mask_column": None,
             "max_epochs": 0,
             "streaming": False,
             "config": None,

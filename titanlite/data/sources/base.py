@@ -193,6 +193,7 @@ class Source(ABC):
     Attributes:
         name: Name for messages.
         column: Name of the field or column that contains the text.
+        mask_column: Name of the field or column that contains the loss mask, if there is one.
         files: The files that the source reads.
         fingerprint: Hash of the contents, or of a sample if reading all files would take too long.
             Checkpoints store it to detect changed data.
@@ -209,6 +210,7 @@ class Source(ABC):
     def __init__(self, spec: TextSource, files: list[Path]) -> None:
         self.name = spec.source if spec.path is None else f"{spec.source} {spec.path}"
         self.column = spec.text_column
+        self.mask_column = spec.loss_mask_column
         self.files = [make_file(file) for file in files]
         # Remote storage takes a while per request, so check all files in parallel.
         list(_fetchers.map(File.check, self.files))
@@ -350,7 +352,10 @@ class Sequential(Source):
         # `location` is that of the last record that was read, for the error message.
         try:
             for i, (location, raw) in enumerate(self.raw(file, number)):
-                yield None if i < start else parse_record(raw, self.column, location)
+                if i < start:
+                    yield None
+                else:
+                    yield parse_record(raw, self.column, location, self.mask_column)
         except Exception as error:  # each library has its own exception types
             _check_all(files)  # a file that has changed is the more likely cause
             problem = f"cannot read past {location}: {error!r}"

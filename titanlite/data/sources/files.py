@@ -132,7 +132,7 @@ class FileSpans(RandomAccess):
             raw = stream.read(min(end - start, MAX_LINE_BYTES + 1))
             try:
                 if self._is_json:
-                    return extract_text(raw, self.column)
+                    return extract_text(raw, self.column, self.mask_column)
                 return raw.decode().removeprefix("\ufeff")  # the byte order mark
             except UnicodeDecodeError as error:
                 line = _count_lines(stream, start + error.start)
@@ -261,12 +261,16 @@ class Parquet(Sequential):
             UserError: If a file is not Parquet, or has no column of this name.
         """
         super().__init__(spec, files)
+        self._columns = [self.column]
+        if self.mask_column is not None:
+            self._columns.append(self.mask_column)
         self.parts = []
         self.num_documents = 0
         for file in self.files:
             try:
                 parquet = self._open(file)
-                check_column(self.column, parquet.schema_arrow.names, file.path)
+                for column in self._columns:
+                    check_column(column, parquet.schema_arrow.names, file.path)
             except (OSError, ValueError, RuntimeError) as error:  # bases of pyarrow's exceptions
                 raise UserError(f"cannot read {file.path} as parquet: {error}") from None
             for group in range(parquet.num_row_groups):
@@ -283,10 +287,10 @@ class Parquet(Sequential):
         return pyarrow.parquet.ParquetFile(file.open())
 
     def raw(self, file: File, number: int) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the location of each row of a row group, and its text as {column: text}."""
+        """Yield the location of each row of a row group, and its columns as a dictionary."""
         groups = [number]
         row = 0
-        for batch in self._open(file).iter_batches(_BATCH_ROWS, groups, columns=[self.column]):
+        for batch in self._open(file).iter_batches(_BATCH_ROWS, groups, columns=self._columns):
             for record in batch.to_pylist():
                 row += 1
                 yield f"{file.path}, row group {number}, row {row}", record
@@ -418,6 +422,8 @@ def open_source(spec: TextSource, job: JobConfig | None = None) -> Source:
         source = SOURCES.make(spec.source, job, spec, files)
     if not source.num_units:
         raise UserError(f"{source.name} is empty: it contains no documents")
+    if spec.loss_mask_column is not None:
+        source.fingerprint = add_column(source.fingerprint, spec.loss_mask_column)
     return source
 
 

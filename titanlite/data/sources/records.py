@@ -12,6 +12,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from titanlite.config.errors import UserError
+from titanlite.config.mistakes import shorten
 
 MAX_LINE_BYTES = 1 << 28  # a small compressed file can contain a JSON line of any length
 _SKIP_BYTES = 1 << 20  # the rest of a longer line is skipped in pieces of this size
@@ -29,6 +30,16 @@ class BadRecord(UserError):
     """
 
 
+class MaskedText(str):
+    """The text of a document of which only some characters count in the loss.
+
+    Attributes:
+        trained: Ranges of characters that count, as (start, end) in ascending order.
+    """
+
+    trained: list[tuple[int, int]]
+
+
 class Prepared(NamedTuple):
     """A document that was tokenized in advance."""
 
@@ -39,7 +50,10 @@ class Prepared(NamedTuple):
 
 
 Record = str | Prepared | BadRecord
-"""The text of a document, its tokens, or the error that explains why it cannot be read."""
+"""The text of a document, its tokens, or the error that explains why it cannot be read.
+
+The text is a `MaskedText` if dataset.loss_mask_column is set.
+"""
 
 
 def hash_text(text: str) -> int:
@@ -56,16 +70,19 @@ def hash_bytes(content: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest())
 
 
-def parse_record(raw: object, column: str, location: str) -> str | BadRecord:
+def parse_record(
+    raw: object, column: str, location: str, mask_column: str | None = None
+) -> str | BadRecord:
     """Return the text of a record, or a `BadRecord` if it has none.
 
     Args:
         raw: A line of JSON (bytes), or a dictionary.
         column: Name of the field that contains the text.
         location: Location of the record, for the error message.
+        mask_column: Name of the field that contains the loss mask, if there is one.
     """
     try:
-        return extract_text(raw, column)
+        return extract_text(raw, column, mask_column)
     except (ValueError, RecursionError) as error:
         return BadRecord(f"{location}: {error}")
 
@@ -84,15 +101,20 @@ def read_lines(stream: BinaryIO) -> Iterator[bytes]:
         yield line
 
 
-def extract_text(raw: object, column: str) -> str:
+def extract_text(raw: object, column: str, mask_column: str | None = None) -> str:
     """Return the text of a record.
 
     Args:
         raw: A line of JSON (bytes), or a dictionary.
         column: Name of the field that contains the text.
+        mask_column: Name of the field that contains the loss mask, if there is one.
+
+    Returns:
+        The text. With `mask_column`, it is a `MaskedText`.
 
     Raises:
-        ValueError: If the record has no such text. The message proposes a remedy if one is known.
+        ValueError: If the record has no such text or loss mask. The message proposes a remedy if
+            one is known.
         RecursionError: If the JSON is nested too deeply.
     """
     record = _parse_line(raw) if isinstance(raw, bytes) else raw
@@ -105,7 +127,36 @@ def extract_text(raw: object, column: str) -> str:
     if not isinstance(text, str):
         raise ValueError(_explain_missing_text(record, column))
     text.encode()  # raises for half of a surrogate pair, which a JSON escape can contain
-    return text
+    if mask_column is None:
+        return text
+    masked_text = MaskedText(text)
+    masked_text.trained = _parse_mask(record.get(mask_column), mask_column, len(text))
+    return masked_text
+
+
+def _parse_mask(mask: object, column: str, length: int) -> list[tuple[int, int]]:
+    """Return the ranges of characters that count in the loss, as (start, end).
+
+    Args:
+        mask: Content of the field that contains the loss mask, such as [[5, 9], [20, 31]].
+        column: Name of this field, for the error message.
+        length: Number of characters of the text.
+
+    Raises:
+        ValueError: If the mask is not a list of ascending ranges within the text.
+    """
+    ranges = []
+    last_end = 0
+    for item in mask if isinstance(mask, list) else [mask]:
+        match item:
+            case [int(start), int(end)] if last_end <= start <= end <= length:
+                ranges.append((start, end))
+                last_end = end
+            case _:
+                problem = f"field {column!r} (loss_mask_column) must be a list of [start, end]"
+                limit = f"in ascending order, within the {length:,} characters of the text"
+                raise ValueError(f"{problem} {limit}; it contains {shorten(repr(item))}")
+    return ranges
 
 
 def _parse_line(line: bytes) -> object:
@@ -155,10 +206,10 @@ def explain_encoding(error: UnicodeDecodeError) -> str:
 
 
 def check_column(column: str, columns: Iterable[str], name: object) -> None:
-    """Check that a table has the column that text_column names.
+    """Check that a table has the column that text_column or loss_mask_column names.
 
     Args:
-        column: Value of text_column.
+        column: Value of text_column or loss_mask_column.
         columns: Names of the table's columns.
         name: Name of the table, for the message.
 

@@ -1,0 +1,126 @@
+"""Only the characters in the ranges of a loss mask become labels."""
+
+import pytest
+import torch
+from data_helpers import (
+    TOKENIZER,
+    RankLoaders,
+    jsonl_dataset,
+    make_dataset,
+    make_loader,
+    some_texts,
+    write_jsonl,
+    write_megatron,
+    write_parquet,
+)
+
+from titanlite.config.errors import UserError
+from titanlite.config.schema import Dataset, DataSource
+
+MARK = TOKENIZER.vocab_size - 1  # an id that no text contains
+
+
+def make_document(number):
+    """Return the parts of a chat-like text, each with whether it counts in the loss."""
+    answer = "word " * (1 + number % 60)
+    turns = [(f"<{number}> ", False), (answer, True), ("more?\n", False), (answer, True)]
+    first = number % 2
+    return turns[first : first + 1 + number % 3]
+
+
+def find_ranges(parts):
+    """Return the [start, end] of each part that counts."""
+    ranges = []
+    end = 0
+    for part, counts in parts:
+        start, end = end, end + len(part)
+        if counts:
+            ranges.append([start, end])
+    return ranges
+
+
+DOCUMENTS = [make_document(number) for number in range(300)]
+TEXTS = ["".join(part for part, _ in parts) for parts in DOCUMENTS]
+MASKS = [find_ranges(parts) for parts in DOCUMENTS]
+
+
+def encode_parts(parts, has_marks):
+    """Return the ids of a document, in which MARK can replace each id that does not count."""
+    pieces = [(TOKENIZER.encode(part), counts) for part, counts in parts]
+    pieces = [([TOKENIZER.bos_id], parts[0][1]), *pieces, ([TOKENIZER.eos_id], parts[-1][1])]
+    return [
+        MARK if has_marks and not counts else token for tokens, counts in pieces for token in tokens
+    ]
+
+
+@pytest.mark.parametrize(
+    ("packing", "document_mask"),
+    [("concat", False), ("best_fit", True)],
+    ids=["concat", "best_fit"],
+)
+def test_a_mixture_with_masks_predicts_and_resumes_only_their_ranges(
+    tmp_path, packing, document_mask
+):
+    path = write_jsonl(tmp_path / "masked.jsonl", TEXTS, mask=MASKS)
+    masked = {"source": "jsonl", "path": str(path), "loss_mask_column": "mask"}
+    for name, has_marks in (("plain", False), ("marked", True)):
+        documents = [encode_parts(parts, has_marks) for parts in DOCUMENTS]
+        write_megatron(tmp_path / f"{name}.bin", documents)
+    plain = {"source": "tokens", "path": str(tmp_path / "plain.bin")}
+    marked = {"source": "tokens", "path": str(tmp_path / "marked.bin")}
+    text = jsonl_dataset(tmp_path, some_texts(100))
+
+    def mix(keys):
+        sources = (DataSource(**keys), DataSource(source="jsonl", path=text.path, weight=0.5))
+        return Dataset(sources=sources, num_workers=0, packing=packing, document_mask=document_mask)
+
+    loaders = RankLoaders(mix(masked), 2, global_batch=6)
+    plain_loader = RankLoaders(mix(plain), 1, global_batch=6)
+    marked_loader = RankLoaders(mix(marked), 1, global_batch=6)
+    for step in range(4):
+        if step == 2:
+            loaders = RankLoaders(mix(masked), 3, global_batch=6).load(loaders.state())
+        batch = loaders.batch()
+        expected = plain_loader.batch()
+        has_mark = marked_loader.batch()[:, 1] == MARK
+        expected[:, 1].masked_fill_(has_mark, -100)
+        assert has_mark.any()
+        assert torch.equal(batch, expected)
+
+
+def test_parquet_and_compressed_lines_have_the_same_labels(tmp_path):
+    write_parquet(tmp_path / "a.parquet", TEXTS, mask=MASKS)
+    for start in range(0, len(TEXTS), 20):  # one file per row group
+        part = slice(start, start + 20)
+        write_jsonl(tmp_path / f"{start:03}.gz", TEXTS[part], mask=MASKS[part])
+
+    keys = {"loss_mask_column": "mask"}
+    rows = RankLoaders(make_dataset("parquet", tmp_path / "a.parquet", **keys), 1).batch()
+    lines = RankLoaders(make_dataset("jsonl", tmp_path / "*.gz", **keys), 1).batch()
+    assert torch.equal(rows, lines)
+    assert (rows == -100).any()
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [None, "all", [1, 2], [[0, 4], [3, 5]], [[2, 1]], [[0, 10_000]], [[-1, 2]], [["0", "2"]]],
+    ids=str,
+)
+def test_a_bad_mask_is_a_bad_record(tmp_path, mask):
+    path = write_jsonl(tmp_path / "a.jsonl", TEXTS, mask=[*MASKS[:1], mask, *MASKS[2:]])
+    dataset = make_dataset("jsonl", path, loss_mask_column="mask")
+    with pytest.raises(UserError, match=r"a\.jsonl, line 2: .*'mask'.*on_bad_record"):
+        make_loader(dataset)
+
+
+def test_another_mask_column_is_another_source(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", TEXTS, mask=MASKS)
+    state = make_loader(make_dataset("jsonl", path, loss_mask_column="mask")).state_dict()
+    with pytest.raises(UserError, match="loss_mask_column"):
+        make_loader(make_dataset("jsonl", path)).load_state_dict(state)
+
+
+def test_a_missing_mask_column_of_a_table_is_named(tmp_path):
+    write_parquet(tmp_path / "a.parquet", TEXTS)
+    with pytest.raises(UserError, match=r"a\.parquet.*'mask'"):
+        make_loader(make_dataset("parquet", tmp_path / "a.parquet", loss_mask_column="mask"))
