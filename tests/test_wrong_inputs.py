@@ -90,6 +90,22 @@ optimizer.name = "AdamW8bit" ; training.enable_cpu_offload = true =>
 [[optimizer.groups]] ; params = ["layers.*", "tok_*"] => in no group: norm.weight and 1 more
 [[optimizer.groups]] ; params = ["*"] ; [[optimizer.groups]] ; params = ["norm.*"] => of another group: norm.weight
 lr_scheduler.warmup_steps = 9 ; training.steps = 5 =>
+lr_scheduler.decay_steps = 9 ; training.steps = 5 =>
+lr_scheduler.decay_steps = "2B" ; training.tokens = "1B" => lr_scheduler.decay_steps
+lr_scheduler.decay_ratio = 0.5 ; lr_scheduler.decay_steps = 9 =>
+lr_scheduler.warmup_steps = "500X" =>
+training.tokens = "10X" =>
+training.tokens = 0 =>
+training.tokens = "1K" => training.tokens = 1000 makes 0 steps of 16,384 tokens
+training.tokens = 1e9 =>
+training.tokens = "1000T" =>
+training.steps = 5 ; training.tokens = "1B" => training.steps = 5 is not used with training.tokens
+training.tokens = "1B" ; training.tokens_per_parameter = 20 =>
+training.tokens_per_parameter = 0.0 =>
+training.tokens_per_parameter = 1e-9 =>
+checkpoint.interval = "1K" =>
+checkpoint.interval = "500" =>
+validation.freq = "1K" ; validation.holdout = 0.1 =>
 lr_scheduler.total_steps = 4 ; training.steps = 5 =>
 activation_checkpoint.selective_ac_option = "0" =>
 activation_checkpoint.mode = "memory_budget" =>

@@ -19,8 +19,9 @@ from titanlite.config.flavors import FITTED_TO_TOKENIZER
 from titanlite.config.load import DEFAULT, ParsedJob, parse_job
 from titanlite.config.mistakes import COMMAND_LINE, Mistake, format_value
 from titanlite.config.run import MOST_RANKS, Run
-from titanlite.config.schema import JobConfig
+from titanlite.config.schema import LENGTH_KEYS, JobConfig
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
+from titanlite.lengths import resolve_lengths
 from titanlite.pretrained import build_job_tables, split_from_option
 from titanlite.rules import (
     DATA_RULES,
@@ -96,8 +97,8 @@ def load_data_job(argv: Sequence[str]) -> JobConfig:
 def build_run(parsed: ParsedJob, world_size: int, *, check_outputs: bool = True) -> Run:
     """Validate a parsed job for `world_size` ranks, and return the resulting run.
 
-    This loads the tokenizer, applies all rules of `titanlite.rules`, and combines their problems
-    with the mistakes that were found while parsing.
+    This loads the tokenizer, converts lengths in tokens to steps, applies all rules of
+    `titanlite.rules`, and combines their problems with the mistakes that were found while parsing.
 
     Args:
         parsed: The job, and the mistakes in its single values.
@@ -117,6 +118,8 @@ def build_run(parsed: ParsedJob, world_size: int, *, check_outputs: bool = True)
     else:
         run = Run(fit_vocab_size(run.job, tokenizer), world_size)
         problems += check_tokenizer(run, tokenizer)
+    unresolved_run = run
+    run, length_problems = resolve_lengths(run)
 
     # Skip rules that read a section with an invalid value. The default in its place could break a
     # rule, and the report would then contain a mistake that the user did not make.
@@ -124,6 +127,10 @@ def build_run(parsed: ParsedJob, world_size: int, *, check_outputs: bool = True)
     for mistake in parsed.mistakes:
         if mistake.kind not in ("extra_forbidden", "gone"):
             invalid_sections.add(mistake.key.partition(".")[0])
+    mistakes = [*parsed.mistakes, *_check_environment()]
+    if invalid_sections.isdisjoint(("model", "training", "parallelism", "dataset")):
+        mistakes += [make_mistake(unresolved_run, problem) for problem in length_problems]
+    invalid_sections |= {problem.key.partition(".")[0] for problem in length_problems}
     rules = [*KEY_RULES, *DATA_RULES]
     if check_outputs:
         rules += OUTPUT_RULES
@@ -133,7 +140,6 @@ def build_run(parsed: ParsedJob, world_size: int, *, check_outputs: bool = True)
     if invalid_sections.isdisjoint(("training", "lr_scheduler")):
         problems += check_warmup(run, is_preview=_is_preview(parsed.job, parsed.origins))
 
-    mistakes = [*parsed.mistakes, *_check_environment()]
     mistakes += [make_mistake(run, problem) for problem in problems]
     if mistakes:
         origins = {**parsed.origins, THREADS: "environment variable"}
@@ -157,19 +163,19 @@ def fit_vocab_size(job: JobConfig, tokenizer: Tokenizer) -> JobConfig:
 def _is_preview(job: JobConfig, origins: Mapping[str, str]) -> bool:
     """Return whether a job trains only the first steps of the run that its job file describes.
 
-    This is the case if the command line sets `training.steps`, but not `lr_scheduler.warmup_steps`.
-    It is also the case for the config.toml that such a run writes, which names the original job
-    file.
+    This is the case if the command line sets the length of the run, such as `training.steps`, but
+    not `lr_scheduler.warmup_steps`. It is also the case for the config.toml that such a run writes,
+    which names the original job file.
 
     Args:
         job: The job.
         origins: Where each key was set, as in `ParsedJob`.
     """
-    steps_origin = origins.get("training.steps", DEFAULT)
+    length_origins = {origins.get(f"training.{name}", DEFAULT) for name in LENGTH_KEYS}
     warmup_origin = origins.get("lr_scheduler.warmup_steps", DEFAULT)
-    if steps_origin == COMMAND_LINE:
+    if COMMAND_LINE in length_origins:
         return warmup_origin != COMMAND_LINE
-    return steps_origin not in (DEFAULT, job.job.config_file)
+    return not length_origins <= {DEFAULT, job.job.config_file}
 
 
 def _check_environment() -> list[Mistake]:

@@ -349,20 +349,34 @@ def check_total_steps(run: Run) -> Problems:
 
 
 def check_warmup(run: Run, *, is_preview: bool = False) -> Problems:
-    """Check that warmup ends within the learning rate schedule.
+    """Check that warmup and decay fit into the learning rate schedule.
 
     Args:
         run: Run to check.
-        is_preview: Whether the run trains only the first steps of a longer run. Its warmup may be
-            longer than the run.
+        is_preview: Whether the run trains only the first steps of a longer run. Its warmup and its
+            decay may be longer than the run.
     """
     schedule = run.job.lr_scheduler
     total = schedule.total_steps or run.job.training.steps
-    if (schedule.warmup_steps or 0) > total and not is_preview:
+    warmup = schedule.warmup_steps or 0
+    if schedule.decay_steps is not None and schedule.decay_ratio is not None:
+        yield Problem(
+            "lr_scheduler.decay_ratio",
+            "is not used with lr_scheduler.decay_steps. Remove one of them.",
+        )
+    if is_preview:
+        return
+
+    if warmup > total:
         yield Problem(
             "lr_scheduler.warmup_steps",
             f"must be at most training.steps = {total}, or the learning rate never reaches its "
             "peak.",
+        )
+    elif warmup + (schedule.decay_steps or 0) > total:
+        yield Problem(
+            "lr_scheduler.decay_steps",
+            f"must be at most {total - warmup}, the number of steps after warmup.",
         )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, NamedTuple, TypeVar, get_args
 
 from titanlite.checkpoint.manifest import (
     check_checkpoint,
@@ -294,6 +294,50 @@ def read_compute_dtype(run: Run) -> ComputeDtype | None:
     job = manifest.get("info", {}).get("job") or {}
     dtype = job.get("training", {}).get("mixed_precision_param")
     return dtype if dtype in get_args(ComputeDtype) else None
+
+
+class Progress(NamedTuple):
+    """Progress of a run in the checkpoint from which it resumes.
+
+    Attributes:
+        steps: Number of steps whose data the run has read.
+        sequences: Number of sequences of these steps, over all ranks.
+        warmup_steps: Number of warmup steps of the job that saved the checkpoint, if it sets any.
+    """
+
+    steps: int = 0
+    sequences: int = 0
+    warmup_steps: int | None = None
+
+
+def read_progress(run: Run) -> Progress:
+    """Return the progress of a run, from the checkpoints in its output folder.
+
+    This reads the newest checkpoint, or the one that `checkpoint.load_step` selects. If it cannot
+    be read, the run starts from step 0.
+    """
+    if not is_saved(run):
+        return Progress()
+
+    def list_candidates(folder: Path) -> list[Path]:
+        paths = list_checkpoints(folder)
+        selected = [path for path in paths if get_step(path) == run.job.checkpoint.load_step]
+        return selected or paths
+
+    try:
+        manifest = load_newest(
+            run.checkpoint_folder,
+            read_manifest,
+            check=lambda step_folder: None,
+            list_paths=list_candidates,
+        )
+    except UserError:  # loading the checkpoint later raises the error
+        return Progress()
+    info = manifest["info"]
+    data_state = info["train_state"].get("data") or {}
+    schedule = data_state.get("schedule") or {"step": 0, "rows": []}
+    warmup_steps = (info["job"] or {}).get("lr_scheduler", {}).get("warmup_steps")
+    return Progress(schedule["step"], sum(schedule["rows"]), warmup_steps)
 
 
 def _read_newest_manifest_at(url: str) -> dict[str, Any]:

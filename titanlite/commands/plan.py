@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import signal
 import sys
@@ -26,6 +25,7 @@ from titanlite.config.options import (
     parse_options_and_job,
 )
 from titanlite.config.run import Run
+from titanlite.config.schema import parse_tokens
 from titanlite.load_run import load_run, read_world_size
 from titanlite.observe.forecast import Forecast, TrainingTime
 from titanlite.observe.gpus import GIB, MIB, MOST_GIB, Gpu, device_memory, find_gpu, gpu_of_device
@@ -133,16 +133,10 @@ def _parse_tokens(text: str) -> int:
     Raises:
         UserError: If the value is not a number from 1 to 1e18, with or without a unit.
     """
-    units = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
-    unit = units.get(text[-1:].upper())
     try:
-        number = float(text[:-1]) * unit if unit else float(text)
-    except ValueError:
-        number = math.nan
-    if not 1 <= number <= 1e18:
-        problem = "must be a number of tokens, such as 500M, 10B, 1T or 2.5e12."
-        raise UserError(f"--tokens {text}: {problem}")
-    return round(number)
+        return parse_tokens(text)
+    except ValueError as error:
+        raise UserError(f"--tokens {text}: {error}.") from None
 
 
 def _check_new_file(path: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from titanlite import __version__
 from titanlite.config.models import FileModel
 from titanlite.config.run import Degrees, Run
-from titanlite.config.schema import SECTIONS, JobConfig
+from titanlite.config.schema import LENGTH_KEYS, SECTIONS, JobConfig
 
 FOLDER = "proof"
 """Folder of the certificates in job.dump_folder."""
@@ -29,7 +29,11 @@ PROVEN_SECTIONS = (
     "ema",
 )
 """Sections of a job that decide what a step computes."""
-UNPROVEN_KEYS = ("steps", "seed", "num_threads", "gc_freq")
+UNPROVEN_KEYS = {
+    "training": (*LENGTH_KEYS, "seed", "num_threads", "gc_freq"),
+    "lr_scheduler": ("warmup_steps", "total_steps", "decay_steps"),
+    "model": ("vocab_size",),  # a proof always uses a small vocabulary
+}
 """Keys in these sections that a certificate does not depend on."""
 
 
@@ -122,9 +126,9 @@ def hash_job(job: JobConfig) -> str:
     # Collect the sections that determine a step, without the keys that do not.
     values = job.model_dump(mode="json")
     hashed = {name: values[name] for name in PROVEN_SECTIONS}
-    for key in UNPROVEN_KEYS:
-        hashed["training"].pop(key)
-    hashed["model"].pop("vocab_size")  # a proof always uses a small vocabulary
+    for section, keys in UNPROVEN_KEYS.items():
+        for key in keys:
+            hashed[section].pop(key)
 
     # Add single keys of other sections, and the sections of plugins.
     hashed["hooks"] = values["job"]["hooks"]

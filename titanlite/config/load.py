@@ -34,7 +34,14 @@ from titanlite.config.mistakes import (
 )
 from titanlite.config.other_formats import parse_toml
 from titanlite.config.registry import load_plugins, require_plugins
-from titanlite.config.schema import RENAMED_KEYS, SECTIONS, JobConfig, list_keys, rename_keys
+from titanlite.config.schema import (
+    LENGTH_KEYS,
+    RENAMED_KEYS,
+    SECTIONS,
+    JobConfig,
+    list_keys,
+    rename_keys,
+)
 from titanlite.config.storage import get_local_copy
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -162,6 +169,11 @@ def parse_job(
         print_help(job, arguments.help_topics)
         sys.exit(0)
 
+    # A length on the command line replaces the length in the file, in steps or in tokens.
+    lengths = [arguments.values.get(f"training.{name}") for name in LENGTH_KEYS]
+    training = tables.get("training", {})
+    if any(length is not None for length in lengths) and isinstance(training, dict):
+        tables["training"] = {key: training[key] for key in training if key not in LENGTH_KEYS}
     for key, value in arguments.values.items():
         section, name = key.split(".")
         table = tables.setdefault(section, {})

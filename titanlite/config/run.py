@@ -11,6 +11,7 @@ second time.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from itertools import pairwise
@@ -175,7 +176,10 @@ class Run:
 
         Each element is a pair: the first step of the stage, from 0, and its number of sequences.
         """
-        steps = self.job.training.steps
+        return self.count_sequences(self.job.training.steps)
+
+    def count_sequences(self, steps: int) -> list[tuple[int, int]]:
+        """Return `sequence_counts` of a run that ends after `steps` steps."""
         starts = {0, *(stage.start_step for stage in self.job.dataset.stages)}
         starts_in_run = sorted(start for start in starts if start < steps)
         stages = pairwise([*starts_in_run, steps])
@@ -274,6 +278,21 @@ class Run:
     def state_dtype(self) -> Literal["float32", "bfloat16"]:
         """Dtype in which the optimizer stores its moments."""
         return self.job.optimizer.state_dtype or self.job.training.dtype
+
+
+def with_keys(run: Run, settings: Mapping[str, Any]) -> Run:
+    """Return a copy of a run with some options changed, without validating it.
+
+    Args:
+        run: The run to change.
+        settings: Changed options, for example {"model.n_layers": 4}.
+    """
+    job = run.job
+    for key, value in settings.items():
+        section_name, name = key.split(".")
+        section = getattr(job, section_name).model_copy(update={name: value})
+        job = job.model_copy(update={section_name: section})
+    return Run(job, run.world_size)
 
 
 def sequence_divisor(degree: Degrees) -> int:

@@ -6,6 +6,7 @@ several keys, the world size or files are in `titanlite.rules`.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -13,11 +14,20 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import ConfigDict, Field, ValidationError, ValidationInfo
+from pydantic import (
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+)
 from pydantic.fields import FieldInfo
+from pydantic.functional_serializers import PlainSerializer
 from pydantic.functional_validators import (
     AfterValidator,
+    BeforeValidator,
     ModelWrapValidatorHandler,
+    WrapValidator,
     model_validator,
 )
 from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -36,6 +46,28 @@ from titanlite.config.registry import (
     SOURCES,
     TOKENIZERS,
 )
+
+MAX_STEPS = 10**9
+MAX_TOKENS = 10**18
+TOKEN_UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+LENGTH_KEYS = ("steps", "tokens", "tokens_per_parameter")
+"""Keys of [training] that set the length of a run. A job sets at most one of them."""
+
+
+def parse_tokens(text: str) -> int:
+    """Return the number of tokens in a text such as "500M" or "2.5e12".
+
+    Raises:
+        ValueError: If the text is not a number from 1 to 1e18, with or without a unit.
+    """
+    unit = TOKEN_UNITS.get(text[-1:].upper())
+    try:
+        number = float(text[:-1]) * unit if unit else float(text)
+    except ValueError:
+        number = math.nan
+    if not 1 <= number <= MAX_TOKENS:
+        raise ValueError("is not a number of tokens, such as 500M, 10B, 1T or 2.5e12")
+    return round(number)
 
 
 def check_path(path: str) -> str:
@@ -80,6 +112,23 @@ def _check_block(name: str) -> str:
     return name
 
 
+def _read_tokens(value: object) -> object:
+    return parse_tokens(value) if isinstance(value, str) else value
+
+
+def _allow_tokens(value: object, check_steps: ValidatorFunctionWrapHandler) -> object:
+    if not isinstance(value, str):
+        return check_steps(value)
+    try:
+        parse_tokens(value)
+        has_unit = value[-1].upper() in TOKEN_UNITS
+    except ValueError:
+        has_unit = False
+    if not has_unit:
+        raise ValueError("must be an integer, or a number of tokens such as 500M")
+    return value
+
+
 def _check_ac_option(value: str) -> str:
     if not re.fullmatch(r"op|[1-9][0-9]*", value):
         raise ValueError('must be "op" or a number from 1, such as "2"')
@@ -93,7 +142,13 @@ immutable.
 """
 AutoInt = Annotated[int, AfterValidator(_check_auto_or_positive)]
 PathText = Annotated[str, AfterValidator(check_path)]
-Steps = Annotated[int, Field(gt=0, le=10**9)]
+Steps = Annotated[int, Field(gt=0, le=MAX_STEPS)]
+Tokens = Annotated[int, Field(gt=0, le=MAX_TOKENS), BeforeValidator(_read_tokens)]
+OrTokens = Annotated[T, WrapValidator(_allow_tokens), PlainSerializer(lambda length: length)]
+"""Type of a number of steps, or of tokens as a text such as "500M".
+
+Type checkers treat it as a number of steps, because `load_run` converts all others to steps.
+"""
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 BelowOne = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -246,6 +301,12 @@ class Training(Section):
 
     steps: Steps = 10000
     """Number of optimizer steps."""
+    tokens: Tokens | None = None
+    """Number of training tokens instead of steps, such as "10B". It is converted to whole steps,
+    rounded down."""
+    tokens_per_parameter: PositiveFloat | None = None
+    """Number of training tokens divided by the number of model parameters, instead of steps. 20 is
+    compute-optimal according to Chinchilla."""
     seq_len: PositiveInt = 2048
     """Sequence length in tokens."""
     local_batch_size: PositiveInt = 8
@@ -440,10 +501,9 @@ class Validation(TextSource):
     )
     advanced: ClassVar = ("config", "split", "streaming", "seed", "packing", "on_bad_record")
 
-    freq: NonNegativeInt = 0
-    """Number of steps between validations. The run also validates before the first step and at the
-    end.
-    0: no validation."""
+    freq: OrTokens[NonNegativeInt] = 0
+    """Number of steps between validations, or of tokens such as "500M". The run also validates
+    before the first step and at the end. 0: no validation."""
     sequences: PositiveInt = 64
     """Number of sequences per validation, each of training.seq_len tokens, over all ranks."""
     holdout: BelowOne = 0.0
@@ -532,12 +592,15 @@ class LRScheduler(Section):
 
     name: Annotated[str, SCHEDULES] = "wsd"
     """Schedule. A schedule of a plugin also gets the keys of this section."""
-    warmup_steps: NonNegativeInt | None = None
-    """Number of steps in which the learning rate rises linearly to its peak. If omitted, 200, but
-    at most a tenth of training.steps."""
-    total_steps: Steps | None = None
-    """Number of steps of the whole schedule, if the run trains only the first training.steps of
-    them. If omitted, training.steps."""
+    warmup_steps: OrTokens[NonNegativeInt] | None = None
+    """Number of steps in which the learning rate rises linearly to its peak, or of tokens such as
+    "500M". If omitted, 200 steps, but at most a tenth of training.steps."""
+    total_steps: OrTokens[Steps] | None = None
+    """Number of steps of the whole schedule, or of tokens such as "10B", if the run trains only the
+    first training.steps of them. If omitted, training.steps."""
+    decay_steps: OrTokens[NonNegativeInt] | None = None
+    """Number of steps at the end of the run in which the learning rate decays, or of tokens such as
+    "1B". If omitted, decay_ratio applies."""
     decay_ratio: Fraction | None = None
     """Fraction of all steps, at the end of the run, in which the learning rate decays. If omitted,
     all steps after warmup."""
@@ -694,8 +757,8 @@ class Checkpoint(Section):
     startup."""
     folder: PathText = "checkpoint"
     """Folder of the checkpoints inside job.dump_folder."""
-    interval: PositiveInt = 500
-    """Number of steps between saves."""
+    interval: OrTokens[PositiveInt] = 500
+    """Number of steps between saves, or of tokens such as "500M"."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
     """How to write checkpoints. disabled: training stops during the write. async: training stops
     only for a copy to CPU memory, which a thread writes; this takes CPU memory for another copy of

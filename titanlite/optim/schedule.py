@@ -53,7 +53,9 @@ def wsd_learning_rate(step: int, peak: float, config: schema.LRScheduler, steps:
         return peak * (step / warmup_steps)
 
     decay_steps = total_steps - warmup_steps
-    if config.decay_ratio is not None:
+    if config.decay_steps is not None:
+        decay_steps = min(config.decay_steps, decay_steps)
+    elif config.decay_ratio is not None:
         decay_steps = min(round(total_steps * config.decay_ratio), decay_steps)
     last_peak_step = total_steps + 1 - decay_steps
     if step <= last_peak_step:

@@ -16,7 +16,7 @@ from operator import attrgetter, itemgetter
 from typing import Any
 
 from titanlite.config.errors import format_count
-from titanlite.config.run import Run
+from titanlite.config.run import Run, with_keys
 from titanlite.config.stages import activation_values
 from titanlite.observe.flops import num_params, state_bytes
 from titanlite.observe.forecast import Forecast
@@ -24,7 +24,7 @@ from titanlite.observe.gpus import GIB, Gpu
 from titanlite.optim.losses import TOKENS_OF_FULL_CHUNKS
 from titanlite.plan.counter import Group, Work
 from titanlite.plan.roofline import forecast
-from titanlite.plan.trace import RankTrace, trace_run, with_keys
+from titanlite.plan.trace import RankTrace, trace_run
 from titanlite.rules import find_broken_rules
 from titanlite.runtime.logging import note, working
 

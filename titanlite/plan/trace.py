@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from titanlite.config.run import V_SHAPED, Run, stage_rank
+from titanlite.config.run import V_SHAPED, Run, stage_rank, with_keys
 from titanlite.observe.flops import num_params
 from titanlite.observe.gpus import Gpu
 from titanlite.parallel.mesh import build_mesh
@@ -101,21 +101,6 @@ def trace_run(
             counts = _extrapolate(counts, next(results), num_removed)
         traces.append(_summarize(rank, counts, on_gpu, has_replay))
     return tuple(traces)
-
-
-def with_keys(run: Run, settings: Mapping[str, Any]) -> Run:
-    """Return a copy of a run with some options changed, without validating it.
-
-    Args:
-        run: The run to change.
-        settings: Changed options, for example {"model.n_layers": 4}.
-    """
-    job = run.job
-    for key, value in settings.items():
-        section_name, name = key.split(".")
-        section = getattr(job, section_name).model_copy(update={name: value})
-        job = job.model_copy(update={section_name: section})
-    return Run(job, run.world_size)
 
 
 def _choose_ranks(run: Run, whole: bool) -> list[int]:

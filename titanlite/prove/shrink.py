@@ -120,7 +120,8 @@ def shrink(job: JobConfig, world_size: int | None, steps: int, out: Path) -> Sma
     small, dropped_hooks = _shrink_outputs(small, out)
     not_kept += [*dropped_names, *changed_data, *dropped_hooks]
 
-    run = check_run(_update(small, "training", steps=steps), num_ranks)
+    small = _update(small, "training", steps=steps, tokens=None, tokens_per_parameter=None)
+    run = check_run(small, num_ranks)
     return SmallJob(job, run, list_changes(original, run), not_kept)
 
 
@@ -256,7 +257,9 @@ def _shrink_training(small: JobConfig, original: Run) -> JobConfig:
     if job.float8.enable:
         small = _update(small, "float8", min_features=0)
     warmup_steps = 0 if job.lr_scheduler.warmup_steps == 0 else 1
-    return _update(small, "lr_scheduler", warmup_steps=warmup_steps, total_steps=None)
+    return _update(
+        small, "lr_scheduler", warmup_steps=warmup_steps, total_steps=None, decay_steps=None
+    )
 
 
 def _accumulates_gradients(job: JobConfig) -> bool:

@@ -1,0 +1,124 @@
+"""Convert lengths in tokens, such as `training.tokens = "10B"`, to optimizer steps.
+
+Invariant: `titanlite.load_run` converts all lengths when it builds a run. All other code, the
+checkpoints and config.toml only have steps.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from functools import partial
+from operator import attrgetter
+from typing import NamedTuple
+
+from titanlite.checkpoint.find import Progress, read_progress
+from titanlite.config.run import Run, with_keys
+from titanlite.config.schema import LENGTH_KEYS, MAX_STEPS, MAX_TOKENS, parse_tokens
+from titanlite.observe.flops import num_params
+from titanlite.rules import Problem
+
+WARMUP = "lr_scheduler.warmup_steps"
+DECAY = "lr_scheduler.decay_steps"
+INTERVALS = ("checkpoint.interval", "validation.freq")
+# Each length depends only on those before it.
+KEYS = ("lr_scheduler.total_steps", WARMUP, DECAY, *INTERVALS)
+
+
+class TokenCounter(NamedTuple):
+    """Counts the tokens of the steps of a run. All tokens of a sequence count, also padding.
+
+    Attributes:
+        run: The run, which determines the batch size of each step.
+        progress: Steps before the run resumes, whose batch sizes may have been different.
+    """
+
+    run: Run
+    progress: Progress
+
+    @property
+    def extra_sequences(self) -> int:
+        """Number of sequences by which the earlier steps exceed the batch sizes of the run."""
+        planned = sum(count for _, count in self.run.count_sequences(self.progress.steps))
+        return self.progress.sequences - planned
+
+    def count(self, key: str, steps: int) -> int:
+        """Return the number of tokens in `steps` steps of the length `key`.
+
+        They are the last steps of the schedule for a decay, the largest steps for an interval, and
+        otherwise the first steps.
+        """
+        job = self.run.job
+        if key in INTERVALS:
+            batches = self.run.count_sequences(job.training.steps)
+            largest_batch = max(self.run.batch_size(first_step) for first_step, _ in batches)
+            return steps * largest_batch * job.training.seq_len
+        if key == DECAY:
+            total = job.lr_scheduler.total_steps or job.training.steps
+            missing = max(0, steps - total)  # `titanlite.rules` reports a decay that is too long
+            last = self._count_first(total) - self._count_first(total - steps + missing)
+            return last + self._count_first(missing)
+        return self._count_first(steps)
+
+    def _count_first(self, steps: int) -> int:
+        num_sequences = sum(count for _, count in self.run.count_sequences(steps))
+        steps_done = min(steps, self.progress.steps)
+        num_sequences += self.extra_sequences * steps_done // max(self.progress.steps, 1)
+        return num_sequences * self.run.job.training.seq_len
+
+
+def resolve_lengths(run: Run) -> tuple[Run, list[Problem]]:
+    """Convert all lengths in tokens to steps, rounded down.
+
+    Data stages count with their own batch sizes. If the run resumes, its earlier steps count with
+    the batch sizes that they had.
+
+    Returns:
+        The run without lengths in tokens, and problems such as a length of less than one step.
+    """
+    lengths = dict(_list_lengths(run))
+    if not lengths:
+        return run, []
+
+    problems = list(_find_rivals(run))
+    progress = read_progress(run)
+    for key, num_tokens in lengths.items():
+        counter = TokenCounter(run, progress)
+        count = partial(counter.count, key)
+        steps = bisect_right(range(MAX_TOKENS), num_tokens, key=count) - 1
+        if key == WARMUP and counter.extra_sequences and steps <= progress.steps:
+            steps = progress.warmup_steps or steps  # warmup is over, so keep its recorded length
+        if not 1 <= steps <= MAX_STEPS:
+            limits = f"Lengths must have 1 to {MAX_STEPS:,} steps."
+            text = f"makes {steps:,} steps of {count(1):,} tokens. {limits}"
+            problems.append(Problem(key, text))
+            steps = 1
+        if key in KEYS:
+            run = with_keys(run, {key: steps})
+        else:
+            run = with_keys(run, {"training.steps": steps, key: None})
+    return run, problems
+
+
+def _list_lengths(run: Run) -> Iterator[tuple[str, int]]:
+    """Yield the lengths in tokens that a job sets: key and number of tokens."""
+    training = run.job.training
+    if training.tokens is not None:
+        yield "training.tokens", training.tokens
+    if training.tokens_per_parameter is not None:
+        num_tokens = int(training.tokens_per_parameter * num_params(run.arch))
+        yield "training.tokens_per_parameter", num_tokens
+    for key in KEYS:
+        value = attrgetter(key)(run.job)
+        if isinstance(value, str):
+            yield key, parse_tokens(value)
+
+
+def _find_rivals(run: Run) -> Iterator[Problem]:
+    """Yield a problem if a job sets the length of the run more than once."""
+    training = run.job.training
+    names = [name for name in LENGTH_KEYS if name in training.model_fields_set]
+    names = [name for name in names if getattr(training, name) is not None]
+    if len(names) > 1:
+        text = f"is not used with training.{names[1]}. Remove training.{names[0]}."
+        yield Problem(f"training.{names[0]}", text)
