@@ -162,6 +162,9 @@ def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
 def _split_quantized(name: str, tensor: Tensor) -> dict[str, Tensor]:
     """Split an 8-bit optimizer state of torchao into ordinary tensors, which DCP can save.
 
+    torchao stores such a state as a code of 8 bits for each value, and a scale for each block of
+    values.
+
     Args:
         name: Name of the state in a checkpoint.
         tensor: The state.
@@ -174,7 +177,8 @@ def _split_quantized(name: str, tensor: Tensor) -> dict[str, Tensor]:
     if not is_quantized or not isinstance(tensor, DTensor):
         return {name: plain(tensor)}
 
-    # The tensor is sharded by rows, and each row has its own scales.
+    # The tensor is sharded by rows, and each row has its own scales, so that both codes and scales
+    # can be sharded by rows.
     num_rows = shard.shape[0]
     local_parts = {"codes": shard.codes, "scale": shard.scale.view(num_rows, -1)}
     tensors: dict[str, Tensor] = {}
@@ -298,19 +302,23 @@ class CheckpointWriter(FileSystemWriter):
             A completed future of the position and checksum of each tensor, and the size and
             checksum of each file. DCP sends them to `finish` on rank 0.
         """
-        if not self.single_file_per_rank:
-            items_of_files = [[item] for item in plan.items]
-        else:
+        if self.single_file_per_rank:
             items_of_files = [plan.items] if plan.items else []
+        else:
+            items_of_files = [[item] for item in plan.items]
 
         results: list[WriteResult] = []
-        for number, items in enumerate(items_of_files):
-            file_name = f"{plan.storage_data.prefix}{number}.distcp"  # DCP sets "__RANK_" as prefix
+        for index, items in enumerate(items_of_files):
+            # DCP sets "__RANK_" as prefix, so the first file of rank 3 is "__3_0.distcp".
+            file_name = f"{plan.storage_data.prefix}{index}.distcp"
             results += self._write_file(file_name, items, planner)
-        for file_name, entry in self.fs.written.items():
-            index = dcp_metadata.MetadataIndex(file_name)
-            results.append(_FileResult(index, entry["size"], entry))
 
+        # `finish` needs the size and the checksum of each file for the manifest.
+        for file_name, entry in self.fs.written.items():
+            key = dcp_metadata.MetadataIndex(file_name)
+            results.append(_FileResult(key, entry["size"], entry))
+
+        # DCP requires a future, although all data is already written.
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -341,6 +349,7 @@ class CheckpointWriter(FileSystemWriter):
             metadata: DCP's description of all tensors.
             results: Results of `write_data` on each rank.
         """
+        # Separate the results for files from those for tensors, which DCP expects.
         entries: dict[str, Entry] = {}
         tensor_results = []
         for rank_results in results:
@@ -447,6 +456,7 @@ class SafeReader(FileSystemReader):
         Raises:
             Damage: If the checksum of a chunk differs.
         """
+        # Several items may be parts of the same chunk. Group them, and then the chunks by file.
         items_by_chunk: dict[dcp_metadata.MetadataIndex, list[ReadItem]] = defaultdict(list)
         for item in plan.items:
             items_by_chunk[item.storage_index].append(item)
@@ -484,13 +494,13 @@ def _load_chunk(
     """
     start = position.offset
     file.seek(start)
-    raw = file.read(position.length)
-    expected = vars(position).get(_CHECKSUM)
-    if expected is not None and xxhash.xxh3_128_digest(raw) != expected:
+    content = file.read(position.length)
+    expected = vars(position).get(_CHECKSUM)  # None in checkpoints of other programs
+    if expected is not None and xxhash.xxh3_128_digest(content) != expected:
         end = start + position.length
         raise Damage(f"{position.relative_path}: checksum of bytes {start:,} to {end:,} differs")
 
-    chunk = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
+    chunk = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     for item in items:
         part = slice_tensor(chunk, item.storage_offsets, item.lengths)
         target = planner.resolve_tensor(item).detach()
@@ -538,7 +548,7 @@ def load_tensors(
             process_group=group,
             no_dist=group is None,
         )
-    except CheckpointException as error:
+    except CheckpointException as error:  # it contains the exceptions of all ranks
         causes = [cause for cause, _ in error.failures.values()]
         if all(isinstance(cause, Damage) for cause in causes):
             raise Damage(describe_error(error)) from None
@@ -627,7 +637,9 @@ def _parse_index(raw: bytes, is_wanted: Callable[[str], bool]) -> dcp_metadata.M
         CheckpointError: If the index contains a name that is not allowed, or a file outside of the
             folder.
     """
+    # Each object is unpickled as a placeholder, whose attribute `state` contains its fields.
     root = _IndexUnpickler(io.BytesIO(raw)).load().state
+
     tensors: Index = {}
     for saved_name, tensor_record in root["state_dict_metadata"].items():
         name = _current_tensor_name(saved_name)

@@ -59,6 +59,7 @@ def find_checkpoints(path: Path) -> list[Path]:
     path = path.resolve()
     if get_step(path) >= 0:
         return [path]
+    # An output folder has the step folders in its subfolders, for example in "checkpoint".
     checkpoints = list_checkpoints(path) or list_checkpoints(*path.glob("*"))
     if not checkpoints:
         fix = "A run saves one every checkpoint.interval steps."
@@ -83,10 +84,14 @@ def resolve_url(path: Path) -> Path:
     with storage.storage_errors(url):
         file_system, root = storage.open_storage(url)
         files = storage.list_files(file_system, root)
+
+    # The URL contains step folders, such as "step-00000100" or "final/step-00000200".
     names = storage.find_checkpoints(files) + storage.find_checkpoints(files, "final/")
     if names:
         newest = max(names, key=lambda name: get_step(Path(name)))
         return storage.get_local_copy(f"{url}/{newest}")
+
+    # The URL is itself a step folder.
     if MANIFEST in files:
         return storage.get_local_copy(url)
     raise CheckpointError(f"{url} contains no checkpoint.")
@@ -156,6 +161,7 @@ def verify(folder: Path) -> dict[str, Any]:
         if path in list_checkpoints(path.parent):  # otherwise its run has just removed it
             checkpoints.append(report)
 
+    # Leftovers belong to a checkpoint folder, so there are none for a single step folder.
     unfinished: list[str] = []
     set_aside: list[str] = []
     checkpoint_folders = set() if is_step_folder else {path.parent for path in paths}
@@ -217,40 +223,54 @@ def read_job(step_folder: Path, tokenizer_path: Path | None = None) -> JobConfig
     """
     manifest = read_manifest(step_folder)
     info = manifest["info"]
-    data_state = info["train_state"].get("data") or {}
-    is_without_tokenizer = info.get("weights_only") and data_state.get("tokenizer") is None
     if info["job"] is None:
         job = _read_job_of_old_import(step_folder)
-    elif is_without_tokenizer and tokenizer_path is None:
-        problem = f"{step_folder} has no tokenizer, because its weights were imported without one"
-        remedy = "Add --tokenizer.path FILE, or import them again with --tokenizer FILE."
-        raise NoTokenizerError(f"{problem}. {remedy}")
     else:
+        if tokenizer_path is None:
+            _require_tokenizer(step_folder, info)
         job = _read_saved_job(step_folder, info["job"])
-        is_in_checkpoint = job.tokenizer.path in manifest["files"]
-        if tokenizer_path is None and is_in_checkpoint:
-            tokenizer_path = step_folder / job.tokenizer.path
 
-    if tokenizer_path is None:
+    saved_path = job.tokenizer.path
+    if tokenizer_path is not None:
+        new_path = tokenizer_path
+    elif saved_path in manifest["files"]:  # the name of a file in the checkpoint
+        new_path = step_folder / saved_path
+    else:
         return job
-    tokenizer = job.tokenizer.model_copy(update={"path": str(tokenizer_path)})
+    tokenizer = job.tokenizer.model_copy(update={"path": str(new_path)})
     return job.model_copy(update={"tokenizer": tokenizer})
 
 
-def _read_saved_job(step_folder: Path, tables: dict[str, Any]) -> JobConfig:
+def _require_tokenizer(step_folder: Path, info: dict[str, Any]) -> None:
+    """Raise `NoTokenizerError` if the weights in a checkpoint were imported without a tokenizer.
+
+    Args:
+        step_folder: The checkpoint.
+        info: Entry "info" of its manifest.
+    """
+    data_state = info["train_state"].get("data") or {}
+    if info.get("weights_only") and data_state.get("tokenizer") is None:
+        problem = f"{step_folder} has no tokenizer, because its weights were imported without one"
+        remedy = "Add --tokenizer.path FILE, or import them again with --tokenizer FILE."
+        raise NoTokenizerError(f"{problem}. {remedy}")
+
+
+def _read_saved_job(step_folder: Path, sections: dict[str, Any]) -> JobConfig:
     """Validate the job in the manifest of a checkpoint, and return it.
 
     Args:
         step_folder: The checkpoint.
-        tables: Sections of the job.
+        sections: Sections of the job, such as "model".
 
     Raises:
         UserError: If the job needs a plugin that is not loaded.
         CheckpointError: If the job has keys that this version does not know.
     """
-    job, mistakes = JobConfig.read(tables)
+    job, mistakes = JobConfig.read(sections)
     require_plugins(job.job.plugins, step_folder)
-    # A key or value that only an earlier version had does not change the model.
+
+    # Ignore keys of an earlier version ("gone") and names that it offered as the value of a key
+    # ("literal_error"), because they do not change the model.
     ignored = ("gone", "literal_error")
     unreadable = [mistake.name for mistake in mistakes if mistake.kind not in ignored]
     if unreadable:
@@ -282,6 +302,7 @@ def read_compute_dtype(run: Run) -> ComputeDtype | None:
     if not run.job.checkpoint.enable:
         return None
 
+    # A run without a local checkpoint resumes from its mirror.
     manifest: dict[str, Any] = {}
     mirror = run.job.checkpoint.mirror
     with suppress(UserError):  # loading the checkpoint later raises the error
@@ -291,6 +312,7 @@ def read_compute_dtype(run: Run) -> ComputeDtype | None:
         elif mirror is not None:
             manifest = _read_newest_manifest_at(mirror)
 
+    # The saved job has not been validated, and imported weights may have none.
     job = manifest.get("info", {}).get("job") or {}
     dtype = job.get("training", {}).get("mixed_precision_param")
     return dtype if dtype in get_args(ComputeDtype) else None
@@ -363,8 +385,11 @@ def get_checkpoint_keys(info: dict[str, Any]) -> dict[str, Any]:
 def has_gone_back(checkpoints: Sequence[Path], step: int) -> bool:
     """Return whether a run has already gone back to the step that `checkpoint.load_step` selects.
 
-    A run must go back only once. It has done so if the newest checkpoint is of a later step, and
-    was saved by a job with the same `load_step`.
+    For example, a run with `load_step` = 100 loads the checkpoint of step 100 and trains up to
+    step 200. If it is restarted, it must not go back again, but resume from step 200.
+
+    The run has gone back if its newest checkpoint is of a later step than `load_step`, and was
+    saved by a job with the same `load_step`.
 
     Args:
         checkpoints: Step folders of the run, sorted by step.

@@ -119,6 +119,7 @@ def check_tensors(
         heads = f"{arch.n_heads} heads of even width and {arch.n_kv_heads} key/value heads"
         raise UserError(f"{folder}: a width of {arch.dim} cannot be divided into {heads}.")
 
+    # Compare the names, shapes and dtypes, and list all differences in one error.
     shapes = parameter_shapes(arch)
     expected_shapes = {to_stored_name(name): shape for name, shape in shapes.items()}
     stored_shapes = {name: tuple(shape) for name, (shape, _) in tensors.items()}
@@ -132,7 +133,8 @@ def check_tensors(
 
     dtypes = {}
     for name in shapes:
-        _, dtypes[name] = tensors[to_stored_name(name)]
+        _, dtype = tensors[to_stored_name(name)]
+        dtypes[name] = dtype
     return dtypes
 
 
@@ -148,17 +150,18 @@ def checkpoint_weights(path: Path, averaged: bool = False) -> Weights:
         CheckpointError: If it does not describe its architecture.
     """
     manifest = read_manifest(path)
-    arch = manifest["info"]["architecture"]
-    if arch is None:
+    fields = manifest["info"]["architecture"]
+    if fields is None:
         raise CheckpointError(f"{path} does not describe the architecture of its weights")
-    kind = arch.get("architecture", "llama")
-    if kind not in list(ARCHITECTURES):
+    name = fields.get("architecture", "llama")
+    if name not in list(ARCHITECTURES):
         fix = "Load the plugin that registers it."
-        raise UserError(f"{path} contains a model with the architecture {kind}. {fix}")
+        raise UserError(f"{path} contains a model with the architecture {name}. {fix}")
+    arch = ARCHITECTURES[name](**fields)
 
     reader = SafeReader(path, manifest["files"])
     prefix = get_weight_prefix(reader, averaged)
-    return dcp_weights(reader, ARCHITECTURES[kind](**arch), prefix)
+    return dcp_weights(reader, arch, prefix)
 
 
 def dcp_weights(reader: SafeReader, arch: Architecture, prefix: str) -> Weights:
@@ -272,11 +275,13 @@ def hf_weights(folder: Path) -> Weights:
     config = read_json_object(find_file_inside(folder, "config.json"), _MAX_JSON_BYTES)
     arch = formats.architecture_from_hf(config)
 
+    # Leave out tensors that are not parameters: a copy of a tied embedding, and tensors that follow
+    # from config.json, such as rotary angles.
     tensors = _open_safetensors(folder)
     tied_output = tensors.pop(HF_OUTPUT, None) if arch.tied_embeddings else None
     infos: dict[str, TensorInfo] = {}
     for name, tensor in tensors.items():
-        is_derived = formats.HF_DERIVED.fullmatch(name)  # from config.json, such as rotary angles
+        is_derived = formats.HF_DERIVED.fullmatch(name)
         if not is_derived:
             infos[name] = (tensor.shape, tensor.dtype)
     dtypes = check_tensors(folder, arch, infos, "config.json", lambda name: hf_name(arch, name))
@@ -342,6 +347,7 @@ def load_hf_weights(folder: Path, model: Llama) -> None:
         UserError: If titanlite does not support the Hugging Face model, or its architecture differs
             from that of `model`. The message lists the differences.
     """
+    # Compare all fields except the context length, which does not change the weights.
     source = hf_weights(folder)
     saved = asdict(source.arch)
     differences = []
@@ -456,6 +462,7 @@ def average_weights(
     Raises:
         UserError: If the checkpoints contain different models.
     """
+    # All checkpoints must have the weights of the first one.
     first = sources[0]
     shapes = parameter_shapes(first.arch)
     for path, source in zip(paths, sources, strict=True):

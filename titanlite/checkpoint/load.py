@@ -197,12 +197,14 @@ class Resumer:
         model = self._live.model
         ranks = self._ranks
 
+        # `run_together` raises an error of any rank on all ranks, so that no rank waits for others.
         if self._config.initial_load_in_hf:
             path = ranks.run_together(lambda: get_local_copy(path_or_url))
             load_hf_weights(path, model)
             weights = self._live.tensors(optimizer=False, hooks=False)
             ranks.run_together(lambda: _check_finite(path, weights))
         else:
+            # Rank 0 lists the checkpoints, because a running job may add or remove some meanwhile.
             folder = ranks.run_together(lambda: resolve_url(path_or_url))
             path = load_newest(
                 folder,
@@ -224,11 +226,11 @@ class Resumer:
             UserError: If the job cannot resume from the checkpoint.
         """
         info = manifest["info"]
-        saved_job = info["job"]
         job = self.context.job
-        if job is None or saved_job is None:
+        if job is None or info["job"] is None:
             return
 
+        # Compare the data, unless the run does not continue at the saved data position.
         data_state = info["train_state"].get("data") or {}
         restores_data = bool(data_state) and "data" not in self._get_excluded(info)
         data_changes = None
@@ -236,9 +238,11 @@ class Resumer:
             data_changes = self._compare_data(data_state)
 
         # Compare architectures, because the same model can be described by different keys.
-        saved_job = saved_job | {"model": info["architecture"]}
+        saved_job = info["job"] | {"model": info["architecture"]}
         current_job = job | {"model": asdict(self._live.model.arch)}
         changes = compare_jobs(saved_job, current_job, data_changes)
+
+        # Add changes that the keys of the job do not show.
         if "tokenizer" in data_state and not self._is_same_tokenizer(data_state["tokenizer"]):
             description = f"tokenizer.path: {job['tokenizer']['path']} has other token IDs"
             changes.append((INCOMPATIBLE, description))
@@ -303,16 +307,11 @@ class Resumer:
             info: Entry "info" of the manifest, with the training state and the layout.
             excluded: Parts of the state to reset instead of loading them, such as "optimizer".
         """
+        # Create the tensors of hooks and optimizer into which the saved values are loaded.
         saved_names = reader.index.keys()
         loads_hooks = "hooks" not in excluded
         if loads_hooks:
-            hook_sizes = {}
-            for name, entry in reader.index.items():
-                if name.startswith("hooks."):
-                    hook_sizes[name.removeprefix("hooks.")] = entry.size
-            hook_states = info["train_state"].get("hooks", {})
-            self._live.prepare_hooks(hook_sizes, hook_states)
-
+            self._prepare_hooks(reader, info["train_state"])
         has_optimizer = any(name.startswith("optimizer.") for name in saved_names)
         loads_optimizer = has_optimizer and "optimizer" not in excluded
         self._prepare_optimizer(loads_optimizer)
@@ -326,9 +325,18 @@ class Resumer:
             if name.startswith(("rng.cuda.", "hooks.")):
                 del tensors[name]
 
+        # Load the values, and reset all that is not loaded.
         self._reset_hook_tensors(except_for=tensors)
         _load_and_check(tensors, self._live.model.arch, reader, self._ranks)
         _set_random_state(tensors)
+
+    def _prepare_hooks(self, reader: SafeReader, train_state: dict[str, Any]) -> None:
+        """Let the hooks create tensors of the sizes in a checkpoint, to load values into them."""
+        sizes = {}
+        for name, entry in reader.index.items():
+            if name.startswith("hooks."):
+                sizes[name.removeprefix("hooks.")] = entry.size
+        self._live.prepare_hooks(sizes, train_state.get("hooks", {}))
 
     def _reset_hook_tensors(self, except_for: Collection[str]) -> None:
         """Reset the tensors of hooks to their values at the start of the process.
@@ -406,6 +414,7 @@ def check_on_all_ranks(path: Path, ranks: RankGroup) -> dict[str, Any]:
     """
 
     def select_share(names: list[str]) -> list[str]:
+        """Return the names for this rank. For example, rank 1 of 4 has the names 1, 5, 9, ..."""
         return names[ranks.rank :: ranks.size]
 
     return ranks.run_together(lambda: check_checkpoint(path, select_share, verified_on_load=True))
@@ -503,9 +512,12 @@ def _check_train_state(path: Path, info: dict[str, Any]) -> None:
     schedule = data_state.get("schedule")
     if schedule is None:
         return
+
+    # "rows" is the number of sequences read so far, for each source of data. Each sequence has at
+    # least one token to train on.
     is_step_too_late = schedule["step"] > state["step"]
     num_sequences = sum(schedule["rows"])
-    has_too_many_sequences = num_sequences > state["tokens"]  # each has at least one token
+    has_too_many_sequences = num_sequences > state["tokens"]
     if is_step_too_late or has_too_many_sequences:
         raise Damage(f"{MANIFEST}: no run can reach this data position")
 
@@ -521,9 +533,12 @@ def _check_shapes(tensors: dict[str, Tensor], arch: Architecture, reader: SafeRe
     Raises:
         UserError: If names or shapes differ. The message lists the differences.
     """
+    # Expect all weights of the model, not only those of this rank, and all other tensors to load.
     expected = {f"model.{name}": shape for name, shape in parameter_shapes(arch).items()}
     for name, tensor in tensors.items():
         expected[name] = tuple(tensor.shape)
+
+    # Tensors that are not loaded, such as those of the optimizer, may exist. Other weights may not.
     saved = {}
     for name, entry in reader.index.items():
         if name in expected or name.startswith("model."):

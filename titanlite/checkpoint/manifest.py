@@ -234,6 +234,7 @@ def publish_checkpoint(
         OSError: If the disk fails, or a file is missing or has another size, for example because
             the nodes do not share the folder.
     """
+    # Check that this node sees the complete files that other nodes have written.
     for name, entry in files.items():
         path = tmp_folder / name
         if not path.is_file() or path.stat().st_size != entry["size"]:
@@ -314,12 +315,12 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         return parse_manifest(file.read(), folder / MANIFEST)
 
 
-def parse_manifest(raw: bytes, source: object) -> dict[str, Any]:
+def parse_manifest(content: bytes, path: object) -> dict[str, Any]:
     """Check and decode the bytes of a manifest.
 
     Args:
-        raw: Content of the manifest file.
-        source: Path or URL of the manifest, for messages.
+        content: Content of the manifest file.
+        path: Path or URL of the manifest, for messages.
 
     Returns:
         The manifest; see `read_manifest`.
@@ -328,41 +329,47 @@ def parse_manifest(raw: bytes, source: object) -> dict[str, Any]:
         Damage: If the manifest is altered, or names files outside of the folder.
         CheckpointError: If it has a newer format.
     """
-    body = _decode_manifest(raw)
+    body = _decode_manifest(content)
     if body is None:
-        raise Damage(f"{MANIFEST}: altered or truncated ({len(raw)} bytes)")
+        raise Damage(f"{MANIFEST}: altered or truncated ({len(content)} bytes)")
     if body["format"] > FORMAT_VERSION:
         problem = f"format {body['format']} is unknown to this version of titanlite"
         fix = f"It reads formats up to {FORMAT_VERSION}; upgrade titanlite."
-        raise CheckpointError(f"{source}: {problem}. {fix}")
+        raise CheckpointError(f"{path}: {problem}. {fix}")
     for name in body["files"]:
         if Path(name).name != name or name == "..":
             raise Damage(f"{MANIFEST}: files outside of the folder")
 
+    # Rename the hook states of earlier versions, for example "Ema" to "ema".
     hook_states = body["info"]["train_state"].get("hooks", {})
-    for old_name, name in OLD_HOOK_NAMES.items():
+    for old_name, new_name in OLD_HOOK_NAMES.items():
         if old_name in hook_states:
-            hook_states[name] = hook_states.pop(old_name)
+            hook_states[new_name] = hook_states.pop(old_name)
     return body
 
 
-def _decode_manifest(raw: bytes) -> dict[str, Any] | None:
+def _decode_manifest(content: bytes) -> dict[str, Any] | None:
     """Parse a manifest and verify its checksum.
 
     Returns:
         The manifest without the checksum, or None if it is altered or incomplete.
     """
     try:
-        body = json.loads(raw)
+        body = json.loads(content)
+        # Encode it again, which computes the checksum, and compare all bytes, so that altered
+        # whitespace is found as well.
         del body["checksum"]
-        # Encode it again and compare all bytes, so that altered whitespace is found as well.
-        is_intact = raw == encode_manifest(body)
-        keys = {*body, *body["info"]}
-        has_keys = keys >= {"format", "step", "job", "architecture", "train_state"}
+        is_intact = content == encode_manifest(body)
+
+        # Check that all keys exist that are read later.
+        has_keys = body.keys() >= {"format", "step"}
+        if not body["info"].keys() >= {"job", "architecture", "train_state"}:
+            has_keys = False
         for entry in body["files"].values():
-            has_keys &= {*entry} >= {"size", "xxh3_128"}
+            if not entry.keys() >= {"size", "xxh3_128"}:
+                has_keys = False
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None
+        return None  # not JSON, or JSON of another form
     return body if is_intact and has_keys else None
 
 
@@ -467,6 +474,7 @@ def check_checkpoint(
 
     for name in select(sorted(manifest["files"])):
         entry = manifest["files"][name]
+        # Loading verifies the index, and each tensor of a file with chunk checksums.
         loading_verifies = name == INDEX or entry.get("chunk_checksums")
         with open_file(path / name) as file:
             size = os.fstat(file.fileno()).st_size
@@ -596,9 +604,11 @@ class CheckpointContext:
         Raises:
             UserError: On all ranks, if the folder is not writable, or the nodes do not share it.
         """
+        # Rank 0 creates a file, which all ranks must see in the folder. Network storage shows the
+        # files of other nodes with a delay of some seconds.
         self.token = self.ranks.run_on_rank0(self._clean_up)
-        probe = self.folder / f"{TMP_PREFIX}{self.token}"  # created by rank 0
-        deadline = time.monotonic() + 10  # network storage shows files of other nodes with a delay
+        probe = self.folder / f"{TMP_PREFIX}{self.token}"
+        deadline = time.monotonic() + 10
         while not probe.exists() and time.monotonic() < deadline:
             time.sleep(0.5)
 
@@ -634,6 +644,7 @@ class CheckpointContext:
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         owner = xxhash.xxh3_64_hexdigest(os.fsencode(self.folder.resolve()))
+        # Exports and weights of the last step are also written under temporary names.
         output_folder = self.folder.parent
         for folder in (self.folder, output_folder / "final", output_folder):
             remove_unfinished(folder, owner, self.log)

@@ -140,6 +140,7 @@ class Mirror:
         """
 
         def begin_on_rank0() -> None:
+            # Rename the manifests of later steps of this run, so that no start loads them.
             run_id = self._find_run_id()
             for mirrored_step, name in self._list_mirror().items():
                 is_from_this_run = belongs_to_run(self._manifests[name], run_id)
@@ -179,6 +180,7 @@ class Mirror:
             checkpoints = self._list_local()
             return not checkpoints or self._get_name(checkpoints[-1]) in self._copied
 
+        # Only rank 0 copies, so the other ranks get its results.
         while not self._run_on_rank0(wait_briefly):
             report_alive()
         return self._run_on_rank0(is_newest_copied)
@@ -211,6 +213,7 @@ class Mirror:
         names = find_checkpoints(self._files)
         final_names = find_checkpoints(self._files, "final/")
 
+        # Read only the manifests that the last call has not read.
         known_manifests = self._manifests
         self._manifests = {}
         for name in (*names, *final_names):
@@ -228,15 +231,15 @@ class Mirror:
             The manifest, or None if it is damaged.
         """
         path = f"{self._root}/{name}/{MANIFEST}"
-        raw = self._storage.cat_file(path)
+        content = self._storage.cat_file(path)
         try:
-            return parse_manifest(raw, path)
+            return parse_manifest(content, path)
         except Damage as damage:
             if name not in self._ignored:
                 self._log(f"Ignoring {self._url}/{name}: {damage}")
             self._ignored.add(name)
-            if raw and not is_titanlite_manifest(raw):
-                self._foreign.add(name)
+            if content and not is_titanlite_manifest(content):
+                self._foreign.add(name)  # another program wrote it
             return None
 
     def _list_local(self) -> list[Path]:
@@ -300,9 +303,11 @@ class Mirror:
         self._check_run(self._find_run_id())
         has_mirrored_checkpoints = self._has_checkpoints()
 
+        # The run resumes from the newest checkpoint.
         newest_local_step = get_step(local_checkpoints[-1]) if local_checkpoints else -1
         is_downloaded = self._download_newest(names, newest_local_step)
 
+        # The options `load_step` and `keep_best` need others. A name is None if there is none.
         needed_names = {names.get(self._config.load_step)}
         if self._config.keep_best:
             needed_names.add(self._find_best())
@@ -311,6 +316,7 @@ class Mirror:
             if is_valid and not self._get_path(name).exists():
                 is_downloaded |= self._download(name)
 
+        # Never start from scratch if the mirror has checkpoints, but all of them are unusable.
         if has_mirrored_checkpoints and not local_checkpoints and not is_downloaded:
             problem = f"{self._url} has no valid checkpoint"
             reason = f"Each has a damaged {MANIFEST}, or one that was renamed to {MANIFEST}.damaged"
@@ -371,6 +377,7 @@ class Mirror:
         tmp_folder = self._folder / f"{TMP_PREFIX}mirror-{self._context.token}"
         shutil.rmtree(tmp_folder, ignore_errors=True)  # left by a damaged checkpoint
 
+        # Download the files that exist, to a temporary folder. A missing file is found below.
         sizes = {}  # path relative to the mirror -> bytes
         for file in (MANIFEST, *manifest["files"]):
             path = f"{name}/{file}"
@@ -384,6 +391,7 @@ class Mirror:
             self._set_aside(name, "damaged", str(damage))
             return False
 
+        # Move the valid checkpoint to the folder of the run.
         for path in sizes:
             sync(tmp_folder / path)
         target = self._get_path(name)
@@ -437,17 +445,18 @@ class Mirror:
             path: The local step folder.
         """
         name = self._get_name(path)
-        error: UserError | None = None
-        for pause in (*_RETRY_PAUSES, None):
+        pauses = list(_RETRY_PAUSES)
+        while True:
             error = self._try_to_send(path, name)
-            is_removed = not (path / MANIFEST).is_file()
+            is_removed = not (path / MANIFEST).is_file()  # by the run, which no longer needs it
             if error is None or is_removed or self._is_ending.is_set():
                 return
 
+            # Try again after a pause if the storage failed. Other errors need the user.
             is_storage_failure = isinstance(error, CheckpointError)
-            if not is_storage_failure or pause is None:  # other errors need the user
+            if not is_storage_failure or not pauses:
                 break
-            if self._is_ending.wait(pause):
+            if self._is_ending.wait(pauses.pop(0)):
                 break
 
         if name not in self.failed:
@@ -493,15 +502,16 @@ class Mirror:
         Raises:
             UserError: If another run uses the mirror, or files of other programs are in the way.
         """
-        raw_manifest = (path / MANIFEST).read_bytes()
-        entries = parse_manifest(raw_manifest, path / MANIFEST)["files"]
+        manifest = (path / MANIFEST).read_bytes()
+        entries = parse_manifest(manifest, path / MANIFEST)["files"]
         folder = f"{self._root}/{name}"
         run_id = self._find_run_id()
         self._list_mirror()
         self._check_run(run_id)
 
+        # Never overwrite other files than those of an interrupted copy by this run.
         if name in self._manifests:
-            if self._storage.cat_file(f"{folder}/{MANIFEST}") == raw_manifest:
+            if self._storage.cat_file(f"{folder}/{MANIFEST}") == manifest:
                 return False
             is_final = path.parent != self._folder
             if not is_final:  # only `final` is written again with the same name
@@ -514,9 +524,9 @@ class Mirror:
             raise UserError(f"{problem}. Move them, or choose another checkpoint.mirror.")
 
         # Readers ignore the checkpoint until its manifest has the final name.
-        self._storage.pipe_file(f"{folder}/{INCOMPLETE}", raw_manifest)
+        self._storage.pipe_file(f"{folder}/{INCOMPLETE}", manifest)
         self._copy_files(path, folder, entries)
-        self._storage.pipe_file(f"{folder}/{MANIFEST}", raw_manifest)
+        self._storage.pipe_file(f"{folder}/{MANIFEST}", manifest)
         self._storage.rm_file(f"{folder}/{INCOMPLETE}")
         return True
 
@@ -548,11 +558,12 @@ class Mirror:
         if not exists:
             return True
 
-        # A manifest of this run, complete or renamed, shows that the run wrote the files.
+        # A manifest of this run shows that the run wrote the files. It may have been renamed, for
+        # example to "manifest.json.damaged".
         for path in self._files:
             if path.startswith(f"{name}/{MANIFEST}"):
-                raw = self._storage.cat_file(f"{self._root}/{path}")
-                if _is_manifest_of(run_id, raw):
+                content = self._storage.cat_file(f"{self._root}/{path}")
+                if _is_manifest_of(run_id, content):
                     return True
         return False
 
@@ -579,11 +590,14 @@ class Mirror:
                 part_md5s.append(md5(block, usedforsecurity=False).digest())
                 out.write(block)
 
+        # The local file must have been read correctly, and the copy must be complete.
         expected = entry["xxh3_128"]
         info = self._storage.info(target)
         is_intact = info["size"] == entry["size"] and checksum.hexdigest() == expected
+
+        # The ETag of S3 is a hash of what it received. For other storage, read the copy back.
         etag = (info.get("ETag") or "").strip('"')
-        is_verified = etag in _possible_etags(part_md5s)  # S3 has hashed what it received
+        is_verified = etag in _possible_etags(part_md5s)
         if is_intact and not is_verified:
             with self._storage.open(target, "rb", block_size=_BLOCK_SIZE) as copy:
                 is_intact = file_digest(copy, xxhash.xxh3_128).hexdigest() == expected
@@ -617,15 +631,17 @@ class Mirror:
                 names_by_step[step] = name
 
         best = self._find_best() if self._config.keep_best else None
-        outdated_steps = select_outdated(list(names_by_step), self._config)
-        outdated = {names_by_step[step] for step in outdated_steps} - {best}
-        for name in outdated:
-            self._remove(name)
+        removed = []
+        for step in select_outdated(list(names_by_step), self._config):
+            name = names_by_step[step]
+            if name != best:
+                self._remove(name)
+                removed.append(name)
 
-        # The files were listed before these removals, so skip the checkpoints that are now deleted.
+        # Delete the leftovers. The files were listed before the removals above, so skip these.
         local_names = {self._get_name(path) for path in self._list_local()}
         for name in self._list_incomplete():
-            if name not in outdated:
+            if name not in removed:
                 self._clean_up(name, run_id, is_local=name in local_names)
 
     def _list_incomplete(self) -> list[str]:

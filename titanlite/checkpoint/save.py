@@ -131,6 +131,9 @@ class Saver:
         """
         self.wait_until_saved()  # one save at a time
         self._run_id = train_state.get("run")
+
+        # The last save may contain only the weights. It is then in `final` instead of the folder of
+        # checkpoints.
         weights_only = is_last and self._config.last_save_model_only
         if weights_only:
             path = self._folder.parent / "final" / step_folder_name(step)
@@ -186,6 +189,7 @@ class Saver:
             self._num_waits += 1
             self._log(f"Waiting for the save of step {step}, which is still in progress")
 
+        # The save is complete only if it succeeded on all ranks.
         results_of_ranks = self._ranks.gather(result.result())
         if all(results_of_ranks):
             self._saved_step = step
@@ -244,23 +248,23 @@ class Saver:
             tensors: The state to save, by name.
         """
         started = time.perf_counter()
-        if self._stager is None:  # no async mode
+        if self._stager is None:  # saves are synchronous
             self._save_now(writer, tensors, started)
             self.wait_until_saved()
             return
 
+        # Copy the state to CPU memory, and let the thread write the copies.
         try:
             copies = self._stage(self._stager, tensors)
             waited = time.perf_counter() - started
             result = self._thread.submit(self._write_and_publish, writer, copies, started, waited)
             self._pending = writer.step, result
-        except Exception as error:
+        except Exception as error:  # for example, too little memory for the copies or a thread
             # The other ranks wait for this rank's part of the checkpoint, so write it here instead.
+            # Ranks may save in different threads, because all call the same collectives in order.
             text = f"Saving step {writer.step} while training waits ({describe_error(error)})"
             self._log(Event(text, "foreground", writer.step))
-            # Replace the executor: `submit` may have queued the save before it failed to start a
-            # thread. The ranks may save in different threads, because all of them call the same
-            # collectives of `_ranks` in the same order.
+            # The old executor may have queued the save although it could not start a thread.
             self._thread = ThreadPoolExecutor(1, "checkpoint")
             self._save_now(writer, tensors, started)
 
@@ -324,6 +328,7 @@ class Saver:
                 shutil.rmtree(writer.tmp_folder, ignore_errors=True)
             return False
 
+        # Log the success, and remove the checkpoints that it makes outdated.
         seconds = time.perf_counter() - started
         note = "" if waited is None else f", of which training waited {waited:.2f} s"
         text = f"Saved step {writer.step} to {writer.target} in {seconds:.1f} s{note}"
@@ -346,8 +351,12 @@ class Saver:
         Raises:
             CheckpointError: On all ranks, if copying failed on any rank.
         """
-        error = tensors.exception() if isinstance(tensors, Future) else None
-        problem = "" if error is None else f"copying the state failed: {describe_error(error)}"
+        problem = ""
+        if isinstance(tensors, Future):
+            error = tensors.exception()  # waits for the copies
+            if error is not None:
+                problem = f"copying the state failed: {describe_error(error)}"
+
         # Raise the error on all ranks, because the others would otherwise wait for this rank.
         problems = [text for text in self._ranks.gather(problem) if text]
         if problems:
@@ -393,11 +402,7 @@ class Saver:
     def _remove_outdated(self) -> None:
         """Remove the outdated checkpoints of this run. Failures are logged. Runs on rank 0."""
         try:
-            checkpoints = self._list_own()
-            if self._config.keep_best:
-                self._update_best_link()
-            # Never remove the target of `best`, even if this job does not set keep_best.
-            best = (self._folder / BEST_LINK).resolve()
+            outdated = self._find_outdated()
             # The newest checkpoint must survive a power failure before older ones are removed.
             # `publish_checkpoint` has tried this too, but only warns if it fails.
             sync(self._folder)
@@ -405,17 +410,28 @@ class Saver:
             self._log(f"Not removing old checkpoints: {describe_error(error)}")
             return
 
-        in_use: set[Path | None] = {best}
-        if self._mirror is not None:
-            in_use.add(self._mirror.sending)
-        outdated_steps = select_outdated([get_step(path) for path in checkpoints], self._config)
-        for path in checkpoints:
-            if get_step(path) not in outdated_steps or path.resolve() in in_use:
-                continue
+        for path in outdated:
             try:
                 remove_checkpoint(path)
             except Exception as error:
                 self._log(f"Could not remove the old {path.name}: {describe_error(error)}")
+
+    def _find_outdated(self) -> list[Path]:
+        """Return the checkpoints of this run that are neither kept by an option nor in use.
+
+        In use are the best checkpoint and the one that is being copied to the mirror.
+        """
+        checkpoints = self._list_own()
+        if self._config.keep_best:
+            self._update_best_link()
+        # Never remove the target of `best`, even if this job does not set keep_best.
+        in_use: set[Path | None] = {(self._folder / BEST_LINK).resolve()}
+        if self._mirror is not None:
+            in_use.add(self._mirror.sending)
+
+        steps = select_outdated([get_step(path) for path in checkpoints], self._config)
+        outdated = [path for path in checkpoints if get_step(path) in steps]
+        return [path for path in outdated if path.resolve() not in in_use]
 
     def _list_own(self) -> list[Path]:
         """Return the checkpoints that this run has saved, sorted by step.
@@ -509,6 +525,7 @@ class Saver:
 
         try:
             if self._prepare_output_path(out, step):
+                # Damage that this does not find is found when the weights are read.
                 check_checkpoint(path, verified_on_load=True)
                 dtype = self._config.export_dtype
                 weights = checkpoint_weights(path)
