@@ -136,6 +136,7 @@ class AdamW(torch.optim.Optimizer):
             if not parameters:
                 continue
 
+            # Compute the numbers that all parameters of the group share.
             steps_taken = self.state[parameters[0]]["step"]  # the same for all parameters
             skip = getattr(self, "found_inf", torch.zeros_like(steps_taken))
             increment = 1 - skip
@@ -143,6 +144,7 @@ class AdamW(torch.optim.Optimizer):
             beta1, beta2 = group["betas"]
             rule = UpdateRule(self.rule, beta1, beta2, group["eps"], self._stochastic_rounding)
 
+            # Update the parameters one after the other.
             for parameter in parameters:
                 self.state[parameter]["step"].add_(increment)
                 scalars = group_scalars._replace(name_seed=self._name_seeds[parameter])
@@ -161,9 +163,14 @@ class AdamW(torch.optim.Optimizer):
         """
         beta1, beta2 = group["betas"]
         lr = torch.as_tensor(group["lr"], dtype=torch.float32)
+        decay = 1 - lr * group["weight_decay"]
+
+        # Moments start at zero, so they are too small in the first steps. AdamW corrects this: it
+        # divides the first moment by 1 - beta1**step, and the second one by 1 - beta2**step.
+        corrected_lr = lr / (1 - beta1**step) if self.rule == "AdamW" else lr
         return StepScalars(
-            decay=1 - lr * group["weight_decay"],
-            lr=lr / (1 - beta1**step) if self.rule == "AdamW" else lr,
+            decay=decay,
+            lr=corrected_lr,
             rsqrt_correction=(1 - beta2**step).rsqrt(),
             step_seed=_hash32(step.to(torch.int64)),
             name_seed=torch.zeros((), dtype=torch.int64),
@@ -185,8 +192,8 @@ class AdamW(torch.optim.Optimizer):
         numel = flat[0].numel()
         chunk = max(1, numel) if self._compiled else EAGER_CHUNK
         for start in range(0, numel, chunk):
-            parts = [tensor[start : start + chunk] for tensor in flat]
-            self._update(parts, scalars, rule, self._offsets[parameter], start)
+            slices = [tensor[start : start + chunk] for tensor in flat]
+            self._update(slices, scalars, rule, self._offsets[parameter], start)
 
 
 class Lion(AdamW):
@@ -247,6 +254,9 @@ def local_shard(tensor: Tensor) -> Tensor:
 def shard_slices(tensor: DTensor) -> tuple[slice, ...]:
     """Return the part of the whole tensor that this rank holds, as one slice per dimension.
 
+    For example, if the rows of a (10, 4) matrix are sharded over 2 ranks, rank 1 holds
+    (slice(5, 10), slice(0, 4)).
+
     If two mesh dimensions shard the same tensor dimension, it is divided along the last mesh
     dimension first, because tensor parallelism is applied before FSDP.
     """
@@ -257,17 +267,19 @@ def shard_slices(tensor: DTensor) -> tuple[slice, ...]:
         if placement.is_replicate():
             continue
 
-        # Cut like torch.chunk: the last ranks may have a shorter shard or an empty one.
+        # Divide the slice among the ranks of this mesh dimension.
         dim: int = placement.dim  # pyright: ignore[reportAttributeAccessIssue]
-        whole = slices[dim]
-        shard_size = math.ceil((whole.stop - whole.start) / mesh.size(mesh_dim))
-        start = min(whole.stop, whole.start + shard_size * mesh.get_local_rank(mesh_dim))
-        slices[dim] = slice(start, min(whole.stop, start + shard_size))
+        stop = slices[dim].stop
+        shard_size = math.ceil((stop - slices[dim].start) / mesh.size(mesh_dim))
+        start = slices[dim].start + shard_size * mesh.get_local_rank(mesh_dim)
+
+        # As with torch.chunk, the shards of the last ranks may be shorter or empty.
+        slices[dim] = slice(min(start, stop), min(start + shard_size, stop))
     return tuple(slices)
 
 
 def _update_(
-    parts: Sequence[Tensor],
+    slices: Sequence[Tensor],
     scalars: StepScalars,
     rule: UpdateRule,
     offset: ShardOffset,
@@ -276,22 +288,26 @@ def _update_(
     """Update a slice of a flat shard and its moments in place, by one optimizer step.
 
     Args:
-        parts: Slices of the parameter, its gradient and its moments, each of shape (N,).
+        slices: Slices of the parameter, its gradient and its moments, each of shape (N,).
         scalars: Scalars of this step, such as the learning rate.
         rule: Update rule and its constants.
         offset: Position of the shard in the whole parameter.
         start: Index of the first element of the slice in the shard.
     """
-    parameter, gradient, *moments = parts
+    parameter, gradient, *moments = slices
+
+    # Compute the new values in fp32.
     update, new_moments = _compute_update(gradient.float(), moments, scalars, rule)
     new_parameter = parameter.float() * scalars.decay - update
 
+    # Draw random bits for stochastic rounding, which uses the low 16 bits of each integer. The
+    # parameter and up to two moments need different bits.
     random_bits = torch.zeros((), dtype=torch.int64)
     if rule.stochastic_rounding:
         random_bits = _random_bits(parameter, scalars, offset, start)
-    # Rounding uses the low 16 bits. The parameter and up to two moments need different bits.
     bits_by_tensor = [random_bits, random_bits >> 16, _hash32(random_bits)]
 
+    # Overwrite the old values, unless the step is skipped.
     old_values = [parameter, *moments]
     new_values = [new_parameter, *new_moments]
     for old, new, bits in zip(old_values, new_values, bits_by_tensor, strict=False):
@@ -303,6 +319,8 @@ def _compute_update(
     gradient: Tensor, moments: Sequence[Tensor], scalars: StepScalars, rule: UpdateRule
 ) -> tuple[Tensor, list[Tensor]]:
     """Compute the value to subtract from a parameter, and the new moments, all in fp32.
+
+    `a.lerp(b, weight)` is the moving average `(1 - weight) * a + weight * b`.
 
     Args:
         gradient: Gradient of a slice, fp32, shape (N,).
@@ -331,8 +349,8 @@ def _random_bits(
 ) -> Tensor:
     """Return random 32-bit integers for the elements of a slice, the same for any sharding.
 
-    They depend only on the step, the name of the parameter, and the index of the element in the
-    whole parameter.
+    They are hashes of the step, the name of the parameter, and the index of the element in the
+    whole parameter, so no random number generator is needed.
 
     Args:
         parameter: Slice of the flat shard, shape (N,).
@@ -340,13 +358,16 @@ def _random_bits(
         offset: Position of the shard in the whole parameter.
         start: Index of the first element of the slice in the shard.
     """
+    # Convert indices in the shard to indices in the whole parameter. For example, a shard with two
+    # of eight columns has the indices 0, 1, 8, 9, 16, 17, ..., relative to its first element.
     index = torch.arange(len(parameter), device=parameter.device) + start
     if offset.local_width != offset.full_width:  # otherwise, avoid two slow divisions
         row = index // offset.local_width
         column = index % offset.local_width
         index = row * offset.full_width + column
+    index_in_parameter = index + offset.first
 
-    element_seed = _hash32((index + offset.first) & UINT32_MASK)
+    element_seed = _hash32(index_in_parameter & UINT32_MASK)
     parameter_seed = _hash32(scalars.step_seed ^ scalars.name_seed)
     return _hash32(element_seed ^ parameter_seed)
 

@@ -45,6 +45,7 @@ class AdamW8bit(torchao.optim.AdamW8bit):
         if not has_whole_blocks or p.numel() < MIN_ELEMENTS:
             return torch.zeros_like(p)
 
+        # Create this rank's shard in 8 bits, and make it the shard of a whole moment.
         assert isinstance(p, DTensor)
         local_zeros = self._subclass_zeros(p.to_local(), signed, BLOCK_SIZE)
         return DTensor.from_local(

@@ -190,6 +190,7 @@ def muon(groups: Groups, recipe: Recipe) -> torch.optim.Optimizer:
 
     The other parameters are norms, biases, the embedding and the output projection.
     """
+    # Divide each parameter group into a group for Muon and a group for AdamW.
     matrix_groups: list[dict[str, Any]] = []
     other_groups: list[dict[str, Any]] = []
     for group in groups:

@@ -49,7 +49,8 @@ def reduce_step_sums(
 ) -> StepSums:
     """Compute the gradient norm, the loss and the number of requests in a single all-reduce.
 
-    This is the only collective that a step itself starts on the group of all ranks.
+    A request of a rank, such as to save a checkpoint, concerns all ranks. This all-reduce is the
+    only collective that a step itself starts on the group of all ranks.
 
     Args:
         gradients: Gradients of this rank, at least one.
@@ -64,6 +65,7 @@ def reduce_step_sums(
     else:
         squares = sum_of_squares(shards)
 
+    # Write this rank's part of the three sums into one tensor, and add up the parts of all ranks.
     totals = torch.zeros(3, dtype=torch.float64, device=squares.device)
     squared_norm, total_loss, num_requests = totals.unbind()  # views of `totals`
     _add_squares_(squared_norm, gradients, squares)
@@ -120,20 +122,23 @@ def sum_of_squares(shards: list[Tensor]) -> Tensor:
         norms = torch._foreach_norm(shards, 2, dtype=torch.float32)  # pyright: ignore
         return torch.stack(norms).double().square()
 
-    # Sum short pieces in fp32 and their totals in float64. All shards share one float64 sum because
-    # in a small model the cost of each operator call exceeds the cost of its arithmetic.
-    pieces: list[Tensor] = []
-    pieces_per_shard: list[int] = []
+    # On a CPU, long sums in fp32 are not precise enough. Cut each shard into rows of 256 elements.
+    # For example, 600 elements become 2 full rows and a row with the remaining 88.
+    matrices: list[Tensor] = []
+    rows_per_shard: list[int] = []
     for shard in shards:
         flat = shard.flatten()
-        num_rows = len(flat) // CPU_SUM_LENGTH
-        remainder_start = num_rows * CPU_SUM_LENGTH
-        pieces.append(flat[:remainder_start].view(-1, CPU_SUM_LENGTH))
-        pieces.append(flat[remainder_start:].view(1, -1))
-        pieces_per_shard.append(num_rows + 1)
-    norms = [torch.linalg.vector_norm(piece, dim=1, dtype=torch.float32) for piece in pieces]
+        num_full_rows = len(flat) // CPU_SUM_LENGTH
+        remainder_start = num_full_rows * CPU_SUM_LENGTH
+        matrices.append(flat[:remainder_start].view(-1, CPU_SUM_LENGTH))
+        matrices.append(flat[remainder_start:].view(1, -1))
+        rows_per_shard.append(num_full_rows + 1)
+
+    # Sum each row in fp32, and the rows of each shard in float64. The rows of all shards are
+    # converted together, because an operator call costs more than its arithmetic in a small model.
+    norms = [torch.linalg.vector_norm(matrix, dim=1, dtype=torch.float32) for matrix in matrices]
     squares = torch.cat(norms).double().square()
-    return torch.stack([shard_squares.sum() for shard_squares in squares.split(pieces_per_shard)])
+    return torch.stack([shard_squares.sum() for shard_squares in squares.split(rows_per_shard)])
 
 
 def count_replicas(tensor: Tensor) -> int:
@@ -178,14 +183,15 @@ def _scale_(gradients: list[Tensor], max_norm: float, norm: Tensor) -> None:
         max_norm: Largest total norm.
         norm: Total norm of the gradients of all ranks, a scalar tensor.
     """
+    # In a compiled graph, plain operators are enough, because the compiler fuses them.
     if torch.compiler.is_compiling():
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for gradient in gradients:
             gradient.mul_(factor)
         return
 
-    # The function of torch scales all gradients with one operator, but it reads them from `grad`
-    # attributes. The parameters are unknown here, so other tensors hold the gradients.
+    # Otherwise, a function of torch scales all gradients with one operator. It reads them from the
+    # `grad` attributes of parameters, which are unknown here, so other tensors hold the gradients.
     holders = [gradient.detach() for gradient in gradients]
     for holder, gradient in zip(holders, gradients, strict=True):
         holder.grad = gradient

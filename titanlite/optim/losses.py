@@ -100,6 +100,7 @@ class CrossEntropy(Loss):
         if mesh is None:
             return linear_cross_entropy_sum(hidden, weight, labels, scale, **options)
 
+        # Each rank holds a range of rows of the output matrix, one row per class.
         assert isinstance(weight, DTensor)
         vocab_size = weight.shape[0]
         classes_per_rank = math.ceil(vocab_size / mesh.size())  # the last rank may have fewer
@@ -258,7 +259,8 @@ def prepare_targets(labels: Tensor, scale: Tensor, first_class: int, num_classes
     """Convert labels to `Targets` for a rank that holds a contiguous range of the classes.
 
     With tensor parallelism the output matrix is sharded along the vocabulary, so each rank computes
-    the logits of only some classes.
+    the logits of only some classes. For example, on a rank with the classes 100 to 199, label 105
+    becomes column 5 of the logits, and label 7 is not local.
 
     Args:
         labels: Classes of the whole vocabulary, shape (n,). IGNORE_INDEX where there is no loss.
@@ -273,6 +275,7 @@ def prepare_targets(labels: Tensor, scale: Tensor, first_class: int, num_classes
         column=column.clamp(0, num_classes - 1)[:, None],
         is_local=is_local,
         factor=factor,
+        # The loss contains `-factor * logit` of the label, so that is a part of its gradient.
         label_grad=torch.where(is_local, -factor, 0.0)[:, None],
     )
 
@@ -425,12 +428,13 @@ def fp32_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     if hidden.dtype == torch.float32:
         return hidden @ weight.T
 
+    # Convert a block of classes at a time, so that only the logits of a block exist in bfloat16.
     logits = torch.empty(len(hidden), len(weight), device=hidden.device)
     block_size = VOCAB_BLOCK[hidden.device.type]
     logits_blocks = logits.split(block_size, dim=1)
     weight_blocks = weight.split(block_size)
     for logits_block, weight_block in zip(logits_blocks, weight_blocks, strict=True):
-        if hidden.is_cuda:  # out_dtype keeps the fp32 sums of the kernel unrounded
+        if hidden.is_cuda:  # with out_dtype, the kernel returns its fp32 sums unrounded
             torch.mm(hidden, weight_block.T, out_dtype=torch.float32, out=logits_block)
         else:
             logits_block.copy_(hidden @ weight_block.T)
@@ -465,10 +469,12 @@ def _add_weight_grad(
         hidden: Hidden states, shape (n, C), in the dtype of `logits_grad`.
         is_first: Initialize `weight_grad` instead of adding to it.
     """
-    beta = 0 if is_first else 1  # factor of the old values
+    beta = 0 if is_first else 1  # factor of the old values of `weight_grad`
     if hidden.dtype == torch.float32:
         weight_grad.addmm_(logits_grad.T, hidden, beta=beta)
         return
+
+    # On a GPU, one kernel multiplies bfloat16 matrices and adds the products in fp32.
     if hidden.is_cuda:
         torch.addmm(
             weight_grad,
@@ -480,7 +486,7 @@ def _add_weight_grad(
         )
         return
 
-    # On a CPU, the products have a lower precision. Convert them block by block.
+    # A CPU has no such kernel. Compute a block of rows in bfloat16, convert it, and add it.
     block_size = VOCAB_BLOCK[hidden.device.type]
     weight_blocks = weight_grad.split(block_size)
     logits_blocks = logits_grad.split(block_size, dim=1)
@@ -495,6 +501,10 @@ def _add_weight_grad(
 def _convert_in_place(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert a matrix to a smaller dtype without allocating a second matrix if it is large.
 
+    For example, converting 8 values from fp32 to bfloat16 in blocks of 4 reads the bytes 0-15 and
+    writes the bytes 0-7, then reads the bytes 16-31 and writes the bytes 8-15. It never overwrites
+    a value that is still to be read.
+
     Args:
         x: Contiguous matrix. If it has more columns than `VOCAB_BLOCK`, the result is written, some
             rows at a time, into the memory of `x`.
@@ -502,6 +512,7 @@ def _convert_in_place(x: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if x.dtype == dtype:
         return x
+
     num_rows, num_columns = x.shape
     block_size = VOCAB_BLOCK[x.device.type]
     if num_columns <= block_size:
@@ -535,8 +546,10 @@ def _create_carriers(
 ) -> list[Tensor]:
     """Return two zero scalars that pass precomputed gradients to `hidden` and `weight`.
 
-    Added to a loss, each one gives its tensor the gradient in the backward pass. There are two,
-    because some pipeline schedules compute the two gradients at different times.
+    The fused loss computes its gradients in the forward pass, but autograd asks for them in the
+    backward pass. If you add a carrier to the loss, autograd calls the backward function of the
+    carrier, which returns the precomputed gradient. There are two carriers, because some pipeline
+    schedules compute the two gradients at different times.
 
     Args:
         hidden: Hidden states, shape (B, T, C).

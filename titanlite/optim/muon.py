@@ -93,27 +93,30 @@ class Muon(torch.optim.Optimizer):
         To skip the step on the device, set the attribute `found_inf` to a scalar tensor of 1.
         Parameters and state then keep their values.
         """
+        # Pass the flag to the optimizer of the other parameters. Without a flag, never skip.
         skip = getattr(self, "found_inf", None)
         if skip is None:
             skip = torch.zeros((), device=next(iter(self._group_of)).device)
         else:
             self._others.found_inf = skip  # pyright: ignore[reportAttributeAccessIssue]
 
-        # Overlap communication with matmuls: while a round is orthogonalized, the momentum of the
-        # next round is gathered, and the result of the previous round is sent back.
+        # Communication overlaps with matmuls: while round i is orthogonalized, the momentum of
+        # round i + 1 is gathered, and the result of round i - 1 is returned to the ranks.
         gather = self._start_gather(self._rounds[0], skip)
-        result: _Transfer | None = None
         self._others.step()
 
+        result: _Transfer | None = None
         for i, plan in enumerate(self._rounds):
             gathered = gather.wait()
             if i + 1 < len(self._rounds):
                 gather = self._start_gather(self._rounds[i + 1], skip)
+
             previous_result = result
             result = self._start_return(plan, gathered)
             if previous_result is not None:
                 self._update(self._rounds[i - 1], previous_result.wait(), skip)
 
+        # The last round has no next round to overlap with.
         assert result is not None
         self._update(self._rounds[-1], result.wait(), skip)
 
@@ -166,6 +169,7 @@ class Muon(torch.optim.Optimizer):
         Returns:
             The orthogonalized momentum of each matrix in `plan.owned`, as a plain tensor.
         """
+        # Copy each received shard to its place in a whole matrix.
         momenta = [
             torch.empty(matrix.shape, dtype=gathered.dtype, device=gathered.device)
             for matrix in plan.owned
@@ -209,6 +213,8 @@ class Muon(torch.optim.Optimizer):
         device = any_matrix.device_mesh.device_type
         flat = torch.cat(tensors) if tensors else torch.empty(0, dtype=torch.bfloat16)
         source = flat.to(device)
+
+        # Every rank must take part, even if it has nothing to send or to receive.
         result = torch.empty(sum(numel_from), dtype=source.dtype, device=source.device)
         work = dist.all_to_all_single(
             result, source, numel_from, numel_to, self._ranks, async_op=True
@@ -287,6 +293,8 @@ def orthogonalize(matrix: Tensor) -> Tensor:
     norm = torch.linalg.vector_norm(row_norms).to(x.dtype)
     x = x / norm.clamp(min=EPS)
 
+    # Each iteration computes x = a x + (b G + c G^2) x with G = x x^T, which moves all singular
+    # values closer to 1.
     a, b, c = NEWTON_SCHULZ_COEFFICIENTS
     for _ in range(NEWTON_SCHULZ_ITERATIONS):
         gram = x @ x.T
@@ -430,12 +438,16 @@ def _shard_of(whole: Tensor, matrix: Any, rank: int) -> Tensor:
         rank: Index of the rank in the flattened device mesh.
     """
     part = whole
+    remaining_rank = rank
     mesh_dims = zip(reversed(matrix.device_mesh.shape), reversed(matrix.placements), strict=True)
     for size, placement in mesh_dims:
-        rank, coordinate = divmod(rank, size)  # the last mesh dimension varies fastest
+        # Compute the coordinate of the rank along this mesh dimension. The last dimension varies
+        # fastest, so rank 6 of a (2, 4) mesh has the coordinates (1, 2).
+        remaining_rank, coordinate = divmod(remaining_rank, size)
         if placement.is_replicate():
             continue
 
+        # Narrow the part to the shard of this coordinate.
         chunks = part.chunk(size, placement.dim)
         if coordinate < len(chunks):
             part = chunks[coordinate]

@@ -49,9 +49,11 @@ def wsd_learning_rate(step: int, peak: float, config: schema.LRScheduler, steps:
     if warmup_steps is None:
         warmup_steps = min(200, total_steps // 10)
 
+    # Warmup: rise linearly to the peak.
     if step <= warmup_steps:
         return peak * (step / warmup_steps)
 
+    # Stable part: stay at the peak. By default, decay follows directly after warmup.
     decay_steps = total_steps - warmup_steps
     if config.decay_steps is not None:
         decay_steps = min(config.decay_steps, decay_steps)
@@ -61,6 +63,7 @@ def wsd_learning_rate(step: int, peak: float, config: schema.LRScheduler, steps:
     if step <= last_peak_step:
         return peak
 
+    # Decay: `remaining` falls from 1 to 0.
     progress = (step - last_peak_step) / decay_steps
     if config.decay_type == "linear":
         remaining = 1.0 - progress
