@@ -113,6 +113,8 @@ def context_mask(
         return flex_context_mask(tokens, document_ids, mesh, window)
     if document_ids is None:
         return None
+
+    # Keep the rows of this rank's queries, and the columns of all keys.
     mask = document_mask(document_ids, window)
     assert isinstance(mask, Tensor)
     return local_chunks(mask, mesh, dim=2)
@@ -135,7 +137,7 @@ def flex_context_mask(
     query_positions = local_chunks(positions, mesh, dim=0)  # (T / degree,)
 
     def is_visible(batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        """Return whether the local query with index `query` attends to the key `key`."""
+        """Return whether this rank's query number `query` attends to key number `key`."""
         position = query_positions[query]
         visible = position >= key
         if document_ids is not None:
@@ -179,6 +181,8 @@ def context_attention(
     if mask is not None:
         return attention(q, full_k, full_v, mask)
 
+    # The early chunk is chunk number `rank`, counted from the start of the sequence. The late chunk
+    # has the same number, counted from the end. Read no keys after the end of each chunk.
     rank = mesh.get_local_rank()
     chunk_size = q.shape[2] // 2
     early_q, late_q = q.chunk(2, dim=2)

@@ -153,21 +153,25 @@ def _to_float8_style(style: Any, module: nn.Module) -> ParallelStyle:
     """
     from torchao.float8 import float8_tensor_parallel as float8
 
+    # Gather the input in FP8 only if all linear layers that read it are FP8 layers.
     linears = [child for child in module.modules() if isinstance(child, nn.Linear)]
     has_plain_linears = any(type(linear) is nn.Linear for linear in linears)
     if not linears or has_plain_linears:
         return style
 
+    # Compare exact types, because a plugin may have a subclass with another behavior.
     if type(style) is PrepareModuleInput:
         return float8.PrepareFloat8ModuleInput(
             input_layouts=style.input_layouts, desired_input_layouts=style.desired_input_layouts
         )
+
     float8_styles = {
         ColwiseParallel: float8.Float8ColwiseParallel,
         RowwiseParallel: float8.Float8RowwiseParallel,
     }
     if type(style) not in float8_styles:
         return style
+
     float8_style = float8_styles[type(style)]
     return float8_style(
         input_layouts=style.input_layouts[0],

@@ -8,7 +8,7 @@ sequences, positions, vocabulary and blocks are distributed over ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -142,6 +142,7 @@ class ForwardBackward:
         """
         total_loss = torch.zeros((), device=self._device)
         for i, microbatch in enumerate(microbatches):
+            # Set whether FSDP reduces the gradients after this microbatch.
             is_last = i == len(microbatches) - 1
             configure_microbatch(
                 self._model,
@@ -152,16 +153,19 @@ class ForwardBackward:
 
             with record_function("forward"):
                 loss = self._forward(microbatch, self.loss_fn, num_valid_tokens)
+
+            # With CPU offload, the CPU adds up the gradients of the previous microbatch while the
+            # GPU computes the forward pass of this one.
             if self._offloaded is not None and i > 0:
-                # Add the gradients of the previous microbatch on the CPU, while the GPU computes
-                # the forward pass of this one.
                 self._offloaded.add()
+
+            # With `CrossEntropy`, the forward pass has already computed the gradients of the output
+            # matrix and of its input. The backward pass starts from them.
             with record_function("backward"):
-                # With `CrossEntropy`, the forward pass has already computed the gradients of the
-                # output matrix and of its input. The backward pass starts from them.
                 loss.backward()
             total_loss += loss.detach()
 
+        # Add the gradients of the last microbatch, and give the sums to the optimizer.
         if self._offloaded is not None and len(microbatches) > 1:
             self._offloaded.restore()
         return total_loss
@@ -195,7 +199,7 @@ class ForwardBackward:
             return self._sum_losses(microbatches, loss_fn)
         finally:
             self._model.train()
-            reshard_all(self._model)
+            reshard_all(self._model)  # after a forward pass without backward, FSDP does not
 
     def _sum_losses(self, microbatches: Sequence[Microbatch], loss_fn: ScaledLoss) -> Tensor:
         """Return the sum of the losses of all microbatches, a float64 scalar."""
@@ -243,9 +247,11 @@ class PipelineForwardBackward(ForwardBackward):
         for start in range(0, len(microbatches), self._num_microbatches):
             part = list(microbatches[start : start + self._num_microbatches])
             num_padding = self._num_microbatches - len(part)
-            part += [part[-1]] * num_padding
+            if num_padding:
+                ignored_labels = torch.full_like(part[-1].labels, IGNORE_INDEX)
+                part += [replace(part[-1], labels=ignored_labels)] * num_padding
             with forward_only(schedule):
-                total += self._run_schedule(schedule.eval, part, loss_fn, divisor, num_padding)
+                total += self._run_schedule(schedule.eval, part, loss_fn, divisor)
         return total
 
     def _run_schedule(
@@ -254,7 +260,6 @@ class PipelineForwardBackward(ForwardBackward):
         microbatches: Sequence[Microbatch],
         loss_fn: ScaledLoss,
         num_valid_tokens: Tensor,
-        num_padding: int = 0,
     ) -> Tensor:
         """Run a pipeline schedule and return the sum of this rank's losses.
 
@@ -265,26 +270,23 @@ class PipelineForwardBackward(ForwardBackward):
             microbatches: Exactly as many microbatches as the schedule runs.
             loss_fn: Function that returns a scaled sum of token losses.
             num_valid_tokens: Divisor of the loss, a scalar on the device.
-            num_padding: Number of microbatches at the end whose labels are ignored.
         """
         tokens, labels, attention = local_inputs(microbatches, self._mesh, self._window)
         # A later stage cannot derive the positions, because its input may be sharded along T.
         attention.setdefault("positions", _default_positions(tokens))
-        if num_padding:
-            num_padding_sequences = num_padding * len(tokens) // len(microbatches)
-            labels = labels.clone()
-            labels[-num_padding_sequences:] = IGNORE_INDEX
+        head = LossHead(labels, NormalizedLoss(loss_fn, num_valid_tokens))
 
-        inputs = []
-        if self._model.tok_embeddings is not None:  # this rank has the first stage
-            inputs = [tokens]
+        # Only the first stage receives tokens. The others receive hidden states from other ranks.
+        has_first_stage = self._model.tok_embeddings is not None
+        inputs = [tokens] if has_first_stage else []
+
+        # The schedule appends the loss of each microbatch to `losses`. torch requires a target as
+        # well, although the schedule's `loss_fn` ignores it.
         losses: list[Tensor] = []
         targets: dict[str, Any] = {}
-        if self._model.norm is not None:  # this rank has the last stage
-            # torch requires a target on this rank, although the schedule's `loss_fn` ignores it.
-            # The schedule appends the loss of each microbatch to `losses`.
+        has_last_stage = self._model.norm is not None
+        if has_last_stage:
             targets = {"target": labels, "losses": losses}
-        head = LossHead(labels, NormalizedLoss(loss_fn, num_valid_tokens))
         run_schedule(*inputs, head=head, **attention, **targets, return_outputs=False)
 
         if not losses:
@@ -335,6 +337,8 @@ def local_inputs(microbatches: Sequence[Microbatch], mesh: Mesh, window: int) ->
     """
     tokens = _concatenate(microbatches, "input_ids")  # (B, T)
     labels = _concatenate(microbatches, "labels")
+
+    # Packed documents need a mask and positions. A sliding window needs a mask.
     document_ids = None
     positions = None
     if microbatches[0].document_ids is not None:
@@ -343,6 +347,8 @@ def local_inputs(microbatches: Sequence[Microbatch], mesh: Mesh, window: int) ->
     elif 0 < window < tokens.shape[1]:
         document_ids = torch.zeros_like(tokens)  # each sequence is one document
 
+    # With context parallelism, this rank's queries attend to the keys of whole sequences. So build
+    # the mask for whole sequences, and then select this rank's part of everything else.
     mask = None
     if mesh.context is not None:
         mask = context_mask(tokens, document_ids, mesh.context, window)

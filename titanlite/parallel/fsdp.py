@@ -48,12 +48,15 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, run: Run) -> None:
     embedding, blocks, output = _group_modules(model, run)
     blocks, output = memory_savers.regroup_norm(blocks, output, mesh, run)
 
+    # Decide which groups free their parameters after the forward pass and gather them again for the
+    # backward pass. By default the output does not, because the backward pass starts with it.
     reshard = run.job.parallelism.fsdp_reshard_after_forward
     if reshard == "default" and run.degrees.pipeline > 1:
         reshard = "never"  # otherwise every microbatch would gather the parameters again
     always_reshards = reshard == "always"
     reshards_blocks = reshard == "default" and _should_reshard(blocks, mesh, run)
 
+    # Shard the inner modules first: the model itself gets the parameters that no group contains.
     for group in embedding:
         shard(group, reshard_after_forward=reshard != "never")
     for group in blocks:
@@ -196,10 +199,13 @@ def configure_microbatch(
     """
     cast(FSDPModule, model).set_requires_gradient_sync(reduce_gradients)
 
-    # With tied embeddings, the output matrix belongs to the group of the model.
+    # Keep the output matrix unsharded until the backward pass of the last microbatch. With tied
+    # embeddings, it belongs to the group of the model.
     for module in (model, model.output):
         if isinstance(module, FSDPModule):
             module.set_reshard_after_backward(is_last, recurse=False)
+
+    # If the last backward pass does not read the output matrix, free it before.
     if isinstance(model.output, FSDPModule):
         model.output.set_reshard_after_forward(is_last and frees_output, recurse=False)
 

@@ -26,6 +26,7 @@ def keep_shard(parameter: Tensor, full: Tensor) -> None:
         parameter.copy_(full)
         return
 
+    # Only a DTensor with the same layout can be copied into a DTensor without communication.
     shard = full[shard_slices(parameter)].to(parameter.dtype)
     local = DTensor.from_local(
         shard.contiguous(),

@@ -74,7 +74,9 @@ def regroup_norm(
 ) -> tuple[list[list[nn.Module]], list[list[nn.Module]]]:
     """Separate the final norm from the output projection, so that FSDP can free the latter early.
 
-    The backward pass of the norm reads its weight, so the norm joins the last group of blocks.
+    The backward pass of the norm reads its weight, so the norm joins the last group of blocks. For
+    example, the groups [block 0], [block 1] and [norm, projection] become [block 0],
+    [block 1, norm] and [projection].
 
     Args:
         blocks: Modules of each FSDP group of blocks, in forward order.
@@ -90,7 +92,7 @@ def regroup_norm(
 
     norm, projection = output[0]
     if not blocks or reduces_output_first(projection, mesh, run):
-        return blocks, [[norm], [projection]]
+        return blocks, [[norm], [projection]]  # the norm becomes a separate group
 
     last_group = [*blocks[-1], norm]
     return [*blocks[:-1], last_group], [[projection]]

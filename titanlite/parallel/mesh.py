@@ -79,6 +79,7 @@ def build_mesh(degrees: Degrees, device_type: str) -> Mesh:
     fsdp_dims = ("dp_replicate", "dp_shard") if degrees.replicate > 1 else ("dp_shard",)
     has_other_dims = mesh.ndim > len(fsdp_dims)
 
+    # Arrange the rank numbers in a grid, and create the groups of ranks along its dimensions.
     rank_grid = torch.arange(degrees.world).view(
         degrees.pipeline, degrees.replicate, degrees.shard, degrees.context, degrees.tensor
     )
@@ -87,12 +88,14 @@ def build_mesh(degrees: Degrees, device_type: str) -> Mesh:
     stage_group = _create_group(rank_grid, REPLICATE, SHARD, CONTEXT, TENSOR)
     groups = [_get_world_group(), *mesh.get_all_groups(), data_group, loss_group, stage_group]
 
+    # `mesh` has no context dimension, because its shard dimension includes the context ranks.
     context = None
     if degrees.context > 1:
         context_group = _create_group(rank_grid, CONTEXT)
         context = DeviceMesh.from_group(context_group, device_type, mesh_dim_names=("cp",))
         groups += context.get_all_groups()
 
+    # Find the position of this rank in the grid.
     coordinates = (rank_grid == dist.get_rank()).nonzero()[0].tolist()
     data_rank = coordinates[REPLICATE] * degrees.shard + coordinates[SHARD]
     return Mesh(
@@ -128,14 +131,16 @@ def _build_shard_mesh(degrees: Degrees, device_type: str) -> DeviceMesh:
 def _create_group(rank_grid: torch.Tensor, *dims: int) -> dist.ProcessGroup:
     """Create the process group of the ranks that differ from this rank only along some dimensions.
 
-    Every rank must call this with the same arguments, because all ranks take part in the creation
-    of all groups.
+    For example, the grid [[0, 1], [2, 3]] has the groups [0, 2] and [1, 3] along dimension 0. Every
+    rank must call this with the same arguments, because all ranks take part in the creation of all
+    groups.
 
     Args:
         rank_grid: Rank numbers, one dimension per parallel dimension: (pipeline, replicate, shard,
             context, tensor).
         dims: Indices of the dimensions of `rank_grid` along which ranks of a group differ.
     """
+    # Move `dims` to the end, so that each row of the reshaped grid has the ranks of one group.
     other_dims = [dim for dim in range(rank_grid.ndim) if dim not in dims]
     group_size = math.prod(rank_grid.shape[dim] for dim in dims)
     ranks_by_group = rank_grid.permute(*other_dims, *dims).reshape(-1, group_size)

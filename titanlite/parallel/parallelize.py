@@ -64,6 +64,7 @@ def build_model(
 
     stages: dict[int, Llama] = {}
     for stage, blocks in local_stages(run, mesh).items():
+        # On the meta device, parameters have no memory. Shard them before they are allocated.
         with torch.device("meta"):
             model = model_class(run.arch, blocks)
         model.to(init_dtype)
@@ -120,14 +121,14 @@ def checkpoint_and_compile(model: Llama, mesh: Mesh, run: Run) -> None:
     config = run.job.activation_checkpoint
     is_compiled = run.compiles("model")
     is_selective_by_op = config.mode == "selective" and config.selective_ac_option == "op"
-    compile_options: dict[str, Any] = {"fullgraph": True, "options": inductor_options(mesh, run)}
 
-    # Compile last, so that the compiler sees the recomputation and can optimize it. With tensor
-    # parallelism, torch 2.13 can do so only in mode "op". In other modes it fails, because it saves
-    # the DeviceMesh of a DTensor like a tensor, so compile first.
+    # Compile after activation checkpointing, so that the compiler sees the recomputation and can
+    # optimize it. The exception is tensor parallelism in other modes than "op", with which this
+    # order fails in torch 2.13, because it saves the DeviceMesh of a DTensor like a tensor.
     compiles_first = is_compiled and mesh.tensor is not None and not is_selective_by_op
     compiles_last = is_compiled and not compiles_first
 
+    compile_options: dict[str, Any] = {"fullgraph": True, "options": inductor_options(mesh, run)}
     if compiles_first:
         for block in model.layers.values():
             block.forward = torch.compile(block.forward, **compile_options)

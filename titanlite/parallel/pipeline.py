@@ -132,6 +132,7 @@ def forward_only(schedule: PipelineScheduleSingle | PipelineScheduleMulti) -> It
         forward_actions[rank] = [
             action for action in actions if action.computation_type.name in FORWARD_ACTIONS
         ]
+    # The schedule runs the actions in this attribute. Replace them during the context.
     any_schedule.pipeline_order_with_comms = forward_actions
     yield
     any_schedule.pipeline_order_with_comms = all_actions

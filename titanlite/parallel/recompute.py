@@ -45,11 +45,14 @@ def apply_activation_checkpointing(
 ) -> None:
     """Wrap the forward pass of blocks so that the backward pass recomputes their activations.
 
+    - Mode "full" recomputes every block.
+    - Mode "selective" recomputes every n-th block, or with the option "op" some operations of every
+      block.
+    - Mode "memory_budget" lets the compiler decide what to recompute.
+
     Args:
         model: Model before FSDP, modified in place.
-        config: Section [activation_checkpoint] of the job, which selects the blocks and the
-            operations. With mode "memory_budget" the compiler decides what to recompute, and only
-            its budget is set.
+        config: Section [activation_checkpoint] of the job.
         in_graph: Whether each block is compiled together with its recomputation, as one graph.
         saves_last_matmul: Whether mode "op" may save the output of the last matmul of a block,
             although the backward pass does not need it.
@@ -61,6 +64,7 @@ def apply_activation_checkpointing(
     preserves_rng_state = draws_random_numbers(type(model))
     recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=preserves_rng_state)
 
+    # Recompute some operations of every block.
     is_selective = config.mode == "selective"
     if is_selective and config.selective_ac_option == "op":
         for block in model.layers.values():
@@ -70,6 +74,7 @@ def apply_activation_checkpointing(
             block.forward = _recompute_in_backward(block.forward, recompute_some)
         return
 
+    # Recompute all operations of every n-th block, or of all blocks.
     if in_graph:
         # Without a policy, the compiler would save inputs of collectives and of SwiGLU.
         save_nothing = partial(create_selective_checkpoint_contexts, [])
@@ -115,7 +120,9 @@ def _create_op_contexts(unneeded_matmul: int) -> tuple[Any, Any]:
         Context managers for the forward pass and for the recomputation, as `context_fn` of
         `torch.utils.checkpoint.checkpoint` must return them.
     """
-    # Number of matmuls so far in the forward pass (key False) and in the recomputation (key True).
+    # torch calls the policy for each operation in the forward pass, and again in the recomputation.
+    # Both passes must make the same decisions, so each of them counts its matmuls from 1. The key
+    # is False in the forward pass and True in the recomputation.
     num_matmuls = {False: 0, True: 0}
 
     def policy(

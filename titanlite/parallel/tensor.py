@@ -47,10 +47,11 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, gather_float8: bool) -
     create_plans = resolve(model.arch.tensor_parallel)  # `block_plan`, or a plugin's function
     for block in model.layers.values():
         for plan in create_plans(model.arch):
-            if gather_float8:
-                plan = float8_plan(plan, block)
-            parallelize_module(block, mesh, plan)
+            styles = float8_plan(plan, block) if gather_float8 else plan
+            parallelize_module(block, mesh, styles)
 
+    # Each rank looks up the tokens in its part of the vocabulary. The sum of the results is sharded
+    # along the sequence.
     if model.tok_embeddings is not None:
         style = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
         parallelize_module(model.tok_embeddings, mesh, style)
