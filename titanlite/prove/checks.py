@@ -167,6 +167,7 @@ def compare_gradients(
     Returns:
         One check for each parameter.
     """
+    # Errors are relative to the norm of a gradient, or to a minimum if the norm is nearly zero.
     total_minimum = SMALL_GRADIENT * total_norm(reference.values())
     num_elements = sum(gradient.numel() for gradient in reference.values())
     checks = []
@@ -176,7 +177,8 @@ def compare_gradients(
             checks.append(Check("gradient", step, name, math.inf, 0.0, hint))
             continue
 
-        # A norm grows with the square root of the number of elements.
+        # A norm grows with the square root of the number of elements, so a parameter with 1% of all
+        # elements gets 10% of the minimum of the whole model.
         minimum = total_minimum * math.sqrt(expected.numel() / num_elements)
         error = relative_error(gradients[name], expected, minimum)
         error_of_one_rank = relative_error(single[name], expected, minimum)

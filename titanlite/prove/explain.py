@@ -42,7 +42,8 @@ def coordinates(run: Run, rank: int) -> dict[str, int]:
 def explain_ratio(ratio: float, run: Run) -> str:
     """Explain by which parallel degree a value is wrong, for the message of a failed check.
 
-    For example, "2 times the expected value = the data-parallel degree".
+    For example, "2 times the expected value = the data-parallel degree", or "0.7071 times the
+    expected value = 1 / the square root of the number of replicas".
 
     Args:
         ratio: Wrong value divided by the expected value.
@@ -53,9 +54,13 @@ def explain_ratio(ratio: float, run: Run) -> str:
     """
     if not math.isfinite(ratio) or ratio <= 0:
         return "the value is not a positive number"
+    if abs(ratio - 1) <= RATIO_TOLERANCE:
+        return ""
 
+    # Find the numbers of the layout that equal the factor, or whose square root equals it.
     text = f"{ratio:.4g} times the expected value"
     factor = max(ratio, 1 / ratio)
+    inverse = "1 / " if ratio < 1 else ""
     for power, label in ((1.0, ""), (0.5, "the square root of ")):
         matches = [
             name
@@ -63,9 +68,8 @@ def explain_ratio(ratio: float, run: Run) -> str:
             if number > 1 and abs(factor / number**power - 1) < RATIO_TOLERANCE
         ]
         if matches:
-            inverse = "1 / " if ratio < 1 else ""
             return f"{text} = {inverse}{label}the {' = the '.join(matches)}"
-    return text if abs(ratio - 1) > RATIO_TOLERANCE else ""
+    return text
 
 
 def _layout_numbers(run: Run) -> dict[str, int]:
@@ -100,6 +104,7 @@ def explain_factor(value: torch.Tensor, expected: torch.Tensor, run: Run) -> str
     if square == 0 or not value.isfinite().all():
         return ""
 
+    # Fit `value = ratio * expected` by least squares, and check that the fit explains the error.
     best_ratio = (value @ expected).item() / square
     unexplained = (value - best_ratio * expected).norm()
     if unexplained > FIT_TOLERANCE * (value - expected).norm():
@@ -116,21 +121,25 @@ def describe_names(failed: Sequence[str], names: Sequence[str], run: Run) -> str
         run: The run, which assigns parameters to pipeline stages.
 
     Returns:
-        A text such as "only the parameters of pipeline stage 1 differ".
+        A text such as "only parameters of the kind attention.wq.weight differ" or "only the
+        parameters of pipeline stage 1 differ".
     """
     if set(failed) == set(names):
         return "all parameters differ"
 
+    # Check whether the failed parameters are the same one in all blocks.
     kinds = {kind_of(name) for name in failed}
     of_same_kinds = {name for name in names if kind_of(name) in kinds}
     if of_same_kinds == set(failed):
         return f"only parameters of the kind {', '.join(sorted(kinds))} differ"
 
+    # Check whether they are all parameters of some pipeline stages.
     stages = {_stage_of(name, run) for name in failed}
     on_same_stages = {name for name in names if _stage_of(name, run) in stages}
     if on_same_stages == set(failed) and run.degrees.pipeline > 1:
         return f"only the parameters of pipeline stage {_join(stages)} differ"
 
+    # Otherwise, list the first names.
     shown = ", ".join(failed[:MAX_NAMES])
     num_others = len(failed) - MAX_NAMES
     if num_others > 0:
@@ -210,16 +219,20 @@ def explain_gradient(
 
 
 def _possible_mistakes(run: Run, sequences: Tensors) -> dict[str, tuple[Tensors, dict[str, Any]]]:
-    """Return typical mistakes by description, as wrong arguments of the reference.
+    """Return typical mistakes of a layout, and how to make each of them in the reference.
+
+    If the reference computes the wrong gradients of the layout after it made a mistake on purpose,
+    the layout makes the same mistake.
 
     Returns:
-        Sequences, and keyword arguments of `ReferenceTrainer.compute_gradients`, which reproduce
-        the mistake.
+        Description of the mistake -> wrong sequences and keyword arguments, to be passed to
+        `ReferenceTrainer.compute_gradients`.
     """
     ids = sequences["input_ids"]
     seq_len = ids.shape[1]
     positions = torch.arange(seq_len).expand_as(ids)
 
+    # Mistakes in the masks and positions of documents, or of context parallelism.
     mistakes: dict[str, tuple[Tensors, dict[str, Any]]] = {}
     if "document_ids" in sequences:
         without_ids = {key: value for key, value in sequences.items() if key != "document_ids"}
@@ -229,6 +242,8 @@ def _possible_mistakes(run: Run, sequences: Tensors) -> dict[str, tuple[Tensors,
     elif run.degrees.context > 1:
         wrong = sequences | {"positions": positions % (seq_len // run.degrees.context)}
         mistakes["positions restart in each context-parallel rank"] = (wrong, {})
+
+    # Mistakes in the labels and in the options of the model and the loss.
     if run.microbatches > 1:
         microbatch_size = run.job.training.local_batch_size * run.degrees.data
         wrong = sequences | {"labels": sequences["labels"].roll(microbatch_size, 0)}

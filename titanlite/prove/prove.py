@@ -69,6 +69,7 @@ from titanlite.train.trainer import Trainer
 MODEL = "model."
 OPTIMIZER = "optimizer."
 LOG_FILE = "prove.log"
+EXPORTED_WEIGHTS = "exported weights"  # name of a check
 
 
 class Proof(NamedTuple):
@@ -142,7 +143,7 @@ def load_steps(folder: Path, name: str, num_ranks: int) -> dict[int, LayoutStep]
     steps = {}
     for number in records_by_rank[0]:
         step = LayoutStep([records[number] for records in records_by_rank])
-        for record in step.ranks:
+        for record in step.ranks:  # only the first rank of each pipeline stage has whole tensors
             step.gradients |= record.gradients.whole
             step.state |= record.state.whole
             step.initial |= record.initial.whole
@@ -188,6 +189,7 @@ def single_run(run: Run, dump_folder: Path, recompute: bool = False) -> Run:
         dump_folder: Output folder of the returned run.
         recompute: Whether to keep activation checkpointing. By default, it is disabled.
     """
+    # Set all parallel degrees to 1.
     job = run.job
     layout: dict[str, object] = {
         "pipeline_parallel_schedule": "1F1B",
@@ -221,18 +223,15 @@ def prove(run: Run, out: Path) -> Proof | None:
         The comparisons on rank 0, and None on all other ranks.
     """
     with ExitStack() as stack:
+        # Write the output of the trainers to a file.
         log = stack.enter_context((out / LOG_FILE).open("a", encoding="utf-8"))
         stack.enter_context(redirect_stdout(log))
         stack.enter_context(redirect_stderr(log))
+
+        # Train the run on all ranks, and record each step in files.
         with process_group(run.job) as device:
             is_first_rank = dist.get_rank() == 0
-            created = tempfile.mkdtemp(prefix="run-", dir=out) if is_first_rank else ""
-            folder = Path(gathered(created)[0])
-            if is_first_rank:
-                stack.callback(shutil.rmtree, folder)
-                # The log files of the trainers are in that folder.
-                stack.callback(logging.getLogger(LOGGER_NAME).handlers.clear)
-
+            folder = _create_shared_folder(out, stack)
             run = settle_compute_dtype(run, device)
             output = run.job.job.model_copy(update={"dump_folder": str(folder / "layout")})
             run = Run(run.job.model_copy(update={"job": output}), run.world_size)
@@ -241,21 +240,38 @@ def prove(run: Run, out: Path) -> Proof | None:
         if not is_first_rank:
             return None
 
-        # From here on, this process is the only rank.
+        # Compare the files with the reference. From here on, this process is the only rank.
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
         os.environ.pop(STORE, None)
         checks = list(compare(run, folder, save_after))
     return _build_proof(run, checks, device)
 
 
+def _create_shared_folder(parent: Path, stack: ExitStack) -> Path:
+    """Create a temporary folder on rank 0 and return its path on all ranks.
+
+    Rank 0 deletes the folder when `stack` is closed.
+    """
+    folder = ""
+    if dist.get_rank() == 0:
+        folder = tempfile.mkdtemp(prefix="run-", dir=parent)
+        stack.callback(shutil.rmtree, folder)
+        # The log files of the trainers are in that folder. Close them first.
+        stack.callback(logging.getLogger(LOGGER_NAME).handlers.clear)
+    return Path(gathered(folder)[0])
+
+
 def _build_proof(run: Run, checks: list[Check], device: torch.device) -> Proof:
     """Combine the comparisons of a run with a description of how they were made."""
-    has_formula = run.job.optimizer.name in FORMULAS
+    # List what the proof does not cover.
     not_kept = []
     if has_random_numbers(run):
         not_kept.append("Dropout, if the model has any: it is off, except to check recomputation.")
-    if not any(check.name == "exported weights" for check in checks):
+    is_exported = any(check.name == EXPORTED_WEIGHTS for check in checks)
+    if not is_exported:
         not_kept.append("Export: transformers has no model with this architecture.")
+
+    has_formula = run.job.optimizer.name in FORMULAS
     return Proof(
         run,
         checks,
@@ -277,8 +293,12 @@ def compare(run: Run, folder: Path, save_after: int) -> Iterator[Check]:
             the run.
         save_after: Step after which the run saved its checkpoint.
     """
+    # Load the records of the run, and of the run that resumed from its checkpoint.
     first = load_steps(folder, "first", run.world_size)
     resumed = load_steps(folder, "resumed", run.world_size)
+
+    # Compare each step with two runs on one rank: `recorder` trains in the precision of the tested
+    # run, and `reference` computes in float64.
     single = single_run(run, folder / "single")
     with process_group(single.job) as device:
         recorder = SteeredRecorder(first)
@@ -295,6 +315,7 @@ def compare(run: Run, folder: Path, save_after: int) -> Iterator[Check]:
                 )
         reference.close()
 
+        # Check the checkpoint by resuming and by exporting it, and activation checkpointing.
         yield from compare_resumed(run, save_after, first, resumed)
         saved = first[save_after]
         resumed_single = single_run(run, folder / "layout")
@@ -377,6 +398,7 @@ def compare_sequences(
     Yields:
         One check for each rank.
     """
+    # With n data-parallel ranks, rank r reads the sequences r, r + n, r + 2n, ...
     num_parts = run.degrees.data
     parts = [
         {name: values[index::num_parts] for name, values in sequences.items()}
@@ -389,6 +411,7 @@ def compare_sequences(
             for name, values in record.sequences.items()
         ]
 
+        # If the rank read the part of another rank, name that rank.
         hint = ""
         for other, part in enumerate(parts):
             if other != index and torch.equal(record.sequences["input_ids"], part["input_ids"]):
@@ -401,6 +424,8 @@ def compare_replicas(
 ) -> Iterator[Check]:
     """Check that replicated shards are bitwise equal on all ranks that hold them.
 
+    Each shard on a later rank is compared with the copy on the first rank that holds the shard.
+
     Args:
         run: The tested run on several ranks.
         step: Number of the step.
@@ -408,7 +433,7 @@ def compare_replicas(
         after: Records of all ranks.
         kind: Recorded tensors to compare: "gradients" or "state".
     """
-    first_copies: dict[object, tuple[str, int]] = {}  # shard -> its digest and rank
+    first_copies: dict[object, tuple[str, int]] = {}  # shard -> digest and rank of the first copy
     differences: dict[str, str] = {}  # tensor name -> hint
     num_replicas = 0
     for rank, record in enumerate(after.ranks):
@@ -417,11 +442,13 @@ def compare_replicas(
             expected, first_rank = first_copies.setdefault(shard, (digest, rank))
             if first_rank == rank:
                 continue
+
             num_replicas += 1
             if digest != expected:
-                tensor_name = shard[0]
+                tensor_name, _offsets = shard
                 differences.setdefault(tensor_name, _describe_ranks(run, first_rank, rank))
 
+    # Yield one check for each tensor that differs, or a single one if all replicas are equal.
     for tensor_name, hint in differences.items():
         yield Check(name, step, tensor_name, 1.0, 0.0, hint)
     if num_replicas and not differences:
@@ -608,7 +635,7 @@ def compare_export(weights: Tensors, folder: Path, step: int) -> Iterator[Check]
     exported = hf_weights(folder / "exported")
     values = {name: exported.read(name) for name in exported.dtypes}
     expected = {name: weight.float() for name, weight in weights.items()}
-    yield from compare_bitwise("exported weights", step, values, expected)
+    yield from compare_bitwise(EXPORTED_WEIGHTS, step, values, expected)
 
 
 def compare_recomputation(run: Run, device: torch.device, folder: Path) -> Iterator[Check]:
@@ -623,13 +650,14 @@ def compare_recomputation(run: Run, device: torch.device, folder: Path) -> Itera
     if not has_random_numbers(run):
         return
 
+    # Compute the gradients of the first step without and with activation checkpointing.
     gradients = []
     for recompute in (False, True):
         single = single_run(run, folder / f"recompute-{recompute}", recompute)
         recorder = Recorder()
         with Trainer(single, device, [recorder]):
             recorder.amplify_weights()
-            torch.manual_seed(0)  # for equal dropout masks
+            torch.manual_seed(0)  # for equal dropout masks in both runs
             recorder.train(1)
         gradients.append(recorder.steps[1].gradients.whole)
 

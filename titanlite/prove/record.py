@@ -195,6 +195,7 @@ def train_in_layout(run: Run, device: torch.device, save_after: int, folder: Pat
         folder: Existing folder that all ranks share.
     """
     for name in ("first", "resumed"):
+        # The second trainer resumes from the checkpoint of the first one.
         recorder = Recorder()
         with Trainer(run, device, [recorder]) as trainer:
             turn_dropout_off(trainer)

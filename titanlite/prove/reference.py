@@ -149,6 +149,7 @@ def _plain_mask(sequences: Tensors, window: int) -> Tensor:
     document_ids = sequences.get("document_ids")
     length = sequences["input_ids"].shape[1]
 
+    # In order: causal, within the sliding window, and within the document.
     distance = torch.arange(length)[:, None] - torch.arange(length)  # query - key
     mask = (distance >= 0)[None, None]
     if window:
@@ -172,6 +173,7 @@ def _loss_head(
         num_valid_tokens: Divisor of the summed loss.
         z_loss: Weight of the z-loss.
     """
+    # The formula of a plugin's loss is unknown, so call the plugin.
     training = run.job.training
     if training.loss not in ("cross_entropy", "reference"):
         loss = build_loss(run.job, LossRecipe(z_loss, compiled=False, tensor=None))
@@ -261,15 +263,18 @@ def expected_update(
     Returns:
         The expected weight, and the update with the expected moments.
     """
-    lr, weight_decay = _group_of(run, step, name, weight.ndim)
+    # Compute the direction of the step in float64.
     formula = FORMULAS[run.job.optimizer.name]
-    moments = {key: moment.double() for key, moment in moments.items()}
-    update = formula(run, step, weight, grad.double(), moments)
+    old_moments = {key: moment.double() for key, moment in moments.items()}
+    update = formula(run, step, weight, grad.double(), old_moments)
+
+    # Apply weight decay, and step against the direction.
+    lr, weight_decay = _get_lr_and_decay(run, step, name, weight.ndim)
     decayed_weight = weight.double() * (1 - lr * weight_decay)
     return decayed_weight - lr * update.direction, update
 
 
-def _group_of(run: Run, step: int, name: str, ndim: int) -> tuple[float, float]:
+def _get_lr_and_decay(run: Run, step: int, name: str, ndim: int) -> tuple[float, float]:
     """Return the learning rate and the weight decay of a parameter."""
     config = run.job.optimizer
     lr = learning_rate_at(run.job, step)

@@ -33,6 +33,7 @@ def summarize_checks(checks: Sequence[Check]) -> list[Row]:
         worst = max(group, key=_severity)
         row = Row(
             check=name,
+            # JSON has no infinity, so write the largest number instead.
             error=worst.error if math.isfinite(worst.error) else sys.float_info.max,
             tolerance=worst.tolerance,
             worst=f"step {worst.step}, {worst.subject}",

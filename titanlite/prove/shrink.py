@@ -26,6 +26,7 @@ from titanlite.config.registry import HOOKS
 from titanlite.config.run import ONE_STAGE_A_RANK, Run, sequence_divisor
 from titanlite.config.schema import (
     Checkpoint,
+    Dataset,
     JobConfig,
     Model,
     Profiling,
@@ -76,12 +77,14 @@ def parse_original(argv: Sequence[str]) -> JobConfig:
     Raises:
         UserError: If a value is invalid, or the degrees do not fit the model.
     """
+    # Parse the options, on top of those of the model that `--from` names.
     model, options = split_from_option(argv)
     build_base = None if model is None else partial(build_job_tables, model)
     parsed = parse_job(options, build_base=build_base)
     if parsed.mistakes:
         raise parsed.error(parsed.mistakes)
 
+    # Check the degrees with the smallest number of ranks. A degree of -1 then becomes 1.
     degrees = [value for name, value in parsed.job.parallelism if name.endswith("_degree")]
     world_size = math.prod(max(degree, 1) for degree in degrees)
     run = Run(parsed.job, world_size)
@@ -107,6 +110,7 @@ def shrink(job: JobConfig, world_size: int | None, steps: int, out: Path) -> Sma
     Raises:
         UserError: If the job is invalid, or its dimensions do not fit `world_size`.
     """
+    # Shrink the layout, the model and the batches.
     degrees = shrink_degrees(job, world_size)
     num_ranks = math.prod(degrees.values())
     original = Run(job, num_ranks)
@@ -115,6 +119,7 @@ def shrink(job: JobConfig, world_size: int | None, steps: int, out: Path) -> Sma
     small = small.model_copy(update={"model": model})
     small = _shrink_training(small, original)
 
+    # Replace the settings that the small job cannot have.
     small, dropped_names = _drop_missing_names(small)
     small, changed_data = _shrink_data(small, out)
     small, dropped_hooks = _shrink_outputs(small, out)
@@ -159,6 +164,8 @@ def shrink_degrees(job: JobConfig, world_size: int | None) -> dict[str, int]:
     degrees = {name: min(2, getattr(job.parallelism, name)) for name in names}
     is_sharded = job.parallelism.data_parallel_shard_degree != 1
     shard = 2 if is_sharded else 1
+
+    # With a given number of ranks, FSDP uses the ranks that the other dimensions leave.
     if world_size is not None:
         others = math.prod(degrees.values())
         shard, remainder = divmod(world_size, others)
@@ -231,6 +238,7 @@ def _shrink_training(small: JobConfig, original: Run) -> JobConfig:
         small: Job with the small model and the small parallel degrees.
         original: The run with the original job.
     """
+    # Use short sequences, and a few microbatches if the original job has several.
     job = original.job
     degrees = Run(small).degrees
     seq_len = max(SEQ_LEN, sequence_divisor(degrees))
@@ -247,6 +255,8 @@ def _shrink_training(small: JobConfig, original: Run) -> JobConfig:
         deterministic=True,
     )
 
+    # If each original block has a separate FSDP group, so does each small block. Otherwise, all
+    # small blocks share a group.
     has_large_blocks = original.arch.block_matrices >= job.parallelism.fsdp_min_num_params
     small = _update(
         small,
@@ -256,6 +266,8 @@ def _shrink_training(small: JobConfig, original: Run) -> JobConfig:
     )
     if job.float8.enable:
         small = _update(small, "float8", min_features=0)
+
+    # Warmup, if there is any, takes one step.
     warmup_steps = 0 if job.lr_scheduler.warmup_steps == 0 else 1
     return _update(
         small, "lr_scheduler", warmup_steps=warmup_steps, total_steps=None, decay_steps=None
@@ -283,6 +295,7 @@ def _drop_missing_names(small: JobConfig) -> tuple[JobConfig, list[str]]:
         )
         small = _update(small, "parallelism", pipeline_parallel_split_points=())
 
+    # Keep only patterns that match a parameter of the small model, and groups with such a pattern.
     names = list(parameter_shapes(Run(small).arch))
     groups = []
     for group in small.optimizer.groups:
@@ -308,16 +321,13 @@ def _shrink_data(small: JobConfig, out: Path) -> tuple[JobConfig, list[str]]:
         The changed job, and one sentence for each changed setting of the data.
     """
     dataset = small.dataset
-    changes: dict[str, Any] = {"stages": (), "num_workers": min(1, dataset.num_workers)}
     notes = []
     if dataset.stages:
         notes.append("dataset.stages: the small job ends before they begin.")
+    changes: dict[str, Any] = {"stages": (), "num_workers": min(1, dataset.num_workers)}
 
-    problem = ""
-    for source in dataset.sources or (dataset,):
-        problem = problem or _find_data_problem(source)
-    if dataset.document_mask or dataset.packing != "concat":
-        problem = "the small sequences need shorter documents"
+    # Write a toy text, and make it the only source of the small job.
+    problem = _find_data_problem(dataset)
     if problem:
         notes.append(f"[dataset]: a toy text is read instead, because {problem}.")
         write_output(out / TOY_TEXT, _make_toy_text().encode())
@@ -335,7 +345,18 @@ def _shrink_data(small: JobConfig, out: Path) -> tuple[JobConfig, list[str]]:
     return small.model_copy(update={"tokenizer": TokenizerOptions()}), notes
 
 
-def _find_data_problem(source: TextSource) -> str:
+def _find_data_problem(dataset: Dataset) -> str:
+    """Return the first reason why the small job cannot read the data of a job, or ""."""
+    if dataset.document_mask or dataset.packing != "concat":
+        return "the small sequences need shorter documents"
+    for source in dataset.sources or (dataset,):
+        problem = _find_source_problem(source)
+        if problem:
+            return problem
+    return ""
+
+
+def _find_source_problem(source: TextSource) -> str:
     """Return the reason why the small job cannot read a text source, or "" if it can.
 
     For example, "the data is not on this machine".
@@ -369,6 +390,7 @@ def _shrink_outputs(small: JobConfig, out: Path) -> tuple[JobConfig, list[str]]:
     Returns:
         The changed job, and one sentence for each removed hook.
     """
+    # Keep hooks that only observe, because the reference has no hooks.
     hooks = []
     notes = []
     for name in small.job.hooks:
@@ -379,6 +401,7 @@ def _shrink_outputs(small: JobConfig, out: Path) -> tuple[JobConfig, list[str]]:
                 f"job.hooks: {name} may change weights or gradients (observes_only is false)."
             )
 
+    # Write as little as possible, and save only the checkpoint of the proof.
     small = _update(
         small, "job", hooks=tuple(hooks), dump_folder=str(out), require_certificate=False
     )
