@@ -9,6 +9,7 @@ step of it on fake tensors. Estimates only decide which jobs are traced.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import BrokenExecutor
 from functools import partial
@@ -46,10 +47,6 @@ SAVE_SOME_OPS = {
 BF16_STATE = {"optimizer.state_dtype": "bfloat16", "optimizer.stochastic_rounding": True}
 BF16_WEIGHTS = {"training.dtype": "bfloat16", "optimizer.stochastic_rounding": True}
 CPU_OFFLOAD = {"training.enable_cpu_offload": True}
-FLOAT8_ALL_GATHER = (
-    "float8.enable_fsdp_float8_all_gather",
-    "float8.precompute_float8_dynamic_scale_for_fsdp",
-)
 POWERS_OF_TWO = (1, 2, 4, 8, 16)
 
 
@@ -91,7 +88,8 @@ def find_largest_batch(run: Run, plan: Forecast, gpu: Gpu, apply: Apply = map) -
     """Search for the largest training.local_batch_size that fits into memory.
 
     Memory is linear in the batch size. The line through the two largest sizes traced so far
-    predicts the size to trace next, until a size repeats.
+    predicts the size to trace next, until a size repeats. For example, if sizes 1 and 4 take 20 and
+    50 of 80 GiB, the next size is 7.
 
     Args:
         run: The validated job and the number of ranks.
@@ -106,8 +104,9 @@ def find_largest_batch(run: Run, plan: Forecast, gpu: Gpu, apply: Apply = map) -
     context = run.degrees.context
     max_size = MAX_TRACED_TOKENS * context // training.seq_len
     # Memory is linear from this size on, because all chunks of the loss have their full size.
-    min_linear_size = -(-TOKENS_OF_FULL_CHUNKS * context // training.seq_len)
+    min_linear_size = math.ceil(TOKENS_OF_FULL_CHUNKS * context / training.seq_len)
 
+    # Trace sizes until the prediction repeats, exceeds the limit, or cannot be traced.
     plans = {training.local_batch_size: plan}
     size = max(2 * training.local_batch_size, min_linear_size)
     while size not in plans and 0 < size <= max_size and len(plans) < MAX_TRACED_BATCHES:
@@ -166,6 +165,7 @@ def find_remedies(run: Run, plan: Forecast, gpu: Gpu, apply: Apply = map) -> tup
         "--activation_checkpoint.mode full: 61.3 GiB, 20% slower".
     """
     for candidates in (_list_single_remedies(run), _list_combined_remedies(run)):
+        # Forecasts of the changed jobs that fit, fastest first.
         text = f"Tracing {len(candidates)} changes that take less memory"
         fitting = _plan_all(run, candidates, gpu, apply, text)
         changes = [
@@ -212,9 +212,12 @@ def search(
         - The number of jobs that were traced.
         - The number of jobs that could have been traced.
     """
+    # The empty settings {} stand for the run itself.
     candidates: list[Settings] = [{}, *list_layouts(run, gpu)]
     traced = candidates[:max_jobs]
     text = f"Tracing {len(traced)} of {len(candidates)} jobs"
+
+    # The forecasts are sorted, fastest first, so all jobs after the run itself are slower.
     results = []
     for settings, plan in _plan_all(run, traced, gpu, apply, text):
         results.append((settings, plan))
@@ -239,6 +242,7 @@ def _plan_all(
     Returns:
         Pairs of changed options and the forecast with them, fastest first.
     """
+    # Log each result as soon as its trace ends.
     fitting: list[tuple[Settings, Forecast]] = []
     with working(text) as update_text:
         plans = apply(partial(_plan_changed, run=run, gpu=gpu), candidates)
@@ -265,12 +269,14 @@ def _plan_changed(settings: Settings, run: Run, gpu: Gpu, apply: Apply = map) ->
         The forecast, or None in these cases:
 
         - The settings break a rule of the configuration or change nothing.
-        - The optimizer state alone does not fit into the GPU.
+        - The optimizer state alone does not fit into the GPU, or a CPU would offload it to itself.
         - The trace fails. The reason is logged, and other settings can still be traced.
     """
     new_run = change_run(run, settings)
     if new_run is None or (settings and new_run.job == run.job):
         return None
+
+    # Find out without a trace that the optimizer state does not fit.
     is_offloaded = new_run.job.training.enable_cpu_offload
     if is_offloaded and gpu.cpu:  # a CPU has no other memory
         return None
@@ -359,24 +365,26 @@ def list_layouts(run: Run, gpu: Gpu) -> list[Settings]:
     Returns:
         Changed options, in the order of the estimated speed, fastest first.
     """
-    has_fp8_scales = run.job.float8.recipe_name == "tensorwise"
-    candidates: list[tuple[float, Settings]] = []
-    for degrees in _list_degrees(run, gpu):
-        for has_float8 in [False, True] if gpu.fp8 else [False]:
-            for mode in ("none", "selective", "full"):
-                layout = {
-                    **degrees,
-                    "float8.enable": has_float8,
-                    "activation_checkpoint.mode": mode,
-                    "parallelism.data_parallel_shard_degree": -1,
-                    "parallelism.enable_async_tensor_parallel": (
-                        degrees["parallelism.tensor_parallel_degree"] > 1 and not gpu.cpu
-                    ),
-                    "activation_checkpoint.selective_ac_option": "op",
-                    "compile.enable": not gpu.cpu or run.job.compile.enable,
-                }
-                layout |= dict.fromkeys(FLOAT8_ALL_GATHER, has_float8 and has_fp8_scales)
-                candidates += _choose_batch_sizes(run, gpu, layout)
+    all_degrees = _list_degrees(run, gpu)
+    float8_choices = (False, True) if gpu.fp8 else (False,)
+    modes = ("none", "selective", "full")
+
+    candidates: list[tuple[float, Settings]] = []  # negated speed, for sorting, and options
+    for degrees, has_float8, mode in itertools.product(all_degrees, float8_choices, modes):
+        has_tensor_parallel = degrees["parallelism.tensor_parallel_degree"] > 1
+        gathers_float8 = has_float8 and run.job.float8.recipe_name == "tensorwise"
+        layout = {
+            **degrees,
+            "float8.enable": has_float8,
+            "activation_checkpoint.mode": mode,
+            "parallelism.data_parallel_shard_degree": -1,
+            "parallelism.enable_async_tensor_parallel": has_tensor_parallel and not gpu.cpu,
+            "activation_checkpoint.selective_ac_option": "op",
+            "compile.enable": not gpu.cpu or run.job.compile.enable,
+            "float8.enable_fsdp_float8_all_gather": gathers_float8,
+            "float8.precompute_float8_dynamic_scale_for_fsdp": gathers_float8,
+        }
+        candidates += _choose_batch_sizes(run, gpu, layout)
     return [settings for _, settings in sorted(candidates, key=itemgetter(0))]
 
 
@@ -392,9 +400,11 @@ def _list_degrees(run: Run, gpu: Gpu) -> Iterator[dict[str, Any]]:
     Yields:
         Changed options, such as {"parallelism.tensor_parallel_degree": 2, ...}.
     """
-    num_ranks = run.world_size
-    is_multi_node = num_ranks > gpu.machine
-    max_tensor = min(gpu.machine, run.arch.n_kv_heads)
+    # Tensor parallel ranks are on one node. Replicas (HSDP) and pipelines need several nodes. Each
+    # context parallel rank has at least 16384 tokens of a sequence.
+    gpus_per_node = gpu.machine
+    is_multi_node = run.world_size > gpus_per_node
+    max_tensor = min(gpus_per_node, run.arch.n_kv_heads)
     max_pipeline = max(1, run.arch.n_layers // 2) if is_multi_node else 1
     max_context = max(1, run.job.training.seq_len // 16384)
 
@@ -402,7 +412,7 @@ def _list_degrees(run: Run, gpu: Gpu) -> Iterator[dict[str, Any]]:
         [degree for degree in POWERS_OF_TWO if degree <= max_tensor],
         [degree for degree in POWERS_OF_TWO if degree <= max_pipeline],
         [degree for degree in POWERS_OF_TWO if degree <= max_context],
-        [1, num_ranks // gpu.machine] if is_multi_node else [1],
+        [1, run.world_size // gpus_per_node] if is_multi_node else [1],
     ):
         degrees = {
             "parallelism.tensor_parallel_degree": tensor,
@@ -436,6 +446,7 @@ def _choose_batch_sizes(run: Run, gpu: Gpu, layout: dict[str, Any]) -> list[tupl
 
     choices: list[tuple[float, Settings]] = []
     for size in POWERS_OF_TWO:
+        # Keep the global batch size of the job. -1 means one microbatch per data-parallel rank.
         global_size = run.job.training.global_batch_size
         if global_size == -1 and pipeline > 1:
             # With 4 microbatches per pipeline rank, ranks are idle for at most a fifth of the time.
@@ -449,9 +460,9 @@ def _choose_batch_sizes(run: Run, gpu: Gpu, layout: dict[str, Any]) -> list[tupl
         if new_run is None or new_run.job == run.job:
             continue
 
+        # Return only the options that the job does not set already.
         guess = _guess_plan(new_run, gpu)
         if guess.fits:
-            # Omit the options that the job already sets.
             changes = {
                 key: value for key, value in settings.items() if attrgetter(key)(run.job) != value
             }
@@ -485,13 +496,15 @@ def _guess_peak(run: Run) -> float:
     num_layers = arch.n_layers / degrees.pipeline
     num_weights = num_params(arch) / degrees.tensor / degrees.pipeline
 
+    # Each block saves a share of its activations in bfloat16, for each microbatch in the pipeline.
     mode = run.job.activation_checkpoint.mode
     saved_share = {"none": 1.0, "full": 0.08}.get(mode, 0.4)
     values_per_token = activation_values(arch, degrees.tensor)  # of a block
     saved_microbatches = min(run.microbatches, degrees.pipeline)
     block_bytes = 2 * values_per_token * saved_share * _microbatch_tokens(run)
 
-    # Gradients that accumulate are unsharded, and so are the weights of pipeline stages.
+    # Gradients that accumulate are unsharded fp32 values. The weights of a pipeline stage, or of
+    # three blocks without a pipeline, are unsharded bfloat16 values.
     gradient_bytes = 4 if run.microbatches > 1 else 0
     weight_bytes = 2 if has_pipeline else 6 / num_layers
     unsharded_bytes = num_weights * (gradient_bytes + weight_bytes)
@@ -516,8 +529,8 @@ def _guess_work(run: Run) -> tuple[Work, ...]:
     attention_flops = 4 * attended * arch.q_dim * num_layers / degrees.tensor
     num_attention_passes = 5 if recomputed_share == 1 else 4
 
-    # FSDP gathers the weights forward and backward. A block has four tensor parallel collectives
-    # in each direction.
+    # FSDP gathers the weights forward and backward. A block has four tensor parallel collectives of
+    # bfloat16 values in each direction, and four more if it is recomputed.
     num_shards = degrees.shard * degrees.context
     num_gathers = 2 * (1 if degrees.pipeline > 1 else run.microbatches)
     gathered_bytes = num_gathers * num_weights * dtype_bytes
@@ -533,6 +546,7 @@ def _guess_work(run: Run) -> tuple[Work, ...]:
     def collectives(op: str, group: Group, count: float, num_bytes: float) -> Work:
         return Work("backward", op, "", (), group, int(count), 0, int(num_bytes))
 
+    # Other kernels read and write 20 bytes per value that a block stores.
     return (
         kernels("mm", dtype, 3, matmul_flops),
         kernels("attention", "bfloat16", 5, num_attention_passes * attention_flops * step_tokens),

@@ -112,6 +112,9 @@ def _flatten_call(
 ) -> tuple[Function, list[Tensor], Any]:
     """Convert a call of a compiled function into a call whose arguments are only tensors.
 
+    A graph can be traced only for tensors. For example, if the module has one parameter, the call
+    `function(x, 3, mask=m)` becomes `call(parameter, x, m)`. The constant 3 is a part of the key.
+
     Args:
         function: The compiled function.
         module: Module whose parameters the function reads.
@@ -123,7 +126,8 @@ def _flatten_call(
         - Its arguments: the parameters of the module, and the tensors in `args` and `kwargs`.
         - A key that is equal for calls that can share a graph.
     """
-    # Replace each leaf of the nested arguments by its index in a flat list.
+    # Replace each leaf of the nested arguments by its index in a flat list. In the example, the
+    # leaves are [x, 3, m], the indices ((0, 1), {"mask": 2}), and the constants [None, 3, None].
     leaves: list[Any] = []
 
     def replace_by_index(leaf: Any) -> int:
@@ -140,14 +144,18 @@ def _flatten_call(
     owned_function = _OwnedFunction(function, module)
 
     def call(*tensors: Tensor) -> Any:
+        """Call the function with the first tensors as parameters and the others as arguments."""
         parameters = dict(zip(parameter_names, tensors[:num_parameters], strict=True))
         values = list(constants)
         for i, tensor in zip(tensor_indices, tensors[num_parameters:], strict=True):
             values[i] = tensor
+
+        # Restore the nesting: replace each index by the value with this index.
         args, kwargs = map_aggregate(indices, lambda index: values[cast(int, index)])
         with override(torch.compiler, is_compiling=lambda: True):
             return functional_call(owned_function, parameters, args, kwargs)
 
+    # Calls share a graph if the code, the types of the tensors, and the constants are equal.
     tensors = [*parameters.values(), *(leaves[i] for i in tensor_indices)]
     signatures = [(type(x), x.shape, x.dtype, x.requires_grad) for x in tensors]
     key = (function.__code__, *signatures, *constants, torch.is_grad_enabled())
@@ -174,6 +182,9 @@ class _OwnedFunction(nn.Module):
 def _trace_graph(function: Function, tensors: Sequence[Tensor]) -> Function:
     """Trace a function into a forward and a backward graph.
 
+    `aot_function`, which `torch.compile` also uses, traces both graphs when its result is called
+    for the first time. It passes each graph to a compiler, here to `_imitate_kernels`.
+
     Args:
         function: Function whose arguments are tensors.
         tensors: Example arguments.
@@ -189,13 +200,13 @@ def _trace_graph(function: Function, tensors: Sequence[Tensor]) -> Function:
         decompositions=select_decomp_table(),
         keep_inference_input_mutations=True,
     )
-    fake_tensor: Any = next(plain_tensors(tensors[0]))
 
     def keep_graphs(_: Any, forward: Any, backward: Any, *__: Any) -> tuple[Any, Any]:
         return forward, backward
 
-    # The first call creates the graphs. Hide its tensors from counters and from activation
-    # checkpointing.
+    # Create the graphs by a call with empty tensors. Hide these tensors from the counters of the
+    # planner and from activation checkpointing.
+    fake_tensor: Any = next(plain_tensors(tensors[0]))
     with (
         override(partitioners, functionalize_rng_ops=keep_graphs),  # the original needs a GPU
         torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
@@ -250,7 +261,8 @@ def _checkpoint(function: Function, *inputs: Any, context_fn: Any = None, **opti
             options["context_fn"] = context_fn
         return checkpoint(function, *inputs, **options)
 
-    # `apply_activation_checkpointing` passes an empty list of operators to save nothing.
+    # Without a policy, and with the policy to save nothing, recompute all operators. An empty list
+    # of operators is the policy to save nothing; see `apply_activation_checkpointing`.
     saves_nothing = getattr(context_fn, "args", None) == ([],)
 
     def recompute_all(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
@@ -260,6 +272,9 @@ def _checkpoint(function: Function, *inputs: Any, context_fn: Any = None, **opti
 
     if context_fn is None or saves_nothing:
         context_fn = partial(create_selective_checkpoint_contexts, recompute_all)
+
+    # Within the forward context, torch marks each node with the decision of the policy. It groups
+    # the nodes by `ac_graph_id`; a graph has only one group.
     forward_context, _recompute_context = context_fn()
     forward_context.ac_graph_id = 0  # since torch 2.13
     with traceback.preserve_node_meta(), forward_context:
@@ -289,6 +304,7 @@ def _imitate_kernels(gm: GraphModule, example_inputs: Any) -> Function:
 
     `aot_function` calls this in place of a compiler, with a graph and example inputs.
     """
+    # Decide which values are in memory, which kernels run, and when values are freed.
     *nodes, output = gm.graph.nodes
     inputs = [node for node in nodes if node.op == "placeholder"]
     bases = _find_bases(nodes)
@@ -302,6 +318,7 @@ def _imitate_kernels(gm: GraphModule, example_inputs: Any) -> Function:
         values = dict(zip(inputs, args, strict=True))
         args.clear()
         for kernel in kernels:
+            # Write the result of the kernel to memory.
             node = kernel.node
             if _is_copy(node):
                 values[node] = _evaluate(node.all_input_nodes[0], values, gm)
@@ -310,6 +327,7 @@ def _imitate_kernels(gm: GraphModule, example_inputs: Any) -> Function:
             else:
                 values[node] = _evaluate(node, values, gm)
 
+            # Count the traffic of the kernel, and free what no later kernel reads.
             if kernel.num_bytes:
                 count_generated_kernel(kernel.num_bytes)
             for freed in freed_after[node]:
@@ -374,18 +392,25 @@ def _list_kernels(
 ) -> list[_Kernel]:
     """List the kernels of a graph in the order in which they run.
 
+    The compiler fuses generated kernels in a row, so together they access each value only once. For
+    example, if a kernel reads `x` and writes `y`, and the next one reads `x` and `y` and writes
+    `z`, only `z` counts for the second kernel.
+
     Args:
         nodes: Nodes of the graph in order, without its output.
         bases: Node -> node that allocates its memory, from `_find_bases`.
         stored: Nodes whose values are written to memory, from `_find_stored`.
     """
     kernels: list[_Kernel] = []
-    sources: dict[Node, set[Node]] = {}  # node -> stored nodes that are read to compute it
-    # Generated kernels in a row are fused, so together they access each value only once.
-    accessed: set[Node] = set()
+    sources: dict[Node, set[Node]] = {}  # node -> stored nodes from which its value is computed
+    accessed: set[Node] = set()  # by the generated kernels in a row
     for node in nodes:
-        reads = set[Node]().union(*(sources[source] for source in node.all_input_nodes))
+        reads: set[Node] = set()
+        for input_node in node.all_input_nodes:
+            reads |= sources[input_node]
         sources[node] = {bases[node]} if bases[node] in stored else reads
+
+        # A value that is not stored has no kernel: the kernels that use it compute it.
         is_kernel = node.op == "call_function" and (node in stored or _is_copy(node))
         if not is_kernel:
             continue

@@ -76,6 +76,7 @@ def forecast(run: Run, traces: Sequence[RankTrace], gpu: Gpu) -> Forecast:
         traces: Trace of one rank of each kind, from `trace_run`.
         gpu: GPU of each rank; see `Gpu.of_rank`.
     """
+    # Estimate the time of each rank. All ranks wait for the slowest one.
     times = {trace.rank: _time_step(run, trace, gpu) for trace in traces}
     bubble = _bubble_share(run)
     if bubble:
@@ -84,10 +85,11 @@ def forecast(run: Run, traces: Sequence[RankTrace], gpu: Gpu) -> Forecast:
     longest_first = sorted(slowest.parts.items(), key=lambda part: -part[1])
     step_seconds = slowest.total()
 
+    # Compute tokens/s per GPU, and the share of its peak FLOPs/s (MFU) per FLOP of a token.
     seq_len = run.job.training.seq_len
     step_tokens = run.global_batch_size * seq_len
     tokens_per_second = step_tokens / run.world_size / step_seconds
-    mfu_per_flop = tokens_per_second / (gpu.bf16 * 1e12)  # of the FLOPs per token
+    mfu_per_flop = tokens_per_second / (gpu.bf16 * 1e12)
     worst = max(traces, key=lambda trace: trace.peak)
     return Forecast(
         job=run.job.job.config_file or "a job made in Python",
@@ -218,6 +220,7 @@ def _add_phase(time: _StepTime, phase: str, work: Iterable[Work], run: Run, gpu:
         run: The validated job and the number of ranks.
         gpu: GPU of each rank.
     """
+    # Add up seconds of kernels, of their launches, and of collectives that can overlap.
     compute = 0.0
     launches = 0.0
     overlapping = 0.0
@@ -226,9 +229,11 @@ def _add_phase(time: _StepTime, phase: str, work: Iterable[Work], run: Run, gpu:
     is_async = run.job.parallelism.enable_async_tensor_parallel
     for item in work:
         group = item.group
-        if group is None:
+        if group is None:  # the item is a kernel
             category, seconds = _time_kernels(item, gpu)
-            time.parts["optimizer" if phase == "optimizer" else category] += seconds
+            if phase == "optimizer":
+                category = phase
+            time.parts[category] += seconds
             compute += seconds
             launches += item.count * LAUNCH
             continue
@@ -243,7 +248,8 @@ def _add_phase(time: _StepTime, phase: str, work: Iterable[Work], run: Run, gpu:
             time.hidden += hidden_share * seconds
 
     # A GPU waits for launches only if they take longer than the kernels. Overlapping collectives
-    # are visible if they take longer than both.
+    # are visible if they take longer than both. For example, with kernels of 10 ms, launches of
+    # 11 ms and collectives of 15 ms, the GPU waits 1 ms for launches and 4 ms for collectives.
     waiting = launches if gpu.cpu else max(0.0, launches - compute)
     visible = min(overlapping, max(overlapping - compute - waiting, exposed))
     hidden = overlapping - visible
@@ -260,7 +266,9 @@ def _time_kernels(work: Work, gpu: Gpu) -> tuple[str, float]:
     """
     is_matmul = len(work.shape) == 3  # (m, k, n)
     is_attention = len(work.shape) == 5  # (batch, heads, queries, keys, head_dim)
-    peak = gpu.fp32 if work.dtype == "float32" else gpu.bf16
+    peak = gpu.fp32 if work.dtype == "float32" else gpu.bf16  # TFLOP/s
+
+    # FLOPs limit attention, bytes limit other kernels, and either can limit a matmul.
     if is_attention:
         efficiency = gpu.attention
         is_flex = work.op.removeprefix("aten.") in FLEX_OPS
@@ -293,6 +301,8 @@ def _time_collectives(work: Work, group: Group, gpu: Gpu) -> float:
     if group.size == 1:
         return 0.0
 
+    # Compute which share of the bytes crosses a link within a node and the network of a rank. For
+    # example, for a ring of 16 ranks on 2 nodes, these are 15/16 and 1/16.
     num_nodes = 1 if gpu.cpu else math.ceil(group.span / gpu.machine)
     if work.op == "send":
         link_share = 1.0 if num_nodes == 1 else 0.0
@@ -305,6 +315,7 @@ def _time_collectives(work: Work, group: Group, gpu: Gpu) -> float:
     if gpu.cpu:
         hop_seconds = 0.0
 
+    # The slower of both determines the time of a transfer.
     seconds_per_gigabyte = max(link_share / gpu.link, network_share / gpu.network)
     transfer = work.bytes * seconds_per_gigabyte / (LINK * 1e9)
     latency = work.count * (gpu.latency_us * 1e-6 + hop_seconds)

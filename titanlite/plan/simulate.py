@@ -76,7 +76,8 @@ def simulate_gpu() -> Iterator[None]:
 
     Attention runs as the cuDNN operator, and flex attention as flash attention.
     """
-    # Selective activation checkpointing does not save the result of flex attention.
+    # Selective activation checkpointing does not save the result of flex attention, which runs as
+    # flash attention here.
     flash_attention = torch.ops.aten._scaled_dot_product_flash_attention.default
     saved_ops = recompute.ALWAYS_SAVED - {flash_attention}
     vocab_block = {"cpu": losses.VOCAB_BLOCK["cuda"]}
