@@ -36,6 +36,7 @@ def backend_order(device: torch.device) -> Iterator[None]:
         yield
         return
 
+    # The first kernel that supports the inputs of a call is used.
     order = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]
     is_hopper_or_newer = torch.cuda.get_device_capability(device) >= (9, 0)
     if is_hopper_or_newer:
@@ -63,6 +64,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None =
         flex_attention = flex_function("flex_attention")
         return flex_attention(q, k, v, block_mask=mask, enable_gqa=is_grouped)
 
+    # Repeat shared heads if the only grouped kernel would materialize the attention scores.
     is_fp32_on_gpu = q.is_cuda and q.dtype == torch.float32
     if is_grouped and is_fp32_on_gpu and not HAS_GROUPED_FP32_KERNEL:
         group_size = q.shape[1] // k.shape[1]
@@ -92,6 +94,7 @@ def document_mask(document_ids: Tensor, window: int = 0) -> Tensor | BlockMask:
     if document_ids.device.type != "cpu":
         return flex_document_mask(document_ids, window)
 
+    # Keep the keys up to each query, and with a window only the last `window` of them.
     same_document = document_ids[:, None, :, None] == document_ids[:, None, None, :]
     mask = same_document.tril()  # (B, 1, T, T)
     return mask.triu(1 - window) if window else mask
@@ -108,6 +111,7 @@ def flex_document_mask(document_ids: Tensor, window: int = 0) -> BlockMask:
     """
 
     def is_visible(batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        """Return whether query number `query` attends to key number `key`."""
         same_document = document_ids[batch, query] == document_ids[batch, key]
         visible = same_document & (query >= key)
         return visible & (query - key < window) if window else visible

@@ -150,13 +150,15 @@ def architecture_from_hf(config: dict[str, Any]) -> Architecture:
     parsed = _parse_hf_config(config)
     family = type(parsed)
 
-    # transformers 5 writes rope_parameters, earlier versions rope_scaling. Some files have both.
+    # Convert the RoPE settings. transformers 5 writes rope_parameters, and earlier versions write
+    # rope_scaling. Some files have both, which must then be equal.
     rope = _rope_fields(parsed.rope_parameters or parsed.rope_scaling or _DefaultRope(), parsed)
     if parsed.rope_scaling is not None and _rope_fields(parsed.rope_scaling, parsed) != rope:
         raise UserError(
             "config.json: rope_scaling and rope_parameters differ. Remove the one that is wrong."
         )
 
+    # Convert all other fields, with 0 for null. The options of the family override the file.
     fields = dict(family.switches)
     for name in _aliases(family):
         value = getattr(parsed, name)
@@ -171,6 +173,7 @@ def _parse_hf_config(config: dict[str, Any]) -> HFConfig:
     Raises:
         UserError: If the family is not supported, or keys are missing or not supported.
     """
+    # Find the family.
     families = _families_by_kind()
     kind = config.get("model_type")
     if kind not in families:
@@ -179,6 +182,7 @@ def _parse_hf_config(config: dict[str, Any]) -> HFConfig:
             f"expected one of {', '.join(families)}."
         )
 
+    # Check the types and values of all keys that have an effect. Unknown keys are errors.
     family = families[kind]
     relevant = {key: value for key, value in config.items() if key not in _WITHOUT_EFFECT}
     try:
@@ -186,7 +190,8 @@ def _parse_hf_config(config: dict[str, Any]) -> HFConfig:
     except ValidationError as error:
         raise UserError(f"config.json: {explain_error(family, error)}") from None
 
-    # transformers has different default sizes for each family, so only Llama may omit them.
+    # Check that no size is missing. transformers has different default sizes for each family, and
+    # this module has only those of Llama.
     keys = _aliases(HFConfig)
     required = keys.keys() - {"tied_embeddings", "head_dim"}
     missing = required - parsed.model_fields_set
@@ -255,6 +260,7 @@ def _rope_fields(table: _RopeTable, config: HFConfig) -> dict[str, Any]:
     if not isinstance(table, _Llama3Rope) or table.rope_scaling_factor == 1.0:
         return fields
 
+    # Llama 3.1 interpolates between the two factors, so they must differ.
     if table.rope_high_freq_factor <= table.rope_low_freq_factor:
         raise UserError(
             "config.json: rope_scaling: high_freq_factor must be greater than low_freq_factor."
@@ -399,6 +405,8 @@ class _SmolLM3(_Qwen2):
     @classmethod
     def _match_interval(cls, layers: list[int] | None, info: ValidationInfo) -> list[int] | None:
         """Check that every n-th layer, and no other one, lacks RoPE; n is no_rope_layer_interval.
+
+        For example, with an interval of 4, the list for 6 layers is [1, 1, 1, 0, 1, 1].
 
         Args:
             layers: 0 for each layer without RoPE and 1 for each other layer, or None.

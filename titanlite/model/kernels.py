@@ -52,6 +52,8 @@ def _rotate(
 ) -> tuple[Tensor, Tensor]:
     """Rotate the channel pairs (i, i + D / 2) of queries and keys, or rotate them back.
 
+    A pair (a, b) becomes (a cos - b sin, b cos + a sin).
+
     Args:
         q: Queries, shape (B, T, H, D).
         k: Keys, shape (B, T, H_kv, D).
@@ -62,6 +64,8 @@ def _rotate(
     Returns:
         Rotated queries and rotated keys, two views of one new tensor.
     """
+    # Process queries and keys together. In the dimension of length 2, index 0 holds the channels i
+    # and index 1 the channels i + D / 2.
     x = torch.cat((q, k), dim=-2)  # (B, T, H + H_kv, D)
     rotated = torch.empty_like(x)
     x_pairs = x.unflatten(-1, (2, -1))  # (B, T, H + H_kv, 2, D / 2)

@@ -45,6 +45,7 @@ def rope_frequencies(arch: Architecture, device: torch.device | None = None) -> 
     if arch.rope_scaling_factor == 1.0:
         return frequencies
 
+    # Interpolate linearly between a scaled and an unchanged frequency.
     turns = arch.rope_original_max_seq_len * frequencies / (2 * math.pi)
     low, high = arch.rope_low_freq_factor, arch.rope_high_freq_factor
     kept_part = ((turns - low) / (high - low)).clamp(0.0, 1.0)
@@ -74,7 +75,8 @@ def causal_mask(num_queries: int, num_keys: int, window: int, device: torch.devi
     """Build a causal mask for the last `num_queries` of `num_keys` tokens.
 
     During generation there are more keys than queries, because the keys of earlier tokens are in
-    the cache.
+    the cache. For example, the mask of the last 2 of 4 tokens is [[1, 1, 1, 0], [1, 1, 1, 1]], and
+    [[0, 1, 1, 0], [0, 0, 1, 1]] with a window of 2.
 
     Args:
         num_queries: Number of queries, which belong to the last tokens.
@@ -85,6 +87,7 @@ def causal_mask(num_queries: int, num_keys: int, window: int, device: torch.devi
     Returns:
         Boolean mask, shape (num_queries, num_keys), True where a query attends to a key.
     """
+    # Query i is token number `offset + i`. It does not attend to keys after itself.
     offset = num_keys - num_queries
     mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(offset)
     if window:
@@ -155,6 +158,7 @@ class Attention(nn.Module):
             mask: See `Llama.forward`.
             cache: Cache of this layer for generation. It is extended by T tokens.
         """
+        # Compute queries, keys and values, and divide them into heads.
         q, k, v = self.wq(x), self.wk(x), self.wv(x)
         if self.qk_norm == "projection":
             q, k = self.q_norm(q), self.k_norm(k)
@@ -165,11 +169,13 @@ class Attention(nn.Module):
         if self.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
 
+        # Rotate queries and keys. The compiler fuses the plain operations.
         if torch.compiler.is_compiling():
             q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         else:
             q, k = apply_rope_eager(q, k, cos, sin)
 
+        # Attend, with the keys and values of earlier tokens during generation.
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D)
         if cache is not None:
             k, v = cache.append(k, v)
@@ -410,6 +416,7 @@ class Llama(nn.Module):
             if is_bias_or_norm:
                 nn.init.constant_(full, self.norm_start if "norm" in name else 0.0)
             else:
+                # Hash the seed of the run and the name to a seed of less than 64 bits.
                 digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
                 parameter_seed = int.from_bytes(digest[:7], "big")
                 generator = torch.Generator(full.device).manual_seed(parameter_seed)
