@@ -6,7 +6,7 @@ All code that depends on the layout receives a `Mesh`. There is no global parall
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 import torch.distributed as dist
@@ -79,10 +79,9 @@ def build_mesh(degrees: Degrees, device_type: str) -> Mesh:
     fsdp_dims = ("dp_replicate", "dp_shard") if degrees.replicate > 1 else ("dp_shard",)
     has_other_dims = mesh.ndim > len(fsdp_dims)
 
-    # Arrange the rank numbers in a grid, and create the groups of ranks along its dimensions.
-    rank_grid = torch.arange(degrees.world).view(
-        degrees.pipeline, degrees.replicate, degrees.shard, degrees.context, degrees.tensor
-    )
+    # Arrange the rank numbers in a grid with a dimension per degree, from pipeline to tensor, and
+    # create the groups of ranks along its dimensions.
+    rank_grid = torch.arange(degrees.world).view(astuple(degrees))
     data_group = _create_group(rank_grid, REPLICATE, SHARD)
     loss_group = _create_group(rank_grid, PIPELINE, REPLICATE, SHARD, CONTEXT)
     stage_group = _create_group(rank_grid, REPLICATE, SHARD, CONTEXT, TENSOR)

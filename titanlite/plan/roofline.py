@@ -11,7 +11,7 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 from torch import Tensor
@@ -163,15 +163,7 @@ def bytes_outside_allocator(run: Run) -> int:
 
     The caching allocator of torch does not manage this memory.
     """
-    degrees = run.degrees
-    group_sizes = (
-        degrees.pipeline,
-        degrees.replicate,
-        degrees.shard,
-        degrees.context,
-        degrees.tensor,
-    )
-    num_groups = sum(size > 1 for size in group_sizes)
+    num_groups = sum(degree > 1 for degree in astuple(run.degrees))
     return GPU_CONTEXT_BYTES + num_groups * GPU_GROUP_BYTES
 
 
