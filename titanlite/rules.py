@@ -503,12 +503,8 @@ def check_float8(run: Run) -> Problems:
         )
         return
 
-    # Find the sizes of the layers that are converted to FP8. Tensor parallelism splits these sizes.
-    layer_sizes = []
-    for size in (arch.dim, arch.q_dim, arch.kv_dim, arch.ffn_dim):
-        is_converted = size >= float8.min_features and size % 16 == 0
-        if is_converted and size not in layer_sizes:
-            layer_sizes.append(size)
+    # Tensor parallelism splits the sizes of the layers.
+    layer_sizes = _list_float8_sizes(run)
     shard_sizes = [size // run.degrees.tensor for size in layer_sizes]
     if any(size % 16 for size in shard_sizes):
         yield Problem(
@@ -525,6 +521,17 @@ def check_float8(run: Run) -> Problems:
             "training.seq_len",
             f"makes {num_tokens} tokens per microbatch, but FP8 matmuls need multiples of 16.",
         )
+
+
+def _list_float8_sizes(run: Run) -> list[int]:
+    """Return the distinct input and output sizes of the layers that are converted to FP8."""
+    arch = run.arch
+    sizes = []
+    for size in (arch.dim, arch.q_dim, arch.kv_dim, arch.ffn_dim):
+        is_converted = size >= run.job.float8.min_features and size % 16 == 0
+        if is_converted and size not in sizes:
+            sizes.append(size)
+    return sizes
 
 
 def check_memory_budget(run: Run) -> Problems:

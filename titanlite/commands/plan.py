@@ -184,14 +184,20 @@ def _plan(
     plan = advice.make_plan(run, gpu, options.quick, options.remedies, print_plan, apply)
     if options.as_json:
         return _add_training_time(plan, tokens).model_dump_json()
+    return _format_advice(run, plan)
 
-    # The job does not fit, or the user asked for changes with --remedies.
+
+def _format_advice(run: Run, plan: Forecast) -> str:
+    """Format the changes that make a job fit, or the largest batch size if it fits.
+
+    The result is empty if `titanlite plan --quick` has not searched for the largest batch size.
+    """
+    # With --remedies, there are also changes if the job fits.
     if plan.changes:
         return "\n  ".join(["Changes that make it fit, cheapest first:", *plan.changes])
     if not plan.fits:
         return plan.remedy()
 
-    # The job fits. With --quick, the largest batch size is unknown.
     largest = plan.largest_local_batch_size
     if largest is None:
         return ""

@@ -135,14 +135,7 @@ def parse_options_and_job(
         options, args=[*argv], prog=prog, description="", config=_STYLE, return_unknown_args=True
     )
     load_plugins(getattr(parsed, "plugins", ()))
-
-    # Keys of a job contain a dot. An option without a dot can only be a misspelled one.
-    flags = _list_flags(options)
-    for word in words:
-        if word.startswith("--") and "." not in word:
-            similar = difflib.get_close_matches(word.partition("=")[0], flags, n=1)
-            if similar:
-                raise UserError(f"{word}: unknown option of `{prog}`. Did you mean {similar[0]}?")
+    _check_misspelled(options, words, prog)
     return parsed, words
 
 
@@ -179,6 +172,27 @@ def _check_repeated_or_dropped(options: type[Options], argv: Sequence[str]) -> N
             raise UserError(f"{flag}: {problem}")
         if flag in fields and flags.count(flag) > 1:
             raise UserError(f"{flag} is repeated. Write it once, with all of its values.")
+
+
+def _check_misspelled(options: type[Options], words: Sequence[str], prog: str) -> None:
+    """Check that no unknown option resembles a known one.
+
+    Keys of a job contain a dot, so only options without a dot are checked.
+
+    Args:
+        options: Class of the options.
+        words: Words of the command line that tyro has not parsed.
+        prog: Name of the command for the error message, such as "titanlite plan".
+
+    Raises:
+        UserError: If an option is misspelled. The message suggests the known option.
+    """
+    flags = _list_flags(options)
+    for word in words:
+        if word.startswith("--") and "." not in word:
+            similar = difflib.get_close_matches(word.partition("=")[0], flags, n=1)
+            if similar:
+                raise UserError(f"{word}: unknown option of `{prog}`. Did you mean {similar[0]}?")
 
 
 def _check_numbers(options: type[Options], argv: Sequence[str]) -> None:

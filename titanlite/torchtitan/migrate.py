@@ -69,6 +69,7 @@ class Migration:
         self._convert_data()
         self._shorten_warmup()
         self._convert_microbatches()
+        self._report_converters()
         self._convert_float8()
         # Defaults come last, because they apply only to keys that are still missing.
         self._add_defaults()
@@ -320,14 +321,16 @@ class Migration:
         num_microbatches = max(1, self._get_integer(key, num_stages))
         return max(1, local_size // num_microbatches)
 
-    def _convert_float8(self) -> None:
-        """Choose the layers to convert to FP8, and report other model converters as lost."""
-        # Report other converters.
+    def _report_converters(self) -> None:
+        """Report all model converters except float8 as lost."""
         converters = _parse_names(self._old.get("model.converters", []))
         others = [name for name in converters if "float8" not in str(name)]
         if others:
             reason = "titanlite has no such converter, only float8.enable."
             self._report_lost(f"model.converters {format_value(others)}", reason)
+
+    def _convert_float8(self) -> None:
+        """Choose the layers to convert to FP8, if the old file enables it."""
         if self._new.get("float8.enable") is not True:
             return
 
