@@ -263,8 +263,9 @@ def explain_toy_run(run: Run, tokenizer: Tokenizer, sizes: Sequence[SourceSize])
     if not lines:
         return ""
 
-    title = f"{' THIS RUN TRAINS A TOY ':=^56}"
-    return "\n".join([title, *lines, "`titanlite get` prints the lines for a job file.", "=" * 56])
+    lines.insert(0, f"{' THIS RUN TRAINS A TOY ':=^56}")
+    lines += ["`titanlite get` prints the lines for a job file.", "=" * 56]
+    return "\n".join(lines)
 
 
 def _explain_repeated_text(run: Run, sizes: Sequence[SourceSize]) -> list[str]:

@@ -135,11 +135,9 @@ class DocumentTokenizer:
     def _explain(self, record: BadRecord) -> BadRecord:
         """Return an error for a bad record that names the key of the job file to change."""
         problem = str(record).replace("Set text_column", f"Set {self.section}.text_column")
-        if not self.can_skip:
-            return BadRecord(f"{problem}.")
-        return BadRecord(
-            f'{problem}. To skip such records, set {self.section}.on_bad_record = "skip".'
-        )
+        if self.can_skip:
+            problem += f'. To skip such records, set {self.section}.on_bad_record = "skip"'
+        return BadRecord(f"{problem}.")
 
 
 def source_specs(dataset: Dataset) -> tuple[DataSource | Dataset, ...]:
@@ -234,10 +232,11 @@ def _explain_too_little_text(
         seq_len: Number of tokens that the source must exceed.
     """
     # Cause 1: All records are bad.
-    num_skipped = len(documents.skipped)
-    if num_skipped and num_tokens == 0:
-        problem = f"{source.name}: all {num_skipped:,} records are skipped"
-        return f"{problem}. The first one: {documents.skipped[0]}."
+    if documents.skipped and num_tokens == 0:
+        return (
+            f"{source.name}: all {len(documents.skipped):,} records are skipped. "
+            f"The first one: {documents.skipped[0]}."
+        )
 
     # Cause 2: All documents are empty.
     if num_tokens == 0 and not documents.is_validation:
@@ -249,9 +248,10 @@ def _explain_too_little_text(
     if documents.is_validation:
         selected = "held-out documents"
         remedy = _propose_holdout(source, documents, seq_len)
-    problem = f"{source.name}: the {selected} contain {num_tokens:,} tokens"
-    reason = f"fewer than one sequence (training.seq_len = {seq_len:,})"
-    return f"{problem}, {reason}. {remedy}"
+    return (
+        f"{source.name}: the {selected} contain {num_tokens:,} tokens, fewer than one sequence "
+        f"(training.seq_len = {seq_len:,}). {remedy}"
+    )
 
 
 def _propose_holdout(source: Source, documents: DocumentTokenizer, seq_len: int) -> str:

@@ -280,9 +280,10 @@ class HubFiles:
 
         # Verify it before it gets its final path.
         if not entry.matches(path):
-            expected = f"the size ({entry.size:,} bytes) and checksum that the Hub states"
-            problem = f"{self.repo}: {name} does not have {expected}, and was discarded"
-            raise UserError(f"{problem}. {self._remedy}")
+            raise UserError(
+                f"{self.repo}: {name} does not have the size ({entry.size:,} bytes) and checksum "
+                f"that the Hub states, and was discarded. {self._remedy}"
+            )
         target.parent.mkdir(parents=True, exist_ok=True)
         os.rename(path, target)
 
@@ -388,8 +389,9 @@ class HubFiles:
         hub = (self._origin or constants.ENDPOINT).rstrip("/")
         prefix = "datasets/" if self._kind == "data" else ""
         page = f"{hub}/{prefix}{self.repo}"
-        tokens = f"{hub}/settings/tokens"
-        login = f"create a token on {tokens} and pass it with `hf auth login` or HF_TOKEN"
+        login = (
+            f"create a token on {hub}/settings/tokens and pass it with `hf auth login` or HF_TOKEN"
+        )
         if isinstance(error, GatedRepoError):
             return f"{self.repo}: you must accept its license on {page}, then {login}."
         if isinstance(error, RepositoryNotFoundError):
@@ -398,8 +400,7 @@ class HubFiles:
         text = str(error.__cause__ or error) or repr(error)
         cause = shorten(one_line(text)).rstrip(".")
         if "No space left" in cause:
-            remedy = "Free some space, or choose another folder with --out."
-            return f"{self.repo}: {cause}. {remedy}"
+            return f"{self.repo}: {cause}. Free some space, or choose another folder with --out."
         return f"{page} cannot be downloaded: {cause}. {self._remedy}"
 
 

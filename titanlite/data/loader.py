@@ -265,11 +265,7 @@ class Loader:
     def _unique_names(self) -> list[str]:
         """Return the names of the sources. Duplicate names get an index, such as "c4 (1)"."""
         names = [source.name for source in self.sources]
-        unique_names = []
-        for i, name in enumerate(names):
-            is_unique = names.count(name) == 1
-            unique_names.append(name if is_unique else f"{name} ({i})")
-        return unique_names
+        return [name if names.count(name) == 1 else f"{name} ({i})" for i, name in enumerate(names)]
 
     def _warn_of_repetition(self, epochs: Sequence[float]) -> None:
         """Warn once of each source that has been read `MAX_EPOCHS` times.
@@ -282,9 +278,10 @@ class Loader:
         for i, (source, spec) in enumerate(zip(self.sources, self._data.specs, strict=True)):
             if epochs[i] >= MAX_EPOCHS and not spec.max_epochs and i not in self._repeated_sources:
                 self._repeated_sources.add(i)
-                problem = f"{source.name} has been read {epochs[i]:.1f} times; more teaches little."
-                remedy = "Add data, or set dataset.max_epochs to end a run after so many epochs."
-                logging.getLogger(LOGGER_NAME).warning(f"{problem} {remedy}")
+                logging.getLogger(LOGGER_NAME).warning(
+                    f"{source.name} has been read {epochs[i]:.1f} times; more teaches little. "
+                    "Add data, or set dataset.max_epochs to end a run after so many epochs."
+                )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the data position of the next global batch, to save in a checkpoint.

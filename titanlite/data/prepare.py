@@ -89,8 +89,10 @@ def prepare(run: Run, out: Path, workers: int) -> list[Path]:
         try:
             _prepare_source(source, folder, documents, workers)
         except OSError as error:
-            problem = f"cannot write shards to {folder}: {error}"
-            raise UserError(f"{problem}. Free some space, or choose another --out.") from None
+            raise UserError(
+                f"cannot write shards to {folder}: {error}. "
+                "Free some space, or choose another --out."
+            ) from None
     return folders
 
 
