@@ -44,6 +44,7 @@ def build_resumer(trainer: Trainer, job: JobConfig) -> Resumer:
         trainer: Trainer that receives the loaded state.
         job: Job to compare with the jobs stored in the checkpoints.
     """
+    # The state of the trainer that a checkpoint replaces.
     live_state = LiveState(
         model=trainer.model,
         optimizer=trainer.optimizer,
@@ -51,6 +52,7 @@ def build_resumer(trainer: Trainer, job: JobConfig) -> Resumer:
         hook_tensors=partial(hook_tensors, trainer.hooks),
         prepare_hooks=partial(prepare_hooks, trainer.hooks, trainer.warn),
     )
+    # The folder with the checkpoints, and the options for reading and writing them.
     context = CheckpointContext(
         config=job.checkpoint,
         folder=trainer.run.checkpoint_folder,
@@ -108,6 +110,7 @@ class Checkpointer:
                 checkpoint.
             CheckpointError: If there are checkpoints, but none is valid.
         """
+        # Prepare the folder.
         trainer = self._trainer
         self._resumer = build_resumer(trainer, trainer.job)
         context = self._resumer.context
@@ -115,18 +118,22 @@ class Checkpointer:
         context.prepare_folder()
         context.check_free_space(_estimate_bytes(trainer.run))
 
+        # Download a newer checkpoint from the mirror.
         if trainer.job.checkpoint.mirror is not None:
             self._mirror = Mirror(context, self._resumer.check_job)
             self._resources.callback(self._mirror.close)
             self._mirror.restore()
         self._create_saver(context)
 
+        # Load the newest checkpoint. `state` is None if the run starts at step 0.
         state = self._resumer.load()
         if state is not None:
             trainer.load_state_dict(state)
             self._saver.loaded_step = state["step"]
             # The link is outdated after checkpoint.load_step, or if the previous start was killed.
             self._saver.update_best_link()
+
+        # Start to copy checkpoints to the mirror in the background.
         if self._mirror is not None:
             self._mirror.begin(trainer.steps_done)
 
@@ -215,7 +222,7 @@ class Checkpointer:
             The metrics "failed_saves" and "save_waits". If the job has a mirror, also
             "failed_mirrors", the number of failed copies to it.
         """
-        stats: dict[str, Any] = dict(self._saver.stats())
+        stats = self._saver.stats()
         if self._mirror is not None:
             stats["failed_mirrors"] = len(self._mirror.failed)
         return stats

@@ -115,13 +115,15 @@ class NonFiniteGuard(Hook):
     def _read_results(self) -> None:
         """Read the results of recent steps from the GPU, and count and describe skipped steps.
 
-        All ranks must call this together, because they exchange their views of each skipped step.
+        All ranks must call this together, because they exchange what they know of each skipped
+        step.
         """
         results = self._unread
         self._unread = []
         if not results:
             return
 
+        # Count the skipped steps, in total and in a row.
         skip_flags = torch.stack([result.skipped for _, result in results]).tolist()
         skipped_steps = []
         for (step, result), is_skipped in zip(results, skip_flags, strict=True):
@@ -131,12 +133,13 @@ class NonFiniteGuard(Hook):
                 skipped_steps.append(self._inspect(step, result))
             else:
                 self._num_consecutive = 0
-
         self._num_skipped += len(skipped_steps)
+
+        # All ranks skip the same steps, but only some ranks see the cause. So exchange their views.
         if skipped_steps:
             steps_by_rank = gathered(skipped_steps, self._trainer.mesh.world_group)
-            for views in zip(*steps_by_rank, strict=True):  # the views of all ranks of one step
-                self._unreported.append(self._describe(views))
+            for views_of_step in zip(*steps_by_rank, strict=True):
+                self._unreported.append(self._describe(views_of_step))
 
     def _inspect(self, step: int, result: StepResult) -> SkippedStep:
         """Return this rank's view of a skipped step."""
@@ -151,14 +154,17 @@ class NonFiniteGuard(Hook):
         """Return the log line of a skipped step, with the cause and the first affected rank.
 
         Args:
-            views: The views of all ranks, in rank order.
+            views: What each rank knows of the step, in rank order.
         """
         causes = []
+
+        # Cause 1: The loss on some ranks is not finite.
         bad_losses = [rank for rank, view in enumerate(views) if not math.isfinite(view.loss)]
         if bad_losses:
             loss = views[bad_losses[0]].loss
             causes.append(f"the loss on {self._describe_ranks(bad_losses, views)} is {loss}")
 
+        # Cause 2: A gradient on some ranks is not finite.
         bad_gradients = [rank for rank, view in enumerate(views) if view.parameter is not None]
         if bad_gradients:
             parameter = views[bad_gradients[0]].parameter
@@ -176,14 +182,14 @@ class NonFiniteGuard(Hook):
 
         Args:
             ranks: The affected ranks.
-            views: The views of all ranks, in rank order.
+            views: What each rank knows of the skipped step, in rank order.
 
         Returns:
             For example "rank 3 (node-0, sequences 3, 11) and 2 more ranks".
         """
+        # Data-parallel ranks take turns with the sequences of the global batch.
         first_rank = ranks[0]
         view = views[first_rank]
-        # Data-parallel ranks take turns with the sequences of the global batch.
         batch_size = self._trainer.run.batch_size(view.step - 1)
         sequences = range(view.data_rank, batch_size, self._trainer.mesh.data_degree)
         listed = ", ".join(str(sequence) for sequence in sequences[:MAX_REPORTED_SEQUENCES])
@@ -204,23 +210,28 @@ class NonFiniteGuard(Hook):
         """
         lines = self._unreported
         self._unreported = []
-        step = self._trainer.steps_done  # `lines` contain the numbers of the skipped steps
-        if self._max_consecutive <= self._max_skipped:
-            for line in lines:
-                self._trainer.log(Event(line, "skip", step))
-            return
+        if self._max_consecutive > self._max_skipped:
+            raise GuardError(self._explain_many_skips(lines[-MAX_REPORTED_STEPS:]))
+        for line in lines:  # each contains the number of the skipped step
+            self._trainer.log(Event(line, "skip", self._trainer.steps_done))
 
+    def _explain_many_skips(self, lines: list[str]) -> str:
+        """Return the error message after too many consecutive skipped steps.
+
+        Args:
+            lines: Log lines of the last skipped steps.
+        """
         problem = (
-            f"Step {step}: {self._max_consecutive} consecutive steps were skipped, "
-            f"more than guards.max_skipped = {self._max_skipped}:"
+            f"Step {self._trainer.steps_done}: {self._max_consecutive} consecutive steps were "
+            f"skipped, more than guards.max_skipped = {self._max_skipped}:"
         )
         verb = "lower" if self._trainer.job.training.max_norm else "set"
         remedy = (
             f"Before you restart, lower optimizer.lr, {verb} training.max_norm, "
-            "or raise lr_scheduler.warmup_steps."
+            "or raise lr_scheduler.warmup_steps.\n"
+            "If the same step fails with any settings, inspect its sequences."
         )
-        hint = "If the same step fails with any settings, inspect its sequences."
-        raise GuardError("\n".join([problem, *lines[-MAX_REPORTED_STEPS:], remedy, hint]))
+        return "\n".join([problem, *lines, remedy])
 
 
 class SpikeGuard(Hook):
@@ -253,16 +264,19 @@ class SpikeGuard(Hook):
         self._num_spikes = 0
         self._num_roll_backs = 0
         self._needs_roll_back = False
-        # Steps that the CPU has not read: with "skip" the result of `_compare`, else its argument.
+
+        # Steps that the CPU has not read yet, with the result of `_compare` if the GPU has compared
+        # them ("skip"), or else with loss, gradient norm and skip flag.
         self._unread: list[tuple[int, Tensor]] = []
 
-        # Loss and gradient norm of step s are at index s % spike_history. NaN marks missing values.
-        device = local_shard(next(trainer.model.parameters())).device
+        # A ring buffer: loss and gradient norm of step s are in column s % spike_history. NaN marks
+        # missing values. With "skip", the GPU compares, otherwise the CPU.
+        gpu = local_shard(next(trainer.model.parameters())).device
         self._history = torch.full(
             (2, self._config.spike_history),
             torch.nan,
             dtype=torch.float64,
-            device=device if self._should_skip else "cpu",
+            device=gpu if self._should_skip else "cpu",
         )
 
     def resize_tensors(self, sizes: Mapping[str, torch.Size]) -> None:
@@ -313,7 +327,7 @@ class SpikeGuard(Hook):
     def _compare(self, step: int, step_values: Tensor) -> Tensor:
         """Compare the loss and the gradient norm of a step with the history, then add both to it.
 
-        The values of skipped steps are not added.
+        With on_spike = "skip", this runs on the GPU without a host sync.
 
         Args:
             step: Number of the step.
@@ -323,23 +337,26 @@ class SpikeGuard(Hook):
             Shape (4, 2), one column for the loss and one for the gradient norm. The rows are:
             whether the value is a spike, the value, its limit, and whether the step is skipped.
         """
-        history = self._history
         values = step_values[:2]
         skip = step_values[2]
+        history = self._history  # (2, spike_history)
 
+        # Limit = median + spike_deviations * deviation, where the deviation is estimated from the
+        # median distance to the median. Until the history is full, it contains NaN, so the limit is
+        # NaN and nothing is a spike.
         median = _row_medians(history)
         distance = (history - median[:, None]).abs()
         deviation = NORMAL_SCALE * _row_medians(distance)
         deviation = torch.maximum(deviation, MIN_RELATIVE_DEVIATION * median.abs())
         limit = median + self._config.spike_deviations * deviation
 
-        # Until the history is full, it contains NaN, so the limit is NaN and nothing is a spike.
         is_spike = (values > limit) & (skip == 0)
         if self._should_skip:
             skip = torch.maximum(skip, is_spike.any().double())
 
-        index = step % self._config.spike_history
-        history[:, index] = torch.where(skip > 0, history[:, index], values)
+        # Add the values to the history, unless the step is skipped.
+        column = step % self._config.spike_history
+        history[:, column] = torch.where(skip > 0, history[:, column], values)
         return torch.stack([is_spike.double(), values, limit, skip.expand(2)])
 
     def numbers(self, step: int) -> Mapping[str, Any]:
@@ -428,14 +445,15 @@ class SpikeGuard(Hook):
                 "Before you restart, lower optimizer.lr or training.max_norm."
             )
 
+        # Restore the checkpoint, which includes the history of this guard.
         restored_step = None
         if self._trainer.checkpointer is not None:
             restored_step = self._trainer.checkpointer.roll_back(step)
         if restored_step is None:
             self._trainer.log(f"Step {step}: no checkpoint to roll back to. Training continues.")
             return
-
         self._fit_history(restored_step)
+
         self._num_roll_backs += 1
         text = (
             f"Step {step}: rolled back to the weights of step {restored_step} "
@@ -488,25 +506,25 @@ class ReplicaGuard(Hook):
             GuardError: If replicas differ. The message lists the ranks that differ from the
                 majority, and their nodes.
         """
-        has_replicas = bool(self._replicated)  # the same on all ranks
-        if not has_replicas:
+        if not self._replicated:  # the same on all ranks
             return
 
+        # Compute the checksums of this rank with one host sync, and exchange them.
         sums = [_sum_bits(local_shard(weight)) for weight in self._replicated.values()]
         checksums = dict(zip(self._replicated, torch.stack(sums).tolist(), strict=True))
         checksums_by_rank = gathered(checksums, self._trainer.mesh.world_group)
 
-        # Parameter name and shard coordinates -> rank -> checksum of its replica.
-        replicas: dict[tuple[str, tuple[int, ...]], dict[int, int]] = {}
+        # Group them by shard: (parameter name, shard coordinates) -> rank -> checksum.
+        checksums_by_shard: dict[tuple[str, tuple[int, ...]], dict[int, int]] = {}
         for rank, rank_checksums in enumerate(checksums_by_rank):
-            for key, checksum in rank_checksums.items():
-                replicas.setdefault(key, {})[rank] = checksum
+            for shard, checksum in rank_checksums.items():
+                checksums_by_shard.setdefault(shard, {})[rank] = checksum
 
-        for (parameter, _), checksum_of_rank in replicas.items():
+        # All ranks with the same shard must have the same checksum.
+        for (parameter, _), checksum_of_rank in checksums_by_shard.items():
             suspects = _differing_ranks(checksum_of_rank)
             if suspects:
-                ranks = list(checksum_of_rank)
-                raise GuardError(self._describe(step, parameter, ranks, suspects))
+                raise GuardError(self._describe(step, parameter, [*checksum_of_rank], suspects))
 
     def _describe(self, step: int, name: str, ranks: list[int], suspects: list[int]) -> str:
         """Return the error message for a parameter whose replicas differ.

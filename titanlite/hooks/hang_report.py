@@ -119,15 +119,13 @@ class HangReport(Hook):
             - A line of text with the node, the step, the collective, and the line of code that
               the main thread executes.
         """
-        last = "none"
-        pending: list[str] = []
-        if dist.is_initialized():
-            last, pending = last_collectives()
-        is_waiting = bool(pending)
+        # Find the collective in which this rank waits.
+        last, pending = last_collectives() if dist.is_initialized() else ("none", [])
         activity = f"is LATE: its last collective was {last}"
-        if is_waiting:
+        if pending:
             activity = f"waits in {pending[-1]}"
 
+        # Find the line of code: the innermost one, and the innermost one in this package.
         stack = traceback.extract_stack(sys._current_frames()[self._main_thread])
         package = f"{os.sep}titanlite{os.sep}"
         package_frames = [frame for frame in stack if package in frame.filename]
@@ -136,7 +134,7 @@ class HangReport(Hook):
             f"Rank {self._rank} ({self._host}), step {self._step + 1}, {activity}, "
             f"at {_describe_frame(package_frame)}, inside of {_describe_frame(stack[-1])}"
         )
-        return is_waiting, self._rank, text
+        return bool(pending), self._rank, text
 
 
 def _describe_frame(frame: traceback.FrameSummary) -> str:
@@ -155,13 +153,14 @@ def last_collectives() -> tuple[str, list[str]]:
           "none".
         - All collectives in which this rank still waits, in the order in which they were started.
     """
+    # Read the tables of Gloo and NCCL, which are separate.
     recorder: Any = _distributed_c10d
     arguments = (True, False)  # includeCollectives, onlyActive
-    # Gloo and NCCL have separate tables.
     tables = [recorder._dump_fr_trace_json(*arguments)]
     if dist.is_nccl_available():
         tables.append(recorder._dump_nccl_trace_json(*arguments))
 
+    # Merge their entries by time.
     entries: list[dict[str, Any]] = []
     for table in tables:
         entries += json.loads(table).get("entries", [])

@@ -89,15 +89,13 @@ def prepare_hooks(
 ) -> None:
     """Resize the tensors of hooks before a checkpoint is loaded, and warn about mismatches.
 
-    A mismatch is a saved state without a hook in this run, or a hook without a saved state. The
-    run resumes nevertheless.
-
     Args:
         hooks: Hooks of this run.
         warn: Function that logs a warning.
         sizes: "<hook name>.<tensor name>" -> size of the saved tensor.
         states: Hook name -> saved `state_dict`.
     """
+    # Group the sizes by hook.
     sizes_by_hook: dict[str, dict[str, torch.Size]] = {}
     for key, size in sizes.items():
         hook_name, _, tensor_name = key.partition(".")
@@ -105,13 +103,18 @@ def prepare_hooks(
     for hook in hooks:
         hook.resize_tensors(sizes_by_hook.get(hook.name, {}))
 
-    saved_hooks = sizes_by_hook.keys() | {name for name, state in states.items() if state}
+    # Warn about saved hooks that this run does not have.
+    saved_hooks = set(sizes_by_hook)
+    for name, state in states.items():
+        if state:
+            saved_hooks.add(name)
     unknown = saved_hooks - {hook.name for hook in hooks}
     if unknown:
         names = ", ".join(sorted(unknown))
         warn(f"Ignoring the saved state of hooks that this run does not have: {names}")
 
-    missing = _hooks_with_state(hooks) - sizes_by_hook.keys() - states.keys()
+    # Warn about hooks of this run that were not saved.
+    missing = _hooks_with_state(hooks) - set(sizes_by_hook) - set(states)
     if missing:
         names = ", ".join(sorted(missing))
         warn(f"The checkpoint has no state of these hooks, which start without it: {names}")

@@ -49,11 +49,12 @@ class Norms(Hook):
         for name, parameter in trainer.model.named_parameters():
             self._index_of[parameter] = index_of_name[name]
 
-        # Group -> indices of its parameters.
+        # Group them over the blocks: for example, "attention.wq" has one parameter per block.
         self._groups: dict[str, list[int]] = {}
         for name, index in index_of_name.items():
             self._groups.setdefault(_group_of(name), []).append(index)
 
+        # One row each for gradients, updates and weights, one column per parameter.
         first_parameter = next(trainer.model.parameters())
         device = local_shard(first_parameter).device
         self._squares = torch.zeros(3, len(index_of_name), dtype=torch.float64, device=device)
@@ -113,6 +114,8 @@ class Norms(Hook):
 
     def _adam_update(self, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
         """Recompute the update of the last Adam step for a parameter, without weight decay.
+
+        With the bias-corrected moments m and v, the update is lr * m / (sqrt(v) + eps).
 
         Args:
             parameter: Parameter, possibly sharded.

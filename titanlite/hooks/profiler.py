@@ -86,15 +86,26 @@ class Profiler(Hook):
         With enable_memory_snapshot, record the GPU memory history on all ranks, because any of them
         may run out of memory.
         """
-        settings = self._settings
         self._first_step = step
         if self._has_snapshots:
             # Documented in "Understanding CUDA Memory Usage", in spite of the underscore.
             torch.cuda.memory._record_memory_history(max_entries=MAX_ALLOCATIONS)
-        is_selected = not settings.profiler_ranks or self._rank in settings.profiler_ranks
-        if not is_selected:
-            return
 
+        selected_ranks = self._settings.profiler_ranks
+        if not selected_ranks or self._rank in selected_ranks:
+            self._profiler = self._create_profiler(step)
+            self._profiler.start()
+
+    def _create_profiler(self, step: int) -> profile:
+        """Create a profiler that calls `_write` at the end of each cycle of `profile_freq` steps.
+
+        For example, with profile_freq = 100 and 3 warmup and 2 active steps, it waits for 95 steps,
+        warms up for 3, and records the last 2.
+
+        Args:
+            step: Number of steps completed so far.
+        """
+        settings = self._settings
         schedule = torch.profiler.schedule(
             skip_first=-step % settings.profile_freq,  # cycles end at multiples of profile_freq
             wait=settings.profile_freq - settings.profiler_warmup - settings.profiler_active,
@@ -108,14 +119,13 @@ class Profiler(Hook):
 
         # Clearing the events of the previous cycle is intended.
         warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
-        self._profiler = profile(
+        return profile(
             activities=activities,
             schedule=schedule,
             on_trace_ready=self._write,
             record_shapes=True,
             profile_memory=settings.enable_memory_snapshot,
         )
-        self._profiler.start()
 
     @_log_failures()
     def after_step(self, step: int, result: StepResult) -> None:
@@ -144,10 +154,12 @@ class Profiler(Hook):
         Args:
             profiler: The profiler of torch, which calls this method at the end of each cycle.
         """
+        # Write the trace.
         step = self._first_step + profiler.step_num
         trace = self._make_path(f"step-{step:08d}", "trace.json.gz")
         profiler.export_chrome_trace(trace)
 
+        # Compute the time of each operator, which torch reports in microseconds.
         averages = profiler.key_averages()
         time_field = "self_device_time_total" if self._is_cuda else "self_cpu_time_total"
         table = averages.table(sort_by=time_field, row_limit=10, max_name_column_width=50)

@@ -114,6 +114,7 @@ class Records:
         if trainer.rank != 0:
             return
 
+        # Read the description of the previous start before it is replaced.
         previous = self._outputs.environment()
         environment = describe_environment(trainer)
         resumed_step = step if trainer.resumed else None
@@ -138,20 +139,22 @@ class Records:
             previous: The environment.json of the previous start, or {}.
             environment: The environment.json of this start.
         """
+        text = f"Training starts after step {step}" if step else "Training starts from scratch"
         details: dict[str, Any] = {
             "host": socket.gethostname(),
             "process": os.getpid(),
             "record": environment,
         }
-        text = f"Training starts after step {step}" if step else "Training starts from scratch"
+
         is_same_run = previous.get("run") == self._trainer.run_id
         if is_same_run:
             changes = find_differences(previous, environment)
             details["changed"] = changes
             # The comparison with the checkpoint has already logged changes of job and data.
-            shown = [change for change in changes if not change.startswith(("job.", "data."))]
-            if shown:
-                text = "\n".join([f"{text}; changed since the previous start:", *shown])
+            other_changes = [line for line in changes if not line.startswith(("job.", "data."))]
+            if other_changes:
+                text += "; changed since the previous start:"
+                text = "\n".join([text, *other_changes])
         return Event(text, "start", step, details)
 
     def stats(self) -> dict[str, Any]:
@@ -220,7 +223,9 @@ def describe_environment(trainer: Trainer) -> dict[str, Any]:
     else:
         device_name = platform.processor() or platform.machine()
 
-    plugin_hooks = [hook for hook in trainer.hooks if _may_change_results(hook)]
+    plugins = [
+        hook.name or type(hook).__name__ for hook in trainer.hooks if _may_change_results(hook)
+    ]
     return {
         "run": trainer.run_id,
         "code": describe_code(),
@@ -233,7 +238,7 @@ def describe_environment(trainer: Trainer) -> dict[str, Any]:
         "platform": platform.platform(),
         "hosts": sorted(set(trainer.hosts)),
         "data": fingerprints,
-        "hooks": [hook.name or type(hook).__name__ for hook in plugin_hooks],
+        "hooks": plugins,
         "job": trainer.run.job.model_dump(mode="json", exclude_defaults=True),
     }
 
@@ -259,12 +264,15 @@ def find_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
     Returns:
         One line per difference, for example "packages.torch: 2.12.0 -> 2.13.0".
     """
+    # Convert nested tables to keys such as "packages.torch".
     old = flatten(before)
-    new = flatten({part: value for part, value in now.items() if part in before})
+    new = flatten({key: value for key, value in now.items() if key in before})
+
     differences = []
-    for name in {**old, **new}:
-        if old.get(name) != new.get(name):
-            differences.append(f"{name}: {old.get(name, 'none')} -> {new.get(name, 'none')}")
+    new_keys = [key for key in new if key not in old]
+    for key in [*old, *new_keys]:
+        if old.get(key) != new.get(key):
+            differences.append(f"{key}: {old.get(key, 'none')} -> {new.get(key, 'none')}")
     return differences
 
 
@@ -281,7 +289,7 @@ def describe_code(package: Path = PACKAGE) -> dict[str, str]:
     """
     digest = xxhash.xxh3_64()
     for file in sorted(package.rglob("*.py")):
-        if file.is_file():  # An editor's lock file is a broken link.
+        if file.is_file():  # the lock file of an editor is a broken link
             name = os.fsencode(file.relative_to(package))
             digest.update(name + b"\0" + file.read_bytes())
 
@@ -301,6 +309,7 @@ def _read_git_commit(repository: Path) -> str | None:
     git = ["git", f"--git-dir={repository / '.git'}", f"--work-tree={repository}"]
     # Start no background process, and take no lock.
     options = ["-c", "core.fsmonitor=false", "--no-optional-locks"]
+    # Without tags, `git describe` prints the commit.
     describe = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         result = subprocess.run(

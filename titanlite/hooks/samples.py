@@ -41,9 +41,7 @@ class Samples(Hook):
         self._run = trainer.run
         self._tokenizer = trainer.tokenizer
         self._config = trainer.job.samples
-        self._mesh = trainer.mesh
         self._device = trainer.device
-        self._seq_len = trainer.job.training.seq_len
 
     def started(self, step: int) -> None:
         """Do not sample the step of the loaded checkpoint again."""
@@ -64,8 +62,9 @@ class Samples(Hook):
         for hook in self._trainer.hooks:
             hook.sampled(step, samples)
         for completion in completions:
-            text = f"{completion.prompt}{completion.completion}"
-            self._trainer.log(f"sample after step {step}: {text}")
+            self._trainer.log(
+                f"sample after step {step}: {completion.prompt}{completion.completion}"
+            )
 
     def complete(self) -> list[Completion]:
         """Generate a completion for each prompt with the current weights.
@@ -76,10 +75,12 @@ class Samples(Hook):
             The completions, in the order of the prompts. Empty if the logits are not finite.
         """
         config = self._config
+        seq_len = self._run.job.training.seq_len
         decodings = [
-            Decoding(prompt, self._tokenizer, config.max_new_tokens, self._seq_len)
+            Decoding(prompt, self._tokenizer, config.max_new_tokens, seq_len)
             for prompt in config.prompts
         ]
+        # One generator per prompt, so that a completion does not depend on the other prompts.
         generators = [torch.Generator().manual_seed(config.seed) for _ in decodings]
 
         while True:
@@ -87,11 +88,13 @@ class Samples(Hook):
             if not unfinished:
                 return [decoding.completion() for decoding in decodings]
 
+            # Compute the logits of the next token of each unfinished completion.
             logits = self._next_logits([decodings[i].ids for i in unfinished])
             logits = logits[:, : self._tokenizer.vocab_size]
             if not logits.isfinite().all():
                 return []  # a guard stops the run
 
+            # Sample the tokens.
             for i, token_logits in zip(unfinished, logits, strict=True):
                 token = sample_token(token_logits, config.temperature, config.top_k, generators[i])
                 decodings[i].push(token)
@@ -108,28 +111,27 @@ class Samples(Hook):
         Returns:
             Logits, shape (N, V), in fp32 on the CPU of every rank.
         """
+        # Give the last token of each sequence a label, whose value does not matter, because logits
+        # are computed only for tokens with a label.
+        windows = [Window(np.append(ids, 0), num_scored=1) for ids in sequences]
         batch_size = self._run.job.training.local_batch_size
         longest = max(len(ids) for ids in sequences)
         length = padded_length(self._run, longest)
-        # The appended label, whose value does not matter, requests the logits of the last token.
-        windows = [Window(np.append(ids, 0), num_scored=1) for ids in sequences]
-
         microbatches = []
         for start in range(0, len(windows), batch_size):
-            part = windows[start : start + batch_size]
-            microbatches.append(padded_microbatch(part, batch_size, length, self._device))
+            chunk = windows[start : start + batch_size]
+            microbatches.append(padded_microbatch(chunk, batch_size, length, self._device))
 
         # Only some ranks hold the last token of a sequence. The others contribute -inf.
         shape = (len(microbatches), batch_size, self._run.arch.vocab_size)
         all_logits = torch.full(shape, -torch.inf, device=self._device)
 
-        def store(number: int, rows: Tensor, labels: Tensor, logits: Tensor) -> None:
-            all_logits[number, rows] = logits
+        def store(index: int, rows: Tensor, labels: Tensor, logits: Tensor) -> None:
+            all_logits[index, rows] = logits
 
         use_logits(self._trainer, microbatches, store)
-        dist.all_reduce(all_logits, op=dist.ReduceOp.MAX, group=self._mesh.world_group)
-        logits_per_sequence = all_logits.flatten(0, 1)
-        return logits_per_sequence[: len(sequences)].cpu()
+        dist.all_reduce(all_logits, op=dist.ReduceOp.MAX, group=self._trainer.mesh.world_group)
+        return all_logits.flatten(0, 1)[: len(sequences)].cpu()
 
 
 def use_logits(
@@ -137,48 +139,44 @@ def use_logits(
     microbatches: Sequence[Microbatch],
     use: Callable[[int, Tensor, Tensor, Tensor], None],
 ) -> None:
-    """Run the model forward, and pass the logits of labeled tokens to a function.
+    """Run the model forward, and pass the logits of labeled tokens to the function `use`.
 
-    The logits need little memory, because `LOGITS_CHUNK` tokens at most are passed at once.
+    `use` is called with the index of the microbatch and, for up to `LOGITS_CHUNK` tokens at once,
+    their rows in the microbatch (n,), their labels (n,), and their logits (n, V) in fp32. It is
+    called on the ranks that hold the tokens, which includes all tensor-parallel ranks.
 
     Args:
         trainer: Trainer whose model computes the logits.
         microbatches: Microbatches of this rank. Only tokens with a label other than `IGNORE_INDEX`
             are passed.
-        use: Called with the number of the microbatch and, for n tokens, their rows in the
-            microbatch (n,), their labels (n,), and their logits (n, V) in fp32. It is called on the
-            ranks that hold the tokens, which includes all tensor-parallel ranks.
+        use: Function that uses the logits.
     """
-    # The evaluation passes the microbatches in order, without their numbers.
-    numbers = iter(range(len(microbatches)))
+    # The evaluation calls a loss function for each microbatch in order, without its index.
+    indices = iter(range(len(microbatches)))
     mesh = trainer.mesh.tensor
 
-    def use_microbatch(hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
-        """Pass the logits of a microbatch to `use`, and return a loss of 0.
-
-        The evaluation calls this in place of a loss function.
-        """
+    def pass_logits(hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
+        """Pass the logits of the next microbatch to `use`, and return a loss of 0."""
         no_loss = torch.zeros_like(scale)
-        number = next(numbers, None)
-        if number is None:  # padding of a pipeline schedule
+        index = next(indices, None)
+        if index is None:  # a pipeline schedule adds empty microbatches
             return no_loss
 
+        # With tensor parallelism, gather the hidden states of all tokens.
         if mesh is not None:
             hidden = cast(DTensor, hidden).redistribute(placements=[Replicate()]).to_local()
+        # Compute the logits of a few tokens at once, because all of them would need much memory.
         positions = torch.stack((labels != IGNORE_INDEX).nonzero(as_tuple=True))
         for rows, columns in positions.split(LOGITS_CHUNK, dim=1):
             logits = _whole_logits(hidden[rows, columns], weight)
-            use(number, rows, labels[rows, columns], logits)
+            use(index, rows, labels[rows, columns], logits)
         return no_loss
 
-    trainer.forward_backward.evaluate(microbatches, use_microbatch)
+    trainer.forward_backward.evaluate(microbatches, pass_logits)
 
 
 def _whole_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     """Return the logits of the full vocabulary in fp32, shape (n, V).
-
-    With tensor parallelism, each rank computes a part of the vocabulary, and an all-gather combines
-    the parts.
 
     Args:
         hidden: Hidden states, shape (n, C).
@@ -187,6 +185,7 @@ def _whole_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     if not isinstance(weight, DTensor):
         return fp32_logits(hidden, weight)
 
+    # Each rank computes a part of the vocabulary, and an all-gather combines the parts.
     local_logits = fp32_logits(hidden, weight.to_local())  # (n, V / ranks)
     num_classes = weight.shape[0]
     logits = DTensor.from_local(

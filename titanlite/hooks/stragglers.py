@@ -88,15 +88,19 @@ class Stragglers(Hook):
             self._exchange.wait()
             self._compare(step)
 
-        product_seconds = self._time_product()
+        # Measure the mean times of the steps since then, in seconds.
         num_steps = len(self._updates)
+        product_seconds = self._time_product()
         data_seconds = self._trainer.meter.data_seconds / num_steps
-        update_seconds = sum(self._seconds_between(*update) for update in self._updates) / num_steps
+        update_times = [self._seconds_between(start, end) for start, end in self._updates]
+        update_seconds = sum(update_times) / num_steps
         self._updates = []
 
+        # Send them. The all-gather writes row r of `self._times` when it receives those of rank r.
         times = torch.tensor([data_seconds, update_seconds, product_seconds], device=self._device)
-        group = self._trainer.mesh.world_group
-        self._exchange = dist.all_gather(list(self._times), times, group, async_op=True)
+        self._exchange = dist.all_gather(
+            list(self._times), times, self._trainer.mesh.world_group, async_op=True
+        )
         return {}
 
     def ended(self, step: int, stopped: str) -> None:
@@ -110,11 +114,12 @@ class Stragglers(Hook):
         Return the fastest of several products, because other processes may delay some of them. The
         measurement itself counts as `other_time` of the logged step.
         """
+        # Allocate the matrix each time, because training needs the memory in between.
         size = 2048 if self._is_cuda else 256
         dtype = torch.bfloat16 if self._is_cuda else torch.float32
         self._synchronize()
-        # Allocate the matrix each time, because training needs the memory in between.
         matrix = torch.zeros(size, size, dtype=dtype, device=self._device)
+
         intervals = []
         for _ in range(NUM_PRODUCTS):
             start = self._now()
@@ -144,6 +149,7 @@ class Stragglers(Hook):
         """Log each rank that was by far the slowest in several consecutive logged steps."""
         times_by_part = self._times.cpu().unbind(1)
         for i, (part, times) in enumerate(zip(PARTS, times_by_part, strict=True)):
+            # Compare the slowest rank with the median.
             slowest = int(times.argmax())
             seconds = times[slowest].item()
             median = times.quantile(0.5).item()
@@ -152,14 +158,15 @@ class Stragglers(Hook):
                 self._slow_ranks[i] = (-1, 0)
                 continue
 
+            # Count for how many logged steps this rank has been the slowest.
             previous_slowest, count = self._slow_ranks[i]
             count = count + 1 if slowest == previous_slowest else 1
             self._slow_ranks[i] = (slowest, count)
 
             if count == STEPS_UNTIL_REPORT:
-                host = self._trainer.hosts[slowest]
                 text = (
-                    f"Rank {slowest} ({host}) {part.description.format(seconds)}; the median of "
-                    f"the ranks is {median:.3g} s: it makes the others wait."
+                    f"Rank {slowest} ({self._trainer.hosts[slowest]}) "
+                    f"{part.description.format(seconds)}; the median of the ranks is "
+                    f"{median:.3g} s: it makes the others wait."
                 )
                 self._trainer.log(Event(text, "straggler", step))
