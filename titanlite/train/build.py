@@ -35,15 +35,14 @@ def standard_hooks(run: Run) -> list[Hook]:
     """Create the hooks that a job enables, in the order in which the trainer calls them.
 
     The list contains the titanlite hooks, such as the profiler, the weight average and the guards
-    against bad steps, followed by the plugin hooks in job.hooks. Plugin hooks come last, so their
-    `before_update` sees which steps a guard skips. Ema and Norms come before the guards, so they
-    keep a reference to `skip` in `before_update` and read it later.
+    against bad steps, followed by the plugin hooks in job.hooks.
     """
     job = run.job
     profiling = job.profiling
     hooks: list[Hook] = [GarbageCollection(job.training.gc_freq)]
     if profiling.enable_profiling or profiling.enable_memory_snapshot:
         hooks.append(Profiler(profiling, run.dump_folder))
+    # Ema and Norms come before the guards, so they read the flag `skip` that a guard sets later.
     if job.ema.decay:
         hooks.append(Ema(job.ema.decay))
     if job.metrics.details:
@@ -56,6 +55,8 @@ def standard_hooks(run: Run) -> list[Hook]:
     if job.samples.freq:
         hooks.append(Samples())
     hooks.append(LiveRun())
+
+    # Plugins come last, so their `before_update` sees which steps a guard skips.
     for name in job.job.hooks:
         hook: Hook = HOOKS.make(name, job)
         hook.name = hook.name or name
@@ -99,6 +100,7 @@ def describe_run(
         loader: Training data.
         rank: Number of this rank.
     """
+    # The run in one line.
     job = run.job
     training = job.training
     title = job.job.description or "Training"
@@ -111,10 +113,11 @@ def describe_run(
     )
     yield describe_compute_dtype(training.mixed_precision_param, device)
 
+    # Notes about missing files and unused memory.
     if job.job.config_file is None:
-        path = run.dump_folder / "config.toml"
-        yield f"The run has no job file. Its options will be saved to {path}."
-
+        yield (
+            f"The run has no job file. Its options will be saved to {run.dump_folder}/config.toml."
+        )
     num_unused = run.arch.vocab_size - tokenizer.vocab_size
     if num_unused:
         yield (

@@ -33,7 +33,7 @@ def explain_out_of_memory(
     """Run the planner for a failed run, and return an error that explains its use of memory.
 
     The error lists the predicted peak, its parts, and the cheapest change of the job that reduces
-    the peak. The planner runs in a child process, because this process has no memory left.
+    the peak.
 
     Args:
         error: The original error.
@@ -46,10 +46,11 @@ def explain_out_of_memory(
     problem = f"Out of memory {when}: {message.splitlines()[0]}"
     options = ["--gpu", "cpu"]
     if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(device) / GIB
-        problem += f" The peak of allocated tensors was {peak:.2f} GiB."
+        peak = torch.cuda.max_memory_allocated(device)
+        problem += f" The peak of allocated tensors was {peak / GIB:.2f} GiB."
         options = _planner_options(device)
 
+    # Run the planner in a child process, because this process has no memory left.
     try:
         plan = plan_in_child(argv, run.world_size, "--remedies", *options)
         explanation = plan.explain_memory()

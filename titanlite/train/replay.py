@@ -70,31 +70,42 @@ def read_history(folder: Path) -> History:
     Args:
         folder: Output folder of the run.
     """
-    start_events: list[dict[str, Any]] = []
-    roll_backs: list[int] = []
-    for event in read_json_lines(folder / EVENTS_FILE, []):
-        kind = event.get("event")
-        step = event.get("step")
-        if not isinstance(step, int):
-            continue
-        if kind == "roll back":
-            roll_backs.append(step)
-        elif kind == "start" and "record" in event:
-            # The run resumed from `step` and trained all later steps again, so forget the starts
-            # and rollbacks after it.
-            start_events = [earlier for earlier in start_events if earlier["step"] < step]
-            roll_backs = [earlier for earlier in roll_backs if earlier <= step]
-            start_events.append(event)
-
+    start_events, roll_backs = _read_events(folder)
     starts = []
-    last_steps = [event["step"] for event in start_events[1:]] + [NO_LAST_STEP]
-    for event, last_step in zip(start_events, last_steps, strict=True):
+    for i, event in enumerate(start_events):
+        last_step = NO_LAST_STEP
+        is_newest = i + 1 == len(start_events)
+        if not is_newest:
+            last_step = start_events[i + 1]["step"]
+
         environment = event["record"]
         job, _ = JobConfig.read(environment["job"])
         hooks = environment.get("hooks", list(job.job.hooks))
-        start = Start(first_step=event["step"] + 1, last_step=last_step, job=job, hooks=hooks)
-        starts.append(start)
+        starts.append(Start(event["step"] + 1, last_step, job, hooks))
     return History(starts, roll_backs)
+
+
+def _read_events(folder: Path) -> tuple[list[dict[str, Any]], list[int]]:
+    """Read the events of all starts, and the steps of all rollbacks, that led to the final weights.
+
+    For example, if a run trains 100 steps and then resumes from step 80, a rollback at step 90 did
+    not lead to the final weights.
+    """
+    start_events: list[dict[str, Any]] = []
+    roll_backs: list[int] = []
+    for event in read_json_lines(folder / EVENTS_FILE, []):
+        step = event.get("step")
+        if not isinstance(step, int):
+            continue
+
+        if event.get("event") == "roll back":
+            roll_backs.append(step)
+        elif event.get("event") == "start" and "record" in event:
+            # The run trained all steps after `step` again, so forget what happened in them.
+            start_events = [earlier for earlier in start_events if earlier["step"] < step]
+            roll_backs = [earlier for earlier in roll_backs if earlier <= step]
+            start_events.append(event)
+    return start_events, roll_backs
 
 
 def check_history(history: History, job: JobConfig, loaded_step: int, step: int) -> None:
@@ -258,8 +269,9 @@ def replay(run: Run, step: int) -> list[LoggedStep]:
     if step > num_steps:
         raise UserError(f"--step {step}: the run has only {num_steps} steps (training.steps)")
 
+    # Log each step. Skip any number of steps, because a guard may have ended the run after too many
+    # of them, and it must not end the replay.
     metrics = run.job.metrics.model_copy(update={"log_freq": 1})
-    # A guard may have ended the run after too many skipped steps. It must not end the replay.
     guards = run.job.guards.model_copy(update={"max_skipped": step})
     job = run.job.model_copy(update={"metrics": metrics, "guards": guards})
 

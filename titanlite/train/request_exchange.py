@@ -51,14 +51,15 @@ class RequestExchange:
         Args:
             request: Request of this rank, empty in most cases.
             num_requests: Number of ranks with a request, from the `StepResult` of the step that has
-                just been launched; a scalar on the device. None before the first step, which no
-                step has counted, so that `receive` always gathers the requests.
+                just been launched; a scalar on the device. None before the first step.
         """
+        # Before the first step, no step has counted the requests, so `receive` gathers them.
         if num_requests is None:
             self._sent.append(_SentRequest(request))
             return
 
-        # An asynchronous copy to pinned memory, so that the CPU can launch the next step meanwhile.
+        # Copy the count to pinned memory asynchronously, so that the CPU can launch the next step
+        # meanwhile. An event records when the copy is complete.
         count = num_requests.to("cpu", non_blocking=True)
         copied = None
         if num_requests.is_cuda:

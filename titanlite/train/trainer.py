@@ -188,6 +188,7 @@ class Trainer:
             setup_logging(self.rank, None)
             self.hang_report = HangReport(self)  # first, so that it covers the rest of the build
             self._resources.callback(self.hang_report.close)
+            # Lock the output folder before the records write to it.
             self.run_id = lock_folders(self.run, self.log, self._resources)
             self.records = Records(self)
             self.stop_signals = StopSignals()
@@ -256,8 +257,10 @@ class Trainer:
         num_steps = self.job.training.steps
         first_step = self.steps_done
         if first_step >= num_steps:
-            remedy = "Set a larger training.steps to continue."
-            self.log(f"Nothing to do: step {first_step} is done. {remedy}")
+            self.log(
+                f"Nothing to do: step {first_step} is done. "
+                "Set a larger training.steps to continue."
+            )
 
         if self.stop_signals is not None:
             self.stop_signals.install()
@@ -268,19 +271,19 @@ class Trainer:
 
         request, data_error = self._run_steps()
 
+        # The end of the data is no error: the run has finished early.
         has_finished = self.steps_done >= num_steps or bool(request.finish)
         if isinstance(data_error, OutOfData):
             self._report_end_of_data(data_error)
             data_error = None
             has_finished = True
 
-        # Always validate at a normal end, but after a signal or an error only if it is due. Save
-        # even if a signal ended the run before its first step, but not if its data cannot be read.
+        # Save unless the data could not be read at all. Validate at a normal end, but after a
+        # signal or an error only if it is due.
         has_trained = self.steps_done > first_step
         ends_normally = has_trained and data_error is None and not request.stop
-        failed_to_start = data_error is not None and not has_trained
         final_actions = request._replace(
-            save=not failed_to_start,
+            save=has_trained or data_error is None,
             validate=request.validate or ends_normally,
             last=has_finished,
         )
@@ -289,6 +292,11 @@ class Trainer:
 
     def _run_steps(self) -> tuple[Request, Exception | None]:
         """Run the training loop until the last step, a request to end the run, or a data error.
+
+        After each step, the ranks combine their requests, and all take the same actions, such as a
+        save. On a CPU, the request for a step is sent with this step. On a GPU, all ranks receive a
+        request one step after it was sent (`exchange.delay` is 1), so it is sent one step early:
+        the request for the actions after step 8 is sent with step 7.
 
         Returns:
             - The actions that the ranks requested after the last step. They are not executed yet.
@@ -301,18 +309,17 @@ class Trainer:
         request = exchange.receive()
         has_ended, data_error = self._check_end(request)
 
-        # On a GPU, all ranks receive a request one step after it was sent (exchange.delay is 1), so
-        # the loop sends it one step early: while step 7 runs, it sends the request for the actions
-        # after step 8. The request for the first step is sent here.
-        next_step = self.steps_done + 1
-        for step in range(next_step, next_step + exchange.delay):
-            exchange.send(self._collect_request(step))
+        # On a GPU, no earlier step can send the request for the first step.
+        if exchange.delay > 0:
+            exchange.send(self._collect_request(self.steps_done + 1))
 
         while not has_ended:
+            # Train a step, and send the request for it (CPU) or for the next step (GPU).
             rank_request = self._collect_request(self.steps_done + 1 + exchange.delay)
             self.step(has_request=rank_request != Request())
             exchange.send(rank_request, self._num_requests)
 
+            # Receive the requests for this step.
             request = exchange.receive()
             has_ended, data_error = self._check_end(request)
             if not has_ended:
@@ -336,6 +343,7 @@ class Trainer:
             UserError: If a record cannot be read.
             GuardError: If a guard stops the run at a logged step.
         """
+        # Read the batch.
         step = self.steps_done + 1
         for hook in self.hooks:
             hook.before_step(step)
@@ -343,6 +351,7 @@ class Trainer:
             batch = self.loader.next_global_batch()
         self.steps_done = step
 
+        # Launch the step. On a GPU, its results are not computed yet when the call returns.
         lr = learning_rate_at(self.job, step)
         result = self.train_step(
             batch.microbatches,
@@ -374,6 +383,7 @@ class Trainer:
         step = self.steps_done
         losses = self._reduce_losses(result.loss, num_valid_tokens)
 
+        # Collect.
         metrics = self.loader.stats()
         if self.records is not None:
             metrics |= self.records.stats()
@@ -383,6 +393,7 @@ class Trainer:
             metrics |= hook.numbers(step)
         entry = self.meter.read(step, lr, losses, **metrics)
 
+        # Pass on.
         if self.records is not None:
             self.records.log_step(entry)
         for hook in self.hooks:
@@ -408,11 +419,12 @@ class Trainer:
 
         # Usually save first, so that an interruption during validation loses no step. With
         # keep_best, validate first, because the validation loss decides whether to save the step.
-        if request.validate and self.job.checkpoint.keep_best:
+        validates_first = self.job.checkpoint.keep_best
+        if request.validate and validates_first:
             self.validate()
         if self.checkpointer is not None and (request.save or self.checkpointer.is_due(step)):
             self.checkpointer.save(step, is_last=request.last)
-        if request.validate and not self.job.checkpoint.keep_best:
+        if request.validate and not validates_first:
             self.validate()
 
         for hook in self.hooks:
@@ -542,9 +554,7 @@ class Trainer:
     def _collect_request(self, step: int) -> Request:
         """Collect the actions that this rank requests to take after `step`.
 
-        This method waits until the data of step `step` + 1 has been read. Otherwise the other ranks
-        would learn too late that this rank has no data for it. It also consumes a received signal
-        to save (SIGUSR2), so call it once for each step.
+        Call this once for each step, because it consumes a received signal to save (SIGUSR2).
 
         Args:
             step: Step after which the actions are taken: the next step or, on a GPU, the step after
@@ -553,13 +563,18 @@ class Trainer:
         if step > self.job.training.steps:
             return Request()
 
-        # Wait for the data up to step `step` + 1, which is 2 batches, or 3 on a GPU.
+        # Wait until the data of step `step` + 1 has been read. Otherwise the other ranks would find
+        # out too late that this rank has no data for it.
         data_error = self._wait_for_data(step + 1 - self.steps_done)
+
+        # Request what the job schedules.
         should_save = self.checkpointer is not None and step % self.job.checkpoint.interval == 0
         should_validate = self.validator is not None and step % self.job.validation.freq == 0
         request = Request(
             save=should_save, validate=should_validate, data_fails=data_error is not None
         )
+
+        # Add what signals and hooks request.
         if self.stop_signals is not None:
             request |= self.stop_signals.take_request()
         for hook in self.hooks:
@@ -610,11 +625,10 @@ class Trainer:
         if self.steps_done > 0:
             self.log(f"The data ends after step {self.steps_done}: {end}")
             return
-        problem = f"The data is smaller than one global batch: {end}."
-        remedy = (
+        raise UserError(
+            f"The data is smaller than one global batch: {end}. "
             "Lower training.global_batch_size or training.seq_len, or raise dataset.max_epochs."
         )
-        raise UserError(f"{problem} {remedy}")
 
     def _reduce_losses(self, loss: Tensor, num_valid_tokens: int) -> Tensor:
         """Compute the mean loss of the global batch, and the highest mean loss of one data rank.
@@ -627,17 +641,18 @@ class Trainer:
         Returns:
             Both losses in this order, shape (2,), float64, on the device.
         """
-        # The context and pipeline parallel ranks of a data rank share its sequences, so each of
-        # them contributes a part of the loss and of the tokens to the same column. Tensor parallel
-        # ranks compute the same loss and are not in `loss_group`.
+        # Sum the loss parts and the tokens of each data rank, one column per data rank. Its context
+        # and pipeline parallel ranks share the same sequences, so each adds a part to the column.
+        # Tensor parallel ranks compute the same loss and are not in `loss_group`.
         degrees = self.mesh.degrees
         num_sharing_ranks = degrees.context * degrees.pipeline
         sums = torch.zeros(2, self.mesh.data_degree, dtype=torch.float64, device=self.device)
         sums[0, self.mesh.data_rank] = loss
         sums[1, self.mesh.data_rank] = num_valid_tokens / num_sharing_ranks
         dist.all_reduce(sums, group=self.mesh.loss_group)
+        loss_parts, num_tokens = sums
 
-        loss_parts, num_tokens = sums  # one element per data rank
+        # Convert each part to a mean over the tokens of the data rank.
         token_losses = loss_parts * num_tokens.sum()
         mean_losses = token_losses / num_tokens.clamp(min=1.0)
         return torch.stack([loss_parts.sum(), mean_losses.max()])
@@ -663,16 +678,18 @@ class Trainer:
         if request.stop:
             stopped = f"Stopped by {signal.Signals(request.stop).name} after step {step}"
 
+        # Let everything finish before the first error is raised.
         errors: list[Exception | None] = [data_error]
         for hook in reversed(self.hooks):
             errors.append(hook.ended(step, stopped))
         if self.checkpointer is not None:
             errors.append(self.checkpointer.finish(step, stopped))
         self.close()
-
         for error in errors:
             if error is not None:
                 raise error
+
+        # A stop signal also ends the run with an error, unless it came at the last step.
         if stopped and not has_finished:
             if self.job.checkpoint.enable:
                 raise StoppedBySignal(f"{stopped}: saved.")
@@ -703,10 +720,11 @@ def train(run: Run, argv: Sequence[str] = ()) -> None:
         try:
             trainer = Trainer(run, device)
             trainer.train()
-        except SystemExit as error:
-            problem = f"sys.exit({error.code!r}) was called during training."
-            remedy = 'To end a run early, return Request(finish="reason") from Hook.wants.'
-            exit_call = RuntimeError(f"{problem} {remedy}")
+        except SystemExit as error:  # for example, from a plugin
+            exit_call = RuntimeError(
+                f"sys.exit({error.code!r}) was called during training. "
+                'To end a run early, return Request(finish="reason") from Hook.wants.'
+            )
             exit_call.add_note(resume_hint(run, argv))
             raise exit_call from error
         except Exception as error:
@@ -720,8 +738,7 @@ def train(run: Run, argv: Sequence[str] = ()) -> None:
                 out_of_memory.add_note(resume_hint(run, argv))
                 raise out_of_memory from None
 
-            # A job that cannot be built must be corrected, so do not suggest to resume it.
-            is_wrong_job = trainer is None and isinstance(error, UserError)
-            if not is_wrong_job:
+            # A job that cannot be built must be corrected. Propose to resume all other runs.
+            if trainer is not None or not isinstance(error, UserError):
                 error.add_note(resume_hint(run, argv))
             raise
