@@ -124,6 +124,8 @@ DOCUMENTS = {"documents": True}
 TIED = options("model.tied_embeddings = true")
 LARGE = options("model.vocab_size = 32_000")
 """4 million gradients. Adding their squares one after the other would lose precision."""
+MUP = options("model.mup_base_dim = 16", "model.mup_base_head_dim = 2")
+BASE_OF_MUP = options("model.mup_base_dim = 64", "model.mup_base_head_dim = 8")
 SWITCHES = {  # features of other model families
     "switches": options(
         "model.head_dim = 16",
@@ -262,11 +264,12 @@ def switched_rows() -> list[Row]:
 def all_rows() -> list[Row]:
     """Return all rows, each after its reference."""
     one = layout(batch=8)
-    alone = {"documents": DOCUMENTS, "tied": TIED, "vocabulary of 32,000": LARGE}
+    alone = {"documents": DOCUMENTS, "tied": TIED, "vocabulary of 32,000": LARGE, "muP": MUP}
     references = alone | {name: overrides for name, (overrides, _) in PRECISION.items()}
     rows = [Row("one process", 1, one)]
     rows += [Row(name, 1, merge(one, extra), name) for name, extra in references.items()]
     rows += [Row(name, 1, merge(one, extra)) for name, extra in SCHEDULING.items()]
+    rows.append(Row("base of muP", 1, merge(one, BASE_OF_MUP), tolerance=Numbers(0, 0, 0, 0)))
     rows += [Row(name, ranks, overrides) for name, (ranks, overrides) in LAYOUTS.items()]
     for name, extra in SCHEDULING.items():
         if name not in FEATURES:
@@ -280,6 +283,7 @@ def all_rows() -> list[Row]:
         ),
         ("tied", EXACT, ("fsdp2", "fsdp4", "tp2", "cp2", "fsdp2 x tp2")),
         ("vocabulary of 32,000", LARGE_SUMS, ("fsdp2", "tp2", "fsdp4", "pp2 x fsdp2")),
+        ("muP", EXACT, ("fsdp2", "tp2", "cp2", "pp2 Interleaved1F1B", "fsdp2 x tp2")),
     ):
         for name in names:
             rows.append(row_of(name, reference, alone[reference], reference, tolerance))

@@ -85,6 +85,7 @@ optimizer.beta2 = 0.999 ; optimizer.state_dtype = "bfloat16" =>
 optimizer.beta1 = 0.8 ; optimizer.name = "SGD" =>
 metrics.details = ["updates"] ; optimizer.name = "Muon" =>
 optimizer.name = "AdamW8bit" ; training.enable_cpu_offload = true =>
+model.mup_base_dim = 64 ; optimizer.name = "Muon" => optimizer.name
 [[optimizer.groups]] ; lr_factor = 2.0 => optimizer.groups.0.params
 [[optimizer.groups]] ; params = ["*", "layers.9.*"] => layers.9.*
 [[optimizer.groups]] ; params = ["layers.*", "tok_*"] => in no group: norm.weight and 1 more

@@ -433,6 +433,19 @@ def check_optimizer(run: Run) -> Problems:
         )
 
 
+def check_mup(run: Run) -> Problems:
+    """Check that muP is defined for the optimizer and the model of the job."""
+    arch = run.arch
+    if arch.mup_base_dim == arch.mup_base_head_dim == 0:
+        return
+    if run.job.optimizer.name in ("Muon", "SGD"):
+        text = "does not work with muP, which is defined for Adam. Use AdamW, AdamW8bit or Lion."
+        yield Problem("optimizer.name", text)
+    if arch.architecture != "llama":
+        text = "does not work with muP. Remove model.mup_base_dim and model.mup_base_head_dim."
+        yield Problem("model.architecture", text)
+
+
 def check_optimizer_groups(run: Run) -> Problems:
     """Check that each parameter is in exactly one optimizer group.
 
@@ -950,6 +963,7 @@ KEY_RULES = [
     Rule(check_memory_budget, ("activation_checkpoint", "compile")),
     Rule(check_profiling, ("profiling",)),
     Rule(check_optimizer, ("training", "optimizer", "metrics", "parallelism")),
+    Rule(check_mup, ("model", "optimizer")),
     Rule(check_optimizer_groups, ("model", "optimizer")),
     Rule(check_symmetric_memory, ("parallelism",)),
     Rule(

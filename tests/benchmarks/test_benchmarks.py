@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
+import mup  # noqa: E402  # pyright: ignore[reportMissingImports]
 import performance_page  # noqa: E402  # pyright: ignore[reportMissingImports]
 import planner  # noqa: E402  # pyright: ignore[reportMissingImports]
 import runs  # noqa: E402  # pyright: ignore[reportMissingImports]
@@ -59,6 +60,17 @@ def shards(tmp_path_factory) -> Path:
     words = f"{sys.executable} -m titanlite prepare {source} --out {folder}/shards --workers 1"
     subprocess.run(words.split(), cwd=ROOT, check=True)
     return folder / "shards"
+
+
+def test_mup_keeps_coordinates_the_same_in_a_wider_model():
+    """Without muP, a model that is four times wider changes its logits more than twice as much."""
+    growth = {}
+    for with_mup in (True, False):
+        narrow, wide = (mup.measure_coordinates(width, with_mup) for width in (64, 256))
+        growth[with_mup] = {name: wide[name] / narrow[name] for name in narrow}
+
+    assert all(1 / mup.MAX_DRIFT < ratio < mup.MAX_DRIFT for ratio in growth[True].values())
+    assert growth[False]["logits"] > mup.MAX_DRIFT
 
 
 TINY = runs.Work(32, 1, 2, 1, 64, seq_len=32, batch_size=4, steps=5, threads=1)

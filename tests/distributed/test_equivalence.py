@@ -39,6 +39,7 @@ SAMPLE = (
         "pp2 1F1B, switches, documents",
         "tp2, switches, float8",
     ),
+    *("base of muP", "pp2 Interleaved1F1B, muP", "tp2, muP"),
     *("tp2, switches, documents, compile, AC op", "cp2, OLMo 2", "tp2, OLMo 2, compile, AC op"),
 )
 ROWS = {row.name: row for row in all_rows()}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import re
 from typing import Any, ClassVar, Literal
 
@@ -56,6 +57,8 @@ class Architecture:
     norm_placement: Literal["before", "after"] = "before"
     sliding_window: int = 0
     no_rope_interval: int = 0
+    mup_base_dim: int = 0
+    mup_base_head_dim: int = 0
     architecture: str = "llama"
 
     def __post_init__(self) -> None:
@@ -86,6 +89,39 @@ class Architecture:
     def kv_dim(self) -> int:
         """Total width of the keys of all heads, which equals the total width of the values."""
         return self.n_kv_heads * self.head_dim
+
+    def mup_factors(self, name: str, ndim: int) -> tuple[float, float]:
+        """Return the factors of muP for the initial values and the learning rate of a parameter.
+
+        This is muP for Adam in the form of table 3 of Tensor Programs V
+        (https://arxiv.org/abs/2203.03466), relative to a base model. For a model that is m times
+        wider than the base, the factors are:
+
+        - matrices of blocks: 1 / sqrt(m) and 1 / m
+        - output matrix: 1 / m and 1 / m
+        - embedding, norms and biases: 1 and 1
+
+        The paper also multiplies attention scores by sqrt(base head_dim) / head_dim, and the output
+        by 1 / m if the embedding is tied. Adam trains the same function if such a multiplier scales
+        the initial values and the learning rate of a parameter instead. Here, it scales those of
+        the queries and of the final norm, so the forward pass does not depend on muP.
+
+        Args:
+            name: Name of the parameter, for example "layers.3.attention.wo.weight".
+            ndim: Number of dimensions of the parameter.
+        """
+        width_ratio = (self.mup_base_dim or self.dim) / self.dim  # 1 / m
+        head_ratio = (self.mup_base_head_dim or self.head_dim) / self.head_dim
+        # A norm undoes the scale of its input, so a norm of the queries gets their factor.
+        queries = "attention.wq." if self.qk_norm == "none" else "attention.q_norm."
+        output = "norm.weight" if self.tied_embeddings else "output.weight"
+
+        is_hidden = ndim >= 2 and name.startswith("layers.")
+        lr_factor = width_ratio if is_hidden or name == output else 1.0
+        if queries in name:
+            lr_factor *= math.sqrt(head_ratio)
+        init_factor = lr_factor / math.sqrt(width_ratio) if is_hidden else lr_factor
+        return init_factor, lr_factor
 
     def attended(self, seq_len: int) -> float:
         """Return the mean number of tokens to which a token attends, with a causal mask.

@@ -215,6 +215,8 @@ class Model(Section):
         "norm_placement",
         "sliding_window",
         "no_rope_interval",
+        "mup_base_dim",
+        "mup_base_head_dim",
     )
 
     architecture: Annotated[str, ARCHITECTURES] = "llama"
@@ -271,6 +273,12 @@ class Model(Section):
     Mistral 7B. 0: all preceding tokens."""
     no_rope_interval: NonNegativeInt | None = None
     """Every n-th block has no RoPE, as in SmolLM3, where n is 4. 0: all blocks have it."""
+    mup_base_dim: NonNegativeInt | None = None
+    """Value of dim for which optimizer.lr was tuned. Initial weights and learning rates are scaled
+    from it to dim by muP. 0: no muP."""
+    mup_base_head_dim: NonNegativeInt | None = None
+    """Value of head_dim for which optimizer.lr was tuned, to scale attention by muP. 0: the same
+    head_dim."""
 
 
 class TokenizerOptions(Section):

@@ -412,20 +412,22 @@ class Llama(nn.Module):
         for name, parameter in self.named_parameters():
             full_device = device or parameter.device
             full = torch.empty(parameter.shape, device=full_device, dtype=torch.float32)
+            init_factor, _ = self.arch.mup_factors(name, full.ndim)
             is_bias_or_norm = full.ndim == 1
             if is_bias_or_norm:
-                nn.init.constant_(full, self.norm_start if "norm" in name else 0.0)
+                start = self.norm_start if "norm" in name else 0.0
+                nn.init.constant_(full, start * init_factor)
             else:
                 # Hash the seed of the run and the name to a seed of less than 64 bits.
                 digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
                 parameter_seed = int.from_bytes(digest[:7], "big")
                 generator = torch.Generator(full.device).manual_seed(parameter_seed)
-                truncated_normal_(full, self.init_std(name), generator)
+                truncated_normal_(full, self.init_std(name) * init_factor, generator)
             with torch.no_grad():
                 assign(parameter, full)
 
     def init_std(self, name: str) -> float:
-        """Return the standard deviation of the initial values of a matrix.
+        """Return the standard deviation of the initial values of a matrix, before muP scales it.
 
         - Embeddings have unit variance, so that the outputs of the first blocks do not dominate
           them.

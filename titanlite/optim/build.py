@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titanlite.config import schema
+from titanlite.config.flavors import Architecture
 from titanlite.config.registry import OPTIMIZERS
 from titanlite.optim.adamw import SGD, AdamW, Lion
 from titanlite.optim.muon import Muon
@@ -67,12 +68,14 @@ def build_optimizer(
     compiled: bool = False,
     ranks: dist.ProcessGroup | None = None,
     job: object = None,
+    arch: Architecture | None = None,
 ) -> torch.optim.Optimizer:
     """Build the optimizer that `config.name` selects, for all parameters of a model.
 
     Call it after sharding, because the state gets the dtype, device and layout of the parameters.
     Norms have no weight decay, and neither does the embedding if `config.decay_embeddings` is
-    false, unless a table of `config.groups` sets one.
+    false, unless a table of `config.groups` sets one. muP scales the learning rate of a parameter,
+    and divides its weight decay by the same factor, so their product does not change.
 
     Args:
         model: Sharded model with the parameter names of the whole model.
@@ -80,6 +83,7 @@ def build_optimizer(
         compiled: Whether to compile the update.
         ranks: Ranks that hold shards of the same parameters. None means the world.
         job: The whole job, in which the optimizer of a plugin may have its own section.
+        arch: Architecture of the model, which determines the learning rates of muP. None: no muP.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     recipe = Recipe(config, names, compiled, ranks)
@@ -99,6 +103,10 @@ def build_optimizer(
                 lr_factor = table.lr_factor
                 if table.weight_decay is not None:
                     weight_decay = table.weight_decay
+        if arch is not None:
+            _, mup_factor = arch.mup_factors(name, parameter.ndim)
+            lr_factor *= mup_factor
+            weight_decay /= mup_factor
         members.setdefault((lr_factor, weight_decay), []).append(parameter)
 
     groups = [

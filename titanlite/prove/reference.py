@@ -286,4 +286,5 @@ def _get_lr_and_decay(run: Run, step: int, name: str, ndim: int) -> tuple[float,
             lr *= group.lr_factor
             if group.weight_decay is not None:
                 weight_decay = group.weight_decay
-    return lr, weight_decay
+    _, mup_factor = run.arch.mup_factors(name, ndim)
+    return lr * mup_factor, weight_decay / mup_factor

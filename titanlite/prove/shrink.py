@@ -224,6 +224,9 @@ def shrink_model(original: Run, layout: Run) -> tuple[Model, list[str]]:
         "ffn_dim": ffn_dim,
         "vocab_size": vocab_size,
         "sliding_window": window,
+        # The ratios to the base model determine the learning rates.
+        "mup_base_dim": math.ceil(dim * arch.mup_base_dim / arch.dim),
+        "mup_base_head_dim": math.ceil(head_dim * arch.mup_base_head_dim / arch.head_dim),
     }
     return job.model.model_copy(update=sizes), not_kept
 

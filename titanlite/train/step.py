@@ -88,6 +88,7 @@ class TrainStep:
             self._compiles_optimizer,
             self._mesh.stage_group,
             self._job,
+            self.model.arch,
         )
         if self._job.parallelism.memory_savers != "none":
             allocate_moments(optimizer)
