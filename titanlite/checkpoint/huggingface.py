@@ -115,9 +115,7 @@ def check_tensors(
         UserError: If the width cannot be divided into heads, or if tensors are missing, unexpected,
             or have another shape or dtype. The message lists all of them.
     """
-    if arch.head_dim % 2 or arch.n_heads % arch.n_kv_heads:
-        heads = f"{arch.n_heads} heads of even width and {arch.n_kv_heads} key/value heads"
-        raise UserError(f"{folder}: a width of {arch.dim} cannot be divided into {heads}.")
+    _check_heads(folder, arch)
 
     # Compare the names, shapes and dtypes, and list all differences in one error.
     shapes = parameter_shapes(arch)
@@ -136,6 +134,17 @@ def check_tensors(
         _, dtype = tensors[to_stored_name(name)]
         dtypes[name] = dtype
     return dtypes
+
+
+def _check_heads(folder: Path, arch: Architecture) -> None:
+    """Check that attention heads have an even width, as RoPE needs, and form equal groups.
+
+    Raises:
+        UserError: If they do not. The message contains the folder.
+    """
+    if arch.head_dim % 2 or arch.n_heads % arch.n_kv_heads:
+        heads = f"{arch.n_heads} heads of even width and {arch.n_kv_heads} key/value heads"
+        raise UserError(f"{folder}: a width of {arch.dim} cannot be divided into {heads}.")
 
 
 def checkpoint_weights(path: Path, averaged: bool = False) -> Weights:

@@ -509,15 +509,18 @@ class Mirror:
         self._list_mirror()
         self._check_run(run_id)
 
-        # Never overwrite other files than those of an interrupted copy by this run.
-        if name in self._manifests:
-            if self._storage.cat_file(f"{folder}/{MANIFEST}") == manifest:
-                return False
-            is_final = path.parent != self._folder
-            if not is_final:  # only `final` is written again with the same name
-                problem = f"{folder} has other content. The run may have been started twice"
-                fix = "Stop one of them, or choose another checkpoint.mirror."
-                raise UserError(f"{problem}. {fix}")
+        is_mirrored = name in self._manifests
+        if is_mirrored and self._storage.cat_file(f"{folder}/{MANIFEST}") == manifest:
+            return False
+
+        # Replace only a checkpoint in `final`, which a later end of the run writes again, and
+        # files that an interrupted copy by this run has left.
+        is_final = path.parent != self._folder
+        if is_mirrored and not is_final:
+            problem = f"{folder} has other content. The run may have been started twice"
+            fix = "Stop one of them, or choose another checkpoint.mirror."
+            raise UserError(f"{problem}. {fix}")
+        if is_mirrored:
             self._remove(name)
         elif not self._may_write(name, entries, run_id):
             problem = f"{folder} contains files that this run did not write"
