@@ -223,6 +223,7 @@ def describe_environment(trainer: Trainer) -> dict[str, Any]:
     else:
         device_name = platform.processor() or platform.machine()
 
+    # A replay cannot reproduce steps with these plugins.
     plugins = [
         hook.name or type(hook).__name__ for hook in trainer.hooks if _may_change_results(hook)
     ]

@@ -102,6 +102,7 @@ class TokenFile:
         if self.ends is not None:
             return self.ends
 
+        # Scan the file in blocks. `position` is the number of ids before the block.
         ends = []
         position = 0
         with self.file.open(_SCAN_BYTES) as stream:
@@ -113,6 +114,7 @@ class TokenFile:
         if not any(map(len, ends)):
             problem = f"{self.file.path} does not contain the id {tokenizer.eos_id}"
             raise UserError(f"{problem}, with which {tokenizer.path} ends documents. {_REMEDY}")
+        # The last document may have no EOS.
         return np.union1d(np.concatenate(ends), position)
 
 
@@ -151,6 +153,7 @@ class TokenFiles(TokenSource):
         self._tokenizer_path = tokenizer.path
         self._has_holdout = holdout > 0
 
+        # Find the documents. The fingerprint covers their ends and samples of their ids.
         digest = xxhash.xxh3_128(hash_samples(self.files, self.column).encode())
         self._ends = [tokens.find_ends(tokenizer) for tokens in self._token_files]
         for tokens, ends in zip(self._token_files, self._ends, strict=True):
@@ -160,6 +163,7 @@ class TokenFiles(TokenSource):
         self._first = list(accumulate(map(len, self._ends), initial=0))
         self.num_documents = self.num_units = self._first[-1]
 
+        # Read a sample, which also checks its ids. Warn if none of its documents ends with EOS.
         last_ids = [self.record(index).tokens[-1:] for index in self.sample()]
         if tokenizer.eos_id not in np.concatenate(last_ids):
             problem = f"No document in a sample of {self.name} ends with the id {tokenizer.eos_id}"
@@ -222,6 +226,8 @@ def _open_token_file(file: File, dtype: str | None) -> TokenFile:
 
 def _open_megatron(file: File, dtype: str | None) -> TokenFile:
     """Open a .bin file of Megatron, whose .idx file contains the documents and the data type."""
+    # The index has a header, the lengths of all sequences (4 bytes each), their positions in the
+    # .bin file (8 bytes), and the number of sequences before each document (8 bytes).
     index = make_file(file.path.with_suffix(".idx"))
     raw = index.read()
     if not raw.startswith(_MEGATRON_START) or len(raw) < _MEGATRON_HEADER_BYTES:
@@ -236,7 +242,8 @@ def _open_megatron(file: File, dtype: str | None) -> TokenFile:
     lengths = np.frombuffer(raw, "<i4", num_sequences, _MEGATRON_HEADER_BYTES)
     bounds = np.frombuffer(raw, "<i8", num_bounds, bounds_start)
 
-    # The sequences of a document, such as its sentences, are joined.
+    # Join the sequences of each document, such as its sentences. For example, with sequences of 3,
+    # 4 and 5 tokens and the bounds 0, 2 and 3, the documents end after 7 and 12 tokens.
     sequence_ends = np.cumsum(np.append(0, lengths), dtype=np.int64)
     ends = sequence_ends[bounds[1:].clip(0, num_sequences)]
     return TokenFile(file, np.dtype(_MEGATRON_DTYPES[code]), index=index, ends=ends)
