@@ -104,6 +104,7 @@ training.steps = 5 ; training.tokens = "1B" => training.steps = 5 is not used wi
 training.tokens = "1B" ; training.tokens_per_parameter = 20 =>
 training.tokens_per_parameter = 0.0 =>
 training.tokens_per_parameter = 1e-9 =>
+training.tokens_per_parameter = 1e308 =>
 checkpoint.interval = "1K" =>
 checkpoint.interval = "500" =>
 validation.freq = "1K" ; validation.holdout = 0.1 =>

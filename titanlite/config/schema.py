@@ -312,7 +312,7 @@ class Training(Section):
     tokens: Tokens | None = None
     """Number of training tokens instead of steps, such as "10B". It is converted to whole steps,
     rounded down."""
-    tokens_per_parameter: PositiveFloat | None = None
+    tokens_per_parameter: Annotated[float, Field(gt=0.0, le=1e6)] | None = None
     """Number of training tokens divided by the number of model parameters, instead of steps. 20 is
     compute-optimal according to Chinchilla."""
     seq_len: PositiveInt = 2048
