@@ -8,12 +8,14 @@ from data_helpers import (
     jsonl_dataset,
     make_dataset,
     make_loader,
+    make_run,
     some_texts,
     write_jsonl,
     write_megatron,
     write_parquet,
 )
 
+from titanlite.commands.data import show_step
 from titanlite.config.errors import UserError
 from titanlite.config.schema import Dataset, DataSource
 
@@ -86,6 +88,15 @@ def test_a_mixture_with_masks_predicts_and_resumes_only_their_ranges(
         expected[:, 1].masked_fill_(has_mark, -100)
         assert has_mark.any()
         assert torch.equal(batch, expected)
+
+
+def test_data_show_prints_the_number_of_tokens_that_do_not_count(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", ["word " * 20] * 9, mask=[[[0, 5]]] * 9)
+    keys = {"loss_mask_column": "mask", "packing": "best_fit"}
+    dataset = make_dataset("jsonl", tmp_path / "a.jsonl", **keys)
+    shown = show_step(make_run(dataset, seq_len=64), 1, 0)
+    num_ignored = len(TOKENIZER.encode("word " * 19)) + 1  # with EOS
+    assert f"--- {num_ignored} of" in shown
 
 
 def test_parquet_and_compressed_lines_have_the_same_labels(tmp_path):

@@ -113,7 +113,10 @@ def show_step(run: Run, step: int, index: int | None = None) -> str:
             location = source.where(part, document)
             lines.append(f"--- {location}, tokens {offset} to {offset + length - 1}")
             tokens = sequence.tokens[start : start + length].tolist()
-            # The ids of tokens that do not count in the loss are stored as their complements.
+            # An id t that does not count in the loss is stored as its complement ~t.
+            num_ignored = sum(token < 0 for token in tokens)
+            if num_ignored:
+                lines.append(f"--- {num_ignored} of these tokens do not count in the loss")
             lines.append(tokenizer.decode([max(token, ~token) for token in tokens]))
             start += length
         num_padding = len(sequence.tokens) - start
