@@ -126,6 +126,7 @@ LARGE = options("model.vocab_size = 32_000")
 """4 million gradients. Adding their squares one after the other would lose precision."""
 MUP = options("model.mup_base_dim = 16", "model.mup_base_head_dim = 2")
 BASE_OF_MUP = options("model.mup_base_dim = 64", "model.mup_base_head_dim = 8")
+WINDOWS = options("model.sliding_window = 12", "model.full_attention_interval = 2")
 SWITCHES = {  # features of other model families
     "switches": options(
         "model.head_dim = 16",
@@ -265,6 +266,7 @@ def all_rows() -> list[Row]:
     """Return all rows, each after its reference."""
     one = layout(batch=8)
     alone = {"documents": DOCUMENTS, "tied": TIED, "vocabulary of 32,000": LARGE, "muP": MUP}
+    alone["windows"] = WINDOWS
     references = alone | {name: overrides for name, (overrides, _) in PRECISION.items()}
     rows = [Row("one process", 1, one)]
     rows += [Row(name, 1, merge(one, extra), name) for name, extra in references.items()]
@@ -282,6 +284,7 @@ def all_rows() -> list[Row]:
             ("tp2", "cp2", "pp2 1F1B", "pp2 x cp2", "cp2 x tp2", "pp2 x cp2 x tp2"),
         ),
         ("tied", EXACT, ("fsdp2", "fsdp4", "tp2", "cp2", "fsdp2 x tp2")),
+        ("windows", EXACT, ("fsdp2", "tp2", "cp2", "pp2 1F1B", "pp2 x cp2 x tp2")),
         ("vocabulary of 32,000", LARGE_SUMS, ("fsdp2", "tp2", "fsdp4", "pp2 x fsdp2")),
         ("muP", EXACT, ("fsdp2", "tp2", "cp2", "pp2 Interleaved1F1B", "fsdp2 x tp2")),
     ):
@@ -296,6 +299,7 @@ def all_rows() -> list[Row]:
     memory_budget = options("activation_checkpoint.mode = 'memory_budget'")
     for name, extra, reference in (
         ("tied", TIED, "tied"),
+        ("windows", WINDOWS, "windows"),
         ("documents", DOCUMENTS, "documents"),
         ("AC every 2nd block", SCHEDULING["AC every 2nd block"], "one process"),
         ("AC memory budget", memory_budget, "one process"),

@@ -123,6 +123,7 @@ float8.enable_fsdp_float8_all_gather = true ; float8.recipe_name = "rowwise" => 
 float8.precompute_float8_dynamic_scale_for_fsdp = true =>
 optimizer.stochastic_rounding = true =>
 parallelism.enable_async_tensor_parallel = true =>
+model.full_attention_interval = 4 =>
 parallelism.pipeline_parallel_split_points = ["layers.2"] =>
 profiling.profiler_ranks = [1] =>
 checkpoint.folder = "/etc/passwd" =>

@@ -353,15 +353,20 @@ def _next_logits(
             num_cached = cache[0].length
             index_S = torch.arange(num_cached + chunk_BT.shape[1], device=device)
             index_T = index_S[num_cached:]
-            mask_BTS = _attention_mask(index_T, index_S, padding_B, model.arch.sliding_window)
+            mask_BTS, full_mask_BTS = (
+                _attention_mask(index_T, index_S, padding_B, window)
+                for window in (model.arch.sliding_window, 0)
+            )
             # Positions for RoPE start after the padding.
             positions_BT = (index_T - padding_B[:, None]).clamp(min=0)
-            logits_BTV = model(chunk_BT, positions_BT, mask_BTS[:, None], cache)
+            logits_BTV = model(
+                chunk_BT, positions_BT, mask_BTS[:, None], cache, full_mask=full_mask_BTS[:, None]
+            )
     return logits_BTV[:, -1].float().cpu()
 
 
 def _attention_mask(
-    index_T: Tensor, index_S: Tensor, padding_B: Tensor, sliding_window: int | None
+    index_T: Tensor, index_S: Tensor, padding_B: Tensor, sliding_window: int
 ) -> Tensor:
     """Return a boolean mask of the keys that each query attends to, shape (B, T, S).
 
@@ -369,7 +374,7 @@ def _attention_mask(
         index_T: Positions of the queries in the padded sequence.
         index_S: Positions of the keys in the padded sequence.
         padding_B: Number of padding positions at the front of each sequence.
-        sliding_window: Number of latest positions that a query attends to. None or 0: all.
+        sliding_window: Number of latest positions that a query attends to. 0: all.
     """
     # Attend to the token itself and to earlier ones, but not to padding.
     distance_TS = index_T[:, None] - index_S

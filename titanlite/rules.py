@@ -636,6 +636,12 @@ def check_effects(run: Run) -> Problems:
             "tensor parallelism and a compiled model",
         ),
         (
+            "model.full_attention_interval",
+            run.arch.full_attention_interval,
+            run.arch.sliding_window,
+            "model.sliding_window",
+        ),
+        (
             "parallelism.pipeline_parallel_split_points",
             parallelism.pipeline_parallel_split_points,
             has_pipeline,
@@ -978,6 +984,7 @@ KEY_RULES = [
             "training",
             "parallelism",
             "compile",
+            "model",
         ),
     ),
 ]

@@ -24,6 +24,7 @@ SAMPLE = (
     *("fsdp2", "tp2", "cp2", "pp2 1F1B", "pp2 ZBVZeroBubble", "cp2, documents", "tp2, tied"),
     *("fsdp4, vocabulary of 32,000", "tp2, OLMo 2, float8", "fsdp2, OLMo 2, float8"),
     *("hsdp 2x2", "fsdp2, accumulation 4", "fsdp2, tied", "fsdp4, tied"),
+    *("cp2, windows", "pp2 1F1B, windows"),
     "fsdp2, CPU offload, accumulation 4, each reduced",
     *(
         "fsdp2, accumulation 4, each reduced",

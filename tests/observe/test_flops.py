@@ -22,6 +22,8 @@ def test_tiny_model_by_hand():
     assert flops_per_token(TINY, seq_len=10) == matmuls + 3 * 6 * 10 * 8
     windowed = replace(TINY, sliding_window=5)  # 3.75 keys a query, not 5
     assert flops_per_token(windowed, seq_len=10) == matmuls + 3 * 6 * 7.5 * 8
+    mixed = replace(windowed, full_attention_interval=3)  # block 2 attends to all tokens
+    assert flops_per_token(mixed, seq_len=10) == matmuls + 12 * (2 * 3.75 + 5) * 8
     assert flops_per_token(TINY, seq_len=10, is_causal=False) == matmuls + 3 * 12 * 10 * 8
     assert flops_per_token(windowed, seq_len=10, is_causal=False) == matmuls + 3 * 12 * 5 * 8
 

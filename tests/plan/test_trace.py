@@ -189,6 +189,17 @@ def test_all_flops_of_a_step_are_counted():
     assert sum(work.flops for work in counted.work) == pytest.approx(expected, rel=0.05)
 
 
+@pytest.mark.parametrize("options", ["", f" ; {COMPILED}"])
+def test_only_the_visible_scores_of_blocks_with_a_window_are_counted(options):
+    windows = "model.sliding_window = 8 ; model.full_attention_interval = 2"
+    run = tiny_run(windows + options, 1)
+    (rank_trace,) = trace_run(run, find_gpu("H100"))
+    flops = sum(work.flops for work in rank_trace.work if len(work.shape) == 5)
+    num_tokens = run.global_batch_size * run.job.training.seq_len
+    num_scores = num_tokens * run.arch.n_layers * run.arch.attended(run.job.training.seq_len)
+    assert flops == 14 * num_scores * run.arch.q_dim  # 2 matmuls forward and 5 backward
+
+
 @pytest.mark.parametrize("options", ["", f"{COMPILED} ; {FULL}"])
 def test_context_parallel_ranks_share_attention_and_its_recomputation(options):
     def count_attention_flops(ranks: int) -> int:

@@ -11,7 +11,14 @@ import math
 import re
 from typing import Any, ClassVar, Literal
 
-SWITCHES = ("qkv_bias", "qk_norm", "norm_placement", "sliding_window", "no_rope_interval")
+SWITCHES = (
+    "qkv_bias",
+    "qk_norm",
+    "norm_placement",
+    "sliding_window",
+    "full_attention_interval",
+    "no_rope_interval",
+)
 """Fields of `Architecture` in which other model families differ from Llama."""
 
 
@@ -56,6 +63,7 @@ class Architecture:
     qk_norm: Literal["none", "head", "projection"] = "none"
     norm_placement: Literal["before", "after"] = "before"
     sliding_window: int = 0
+    full_attention_interval: int = 0
     no_rope_interval: int = 0
     mup_base_dim: int = 0
     mup_base_head_dim: int = 0
@@ -123,16 +131,28 @@ class Architecture:
         init_factor = lr_factor / math.sqrt(width_ratio) if is_hidden else lr_factor
         return init_factor, lr_factor
 
-    def attended(self, seq_len: int) -> float:
-        """Return the mean number of tokens to which a token attends, with a causal mask.
+    def is_full_attention(self, layer: int) -> bool:
+        """Return whether `full_attention_interval` exempts block `layer` from the window."""
+        interval = self.full_attention_interval
+        return interval > 0 and (layer + 1) % interval == 0
 
-        This determines the FLOPs of attention. A sliding window reduces it.
+    def attended(self, seq_len: int, is_causal: bool = True) -> float:
+        """Return the number of tokens to which a token attends, in the mean over all blocks.
+
+        This determines the FLOPs of attention. Sliding windows reduce it.
 
         Args:
             seq_len: Sequence length in tokens.
+            is_causal: Whether tokens attend only to preceding tokens.
         """
-        window = min(seq_len, self.sliding_window or seq_len)
-        return window - window * window / (2 * seq_len)
+        total = 0.0
+        for layer in range(self.n_layers):
+            window = seq_len
+            if self.sliding_window and not self.is_full_attention(layer):
+                window = min(seq_len, self.sliding_window)
+            hidden = window * window / (2 * seq_len) if is_causal else 0
+            total += window - hidden
+        return total / self.n_layers
 
     @property
     def block_matrices(self) -> int:

@@ -214,6 +214,7 @@ class Model(Section):
         "qk_norm",
         "norm_placement",
         "sliding_window",
+        "full_attention_interval",
         "no_rope_interval",
         "mup_base_dim",
         "mup_base_head_dim",
@@ -271,6 +272,8 @@ class Model(Section):
     sliding_window: NonNegativeInt | None = None
     """Number of most recent tokens that a token attends to, itself included, as in the first
     Mistral 7B. 0: all preceding tokens."""
+    full_attention_interval: NonNegativeInt | None = None
+    """Every n-th block has no sliding window, as in OLMo 3, where n is 4. 0: all blocks have it."""
     no_rope_interval: NonNegativeInt | None = None
     """Every n-th block has no RoPE, as in SmolLM3, where n is 4. 0: all blocks have it."""
     mup_base_dim: NonNegativeInt | None = None

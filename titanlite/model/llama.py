@@ -330,6 +330,7 @@ class Llama(nn.Module):
         mask: Tensor | BlockMask | None = None,
         cache: Sequence[LayerCache] | None = None,
         head: Head = F.linear,
+        full_mask: Tensor | BlockMask | None = None,
     ) -> Tensor:
         """Compute logits (B, T, V) from token ids (B, T), or apply another head such as the loss.
 
@@ -344,6 +345,8 @@ class Llama(nn.Module):
                 `attention.document_mask`. S includes the tokens in the cache. By default attention
                 is causal, with the sliding window of the model. A mask that you pass must include
                 the sliding window itself.
+            full_mask: Mask without the window, for the blocks that `full_attention_interval`
+                selects. If you pass `mask` to such a model, pass both.
             cache: Keys and values of earlier tokens for generation, one `LayerCache` per block.
                 Each is extended by T tokens.
             head: Function that computes the result from the hidden states (B, T, C) and the output
@@ -354,12 +357,16 @@ class Llama(nn.Module):
         num_cached = 0 if cache is None else cache[0].length
         if positions is None:
             positions = torch.arange(num_cached, num_cached + num_tokens, device=tokens.device)
-        window = self.arch.sliding_window
-        if mask is None and (cache is not None or window):
-            mask = causal_mask(num_tokens, num_cached + num_tokens, window, tokens.device)
+        arch = self.arch
+        num_keys = num_cached + num_tokens
+        window = arch.sliding_window
+        if mask is None and (cache is not None or 0 < window < num_tokens):
+            mask = causal_mask(num_tokens, num_keys, window, tokens.device)
+        if full_mask is None and cache is not None and arch.full_attention_interval:
+            full_mask = causal_mask(num_tokens, num_keys, 0, tokens.device)
 
         # Not a registered buffer: casting the model to bfloat16 would round the frequencies.
-        frequencies = rope_frequencies(self.arch, tokens.device)
+        frequencies = rope_frequencies(arch, tokens.device)
         angles = positions[..., None, None].float() * frequencies  # (T, 1, D / 2)
         cos, sin = angles.cos(), angles.sin()
 
@@ -367,16 +374,18 @@ class Llama(nn.Module):
         if self.tok_embeddings is not None:
             x = self.embed(self.tok_embeddings(tokens))  # (B, T, C)
 
-        interval = self.arch.no_rope_interval
+        interval = arch.no_rope_interval
         if interval:
             # Zero angles make RoPE the identity, so NoPE layers compile to the same graph.
             no_cos, no_sin = torch.ones_like(cos), torch.zeros_like(sin)
         caches = cache or [None] * len(self.layers)
         for (name, block), layer_cache in zip(self.layers.items(), caches, strict=True):
-            if interval and (int(name) + 1) % interval == 0:
-                x = block(x, no_cos, no_sin, mask, layer_cache)
+            layer = int(name)
+            block_mask = full_mask if arch.is_full_attention(layer) else mask
+            if interval and (layer + 1) % interval == 0:
+                x = block(x, no_cos, no_sin, block_mask, layer_cache)
             else:
-                x = block(x, cos, sin, mask, layer_cache)
+                x = block(x, cos, sin, block_mask, layer_cache)
 
         if self.norm is None:
             return x

@@ -51,10 +51,7 @@ def flops_per_token(arch: Architecture, seq_len: int, is_causal: bool = True) ->
         is_causal: Whether to leave out the scores that the causal mask hides. The PaLM paper
             (2204.02311, appendix B), torchtitan and nanochat count them.
     """
-    num_keys = arch.attended(seq_len)
-    if not is_causal:
-        num_keys = min(seq_len, arch.sliding_window or seq_len)
-    attention = 12 * arch.n_layers * num_keys * arch.q_dim
+    attention = 12 * arch.n_layers * arch.attended(seq_len, is_causal) * arch.q_dim
     return float(6 * _matmul_params(arch) + attention)
 
 

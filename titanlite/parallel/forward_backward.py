@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from titanlite.config.flavors import Architecture
 from titanlite.config.run import Run
 from titanlite.model.attention import document_mask
 from titanlite.model.microbatch import IGNORE_INDEX, Microbatch
@@ -30,6 +31,7 @@ from titanlite.parallel.pipeline import build_schedule, forward_only
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
+    from torch.nn.attention.flex_attention import BlockMask
 
 ScaledLoss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """Function that computes a loss, such as `Loss.__call__`.
@@ -115,7 +117,7 @@ class ForwardBackward:
         self._model = model.whole
         self._mesh = mesh
         self._device = device
-        self._window = run.arch.sliding_window
+        self._arch = run.arch
 
         recipe = LossRecipe(run.job.training.z_loss, run.compiles("loss"), mesh.tensor)
         self.loss_fn: ScaledLoss = build_loss(run.job, recipe)
@@ -174,7 +176,7 @@ class ForwardBackward:
         self, microbatch: Microbatch, loss_fn: ScaledLoss, num_valid_tokens: Tensor
     ) -> Tensor:
         """Return the summed loss of one microbatch, divided by `num_valid_tokens`."""
-        inputs = local_inputs([microbatch], self._mesh, self._window)
+        inputs = local_inputs([microbatch], self._mesh, self._arch)
         head = LossHead(inputs.labels, NormalizedLoss(loss_fn, num_valid_tokens))
         return self._model(inputs.tokens, head=head, **inputs.attention)
 
@@ -271,7 +273,7 @@ class PipelineForwardBackward(ForwardBackward):
             loss_fn: Function that returns a scaled sum of token losses.
             num_valid_tokens: Divisor of the loss, a scalar on the device.
         """
-        tokens, labels, attention = local_inputs(microbatches, self._mesh, self._window)
+        tokens, labels, attention = local_inputs(microbatches, self._mesh, self._arch)
         # A later stage cannot derive the positions, because its input may be sharded along T.
         attention.setdefault("positions", _default_positions(tokens))
         head = LossHead(labels, NormalizedLoss(loss_fn, num_valid_tokens))
@@ -318,8 +320,8 @@ class LocalInputs(NamedTuple):
     Attributes:
         tokens: Token ids, shape (B, T).
         labels: Labels, shape (B, T).
-        attention: Keyword arguments for `Llama.forward`: `positions` and `mask`, each only if the
-            model needs it.
+        attention: Keyword arguments for `Llama.forward`: `positions`, `mask` and `full_mask`, each
+            only if the model needs it.
     """
 
     tokens: Tensor
@@ -327,13 +329,13 @@ class LocalInputs(NamedTuple):
     attention: dict[str, Any]
 
 
-def local_inputs(microbatches: Sequence[Microbatch], mesh: Mesh, window: int) -> LocalInputs:
+def local_inputs(microbatches: Sequence[Microbatch], mesh: Mesh, arch: Architecture) -> LocalInputs:
     """Concatenate microbatches and select this rank's part of each sequence.
 
     Args:
         microbatches: Microbatches that all have, or all lack, `document_ids` and `positions`.
         mesh: Layout of the ranks. With `mesh.context`, each rank gets two chunks of each sequence.
-        window: Number of tokens that a token attends to (sliding window attention), or 0 for all.
+        arch: Architecture of the model, which has sliding windows or not.
     """
     tokens = _concatenate(microbatches, "input_ids")  # (B, T)
     labels = _concatenate(microbatches, "labels")
@@ -344,28 +346,40 @@ def local_inputs(microbatches: Sequence[Microbatch], mesh: Mesh, window: int) ->
     if microbatches[0].document_ids is not None:
         document_ids = _concatenate(microbatches, "document_ids")
         positions = _concatenate(microbatches, "positions")
-    elif 0 < window < tokens.shape[1]:
-        document_ids = torch.zeros_like(tokens)  # each sequence is one document
 
     # With context parallelism, this rank's queries attend to the keys of whole sequences. So build
-    # the mask for whole sequences, and then select this rank's part of everything else.
-    mask = None
+    # the masks for whole sequences, and then select this rank's part of everything else.
+    masks = {"mask": _build_mask(tokens, document_ids, mesh, arch.sliding_window)}
+    if arch.full_attention_interval:
+        masks["full_mask"] = _build_mask(tokens, document_ids, mesh, window=0)
     if mesh.context is not None:
-        mask = context_mask(tokens, document_ids, mesh.context, window)
         if positions is None:
             positions = _default_positions(tokens)
         positions = local_chunks(positions, mesh.context)
         labels = local_chunks(labels, mesh.context)
         tokens = local_chunks(tokens, mesh.context)
-    elif document_ids is not None:
-        mask = document_mask(document_ids, window)
 
-    attention: dict[str, Any] = {}
-    if positions is not None:
-        attention["positions"] = positions
-    if mask is not None:
-        attention["mask"] = mask
+    candidates = {"positions": positions, **masks}
+    attention = {name: value for name, value in candidates.items() if value is not None}
     return LocalInputs(tokens, labels, attention)
+
+
+def _build_mask(
+    tokens: Tensor, document_ids: Tensor | None, mesh: Mesh, window: int
+) -> Tensor | BlockMask | None:
+    """Build the mask of this rank's queries, or return None if attention is causal.
+
+    Args:
+        tokens: Token ids of whole sequences, shape (B, T).
+        document_ids: Document of each token, shape (B, T), or None.
+        mesh: Layout of the ranks.
+        window: Number of tokens that a token attends to, including itself. 0 means all.
+    """
+    if document_ids is None and 0 < window < tokens.shape[1]:
+        document_ids = torch.zeros_like(tokens)  # each sequence is one document
+    if mesh.context is not None:
+        return context_mask(tokens, document_ids, mesh.context, window)
+    return None if document_ids is None else document_mask(document_ids, window)
 
 
 def _concatenate(microbatches: Sequence[Microbatch], field: str) -> Tensor:

@@ -111,7 +111,8 @@ def parallelize(
 def checkpoint_and_compile(model: Llama, mesh: Mesh, run: Run) -> None:
     """Apply activation checkpointing and `torch.compile` to the blocks, if the job enables them.
 
-    All blocks share one compiled graph, because they have the same code and shapes.
+    All blocks share one compiled graph, because they have the same code and shapes. If only some
+    of them have a sliding window, there are two graphs, one for each kind of mask.
 
     Args:
         model: Model before FSDP, modified in place.

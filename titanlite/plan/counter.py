@@ -383,7 +383,7 @@ class Counter(TorchDispatchMode):
         inputs = _find_tensors(args)
         if op in MATMULS and "add" in op:
             inputs = inputs[1:3]  # the summand may have another dtype
-        shape, flops = _count_flops(op, inputs)
+        shape, flops = _count_flops(op, inputs, int(kwargs.get("scale") or 0))
         floating = [tensor for tensor in inputs if tensor.is_floating_point()]
         dtypes = [tensor.dtype for tensor in (*floating, *inputs)]
         dtype = dtypes[0] if dtypes else torch.float32
@@ -552,12 +552,13 @@ def _count_traffic(
     return num_bytes
 
 
-def _count_flops(op: str, inputs: Sequence[Tensor]) -> tuple[tuple[int, ...], int]:
+def _count_flops(op: str, inputs: Sequence[Tensor], window: int) -> tuple[tuple[int, ...], int]:
     """Count the FLOPs of a matmul or an attention operator.
 
     Args:
         op: Operator without "aten::", such as "mm".
         inputs: Tensor arguments, starting with the factors of a matmul.
+        window: Sliding window of flex attention, or 0; see `simulate.simulate_gpu`.
 
     Returns:
         The shape, (m, k, n) of a matmul or (batch, heads, queries, keys, head_dim) of attention,
@@ -574,13 +575,13 @@ def _count_flops(op: str, inputs: Sequence[Tensor]) -> tuple[tuple[int, ...], in
         query, key = inputs[1:3] if is_backward else inputs[:2]
         batch, heads, num_queries, head_dim = query.shape
         shape = (batch, heads, num_queries, key.shape[2], head_dim)
-        return shape, _attention_flops(op, shape, is_backward)
+        return shape, _attention_flops(op, shape, window, is_backward)
 
     return (), 0
 
 
-def _attention_flops(op: str, shape: tuple[int, ...], is_backward: bool) -> int:
-    """Return the FLOPs of causal attention, without scores that the causal mask hides.
+def _attention_flops(op: str, shape: tuple[int, ...], window: int, is_backward: bool) -> int:
+    """Return the FLOPs of causal attention, without scores that the mask hides.
 
     There are two matmuls in the forward pass and five in the backward pass, which recomputes the
     scores. The last query sees all keys. With context parallelism, which uses flex attention, the
@@ -589,12 +590,15 @@ def _attention_flops(op: str, shape: tuple[int, ...], is_backward: bool) -> int:
     Args:
         op: Operator without "aten::".
         shape: (batch, heads, queries, keys, head_dim).
+        window: Sliding window of flex attention, or 0.
         is_backward: Whether the operator is a backward pass.
     """
     num_queries, num_keys = shape[2:4]
-    num_hidden = num_keys if op in FLEX_OPS else num_queries  # keys hidden from the first query
-    flops_per_score = 10 if is_backward else 4
-    return math.prod(shape) * flops_per_score * (2 * num_keys - num_hidden) // (2 * num_keys)
+    flops = math.prod(shape) * (10 if is_backward else 4)  # without a mask
+    if op not in FLEX_OPS:
+        return flops * (2 * num_keys - num_queries) // (2 * num_keys)
+    window = min(window or num_keys, num_keys)
+    return flops * (2 * num_keys - window) * window // (2 * num_keys * num_keys)
 
 
 def plain_tensors(tensor: Any) -> Iterator[Tensor]:

@@ -51,9 +51,13 @@ def _cudnn_attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Ten
     return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True)[0]
 
 
-def _flex_attention(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
-    """Call flash attention in place of flex attention. It saves and returns equal tensors."""
-    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
+def _flex_attention(q: Tensor, k: Tensor, v: Tensor, block_mask: tuple[int], **_: Any) -> Tensor:
+    """Call flash attention in place of flex attention. It saves and returns equal tensors.
+
+    The scale of attention has no effect on a trace, so it passes the sliding window to the counter.
+    """
+    flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
+    return flash_attention(q, k, v, 0.0, True, scale=block_mask[0])[0]
 
 
 def _rms_norm(
@@ -65,9 +69,9 @@ def _rms_norm(
     return FusedRMSNorm.apply(x, weight)
 
 
-def _small_mask(*_: Any) -> tuple[()]:
-    """Return an empty value in place of a block mask, whose memory is negligible."""
-    return ()
+def _small_mask(*args: Any) -> tuple[int]:
+    """Return only the sliding window in place of a block mask, whose memory is negligible."""
+    return (args[-1],)
 
 
 @contextmanager

@@ -106,8 +106,8 @@ def trace_run(
 def _choose_ranks(run: Run, whole: bool) -> list[int]:
     """Return the ranks to trace, one for each kind of pipeline rank.
 
-    Pipeline ranks are of the same kind if their stages have equal numbers of blocks, and if both or
-    neither have the embedding and the output. The first of them holds the most microbatches at a
+    Pipeline ranks are of the same kind if their stages have equal blocks, and if both or neither
+    have the embedding and the output. The first of them holds the most microbatches at a
     time, so it needs the most memory.
 
     Args:
@@ -122,13 +122,14 @@ def _choose_ranks(run: Run, whole: bool) -> list[int]:
         return first_ranks
 
     # Pipeline rank -> a description of each of its stages
-    kinds: list[list[tuple[int, bool, bool]]] = [[] for _ in first_ranks]
+    kinds: list[list[tuple[list[bool], bool, bool]]] = [[] for _ in first_ranks]
     num_stages = len(run.stages)
     for stage, blocks in enumerate(run.stages):
         pipeline_rank = stage_rank(stage, num_stages, num_pipeline_ranks, schedule)
         has_embedding = stage == 0
         has_output = stage == num_stages - 1
-        kinds[pipeline_rank].append((len(blocks), has_embedding, has_output))
+        is_full = [run.arch.is_full_attention(block) for block in blocks]
+        kinds[pipeline_rank].append((is_full, has_embedding, has_output))
 
     # Keep the first rank of each kind.
     return [rank for i, rank in enumerate(first_ranks) if kinds[i] not in kinds[:i]]
@@ -139,7 +140,8 @@ def _count_removable_blocks(run: Run) -> int:
 
     The result is 0 in these cases:
 
-    - Blocks differ, because each n-th block is recomputed or Muon assigns their matrices to ranks.
+    - Blocks differ, because each n-th block is recomputed or has no sliding window, or Muon
+      assigns their matrices to ranks.
     - Blocks are so small that FSDP groups several of them.
     - A single rank keeps small blocks unsharded.
     """
@@ -147,7 +149,8 @@ def _count_removable_blocks(run: Run) -> int:
     recomputes_some = (
         checkpointing.mode == "selective" and checkpointing.selective_ac_option != "op"
     )
-    if recomputes_some or run.job.optimizer.name == "Muon":
+    has_pattern = recomputes_some or run.arch.full_attention_interval > 0
+    if has_pattern or run.job.optimizer.name == "Muon":
         return 0
 
     num_kept = 4  # both ends of a stage have blocks that differ from those in the middle

@@ -122,12 +122,12 @@ class ReferenceTrainer:
 
         num_valid_tokens = int((sequences["labels"] != IGNORE_INDEX).sum())
         part = {name: values[indices] for name, values in sequences.items()}
-        mask = None  # the model then attends causally
+        masks: dict[str, Tensor] = {}  # if empty, the model attends causally
         if "document_ids" in part or self._run.arch.sliding_window:
-            mask = _plain_mask(part, window)
+            masks = {"mask": _plain_mask(part, window), "full_mask": _plain_mask(part, 0)}
         with computing_in_float64():
             head = _loss_head(self._run, part["labels"], num_valid_tokens, z_loss)
-            loss = self.model(part["input_ids"], part.get("positions"), mask, head=head)
+            loss = self.model(part["input_ids"], part.get("positions"), head=head, **masks)
             loss.backward()
         gradients = {
             name: parameter.grad.clone()

@@ -212,7 +212,8 @@ def shrink_model(original: Run, layout: Run) -> tuple[Model, list[str]]:
     num_stages = pipeline * (1 if schedule in ONE_STAGE_A_RANK else 2)
     option = job.activation_checkpoint.selective_ac_option
     interval = 1 if option == "op" else int(option)
-    n_layers = min(arch.n_layers, max(2, num_stages, interval, arch.no_rope_interval))
+    pattern = max(arch.no_rope_interval, arch.full_attention_interval)
+    n_layers = min(arch.n_layers, max(2, num_stages, interval, pattern))
     vocab_size = TOY_VOCAB_SIZE + arch.vocab_size % tensor
     window = min(arch.sliding_window, WINDOW)
     sizes = {
