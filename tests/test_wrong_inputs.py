@@ -124,6 +124,8 @@ float8.precompute_float8_dynamic_scale_for_fsdp = true =>
 optimizer.stochastic_rounding = true =>
 parallelism.enable_async_tensor_parallel = true =>
 model.full_attention_interval = 4 =>
+model.rope_high_freq_factor = 1.0 =>
+model.rope_beta_fast = 1.0 ; model.rope_scaling = "yarn" =>
 parallelism.pipeline_parallel_split_points = ["layers.2"] =>
 profiling.profiler_ranks = [1] =>
 checkpoint.folder = "/etc/passwd" =>

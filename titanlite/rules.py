@@ -132,6 +132,13 @@ def check_model(run: Run) -> Problems:
     elif arch.n_heads % arch.n_kv_heads:
         yield Problem("model.n_kv_heads", f"must divide model.n_heads = {arch.n_heads}.")
 
+    fast, slow = "rope_high_freq_factor", "rope_low_freq_factor"
+    if arch.rope_scaling == "yarn":
+        fast, slow = "rope_beta_fast", "rope_beta_slow"
+    if getattr(arch, fast) <= getattr(arch, slow):
+        text = f"must be greater than model.{slow} = {getattr(arch, slow)}."
+        yield Problem(f"model.{fast}", text)
+
     if run.job.training.seq_len > arch.max_seq_len:
         yield Problem(
             "training.seq_len",

@@ -46,7 +46,8 @@ ARCHITECTURE = job_tables(
     "dim = 96 ; n_layers = 3 ; n_heads = 6 ; n_kv_heads = 3 ; ffn_dim = 100 ; vocab_size = 77 ; "
     "max_seq_len = 33 ; norm_eps = 1e-6 ; rope_theta = 123.0 ; rope_scaling_factor = 2.0 ; "
     "tied_embeddings = true ; rope_low_freq_factor = 1.5 ; rope_high_freq_factor = 5.0 ; "
-    "rope_original_max_seq_len = 16 ; head_dim = 24 ; qkv_bias = true ; qk_norm = 'head' ; "
+    "rope_original_max_seq_len = 16 ; rope_scaling = 'yarn' ; rope_beta_fast = 31.0 ; "
+    "rope_beta_slow = 2.0 ; rope_attention_factor = 1.1 ; head_dim = 24 ; qkv_bias = true ; qk_norm = 'head' ; "
     "norm_placement = 'after' ; sliding_window = 7 ; full_attention_interval = 4 ; "
     "no_rope_interval = 3 ; mup_base_dim = 48 ; mup_base_head_dim = 12 ; architecture = 'llama'"
 )

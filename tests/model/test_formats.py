@@ -25,6 +25,7 @@ BASE |= {"num_hidden_layers": 2, "num_attention_heads": 6}
 SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 = {"rope_type": "llama3", **SCALING, "original_max_position_embeddings": 32}
 OLD_WORD = {"type": "llama3", **SCALING, "original_max_position_embeddings": 32}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 SIZES = json.loads(
     '{"num_key_value_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-6,'
     ' "rope_theta": 10000.0}'
@@ -67,6 +68,9 @@ SAME: list[dict[str, Any]] = [
     {"max_position_embeddings": 48, "rope_scaling": {"rope_type": "llama3", **SCALING}},
     {"rope_scaling": {**LLAMA3, "factor": 1.0}},
     {"partial_rotary_factor": 1.0, "rope_scaling": {**LLAMA3, "partial_rotary_factor": 1.0}},
+    {"rope_scaling": YARN},
+    {"rope_scaling": {**YARN, "beta_fast": 9.0, "beta_slow": 2.0, "attention_factor": 1.5}},
+    {"max_position_embeddings": 48, "rope_parameters": {"type": "yarn", "factor": 2.0}},
     BLENDED,
     *FAMILIES.values(),
     FAMILIES["mistral"] | {"head_dim": 16, "sliding_window": 9},
@@ -152,7 +156,8 @@ REJECTED = """
 {"model_type": "gemma3"}
 {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
 {"rope_scaling": {"type": "dynamic", "factor": 2.0}}
-{"rope_parameters": {"type": "yarn", "factor": 2.0}}
+{"rope_parameters": {"type": "yarn", "factor": 1.0}}
+{"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "truncate": false}}
 {"rope_scaling": {"factor": 2.0}}
 {"original_max_position_embeddings": 32}
 {"partial_rotary_factor": 0.5}

@@ -57,6 +57,10 @@ class Architecture:
     rope_low_freq_factor: float = 1.0
     rope_high_freq_factor: float = 4.0
     rope_original_max_seq_len: int = 8192
+    rope_scaling: Literal["llama3", "yarn"] = "llama3"
+    rope_beta_fast: float = 32.0
+    rope_beta_slow: float = 1.0
+    rope_attention_factor: float = 0.0
     tied_embeddings: bool = False
     head_dim: int = 0
     qkv_bias: bool = False

@@ -209,6 +209,10 @@ class Model(Section):
         "rope_low_freq_factor",
         "rope_high_freq_factor",
         "rope_original_max_seq_len",
+        "rope_scaling",
+        "rope_beta_fast",
+        "rope_beta_slow",
+        "rope_attention_factor",
         "head_dim",
         "qkv_bias",
         "qk_norm",
@@ -248,7 +252,7 @@ class Model(Section):
     rope_theta: PositiveFloat | None = None
     """Base of the RoPE frequencies."""
     rope_scaling_factor: Annotated[float, Field(ge=1.0)] | None = None
-    """Factor by which Llama 3.1 frequency scaling extends the context. 1: no scaling."""
+    """Factor by which rope_scaling extends the context. 1: no scaling."""
     rope_low_freq_factor: PositiveFloat | None = None
     """Frequencies with fewer turns than this in the original context are divided by the full
     scaling factor."""
@@ -256,6 +260,15 @@ class Model(Section):
     """Frequencies with more turns than this in the original context are not scaled."""
     rope_original_max_seq_len: PositiveInt | None = None
     """Context length before the extension, in tokens."""
+    rope_scaling: Literal["llama3", "yarn"] | None = None
+    """How frequencies are scaled: as in Llama 3.1, or by YaRN. With full_attention_interval, only
+    the blocks that it selects are scaled, as in OLMo 3."""
+    rope_beta_fast: PositiveFloat | None = None
+    """YaRN does not scale frequencies with more turns than this in the original context."""
+    rope_beta_slow: PositiveFloat | None = None
+    """YaRN divides frequencies with fewer turns than this by the full scaling factor."""
+    rope_attention_factor: NonNegativeFloat | None = None
+    """YaRN multiplies rotated queries and keys by this. 0: 0.1 ln(rope_scaling_factor) + 1."""
     tied_embeddings: bool | None = None
     """Share the embedding matrix with the output projection."""
     head_dim: PositiveInt | None = None

@@ -113,7 +113,11 @@ def hf_config(arch: Architecture, dtype: str) -> dict[str, Any]:
     family = _find_family(arch)
     rope_scaling = None
     if arch.rope_scaling_factor != 1.0:
-        rope_scaling = {**_export_fields(arch, _Llama3Rope), "rope_type": "llama3"}
+        table = _YarnRope if arch.rope_scaling == "yarn" else _Llama3Rope
+        fields = _export_fields(arch, table).items()
+        # Without attention_factor, transformers computes the default.
+        rope_scaling = {key: value for key, value in fields if value}
+        rope_scaling["rope_type"] = arch.rope_scaling
 
     return {
         "architectures": [family.causal_lm],
@@ -246,7 +250,24 @@ class _Llama3Rope(_RopeTable):
     ] = None
 
 
-def _rope_fields(table: _RopeTable, config: HFConfig) -> dict[str, Any]:
+class _YarnRope(_RopeTable):
+    """RoPE with the frequency scaling of YaRN, with the defaults of transformers."""
+
+    rope_type: Literal["yarn"]
+    truncate: Literal[True] = True
+    rope_scaling_factor: Annotated[float, Field(gt=1.0, alias="factor")]
+    rope_beta_fast: Annotated[PositiveFloat, Field(alias="beta_fast")] = 32.0
+    rope_beta_slow: Annotated[PositiveFloat, Field(alias="beta_slow")] = 1.0
+    rope_attention_factor: Annotated[PositiveFloat | None, Field(alias="attention_factor")] = None
+    rope_original_max_seq_len: Annotated[
+        Size | None, Field(alias="original_max_position_embeddings")
+    ] = None
+
+
+_AnyRope = _DefaultRope | _Llama3Rope | _YarnRope
+
+
+def _rope_fields(table: _AnyRope, config: HFConfig) -> dict[str, Any]:
     """Convert the RoPE settings of a config.json to fields of `Architecture`, such as "rope_theta".
 
     Args:
@@ -257,19 +278,20 @@ def _rope_fields(table: _RopeTable, config: HFConfig) -> dict[str, Any]:
         UserError: If the high frequency factor is not greater than the low one.
     """
     fields: dict[str, Any] = {"rope_theta": table.rope_theta or config.rope_theta}
-    if not isinstance(table, _Llama3Rope) or table.rope_scaling_factor == 1.0:
+    if isinstance(table, _DefaultRope) or table.rope_scaling_factor == 1.0:
         return fields
 
     # Llama 3.1 interpolates between the two factors, so they must differ.
-    if table.rope_high_freq_factor <= table.rope_low_freq_factor:
+    if isinstance(table, _Llama3Rope) and table.rope_high_freq_factor <= table.rope_low_freq_factor:
         raise UserError(
             "config.json: rope_scaling: high_freq_factor must be greater than low_freq_factor."
         )
-    for name in _aliases(_Llama3Rope):
-        fields[name] = getattr(table, name)
-    original = table.rope_original_max_seq_len
-    fields["rope_original_max_seq_len"] = original or config.max_seq_len
-    return fields
+    for name in _aliases(type(table)):
+        value = getattr(table, name)
+        if value is not None:
+            fields[name] = value
+    fields.setdefault("rope_original_max_seq_len", config.max_seq_len)
+    return fields | {"rope_scaling": table.rope_type}
 
 
 def _add_rope_type(table: Any) -> Any:
@@ -284,7 +306,7 @@ def _add_rope_type(table: Any) -> Any:
 
 
 _Rope = Annotated[
-    Annotated[_DefaultRope | _Llama3Rope, Field(discriminator="rope_type")] | None,
+    Annotated[_AnyRope, Field(discriminator="rope_type")] | None,
     BeforeValidator(_add_rope_type),
 ]
 

@@ -29,27 +29,77 @@ if TYPE_CHECKING:
 INIT_STD = 0.02
 
 
-def rope_frequencies(arch: Architecture, device: torch.device | None = None) -> Tensor:
+def rope_frequencies(arch: Architecture, device: torch.device, is_scaled: bool) -> Tensor:
     """Compute the RoPE angle per position for each channel pair, in radians.
 
     Llama 3.1 extends the context length by lowering frequencies. A frequency that completes fewer
     than `rope_low_freq_factor` turns within the original context is divided by
     `rope_scaling_factor`. One that completes more than `rope_high_freq_factor` turns is kept.
-    Frequencies between these limits are interpolated.
+    Frequencies between these limits are interpolated linearly in the number of turns.
+
+    YaRN (https://arxiv.org/abs/2309.00071) does the same with the limits `rope_beta_slow` and
+    `rope_beta_fast`, but interpolates linearly in the index of the channel pair.
+
+    Args:
+        arch: Architecture of the model.
+        device: Device of the result.
+        is_scaled: Whether to extend the context length.
 
     Returns:
         Frequencies, shape (D / 2,), fp32.
     """
     exponents = torch.arange(0, arch.head_dim, 2, dtype=torch.float32, device=device)
     frequencies = 1.0 / arch.rope_theta ** (exponents / arch.head_dim)
-    if arch.rope_scaling_factor == 1.0:
+    if not is_scaled:
         return frequencies
 
     # Interpolate linearly between a scaled and an unchanged frequency.
-    turns = arch.rope_original_max_seq_len * frequencies / (2 * math.pi)
-    low, high = arch.rope_low_freq_factor, arch.rope_high_freq_factor
-    kept_part = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    if arch.rope_scaling == "yarn":
+        kept_part = _yarn_kept_part(arch, device)
+    else:
+        turns = arch.rope_original_max_seq_len * frequencies / (2 * math.pi)
+        low, high = arch.rope_low_freq_factor, arch.rope_high_freq_factor
+        kept_part = ((turns - low) / (high - low)).clamp(0.0, 1.0)
     return frequencies * (kept_part + (1.0 - kept_part) / arch.rope_scaling_factor)
+
+
+def _yarn_kept_part(arch: Architecture, device: torch.device) -> Tensor:
+    """Return the part of each frequency that YaRN does not scale, from 0 to 1, shape (D / 2,).
+
+    The limits are rounded to whole channel pairs, as in the reference implementation.
+    """
+
+    def find_pair(turns: float) -> float:
+        """Return the index of the channel pair that completes `turns` in the original context."""
+        positions_per_radian = arch.rope_original_max_seq_len / (2 * math.pi * turns)
+        return arch.head_dim * math.log(positions_per_radian) / (2 * math.log(arch.rope_theta))
+
+    first = max(math.floor(find_pair(arch.rope_beta_fast)), 0)
+    last = min(math.ceil(find_pair(arch.rope_beta_slow)), arch.head_dim - 1)
+    pairs = torch.arange(arch.head_dim // 2, dtype=torch.float32, device=device)
+    return 1.0 - ((pairs - first) / (last - first or 0.001)).clamp(0.0, 1.0)
+
+
+def rope_table(arch: Architecture, positions: Tensor, is_scaled: bool) -> tuple[Tensor, Tensor]:
+    """Compute the cosines and sines of the RoPE angles.
+
+    YaRN multiplies both by a factor, which makes attention sharper over a long context.
+
+    Args:
+        arch: Architecture of the model.
+        positions: Positions, shape (T,) or (B, T).
+        is_scaled: Whether to extend the context length.
+
+    Returns:
+        Cosines and sines, each of shape (T, 1, D / 2) or (B, T, 1, D / 2), fp32.
+    """
+    frequencies = rope_frequencies(arch, positions.device, is_scaled)
+    angles = positions[..., None, None].float() * frequencies
+    cos, sin = angles.cos(), angles.sin()
+    if not is_scaled or arch.rope_scaling != "yarn":
+        return cos, sin
+    factor = arch.rope_attention_factor or 0.1 * math.log(arch.rope_scaling_factor) + 1.0
+    return cos * factor, sin * factor
 
 
 def apply_rope(x_BTHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -365,10 +415,13 @@ class Llama(nn.Module):
         if full_mask is None and cache is not None and arch.full_attention_interval:
             full_mask = causal_mask(num_tokens, num_keys, 0, tokens.device)
 
-        # Not a registered buffer: casting the model to bfloat16 would round the frequencies.
-        frequencies = rope_frequencies(arch, tokens.device)
-        angles = positions[..., None, None].float() * frequencies  # (T, 1, D / 2)
-        cos, sin = angles.cos(), angles.sin()
+        # Not registered buffers: casting the model to bfloat16 would round the frequencies.
+        is_scaled = arch.rope_scaling_factor != 1.0
+        full_rope = rope_table(arch, positions, is_scaled)
+        window_rope = full_rope
+        if is_scaled and arch.full_attention_interval:
+            # Windows do not exceed the original context.
+            window_rope = rope_table(arch, positions, is_scaled=False)
 
         x = tokens
         if self.tok_embeddings is not None:
@@ -377,15 +430,16 @@ class Llama(nn.Module):
         interval = arch.no_rope_interval
         if interval:
             # Zero angles make RoPE the identity, so NoPE layers compile to the same graph.
-            no_cos, no_sin = torch.ones_like(cos), torch.zeros_like(sin)
+            no_rope = torch.ones_like(full_rope[0]), torch.zeros_like(full_rope[1])
         caches = cache or [None] * len(self.layers)
         for (name, block), layer_cache in zip(self.layers.items(), caches, strict=True):
             layer = int(name)
-            block_mask = full_mask if arch.is_full_attention(layer) else mask
+            rope, block_mask = window_rope, mask
+            if arch.is_full_attention(layer):
+                rope, block_mask = full_rope, full_mask
             if interval and (layer + 1) % interval == 0:
-                x = block(x, no_cos, no_sin, block_mask, layer_cache)
-            else:
-                x = block(x, cos, sin, block_mask, layer_cache)
+                rope = no_rope
+            x = block(x, *rope, block_mask, layer_cache)
 
         if self.norm is None:
             return x
