@@ -126,7 +126,9 @@ LARGE = options("model.vocab_size = 32_000")
 """4 million gradients. Adding their squares one after the other would lose precision."""
 MUP = options("model.mup_base_dim = 16", "model.mup_base_head_dim = 2")
 BASE_OF_MUP = options("model.mup_base_dim = 64", "model.mup_base_head_dim = 8")
-WINDOWS = options("model.sliding_window = 12", "model.full_attention_interval = 2")
+WINDOWS = options(
+    "model.sliding_window = 12", "model.full_attention_interval = 2", "model.logit_softcap = 0.5"
+)
 SWITCHES = {  # features of other model families
     "switches": options(
         "model.head_dim = 16",

@@ -49,7 +49,8 @@ ARCHITECTURE = job_tables(
     "rope_original_max_seq_len = 16 ; rope_scaling = 'yarn' ; rope_beta_fast = 31.0 ; "
     "rope_beta_slow = 2.0 ; rope_attention_factor = 1.1 ; head_dim = 24 ; qkv_bias = true ; qk_norm = 'head' ; "
     "norm_placement = 'after' ; sliding_window = 7 ; full_attention_interval = 4 ; "
-    "no_rope_interval = 3 ; mup_base_dim = 48 ; mup_base_head_dim = 12 ; architecture = 'llama'"
+    "no_rope_interval = 3 ; logit_softcap = 9.0 ; mup_base_dim = 48 ; mup_base_head_dim = 12 ; "
+    "architecture = 'llama'"
 )
 
 

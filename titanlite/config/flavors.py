@@ -18,6 +18,7 @@ SWITCHES = (
     "sliding_window",
     "full_attention_interval",
     "no_rope_interval",
+    "logit_softcap",
 )
 """Fields of `Architecture` in which other model families differ from Llama."""
 
@@ -69,6 +70,7 @@ class Architecture:
     sliding_window: int = 0
     full_attention_interval: int = 0
     no_rope_interval: int = 0
+    logit_softcap: float = 0.0
     mup_base_dim: int = 0
     mup_base_head_dim: int = 0
     architecture: str = "llama"

@@ -220,6 +220,7 @@ class Model(Section):
         "sliding_window",
         "full_attention_interval",
         "no_rope_interval",
+        "logit_softcap",
         "mup_base_dim",
         "mup_base_head_dim",
     )
@@ -289,6 +290,9 @@ class Model(Section):
     """Every n-th block has no sliding window, as in OLMo 3, where n is 4. 0: all blocks have it."""
     no_rope_interval: NonNegativeInt | None = None
     """Every n-th block has no RoPE, as in SmolLM3, where n is 4. 0: all blocks have it."""
+    logit_softcap: NonNegativeFloat | None = None
+    """Replace each logit x by softcap * tanh(x / softcap), as in Gemma 2, where softcap is 30. 0:
+    keep x."""
     mup_base_dim: NonNegativeInt | None = None
     """Value of dim for which optimizer.lr was tuned. Initial weights and learning rates are scaled
     from it to dim by muP. 0: no muP."""

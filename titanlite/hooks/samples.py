@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from titanlite.completion import Completion, Decoding, sample_token
 from titanlite.data.batch import Window, padded_length, padded_microbatch
 from titanlite.hooks.hook import Hook, Request
+from titanlite.model.llama import soft_cap
 from titanlite.model.microbatch import IGNORE_INDEX, Microbatch
 from titanlite.optim.losses import fp32_logits
 
@@ -169,6 +170,7 @@ def use_logits(
         positions = torch.stack((labels != IGNORE_INDEX).nonzero(as_tuple=True))
         for rows, columns in positions.split(LOGITS_CHUNK, dim=1):
             logits = _whole_logits(hidden[rows, columns], weight)
+            logits = soft_cap(logits, trainer.run.arch.logit_softcap)
             use(index, rows, labels[rows, columns], logits)
         return no_loss
 

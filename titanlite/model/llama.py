@@ -145,6 +145,11 @@ def causal_mask(num_queries: int, num_keys: int, window: int, device: torch.devi
     return mask
 
 
+def soft_cap(logits: Tensor, softcap: float) -> Tensor:
+    """Return `softcap` * tanh(logits / `softcap`), or the logits themselves if `softcap` is 0."""
+    return (logits / softcap).tanh() * softcap if softcap else logits
+
+
 def truncated_normal_(x: Tensor, std: float, generator: torch.Generator) -> None:
     """Fill `x` in place with normal samples truncated at three standard deviations.
 
@@ -379,7 +384,7 @@ class Llama(nn.Module):
         positions: Tensor | None = None,
         mask: Tensor | BlockMask | None = None,
         cache: Sequence[LayerCache] | None = None,
-        head: Head = F.linear,
+        head: Head | None = None,
         full_mask: Tensor | BlockMask | None = None,
     ) -> Tensor:
         """Compute logits (B, T, V) from token ids (B, T), or apply another head such as the loss.
@@ -407,6 +412,8 @@ class Llama(nn.Module):
         num_cached = 0 if cache is None else cache[0].length
         if positions is None:
             positions = torch.arange(num_cached, num_cached + num_tokens, device=tokens.device)
+        if head is None:
+            head = self.compute_logits
         arch = self.arch
         num_keys = num_cached + num_tokens
         window = arch.sliding_window
@@ -448,6 +455,10 @@ class Llama(nn.Module):
             return self.output(x, head)
         assert self.tok_embeddings is not None
         return head(x, self.tok_embeddings.weight)
+
+    def compute_logits(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return the logits (B, T, V) of hidden states (B, T, C) for the output matrix (V, C)."""
+        return soft_cap(F.linear(x, weight), self.arch.logit_softcap)
 
     def embed(self, x: Tensor) -> Tensor:
         """Transform the token embeddings before the first block: (B, T, C) -> (B, T, C).

@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from titanlite.config.errors import UserError
 from titanlite.config.registry import LOSSES
 from titanlite.config.schema import JobConfig
+from titanlite.model.llama import soft_cap
 from titanlite.model.microbatch import IGNORE_INDEX
 
 VOCAB_BLOCK = {"cpu": 2048, "cuda": 2**20}
@@ -42,11 +43,13 @@ class LossRecipe:
         z_loss: Weight of the z-loss, from `training.z_loss`.
         compiled: Whether the job compiles the loss.
         tensor: 1-D mesh of the tensor parallel ranks. None without tensor parallelism.
+        softcap: Limit of the logits, from `model.logit_softcap`. 0 means none.
     """
 
     z_loss: float
     compiled: bool
     tensor: DeviceMesh | None
+    softcap: float = 0.0
 
 
 class Loss(ABC):
@@ -95,8 +98,13 @@ class CrossEntropy(Loss):
 
     def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
         """Return `scale` times the summed cross entropy. See `Loss.__call__` for the arguments."""
-        options = {"z_loss": self.recipe.z_loss, "compiled": self.recipe.compiled}
-        mesh = self.recipe.tensor
+        recipe = self.recipe
+        options = {
+            "z_loss": recipe.z_loss,
+            "compiled": recipe.compiled,
+            "softcap": recipe.softcap,
+        }
+        mesh = recipe.tensor
         if mesh is None:
             return linear_cross_entropy_sum(hidden, weight, labels, scale, **options)
 
@@ -155,7 +163,7 @@ class LogitsLoss(Loss):
         Raises:
             UserError: If `token_losses` does not return one loss per token.
         """
-        logits = logits.float()
+        logits = soft_cap(logits.float(), self.recipe.softcap)
         losses = self.token_losses(logits, labels)
         if losses.shape != labels.shape:  # broadcasting would scale the loss without an error
             problem = f"{type(self).__name__}.token_losses returned shape {tuple(losses.shape)}"
@@ -286,6 +294,7 @@ def softmax_loss(
     targets: Targets,
     needs_grad: bool,
     z_loss: float,
+    softcap: float,
     group: dist.ProcessGroup | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the unscaled loss of each token, and overwrite the logits with their gradient.
@@ -300,6 +309,7 @@ def softmax_loss(
         targets: Prepared labels.
         needs_grad: Whether to compute the gradient. Without it, `z_loss` is ignored.
         z_loss: Weight of the z-loss; see `linear_cross_entropy_sum`.
+        softcap: Limit of the logits, or 0.
         group: Ranks that hold the other classes, or None.
 
     Returns:
@@ -308,6 +318,12 @@ def softmax_loss(
     """
     is_compiling = torch.compiler.is_compiling()
     x = logits.float()
+    slope = None
+    if softcap:
+        x = x.div_(softcap).tanh_()
+        slope = 1.0 - x.square()  # derivative of the capped logits
+        x = x.mul_(softcap)
+        label_logits = soft_cap(label_logits.float(), softcap)
     row_max = _all_reduce(x.amax(-1), "max", group)  # (n,)
     label_logit = label_logits.float() - row_max
     if is_compiling:
@@ -332,14 +348,15 @@ def softmax_loss(
         factor = factor * (1.0 + 2.0 * z_loss * log_sum_exp)
     if not is_compiling:
         gradient = exp.mul_((factor / denominator)[:, None])
-        return loss, gradient.scatter_add_(1, targets.column, targets.label_grad)
+        gradient.scatter_add_(1, targets.column, targets.label_grad)
+        return loss, gradient if slope is None else gradient.mul_(slope)
 
     # Compute the exponential again, because a graph on a CPU would otherwise store all of the first
     # one.
     softmax = (x - row_max[:, None] - log_denominator[:, None]).exp()
     is_label = torch.arange(x.shape[1], device=x.device) == targets.column
     gradient = softmax * factor[:, None] + torch.where(is_label, targets.label_grad, 0.0)
-    return loss, logits.copy_(gradient)
+    return loss, logits.copy_(gradient if slope is None else gradient * slope)
 
 
 def linear_cross_entropy_sum(
@@ -349,6 +366,7 @@ def linear_cross_entropy_sum(
     scale: Tensor,
     *,
     z_loss: float = 0.0,
+    softcap: float = 0.0,
     first_class: int = 0,
     group: dist.ProcessGroup | None = None,
     compiled: bool = False,
@@ -370,6 +388,7 @@ def linear_cross_entropy_sum(
         z_loss: Weight of the squared log of the softmax denominator
             (https://arxiv.org/abs/2204.02311). An evaluation, which computes no gradients, leaves
             it out.
+        softcap: Replace each logit x by `softcap` * tanh(x / `softcap`). 0 keeps it.
         first_class: Class of the first row of `weight`.
         group: Ranks that hold the other rows of the output matrix. All of them return the same
             loss.
@@ -399,7 +418,7 @@ def linear_cross_entropy_sum(
         logits = x @ matrix.T if compiled else fp32_logits(x, matrix)  # (n, V)
         label_logits = logits.gather(1, chunk_targets.column).squeeze(1)
         loss, logits_grad = compute_loss(
-            logits, label_logits, chunk_targets, needs_grad, z_loss, group
+            logits, label_logits, chunk_targets, needs_grad, z_loss, softcap, group
         )
         if weight_grad is not None and logits_grad is not None:
             _backpropagate(logits_grad, x, matrix, weight_grad, is_first=chunk.start == 0)

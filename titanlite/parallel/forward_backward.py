@@ -119,7 +119,9 @@ class ForwardBackward:
         self._device = device
         self._arch = run.arch
 
-        recipe = LossRecipe(run.job.training.z_loss, run.compiles("loss"), mesh.tensor)
+        recipe = LossRecipe(
+            run.job.training.z_loss, run.compiles("loss"), mesh.tensor, run.arch.logit_softcap
+        )
         self.loss_fn: ScaledLoss = build_loss(run.job, recipe)
         self._cross_entropy = CrossEntropy(recipe)
         self._frees_output = frees_output_before_backward(run)

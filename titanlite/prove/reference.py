@@ -175,13 +175,17 @@ def _loss_head(
     """
     # The formula of a plugin's loss is unknown, so call the plugin.
     training = run.job.training
+    softcap = run.arch.logit_softcap
     if training.loss not in ("cross_entropy", "reference"):
-        loss = build_loss(run.job, LossRecipe(z_loss, compiled=False, tensor=None))
+        recipe = LossRecipe(z_loss, compiled=False, tensor=None, softcap=softcap)
+        loss = build_loss(run.job, recipe)
         scale = torch.tensor(1 / num_valid_tokens)
         return lambda hidden, weight: loss(hidden, weight, labels, scale)
 
     def cross_entropy(hidden: Tensor, weight: Tensor) -> Tensor:
         logits = F.linear(hidden, weight).flatten(0, 1)
+        if softcap:
+            logits = softcap * (logits / softcap).tanh()
         targets = labels.flatten()
         total = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
         if z_loss:
