@@ -39,11 +39,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "qwen3": '{"model_type": "qwen3", "head_dim": 16, "use_sliding_window": false,'
         ' "max_window_layers": 1}',
         "olmo2": '{"model_type": "olmo2", "attention_bias": false}',
+        "olmo3": '{"model_type": "olmo3", "sliding_window": 9,'
+        ' "layer_types": ["sliding_attention", "full_attention"]}',
         "smollm3": '{"model_type": "smollm3", "no_rope_layers": [1, 0],'
         ' "no_rope_layer_interval": 2, "pad_token_id": null}',
     }.items()
 }
 QWEN2 = FAMILIES["qwen2"]
+OLMO3 = FAMILIES["olmo3"] | {"rope_theta": 500000.0}
+ALL_WINDOWS = {"layer_types": ["sliding_attention"] * 2, "rope_scaling": YARN}
+UNSCALED = {"rope_type": "default", "rope_theta": 100.0}
+BOTH_ROPES = {"full_attention": UNSCALED | YARN, "sliding_attention": UNSCALED}
 BLENDED = {
     "rope_scaling": {**LLAMA3, "low_freq_factor": 0.5, "high_freq_factor": 7.0},
     "tie_word_embeddings": True,
@@ -74,6 +80,10 @@ SAME: list[dict[str, Any]] = [
     BLENDED,
     *FAMILIES.values(),
     FAMILIES["mistral"] | {"head_dim": 16, "sliding_window": 9},
+    OLMO3 | {"rope_scaling": YARN},
+    OLMO3 | {"rope_parameters": BOTH_ROPES},
+    OLMO3 | {"num_hidden_layers": 5, "layer_types": None},
+    OLMO3 | ALL_WINDOWS,
     QWEN2 | {"layer_types": ["full_attention"] * 2, "tie_word_embeddings": True},
 ]
 
@@ -147,7 +157,8 @@ def test_every_key_that_transformers_writes_is_known(family):
     from transformers import AutoConfig
 
     keys = BASE | FAMILIES.get(family, {})
-    written = AutoConfig.for_model(**keys, rope_parameters=dict(LLAMA3)).to_dict()
+    rope = {"full_attention": dict(LLAMA3)} if family == "olmo3" else dict(LLAMA3)
+    written = AutoConfig.for_model(**keys, rope_parameters=rope).to_dict()
     assert architecture_from_hf(json.loads(json.dumps(written))).rope_scaling_factor == 8.0
 
 
@@ -198,6 +209,13 @@ REJECTED_IN_FAMILY = {
     ],
     "qwen3": ['{"attention_bias": true}', '{"head_dim": null}'],
     "smollm3": ['{"no_rope_layers": [0, 1]}'],
+    "olmo3": [
+        '{"layer_types": ["full_attention", "sliding_attention"]}',
+        '{"layer_types": "full_attention"}',
+        '{"sliding_window": null}',
+        '{"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}',
+        '{"rope_parameters": {"full_attention": 3}}',
+    ],
 }
 ROPE = [{"rope_scaling": LLAMA3 | json.loads(line)} for line in REJECTED_ROPE.strip().splitlines()]
 IN_FAMILY = [

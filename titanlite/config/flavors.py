@@ -183,6 +183,12 @@ _SMOLLM3: dict[str, Any] = {
 }
 _OLMO2: dict[str, Any] = {"vocab_size": 100352, "max_seq_len": 4096, "norm_eps": 1e-6}
 _OLMO2 |= {"qk_norm": "projection", "norm_placement": "after"}
+_OLMO3: dict[str, Any] = _OLMO2 | {
+    "vocab_size": 100278,
+    "max_seq_len": 65536,
+    "sliding_window": 4096,
+}
+_OLMO3 |= {"full_attention_interval": 4, "rope_scaling": "yarn", "rope_scaling_factor": 8.0}
 FLAVORS = {
     # 6 million parameters. Heads have a width of 64, because CPU attention kernels are four times
     # faster than with 16.
@@ -222,6 +228,8 @@ FLAVORS = {
     "smollm3-3b": Architecture(2048, 36, 16, 4, 11008, max_seq_len=65536, **_SMOLLM3),
     "olmo2-1b": Architecture(2048, 16, 16, 16, 8192, **_OLMO2),
     "olmo2-7b": Architecture(4096, 32, 32, 32, 11008, **_OLMO2),
+    "olmo3-7b": Architecture(4096, 32, 32, 32, 11008, **_OLMO3),
+    "olmo3-32b": Architecture(5120, 64, 40, 8, 27648, **_OLMO3),
 }
 
 HUB_NAMES = {
@@ -247,6 +255,8 @@ HUB_NAMES = {
     "Qwen/Qwen3-8B": "qwen3-8b",
     "allenai/OLMo-2-0425-1B": "olmo2-1b",
     "allenai/OLMo-2-1124-7B": "olmo2-7b",
+    "allenai/Olmo-3-1025-7B": "olmo3-7b",
+    "allenai/Olmo-3-1125-32B": "olmo3-32b",
 }
 """Model on the Hugging Face Hub -> flavor with the same architecture."""
 

@@ -114,10 +114,19 @@ def hf_config(arch: Architecture, dtype: str) -> dict[str, Any]:
     rope_scaling = None
     if arch.rope_scaling_factor != 1.0:
         table = _YarnRope if arch.rope_scaling == "yarn" else _Llama3Rope
-        fields = _export_fields(arch, table).items()
+        settings = _export_fields(arch, table).items()
         # Without attention_factor, transformers computes the default.
-        rope_scaling = {key: value for key, value in fields if value}
+        rope_scaling = {key: value for key, value in settings if value}
         rope_scaling["rope_type"] = arch.rope_scaling
+
+    fields = _export_fields(arch, family)
+    if "layer_types" in fields:
+        fields["layer_types"] = _layer_types(arch.full_attention_interval, arch.n_layers)
+        unscaled = {"rope_type": "default", "rope_theta": arch.rope_theta}
+        fields["rope_parameters"] = {
+            "full_attention": unscaled | (rope_scaling or {}),
+            "sliding_attention": unscaled,
+        }
 
     return {
         "architectures": [family.causal_lm],
@@ -132,7 +141,7 @@ def hf_config(arch: Architecture, dtype: str) -> dict[str, Any]:
         "use_cache": True,
         "torch_dtype": dtype,
         "pad_token_id": None,  # the default of some families may exceed this vocabulary
-        **_export_fields(arch, family),
+        **fields,
     }
 
 
@@ -460,7 +469,70 @@ class _Olmo2(HFConfig):
     }
 
 
-FAMILIES = HFConfig, _Mistral, _Qwen2, _Qwen3, _SmolLM3, _Olmo2
+class _Olmo3(_Olmo2):
+    """The config.json of OLMo 3, in which every n-th layer has neither window nor unscaled RoPE.
+
+    The interval n is read from layer_types. RoPE scaling applies only to these layers.
+    """
+
+    kind: ClassVar = "olmo3"
+    causal_lm: ClassVar = "Olmo3ForCausalLM"
+
+    rope_theta: PositiveFloat = 500000.0
+    sliding_window: Size = Field(4096, alias="sliding_window")
+    layer_types: Any = None  # the next field reads the same key
+    full_attention_interval: int = Field(4, alias="layer_types")
+
+    @field_validator("full_attention_interval", mode="before")
+    @classmethod
+    def _find_interval(cls, layer_types: Any, info: ValidationInfo) -> int:
+        """Return n if every n-th layer, and no other one, attends to all tokens.
+
+        Raises:
+            ValueError: If the layers have another pattern.
+        """
+        if layer_types is None:
+            return 4
+        num_layers = info.data.get("n_layers", 0)
+        # If no layer attends to all tokens, n exceeds the number of layers.
+        for interval in range(1, num_layers + 2):
+            if layer_types == _layer_types(interval, num_layers):
+                return interval
+        raise ValueError('must be "full_attention" for every n-th layer, else "sliding_attention"')
+
+    @field_validator("rope_parameters", mode="before")
+    @classmethod
+    def _select_full_attention(cls, tables: Any) -> Any:
+        """Return the RoPE settings of layers without a window.
+
+        Raises:
+            ValueError: If those of the other layers do more than to leave out the scaling.
+        """
+        if not tables:
+            return tables
+        full = tables.get("full_attention") if isinstance(tables, dict) else None
+        theta = full.get("rope_theta") if isinstance(full, dict) else None
+        unscaled = {"rope_type": "default", "rope_theta": theta}
+        if tables != {"full_attention": full, "sliding_attention": unscaled}:
+            raise ValueError(
+                "must have the tables full_attention and sliding_attention with the same "
+                "rope_theta, the latter without scaling"
+            )
+        return full
+
+    @classmethod
+    def can_represent(cls, arch: Architecture) -> bool:
+        """Return whether a config.json of this family can describe the architecture."""
+        return arch.full_attention_interval > 0 and super().can_represent(arch)
+
+
+def _layer_types(interval: int, num_layers: int) -> list[str]:
+    """Return the value of layer_types if every `interval`-th layer has no window."""
+    layers = range(1, num_layers + 1)
+    return ["sliding_attention" if layer % interval else "full_attention" for layer in layers]
+
+
+FAMILIES = HFConfig, _Mistral, _Qwen2, _Qwen3, _SmolLM3, _Olmo2, _Olmo3
 """Supported model families. A model is exported as the first family that can represent it."""
 
 

@@ -1,4 +1,4 @@
-"""Llama 3 (https://arxiv.org/abs/2407.21783), with options for Mistral, Qwen, SmolLM3 and OLMo 2.
+"""Llama 3 (https://arxiv.org/abs/2407.21783), with options for Mistral, Qwen, SmolLM3 and OLMo.
 
 `Architecture` holds the sizes and options. The model does not depend on ranks, job files or
 devices, so you can copy this file, attention.py and kernels.py and use them alone.
