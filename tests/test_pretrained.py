@@ -1,17 +1,21 @@
 """`titanlite train --from` starts from a model folder, a Hub model or another run."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import tomli
+import torch
 from hub import Hub
 from ranks import start_small, titanlite
-from small_runs import losses
+from small_runs import logged, losses
+from torch.nn import functional as F
 
 from titanlite.config.errors import UserError
+from titanlite.data.loader import Loader
 from titanlite.load_run import load_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("pretrained")]
@@ -44,6 +48,51 @@ def test_a_model_or_a_run_says_all_that_a_job_needs(model, tmp_path):
     # Bitwise. The loss of an untrained model is ln 4096 = 8.3 or more.
     assert losses(tmp_path / "folder") == losses(tmp_path / "again") == losses(tmp_path / "run")
     assert losses(tmp_path / "folder")[1] < 8.2
+
+
+def test_steps_of_olmo3_are_those_of_transformers_and_adamw(model, tmp_path):
+    from transformers import Olmo3Config, Olmo3ForCausalLM
+
+    unscaled = {"rope_type": "default", "rope_theta": 1e4}
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    config = Olmo3Config(
+        vocab_size=4096,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        sliding_window=16,
+        pad_token_id=None,
+        rope_parameters={"sliding_attention": unscaled, "full_attention": unscaled | yarn},
+    )
+    torch.manual_seed(0)
+    theirs = Olmo3ForCausalLM(config)
+    theirs.save_pretrained(tmp_path / "olmo3")
+    shutil.copy(model / "tokenizer.json", tmp_path / "olmo3")
+    words = ["--from", str(tmp_path / "olmo3"), *ROWS, "--training.local_batch_size", "2"]
+    words += "--training.steps 4 --training.max_norm 1000".split()
+    words += "--optimizer.lr 1e-3 --optimizer.weight_decay 0 --lr_scheduler.warmup_steps 0".split()
+    words += ["--lr_scheduler.decay_ratio", "0"]
+
+    titanlite("train", *words, "--job.dump_folder", tmp_path / "out")
+
+    job = load_run(words, 1).job
+    loader = Loader.from_job(job)
+    betas = job.optimizer.beta1, job.optimizer.beta2
+    options = {"lr": 1e-3, "betas": betas, "eps": job.optimizer.eps, "weight_decay": 0.0}
+    optimizer = torch.optim.AdamW(theirs.parameters(), **options)
+    for entry in logged(tmp_path / "out").values():
+        (batch,) = loader.next_global_batch().microbatches
+        logits = theirs(batch.input_ids).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1000.0)
+        optimizer.step()
+        # fp32 sums in another order
+        found = entry["loss"], entry["grad_norm"]
+        assert found == pytest.approx((loss.item(), norm.item()), rel=1e-5)
+    loader.close()
 
 
 def test_a_model_of_a_hub_is_brought_once_and_trained_by_all_ranks(model, tmp_path):

@@ -39,16 +39,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "qwen3": '{"model_type": "qwen3", "head_dim": 16, "use_sliding_window": false,'
         ' "max_window_layers": 1}',
         "olmo2": '{"model_type": "olmo2", "attention_bias": false}',
-        "olmo3": '{"model_type": "olmo3", "sliding_window": 9,'
+        "olmo3": '{"model_type": "olmo3", "sliding_window": 9, "rope_theta": 500000.0,'
         ' "layer_types": ["sliding_attention", "full_attention"]}',
         "smollm3": '{"model_type": "smollm3", "no_rope_layers": [1, 0],'
         ' "no_rope_layer_interval": 2, "pad_token_id": null}',
     }.items()
 }
 QWEN2 = FAMILIES["qwen2"]
-OLMO3 = FAMILIES["olmo3"] | {"rope_theta": 500000.0}
+OLMO3 = FAMILIES["olmo3"]
 ALL_WINDOWS = {"layer_types": ["sliding_attention"] * 2, "rope_scaling": YARN}
-UNSCALED = {"rope_type": "default", "rope_theta": 100.0}
+UNSCALED = {"rope_type": "default", "rope_theta": 10000.0}
 BOTH_ROPES = {"full_attention": UNSCALED | YARN, "sliding_attention": UNSCALED}
 BLENDED = {
     "rope_scaling": {**LLAMA3, "low_freq_factor": 0.5, "high_freq_factor": 7.0},
