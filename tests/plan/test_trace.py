@@ -31,6 +31,10 @@ SELECTIVE = "activation_checkpoint.mode = 'selective'"
 FULL = "activation_checkpoint.mode = 'full'"
 ACCUMULATION = "training.global_batch_size = 20"
 COMPILED = "compile.enable = true"
+RESHARDS = (
+    f" ; parallelism.fsdp_reshard_after_forward = 'always' ; {FULL}"
+    " ; parallelism.fsdp_reduce = 'microbatch'"
+)
 # Name -> number of ranks, options
 LAYOUTS: dict[str, tuple[int, str]] = {
     "one rank": (1, ""),
@@ -72,13 +76,13 @@ def with_blocks(count: int, options: str) -> str:
     return options if "n_layers" in options else f"model.n_layers = {count} ; {options}"
 
 
-def pipeline(schedule: str, blocks: int, *marks: pytest.MarkDecorator) -> Any:
+def pipeline(schedule: str, blocks: int, *marks: pytest.MarkDecorator, more: str = "") -> Any:
     options = (
         f"model.n_layers = {blocks} ; training.global_batch_size = 24 ; "
         f"parallelism.pipeline_parallel_degree = 2 ; "
-        f"parallelism.pipeline_parallel_schedule = '{schedule}'"
+        f"parallelism.pipeline_parallel_schedule = '{schedule}'{more}"
     )
-    return pytest.param(4, options, id=schedule, marks=marks)
+    return pytest.param(4, options, id=schedule + more, marks=marks)
 
 
 @pytest.mark.parametrize(
@@ -89,6 +93,7 @@ def pipeline(schedule: str, blocks: int, *marks: pytest.MarkDecorator) -> Any:
         pipeline("GPipe", 12, pytest.mark.long),
         pipeline("Interleaved1F1B", 24),
         pipeline("InterleavedZeroBubble", 24, pytest.mark.long),
+        pipeline("1F1B", 12, pytest.mark.long, more=RESHARDS),
     ],
 )
 def test_few_blocks_and_microbatches_tell_what_all_take(ranks, options):

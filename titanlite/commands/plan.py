@@ -112,14 +112,13 @@ def _plan_or_search(options: Plan, run: Run, tokens: int | None, out: TextIO) ->
         gpu = gpu.model_copy(update={"memory_gib": options.memory})
     gpu = gpu.of_rank(run.world_size)  # the ranks of a CPU share its cores and memory
 
+    from titanlite.plan import advice  # imports torch, which is slow
+
     # A search traces many jobs, and a long pipeline many stages, so processes share this work.
     is_search = options.search or options.write is not None
     has_many_traces = is_search or run.degrees.pipeline > 2
     with workers() if has_many_traces else contextlib.nullcontext() as pool:
         apply = pool.map if pool else map
-        # This imports torch, which is slow. The processes import it at the same time.
-        from titanlite.plan import advice
-
         if gpu.cpu:  # CPU offload saves no memory there
             run = advice.with_keys(run, {"training.enable_cpu_offload": False})
         if is_search:

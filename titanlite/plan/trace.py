@@ -153,7 +153,11 @@ def _count_removable_blocks(run: Run) -> int:
     if has_pattern or run.job.optimizer.name == "Muon":
         return 0
 
-    num_kept = 4  # both ends of a stage have blocks that differ from those in the middle
+    # A pipeline stage stays unsharded, so each block adds the same memory and work. If FSDP
+    # unshards one block at a time, neighbors are in memory together, and both ends of a stage
+    # differ from its middle.
+    reshards = run.job.parallelism.fsdp_reshard_after_forward == "always"
+    num_kept = 1 if run.degrees.pipeline > 1 and not reshards else 4
     group_size = run.job.parallelism.fsdp_min_num_params
     block_size = num_params(run.arch) // run.arch.n_layers  # an upper bound, in parameters
     is_sharded = run.degrees.shard * run.degrees.context > 1

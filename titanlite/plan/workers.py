@@ -1,8 +1,4 @@
-"""Starts processes that trace jobs in parallel.
-
-This module does not import torch, so a command can start the processes before it imports torch
-itself, and all of them import torch at the same time.
-"""
+"""Starts processes that trace jobs in parallel."""
 
 from __future__ import annotations
 
@@ -22,9 +18,10 @@ NUM_WORKERS = 2
 
 @contextmanager
 def workers() -> Iterator[Executor]:
-    """Start a process pool that traces jobs, and stop it on exit.
+    """Fork a process pool that traces jobs, and stop it on exit.
 
-    The processes print to standard error only. They exit with this process, even if it is killed.
+    Import the planner first, so that the processes do not have to. They print to standard error
+    only, and exit with this process, even if it is killed.
 
     Yields:
         The pool. Its `map` method runs traces in parallel.
@@ -32,9 +29,8 @@ def workers() -> Iterator[Executor]:
     Raises:
         UserError: If one of the processes was killed, probably for lack of memory.
     """
-    pool = ProcessPoolExecutor(NUM_WORKERS, get_context("spawn"), _set_up_worker, (os.getpid(),))
-    for _ in range(NUM_WORKERS):
-        pool.submit(_import_torch)
+    gc.freeze()  # otherwise the garbage collection of each trace visits all imported modules
+    pool = ProcessPoolExecutor(NUM_WORKERS, get_context("fork"), _set_up_worker, (os.getpid(),))
     try:
         yield pool
     except BrokenExecutor:
@@ -60,10 +56,3 @@ def _set_up_worker(parent: int) -> None:
     serve_parent()
     os.dup2(2, 1)
     logging.disable(logging.WARNING)  # libraries warn about things that only affect a real run
-
-
-def _import_torch() -> None:
-    """Import torch and the planner in a worker process, before the first trace needs them."""
-    import titanlite.plan.advice  # noqa: F401
-
-    gc.freeze()  # otherwise the garbage collection of each trace visits all imported modules
