@@ -167,7 +167,7 @@ BAD = r"text\.jsonl, line \d+: not valid JSON"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_run_that_a_bad_record_ends_resumes_if_such_records_are_skipped(job, tmp_path, ranks):
     train = partial(launched, job, ranks=ranks)
     out, whole = tmp_path / "run", tmp_path / "whole"

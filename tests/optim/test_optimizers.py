@@ -57,7 +57,7 @@ def weights_after(folder: str, jobs: list[str]) -> list[str]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_muon_gives_the_same_bits_on_any_layout(tmp_path):
     muon = "Muon --model.ffn_dim 88 --training.steps 3 --checkpoint.no-enable "
     (alone,) = run_ranks(1, weights_after, f"{tmp_path}/1", [muon])[0]

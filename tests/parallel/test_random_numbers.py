@@ -29,7 +29,7 @@ COMPILED = (*MODES, {"mode": "memory_budget", "memory_budget": 0.3})
 
 @pytest.mark.parametrize(
     ("compiled", "modes"),
-    [(False, EAGER), pytest.param(True, COMPILED, marks=pytest.mark.slow)],
+    [(False, EAGER), pytest.param(True, COMPILED, marks=pytest.mark.long)],
     ids=["eager", "compiled"],
 )
 def test_activation_checkpointing_repeats_the_random_numbers(compiled, modes):

@@ -26,7 +26,10 @@ def test_every_job_file_is_here():
         assert int(gpus[1]) == ranks if gpus else ranks == 1
 
 
-LONG = ("fineweb_1b", "fineweb_8b", "llama_1b", "llama_3b", "llama_405b")
+LONG = (
+    *("fineweb_1b", "fineweb_8b", "fineweb_150m"),
+    *("llama_1b", "llama_3b", "llama_8b_float8", "llama_405b"),
+)
 
 
 @pytest.mark.slow

@@ -195,7 +195,7 @@ def test_the_first_choice_of_a_search_is_as_fast_as_the_recipe_of_torchtitan(job
     assert float(table[-1].split("|")[5]) >= 1, table
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_plans_of_published_jobs_are_as_fast_as_published():
     table = run_published("--only", "8b, FSDP 8, compiled")
     ratios = [float(line.split()[-2]) for line in table if line.startswith("| 8b")]

@@ -91,7 +91,7 @@ def pipeline(schedule: str, blocks: int, *marks: pytest.MarkDecorator, more: str
         *(pytest.param(*job, id=name) for name, job in (LAYOUTS | ONLY_PLANNED).items()),
         pipeline("1F1B", 12),
         pipeline("GPipe", 12, pytest.mark.long),
-        pipeline("Interleaved1F1B", 24),
+        pipeline("Interleaved1F1B", 24, pytest.mark.long),
         pipeline("InterleavedZeroBubble", 24, pytest.mark.long),
         pipeline("1F1B", 12, pytest.mark.long, more=RESHARDS),
     ],
@@ -107,7 +107,7 @@ def test_few_blocks_and_microbatches_tell_what_all_take(ranks, options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_real_step_takes_what_is_counted_on_fake_tensors(ranks):
     jobs = {name: options for name, (_, options) in LAYOUTS.items()}
     for name, real in run_ranks(ranks, real_bytes, jobs)[0].items():
@@ -138,10 +138,8 @@ def real_bytes(jobs: dict[str, str]) -> dict[str, dict[str, int]]:
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "schedule", ["1F1B", pytest.param("InterleavedZeroBubble", marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("schedule", ["1F1B", "InterleavedZeroBubble"])
 def test_of_pipeline_ranks_that_are_alike_the_one_with_the_highest_peak_is_traced(
     schedule,
 ):
@@ -172,7 +170,7 @@ def one_billion(mode: str, ranks: int) -> Run:
         (1, "selective", 19891, 22072),
         pytest.param(1, "full", 19891, 21904, marks=pytest.mark.long),
         pytest.param(2, "selective", 11372, 13012, marks=pytest.mark.long),
-        (4, "none", 11740, 12528),
+        pytest.param(4, "none", 11740, 12528, marks=pytest.mark.long),
     ],
 )
 def test_a_small_job_is_planned_with_the_holes_in_its_memory(ranks, mode, allocated, reserved):
