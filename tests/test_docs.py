@@ -37,7 +37,7 @@ SHORT += " --model.n_layers 1"
 
 
 def run(command: str, folder: Path, **variables: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2", **variables}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
     words, timeout = ["bash", "-euo", "pipefail", "-c", command], 1800 if WHOLE else 600
     done = subprocess.run(
         words, cwd=folder, capture_output=True, text=True, env=environment, timeout=timeout
