@@ -94,8 +94,9 @@ All runs of this section train a model with dim 256 and 2 layers (6 layers in th
 tokens per step unless the text below a table states otherwise. "ms/step" is the median step time, and "memory" the
 largest resident set of a training process, over {repeats} run(s).
 
-To test our expectations, we fit the expected growth to all rows of a table except the last one, and predict the last
-row. The columns "expected" show the fitted values. The ratio of measured to expected is **bold** if it exceeds 1.15.
+We test the expected growth with the last row of each table. For example, if we expect a + b n for n layers, we fit a
+and b to all other rows, and predict the last row with them. The columns "expected" show the values of this formula. The
+ratio of measured to expected is **bold** if it exceeds 1.15.
 """
 
 

@@ -256,9 +256,9 @@ GHOST_INTRO = """
 
 `scripts/ghost.sh python benchmarks/planner.py`
 
-The table compares the memory that `titanlite plan` predicts with the memory of real training steps on a simulated H100,
-the [ghost GPU](../docs/internals/ghost.md). Like a real run, the steps use the torch allocator with expandable
-segments.
+The table compares two memory sizes: the prediction of `titanlite plan`, and the memory of training steps that run on
+the [ghost GPU](../docs/internals/ghost.md), which simulates an H100. The training steps use the memory allocator of
+torch with expandable segments, as on a real GPU.
 
 | column | meaning |
 | --- | --- |
