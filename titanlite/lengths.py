@@ -84,20 +84,40 @@ def resolve_lengths(run: Run) -> tuple[Run, list[Problem]]:
     progress = read_progress(run)
     for key, num_tokens in lengths.items():
         counter = TokenCounter(run, progress)
-        count = partial(counter.count, key)
-        steps = bisect_right(range(MAX_TOKENS), num_tokens, key=count) - 1
-        if key == WARMUP and counter.extra_sequences and steps <= progress.steps:
-            steps = progress.warmup_steps or steps  # warmup is over, so keep its recorded length
+        steps = _find_num_steps(counter, key, num_tokens)
         if not 1 <= steps <= MAX_STEPS:
             limits = f"Lengths must have 1 to {MAX_STEPS:,} steps."
-            text = f"makes {steps:,} steps of {count(1):,} tokens. {limits}"
+            text = f"makes {steps:,} steps of {counter.count(key, 1):,} tokens. {limits}"
             problems.append(Problem(key, text))
             steps = 1
+
+        # Most keys accept tokens or steps. `training.tokens` and `training.tokens_per_parameter`
+        # accept only tokens, and set `training.steps`.
         if key in KEYS:
             run = with_keys(run, {key: steps})
         else:
             run = with_keys(run, {"training.steps": steps, key: None})
     return run, problems
+
+
+def _find_num_steps(counter: TokenCounter, key: str, num_tokens: int) -> int:
+    """Return the largest number of steps that take at most `num_tokens` tokens.
+
+    Args:
+        counter: Counts the tokens of a number of steps.
+        key: Key of the length, such as "lr_scheduler.warmup_steps".
+        num_tokens: Length in tokens.
+    """
+    # More steps take more tokens, so a binary search finds the first number of steps that takes
+    # more than `num_tokens`. Each step takes at least a token, so `MAX_TOKENS` limits the search.
+    too_many_steps = bisect_right(range(MAX_TOKENS), num_tokens, key=partial(counter.count, key))
+    steps = too_many_steps - 1
+
+    # If a resumed run has completed its warmup with other batch sizes, keep the recorded length.
+    progress = counter.progress
+    if key == WARMUP and counter.extra_sequences and steps <= progress.steps:
+        return progress.warmup_steps or steps
+    return steps
 
 
 def _list_lengths(run: Run) -> Iterator[tuple[str, int]]:

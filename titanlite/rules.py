@@ -298,11 +298,12 @@ def check_pipeline_schedule(run: Run) -> Problems:
 
 
 def check_microbatches(run: Run) -> Problems:
-    """Check that each global batch size makes enough microbatches for the pipeline schedule.
+    """Check that each global batch size makes a number of microbatches that the pipeline can run.
 
-    Each pipeline rank needs a microbatch. Interleaved schedules run microbatches in rounds of equal
-    size, one round for every `num_ranks` microbatches. For example, 4 ranks can run 10 microbatches
-    in 2 rounds of 5, but not 9.
+    There must be at least one microbatch per pipeline rank. Interleaved schedules also divide the
+    microbatches into equal rounds, as many as there are whole multiples of the number of ranks. For
+    example, 4 ranks run 10 microbatches in 10 // 4 = 2 rounds of 5. They cannot run 9 microbatches,
+    because 9 is not divisible by 2.
     """
     num_ranks = run.degrees.pipeline
     schedule = run.job.parallelism.pipeline_parallel_schedule
@@ -312,7 +313,8 @@ def check_microbatches(run: Run) -> Problems:
         count = size // sequences_per_microbatch
         num_rounds = count // num_ranks
         is_too_small = num_rounds == 0
-        if is_too_small or (is_interleaved and count % num_rounds):
+        if is_too_small or (is_interleaved and count % num_rounds != 0):
+            # Recommend a multiple of the number of ranks, which every schedule can run.
             nearest = _nearest_multiples(size, num_ranks * sequences_per_microbatch)
             plural = "" if count == 1 else "es"
             yield Problem(

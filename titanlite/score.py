@@ -157,7 +157,7 @@ def make_score(total: float, tokens: int, num_bytes: int) -> Score:
 
 
 def _build_run(saved: JobConfig, options: Scoring, window: int, parallelism: Parallelism) -> Run:
-    """Build the run that evaluates a saved model on all ranks.
+    """Build the run that evaluates a saved model on all ranks, and check its options.
 
     Args:
         saved: Job that trained the model.
@@ -173,18 +173,33 @@ def _build_run(saved: JobConfig, options: Scoring, window: int, parallelism: Par
     if window > max_window:
         raise UserError(f"--window {window}: must be at most model.max_seq_len = {max_window}.")
 
-    # The layout determines the batch size, and by what the sequence length must be divisible.
-    world_size = read_world_size()
-    degrees = Run(JobConfig(parallelism=parallelism), world_size).degrees
-    divisor = sequence_divisor(degrees)
+    layout = Run(JobConfig(parallelism=parallelism), read_world_size())
+    run = Run(_make_job(saved, options, window, layout), layout.world_size)
+    problems = list(check_layout(run))
+    if problems:
+        raise ConfigError([make_mistake(run, problem) for problem in problems], "eval")
+    return run
 
+
+def _make_job(saved: JobConfig, options: Scoring, window: int, layout: Run) -> JobConfig:
+    """Return the job of an evaluation: the model of a saved job, without the way it was trained.
+
+    Args:
+        saved: Job that trained the model.
+        options: Settings of the evaluation.
+        window: Number of tokens per sequence, which the layout may round up.
+        layout: A run with the layout of the ranks. Its model and batch size are not used.
+    """
     # Keep only the sections that describe the model, its tokenizer and their plugins.
     plugin_sections = {saved.model.architecture, saved.tokenizer.name or ""}
     tables = saved.model_dump(include={"job", "model", "tokenizer", "comm", *plugin_sections})
 
-    # Replace the layout and the batches of training by those of the evaluation.
+    # Each data-parallel rank scores one batch at a time, and one per pipeline rank with a pipeline.
+    # The ranks divide each sequence, so its length is rounded up to a multiple of `divisor`.
+    degrees = layout.degrees
+    divisor = sequence_divisor(degrees)
     dtype = options.dtype or _default_dtype(saved)
-    tables["parallelism"] = parallelism
+    tables["parallelism"] = layout.job.parallelism
     tables["activation_checkpoint"] = {"mode": "none"}
     tables["training"] = {
         "seq_len": math.ceil(window / divisor) * divisor,
@@ -194,12 +209,7 @@ def _build_run(saved: JobConfig, options: Scoring, window: int, parallelism: Par
         "dtype": dtype,
         "num_threads": saved.training.num_threads,
     }
-
-    run = Run(JobConfig.model_validate(tables), world_size)
-    problems = list(check_layout(run))
-    if problems:
-        raise ConfigError([make_mistake(run, problem) for problem in problems], "eval")
-    return run
+    return JobConfig.model_validate(tables)
 
 
 def _default_dtype(saved: JobConfig) -> str:

@@ -280,7 +280,9 @@ def _read_saved_job(step_folder: Path, sections: dict[str, Any]) -> JobConfig:
 
 
 def _read_job_of_old_import(step_folder: Path) -> JobConfig:
-    """Return the job of a checkpoint that has none in its manifest, from config.toml of its run.
+    """Return the job of imported weights whose manifest contains no job.
+
+    Early versions wrote the job only to config.toml in the output folder of the run.
 
     Raises:
         CheckpointError: If the output folder has no config.toml.

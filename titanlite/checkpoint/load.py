@@ -357,11 +357,13 @@ class Resumer:
                 _fill_with_nan(tensor)
 
     def _prepare_optimizer(self, loads_state: bool) -> None:
-        """Create optimizer state to load into, or reset the optimizer.
+        """Prepare the optimizer before a checkpoint is loaded.
+
+        If its state will be loaded, create the tensors to load into: a new torch optimizer has
+        none until its first step. Otherwise, reset the optimizer.
 
         Args:
-            loads_state: Whether the state will be loaded. A new torch optimizer has no tensors to
-                load into, because it creates them in its first step.
+            loads_state: Whether the optimizer state will be loaded.
         """
         optimizer = self._live.optimizer
         if not loads_state:

@@ -130,17 +130,18 @@ class Mirror:
         self._run_on_rank0(self._restore)
 
     def begin(self, step: int) -> None:
-        """Start to copy checkpoints in the background, after the run has loaded its checkpoint.
+        """Start copying the checkpoints of the run to the mirror in the background.
 
-        Later checkpoints at the mirror are renamed first, because the run will write these steps
-        again. All ranks call this together.
+        Call this on all ranks, once the run has loaded its checkpoint. If the mirror contains
+        checkpoints of this run with steps after `step`, their manifests are first renamed to
+        "manifest.json.archived". The run will train these steps again and save new checkpoints.
 
         Args:
             step: Step of the loaded checkpoint, or 0.
         """
 
         def begin_on_rank0() -> None:
-            # Rename the manifests of later steps of this run, so that no start loads them.
+            # Rename the manifests of later steps, so that no start loads these checkpoints.
             run_id = self._find_run_id()
             for mirrored_step, name in self._list_mirror().items():
                 is_from_this_run = belongs_to_run(self._manifests[name], run_id)

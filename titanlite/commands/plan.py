@@ -316,7 +316,7 @@ def _format_plan(run: Run, plan: Forecast) -> str:
 
 
 def _format_training_time(time: TrainingTime) -> list[str]:
-    """Format the time and the GPU-hours of a whole training run, with their intervals."""
+    """Format how many GPU-hours and days a training run takes, with 90% prediction intervals."""
     hours = (
         f"{time.gpu_hours:,.0f} GPU-hours ({time.gpu_hours_low:,.0f} to {time.gpu_hours_high:,.0f})"
     )

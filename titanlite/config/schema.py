@@ -998,7 +998,11 @@ def rename_keys(tables: dict[str, Any]) -> list[str]:
 
 
 class JobConfig(Whole):
-    """Complete configuration of a training run. Each section is an attribute, also of plugins."""
+    """Complete configuration of a training run.
+
+    Each section of a job file is an attribute: `job.training.steps` is the option `steps` of the
+    section `[training]`. The sections of plugins are attributes as well.
+    """
 
     model_config = ConfigDict(extra="allow")  # for tables of plugins; others are rejected below
     dropped: ClassVar = {"dry_run": (None, "was removed. Run `titanlite profile` instead.")}

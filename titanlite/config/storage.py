@@ -77,22 +77,25 @@ def as_url(path: str | PurePath | None) -> str | None:
 
 
 @contextmanager
-def storage_errors(url: str, kind: type[UserError] = UserError) -> Iterator[None]:
-    """Convert exceptions in the `with` block to errors whose message is one line with the URL.
+def storage_errors(url: str, error_class: type[UserError] = UserError) -> Iterator[None]:
+    """Convert any exception in the `with` block to a `UserError` that names the URL.
+
+    For example, the message is "s3://bucket/run does not exist (...)." A `UserError` in the block
+    is not changed.
 
     Args:
         url: URL for the message.
-        kind: Class of the error.
+        error_class: Class of the error to raise, `UserError` or a subclass.
 
     Raises:
-        UserError: Or its subclass `kind`, if the storage fails or a local file cannot be accessed.
+        UserError: If the storage fails or a local file cannot be accessed.
     """
     try:
         yield
     except UserError:
         raise
     except Exception as error:  # each storage has its own exception types
-        raise kind(_describe_failure(url, error)) from None
+        raise error_class(_describe_failure(url, error)) from None
 
 
 def _describe_failure(url: str, error: Exception) -> str:

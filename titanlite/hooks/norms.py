@@ -161,13 +161,16 @@ class Norms(Hook):
         return norms
 
     def _block_norms(self, squares: list[float]) -> dict[str, list[float]]:
-        """Return the norm in each transformer block, for groups with several parameters.
+        """Return the norms of each group that has one parameter per transformer block.
+
+        For example, the group "attention.wq" contains the matrix `wq` of each block. Groups with
+        one parameter, such as the embedding, are left out.
 
         Args:
-            squares: Sum of squares of each parameter of the model.
+            squares: Sum of the squared elements of each parameter, or of its gradient.
 
         Returns:
-            Name of the group -> one norm per block.
+            Name of the group -> norm of its parameter in each block, in the order of the blocks.
         """
         norms = {}
         for group, indices in self._groups.items():

@@ -93,32 +93,45 @@ class Muon(torch.optim.Optimizer):
         To skip the step on the device, set the attribute `found_inf` to a scalar tensor of 1.
         Parameters and state then keep their values.
         """
-        # Pass the flag to the optimizer of the other parameters. Without a flag, never skip.
+        # The caller may or may not have set the flag. Without it, never skip.
         skip = getattr(self, "found_inf", None)
         if skip is None:
             skip = torch.zeros((), device=next(iter(self._group_of)).device)
         else:
             self._others.found_inf = skip  # pyright: ignore[reportAttributeAccessIssue]
 
-        # Communication overlaps with matmuls: while round i is orthogonalized, the momentum of
-        # round i + 1 is gathered, and the result of round i - 1 is returned to the ranks.
+        # Update the other parameters while the momentum of the first round is gathered.
         gather = self._start_gather(self._rounds[0], skip)
         self._others.step()
+        self._run_rounds(gather, skip)
 
-        result: _Transfer | None = None
+    def _run_rounds(self, gather: _Transfer, skip: Tensor) -> None:
+        """Orthogonalize the momentum of all rounds, and update their matrices.
+
+        Communication overlaps with matmuls. For example, with rounds 0, 1 and 2:
+
+            orthogonalize | gather meanwhile | return meanwhile | then update
+            round 0       | round 1          |                  |
+            round 1       | round 2          | round 0          | round 0
+            round 2       |                  | round 1          | round 1
+                          |                  | round 2          | round 2
+
+        Args:
+            gather: Transfer of the first round, from `_start_gather`.
+            skip: Scalar tensor, 1 to leave the parameters unchanged.
+        """
+        previous: tuple[_Round, _Transfer] | None = None
         for i, plan in enumerate(self._rounds):
             gathered = gather.wait()
             if i + 1 < len(self._rounds):
                 gather = self._start_gather(self._rounds[i + 1], skip)
-
-            previous_result = result
             result = self._start_return(plan, gathered)
-            if previous_result is not None:
-                self._update(self._rounds[i - 1], previous_result.wait(), skip)
+            if previous is not None:
+                self._update(*previous, skip)
+            previous = plan, result
 
-        # The last round has no next round to overlap with.
-        assert result is not None
-        self._update(self._rounds[-1], result.wait(), skip)
+        assert previous is not None  # there is at least one round
+        self._update(*previous, skip)
 
     def _start_gather(self, plan: _Round, skip: Tensor) -> _Transfer:
         """Update this rank's momentum of a round and start sending its shards to the owners.
@@ -181,16 +194,17 @@ class Muon(torch.optim.Optimizer):
                 shard.copy_(next(received_shards).view_as(shard))
         return [orthogonalize(momentum) for momentum in momenta]
 
-    def _update(self, plan: _Round, returned: Tensor, skip: Tensor) -> None:
-        """Apply the orthogonalized momentum of a round to this rank's shards.
+    def _update(self, plan: _Round, result: _Transfer, skip: Tensor) -> None:
+        """Wait for the orthogonalized momentum of a round, and apply it to this rank's shards.
 
         Args:
             plan: Communication plan of the round.
-            returned: Result of the transfer from `_start_return`.
+            result: Transfer from `_start_return`.
             skip: Scalar tensor, 1 to leave the parameters unchanged.
         """
         shards = [local_shard(matrix).view(-1) for matrix in plan.matrices]
-        directions = returned.to(shards[0].device).split([len(shard) for shard in shards])
+        flat_directions = result.wait().to(shards[0].device)
+        directions = flat_directions.split([len(shard) for shard in shards])
         for matrix, shard, direction in zip(plan.matrices, shards, directions, strict=True):
             group = self._group_of[matrix]
             lr = torch.tensor(group["lr"], dtype=torch.float32)  # a new float would recompile

@@ -18,6 +18,7 @@ MAX_SMALL_BLOCK = MIB  # larger blocks are allocated in the segment for large bl
 SMALL_PAGE = 2 * MIB
 LARGE_PAGE = 20 * MIB
 ROUNDING = 512  # block sizes are multiples of this
+NEVER_FREED = -1  # name of blocks that `CachingAllocator.free` never frees
 CUBLAS_WORKSPACES = 33 * MIB  # on an H100, allocated by the first matmul and never freed
 
 
@@ -65,7 +66,7 @@ class CachingAllocator:
         """Allocate the workspaces of cuBLAS, if this is the first matmul."""
         if not self._has_workspaces:
             self._has_workspaces = True
-            self.allocate(-1, CUBLAS_WORKSPACES, stream=0)
+            self.allocate(NEVER_FREED, CUBLAS_WORKSPACES, stream=0)
 
 
 class ReservedSegment:
@@ -119,10 +120,14 @@ class ReservedSegment:
         return last if last is not None and self._size_at[last] >= size else None
 
     def _grow(self, size: int) -> int:
-        """Reserve as many pages as are needed for a free block of `size` bytes at the end.
+        """Reserve pages until the segment ends with a free block of at least `size` bytes.
+
+        If the segment already ends with a free block, the new pages extend this block. For example,
+        if its last 15 MiB are free, a block of 50 MiB needs two pages of 20 MiB, and the free block
+        then has 55 MiB.
 
         Returns:
-            Address of the block, which includes a free block at the previous end.
+            Address of the free block at the end.
         """
         address = self.size
         free = 0

@@ -204,14 +204,20 @@ def _trace_graph(function: Function, tensors: Sequence[Tensor]) -> Function:
     def keep_graphs(_: Any, forward: Any, backward: Any, *__: Any) -> tuple[Any, Any]:
         return forward, backward
 
-    # Create the graphs by a call with empty tensors. Hide these tensors from the counters of the
-    # planner and from activation checkpointing.
+    def keep_tensor(tensor: Tensor) -> Tensor:
+        return tensor
+
+    # Create the graphs by a call with empty fake tensors, which the planner must not count.
     fake_tensor: Any = next(plain_tensors(tensors[0]))
     with (
-        override(partitioners, functionalize_rng_ops=keep_graphs),  # the original needs a GPU
-        torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
+        # The original stores the random state of operators such as dropout, which needs a GPU.
+        override(partitioners, functionalize_rng_ops=keep_graphs),
+        # Activation checkpointing drops the tensors that a block saves. Keep those of this call.
+        torch.autograd.graph.saved_tensors_hooks(keep_tensor, keep_tensor),
+        # Counters of operators and of kernels do not count this call.
         _disable_current_modes(),
         pause_counters(),
+        # The previous line also disabled the mode that creates fake tensors, so enter it again.
         fake_tensor.fake_mode,
     ):
         examples = [_empty_like(tensor).requires_grad_(tensor.requires_grad) for tensor in tensors]

@@ -583,22 +583,30 @@ def _count_flops(op: str, inputs: Sequence[Tensor], window: int) -> tuple[tuple[
 def _attention_flops(op: str, shape: tuple[int, ...], window: int, is_backward: bool) -> int:
     """Return the FLOPs of causal attention, without scores that the mask hides.
 
-    There are two matmuls in the forward pass and five in the backward pass, which recomputes the
-    scores. The last query sees all keys. With context parallelism, which uses flex attention, the
-    queries of a rank are spread over the whole sequence.
+    The result is the FLOPs without a mask, multiplied by the share of the keys that a query sees on
+    average.
 
     Args:
         op: Operator without "aten::".
         shape: (batch, heads, queries, keys, head_dim).
-        window: Sliding window of flex attention, or 0.
+        window: Sliding window of flex attention in tokens, or 0.
         is_backward: Whether the operator is a backward pass.
     """
+    # Without a mask, each matmul takes 2 FLOPs per element of `shape`. There are two matmuls in the
+    # forward pass and five in the backward pass, which recomputes the scores.
     num_queries, num_keys = shape[2:4]
-    flops = math.prod(shape) * (10 if is_backward else 4)  # without a mask
+    unmasked_flops = math.prod(shape) * (10 if is_backward else 4)
+
+    # The Q queries are the last of K tokens, so they see K - Q / 2 keys on average: the first one
+    # sees K - Q keys, and the last one K.
     if op not in FLEX_OPS:
-        return flops * (2 * num_keys - num_queries) // (2 * num_keys)
+        return unmasked_flops * (2 * num_keys - num_queries) // (2 * num_keys)
+
+    # In flex attention, which context parallelism uses, the queries of a rank are spread over the
+    # whole sequence. With a window W, the first W queries see W / 2 keys on average, and the other
+    # K - W see W keys. The average is (W * W / 2 + (K - W) * W) / K = (2 K - W) * W / (2 K).
     window = min(window or num_keys, num_keys)
-    return flops * (2 * num_keys - window) * window // (2 * num_keys * num_keys)
+    return unmasked_flops * (2 * num_keys - window) * window // (2 * num_keys * num_keys)
 
 
 def plain_tensors(tensor: Any) -> Iterator[Tensor]:
@@ -623,5 +631,5 @@ def _find_tensors(value: Any) -> list[Tensor]:
 
 
 def bytes_of(value: Any) -> int:
-    """Return the bytes of all tensors in a value, which can be nested lists and tuples."""
+    """Return how many bytes all tensors in a value take. It can be nested lists and tuples."""
     return sum(tensor.numel() * tensor.element_size() for tensor in _find_tensors(value))

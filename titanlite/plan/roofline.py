@@ -284,30 +284,31 @@ def _time_kernels(work: Work, gpu: Gpu) -> tuple[str, float]:
 
 
 def _time_collectives(work: Work, group: Group, gpu: Gpu) -> float:
-    """Estimate the seconds of collectives that use the ring algorithm.
+    """Estimate the seconds of collectives, or of sends between two pipeline ranks.
 
-    A ring of n ranks moves (n - 1) / n of the tensor over each link, and twice as much for an
-    all-reduce. In a group that spans several nodes, the ranks of a node share the traffic from
-    other nodes.
+    Collectives use the ring algorithm: a ring of n ranks moves (n - 1) / n of the tensor over each
+    link. An all-reduce does this twice. In a group that spans several nodes, the ranks of a node
+    share the traffic from other nodes.
     """
     if group.size == 1:
         return 0.0
 
-    # Compute which share of the bytes crosses a link within a node and the network of a rank. For
-    # example, for a ring of 16 ranks on 2 nodes, these are 15/16 and 1/16.
+    # Compute which shares of the bytes cross a link within a node and the network of a rank. For
+    # example, for a ring of 16 ranks on 2 nodes, these are 15/16 and 1/16. A send uses either only
+    # the link or only the network. The processes of a CPU share one node and have no hops.
     num_nodes = 1 if gpu.cpu else math.ceil(group.span / gpu.machine)
+    hop_seconds = 0.0
     if work.op == "send":
         link_share = 1.0 if num_nodes == 1 else 0.0
         network_share = 1.0 - link_share
-        hop_seconds = 0.0
     else:
         link_share = (group.size - 1) / group.size
         network_share = (num_nodes - 1) / group.size
-        hop_seconds = (group.size - num_nodes) * HOP + (num_nodes - 1) * NETWORK_HOP
-    if gpu.cpu:
-        hop_seconds = 0.0
+        if not gpu.cpu:
+            hop_seconds = (group.size - num_nodes) * HOP + (num_nodes - 1) * NETWORK_HOP
 
-    # The slower of both determines the time of a transfer.
+    # The link and the network work at the same time, so the slower one determines the time. Their
+    # peak bandwidths are in GB/s, of which transfers reach the share `LINK`.
     seconds_per_gigabyte = max(link_share / gpu.link, network_share / gpu.network)
     transfer = work.bytes * seconds_per_gigabyte / (LINK * 1e9)
     latency = work.count * (gpu.latency_us * 1e-6 + hop_seconds)

@@ -27,13 +27,14 @@ from titanlite.optim.clip import StepSums
 from titanlite.parallel.forward_backward import PipelineForwardBackward
 from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.parallelize import ShardedModel
-from titanlite.plan.allocator import CachingAllocator
+from titanlite.plan.allocator import NEVER_FREED, CachingAllocator
 from titanlite.plan.counter import (
     ALL_KINDS,
     DEFAULT_KINDS,
     MATMULS,
     OFFLOADED,
     START,
+    Allocation,
     Counter,
     Group,
     Location,
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 
 DEVICE = torch.device("cpu")  # torch without CUDA cannot run a backward pass on fake CUDA tensors
 MIN_MICROBATCHES = 6  # a pipeline with fewer microbatches runs all of them
-OFFLOAD_STREAM = -1
+OFFLOAD_STREAM = -1  # stream of FSDP2 in which gradients wait for their copy to the CPU
 
 # Methods of a pipeline stage -> phase. The last two return communication operations.
 PIPELINE_ACTIONS = {
@@ -83,10 +84,10 @@ class StepCounts(NamedTuple):
 def count_step(
     run: Run, mesh: Mesh, sharded: ShardedModel, train_step: TrainStep, whole: bool = False
 ) -> StepCounts:
-    """Run two training steps on empty sequences, and count the memory and work of the second one.
+    """Run two training steps, and count the memory and work of the second one.
 
-    The first step only allocates what persists, such as optimizer state. Tensors may be real or
-    fake.
+    The first step only allocates what persists, such as optimizer state. All tokens are 0, because
+    the counts do not depend on them. Tensors may be real or fake.
 
     Args:
         run: The validated job and the number of ranks.
@@ -101,20 +102,19 @@ def count_step(
     with counter.watching():
         _run_steps(counter, allocator, run, sharded, train_step, skipped)
 
-    # Without a pipeline, repeat the log entries of the second microbatch for the skipped ones.
-    repeated = range(0)
-    if skipped and run.degrees.pipeline == 1:
-        second_start, third_start = counter.forward_starts[1:3]
-        repeated = range(second_start, third_start)
-    work = _add_up_work(counter, repeated, num_repeats=len(skipped))
-    peaks, pools = _find_peaks(counter)
+    # The log of a pipeline already contains the skipped microbatches; see `_follow_pipeline`.
+    num_missing = len(skipped) if run.degrees.pipeline == 1 else 0
+    work = _add_up_work(counter, num_missing)
+    peaks = _find_peaks(counter)
+    pools = _find_stream_peaks(counter)
 
+    # With CPU offload, a reduced gradient stays on the GPU, in a stream of FSDP2, until it has been
+    # copied. The counter counts all gradients as CPU memory, so add the largest one here.
     if run.job.training.enable_cpu_offload:
-        # A reduced gradient is on the GPU, in a stream of FSDP2, until it has been copied.
         shards = [local_shard(parameter) for parameter in train_step.model.parameters()]
         largest_gradient = max(shard.nbytes for shard in shards)
         pools[OFFLOAD_STREAM, Location("backward", "end")] = largest_gradient
-        allocator.allocate(-1, largest_gradient, OFFLOAD_STREAM)
+        allocator.allocate(NEVER_FREED, largest_gradient, OFFLOAD_STREAM)
     return StepCounts(peaks, pools, work, allocator.reserved)
 
 
@@ -126,7 +126,7 @@ def _run_steps(
     train_step: TrainStep,
     skipped: range,
 ) -> None:
-    """Run two training steps on empty sequences, so that `counter` holds the log of the second one.
+    """Run two training steps on tokens of 0, so that `counter` holds the log of the second one.
 
     Args:
         counter: Counter that is watching.
@@ -219,64 +219,71 @@ def _describe_groups(mesh: Mesh) -> dict[str, Group]:
     return descriptions
 
 
-def _add_up_work(
-    counter: Counter, repeated: range, num_repeats: int
-) -> dict[tuple[Any, ...], np.ndarray]:
+def _add_up_work(counter: Counter, num_missing: int) -> dict[tuple[Any, ...], np.ndarray]:
     """Add up the work of a step by kind of work.
 
     Args:
         counter: Counter with the log of the step.
-        repeated: Indices in the log of the microbatch that represents the skipped ones.
-        num_repeats: Number of skipped microbatches.
+        num_missing: Number of microbatches that are not in the log. The second microbatch counts
+            once more for each of them, because their work is the same.
 
     Returns:
         `Work.key` -> array of count, FLOPs and bytes.
     """
+    second_microbatch = range(0)
+    if num_missing:
+        start, end = counter.forward_starts[1:3]
+        second_microbatch = range(start, end)
+
     totals = defaultdict[Any, Any](int)
     for i, (_, entry) in enumerate(counter.log):
         if isinstance(entry, Work):
-            factor = 1 + num_repeats if i in repeated else 1
+            factor = 1 + num_missing if i in second_microbatch else 1
             totals[entry.key] += factor * np.array(entry.amounts)
     return totals
 
 
-def _find_peaks(
-    counter: Counter,
-) -> tuple[dict[Location, np.ndarray], dict[tuple[int, Location], int]]:
+def _find_peaks(counter: Counter) -> dict[Location, np.ndarray]:
     """Find the peak memory at each location of a step.
 
     Returns:
-        - Location -> bytes of each of `ALL_KINDS` when GPU memory is at its peak there. The value
-          of `OFFLOADED` is its maximum over the step.
-        - (stream, location) -> peak of the GPU memory that was allocated in this CUDA stream.
+        Location -> bytes of each of `ALL_KINDS` when GPU memory is at its peak there. The value of
+        `OFFLOADED`, which is CPU memory, is its maximum over the step.
     """
-    peaks: dict[Location, np.ndarray] = {}
-    peak_sizes = defaultdict[Location, int](int)
-    pools = defaultdict[tuple[int, Location], int](int)
     allocated = dict.fromkeys(ALL_KINDS, 0)
-    allocated_in_stream = defaultdict[int, int](int)
+    peaks: dict[Location, np.ndarray] = {}
+    peak_sizes = defaultdict[Location, int](int)  # of GPU memory
     peak_offloaded = 0
     for location, entry in counter.log:
         if isinstance(entry, Work):
             continue
 
-        kind = counter.kinds[entry.storage]
-        allocated[kind] += entry.change
-        if kind == OFFLOADED:
-            peak_offloaded = max(peak_offloaded, allocated[OFFLOADED])
-        else:
-            stream = counter.streams[entry.storage]
-            allocated_in_stream[stream] += entry.change
-            pools[stream, location] = max(pools[stream, location], allocated_in_stream[stream])
-
+        allocated[counter.kinds[entry.storage]] += entry.change
+        peak_offloaded = max(peak_offloaded, allocated[OFFLOADED])
         gpu_size = sum(allocated.values()) - allocated[OFFLOADED]
         if entry.change > 0 and gpu_size > peak_sizes[location]:
             peak_sizes[location] = gpu_size
             peaks[location] = np.array(list(allocated.values()))
 
     for sizes in peaks.values():
-        sizes[-1] = peak_offloaded
-    return peaks, pools
+        sizes[-1] = peak_offloaded  # `OFFLOADED` is the last kind
+    return peaks
+
+
+def _find_stream_peaks(counter: Counter) -> dict[tuple[int, Location], int]:
+    """Find the peak of the GPU memory in each CUDA stream, at each location of a step.
+
+    Returns:
+        (stream, location) -> bytes that were allocated in this stream.
+    """
+    allocated = defaultdict[int, int](int)
+    peaks = defaultdict[tuple[int, Location], int](int)
+    for location, entry in counter.log:
+        if isinstance(entry, Allocation) and counter.kinds[entry.storage] != OFFLOADED:
+            stream = counter.streams[entry.storage]
+            allocated[stream] += entry.change
+            peaks[stream, location] = max(peaks[stream, location], allocated[stream])
+    return peaks
 
 
 def _replay_allocations(counter: Counter, allocator: CachingAllocator) -> None:
@@ -392,7 +399,10 @@ def _follow_stage(counter: Counter, stage: int, module: Llama) -> None:
 
 
 def _follow_loss(counter: Counter, train_step: TrainStep, last_stage: int) -> None:
-    """Wrap the loss function, so that its work is counted at the location "loss".
+    """Wrap the loss function, so that its memory and work are counted at the location "loss".
+
+    Module hooks set the location for the other parts of the model; see `_follow_stage`. The loss is
+    a plain function, so it has no hooks.
 
     Args:
         counter: Counter of the step.
@@ -406,10 +416,14 @@ def _follow_loss(counter: Counter, train_step: TrainStep, last_stage: int) -> No
     def compute_loss_at_location(
         hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor
     ) -> Tensor:
+        # Of the arguments, only `scale` exists for the loss alone. It was allocated earlier.
         counter.mark((scale,), "loss", DEFAULT_KINDS)
+
         counter.location = location
         loss = compute_loss(hidden, weight, labels, scale)
         _follow_backward(counter, location, loss)
+
+        # Operators after the loss belong to no part of the model.
         counter.location = location._replace(name="forward")
         return loss
 

@@ -77,28 +77,34 @@ def trace_run(
     Returns:
         One trace per kind of pipeline rank.
     """
+    # Disable options that need a real GPU.
     needs_gpu = ("enable_async_tensor_parallel", "enable_fsdp_symmetric_memory")
     run = with_keys(run, {f"parallelism.{key}": False for key in needs_gpu})
     on_gpu = gpu is not None and not gpu.cpu
     run = run.resolve_compute_dtype(on_gpu)
 
-    # Two traces with different numbers of blocks determine the cost of one more block.
+    # Choose the blocks to run. A small model on a GPU runs all; see `MAX_REPLAYED_BLOCKS`.
     is_small = run.degrees.pipeline == 1 and run.arch.n_layers <= MAX_REPLAYED_BLOCKS
     runs_all_blocks = whole or (on_gpu and is_small)
     num_removed = 0 if runs_all_blocks else _count_removable_blocks(run)
-    runs = [_remove_blocks(run, num_removed)]
-    if num_removed:
-        runs.append(_remove_blocks(run, num_removed - 1))
 
+    # Count the work of each rank in a short model, and again in a model with one block more. The
+    # difference is the cost of one block.
     ranks = _choose_ranks(run, whole)
-    tasks = [(short_run, rank, gpu, whole) for rank in ranks for short_run in runs]
-    results = iter(apply(_count_rank, *zip(*tasks, strict=True)))
+    short_run = _remove_blocks(run, num_removed)
+    tasks = [(short_run, rank, gpu, whole) for rank in ranks]
+    if num_removed > 0:
+        longer_run = _remove_blocks(run, num_removed - 1)
+        tasks += [(longer_run, rank, gpu, whole) for rank in ranks]
+    results = list(apply(_count_rank, *zip(*tasks, strict=True)))
+
     traces = []
     has_replay = num_removed == 0 and run.degrees.pipeline == 1
-    for rank in ranks:
-        counts = next(results)
-        if num_removed:
-            counts = _extrapolate(counts, next(results), num_removed)
+    for i, rank in enumerate(ranks):
+        counts = results[i]
+        if num_removed > 0:
+            longer_counts = results[len(ranks) + i]
+            counts = _extrapolate(counts, longer_counts, num_removed)
         traces.append(_summarize(rank, counts, on_gpu, has_replay))
     return tuple(traces)
 

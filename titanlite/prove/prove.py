@@ -262,7 +262,15 @@ def _create_shared_folder(parent: Path, stack: ExitStack) -> Path:
 
 
 def _build_proof(run: Run, checks: list[Check], device: torch.device) -> Proof:
-    """Combine the comparisons of a run with a description of how they were made."""
+    """Combine the comparisons of a run with what readers must know to judge them.
+
+    This includes the device, the commit, and the properties of the job that were not tested.
+
+    Args:
+        run: The run that was tested.
+        checks: Comparisons of its steps with a reference.
+        device: Device of the run.
+    """
     # List what the proof does not cover.
     not_kept = []
     if has_random_numbers(run):

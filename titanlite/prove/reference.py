@@ -234,10 +234,11 @@ def sgd(run: Run, step: int, weight: Tensor, grad: Tensor, moments: Tensors) -> 
 
 
 def lion(run: Run, step: int, weight: Tensor, grad: Tensor, moments: Tensors) -> Update:
-    """Compute the direction and the moment of one Lion step, by its published formula.
+    """Compute the direction and the new moment of one Lion step, by its published formula.
 
-    Lion steps in the direction of a sign. Elements close to zero are excluded from the comparison,
-    because rounding can flip their sign.
+    The direction is the sign of an average of the moment and the gradient. If an element of the
+    average is close to zero, rounding can flip its sign. The mask `Update.is_sure` is false there,
+    so that the caller does not compare this element with the tested optimizer.
     """
     config = run.job.optimizer
     mean = moments["exp_avg"]

@@ -320,22 +320,32 @@ def _round(values: NDArray[np.float64], digits: int = 6) -> list[float]:
 
 
 def _read_events(entries: Iterable[Entry], metrics: Columns) -> list[dict[str, Any]]:
-    """Return the events of a run, and what the order of its starts and ends shows.
+    """Return the events of a run, such as starts and saves, in the order of the file.
 
-    If a later start resumes from an earlier step, the events after that step get "undone": True. If
-    a start follows another start without an end in between, an event "killed" is inserted.
+    The order of the events shows two things that the file does not contain:
+
+    - A killed process records no end. If a start directly follows a run without an end, an event
+      "killed" is added before the start.
+    - A start at an earlier step trains the later steps again. The earlier events of these later
+      steps get "undone": True.
 
     Args:
         entries: Lines of the events file.
         metrics: Columns of metrics.jsonl, which show the step at the time of an event.
+
+    Returns:
+        Events with the keys "time", "step", "undone", "kind" and "text".
     """
     events: list[dict[str, Any]] = []
     is_running = False
     for event, newest_step in _parse_events(entries, metrics):
         if event["kind"] == "start":
+            # Add the kill of the previous process.
             if is_running:
                 text = "The run was killed: no end was recorded before the next start."
                 events.append(event | {"kind": "killed", "step": newest_step, "text": text})
+
+            # Mark the events of the steps that this start trains again.
             for earlier_event in events:
                 if earlier_event["step"] > event["step"]:
                     earlier_event["undone"] = True

@@ -84,12 +84,13 @@ class RequestExchange:
 
 
 class _SentRequest(NamedTuple):
-    """A request of this rank that `receive` has not returned yet.
+    """A request between `RequestExchange.send` and `RequestExchange.receive`.
 
     Attributes:
-        request: Actions that this rank requests.
-        count: Number of ranks with a request, on the CPU. None if unknown.
-        copied: Event after which `count` is valid. None if it is valid already.
+        request: Actions, such as a save, that this rank asked all ranks to take.
+        count: CPU tensor with the number of ranks that requested an action. None before the first
+            step, because no step has counted them.
+        copied: CUDA event at which the copy of `count` from the GPU is complete. None on a CPU.
     """
 
     request: Request

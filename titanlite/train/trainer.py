@@ -278,25 +278,29 @@ class Trainer:
             data_error = None
             has_finished = True
 
-        # Save unless the data could not be read at all. Validate at a normal end, but after a
-        # signal or an error only if it is due.
+        # Save the last step, even if no save is due. Only if the data of the first step cannot be
+        # read, there is nothing to save.
         has_trained = self.steps_done > first_step
-        ends_normally = has_trained and data_error is None and not request.stop
-        final_actions = request._replace(
-            save=has_trained or data_error is None,
-            validate=request.validate or ends_normally,
-            last=has_finished,
-        )
-        self._act(final_actions)
+        should_save = has_trained or data_error is None
+
+        # Validate new weights, unless a signal or an error interrupts the run. It then has to end
+        # soon, so it validates only if a validation is due.
+        is_interrupted = data_error is not None or bool(request.stop)
+        should_validate = request.validate or (has_trained and not is_interrupted)
+
+        self._act(request._replace(save=should_save, validate=should_validate, last=has_finished))
         self._finish(request, has_finished=has_finished, data_error=data_error)
 
     def _run_steps(self) -> tuple[Request, Exception | None]:
         """Run the training loop until the last step, a request to end the run, or a data error.
 
         After each step, the ranks combine their requests, and all take the same actions, such as a
-        save. On a CPU, the request for a step is sent with this step. On a GPU, all ranks receive a
-        request one step after it was sent (`exchange.delay` is 1), so it is sent one step early:
-        the request for the actions after step 8 is sent with step 7.
+        save. On a GPU, a request arrives one step after it was sent, so it is sent one step early:
+
+            when          | CPU (`exchange.delay` 0)    | GPU (`exchange.delay` 1)
+            before step 1 |                             | send for step 1
+            in step 1     | send and receive for step 1 | send for step 2, receive for step 1
+            in step 2     | send and receive for step 2 | send for step 3, receive for step 2
 
         Returns:
             - The actions that the ranks requested after the last step. They are not executed yet.
@@ -309,17 +313,18 @@ class Trainer:
         request = exchange.receive()
         has_ended, data_error = self._check_end(request)
 
-        # On a GPU, no earlier step can send the request for the first step.
+        # On a GPU, send the request for the first step.
         if exchange.delay > 0:
             exchange.send(self._collect_request(self.steps_done + 1))
 
         while not has_ended:
-            # Train a step, and send the request for it (CPU) or for the next step (GPU).
-            rank_request = self._collect_request(self.steps_done + 1 + exchange.delay)
+            # Train a step, and send the request for this step (CPU) or the next one (GPU).
+            this_step = self.steps_done + 1
+            rank_request = self._collect_request(this_step + exchange.delay)
             self.step(has_request=rank_request != Request())
             exchange.send(rank_request, self._num_requests)
 
-            # Receive the requests for this step.
+            # Receive the requests of all ranks for this step.
             request = exchange.receive()
             has_ended, data_error = self._check_end(request)
             if not has_ended:
