@@ -313,7 +313,7 @@ def check_microbatches(run: Run) -> Problems:
         count = size // sequences_per_microbatch
         num_rounds = count // num_ranks
         is_too_small = num_rounds == 0
-        if is_too_small or (is_interleaved and count % num_rounds != 0):
+        if is_too_small or (is_interleaved and count % num_rounds):
             # Recommend a multiple of the number of ranks, which every schedule can run.
             nearest = _nearest_multiples(size, num_ranks * sequences_per_microbatch)
             plural = "" if count == 1 else "es"

@@ -177,8 +177,9 @@ def _split_quantized(name: str, tensor: Tensor) -> dict[str, Tensor]:
     if not is_quantized or not isinstance(tensor, DTensor):
         return {name: plain(tensor)}
 
-    # The tensor is sharded by rows, and each row has its own scales, so that both codes and scales
-    # can be sharded by rows.
+    # Each row has its own scales, so both tensors can be sharded by rows like the state. For
+    # example, a matrix with 8 rows and 512 columns has codes of shape (8, 512), and with blocks of
+    # 256 values scales of shape (8, 2).
     num_rows = shard.shape[0]
     local_parts = {"codes": shard.codes, "scale": shard.scale.view(num_rows, -1)}
     tensors: dict[str, Tensor] = {}
@@ -349,7 +350,8 @@ class CheckpointWriter(FileSystemWriter):
             metadata: DCP's description of all tensors.
             results: Results of `write_data` on each rank.
         """
-        # Separate the results for files from those for tensors, which DCP expects.
+        # Separate the results for files, which `write_data` has added with the file name as index,
+        # from the results for tensors, which DCP expects.
         entries: dict[str, Entry] = {}
         tensor_results = []
         for rank_results in results:

@@ -230,6 +230,7 @@ def read_job(step_folder: Path, tokenizer_path: Path | None = None) -> JobConfig
             _require_tokenizer(step_folder, info)
         job = _read_saved_job(step_folder, info["job"])
 
+    # Set the path of the tokenizer, unless the job names a file outside of the checkpoint.
     saved_path = job.tokenizer.path
     if tokenizer_path is not None:
         new_path = tokenizer_path
@@ -357,6 +358,9 @@ def read_progress(run: Run) -> Progress:
         )
     except UserError:  # loading the checkpoint later raises the error
         return Progress()
+
+    # "rows" is the number of sequences read so far, for each source of data. A checkpoint with
+    # weights only has no data position.
     info = manifest["info"]
     data_state = info["train_state"].get("data") or {}
     schedule = data_state.get("schedule") or {"step": 0, "rows": []}

@@ -242,7 +242,8 @@ class Resumer:
         current_job = job | {"model": asdict(self._live.model.arch)}
         changes = compare_jobs(saved_job, current_job, data_changes)
 
-        # Add changes that the keys of the job do not show.
+        # Add changes that the keys of the job do not show: another tokenizer file, and the start of
+        # the decay, which versions with manifest format 1 computed differently.
         if "tokenizer" in data_state and not self._is_same_tokenizer(data_state["tokenizer"]):
             description = f"tokenizer.path: {job['tokenizer']['path']} has other token IDs"
             changes.append((INCOMPATIBLE, description))

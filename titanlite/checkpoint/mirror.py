@@ -308,7 +308,8 @@ class Mirror:
         newest_local_step = get_step(local_checkpoints[-1]) if local_checkpoints else -1
         is_downloaded = self._download_newest(names, newest_local_step)
 
-        # The options `load_step` and `keep_best` need others. A name is None if there is none.
+        # The options `load_step` and `keep_best` need other checkpoints. If the mirror does not
+        # have such a checkpoint, its name is None.
         needed_names = {names.get(self._config.load_step)}
         if self._config.keep_best:
             needed_names.add(self._find_best())

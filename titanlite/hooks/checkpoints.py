@@ -133,7 +133,7 @@ class Checkpointer:
             # The link is outdated after checkpoint.load_step, or if the previous start was killed.
             self._saver.update_best_link()
 
-        # Start to copy checkpoints to the mirror in the background.
+        # Start copying checkpoints to the mirror in the background.
         if self._mirror is not None:
             self._mirror.begin(trainer.steps_done)
 
@@ -189,7 +189,8 @@ class Checkpointer:
             state = self._resumer.load_before(step)
         if state is None:
             return None
-        # `evaluation_mode` does this only for schedule-free optimizers.
+        # Compute the FP8 scales of the restored weights. Leaving `evaluation_mode` does this only
+        # for schedule-free optimizers.
         self._trainer.train_step.precompute_scales()
         self._forced_save_step = step
         return state["step"]

@@ -187,7 +187,8 @@ class NonFiniteGuard(Hook):
         Returns:
             For example "rank 3 (node-0, sequences 3, 11) and 2 more ranks".
         """
-        # Data-parallel ranks take turns with the sequences of the global batch.
+        # Data-parallel ranks take turns with the sequences of the global batch. For example, with 4
+        # data-parallel ranks, rank 3 trains on the sequences 3, 7, 11, and so on.
         first_rank = ranks[0]
         view = views[first_rank]
         batch_size = self._trainer.run.batch_size(view.step - 1)
@@ -341,9 +342,11 @@ class SpikeGuard(Hook):
         skip = step_values[2]
         history = self._history  # (2, spike_history)
 
-        # Limit = median + spike_deviations * deviation, where the deviation is estimated from the
-        # median distance to the median. Until the history is full, it contains NaN, so the limit is
-        # NaN and nothing is a spike.
+        # Limit = median + spike_deviations * deviation. The deviation is an estimate of the
+        # standard deviation that ignores outliers: the median distance to the median, scaled as for
+        # normal samples. A minimum, a share of the median, keeps tiny changes from counting as
+        # spikes. Until the history is full, it contains NaN, so the limit is NaN and nothing is a
+        # spike.
         median = _row_medians(history)
         distance = (history - median[:, None]).abs()
         deviation = NORMAL_SCALE * _row_medians(distance)
@@ -524,7 +527,7 @@ class ReplicaGuard(Hook):
         for (parameter, _), checksum_of_rank in checksums_by_shard.items():
             suspects = _differing_ranks(checksum_of_rank)
             if suspects:
-                raise GuardError(self._describe(step, parameter, [*checksum_of_rank], suspects))
+                raise GuardError(self._describe(step, parameter, list(checksum_of_rank), suspects))
 
     def _describe(self, step: int, name: str, ranks: list[int], suspects: list[int]) -> str:
         """Return the error message for a parameter whose replicas differ.

@@ -105,9 +105,11 @@ class Profiler(Hook):
         Args:
             step: Number of steps completed so far.
         """
+        # Cycles end at multiples of `profile_freq`, so first skip the steps up to the next
+        # multiple. For example, after 130 steps these are -130 % 100 = 70 steps.
         settings = self._settings
         schedule = torch.profiler.schedule(
-            skip_first=-step % settings.profile_freq,  # cycles end at multiples of profile_freq
+            skip_first=-step % settings.profile_freq,
             wait=settings.profile_freq - settings.profiler_warmup - settings.profiler_active,
             warmup=settings.profiler_warmup,
             active=settings.profiler_active,

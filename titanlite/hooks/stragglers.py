@@ -88,7 +88,7 @@ class Stragglers(Hook):
             self._exchange.wait()
             self._compare(step)
 
-        # Measure the mean times of the steps since then, in seconds.
+        # Compute the mean times of a step since the previous logged step, in seconds.
         num_steps = len(self._updates)
         product_seconds = self._time_product()
         data_seconds = self._trainer.meter.data_seconds / num_steps
@@ -96,7 +96,8 @@ class Stragglers(Hook):
         update_seconds = sum(update_times) / num_steps
         self._updates = []
 
-        # Send them. The all-gather writes row r of `self._times` when it receives those of rank r.
+        # Send the times of this rank. The all-gather writes the times of rank r to row r of
+        # `self._times`, at any time until the next call.
         times = torch.tensor([data_seconds, update_seconds, product_seconds], device=self._device)
         self._exchange = dist.all_gather(
             list(self._times), times, self._trainer.mesh.world_group, async_op=True
@@ -155,7 +156,7 @@ class Stragglers(Hook):
             median = times.quantile(0.5).item()
             is_slow = seconds > SLOW_FACTOR * median and seconds > median + part.min_difference
             if not is_slow:
-                self._slow_ranks[i] = (-1, 0)
+                self._slow_ranks[i] = (-1, 0)  # no rank
                 continue
 
             # Count for how many logged steps this rank has been the slowest.

@@ -166,7 +166,9 @@ class AdamW(torch.optim.Optimizer):
         decay = 1 - lr * group["weight_decay"]
 
         # Moments start at zero, so they are too small in the first steps. AdamW corrects this: it
-        # divides the first moment by 1 - beta1**step, and the second one by 1 - beta2**step.
+        # divides the first moment by 1 - beta1**step, and the second one by 1 - beta2**step. The
+        # update is proportional to the first moment, so its correction can be part of `lr`. The
+        # update uses the square root of the second moment, which is multiplied by the `rsqrt`.
         corrected_lr = lr / (1 - beta1**step) if self.rule == "AdamW" else lr
         return StepScalars(
             decay=decay,
@@ -340,6 +342,7 @@ def _compute_update(
         direction = mean.lerp(gradient, 1 - rule.beta1).sign()
         return scalars.lr * direction, [mean.lerp(gradient, 1 - rule.beta2)]
 
+    # SGD with momentum, whose coefficient is `beta1`.
     new_mean = mean * rule.beta1 + gradient
     return scalars.lr * new_mean, [new_mean]
 

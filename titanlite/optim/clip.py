@@ -66,6 +66,7 @@ def reduce_step_sums(
         squares = sum_of_squares(shards)
 
     # Write this rank's part of the three sums into one tensor, and add up the parts of all ranks.
+    # With CPU offload the gradients are on the CPU, so the loss is copied there as well.
     totals = torch.zeros(3, dtype=torch.float64, device=squares.device)
     squared_norm, total_loss, num_requests = totals.unbind()  # views of `totals`
     _add_squares_(squared_norm, gradients, squares)

@@ -276,6 +276,7 @@ def prepare_targets(labels: Tensor, scale: Tensor, first_class: int, num_classes
         first_class: First class of this rank.
         num_classes: Number of classes of this rank.
     """
+    # Labels of other ranks get any valid column, because `gather` must not fail.
     column = labels - first_class
     is_local = (column >= 0) & (column < num_classes)
     factor = torch.where(labels == IGNORE_INDEX, 0.0, scale)

@@ -203,8 +203,7 @@ class Muon(torch.optim.Optimizer):
             skip: Scalar tensor, 1 to leave the parameters unchanged.
         """
         shards = [local_shard(matrix).view(-1) for matrix in plan.matrices]
-        flat_directions = result.wait().to(shards[0].device)
-        directions = flat_directions.split([len(shard) for shard in shards])
+        directions = result.wait().to(shards[0].device).split([len(shard) for shard in shards])
         for matrix, shard, direction in zip(plan.matrices, shards, directions, strict=True):
             group = self._group_of[matrix]
             lr = torch.tensor(group["lr"], dtype=torch.float32)  # a new float would recompile
@@ -291,18 +290,21 @@ def _apply_update_(
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:
-    """Return approximately U V^T for a matrix U S V^T, by Newton-Schulz iteration.
+    """Return a matrix with the directions of `matrix`, but with singular values close to 1.
 
-    The singular values of the result are between about 0.7 and 1.2. The iteration runs in the dtype
-    of `matrix`.
+    For a matrix with the singular value decomposition U S V^T, the exact result is U V^T. The
+    Newton-Schulz iteration approximates it with matmuls only, up to singular values between about
+    0.7 and 1.2. It runs in the dtype of `matrix`.
 
     Args:
         matrix: Matrix of shape (rows, columns), for example the momentum of a weight.
     """
+    # Transpose a tall matrix, so that the product x x^T below is as small as possible.
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if is_tall else matrix
 
-    # A single sum over all elements would depend on the number of CPU threads; row sums do not.
+    # Divide by the norm, because the iteration needs singular values of at most 1. A single sum
+    # over all elements would depend on the number of CPU threads; row sums do not.
     row_norms = torch.linalg.vector_norm(x, dim=1, dtype=torch.float32)
     norm = torch.linalg.vector_norm(row_norms).to(x.dtype)
     x = x / norm.clamp(min=EPS)

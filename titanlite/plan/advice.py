@@ -400,8 +400,9 @@ def _list_degrees(run: Run, gpu: Gpu) -> Iterator[dict[str, Any]]:
     Yields:
         Changed options, such as {"parallelism.tensor_parallel_degree": 2, ...}.
     """
-    # Tensor parallel ranks are on one node. Replicas (HSDP) and pipelines need several nodes. Each
-    # context parallel rank has at least 16384 tokens of a sequence.
+    # Try only degrees that can be fast. Tensor parallelism communicates most, so its ranks are on
+    # one node. Replicas (HSDP) and pipelines save traffic between nodes, so they need several
+    # nodes. Each context parallel rank has at least 16384 tokens of a sequence.
     gpus_per_node = gpu.machine
     is_multi_node = run.world_size > gpus_per_node
     max_tensor = min(gpus_per_node, run.arch.n_kv_heads)
@@ -446,10 +447,11 @@ def _choose_batch_sizes(run: Run, gpu: Gpu, layout: dict[str, Any]) -> list[tupl
 
     choices: list[tuple[float, Settings]] = []
     for size in POWERS_OF_TWO:
-        # Keep the global batch size of the job. -1 means one microbatch per data-parallel rank.
+        # Keep the global batch size of the job. If it is -1, the default, each data-parallel rank
+        # has one microbatch. A pipeline would be idle most of the time with one, so give it more.
         global_size = run.job.training.global_batch_size
         if global_size == -1 and pipeline > 1:
-            # With 4 microbatches per pipeline rank, ranks are idle for at most a fifth of the time.
+            # With m = 4 p microbatches, the p ranks are idle for (p - 1) / (m + p - 1) < 1/5.
             global_size = 4 * pipeline * size * data_degree
         settings = {
             **layout,
@@ -503,8 +505,8 @@ def _guess_peak(run: Run) -> float:
     saved_microbatches = min(run.microbatches, degrees.pipeline)
     block_bytes = 2 * values_per_token * saved_share * _microbatch_tokens(run)
 
-    # Gradients that accumulate are unsharded fp32 values. The weights of a pipeline stage, or of
-    # three blocks without a pipeline, are unsharded bfloat16 values.
+    # Gradients that accumulate are unsharded fp32 values of 4 bytes. The weights of a pipeline
+    # stage, or of three blocks without a pipeline, are unsharded bfloat16 values of 2 bytes.
     gradient_bytes = 4 if run.microbatches > 1 else 0
     weight_bytes = 2 if has_pipeline else 6 / num_layers
     unsharded_bytes = num_weights * (gradient_bytes + weight_bytes)

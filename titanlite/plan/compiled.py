@@ -310,7 +310,8 @@ def _imitate_kernels(gm: GraphModule, example_inputs: Any) -> Function:
 
     `aot_function` calls this in place of a compiler, with a graph and example inputs.
     """
-    # Decide which values are in memory, which kernels run, and when values are freed.
+    # Decide which values are in memory, which kernels run, and when values are freed. The nodes of
+    # a graph are its inputs, its operations, and last a node with its results.
     *nodes, output = gm.graph.nodes
     inputs = [node for node in nodes if node.op == "placeholder"]
     bases = _find_bases(nodes)
@@ -342,6 +343,7 @@ def _imitate_kernels(gm: GraphModule, example_inputs: Any) -> Function:
         results: Any = map_arg(output.args[0], lambda node: _evaluate(node, values, gm))
         return list(results)
 
+    # `aot_function` passes a list that `run` clears, so that inputs can be freed early.
     run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
     return run
 

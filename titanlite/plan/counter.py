@@ -232,6 +232,7 @@ class Counter(TorchDispatchMode):
             replay: Whether the action is skipped. If so, the log entries of the latest action with
                 this name are copied instead.
         """
+        # Record the log entries of the current action, in case a later microbatch repeats them.
         if self._current_action is not None:
             entries = self._action_entries + self.log[self._action_start :]
             self._recorded_actions[self._current_action] = entries
@@ -384,6 +385,7 @@ class Counter(TorchDispatchMode):
         if op in MATMULS and "add" in op:
             inputs = inputs[1:3]  # the summand may have another dtype
         shape, flops = _count_flops(op, inputs, int(kwargs.get("scale") or 0))
+        # The dtype is that of the first floating-point input, or else of the first input.
         floating = [tensor for tensor in inputs if tensor.is_floating_point()]
         dtypes = [tensor.dtype for tensor in (*floating, *inputs)]
         dtype = dtypes[0] if dtypes else torch.float32

@@ -126,6 +126,7 @@ def this_cpu() -> Gpu:
         timer = Timer(statement, globals={"a": tensor}, num_threads=num_cores)
         return min(timer.blocked_autorange(min_run_time=0.05).times)
 
+    # A matmul of n x n matrices takes 2 n^3 FLOPs. The copied tensor exceeds the caches.
     matrix = torch.randn(768, 768)
     tera_flops = 2 * 768**3 / 1e12
     data = torch.ones(32 << 20)

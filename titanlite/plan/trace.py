@@ -93,7 +93,7 @@ def trace_run(
     ranks = _choose_ranks(run, whole)
     short_run = _remove_blocks(run, num_removed)
     tasks = [(short_run, rank, gpu, whole) for rank in ranks]
-    if num_removed > 0:
+    if num_removed:
         longer_run = _remove_blocks(run, num_removed - 1)
         tasks += [(longer_run, rank, gpu, whole) for rank in ranks]
     results = list(apply(_count_rank, *zip(*tasks, strict=True)))
@@ -102,7 +102,7 @@ def trace_run(
     has_replay = num_removed == 0 and run.degrees.pipeline == 1
     for i, rank in enumerate(ranks):
         counts = results[i]
-        if num_removed > 0:
+        if num_removed:
             longer_counts = results[len(ranks) + i]
             counts = _extrapolate(counts, longer_counts, num_removed)
         traces.append(_summarize(rank, counts, on_gpu, has_replay))
@@ -127,7 +127,8 @@ def _choose_ranks(run: Run, whole: bool) -> list[int]:
     if whole or schedule in V_SHAPED:
         return first_ranks
 
-    # Pipeline rank -> a description of each of its stages
+    # Describe the stages of each pipeline rank: the attention of their blocks, whether the stage
+    # has the embedding, and whether it has the output.
     kinds: list[list[tuple[list[bool], bool, bool]]] = [[] for _ in first_ranks]
     num_stages = len(run.stages)
     for stage, blocks in enumerate(run.stages):
@@ -137,7 +138,7 @@ def _choose_ranks(run: Run, whole: bool) -> list[int]:
         is_full = [run.arch.is_full_attention(block) for block in blocks]
         kinds[pipeline_rank].append((is_full, has_embedding, has_output))
 
-    # Keep the first rank of each kind.
+    # Keep the ranks whose kind no earlier rank has.
     return [rank for i, rank in enumerate(first_ranks) if kinds[i] not in kinds[:i]]
 
 

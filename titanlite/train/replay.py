@@ -70,6 +70,8 @@ def read_history(folder: Path) -> History:
     Args:
         folder: Output folder of the run.
     """
+    # Each start trains from the step after its checkpoint to the step from which the next start
+    # resumes. The newest start is open-ended.
     start_events, roll_backs = _read_events(folder)
     starts = []
     for i, event in enumerate(start_events):
@@ -101,7 +103,8 @@ def _read_events(folder: Path) -> tuple[list[dict[str, Any]], list[int]]:
         if event.get("event") == "roll back":
             roll_backs.append(step)
         elif event.get("event") == "start" and "record" in event:
-            # The run trained all steps after `step` again, so forget what happened in them.
+            # The run trained all steps after `step` again, so forget what happened in them. An
+            # earlier start at the same step has trained no step that is left.
             start_events = [earlier for earlier in start_events if earlier["step"] < step]
             roll_backs = [earlier for earlier in roll_backs if earlier <= step]
             start_events.append(event)

@@ -285,7 +285,7 @@ class Trainer:
 
         # Validate new weights, unless a signal or an error interrupts the run. It then has to end
         # soon, so it validates only if a validation is due.
-        is_interrupted = data_error is not None or bool(request.stop)
+        is_interrupted = data_error is not None or request.stop
         should_validate = request.validate or (has_trained and not is_interrupted)
 
         self._act(request._replace(save=should_save, validate=should_validate, last=has_finished))
@@ -646,9 +646,10 @@ class Trainer:
         Returns:
             Both losses in this order, shape (2,), float64, on the device.
         """
-        # Sum the loss parts and the tokens of each data rank, one column per data rank. Its context
-        # and pipeline parallel ranks share the same sequences, so each adds a part to the column.
-        # Tensor parallel ranks compute the same loss and are not in `loss_group`.
+        # Sum the loss parts and the tokens of each data rank, one column per data rank. The context
+        # and pipeline parallel ranks of a data rank share its sequences. They know only parts of
+        # its loss, but all of its tokens, so each adds an equal share of these. Tensor parallel
+        # ranks compute the same loss and are not in `loss_group`.
         degrees = self.mesh.degrees
         num_sharing_ranks = degrees.context * degrees.pipeline
         sums = torch.zeros(2, self.mesh.data_degree, dtype=torch.float64, device=self.device)
@@ -657,9 +658,10 @@ class Trainer:
         dist.all_reduce(sums, group=self.mesh.loss_group)
         loss_parts, num_tokens = sums
 
-        # Convert each part to a mean over the tokens of the data rank.
-        token_losses = loss_parts * num_tokens.sum()
-        mean_losses = token_losses / num_tokens.clamp(min=1.0)
+        # The loss parts were divided by the number of tokens of the global batch. Undo this, and
+        # divide by the number of tokens of each data rank instead, which can be 0.
+        summed_losses = loss_parts * num_tokens.sum()
+        mean_losses = summed_losses / num_tokens.clamp(min=1.0)
         return torch.stack([loss_parts.sum(), mean_losses.max()])
 
     def _finish(
