@@ -132,8 +132,8 @@ class Saver:
         self.wait_until_saved()  # one save at a time
         self._run_id = train_state.get("run")
 
-        # The last save may contain only the weights. It is then in `final` instead of the folder of
-        # checkpoints.
+        # Choose the path. If the last save contains only the weights, a run cannot resume from it,
+        # so it is in `final` instead of the folder of checkpoints.
         weights_only = is_last and self._config.last_save_model_only
         if weights_only:
             path = self._folder.parent / "final" / step_folder_name(step)

@@ -119,7 +119,8 @@ class HangReport(Hook):
             - A line of text with the node, the step, the collective, and the line of code that
               the main thread executes.
         """
-        # Find the collective in which this rank waits.
+        # Find the collective in which this rank waits. If it waits in none, it is late itself: the
+        # others wait for it.
         last, pending = last_collectives() if dist.is_initialized() else ("none", [])
         activity = f"is LATE: its last collective was {last}"
         if pending:
@@ -153,7 +154,7 @@ def last_collectives() -> tuple[str, list[str]]:
           "none".
         - All collectives in which this rank still waits, in the order in which they were started.
     """
-    # Read the tables of Gloo and NCCL, which are separate.
+    # Read the tables of Gloo and NCCL, which are separate JSON documents.
     recorder: Any = _distributed_c10d
     arguments = (True, False)  # includeCollectives, onlyActive
     tables = [recorder._dump_fr_trace_json(*arguments)]

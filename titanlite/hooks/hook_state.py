@@ -103,7 +103,8 @@ def prepare_hooks(
     for hook in hooks:
         hook.resize_tensors(sizes_by_hook.get(hook.name, {}))
 
-    # Warn about saved hooks that this run does not have.
+    # Warn about saved hooks that this run does not have. A hook can have saved only tensors, or
+    # only a `state_dict`. An empty one needs no warning.
     saved_hooks = set(sizes_by_hook)
     for name, state in states.items():
         if state:
@@ -113,7 +114,7 @@ def prepare_hooks(
         names = ", ".join(sorted(unknown))
         warn(f"Ignoring the saved state of hooks that this run does not have: {names}")
 
-    # Warn about hooks of this run that were not saved.
+    # Warn about hooks of this run of which the checkpoint has neither tensors nor a `state_dict`.
     missing = _hooks_with_state(hooks) - set(sizes_by_hook) - set(states)
     if missing:
         names = ", ".join(sorted(missing))

@@ -215,7 +215,7 @@ def describe_environment(trainer: Trainer) -> dict[str, Any]:
     """
     fingerprints = {"tokenizer": trainer.tokenizer.fingerprint}
     for source in trainer.loader.sources:
-        # Several sources can have the same name.
+        # Several sources can have the same name. Join their fingerprints.
         fingerprints[source.name] = fingerprints.get(source.name, "") + source.fingerprint
 
     if trainer.device.type == "cuda":

@@ -139,7 +139,7 @@ class AdamW(torch.optim.Optimizer):
             # Compute the numbers that all parameters of the group share.
             steps_taken = self.state[parameters[0]]["step"]  # the same for all parameters
             skip = getattr(self, "found_inf", torch.zeros_like(steps_taken))
-            increment = 1 - skip
+            increment = 1 - skip  # a skipped step does not count
             group_scalars = self._step_scalars(group, steps_taken + 1, skip)
             beta1, beta2 = group["betas"]
             rule = UpdateRule(self.rule, beta1, beta2, group["eps"], self._stochastic_rounding)

@@ -221,7 +221,8 @@ class Muon(torch.optim.Optimizer):
             numel_to: Number of elements to send to each rank.
             numel_from: Number of elements to receive from each rank.
         """
-        # With CPU offload the shards are on the CPU, but matmuls and collectives run on the GPU.
+        # Join the tensors on the device of the collective. With CPU offload, the shards are on the
+        # CPU, but matmuls and collectives run on the GPU.
         any_matrix = next(iter(self._group_of))
         device = any_matrix.device_mesh.device_type
         flat = torch.cat(tensors) if tensors else torch.empty(0, dtype=torch.bfloat16)

@@ -350,6 +350,9 @@ class Counter(TorchDispatchMode):
         self, func: Any, signature: _Signature, args: Any, kwargs: Mapping[str, Any], result: Any
     ) -> None:
         """Log the allocations and the work of one operator call."""
+        # A real backward pass adds two gradients in place if nothing else uses the first one.
+        # Whether this is so shows when the first one is freed, so do not count the memory of the
+        # sum yet.
         is_backward = self.location.phase == "backward"
         if func is ADD and is_backward and not torch.is_grad_enabled():
             self._pending_sum = id(args[0].untyped_storage()), result
@@ -421,6 +424,8 @@ class Counter(TorchDispatchMode):
             number, _ = self._living[id(storage)]
             return number
 
+        # Guess the kind of the memory from the part of the step. `mark` corrects it later for
+        # weights, gradients and optimizer state.
         number = len(self.kinds)
         phase, name, _ = self.location
         if (phase, name) == ("forward", "loss"):

@@ -171,8 +171,10 @@ def _skippable_microbatches(run: Run, whole: bool) -> range:
     """Return the indices of microbatches that can be skipped, because they repeat an earlier one.
 
     These follow the second microbatch, or with a pipeline the third, because part of the memory of
-    a microbatch is freed while the next one runs. A pipeline runs all microbatches if the memory of
-    a microbatch depends on more than its stage:
+    a microbatch is freed while the next one runs. The last microbatch always runs. For example, of
+    the microbatches 0 to 7 without a pipeline, 2 to 6 can be skipped.
+
+    A pipeline runs all microbatches if the memory of a microbatch depends on more than its stage:
 
     - Stages on one rank hand their results to each other (V-shaped schedules).
     - A rank has so many stages that torch unshards and reshards some while others run.

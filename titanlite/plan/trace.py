@@ -160,9 +160,9 @@ def _count_removable_blocks(run: Run) -> int:
     if has_pattern or run.job.optimizer.name == "Muon":
         return 0
 
-    # A pipeline stage stays unsharded, so each block adds the same memory and work. If FSDP
-    # unshards one block at a time, neighbors are in memory together, and both ends of a stage
-    # differ from its middle.
+    # Keep the blocks at which memory differs. A pipeline stage stays unsharded, so each block adds
+    # the same memory and work. If FSDP unshards one block at a time, neighbors are in memory
+    # together, and both ends of a stage differ from its middle.
     reshards = run.job.parallelism.fsdp_reshard_after_forward == "always"
     num_kept = 1 if run.degrees.pipeline > 1 and not reshards else 4
     group_size = run.job.parallelism.fsdp_min_num_params

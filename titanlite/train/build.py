@@ -100,7 +100,7 @@ def describe_run(
         loader: Training data.
         rank: Number of this rank.
     """
-    # The run in one line.
+    # Describe the whole run in one line, and then its precision.
     job = run.job
     training = job.training
     title = job.job.description or "Training"

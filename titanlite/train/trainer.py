@@ -197,6 +197,8 @@ class Trainer:
         check_hook_names(hooks)
         for hook in hooks:
             self._resources.callback(hook.close)
+        # The hang report is the first hook, so that it covers the others. Its `close` is registered
+        # above.
         if self.hang_report is not None:
             hooks.insert(0, self.hang_report)
         return hooks
@@ -745,7 +747,8 @@ def train(run: Run, argv: Sequence[str] = ()) -> None:
                 out_of_memory.add_note(resume_hint(run, argv))
                 raise out_of_memory from None
 
-            # A job that cannot be built must be corrected. Propose to resume all other runs.
+            # Add the command that resumes the run, unless it failed in the build because of a
+            # mistake of the user, which a resume would repeat.
             if trainer is not None or not isinstance(error, UserError):
                 error.add_note(resume_hint(run, argv))
             raise
