@@ -19,6 +19,7 @@ import pytest
 from ranks import descendants
 
 from titanlite import cli
+from titanlite.config.load import load_job
 
 REPOSITORY = Path(__file__).parents[2]
 VARIABLES = """
@@ -279,6 +280,22 @@ def test_the_slurm_sample_trains_only_on_the_given_data(tmp_path):
 
     options = "--dataset.source shards --dataset.path a b --tokenizer.path t.json --training.seed 1"
     assert output == f"first --job.config_file job.toml {options}\n"
+
+
+def test_the_skypilot_sample_starts_the_launcher_of_a_node_and_mirrors_checkpoints(tmp_path):
+    yaml = pytest.importorskip("yaml")
+    task = yaml.safe_load((REPOSITORY / "scripts/skypilot/train.yaml").read_text())
+    write_executable(
+        tmp_path / "run_train.sh", '#!/bin/sh\necho $MASTER_ADDR,$NODE_RANK/$NNODES "$@"\n'
+    )
+    variables = {name: value or f"s3://{name}" for name, value in task["envs"].items()}
+    variables |= {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1"}
+
+    ended = run("bash", "-c", task["run"], **variables, SKYPILOT_NODE_IPS="first\nsecond")
+
+    launcher, *options = ended.stdout.split()
+    assert launcher == "first,1/2"
+    assert load_job(options).checkpoint.mirror == "s3://MIRROR"
 
 
 PYTHON_OF_VENV = """#!/bin/bash
