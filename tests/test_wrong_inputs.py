@@ -151,6 +151,7 @@ parallelism.enable_fsdp_symmetric_memory = true ; parallelism.memory_savers = "n
 # Job files of torchtitan's, in the same way.
 THEIRS = """
 encoder.t5_encoder = 'x' =>
+optimizer.wd = 0.1 => mean optimizer.weight_decay
 model.flavor = "13B" => model.flavor = "13B"
 model.hf_assets_path = 5 =>
 model.converters = 5 => 5: must be a list

@@ -166,11 +166,30 @@ def test_a_flavor_is_the_same_model(model, flavor, version):
     assert different in ({}, {"vocab_size": 4096})
 
 
-@pytest.mark.parametrize("size", ["0.6", "1.7"])
-def test_qwen3_jobs_are_migrated(size):
-    _, new = migrated(OF_02.replace("llama3", "qwen3").replace('"8B"', f'"{size}B"'))
-    assert new["model.flavor"] == f"qwen3-{size}b"
-    assert not [key for key in new if key.startswith("model.") and key != "model.flavor"]
+# torchtitan 0.3.0 wrote the file, with the command in docs/reference/from_torchtitan.md and the options
+# --validator.enable --debug.seed 7 --parallelism.tensor_parallel_degree 2 activation-checkpoint:full.
+RESOLVED = Path(__file__).with_name("llama3_debugmodel_0.3.json")
+OF_RESOLVED = """\
+model.flavor = "debugmodel"
+model.ffn_dim = 768
+model.rope_scaling_factor = 8.0
+tokenizer.path = "./tests/assets/tokenizer/tokenizer.json"
+training.seed = 7
+dataset.document_mask = true
+validation.freq = 5
+optimizer.lr = 8e-4
+optimizer.beta2 = 0.95
+lr_scheduler.decay_ratio = 0.8
+parallelism.tensor_parallel_degree = 2
+activation_checkpoint.mode = "full"
+"""
+
+
+def test_a_resolved_config_of_03_is_migrated():
+    result, found = migrated(RESOLVED.read_text())
+    expected = flatten(tomli.loads(OF_RESOLVED))
+    assert {key: found.get(key) for key in expected} == expected
+    assert result.renamed["hf_assets_path"] == "tokenizer.path"
 
 
 OTHER_FORMATS = {
@@ -275,7 +294,7 @@ LOST = [  # what cannot be carried over, and words of the reason
     ("checkpoint.load_step = 5", "titanlite run resumes from"),
     ('model.converters = ["mx"]', "only float8.enable"),
     ('model.converters = ["float8"]', "because its logits are computed in chunks"),
-    ("training.steps = 5\ntraining.fooled = 1", "no key of torchtitan 0.1 or 0.2"),
+    ("training.steps = 5\ntraining.fooled = 1", "no key of torchtitan 0.1 to 0.3"),
     ("training.steps = 5\noptimizer.wd = 0.1", "Did you mean optimizer.weight_decay?"),
     ("parallelism.pipeline_parallel_degree = 2", "training.global_batch_size to 8 times"),
     ("validation.enable = true", "validation.sequences"),
@@ -287,17 +306,6 @@ LOST = [  # what cannot be carried over, and words of the reason
 def test_what_has_no_equivalent_is_named_with_the_reason(text, reason):
     lost = migrated(text)[0].lost
     assert any(reason in found for found in lost), lost
-
-
-def test_a_file_without_any_torchtitan_key_is_rejected(capsys):
-    Path("old.toml").write_text("[optimizer]\nwd = 0.1")
-
-    assert cli.main(["migrate", "old.toml", "--out", "new.toml"]) == 2
-
-    error = capsys.readouterr().err
-    assert "optimizer.wd" in error
-    assert "optimizer.weight_decay" in error
-    assert not Path("new.toml").exists()
 
 
 def test_the_command_writes_a_whole_file_or_prints_it(capsys):

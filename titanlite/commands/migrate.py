@@ -12,25 +12,25 @@ from titanlite.config.options import OptionPath, Options, PositionalPath, parse_
 from titanlite.torchtitan.migrate import Migration
 from titanlite.torchtitan.tables import Version
 
-_MAX_BYTES = 1 << 16  # torchtitan job files have about 2,000 bytes
+_MAX_BYTES = 1 << 19  # job files have about 2,000 bytes, the config of Llama 3 70B has 203,175
 
 
 class Migrate(Options):
-    """Convert a torchtitan 0.1 or 0.2 job file for Llama 3 or Qwen3.
+    """Convert a torchtitan job file for Llama 3 or Qwen3.
 
     Each key is kept or renamed, or reported with the reason why it is left out. Comments are not
     copied.
     """
 
     file: PositionalPath
-    """torchtitan job file (TOML)."""
+    """torchtitan job file (TOML), or resolved config of torchtitan 0.3 (JSON)."""
     out: OptionPath | None = None
     """File to write. Default: print the new file, and print the report to standard error."""
     overwrite: bool = False
     """Replace the file --out if it exists."""
     torchtitan_version: Version | None = None
-    """torchtitan version that the file is for. Default: detect it from the keys. Version 0.2 scales
-    the rotary frequencies of Llama 3, version 0.1 does not."""
+    """torchtitan version that the file is for. Default: detect it from the keys. Version 0.1
+    does not scale the rotary frequencies of Llama 3, later versions do."""
 
 
 def main(argv: Sequence[str]) -> None:

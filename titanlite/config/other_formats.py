@@ -105,16 +105,12 @@ def explain_other_format(content: bytes) -> str | None:
     Returns:
         A sentence for the user, or None if the format is not recognized.
     """
-    # Recognize a JSON object.
-    text = content.decode("utf-8-sig", errors="replace")
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):  # not JSON
-        value = None
-    if isinstance(value, dict):
-        return _explain_json(value)
+    table = parse_json(content)
+    if table is not None:
+        return _explain_json(table)
 
     # Recognize Python code that defines or imports anything.
+    text = content.decode("utf-8-sig", errors="replace")
     try:
         statements = ast.parse(text).body  # does not execute the code
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # not Python
@@ -122,10 +118,19 @@ def explain_other_format(content: bytes) -> str | None:
     if not any(isinstance(statement, _PYTHON_STATEMENTS) for statement in statements):
         return None
     return (
-        "this is Python code, such as a config of torchtitan 0.3, which titanlite does not run. "
-        "Copy a job file from train_configs/ and set the same values in it; "
-        "`titanlite train --help` explains the keys."
+        "this is Python code, which titanlite does not run. To convert a config of torchtitan 0.3, "
+        "see docs/reference/from_torchtitan.md. Otherwise, copy a job file from train_configs/ and "
+        "set the same values in it; `titanlite train --help` explains the keys."
     )
+
+
+def parse_json(content: bytes) -> dict[str, Any] | None:
+    """Return the content of a file that is a JSON object, or None for any other file."""
+    try:
+        value = json.loads(content.decode("utf-8-sig", errors="replace"))
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def _explain_json(table: dict[str, Any]) -> str:
@@ -135,6 +140,11 @@ def _explain_json(table: dict[str, Any]) -> str:
             "this is the config.json of a Hugging Face model, not a job file. To train the model, "
             "run `titanlite train --from FOLDER`. To convert its weights to a checkpoint, run "
             "`titanlite import --hf FOLDER --out DIR`."
+        )
+    if "model_spec" in table:
+        return (
+            "this is a resolved config of torchtitan 0.3, not a job file. To convert it, run "
+            "`titanlite migrate FILE --out NEW.toml`."
         )
     if {"job", "model", "training"} <= table.keys():
         return (

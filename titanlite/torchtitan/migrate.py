@@ -1,5 +1,7 @@
 """Converts a torchtitan job file to a titanlite job file, as text.
 
+Resolved configs of torchtitan 0.3 are read as job files of 0.2; see `resolved`.
+
 Invariant: Each key of the old file is carried over or reported as lost with the reason. The new
 file is valid, or the old file is rejected with a message about all wrong values. This module reads
 and writes no files.
@@ -16,9 +18,9 @@ import tomlkit
 from titanlite.config.errors import UserError
 from titanlite.config.flavors import FLAVORS
 from titanlite.config.mistakes import ConfigError, describe_unknown_name, format_value
-from titanlite.config.other_formats import parse_toml
+from titanlite.config.other_formats import parse_json, parse_toml
 from titanlite.config.schema import SECTIONS, JobConfig, list_keys
-from titanlite.torchtitan import tables
+from titanlite.torchtitan import resolved, tables
 from titanlite.torchtitan.tables import TORCHTITAN_FLAVORS, Version
 
 DEFAULT = "the torchtitan default"
@@ -30,7 +32,7 @@ class Migration:
     """The conversion of one torchtitan job file.
 
     Args:
-        raw: Content of the torchtitan job file.
+        raw: Content of the torchtitan job file, or of a resolved config of torchtitan 0.3 (JSON).
         version: torchtitan version that the file was written for. It affects the RoPE frequencies
             of models. By default, detect it from the keys.
 
@@ -43,19 +45,27 @@ class Migration:
         lost: Reason -> old keys without an equivalent.
 
     Raises:
-        UserError: If the file is not TOML, is not a torchtitan job file for a supported model, or
-            has invalid values.
+        UserError: If the file is neither TOML nor a resolved config, is not a torchtitan job file
+            for a supported model, or has invalid values.
     """
 
     def __init__(self, raw: bytes, version: Version | None = None) -> None:
+        config = parse_json(raw) or {}
+        self._sizes: dict[str, Any] = {}  # of the model, in a resolved config
         try:
-            self._old = _flatten(parse_toml(raw))
+            if "model_spec" in config:
+                sections, self._sizes = resolved.read_config(config)
+                values = tables.drop_unused(_flatten(sections))
+            else:
+                values = _flatten(parse_toml(raw))
         except (ValueError, RecursionError) as error:  # it is not TOML, or has deep tables
             raise UserError(str(error)) from None
+        self._names = {tables.rename_key(key): key for key in values}  # name in 0.2 -> in the file
+        self._old = {key: values[name] for key, name in self._names.items()}
         self.model = self._old.get("model.name", "llama3")
         _check_model(self.model)
         _check_keys(self._old)
-        self.version: Version = version or tables.detect_version(self._old)
+        self.version = "0.3" if self._sizes else version or tables.detect_version(self._old)
 
         self._new: dict[str, Any] = {}  # titanlite key -> value
         self._origin: dict[str, str] = {}  # titanlite key -> old key that its value comes from
@@ -91,7 +101,7 @@ class Migration:
         return {
             old: new
             for new, old in self._origin.items()
-            if new != old and new in self._new and old in self._old
+            if new != old and new in self._new and old in self._names.values()
         }
 
     @property
@@ -128,7 +138,7 @@ class Migration:
             both = f"{self._origin[key]} and {origin}"
             raise UserError(f"{both} both become {key}, with different values. Remove one of them.")
         self._new[key] = value
-        self._origin[key] = origin
+        self._origin[key] = self._names.get(origin, origin)
 
     def _set_default(self, key: str, value: Any, why: str = "") -> None:
         """Set a key of the new file as `_set` does, unless the key already has a value."""
@@ -149,7 +159,7 @@ class Migration:
 
     def _report_lost(self, key: str, reason: str) -> None:
         """Report a key of the old file that has no equivalent, with the reason."""
-        self.lost.setdefault(reason, []).append(key)
+        self.lost.setdefault(reason, []).append(self._names.get(key, key))
 
     # Conversion.
 
@@ -161,7 +171,7 @@ class Migration:
             self._report_lost(key, tables.WITHOUT[key])
             return
         if key not in tables.EQUIVALENT:
-            self._report_lost(key, f"It is no key of torchtitan 0.1 or 0.2.{_suggest_keys([key])}")
+            self._report_lost(key, f"It is no key of torchtitan 0.1 to 0.3.{_suggest_keys([key])}")
             return
 
         new_key = tables.EQUIVALENT[key]
@@ -195,6 +205,14 @@ class Migration:
         why = f"torchtitan's {flavor}"
         sizes = asdict(TORCHTITAN_FLAVORS[self.model][flavor])
         sizes["rope_scaling_factor"] = self.rope_scaling_factor
+        sizes |= self._sizes
+        if self._sizes:
+            self._set("dataset.document_mask", True, "torchtitan 0.3 always masks documents")
+            self._report_lost(
+                "converters of the model",
+                "The file does not say which layers a converter has changed. If your config has a "
+                "converter to FP8 or MXFP8, set float8.enable and float8.recipe_name.",
+            )
         for key, size in asdict(FLAVORS[new_flavor]).items():
             if key in ("vocab_size", "max_seq_len", "head_dim"):
                 continue
@@ -356,6 +374,8 @@ class Migration:
 
     def _add_defaults(self) -> None:
         """Set missing keys whose torchtitan default differs from the titanlite default."""
+        if self._sizes:
+            return  # it has all keys
         for key, value in tables.DEFAULTS.items():
             self._set_default(key, value, DEFAULT)
         if self.version == "0.2" and self._new["checkpoint.enable"] is True:
@@ -375,7 +395,7 @@ class Migration:
             return
 
         # Report a torchtitan checkpoint. Only those of Llama can be imported directly.
-        if self.model == "llama3":
+        if self.model == "llama3" and not self._sizes:
             command = (
                 f"`titanlite import --torchtitan {format_value(path)} --out FOLDER "
                 "--job.config_file NEW.toml`"

@@ -17,8 +17,9 @@ import tomli
 from titanlite.config.flavors import FLAVORS, Architecture
 
 Version = Literal["0.1", "0.2"]
-ROPE_SCALING_FACTOR: dict[Version, float] = {"0.1": 1.0, "0.2": 8.0}
-"""torchtitan version -> RoPE scaling factor of llama3. Only 0.2 scales, as Llama 3.1 does."""
+"""torchtitan version of a job file. Version 0.3 has no job files, only resolved configs."""
+ROPE_SCALING_FACTOR = {"0.1": 1.0, "0.2": 8.0, "0.3": 8.0}
+"""torchtitan version -> RoPE scaling factor of llama3. Version 0.1 does not scale."""
 
 _FILE: dict[str, Any] = tomli.loads(
     Path(__file__).with_name("keys.toml").read_text(encoding="utf-8")
@@ -48,10 +49,16 @@ WITHOUT: dict[str, str] = {
 """torchtitan key without an equivalent -> the reason, and what to do instead."""
 DEFAULTS: dict[str, Any] = _FILE["defaults"]
 """titanlite key -> the torchtitan default, for keys whose defaults differ."""
+MOVED: dict[str, str] = _FILE["moved"]
+"""Key or section of torchtitan 0.3 -> its name in 0.2."""
+UNUSED: dict[str, Any] = _FILE["unused"]
+"""Key of torchtitan 0.3 without an equivalent -> its default, which needs no report."""
 SECTIONS = frozenset(key.partition(".")[0] for key in (*EQUIVALENT, *CONVERTED, *WITHOUT))
 
 _LLAMA3 = {
     "debugmodel": Architecture(256, 6, 16, 16, 768, vocab_size=2048, rope_theta=500000.0),
+    "1B": FLAVORS["1b"],
+    "3B": FLAVORS["3b"],
     "8B": FLAVORS["8b"],
     "70B": FLAVORS["70b"],
     "405B": FLAVORS["405b"],
@@ -98,3 +105,20 @@ def detect_version(keys: Collection[str]) -> Version:
     only_in_02 = _FILE["only_in"]["0.2"].split()
     is_01 = not names.isdisjoint(only_in_01) and names.isdisjoint(only_in_02)
     return "0.1" if is_01 else "0.2"
+
+
+def rename_key(key: str) -> str:
+    """Return the name in torchtitan 0.2 of a key of 0.3, for example "profiling.profile_freq"."""
+    for name, old_name in MOVED.items():
+        if f"{key}.".startswith(f"{name}."):
+            return old_name + key.removeprefix(name)
+    return key
+
+
+def drop_unused(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a resolved config, except null and the defaults in `UNUSED`."""
+    return {
+        key: value
+        for key, value in values.items()
+        if value is not None and (key not in UNUSED or UNUSED[key] != value)
+    }

@@ -1,0 +1,80 @@
+"""Reads the JSON of a resolved torchtitan 0.3 config.
+
+The JSON has the values of all options, but no class names.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from titanlite.config.errors import UserError
+
+ADAMW_DEFAULTS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+"""Defaults of torch for arguments that a parameter group leaves out."""
+
+
+def read_config(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the sections of a resolved config as in a job file, and the sizes of its model.
+
+    Raises:
+        UserError: If the config is incomplete, or is not of a dense model.
+    """
+    try:
+        return _read_sections(config), _read_sizes(config["model_spec"]["model"])
+    except (LookupError, TypeError, ValueError) as error:
+        problem = "this is no torchtitan 0.3 config of a dense Llama or Qwen3 model"
+        raise UserError(f"{problem}: {error!r}.") from None
+
+
+def _read_sections(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a resolved config without its model, in the form of a torchtitan job file."""
+    spec = config["model_spec"]
+    policy = config["activation_checkpoint"]
+    optimizer = dict(config["optimizer"])
+    groups = optimizer.pop("param_groups")
+    if len(groups) > 1:
+        raise UserError("optimizer.param_groups: must be one group. Remove the others.")
+    arguments = ADAMW_DEFAULTS | groups[0]["optimizer_kwargs"]
+    beta1, beta2 = arguments.pop("betas")
+    names = {"name": groups[0]["optimizer_name"], "beta1": beta1, "beta2": beta2}
+    sections = {
+        **config,
+        "model_spec": {"name": spec["name"], "flavor": spec["flavor"]},
+        "optimizer": optimizer | arguments | names,
+        "activation_checkpoint": {
+            **(policy or {}),
+            "mode": _find_checkpoint_mode(policy),
+            "selective_ac_option": "op",
+        },
+    }
+    del sections["loss"]  # always the cross entropy
+    if not config["validator"]["enable"]:
+        del sections["validator"]
+    return sections
+
+
+def _find_checkpoint_mode(policy: dict[str, Any] | None) -> str:
+    """Return the mode of activation checkpointing, which only the keys of the policy reveal."""
+    if policy is None:
+        return "none"
+    if "memory_budget" in policy:
+        return "memory_budget"
+    return "selective" if "force_recompute_mm_shapes_by_fqns" in policy else "full"
+
+
+def _read_sizes(model: dict[str, Any]) -> dict[str, Any]:
+    """Return the sizes of a model by their names in `Architecture`."""
+    block = model["layers"][0]
+    attention = block["attention"]
+    rope = attention["rope"]
+    return {
+        "dim": model["dim"],
+        "n_layers": len(model["layers"]),
+        "n_heads": attention["n_heads"],
+        "n_kv_heads": attention["n_kv_heads"] or attention["n_heads"],
+        "ffn_dim": block["feed_forward"]["w1"]["out_features"],
+        "norm_eps": block["attention_norm"]["eps"],
+        "rope_theta": rope["theta"],
+        "rope_scaling_factor": rope["scaling_factor"] if rope["scaling"] == "llama" else 1.0,
+        "tied_embeddings": model["enable_weight_tying"],
+    }
