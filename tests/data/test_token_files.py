@@ -38,9 +38,7 @@ def write_npy(path, documents, dtype="uint16"):
 
 FORMATS = {
     "megatron uint16": ("bin", write_megatron, "uint16"),
-    "megatron int16": ("bin", write_megatron, "int16"),
     "megatron int32": ("bin", write_megatron, "int32"),
-    "megatron int64": ("bin", write_megatron, "int64"),
     "olmo uint16": ("npy", write_raw, "uint16"),
     "numpy uint32": ("npy", write_npy, "uint32"),
     "datatrove uint16": ("ds", write_datatrove, "uint16"),
@@ -53,7 +51,8 @@ def write_tokens(folder, name):
     suffix, write, dtype = FORMATS[name]
     write(folder / f"a.{suffix}", DOCUMENTS[:150], dtype)
     write(folder / f"b.{suffix}", DOCUMENTS[150:], dtype)
-    option = {"token_dtype": dtype} if write is write_raw else {}
+    (folder / "empty.npy").touch()
+    option = {"token_dtype": dtype} if suffix == "npy" else {}
     return {"source": "tokens", "path": str(folder / f"*.{suffix}"), **option}
 
 
@@ -114,11 +113,8 @@ def test_each_format_holds_out_the_same_documents(tmp_path):
     assert 60 < len(held_out) < 180  # 120 on average
 
 
-def swap_first(raw):
-    """Swap the first two numbers of an index."""
-    return raw[8:16] + raw[:8] + raw[16:]
-
-
+# Ends whose differences are positive if they overflow: 2**62, -(2**63), -(2**62) and 0.
+OVERFLOW = b"\0\0\0\0\0\0\0@\0\0\0\0\0\0\0\x80\0\0\0\0\0\0\0\xc0\0\0\0\0\0\0\0\0"
 AT_END = f"token {sum(map(len, DOCUMENTS)) - 2} is the id "
 # The file of the source, the file to change, its new content, and what the error names.
 BAD = {
@@ -130,17 +126,15 @@ BAD = {
     ),
     "negative id": ("a.npy", "a.npy", lambda raw: raw[:-8] + b"\xff" * 4 + raw[-4:], AT_END + "-1"),
     "no data type": ("a.npy", "a.npy", lambda raw: raw[128:], "token_dtype"),
-    "floating point": ("a.npy", "a.npy", lambda raw: raw.replace(b"<i4", b"<f4"), "float32"),
+    "empty type": ("a.npy", "a.npy", lambda raw: raw.replace(b"<i4", b"|V0"), "V0"),
+    "damaged header": ("a.npy", "a.npy", lambda raw: raw.replace(b"}", b" "), "header"),
     "truncated array": ("a.npy", "a.npy", lambda raw: raw[:-4], "header"),
     "no EOS": ("a.npy", "a.npy", lambda raw: raw[:128] + bytes(len(raw) - 128), f"{EOS}"),
     "unknown suffix": ("a.idx", "a.idx", lambda raw: raw, r"\.npy"),
-    "other index": ("a.bin", "a.bin", lambda raw: raw[:-2], r"a\.idx"),
-    "odd size": ("a.bin", "a.bin", lambda raw: raw[:-1], "uint16"),
-    "no index": ("a.bin", "a.idx", lambda raw: b"text", r"a\.idx"),
     "truncated index": ("a.bin", "a.idx", lambda raw: raw[:-8], r"a\.idx"),
     "floating point index": ("a.bin", "a.idx", lambda raw: raw[:17] + b"\7" + raw[18:], "code 7"),
     "loss mask": ("a.ds", "a.ds.loss", lambda raw: raw, r"\.loss"),
-    "unordered index": ("a.ds", "a.ds.index", swap_first, r"a\.ds\.index"),
+    "overflowing index": ("a.ds", "a.ds.index", lambda raw: OVERFLOW + raw, r"a\.ds\.index"),
 }
 
 

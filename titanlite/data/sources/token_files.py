@@ -77,8 +77,10 @@ class TokenFile:
             raise ValueError(f"{size:,} bytes do not divide into ids of type {self.dtype}")
         if self.index is not None:
             assert self.ends is not None
-            sizes = np.diff(self.ends, prepend=0, append=self.num_tokens)
-            if sizes.min() < 0 or sizes[-1] > 0:
+            # Compare the ends instead of subtracting them, which overflows for a damaged index.
+            bounds = np.concatenate([[0], self.ends, [self.num_tokens]])
+            is_descending = bounds[1:] < bounds[:-1]
+            if is_descending.any() or bounds[-2] < self.num_tokens:
                 raise ValueError(f"its {self.num_tokens:,} tokens do not match {self.index.path}")
 
     def read(self, start: int, end: int) -> np.ndarray:
@@ -97,10 +99,12 @@ class TokenFile:
         Without an index, read the whole file. Documents then end at EOS or at the end of the file.
 
         Raises:
-            UserError: If the file has no index and contains no EOS.
+            UserError: If the file has no index, and contains ids but no EOS.
         """
         if self.ends is not None:
             return self.ends
+        if self.num_tokens == 0:
+            return np.array([], dtype=np.int64)
 
         # Scan the file in blocks. `position` is the number of ids before the block.
         ends = []
@@ -255,10 +259,16 @@ def _open_npy(file: File, dtype: str | None) -> TokenFile:
         has_header = stream.read(6) == b"\x93NUMPY"
         if has_header:
             stream.seek(0)
-            np.lib.format.read_magic(stream)
-            shape, _, stored_dtype = np.lib.format.read_array_header_1_0(stream)
-            tokens = TokenFile(file, stored_dtype, offset=stream.tell())
-            if stored_dtype.kind not in "iu" or shape != (tokens.num_tokens,):
+            try:
+                np.lib.format.read_magic(stream)
+                shape, _, stored_dtype = np.lib.format.read_array_header_1_0(stream)
+            except Exception:  # NumPy parses Python code, which raises many types
+                raise ValueError("its NumPy header is damaged") from None
+
+            # The number of tokens is undefined for types of size 0, so check the type first.
+            is_integer = stored_dtype.kind in "iu"
+            tokens = TokenFile(file, stored_dtype, stream.tell()) if is_integer else None
+            if tokens is None or shape != (tokens.num_tokens,):
                 content = f"{stored_dtype} of shape {shape}"
                 raise ValueError(f"its header describes {content}, which is not a list of ids")
             return tokens
