@@ -133,5 +133,5 @@ def test_another_mask_column_is_another_source(tmp_path):
 
 def test_a_missing_mask_column_of_a_table_is_named(tmp_path):
     write_parquet(tmp_path / "a.parquet", TEXTS)
-    with pytest.raises(UserError, match=r"a\.parquet.*'mask'"):
+    with pytest.raises(UserError, match=r"a\.parquet.*'mask'.*Set loss_mask_column"):
         make_loader(make_dataset("parquet", tmp_path / "a.parquet", loss_mask_column="mask"))

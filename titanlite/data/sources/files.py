@@ -261,16 +261,17 @@ class Parquet(Sequential):
             UserError: If a file is not Parquet, or has no column of this name.
         """
         super().__init__(spec, files)
-        self._columns = [self.column]
+        keys = {"text_column": self.column}
         if self.mask_column is not None:
-            self._columns.append(self.mask_column)
+            keys["loss_mask_column"] = self.mask_column
+        self._columns = list(keys.values())
         self.parts = []
         self.num_documents = 0
         for file in self.files:
             try:
                 parquet = self._open(file)
-                for column in self._columns:
-                    check_column(column, parquet.schema_arrow.names, file.path)
+                for key, column in keys.items():
+                    check_column(column, parquet.schema_arrow.names, file.path, key)
             except (OSError, ValueError, RuntimeError) as error:  # bases of pyarrow's exceptions
                 raise UserError(f"cannot read {file.path} as parquet: {error}") from None
             for group in range(parquet.num_row_groups):

@@ -205,26 +205,29 @@ def explain_encoding(error: UnicodeDecodeError) -> str:
     return f"byte 0x{error.object[error.start]:02x} is not UTF-8. {convert}"
 
 
-def check_column(column: str, columns: Iterable[str], name: object) -> None:
+def check_column(
+    column: str, columns: Iterable[str], name: object, key: str = "text_column"
+) -> None:
     """Check that a table has the column that text_column or loss_mask_column names.
 
     Args:
-        column: Value of text_column or loss_mask_column.
+        column: Value of `key`.
         columns: Names of the table's columns.
         name: Name of the table, for the message.
+        key: Option that names the column, "text_column" or "loss_mask_column".
 
     Raises:
         UserError: If the table has no such column.
     """
     columns = list(columns)
     if column not in columns:
-        problem = f"{name}: {_explain_missing_field(column, columns)}"
-        raise UserError(f"{problem}. Set text_column to the column that contains the text.")
+        problem = f"{name}: {_explain_missing_field(column, columns, key)}"
+        raise UserError(f"{problem}. Set {key} to one of them.")
 
 
-def _explain_missing_field(column: str, fields: Iterable[str]) -> str:
-    """Explain that the field `column` does not exist, and list the existing fields."""
-    return f"no field {column!r} (text_column); there are: {', '.join(map(repr, fields))}"
+def _explain_missing_field(column: str, fields: Iterable[str], key: str = "text_column") -> str:
+    """Explain that the field `column` of option `key` does not exist, and list the fields."""
+    return f"no field {column!r} ({key}); there are: {', '.join(map(repr, fields))}"
 
 
 def _explain_missing_text(record: dict[str, Any], column: str) -> str:
