@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
 from titanlite.observe import gpus
 from titanlite.observe.gpus import device_memory
+from titanlite.plan.workers import workers
 from titanlite.train.trainer import Trainer
 
 
@@ -99,3 +101,11 @@ def test_the_command_prints_a_plan_and_the_fastest_jobs(job_file, tmp_path):
     # The folder and file of the given job are left out.
     assert "[job]" not in (tmp_path / "best.toml").read_text()
     assert "OK" in titanlite("check", "--job.config_file", tmp_path / "best.toml")
+
+
+def test_a_plan_ends_if_one_of_its_waiting_processes_is_killed():
+    with pytest.raises(UserError, match="killed"), workers() as pool:  # noqa: PT012
+        pool.submit(time.sleep, 2)
+        # The process has locked the queue, which the other process needs.
+        os.kill(pool.submit(os.getpid).result(), 9)
+        pool.submit(int).result()

@@ -33,15 +33,17 @@ def workers() -> Iterator[Executor]:
     pool = ProcessPoolExecutor(NUM_WORKERS, get_context("fork"), _set_up_worker, (os.getpid(),))
     try:
         yield pool
-    except BrokenExecutor:
+    except BaseException as error:
+        # Do not wait until their traces end. A worker that was killed while it waited for a task
+        # has locked the queue, so the other one would even wait forever.
+        for child in active_children():
+            child.kill()
+        if not isinstance(error, BrokenExecutor):
+            raise
         raise UserError(
             "A process of the plan was killed, probably because this machine is out of memory. "
             "Free memory, or plan on another machine."
         ) from None
-    except BaseException:
-        for child in active_children():
-            child.kill()  # do not wait until its trace ends
-        raise
     finally:
         pool.shutdown(cancel_futures=True)
 
