@@ -37,5 +37,7 @@ def test_resume_of_a_run_of_an_earlier_version_repeats_its_losses(
     assert "the old" in text
 
     has_old_schedule = archive.name.startswith("0.")
-    log = titanlite(*train, "--lr_scheduler.decay_ratio", 1.0, "--checkpoint.load_step", 4)
+    changes = "--lr_scheduler.decay_ratio 1.0 --model.logit_softcap 30.0 --checkpoint.load_step 4"
+    log = titanlite(*train, *changes.split())
     assert ("lr_scheduler: titanlite 0.2" in log) == has_old_schedule
+    assert "model.logit_softcap: 0.0 -> 30.0" in log  # an option that these versions did not have

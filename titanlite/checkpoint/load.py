@@ -7,7 +7,7 @@ name and shape, all weights are finite, and no tensor of the saved model is left
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import asdict
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -237,9 +237,15 @@ class Resumer:
         if restores_data and self._compare_data is not None:
             data_changes = self._compare_data(data_state)
 
-        # Compare architectures, because the same model can be described by different keys.
-        saved_job = info["job"] | {"model": info["architecture"]}
-        current_job = job | {"model": asdict(self._live.model.arch)}
+        # Compare architectures, because the same model can be described by different keys. If the
+        # saved one lacks an option, the checkpoint is older than the option, and used its default.
+        arch = self._live.model.arch
+        saved_arch = dict(info["architecture"])
+        for field in fields(arch):
+            if field.default is not MISSING and field.name != "head_dim":  # depends on dim
+                saved_arch.setdefault(field.name, field.default)
+        saved_job = info["job"] | {"model": saved_arch}
+        current_job = job | {"model": asdict(arch)}
         changes = compare_jobs(saved_job, current_job, data_changes)
 
         # Add changes that the keys of the job do not show: another tokenizer file, and the start of
