@@ -85,6 +85,7 @@ optimizer.beta2 = 0.999 ; optimizer.state_dtype = "bfloat16" =>
 optimizer.beta1 = 0.8 ; optimizer.name = "SGD" =>
 metrics.details = ["updates"] ; optimizer.name = "Muon" =>
 optimizer.name = "AdamW8bit" ; training.enable_cpu_offload = true =>
+model.mup_base_dim = 2147483648 =>
 model.mup_base_dim = 64 ; optimizer.name = "Muon" => optimizer.name
 [[optimizer.groups]] ; lr_factor = 2.0 => optimizer.groups.0.params
 [[optimizer.groups]] ; params = ["*", "layers.9.*"] => layers.9.*
@@ -125,6 +126,9 @@ optimizer.stochastic_rounding = true =>
 parallelism.enable_async_tensor_parallel = true =>
 model.full_attention_interval = 4 =>
 model.rope_high_freq_factor = 1.0 =>
+model.rope_theta = 1.0 =>
+model.rope_beta_fast = 1e308 =>
+model.rope_beta_slow = 1e-320 =>
 model.rope_beta_fast = 1.0 ; model.rope_scaling = "yarn" =>
 parallelism.pipeline_parallel_split_points = ["layers.2"] =>
 profiling.profiler_ranks = [1] =>

@@ -183,10 +183,13 @@ REJECTED = """
 {"attention_dropout": 0.1}
 {"hidden_act": "gelu"}
 {"head_dim": 0}
+{"model_type": ["llama"]}
 {"num_key_value_heads": 0}
 {"model_type": "qwen2"}
 {"rope_theta": null}
 {"rope_theta": Infinity}
+{"rope_theta": 1.0}
+{"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_slow": 1e-320}}
 {"hidden_size": 10000000000000000000000000000000000000000}
 {"logits_scaling": 2.0}
 {"num_hidden_layers": 1000000000}

@@ -151,6 +151,7 @@ Type checkers treat it as a number of steps, because `load_run` converts all oth
 """
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+MupSize = Annotated[int, Field(ge=0, lt=2**31)]
 BelowOne = Annotated[float, Field(ge=0.0, lt=1.0)]
 Block = Annotated[str, AfterValidator(_check_block)]
 Component = Literal["model", "loss", "optimizer", "clip"]
@@ -250,7 +251,7 @@ class Model(Section):
     """Maximum sequence length of the model, in tokens."""
     norm_eps: PositiveFloat | None = None
     """Epsilon of RMSNorm."""
-    rope_theta: PositiveFloat | None = None
+    rope_theta: Annotated[float, Field(gt=1.0)] | None = None
     """Base of the RoPE frequencies."""
     rope_scaling_factor: Annotated[float, Field(ge=1.0)] | None = None
     """Factor by which rope_scaling extends the context. 1: no scaling."""
@@ -264,9 +265,9 @@ class Model(Section):
     rope_scaling: Literal["llama3", "yarn"] | None = None
     """How frequencies are scaled: as in Llama 3.1, or by YaRN. With full_attention_interval, only
     the blocks that it selects are scaled, as in OLMo 3."""
-    rope_beta_fast: PositiveFloat | None = None
+    rope_beta_fast: Annotated[float, Field(gt=1e-9, lt=1e9)] | None = None
     """YaRN does not scale frequencies with more turns than this in the original context."""
-    rope_beta_slow: PositiveFloat | None = None
+    rope_beta_slow: Annotated[float, Field(gt=1e-9, lt=1e9)] | None = None
     """YaRN divides frequencies with fewer turns than this by the full scaling factor."""
     rope_attention_factor: NonNegativeFloat | None = None
     """YaRN multiplies rotated queries and keys by this. 0: 0.1 ln(rope_scaling_factor) + 1."""
@@ -293,10 +294,10 @@ class Model(Section):
     logit_softcap: NonNegativeFloat | None = None
     """Replace each logit x by softcap * tanh(x / softcap), as in Gemma 2, where softcap is 30. 0:
     keep x."""
-    mup_base_dim: NonNegativeInt | None = None
+    mup_base_dim: MupSize | None = None
     """Value of dim for which optimizer.lr was tuned. Initial weights and learning rates are scaled
     from it to dim by muP. 0: no muP."""
-    mup_base_head_dim: NonNegativeInt | None = None
+    mup_base_head_dim: MupSize | None = None
     """Value of head_dim for which optimizer.lr was tuned, to scale attention by muP. 0: the same
     head_dim."""
 
@@ -404,8 +405,7 @@ class TextSource(Section):
     """Name of the field with the parts of the text that count in the loss (jsonl and parquet): a
     list of [start, end] in characters. If omitted, the whole text counts."""
     token_dtype: Literal["uint8", "uint16", "uint32", "uint64"] | None = None
-    """Data type of the token ids, for files that do not contain it (tokens): .npy without a header,
-    .ds without a .metadata file."""
+    """Data type of the token ids in .npy files without a header (tokens)."""
     streaming: bool = False
     """Read the data during training instead of downloading it first (huggingface)."""
 

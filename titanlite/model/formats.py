@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 Size = Annotated[int, Field(gt=0, lt=2**31)]
 Layers = Annotated[int, Field(gt=0, le=1000)]  # building each one takes a millisecond
+RopeTheta = Annotated[float, Field(gt=1.0)]  # YaRN divides by its logarithm
 
 HF_EMBEDDING = "model.embed_tokens.weight"
 HF_OUTPUT = "lm_head.weight"
@@ -189,7 +190,7 @@ def _parse_hf_config(config: dict[str, Any]) -> HFConfig:
     # Find the family.
     families = _families_by_kind()
     kind = config.get("model_type")
-    if kind not in families:
+    if kind not in list(families):  # the file may contain any value, also one without a hash
         raise UserError(
             f"config.json: model_type = {shorten(format_value(kind))} is not supported; "
             f"expected one of {', '.join(families)}."
@@ -237,7 +238,7 @@ class _RopeTable(FileModel):
 
     type: str = "default"
     """Old name of rope_type."""
-    rope_theta: PositiveFloat | None = None
+    rope_theta: RopeTheta | None = None
     partial_rotary_factor: Literal[1] | None = None
 
 
@@ -265,8 +266,8 @@ class _YarnRope(_RopeTable):
     rope_type: Literal["yarn"]
     truncate: Literal[True] = True
     rope_scaling_factor: Annotated[float, Field(gt=1.0, alias="factor")]
-    rope_beta_fast: Annotated[PositiveFloat, Field(alias="beta_fast")] = 32.0
-    rope_beta_slow: Annotated[PositiveFloat, Field(alias="beta_slow")] = 1.0
+    rope_beta_fast: Annotated[float, Field(gt=1e-9, lt=1e9, alias="beta_fast")] = 32.0
+    rope_beta_slow: Annotated[float, Field(gt=1e-9, lt=1e9, alias="beta_slow")] = 1.0
     rope_attention_factor: Annotated[PositiveFloat | None, Field(alias="attention_factor")] = None
     rope_original_max_seq_len: Annotated[
         Size | None, Field(alias="original_max_position_embeddings")
@@ -350,7 +351,7 @@ class HFConfig(FileModel):
     norm_eps: Annotated[PositiveFloat, Field(alias="rms_norm_eps")] = 1e-6
     tied_embeddings: Annotated[bool, Field(alias="tie_word_embeddings")] = False
     head_dim: Annotated[Size | None, Field(alias="head_dim")] = None
-    rope_theta: PositiveFloat = 10000.0
+    rope_theta: RopeTheta = 10000.0
     rope_scaling: _Rope = None
     rope_parameters: _Rope = None
     # Keys for which only some values are implemented.
@@ -428,7 +429,7 @@ class _SmolLM3(_Qwen2):
     switches: ClassVar = {}
 
     tied_embeddings: bool = Field(True, alias="tie_word_embeddings")
-    rope_theta: PositiveFloat = 2e6
+    rope_theta: RopeTheta = 2e6
     no_rope_interval: Size = Field(4, alias="no_rope_layer_interval")
     no_rope_layers: list[int] | None = None
 
@@ -478,7 +479,7 @@ class _Olmo3(_Olmo2):
     kind: ClassVar = "olmo3"
     causal_lm: ClassVar = "Olmo3ForCausalLM"
 
-    rope_theta: PositiveFloat = 500000.0
+    rope_theta: RopeTheta = 500000.0
     sliding_window: Size = Field(4096, alias="sliding_window")
     layer_types: Any = None  # the next field reads the same key
     full_attention_interval: int = Field(4, alias="layer_types")
@@ -597,7 +598,7 @@ class MetaParams(FileModel):
     n_kv_heads: Size | None = None
     vocab_size: Size | Literal[-1] = -1
     norm_eps: PositiveFloat = 1e-5
-    rope_theta: PositiveFloat = 10000.0
+    rope_theta: RopeTheta = 10000.0
     use_scaled_rope: bool = False
     multiple_of: int | None = None
     ffn_dim_multiplier: float | None = None
