@@ -195,9 +195,10 @@ def test_killed_at_the_points_of_a_save(tmp_path, layout, references):
 def test_killed_at_random_moments(tmp_path, layout, references):
     number = LAYOUTS.index(layout)
     reference, generator = references(layout[0]), random.Random(SEED + number)
-    kills, wanted = 0, (RANDOM_KILLS + number) // len(LAYOUTS)
+    kills, runs, wanted = 0, 0, (RANDOM_KILLS + number) // len(LAYOUTS)
     while kills < wanted:
-        run = Run(tmp_path / f"run-{kills}", *layout)
+        runs += 1  # a run can end before it is killed
+        run = Run(tmp_path / f"run-{runs}", *layout)
         while kills < wanted and run.die_after(generator.uniform(0.3, 1.0) * reference.seconds):
             kills += 1
         run.finish()

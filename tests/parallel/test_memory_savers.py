@@ -19,7 +19,7 @@ from titanlite.train.trainer import Trainer
 
 LARGE = (
     "model.dim = 1024 ; model.n_layers = 4 ; model.ffn_dim = 4096 ; model.vocab_size = 32_000 ; "
-    "training.seq_len = 4096 ; training.mixed_precision_param = 'bfloat16' ; "
+    "training.seq_len = 2048 ; training.mixed_precision_param = 'bfloat16' ; "
     "activation_checkpoint.mode = 'selective'"
 )
 SAVERS = "titanlite.parallel.memory_savers"
