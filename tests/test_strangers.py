@@ -105,7 +105,7 @@ def test_compilers_use_a_folder_of_the_users_own(home, tmp_path):
     assert (used.name == "mine") == (home == "named by the user")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_compiling_on_a_cpu_leaves_nothing_in_the_shared_temporary_folder(tmp_path):
     (tmp_path / "job.toml").write_text(SMALL + "[compile]\nenable = true\n")
     temporary = tmp_path / "tmp"

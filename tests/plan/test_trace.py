@@ -72,6 +72,9 @@ ONLY_PLANNED: dict[str, tuple[int, str]] = {
 }
 
 
+LONG = ("every second, all memory savers", "bfloat16, tied", "hsdp, offload", "tensor, context")
+
+
 def with_blocks(count: int, options: str) -> str:
     return options if "n_layers" in options else f"model.n_layers = {count} ; {options}"
 
@@ -88,7 +91,10 @@ def pipeline(schedule: str, blocks: int, *marks: pytest.MarkDecorator, more: str
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
-        *(pytest.param(*job, id=name) for name, job in (LAYOUTS | ONLY_PLANNED).items()),
+        *(
+            pytest.param(*job, id=name, marks=[pytest.mark.long] * (name in LONG))
+            for name, job in (LAYOUTS | ONLY_PLANNED).items()
+        ),
         pipeline("1F1B", 12),
         pipeline("GPipe", 12, pytest.mark.long),
         pipeline("Interleaved1F1B", 24, pytest.mark.long),
