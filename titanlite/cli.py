@@ -198,7 +198,7 @@ def run_quietly(command: Callable[[], object]) -> int:
 
     exit_code = result if isinstance(result, int) else 0
     if exit_code == 0:
-        record_success()  # tells the launcher that this rank has completed its work
+        record_success()  # lets the launcher see that this rank has completed its work
     return exit_code
 
 

@@ -542,12 +542,12 @@ def _check_shapes(tensors: dict[str, Tensor], arch: Architecture, reader: SafeRe
     Raises:
         UserError: If names or shapes differ. The message lists the differences.
     """
-    # Expect all weights of the model, not only those of this rank, and all other tensors to load.
+    # Expect the weights of all ranks, and all other tensors to load.
     expected = {f"model.{name}": shape for name, shape in parameter_shapes(arch).items()}
     for name, tensor in tensors.items():
         expected[name] = tuple(tensor.shape)
 
-    # Tensors that are not loaded, such as those of the optimizer, may exist. Other weights may not.
+    # Tensors that are not loaded, such as optimizer state, may exist. Other weights may not.
     saved = {}
     for name, entry in reader.index.items():
         if name in expected or name.startswith("model."):

@@ -134,7 +134,7 @@ def _plot_curve(name: str, values: Sequence[float], label_format: str, *, height
     if min(values) == maximum:
         return [f"{title}: {label_format.format(maximum)} in each step"]
 
-    # Row 0 is at the bottom. Its label is 0, and that of the top row is the maximum.
+    # Row 0 is at the bottom. Its label is 0. The label of the top row is the maximum.
     labels = {height - 1: label_format.format(maximum), 0: "0"}
     lines = [title]
     for row in reversed(range(height)):

@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> None:
     if options.prompts is not None and options.prompt:
         raise UserError("--prompt and --prompts: pass only one of them.")
     prompts = [options.prompt] if options.prompts is None else read_prompts(options.prompts)
-    find_checkpoints(options.checkpoint)  # raises an error if there is none
+    find_checkpoints(options.checkpoint)  # raises an error if no checkpoint exists
 
     # Importing torch is slow, so invalid options are reported first.
     from titanlite.completion import generate, generate_many, load_checkpoint

@@ -408,7 +408,7 @@ def build_architecture(model: schema.Model, job: schema.JobConfig | None = None)
     if flavor.q_dim == flavor.dim:
         values["head_dim"] = 0  # becomes dim / n_heads of the overridden values
 
-    # Apply the keys of [model] that the job sets, and those of a plugin.
+    # Apply the keys of [model] that the job sets, and the keys of a plugin.
     for field in fields(Architecture):
         override = getattr(model, field.name)
         if override is not None:

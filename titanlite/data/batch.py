@@ -146,7 +146,7 @@ def padded_microbatch(
         # Each token predicts the next one, so the last token is only a label.
         size = len(window.tokens) - 1
         inputs[i, :size] = window.tokens[:-1]
-        # Of the labels, only the last `num_scored` ones are scored.
+        # Only the last `num_scored` labels are scored.
         first_scored = size - window.num_scored
         labels[i, first_scored:size] = window.tokens[first_scored + 1 :]
 

@@ -228,8 +228,8 @@ class SequenceReader:
         rank, num_ranks, worker, num_workers = self._shard
         sequences = []
         for index_in_batch, (source, index_in_source) in enumerate(self._mixture.next_batch()):
-            # Of a single source, rank r reads the streams r, r + num_ranks, r + 2 * num_ranks, ...
-            # Divide these streams evenly over the workers of the rank.
+            # If there is a single source, rank r reads the streams r, r + num_ranks,
+            # r + 2 * num_ranks, ... Divide these streams evenly over the workers of the rank.
             stream = index_in_source % len(self._data.positions[source])
             stream_worker = (source + stream // num_ranks) % num_workers
             if stream_worker != worker:

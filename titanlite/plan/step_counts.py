@@ -418,7 +418,7 @@ def _follow_loss(counter: Counter, train_step: TrainStep, last_stage: int) -> No
     def compute_loss_at_location(
         hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor
     ) -> Tensor:
-        # Of the arguments, only `scale` exists for the loss alone. It was allocated earlier.
+        # Only the argument `scale` exists for the loss alone. It was allocated earlier.
         counter.mark((scale,), "loss", DEFAULT_KINDS)
 
         counter.location = location

@@ -375,7 +375,7 @@ def _parse_events(
         if unix_time is None:
             continue
 
-        # The newest step is that of the previous event, or that of a later log step.
+        # The newest step is the step of the previous event or of a later log step.
         logged_step = float(np.max(logged_steps[log_times <= unix_time], initial=0.0))
         newest_step = max(previous_step, logged_step)
         step = get_number(entry, "step")

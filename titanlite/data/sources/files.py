@@ -510,7 +510,7 @@ def _find_local_files(pattern: str) -> list[Path]:
 def _explain_no_match(pattern: str, source: str) -> str:
     """Explain that a path matches no file, and propose a remedy if one is known."""
     if os.path.isdir(pattern):
-        # Text files can have any name. Token files are often those of Megatron.
+        # Text files can have any name. Token files are often Megatron files.
         suffix = {"text": "", "tokens": ".bin"}.get(source, f".{source}")
         return f"is a folder; {pattern.rstrip('/')}/*{suffix} names the files in it"
     searched = pattern
