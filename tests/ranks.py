@@ -5,9 +5,7 @@ A rank serves one call, so changes to its process do not affect other tests.
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
-import fcntl
 import gc
 import multiprocessing
 import os
@@ -20,7 +18,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,8 +60,6 @@ class World:
     """
 
     def __init__(self, count: int, body: Callable[..., Any], *args: Any) -> None:
-        self._lock = _one_world_at_a_time() if count > 1 else contextlib.nullcontext()
-        self._lock.__enter__()
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self._output = Path(self._folder.name, "output")
         self._output.touch()
@@ -137,7 +133,6 @@ class World:
         for process in self.processes:
             process.kill()
             process.join()
-        self._lock.__exit__(None, None, None)
         OPEN[:] = [world for world in OPEN if world is not self]
 
     def ends_with(self, code: int, timeout: float = 240) -> str:
@@ -235,18 +230,6 @@ def descendants(pid: int) -> list[int]:
     for child in children:
         found += descendants(int(child))
     return found
-
-
-@contextlib.contextmanager
-def _one_world_at_a_time() -> Iterator[None]:
-    """Let workers of pytest-xdist run their ranks one after the other, so cores are not shared."""
-    session = os.environ.get("PYTEST_XDIST_TESTRUNUID")
-    if session is None:
-        yield
-        return
-    with Path(tempfile.gettempdir(), f"ranks-{session}.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _run(environment: dict[str, str], folder: str, body: Callable[..., Any], args: Any) -> None:

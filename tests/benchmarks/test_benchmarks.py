@@ -124,9 +124,8 @@ def test_torchtitan_trains_the_same_model_on_a_cpu(ranks, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["small, FSDP", pytest.param("small, fp32", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("name", ["small, FSDP", "small, fp32"])
+@pytest.mark.long
 def test_the_plan_of_memory_is_within_five_percent_of_what_malloc_hands_out(name):
     result = planner.compare_on_cpu(name)
     assert result.error_but_for_kept == pytest.approx(0, abs=0.05)  # oneDNN's scratch is kept

@@ -43,7 +43,7 @@ def prove(out: Path, *words: object, ranks: int = 2) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
-        pytest.param(4, HSDP, id="hsdp"),
+        pytest.param(4, HSDP, id="hsdp", marks=pytest.mark.long),
         pytest.param(4, FSDP_TP, id="fsdp x tp", marks=pytest.mark.long),
         pytest.param(4, CP_DOCUMENTS, id="cp, documents", marks=pytest.mark.long),
         pytest.param(2, PP, id="pp"),

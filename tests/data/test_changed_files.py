@@ -143,7 +143,10 @@ CHANGE = r"text\.jsonl has changed while"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("hangs", "code", "reason"), [(True, 1, HANG), (False, 2, CHANGE)])
+@pytest.mark.parametrize(
+    ("hangs", "code", "reason"),
+    [pytest.param(True, 1, HANG, marks=pytest.mark.long), (False, 2, CHANGE)],
+)
 def test_a_run_whose_worker_hangs_or_whose_file_changes_is_saved(
     job, tmp_path, hangs, code, reason
 ):

@@ -63,6 +63,7 @@ def test_a_hang_ends_in_a_report_that_names_the_late_rank(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds stopped processes in Linux's /proc")
+@pytest.mark.long
 def test_a_rank_that_is_stopped_after_a_save_is_reported_while_the_others_wait(
     tmp_path,
 ):

@@ -146,6 +146,7 @@ def test_a_run_continues_without_a_node_that_is_lost(tmp_path):
     assert steps == list(range(1, len(steps) + 1))
 
 
+@pytest.mark.long
 def test_a_hook_that_exits_with_0_fails_the_run_on_both_nodes(tmp_path):
     hook = """
 import os
@@ -183,6 +184,7 @@ def test_a_node_that_loses_the_other_ends_soon_after_the_timeout(tmp_path):
         running[1].kill()
 
 
+@pytest.mark.long
 def test_the_node_that_has_the_address_hosts_the_store(tmp_path):
     """This holds even if the host name resolves to another address, as on Debian."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -76,7 +76,10 @@ def test_training_does_not_notice_and_neither_does_a_resume(
     assert [json.loads(line)["step"] for line in aside] == [8] * 3 + [12] * 3
 
 
-@pytest.mark.parametrize(("ranks", "degree"), [(2, "context"), (2, "pipeline"), (4, "tensor")])
+@pytest.mark.parametrize(
+    ("ranks", "degree"),
+    [(2, "context"), (2, "pipeline"), pytest.param(4, "tensor", marks=pytest.mark.long)],
+)
 def test_every_layout_writes_the_same_text(
     job: Path, alone: tuple[Path, list[dict]], tmp_path, ranks: int, degree: str
 ):

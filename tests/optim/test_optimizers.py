@@ -68,6 +68,7 @@ def test_muon_gives_the_same_bits_on_any_layout(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_each_is_resumed_bit_for_bit_on_another_number_of_ranks(tmp_path):
     # with rows of whole blocks
     sizes = "--model.n_layers 1 --model.dim 256 --model.ffn_dim 256 --training.steps"

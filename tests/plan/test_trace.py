@@ -113,7 +113,8 @@ def test_few_blocks_and_microbatches_tell_what_all_take(ranks, options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.long
 def test_a_real_step_takes_what_is_counted_on_fake_tensors(ranks):
     jobs = {name: options for name, (_, options) in LAYOUTS.items()}
     for name, real in run_ranks(ranks, real_bytes, jobs)[0].items():
