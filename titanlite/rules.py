@@ -282,28 +282,25 @@ def check_pipeline_schedule(run: Run) -> Problems:
     recomputes_operators = (
         checkpointing.mode == "selective" and checkpointing.selective_ac_option == "op"
     )
-    needs_freed_buffers = run.compiles("model") or recomputes_operators
+    key = "parallelism.pipeline_parallel_schedule"
+    if run.compiles("model") or recomputes_operators:
+        yield Problem(
+            key, 'needs compile.enable = false and activation_checkpoint.mode "full" or "none".'
+        )
 
     # Compare the version of torch, such as "2.12.1+cu130".
     major, minor = version("torch").split(".")[:2]
     is_old_torch = (int(major), int(minor)) < (2, 13)
-    needs_new_torch = schedule in V_SHAPED or run.job.float8.enable
-
-    if needs_freed_buffers or (needs_new_torch and is_old_torch):
-        yield Problem(
-            "parallelism.pipeline_parallel_schedule",
-            'needs compile.enable = false and activation_checkpoint.mode "full" or "none", and '
-            "torch 2.13 for FP8 or ZBVZeroBubble.",
-        )
+    if is_old_torch and (schedule in V_SHAPED or run.job.float8.enable):
+        yield Problem(key, "needs torch 2.13 for FP8 or ZBVZeroBubble.")
 
 
 def check_microbatches(run: Run) -> Problems:
     """Check that each global batch size makes a number of microbatches that the pipeline can run.
 
-    There must be at least one microbatch per pipeline rank. Interleaved schedules also divide the
-    microbatches into equal rounds, as many as there are whole multiples of the number of ranks. For
-    example, 4 ranks run 10 microbatches in 10 // 4 = 2 rounds of 5. They cannot run 9 microbatches,
-    because 9 is not divisible by 2.
+    There must be at least one microbatch per pipeline rank. Interleaved schedules also divide
+    `count` microbatches into `count // num_ranks` equal rounds. For example, 4 ranks run 10
+    microbatches in 2 rounds of 5, but they cannot divide 9 microbatches into 2 rounds.
     """
     num_ranks = run.degrees.pipeline
     schedule = run.job.parallelism.pipeline_parallel_schedule
@@ -795,7 +792,7 @@ def _check_source(table: str, source: TextSource) -> Problems:
     if source.loss_mask_column is not None and source.source not in ("jsonl", "parquet"):
         yield Problem(f"{table}.loss_mask_column", 'needs source "jsonl" or "parquet".')
 
-    # The error names keys of [dataset]. Replace them by the keys of this table.
+    # The error names keys of [dataset]. Replace them with the keys of this table.
     try:
         find_files(source)
     except UserError as error:

@@ -308,21 +308,21 @@ class Mirror:
         newest_local_step = get_step(local_checkpoints[-1]) if local_checkpoints else -1
         is_downloaded = self._download_newest(names, newest_local_step)
 
-        # The options `load_step` and `keep_best` need other checkpoints. If the mirror does not
-        # have such a checkpoint, its name is None.
+        # The options `load_step` and `keep_best` need other checkpoints, if the mirror has them.
         needed_names = {names.get(self._config.load_step)}
         if self._config.keep_best:
             needed_names.add(self._find_best())
-        for name in needed_names:
-            is_valid = name in self._manifests  # `_download` removes damaged ones from it
-            if is_valid and not self._get_path(name).exists():
+        for name in needed_names - {None}:
+            # Checkpoints that turned out to be damaged are no longer in `_manifests`.
+            if name in self._manifests and not self._get_path(name).exists():
                 is_downloaded |= self._download(name)
 
         # Never start from scratch if the mirror has checkpoints, but all of them are unusable.
         if has_mirrored_checkpoints and not local_checkpoints and not is_downloaded:
-            problem = f"{self._url} has no valid checkpoint"
-            reason = f"Each has a damaged {MANIFEST}, or one that was renamed to {MANIFEST}.damaged"
-            raise CheckpointError(f"{problem}. {reason} or {MANIFEST}.archived.")
+            raise CheckpointError(
+                f"{self._url} has no valid checkpoint. Each has a damaged {MANIFEST}, or one that "
+                f"was renamed to {MANIFEST}.damaged or {MANIFEST}.archived."
+            )
 
     def _download_newest(self, names: dict[int, str], local_step: int) -> bool:
         """Download the newest valid checkpoint if it is newer than those in the local folder.
@@ -447,8 +447,7 @@ class Mirror:
             path: The local step folder.
         """
         name = self._get_name(path)
-        pauses = list(_RETRY_PAUSES)
-        while True:
+        for pause in (*_RETRY_PAUSES, None):
             error = self._try_to_send(path, name)
             is_removed = not (path / MANIFEST).is_file()  # by the run, which no longer needs it
             if error is None or is_removed or self._is_ending.is_set():
@@ -456,9 +455,7 @@ class Mirror:
 
             # Try again after a pause if the storage failed. Other errors need the user.
             is_storage_failure = isinstance(error, CheckpointError)
-            if not is_storage_failure or not pauses:
-                break
-            if self._is_ending.wait(pauses.pop(0)):
+            if pause is None or not is_storage_failure or self._is_ending.wait(pause):
                 break
 
         if name not in self.failed:
@@ -515,18 +512,21 @@ class Mirror:
         if is_mirrored and self._storage.cat_file(f"{folder}/{MANIFEST}") == manifest:
             return False
 
-        # Replace only a checkpoint in `final`, which a later end of the run writes again, and
-        # files that an interrupted copy by this run has left.
-        is_final = path.parent != self._folder
-        if is_mirrored and not is_final:
-            problem = f"{folder} has other content. The run may have been started twice"
-            fix = "Stop one of them, or choose another checkpoint.mirror."
-            raise UserError(f"{problem}. {fix}")
+        # A run that is resumed and ends again writes another checkpoint to the folder `final`. Only
+        # this one is replaced.
+        is_in_final_folder = path.parent != self._folder
+        if is_mirrored and not is_in_final_folder:
+            raise UserError(
+                f"{folder} has other content. The run may have been started twice. Stop one of "
+                "them, or choose another checkpoint.mirror."
+            )
         if is_mirrored:
             self._remove(name)
         elif not self._may_write(name, entries, run_id):
-            problem = f"{folder} contains files that this run did not write"
-            raise UserError(f"{problem}. Move them, or choose another checkpoint.mirror.")
+            raise UserError(
+                f"{folder} contains files that this run did not write. Move them, or choose "
+                "another checkpoint.mirror."
+            )
 
         # Readers ignore the checkpoint until its manifest has the final name.
         self._storage.pipe_file(f"{folder}/{INCOMPLETE}", manifest)

@@ -486,7 +486,8 @@ class Saver:
         """Prepare the path of a final output, and return whether the run must write it.
 
         An output of an earlier start is kept if no step was trained since, and is renamed
-        otherwise. Files of other programs are never changed. Runs on rank 0.
+        otherwise. A path that another program has written is never changed, so the run will fail
+        to write it. Runs on rank 0.
 
         Args:
             path: Path of the output: a step folder in `final`, or `final_hf`.

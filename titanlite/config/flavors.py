@@ -115,10 +115,11 @@ class Architecture:
         - output matrix: 1 / m and 1 / m
         - embedding, norms and biases: 1 and 1
 
-        The paper also multiplies attention scores by sqrt(base head_dim) / head_dim, and the output
-        by 1 / m if the embedding is tied. Adam trains the same function if such a multiplier scales
-        the initial values and the learning rate of a parameter instead. Here, it scales those of
-        the queries and of the final norm, so the forward pass does not depend on muP.
+        The paper has two more multipliers, of activations: attention scores are multiplied by
+        sqrt(base head_dim) / head_dim, and the output by 1 / m if the embedding is tied. This
+        function applies the first one to the query weights and the second one to the final norm,
+        as a factor of both the initial values and the learning rate. Adam then trains the same
+        function, and the forward pass does not depend on muP.
 
         Args:
             name: Name of the parameter, for example "layers.3.attention.wo.weight".
@@ -126,10 +127,11 @@ class Architecture:
         """
         width_ratio = (self.mup_base_dim or self.dim) / self.dim  # 1 / m
         head_ratio = (self.mup_base_head_dim or self.head_dim) / self.head_dim
-        # A norm undoes the scale of its input, so a norm of the queries gets their factor.
+        # A norm of the queries would undo a factor of the query weights, so it gets the factor.
         queries = "attention.wq." if self.qk_norm == "none" else "attention.q_norm."
         output = "norm.weight" if self.tied_embeddings else "output.weight"
 
+        # 1 / m for matrices of blocks and for the output, whose initial factors differ.
         is_hidden = ndim >= 2 and name.startswith("layers.")
         lr_factor = width_ratio if is_hidden or name == output else 1.0
         if queries in name:

@@ -108,6 +108,9 @@ def parse_options_and_job(
 ) -> tuple[AnyOptions, list[str]]:
     """Parse the options of a command that also accepts the keys of a job as options.
 
+    Also load the plugins that the options name, because they add keys. With --help, print the help
+    and exit.
+
     Args:
         options: Class of the options.
         argv: Words of the command line after the command.

@@ -39,15 +39,20 @@ def parse_toml(content: bytes) -> dict[str, Any]:
 def _correct_line(line: str) -> str:
     """Explain how to write a line of Python, YAML or shell syntax in TOML.
 
-    For example, "steps: 100" gives "Write steps = 100". If the mistake is not recognized, return an
-    empty string.
+    Returns:
+        The advice, or an empty string if the mistake is not recognized. For example:
+
+        - "steps: 100": "Write steps = 100"
+        - "training:": "Write [training]"
+        - "seed: null": "TOML has no null. Leave seed out"
+        - "name = two words": "Put text in quotation marks, and write numbers with digits only"
     """
     # Match "key = value # comment" or "key: value # comment".
     assignment = re.fullmatch(r"([\w.-]+)\s*([=:])\s*([^#]*?)\s*(#.*)?", line)
     if assignment is None or _is_toml(line):
         return ""
 
-    # "training:" and "seed: null" have no equal line in TOML.
+    # Handle YAML tables and missing values, which are not written as "key = value" in TOML.
     key, sign, value, _ = assignment.groups()
     is_yaml_table = sign == ":" and not value
     if is_yaml_table:
@@ -55,7 +60,8 @@ def _correct_line(line: str) -> str:
     if value.lower() in ("none", "null"):
         return f"TOML has no {value}. Leave {key} out"
 
-    # Correct the sign and the value, and check whether this makes the line valid.
+    # Correct the sign and the value, and check whether this makes the line valid. A flavor is
+    # always text, even if it looks like a number, such as 8b.
     is_flavor = key.rpartition(".")[2] == "flavor"
     corrected = f"{key} = {_correct_value(value, is_flavor)}"
     if _is_toml(corrected):

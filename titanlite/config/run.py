@@ -325,21 +325,27 @@ def stage_memory(run: Run, num_stages: int) -> list[PieceCosts]:
     # Compute the bytes for the parameters of a block, and of the embedding. The output layer has as
     # many parameters as the embedding.
     bytes_per_parameter = _bytes_per_parameter(run)
-    block_parameters = arch.block_matrices * bytes_per_parameter
-    embedding = arch.vocab_size * arch.dim * bytes_per_parameter
+    block_bytes = arch.block_matrices * bytes_per_parameter
+    embedding_bytes = arch.vocab_size * arch.dim * bytes_per_parameter
 
-    # Compute the bytes of a microbatch for the activations of a block in bf16, and for logits.
+    # Compute the bytes of a microbatch for the activations of a block in bf16, and for logits. The
+    # loss computes the logits of at most LOSS_TOKENS tokens at a time.
     num_tokens = training.local_batch_size * training.seq_len / degrees.context
-    activations = 2 * _kept_activations(run) * num_tokens
-    logits = LOGIT_BYTES * min(num_tokens, LOSS_TOKENS) * arch.vocab_size / degrees.tensor
+    activation_bytes = 2 * _kept_activations(run) * num_tokens
+    logit_bytes = LOGIT_BYTES * min(num_tokens, LOSS_TOKENS) * arch.vocab_size / degrees.tensor
 
     # A microbatch keeps its activations from its forward pass to its backward pass. Early stages
     # have more such microbatches than late ones.
     memory = []
     for stage in range(num_stages):
         num_microbatches = _microbatches_in_flight(run, stage)
-        block = block_parameters + num_microbatches * activations
-        memory.append(PieceCosts(embedding, block, output=embedding + logits))
+        memory.append(
+            PieceCosts(
+                embedding_bytes,
+                block=block_bytes + num_microbatches * activation_bytes,
+                output=embedding_bytes + logit_bytes,
+            )
+        )
     return memory
 
 

@@ -69,9 +69,10 @@ def measure_source(source: Source, tokenizer: Tokenizer) -> SourceSize:
 
 
 def _extrapolate(source: Source, texts: list[str], sample_tokens: int) -> int | None:
-    """Estimate the number of tokens of a source from those of a sample, or None if that is unknown.
+    """Estimate the number of tokens of a source from the number of tokens of a sample.
 
-    For example, if the sample has 100 tokens and a fiftieth of the documents, return 5,000.
+    For example, if the sample has 100 tokens and a fiftieth of the documents, return 5,000. Return
+    None if the size of the source is unknown.
 
     Args:
         source: The source.
@@ -86,7 +87,10 @@ def _extrapolate(source: Source, texts: list[str], sample_tokens: int) -> int | 
     if source.num_documents is not None:
         return sample_tokens * source.num_documents // max(1, len(texts))
     sample_characters = max(1, sum(len(text) for text in texts))
-    return _count_characters(source) * sample_tokens // sample_characters or None
+    source_characters = _count_characters(source)
+    if source_characters == 0:
+        return None
+    return source_characters * sample_tokens // sample_characters
 
 
 def _warn_of_lost_characters(source: Source, tokenizer: Tokenizer, texts: list[str]) -> None:

@@ -416,7 +416,7 @@ def _choose_suffix(kind: str, names: Sequence[str]) -> str:
 
 
 def _list_folder(folder: Path) -> dict[str, TreeEntry]:
-    """List the files in a local copy of a repository.
+    """List the files with a suffix in a local copy of a repository.
 
     Returns:
         The files, keyed by their path relative to `folder`.

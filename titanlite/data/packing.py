@@ -141,7 +141,8 @@ def best_fit(read_documents: ReadDocuments, length: int, start: StreamPosition) 
         read_documents: Reads the documents of the stream from a position.
         length: Maximum number of tokens per sequence: training.seq_len + 1, because labels are
             shifted by one.
-        start: Position of the first sequence to yield.
+        start: Position of the first sequence to yield: the position of its window in the stream,
+            and its index among the sequences of the window.
 
     Yields:
         The segments of a sequence, and the position at which the next sequence begins.
@@ -161,7 +162,7 @@ def best_fit(read_documents: ReadDocuments, length: int, start: StreamPosition) 
         sequences = _place_segments(segments, length)
         order = _shuffle_window(len(sequences), position, num_tokens)
 
-        # Yield them, from the first one that was not read before the position was saved.
+        # Yield the sequences. After a resume, the first ones have been read already.
         for i in range(first_index, len(sequences)):
             num_sequences += 1
             next_start = StreamPosition(num_sequences, position, i + 1)

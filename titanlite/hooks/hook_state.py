@@ -103,19 +103,16 @@ def prepare_hooks(
     for hook in hooks:
         hook.resize_tensors(sizes_by_hook.get(hook.name, {}))
 
-    # Warn about saved hooks that this run does not have. A hook can have saved only tensors, or
-    # only a `state_dict`. An empty one needs no warning.
-    saved_hooks = set(sizes_by_hook)
-    for name, state in states.items():
-        if state:
-            saved_hooks.add(name)
-    unknown = saved_hooks - {hook.name for hook in hooks}
+    # Warn about saved state of hooks that this run does not have. An empty `state_dict` is no loss.
+    hooks_with_tensors = set(sizes_by_hook)
+    hooks_with_values = {name for name, state in states.items() if state}
+    unknown = (hooks_with_tensors | hooks_with_values) - {hook.name for hook in hooks}
     if unknown:
         names = ", ".join(sorted(unknown))
         warn(f"Ignoring the saved state of hooks that this run does not have: {names}")
 
     # Warn about hooks of this run of which the checkpoint has neither tensors nor a `state_dict`.
-    missing = _hooks_with_state(hooks) - set(sizes_by_hook) - set(states)
+    missing = _hooks_with_state(hooks) - hooks_with_tensors - set(states)
     if missing:
         names = ", ".join(sorted(missing))
         warn(f"The checkpoint has no state of these hooks, which start without it: {names}")

@@ -153,8 +153,8 @@ class Records:
             # The comparison with the checkpoint has already logged changes of job and data.
             other_changes = [line for line in changes if not line.startswith(("job.", "data."))]
             if other_changes:
-                text += "; changed since the previous start:"
-                text = "\n".join([text, *other_changes])
+                lines = [f"{text}; changed since the previous start:", *other_changes]
+                text = "\n".join(lines)
         return Event(text, "start", step, details)
 
     def stats(self) -> dict[str, Any]:

@@ -77,18 +77,19 @@ class Stragglers(Hook):
         self._updates.append((self._update_start, self._now()))
 
     def numbers(self, step: int) -> Mapping[str, Any]:
-        """Compare the times that all ranks sent at the previous logged step, then send new ones.
+        """Exchange the step times of all ranks, and report stragglers in the log.
 
-        Times are sent in the background, so they arrive by the next logged step.
+        Times are sent in the background. They arrive, and are compared, at the next logged step.
 
         Returns:
-            No metrics. Stragglers are reported in the log instead.
+            No metrics.
         """
         if self._exchange is not None:
             self._exchange.wait()
             self._compare(step)
 
-        # Compute the mean times of a step since the previous logged step, in seconds.
+        # Compute the mean times of a step since the previous logged step, in seconds. A matrix
+        # product of fixed size tells a slow device from a rank that has more to do.
         num_steps = len(self._updates)
         product_seconds = self._time_product()
         data_seconds = self._trainer.meter.data_seconds / num_steps

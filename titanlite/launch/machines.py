@@ -192,12 +192,16 @@ def _start_threads(folder: Path, store: tuple[str, int], is_host: bool) -> None:
 def run_node_process(folder: Path, ranks: Ranks) -> int:
     """Run the ranks of this node, in the process that the torch agent has started for it.
 
-    The agent restarts all nodes if this process exits with a code other than 0. If a restart would
-    not help, for example after an invalid option, this returns 0, and writes the actual exit code
-    to `END_FILE`.
+    The agent restarts all nodes if this process exits with a code other than 0. The launcher, which
+    waits for the agent, learns what happened from files in `folder`:
+
+    - `PROCESS_FILE`: Process id of this process.
+    - `END_FILE`: Exit code of a run for which a restart would not help, for example after an
+      invalid option. This process then exits with 0.
+    - `CRASH_FILE`: Exit code of a run that has crashed and used up its restarts.
 
     Args:
-        folder: Folder in which the exit code is written for the process of the agent.
+        folder: Folder of these files.
         ranks: Settings of the ranks, numbered as on the first node.
 
     Returns:
@@ -205,7 +209,7 @@ def run_node_process(folder: Path, ranks: Ranks) -> int:
     """
     (folder / PROCESS_FILE).write_text(str(os.getpid()))
     end_file = folder / END_FILE
-    end_file.unlink(missing_ok=True)  # left over if this node ended so that another could join
+    end_file.unlink(missing_ok=True)  # the agent may have stopped this node to let another one join
 
     # Number the ranks of this node. On the second of two nodes with 8 ranks each, they are 8 to 15.
     # The agent starts one process per node, so its variables RANK and WORLD_SIZE count nodes.

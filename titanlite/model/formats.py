@@ -187,10 +187,9 @@ def _parse_hf_config(config: dict[str, Any]) -> HFConfig:
     Raises:
         UserError: If the family is not supported, or keys are missing or not supported.
     """
-    # Find the family.
     families = _families_by_kind()
     kind = config.get("model_type")
-    if kind not in list(families):  # the file may contain any value, also one without a hash
+    if kind not in list(families):  # a list, because the file may contain an unhashable value
         raise UserError(
             f"config.json: model_type = {shorten(format_value(kind))} is not supported; "
             f"expected one of {', '.join(families)}."
@@ -435,8 +434,10 @@ class _SmolLM3(_Qwen2):
 
     @field_validator("no_rope_layers")
     @classmethod
-    def _match_interval(cls, layers: list[int] | None, info: ValidationInfo) -> list[int] | None:
-        """Check that every n-th layer, and no other one, lacks RoPE; n is no_rope_layer_interval.
+    def _check_no_rope_layers(
+        cls, layers: list[int] | None, info: ValidationInfo
+    ) -> list[int] | None:
+        """Check that exactly every `no_rope_layer_interval`-th layer lacks RoPE.
 
         For example, with an interval of 4, the list for 6 layers is [1, 1, 1, 0, 1, 1].
 

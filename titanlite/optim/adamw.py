@@ -165,10 +165,10 @@ class AdamW(torch.optim.Optimizer):
         lr = torch.as_tensor(group["lr"], dtype=torch.float32)
         decay = 1 - lr * group["weight_decay"]
 
-        # Moments start at zero, so they are too small in the first steps. AdamW corrects this: it
-        # divides the first moment by 1 - beta1**step, and the second one by 1 - beta2**step. The
-        # update is proportional to the first moment, so its correction can be part of `lr`. The
-        # update uses the square root of the second moment, which is multiplied by the `rsqrt`.
+        # Moments start at zero, so they are too small in the first steps. AdamW corrects this:
+        #     update = lr * (m / (1 - beta1**step)) / sqrt(v / (1 - beta2**step))
+        # The correction of m is part of `corrected_lr`. That of v is a factor of sqrt(v), which
+        # other rules compute as well.
         corrected_lr = lr / (1 - beta1**step) if self.rule == "AdamW" else lr
         return StepScalars(
             decay=decay,

@@ -225,10 +225,10 @@ class Muon(torch.optim.Optimizer):
         # CPU, but matmuls and collectives run on the GPU.
         any_matrix = next(iter(self._group_of))
         device = any_matrix.device_mesh.device_type
+        # Every rank must take part, even if it has nothing to send. All ranks send bfloat16.
         flat = torch.cat(tensors) if tensors else torch.empty(0, dtype=torch.bfloat16)
         source = flat.to(device)
 
-        # Every rank must take part, even if it has nothing to send or to receive.
         result = torch.empty(sum(numel_from), dtype=source.dtype, device=source.device)
         work = dist.all_to_all_single(
             result, source, numel_from, numel_to, self._ranks, async_op=True

@@ -75,19 +75,20 @@ def build_mesh(degrees: Degrees, device_type: str) -> Mesh:
     """
     assert degrees.world == dist.get_world_size()
 
+    # The mesh of parameters has no context dimension, because FSDP also shards over context ranks.
     mesh = _build_shard_mesh(degrees, device_type)
     fsdp_dims = ("dp_replicate", "dp_shard") if degrees.replicate > 1 else ("dp_shard",)
     has_other_dims = mesh.ndim > len(fsdp_dims)
 
-    # Arrange the rank numbers in a grid with a dimension per degree, from pipeline to tensor, and
-    # create the groups of ranks along its dimensions.
+    # For all else, arrange the rank numbers in a grid with a dimension per degree, from pipeline to
+    # tensor. Ranks form a group if they differ only in the named dimensions.
     rank_grid = torch.arange(degrees.world).view(astuple(degrees))
     data_group = _create_group(rank_grid, REPLICATE, SHARD)
     loss_group = _create_group(rank_grid, PIPELINE, REPLICATE, SHARD, CONTEXT)
     stage_group = _create_group(rank_grid, REPLICATE, SHARD, CONTEXT, TENSOR)
     groups = [_get_world_group(), *mesh.get_all_groups(), data_group, loss_group, stage_group]
 
-    # `mesh` has no context dimension, because its shard dimension includes the context ranks.
+    # Context parallelism needs a mesh of its own, because `mesh` has no context dimension.
     context = None
     if degrees.context > 1:
         context_group = _create_group(rank_grid, CONTEXT)

@@ -271,6 +271,7 @@ def _checkpoint(function: Function, *inputs: Any, context_fn: Any = None, **opti
     # of operators is the policy to save nothing; see `apply_activation_checkpointing`.
     saves_nothing = getattr(context_fn, "args", None) == ([],)
 
+    # The compiler may save what it should only "prefer" to recompute, if that is cheaper.
     def recompute_all(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
         if saves_nothing and op is FLEX_ATTENTION:
             return CheckpointPolicy.MUST_RECOMPUTE
@@ -306,12 +307,15 @@ class _Kernel(NamedTuple):
 
 
 def _imitate_kernels(gm: GraphModule, example_inputs: Any) -> Function:
-    """Return a function that runs a graph and allocates memory as compiled code would.
+    """Return a function that allocates memory as compiled code would, without computing values.
 
-    `aot_function` calls this in place of a compiler, with a graph and example inputs.
+    `aot_function` calls this in place of a compiler, with a graph and example inputs. Operators
+    that the compiler does not fuse, such as matrix products, run as usual, so that they are
+    counted. A generated (fused) kernel only allocates its results.
     """
-    # Decide which values are in memory, which kernels run, and when values are freed. The nodes of
-    # a graph are its inputs, its operations, and last a node with its results.
+    # Decide which values are written to memory, which kernels run, and when values are freed. A
+    # value that is a view has the tensor that it views as its base. The nodes of a graph are its
+    # inputs, its operations, and last a node with its results.
     *nodes, output = gm.graph.nodes
     inputs = [node for node in nodes if node.op == "placeholder"]
     bases = _find_bases(nodes)

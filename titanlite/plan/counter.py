@@ -233,6 +233,7 @@ class Counter(TorchDispatchMode):
                 this name are copied instead.
         """
         # Record the log entries of the current action, in case a later microbatch repeats them.
+        # `_action_entries` has those from before an inner action.
         if self._current_action is not None:
             entries = self._action_entries + self.log[self._action_start :]
             self._recorded_actions[self._current_action] = entries

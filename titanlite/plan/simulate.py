@@ -77,12 +77,13 @@ def _small_mask(*args: Any) -> tuple[int]:
 
 @contextmanager
 def simulate_gpu() -> Iterator[None]:
-    """Let CPU tensors take the same code path as GPU tensors within this context.
+    """Let CPU tensors take the code path of GPU tensors within this context, to plan GPU memory.
 
-    Attention runs as the cuDNN operator, and flex attention as flash attention.
+    Two operators that do not exist on a CPU are replaced by others that allocate the same memory:
+    causal attention runs as the operator of cuDNN, and flex attention as flash attention.
     """
-    # Selective activation checkpointing does not save the result of flex attention, which runs as
-    # flash attention here.
+    # Selective activation checkpointing saves the result of flash attention, but not that of flex
+    # attention. Here, flash attention stands for flex attention, so do not save it.
     flash_attention = torch.ops.aten._scaled_dot_product_flash_attention.default
     saved_ops = recompute.ALWAYS_SAVED - {flash_attention}
     vocab_block = {"cpu": losses.VOCAB_BLOCK["cuda"]}

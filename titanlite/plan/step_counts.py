@@ -467,7 +467,12 @@ def _follow_pipeline(
     last_loss = torch.zeros(())  # of the last microbatch that ran
 
     def follow_action(stage: PipelineStage, method: str) -> Callable[..., Any]:
-        """Return a function that counts an action, and runs `stage.<method>` unless skipped."""
+        """Return a function that counts a call of `stage.<method>`, and makes it unless skipped.
+
+        In place of a skipped microbatch, the log entries of an earlier one are repeated. The
+        schedule needs a result nevertheless: the loss of the last microbatch that ran, or no
+        communication operations.
+        """
         run_action = getattr(stage, method)
         location = Location(PIPELINE_ACTIONS[method], "stage", stage.stage_index)
         has_loss = method == "forward_one_chunk" and stage.is_last

@@ -113,8 +113,8 @@ def _choose_ranks(run: Run, whole: bool) -> list[int]:
     """Return the ranks to trace, one for each kind of pipeline rank.
 
     Pipeline ranks are of the same kind if their stages have equal blocks, and if both or neither
-    have the embedding and the output. The first of them holds the most microbatches at a
-    time, so it needs the most memory.
+    have the embedding and the output. Only the first rank of a kind is traced: it holds the most
+    microbatches at a time, so it needs the most memory.
 
     Args:
         run: The validated job and the number of ranks.
@@ -138,8 +138,12 @@ def _choose_ranks(run: Run, whole: bool) -> list[int]:
         is_full = [run.arch.is_full_attention(block) for block in blocks]
         kinds[pipeline_rank].append((is_full, has_embedding, has_output))
 
-    # Keep the ranks whose kind no earlier rank has.
-    return [rank for i, rank in enumerate(first_ranks) if kinds[i] not in kinds[:i]]
+    chosen = []
+    for i, rank in enumerate(first_ranks):
+        is_new_kind = kinds[i] not in kinds[:i]
+        if is_new_kind:
+            chosen.append(rank)
+    return chosen
 
 
 def _count_removable_blocks(run: Run) -> int:
@@ -251,12 +255,13 @@ def _summarize(rank: int, counts: StepCounts, on_gpu: bool, has_replay: bool) ->
         has_replay: Whether allocations were replayed on a simulated allocator. If not, the reserved
             memory is estimated.
     """
+    # The sizes are in the order of `ALL_KINDS`: the kinds on the GPU, and last the offloaded bytes.
     gpu_bytes = {location: sizes[:-1].sum() for location, sizes in counts.peaks.items()}
     location = max(gpu_bytes, key=lambda location: gpu_bytes[location])
     moment = location.name
     if location.name == "block":
         moment = f"{location.phase} of a block"
-    *sizes, offloaded_size = map(int, counts.peaks[location])  # in the order of `ALL_KINDS`
+    *sizes, offloaded_size = map(int, counts.peaks[location])
     peak = sum(sizes)
 
     if not on_gpu:

@@ -293,7 +293,13 @@ def _build_proof(run: Run, checks: list[Check], device: torch.device) -> Proof:
 
 
 def compare(run: Run, folder: Path, save_after: int) -> Iterator[Check]:
-    """Yield all comparisons of a run on several ranks with a reference on one rank.
+    """Yield all comparisons of a run on several ranks with runs on one rank.
+
+    Three trainers compute the same steps:
+
+    - The tested run, on several ranks, has recorded its steps in `folder`.
+    - `recorder` trains on one rank in the precision of the tested run.
+    - `reference` trains on one rank in float64.
 
     Args:
         run: The tested run on several ranks.
@@ -305,8 +311,7 @@ def compare(run: Run, folder: Path, save_after: int) -> Iterator[Check]:
     first = load_steps(folder, "first", run.world_size)
     resumed = load_steps(folder, "resumed", run.world_size)
 
-    # Compare each step with two runs on one rank: `recorder` trains in the precision of the tested
-    # run, and `reference` computes in float64.
+    # Train the same steps on one rank, and compare each. `first[0]` has the initial weights.
     single = single_run(run, folder / "single")
     with process_group(single.job) as device:
         recorder = SteeredRecorder(first)

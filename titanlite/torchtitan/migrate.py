@@ -76,6 +76,8 @@ class Migration:
             self._convert_key(key, value)
         # These keys depend on several old keys, and may read values that were set above.
         self._convert_model()
+        if self._sizes:
+            self._convert_json_model()
         self._convert_data()
         self._shorten_warmup()
         self._convert_microbatches()
@@ -206,13 +208,6 @@ class Migration:
         sizes = asdict(TORCHTITAN_FLAVORS[self.model][flavor])
         sizes["rope_scaling_factor"] = self.rope_scaling_factor
         sizes |= self._sizes
-        if self._sizes:
-            self._set("dataset.document_mask", True, "torchtitan 0.3 always masks documents")
-            self._report_lost(
-                "converters of the model",
-                "The file does not say which layers a converter has changed. If your config has a "
-                "converter to FP8 or MXFP8, set float8.enable and float8.recipe_name.",
-            )
         for key, size in asdict(FLAVORS[new_flavor]).items():
             if key in ("vocab_size", "max_seq_len", "head_dim"):
                 continue
@@ -225,6 +220,15 @@ class Migration:
             self._set_default("model.max_seq_len", seq_len, "training.seq_len")
         if self.model == "llama3" and flavor in tables.FLAVORS_WITH_DOCUMENT_MASK:
             self._set_default("dataset.document_mask", True, why)
+
+    def _convert_json_model(self) -> None:
+        """Convert what only the JSON configs of torchtitan 0.3 imply."""
+        self._set("dataset.document_mask", True, "torchtitan 0.3 always masks documents")
+        self._report_lost(
+            "converters of the model",
+            "The file does not say which layers a converter has changed. If your config has a "
+            "converter to FP8 or MXFP8, set float8.enable and float8.recipe_name.",
+        )
 
     def _convert_data(self) -> None:
         """Set the training data, and the validation data if validation.enable is true."""

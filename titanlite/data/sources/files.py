@@ -473,13 +473,17 @@ def find_files(spec: TextSource) -> list[Path]:
     Raises:
         UserError: If the path is missing, matches no file, or names files of the wrong kind.
     """
-    # Sources without a path. The path of source "huggingface" is the name of a repository.
-    is_builtin = spec.source in _BUILTIN
     if spec.source == "python_stdlib":
         return _find_stdlib_files()
-    if spec.path is None and is_builtin and spec.source != "c4":
-        raise UserError(f"dataset.path is missing: dataset.source = {spec.source!r} needs one")
-    if spec.path is None or spec.source in ("c4", "huggingface"):
+    if spec.source == "c4":
+        return []
+
+    is_builtin = spec.source in _BUILTIN
+    if spec.path is None:
+        if is_builtin:
+            raise UserError(f"dataset.path is missing: dataset.source = {spec.source!r} needs one")
+        return []
+    if spec.source == "huggingface":  # the path is the name of a repository
         return []
 
     # If the path is a folder, read a certain file in it, such as manifest.json.

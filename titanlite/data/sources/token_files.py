@@ -143,7 +143,7 @@ class TokenFiles(TokenSource):
         self.num_documents = self.num_units = self.num_tokens
 
     def check(self, tokenizer: Tokenizer, holdout: float) -> None:
-        """Find the documents, and check that a sample of them belongs to the tokenizer.
+        """Find the documents, compute the fingerprint, and check a sample with the tokenizer.
 
         Args:
             tokenizer: Tokenizer of the run.
