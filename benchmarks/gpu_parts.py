@@ -275,7 +275,7 @@ def checks(part: Part) -> None:
             "--out",
             part.folder if part.cpu else part.out,
         ]
-        tiny = ["--dim", 64, "--tokens", 64, "--vocabulary", 512, "--only", "materialised", "fused"]
+        tiny = ["--dim", 64, "--tokens", 64, "--vocabulary", 512, "--only", "materialized", "fused"]
         command = [
             sys.executable,
             "benchmarks/loss.py",

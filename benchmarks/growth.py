@@ -81,9 +81,9 @@ SERIES = {
         {n: replace(BASE, n_layers=6, ranks=n, threads=1, batch_size=8 * n) for n in (1, 2)},
         constant,
         constant,
-        "each rank trains on 2,048 tokens with one thread. With an ideal network, time and memory would stay constant. "
-        "In this measurement, FSDP2 communicates over gloo, on the same cores that compute. A plain PyTorch loop takes "
-        "as long on two ranks",
+        "each rank trains on 2,048 tokens with one thread, so with an ideal network, time and memory per rank would "
+        "not depend on the number of ranks. Here, ranks communicate over gloo, which uses the cores that compute. A "
+        "plain PyTorch loop of FSDP2 on two ranks takes as long as titanlite",
     ),
 }
 INTRO = """\

@@ -37,7 +37,7 @@ a process of its own, on {tokens:,} tokens with a vocabulary of {vocabulary:,}. 
 that of the hidden states and that of the output matrix.
 
 - **fused:** `linear_cross_entropy_sum` in titanlite/optim/losses.py.
-- **materialised:** `F.linear`, then `F.cross_entropy` in fp32, with all logits in memory.
+- **materialized:** `F.linear`, then `F.cross_entropy` in fp32, with all logits in memory.
 - **F.linear_cross_entropy:** the torch function with `LinearCrossEntropyOptions()`.
 
 The following table explains the columns of all tables in this section.
@@ -46,32 +46,33 @@ The following table explains the columns of all tables in this section.
 |---|---|
 | seconds | median time of up to 3 calls |
 | memory | peak memory of a call, without inputs, loss and both gradients |
-| ratio, share | time and memory relative to the materialised version; the targets are at most 1.05 and at most 10% |
+| ratio, share | time and memory relative to the materialized version; the targets are at most 1.05 and at most 10% |
 | error of the loss | relative difference from a computation in float64, for {errors:,} tokens |
 | error of a gradient | norm of the difference from float64, divided by the norm of the gradient |
 
-Ratios and shares are **bold** if they miss their target. An error is **bold** if it exceeds both 2e-7, which is the
-rounding error of fp32, and 1.05 times the error of the materialised version.
+Ratios and shares are **bold** if they miss their target. An error is **bold** if it
+exceeds both 2e-7, about the rounding error of fp32, and 1.05 times the error of the materialized
+version, which keeps all logits in memory.
 """
 
 
 # Each variant takes hidden states (N, C), weights (V, C) and labels (N,), and returns the mean loss.
 
 
-def materialised(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+def materialized(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """Compute all logits, then the cross-entropy in fp32."""
     return F.cross_entropy(F.linear(hidden, weight).float(), labels)
 
 
 @functools.cache
-def compile_materialised() -> Callable[..., Tensor]:
-    """Return `materialised` compiled. Importing the compiler takes seconds."""
-    return torch.compile(materialised)
+def compile_materialized() -> Callable[..., Tensor]:
+    """Return `materialized` compiled. Importing the compiler takes seconds."""
+    return torch.compile(materialized)
 
 
-def materialised_compiled(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """Compute `materialised` in compiled kernels."""
-    return compile_materialised()(hidden, weight, labels)
+def materialized_compiled(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """Compute `materialized` in compiled kernels."""
+    return compile_materialized()(hidden, weight, labels)
 
 
 def fused(hidden: Tensor, weight: Tensor, labels: Tensor, compiled: bool = False) -> Tensor:
@@ -87,9 +88,9 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tens
 
 
 VARIANTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-    "materialised": materialised,
+    "materialized": materialized,
     "fused": fused,
-    "materialised, compiled": materialised_compiled,
+    "materialized, compiled": materialized_compiled,
     "fused, compiled": functools.partial(fused, compiled=True),
     "F.linear_cross_entropy": linear_cross_entropy,
 }
@@ -283,7 +284,7 @@ def tables(parts: dict[str, Any]) -> list[str]:
 
 def table_row(variant: str, costs: dict[str, Any]) -> list[str]:
     """Return the cells of a variant, in which missed targets of the fused variants are bold."""
-    base_name = "materialised, compiled" if variant.endswith("compiled") else "materialised"
+    base_name = "materialized, compiled" if variant.endswith("compiled") else "materialized"
     cost, base = costs[variant], costs[base_name]
     has_targets = variant.startswith("fused")
 

@@ -247,8 +247,8 @@ meanings:
 - **kept:** the memory that is still allocated after the model was freed.
 - **error but for it:** the error of the plan without the kept memory.
 
-We compared planned and measured memory in {run} of {cases} cases. The largest error is {largest:.2%} and the median error {median:.2%}. Some
-memory stays allocated even after the model was freed. Without this memory, the largest error is {largest_but:.2%} and the
+We compared planned and measured memory in {run} of {cases} cases. The largest error is {largest:.2%} and the median error {median:.2%}. This
+includes memory that stays allocated after the model has been freed. Without this memory, the largest error is {largest_but:.2%} and the
 median error {median_but:.2%}.
 """
 GHOST_INTRO = """

@@ -87,7 +87,7 @@ def test_both_sides_train_the_same_model_on_the_same_tokens(shards, tmp_path):
 
 @pytest.mark.long
 def test_loss_variants_agree_with_float64(tmp_path):
-    variants = ["materialised", "fused"]
+    variants = ["materialized", "fused"]
     if hasattr(F, "linear_cross_entropy"):
         variants.append("F.linear_cross_entropy")
     sizes = "--dim 16 --tokens 64 --vocabulary 300 --calls 1 --dtype fp32"
