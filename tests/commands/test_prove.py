@@ -10,6 +10,8 @@ import pytest
 from ranks import titanlite
 from small_runs import SMALL
 
+from titanlite.prove.shrink import parse_original, shrink
+
 pytestmark = pytest.mark.slow
 HSDP = "--parallelism.data_parallel_replicate_degree 2"
 FSDP_TP = "--parallelism.tensor_parallel_degree 2 --model.n_kv_heads 2"
@@ -99,3 +101,15 @@ def test_degrees_that_do_not_fit_the_original_model_are_rejected(tmp_path):
     printed = titanlite("prove", *words, "--parallelism.tensor_parallel_degree", 3, code=2)
     assert "parallelism.tensor_parallel_degree" in printed
     assert not (tmp_path / "out").exists()
+
+
+def test_short_sequences_are_shrunk_to_a_length_that_the_small_degrees_divide(tmp_path):
+    # 3 ranks divide 33 tokens, but the small job has 2 ranks.
+    options = "--training.seq_len 33 --parallelism.tensor_parallel_degree 3"
+    model = "--model.dim 192 --model.ffn_dim 576 --model.n_heads 6 --model.n_kv_heads 6"
+    dtype = "--training.mixed_precision_param float32"
+    original = parse_original([*options.split(), *model.split(), *dtype.split()])
+
+    small = shrink(original, world_size=None, steps=1, out=tmp_path)
+
+    assert small.run.job.training.seq_len == 34

@@ -110,7 +110,7 @@ def shrink(job: JobConfig, world_size: int | None, steps: int, out: Path) -> Sma
     Raises:
         UserError: If the job is invalid, or its dimensions do not fit `world_size`.
     """
-    # Shrink the layout, the model and the batches.
+    # Shrink the layout, the model and the batches. Collect in `not_kept` what the small job lacks.
     degrees = shrink_degrees(job, world_size)
     num_ranks = math.prod(degrees.values())
     original = Run(job, num_ranks)
@@ -241,19 +241,23 @@ def _shrink_training(small: JobConfig, original: Run) -> JobConfig:
     Args:
         small: Job with the small model and the small parallel degrees.
         original: The run with the original job.
+
+    Returns:
+        The job with small values of these options.
     """
     # Use short sequences, and a few microbatches if the original job has several.
     job = original.job
     degrees = Run(small).degrees
-    seq_len = max(SEQ_LEN, sequence_divisor(degrees))
+    divisor = sequence_divisor(degrees)
+    seq_len = divisor * math.ceil(min(job.training.seq_len, SEQ_LEN) / divisor)
     local_batch_size = min(2, job.training.local_batch_size)
     num_microbatches = 2 if _accumulates_gradients(job) else 1
     if degrees.pipeline > 1:
-        num_microbatches = 2 * degrees.pipeline
+        num_microbatches = 2 * degrees.pipeline  # so that microbatches overlap
     small = _update(
         small,
         "training",
-        seq_len=min(job.training.seq_len, seq_len),
+        seq_len=seq_len,
         local_batch_size=local_batch_size,
         global_batch_size=local_batch_size * degrees.data * num_microbatches,
         deterministic=True,
