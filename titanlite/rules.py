@@ -190,7 +190,7 @@ def check_tensor_sizes(run: Run) -> Problems:
             f"must divide model.n_kv_heads = {kv_heads} and model.ffn_dim = {ffn_dim}.",
         )
 
-    # Both split each sequence into chunks of the same length.
+    # Tensor and context parallelism split each sequence into chunks of the same length.
     seq_len = run.job.training.seq_len
     divisor = sequence_divisor(run.degrees)
     if seq_len % divisor:
@@ -664,21 +664,25 @@ def check_effects(run: Run) -> Problems:
 
 def check_tokenizer(run: Run, tokenizer: Tokenizer) -> Problems:
     """Check that the embedding covers the vocabulary, and that sample prompts are not too long."""
-    length, vocab_size = run.job.training.seq_len, tokenizer.vocab_size
+    vocab_size = tokenizer.vocab_size
     if vocab_size > run.arch.vocab_size:
         yield Problem(
             "model.vocab_size",
             f"must be at least {vocab_size}, the vocabulary size of {run.job.tokenizer.path}.",
         )
 
-    prompts = run.job.samples.prompts if run.job.samples.freq else ()
-    for prompt in prompts:
-        tokens = len(tokenizer.encode(prompt)) + (tokenizer.bos_id is not None)
-        if not 0 < tokens < length:
+    if not run.job.samples.freq:
+        return
+    seq_len = run.job.training.seq_len
+    num_bos_tokens = 0 if tokenizer.bos_id is None else 1
+    for prompt in run.job.samples.prompts:
+        # An empty prompt is possible only with a BOS token, from which the model can continue.
+        num_tokens = num_bos_tokens + len(tokenizer.encode(prompt))
+        if not 0 < num_tokens < seq_len:
             yield Problem(
                 "samples.prompts",
-                f"has a prompt of {tokens} tokens. With training.seq_len = {length}, prompts have "
-                f"1 to {length - 1} tokens.",
+                f"has a prompt of {num_tokens} tokens. With training.seq_len = {seq_len}, prompts "
+                f"have 1 to {seq_len - 1} tokens.",
             )
 
 
@@ -891,12 +895,15 @@ def check_checkpoints(run: Run) -> Problems:
     if checkpoint.initial_load_path is not None and not saved:
         yield from _check_initial_weights(checkpoint.initial_load_path, checkpoint)
 
-    # -1 selects the newest checkpoint. Another step need not be there if the run has already gone
-    # back to it, or if it may be in the mirror.
+    # -1 selects the newest checkpoint, if there is one. The mirror may have any other step.
     step = checkpoint.load_step
+    if step == -1 or checkpoint.mirror:
+        return
+
+    # `load_step` applies only once. For example, a run with `load_step` = 100 that has meanwhile
+    # saved step 200 has gone back: a restart resumes from step 200, and step 100 may be deleted.
     saved_steps = [get_step(folder) for folder in saved]
-    is_available = step == -1 or step in saved_steps or has_gone_back(saved, step)
-    if not is_available and not checkpoint.mirror:
+    if step not in saved_steps and not has_gone_back(saved, step):
         names = ", ".join(folder.name for folder in saved) or "none"
         yield Problem(
             "checkpoint.load_step",

@@ -44,7 +44,8 @@ def find_checkpoints(path: Path) -> list[Path]:
 
     Args:
         path: A step folder, a checkpoint folder, the output folder of a run, or a link to one of
-            them. From a URL, the newest checkpoint is downloaded.
+            them. It can also be the URL of such a folder, from which only the newest checkpoint is
+            downloaded.
 
     Raises:
         UserError: If the folder does not exist.
@@ -141,10 +142,13 @@ def verify(folder: Path) -> dict[str, Any]:
         folder: A path or URL that `find_checkpoints` accepts.
 
     Returns:
-        A dictionary with the path ("folder"), a list of "checkpoints", the names of interrupted
-        saves and removals ("unfinished"), and the names of damaged checkpoints that a run has
-        renamed ("set_aside"). Each checkpoint has "name", "step", "bytes", "state" ("good",
-        "damaged" or "unreadable") and "damage", a list of messages.
+        A dictionary with these keys:
+
+        - "folder": the path
+        - "checkpoints": list of dictionaries with "name", "step", "bytes", "state" ("good",
+          "damaged" or "unreadable") and "damage", a list of messages
+        - "unfinished": names of interrupted saves and removals
+        - "set_aside": names of damaged checkpoints that a run has renamed
 
     Raises:
         UserError: If the folder does not exist.
@@ -158,7 +162,8 @@ def verify(folder: Path) -> dict[str, Any]:
     for path in paths:
         name = path.name if is_step_folder else os.path.relpath(path, root)
         report = {"name": name, **_verify_step_folder(path)}
-        if path in list_checkpoints(path.parent):  # otherwise its run has just removed it
+        # Leave out a checkpoint that its run has removed in the meantime.
+        if path in list_checkpoints(path.parent):
             checkpoints.append(report)
 
     # Leftovers belong to a checkpoint folder, so there are none for a single step folder.

@@ -478,7 +478,7 @@ def average_weights(
         lines = formats.compare_shapes(shapes, parameter_shapes(source.arch))
         if lines:
             listed = join_lines(lines)
-            raise UserError(f"{path} contains another model than {paths[0]}:\n  {listed}")
+            raise UserError(f"{path} contains a different model from {paths[0]}:\n  {listed}")
     total_factor = sum(factors)
 
     def read(name: str) -> Tensor:

@@ -237,22 +237,18 @@ class Resumer:
         if restores_data and self._compare_data is not None:
             data_changes = self._compare_data(data_state)
 
-        # Compare architectures, because the same model can be described by different keys. If the
-        # saved one lacks an option, the checkpoint is older than the option, and used its default.
+        # Compare the architectures in place of the [model] tables, because different keys can
+        # describe the same model.
         arch = self._live.model.arch
-        saved_arch = dict(info["architecture"])
-        for field in fields(arch):
-            if field.default is not MISSING and field.name != "head_dim":  # depends on dim
-                saved_arch.setdefault(field.name, field.default)
-        saved_job = info["job"] | {"model": saved_arch}
+        saved_job = info["job"] | {"model": _complete_architecture(info["architecture"], arch)}
         current_job = job | {"model": asdict(arch)}
         changes = compare_jobs(saved_job, current_job, data_changes)
 
-        # Add changes that the keys of the job do not show: another tokenizer file, and the start of
-        # the decay, which versions with manifest format 1 computed differently.
+        # The path of a tokenizer can stay the same although the file has changed.
         if "tokenizer" in data_state and not self._is_same_tokenizer(data_state["tokenizer"]):
             description = f"tokenizer.path: {job['tokenizer']['path']} has other token IDs"
             changes.append((INCOMPATIBLE, description))
+        # Versions with manifest format 1 started the decay of the learning rate one step earlier.
         if manifest["format"] == 1 and job["lr_scheduler"]["decay_ratio"] != 0:
             changes.append((AFFECTS_TRAINING, _NEW_SCHEDULE))
         report_changes(path, changes, self._log)
@@ -299,7 +295,7 @@ class Resumer:
         try:
             self._load_tensors(reader, info, excluded)
         except Damage:
-            _erase(self._live)
+            _erase(self._live)  # otherwise training could continue with damaged values
             raise
 
         state = info["train_state"]
@@ -423,7 +419,7 @@ def check_on_all_ranks(path: Path, ranks: RankGroup) -> dict[str, Any]:
     """
 
     def select_share(names: list[str]) -> list[str]:
-        """Return the names for this rank. For example, rank 1 of 4 has the names 1, 5, 9, ..."""
+        """Return this rank's names. For example, rank 1 of 4 has names[1], names[5], names[9]..."""
         return names[ranks.rank :: ranks.size]
 
     return ranks.run_together(lambda: check_checkpoint(path, select_share, verified_on_load=True))
@@ -578,6 +574,24 @@ def _check_finite(path: object, tensors: dict[str, Tensor]) -> None:
     if invalid_names:
         names = join_lines(sorted(invalid_names))
         raise CheckpointError(f"{path} contains weights that are NaN or infinite:\n  {names}")
+
+
+def _complete_architecture(saved: dict[str, Any], arch: Architecture) -> dict[str, Any]:
+    """Return a saved architecture, completed by the options that are newer than the checkpoint.
+
+    The version that saved the checkpoint trained with the default values of these options.
+
+    Args:
+        saved: Values of the fields that the architecture had at the time of the save.
+        arch: Architecture of this run, whose class defines the fields and their default values.
+    """
+    complete = dict(saved)
+    for field in fields(arch):
+        # The default of head_dim is no fixed value, but dim / n_heads.
+        has_default = field.default is not MISSING and field.name != "head_dim"
+        if has_default:
+            complete.setdefault(field.name, field.default)
+    return complete
 
 
 def _set_random_state(tensors: dict[str, Tensor]) -> None:

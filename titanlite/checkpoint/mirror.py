@@ -147,7 +147,7 @@ class Mirror:
                 is_from_this_run = belongs_to_run(self._manifests[name], run_id)
                 if mirrored_step > step and is_from_this_run:
                     self._set_aside(name, "archived")
-            self.notify()
+            self.notify()  # starts copying
 
         self._run_on_rank0(begin_on_rank0)
 
@@ -327,6 +327,8 @@ class Mirror:
     def _download_newest(self, names: dict[int, str], local_step: int) -> bool:
         """Download the newest valid checkpoint if it is newer than those in the local folder.
 
+        If a checkpoint is damaged, the next older one is tried.
+
         Args:
             names: Names of the checkpoints at the mirror by step, in ascending order.
             local_step: The newest step in the local folder, or -1.
@@ -379,7 +381,8 @@ class Mirror:
         tmp_folder = self._folder / f"{TMP_PREFIX}mirror-{self._context.token}"
         shutil.rmtree(tmp_folder, ignore_errors=True)  # left by a damaged checkpoint
 
-        # Download the files that exist, to a temporary folder. A missing file is found below.
+        # Download the files that exist to a temporary folder. `check_checkpoint` then reports those
+        # that are missing.
         sizes = {}  # path relative to the mirror -> bytes
         for file in (MANIFEST, *manifest["files"]):
             path = f"{name}/{file}"
@@ -450,10 +453,12 @@ class Mirror:
         for pause in (*_RETRY_PAUSES, None):
             error = self._try_to_send(path, name)
             is_removed = not (path / MANIFEST).is_file()  # by the run, which no longer needs it
+            # An error after `close` is no failure of the storage, because it aborts the copy.
             if error is None or is_removed or self._is_ending.is_set():
                 return
 
-            # Try again after a pause if the storage failed. Other errors need the user.
+            # Try again after a pause if the storage failed, unless the run ends during the pause.
+            # Other errors need the user.
             is_storage_failure = isinstance(error, CheckpointError)
             if pause is None or not is_storage_failure or self._is_ending.wait(pause):
                 break
@@ -465,6 +470,8 @@ class Mirror:
 
     def _try_to_send(self, path: Path, name: str) -> UserError | None:
         """Try once to copy a checkpoint, and then remove outdated checkpoints at the mirror.
+
+        Errors are returned, so that the caller decides whether to try again.
 
         Args:
             path: The local step folder.

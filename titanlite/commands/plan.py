@@ -273,7 +273,7 @@ def _choose_gpu(name: str | None) -> Gpu:
         UserError: If the name or the file is invalid, or the GPU of this node is not in the table.
     """
     if name == "cpu":
-        from titanlite.plan.roofline import this_cpu
+        from titanlite.plan.roofline import this_cpu  # imports torch, which is slow
 
         return this_cpu()
     if name is not None:

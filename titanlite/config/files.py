@@ -63,10 +63,11 @@ def read_file(path: Path, limit: int) -> bytes:
 
 
 def find_write_problem(folder: Path) -> str | None:
-    """Return why no files can be created in `folder`, or None if files can be created.
+    """Return why a command must not create files in `folder`, or None if it can.
 
-    This is tested by creating a temporary folder, because permission bits do not show whether the
-    disk is full, or whether root may write to a network file system.
+    Folders inside of a checkpoint are rejected, because checkpoints must not change. Others are
+    tested by creating a temporary folder, because permission bits do not show whether the disk is
+    full, or whether root may write to a network file system.
 
     Args:
         folder: Folder to check. If it does not exist, its nearest existing parent is checked.

@@ -288,7 +288,8 @@ def find_key_lines(text: str) -> dict[str, int]:
     """Return the line number of each key and table in a TOML text, for error messages.
 
     Tables in a list are numbered. For example, "[[dataset.sources]]" in line 7 and "path = 1" in
-    line 8 give {"dataset.sources": 7, "dataset.sources.0": 7, "dataset.sources.0.path": 8}.
+    line 8 give {"dataset.sources": 7, "dataset.sources.0": 7, "dataset.sources.0.path": 8}. Quoted
+    keys are left out.
     """
     lines: dict[str, int] = {}
     list_lengths: Counter[str] = Counter()  # number of [[table]] headers so far, by name

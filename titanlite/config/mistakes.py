@@ -151,7 +151,7 @@ def build_mistake(root: type[BaseModel], error: Any) -> Mistake:
             _, problem = removed_keys[unknown[-1]]
             return Mistake(key, name, value, problem, "gone")
         shown_name = f"[{key}]" if isinstance(error["input"], dict) else name
-        problem = _suggest_name(root, table, unknown, location[-1])
+        problem = _explain_unknown_name(root, table, unknown, location[-1])
         return Mistake(key, shown_name, "", problem, kind)
 
     # Otherwise the value is invalid.
@@ -169,7 +169,8 @@ def _find_unknown_name(
     ["dataset", "sorces"].
 
     Returns:
-        Model of the table that lacks the name, and the path of the name. Empty if all are known.
+        Model of the table that lacks the name, and the path of the name. The path is empty if all
+        names are known.
     """
     table = root
     for depth, name in enumerate(location, start=1):
@@ -278,19 +279,23 @@ def wrap_text(text: str, indent: int = 0) -> str:
     return "\n\n".join(wrapper.fill(paragraph) for paragraph in paragraphs)
 
 
-def _suggest_name(
-    root: type[BaseModel], model: type[BaseModel], location: list[str], last: str
+def _explain_unknown_name(
+    root: type[BaseModel], model: type[BaseModel], location: list[str], key: str
 ) -> str:
-    """Return an error message for an unknown name that suggests a known name.
+    """Return an error message for an unknown name, with a known name that the user may have meant.
 
     Names from other trainers come first, then similar names in the same table, then the same name
     in other tables.
 
+    For example, `--training.stepz` gives "is unknown. Did you mean training.steps?". In
+    `--trainng.steps`, the first unknown name is `trainng`, and the key is `steps`.
+
     Args:
         root: Model of the whole job.
-        model: Model of the table that contains the unknown name.
-        location: Path of the unknown name, such as ["dataset", "sources", "0", "pth"].
-        last: Last part of the full name that the user wrote.
+        model: Model of the table that lacks the unknown name.
+        location: Path up to the first unknown name, such as ["dataset", "sources", "0", "pth"] or
+            ["trainng"].
+        key: Last part of the name that the user wrote, such as "pth" or "steps".
     """
     tables = _list_tables(root)
     known_names = [field.alias or name for name, field in model.model_fields.items()]
@@ -298,7 +303,7 @@ def _suggest_name(
         known_names += [name for name in tables if name not in known_names]
 
     # Look for the name of another trainer.
-    candidates = _find_synonyms(last, {*root.model_fields, *tables})
+    candidates = _find_synonyms(key, {*root.model_fields, *tables})
     # Look for a typing error, such as "training.stepz".
     if not candidates:
         *parents, unknown_name = location
@@ -307,8 +312,8 @@ def _suggest_name(
     # Look for a key in the wrong table, such as "training.lr" instead of "optimizer.lr".
     if not candidates:
         for name, table in tables.items():
-            if last in table.model_fields:
-                candidates.append(f"{name}.{last}")
+            if key in table.model_fields:
+                candidates.append(f"{name}.{key}")
 
     if candidates:
         return f"is unknown. Did you mean {' or '.join(candidates[:3])}?"

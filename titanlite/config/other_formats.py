@@ -29,7 +29,7 @@ def parse_toml(content: bytes) -> dict[str, Any]:
         remedy = _correct_line(line) or f"{error.msg}, in column {error.colno}"
         problem = f"line {error.lineno}: {shorten(line)} is not valid TOML. {remedy}."
     except (ValueError, RecursionError) as error:
-        # Not UTF-8, a number of 5,000 digits, or lists 400 deep.
+        # Not UTF-8, a number with thousands of digits, or lists that are nested too deeply.
         problem = f"not valid TOML in UTF-8: {error}."
 
     # If the whole file is in another format, explaining this helps more than the first wrong line.

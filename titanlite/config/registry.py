@@ -87,8 +87,10 @@ class Registry:
         """
         if name in self._entries:
             raise ValueError(f"{name} is registered already: {self._entries[name]}")
-        if section is not None and (name in SECTIONS or not name.isidentifier()):
-            raise ValueError(f"[{name}] is a table of a job already, or not a valid name")
+        if section is not None and name in SECTIONS:
+            raise ValueError(f"[{name}] is a table of a job already")
+        if section is not None and not name.isidentifier():
+            raise ValueError(f"[{name}] is not a valid name of a table")
 
         # From now on, a job can select the entry, and can contain its section.
         self._entries[name] = entry
@@ -258,7 +260,6 @@ def require_plugins(names: Iterable[str], source: object) -> None:
     plural = "s" if len(missing) > 1 else ""
     pronoun = "them" if len(missing) > 1 else "it"
     raise UserError(
-        f"{source} needs the plugin{plural} {', '.join(missing)}. Checkpoints and folders cannot "
-        f"load plugins. If you trust {pronoun}, add --job.plugins {' '.join(missing)} (in Python: "
-        "load_plugins)."
+        f"{source} needs the plugin{plural} {', '.join(missing)}, but never loads plugins itself. "
+        f"If you trust {pronoun}, add --job.plugins {' '.join(missing)} (in Python: load_plugins)."
     )

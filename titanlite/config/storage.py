@@ -235,7 +235,7 @@ def download_files(storage: Any, root: str, sizes: Mapping[str, int], to: Path) 
         ValueError: If a path leads out of the folder.
     """
     for path in sizes:
-        if ".." in path.split("/"):
+        if path.startswith("/") or ".." in path.split("/"):
             raise ValueError(f"{path} leaves the folder")
 
     # A file gets its final name only when it is complete.
@@ -342,6 +342,8 @@ def _make_room(folder: Path) -> None:
 def get_local_copy(path: str | Path, beside: str = "", *, deep: bool = False) -> Path:
     """Download a file or folder at a URL to the cache, and return its local path.
 
+    Further calls in the same process with the same arguments return the path at once.
+
     Args:
         path: URL of a file or folder, or a local path, which is returned unchanged.
         beside: Name of another file in the same folder that is downloaded as well, if it exists.
@@ -367,7 +369,7 @@ def get_local_copy(path: str | Path, beside: str = "", *, deep: bool = False) ->
             files = list_files(storage, folder, deep)
         if not files:
             raise FileNotFoundError("no files")
-        return _download_to_cache(url, storage, folder, files) / name
+        return _download_to_cache(url, storage, folder, files) / name  # "" gives the folder
 
 
 def _download_to_cache(

@@ -26,7 +26,7 @@ from titanlite.data.tokenizer import Tokenizer
 # Up to this many epochs, repeated text teaches almost as much as new text: "Scaling
 # Data-Constrained Language Models" (Muennighoff et al., 2023).
 MAX_EPOCHS = 4
-_MIN_VOCABULARY = 1 / 16  # smallest tokenizer without a warning, as a share of embedding rows
+_MIN_VOCABULARY_SHARE = 1 / 16  # smallest tokenizer without a warning, as a share of embedding rows
 _SAMPLE_DOCUMENTS = 64
 _SAMPLE_BYTES = 1 << 16
 _MAX_CHARACTERS = 1 << 22  # counting this many characters takes a tenth of a second
@@ -57,7 +57,7 @@ def measure_source(source: Source, tokenizer: Tokenizer) -> SourceSize:
         records = [source.record(index) for index in source.sample()]
     else:
         records = list(islice(source, _SAMPLE_DOCUMENTS))
-    texts = [record for record in records if isinstance(record, str)]
+    texts = [record for record in records if isinstance(record, str)]  # without bad records
     _warn_of_lost_characters(source, tokenizer, texts)
 
     # Count its tokens and bytes, and extrapolate to the whole source.
@@ -65,7 +65,8 @@ def measure_source(source: Source, tokenizer: Tokenizer) -> SourceSize:
     num_bytes = sum(len(text.encode()) for text in texts)
     sample_tokens = text_tokens + 2 * len(texts)  # with BOS and EOS
     num_tokens = _extrapolate(source, texts, sample_tokens)
-    return SourceSize(source.describe(), num_tokens, num_bytes / max(1, text_tokens))
+    bytes_per_token = num_bytes / max(1, text_tokens)
+    return SourceSize(source.describe(), num_tokens, bytes_per_token)
 
 
 def _extrapolate(source: Source, texts: list[str], sample_tokens: int) -> int | None:
@@ -145,8 +146,9 @@ def _guess_size(spec: TextSource, tokenizer: Tokenizer) -> SourceSize:
     files = find_files(spec)
     is_text = spec.source in ("python_stdlib", "text", "jsonl")
     is_compressed = any(file.suffix in COMPRESSIONS for file in files)
-    if not is_text or is_compressed or as_url(spec.path):
-        return SourceSize(name)
+    is_remote = as_url(spec.path) is not None
+    if not is_text or is_compressed or is_remote:
+        return SourceSize(name, tokens=None)
 
     # Tokenize the first block of the middle file.
     middle_file = files[len(files) // 2]
@@ -155,7 +157,8 @@ def _guess_size(spec: TextSource, tokenizer: Tokenizer) -> SourceSize:
     text = block.decode(errors="ignore")
     block_tokens = len(tokenizer.encode_array(text))
 
-    # Assume as many tokens per byte in all files. This is too high for JSON lines with other keys.
+    # Assume as many tokens per byte in all files. For JSON Lines, the block also contains keys and
+    # values that are not read, so the result is too high.
     num_bytes = sum(file.stat().st_size for file in files)
     return SourceSize(name, num_bytes * block_tokens // max(1, len(block)))
 
@@ -257,7 +260,7 @@ def explain_toy_run(run: Run, tokenizer: Tokenizer, sizes: Sequence[SourceSize])
     """
     lines = _explain_repeated_text(run, sizes)
     num_embeddings = run.arch.vocab_size
-    if tokenizer.vocab_size <= _MIN_VOCABULARY * num_embeddings:
+    if tokenizer.vocab_size <= _MIN_VOCABULARY_SHARE * num_embeddings:
         lines += [
             f"{run.job.tokenizer.path} has {tokenizer.vocab_size:,} tokens, but the model has "
             f"{num_embeddings:,}",

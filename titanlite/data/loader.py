@@ -230,9 +230,11 @@ class Loader:
         return sorted(sequences, key=lambda sequence: sequence.index)
 
     def stats(self) -> dict[str, Any]:
-        """Return statistics of the data that all ranks have read, and log newly skipped records.
+        """Return statistics of the data that all ranks have read, for the metrics.
 
-        All ranks of the data-parallel group must call this together.
+        All ranks of the data-parallel group must call this together, because they exchange their
+        counts. The first rank then logs newly skipped records (in `_synchronize`), and warns of
+        sources that have been read too often.
 
         Returns:
             A dictionary with these keys:
@@ -245,10 +247,11 @@ class Loader:
         """
         num_valid, num_tokens, num_skipped = self._synchronize()
 
-        # A stream at turn t has read t documents (or parts, such as files) of its source.
+        # Each stream reads some of the documents of a source. Its turn is the number of documents
+        # that it has read, over all epochs. Sequential sources count parts, such as files, instead.
         epochs = []
-        for source, streams in zip(self.sources, self._data.positions, strict=True):
-            num_read = sum(position.document.turn for position in streams)
+        for source, positions in zip(self.sources, self._data.positions, strict=True):
+            num_read = sum(position.document.turn for position in positions)
             epochs.append(num_read / source.num_units)
         if self._dp_rank == 0:
             self._warn_of_repetition(epochs)
@@ -295,7 +298,7 @@ class Loader:
         self._synchronize()
         sources = []
         for source, positions in zip(self.sources, self._data.positions, strict=True):
-            # For each stream: turn, window and index of the document, and offset.
+            # [turn, window, index, offset] of each stream, which `_restore_positions` explains
             streams = [[*position.document, position.offset] for position in positions]
             sources.append(
                 {"name": source.name, "fingerprint": source.fingerprint, "streams": streams}
@@ -454,6 +457,15 @@ def _restore_positions(
 ) -> list[StreamPosition]:
     """Return the position of each stream of a source, as stored in a checkpoint.
 
+    The checkpoint stores four numbers per stream:
+
+    - turn: document that was being read (or part, such as a file, of a sequential source)
+    - window and index: place within this part
+    - offset: place within this document, or within a window of documents that are packed together
+
+    If the contents of the source have changed, only the turn has a meaning. The stream then
+    continues at the beginning of the document or part.
+
     Args:
         source: The source, whose contents may have changed since the checkpoint was saved.
         saved: Entry of the source in the saved data position.
@@ -463,11 +475,10 @@ def _restore_positions(
     num_streams = len(saved["streams"])
     positions = []
     for stream, (turn, window, index, offset) in enumerate(saved["streams"]):
-        # Streams take turns. For example, of 10 sequences in 4 streams, the streams have 3, 3, 2
-        # and 2.
+        # Each stream yields one sequence in turn. For example, of 10 sequences from 4 streams, the
+        # streams have yielded 3, 3, 2 and 2.
         num_read = math.ceil((num_sequences - stream) / num_streams)
         if has_changed:
-            # Window, index and offset have no meaning in changed files.
             positions.append(StreamPosition(num_read, DocumentPosition(turn)))
         else:
             document = DocumentPosition(turn, window, index)

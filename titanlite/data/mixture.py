@@ -144,6 +144,7 @@ def stage_weights(dataset: Dataset) -> list[tuple[int, list[int]]]:
     Raises:
         UserError: If a stage has the wrong number of weights or only zeros.
     """
+    # Without [[dataset.sources]], [dataset] itself describes the only source.
     initial = [source.weight for source in dataset.sources] or [1.0]
     stages = [(0, initial)]
     for stage in dataset.stages:

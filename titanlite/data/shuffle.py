@@ -79,6 +79,7 @@ def epoch_order(n: int, seed: int, positions: np.ndarray) -> np.ndarray:
     for epoch in np.unique(epochs).tolist():
         is_in_epoch = epochs == epoch
         key = f"{seed} epoch {epoch}"
+        # Both branches compute the same permutation. A table is faster, but takes memory.
         if n <= MAX_TABLE_SIZE:
             items[is_in_epoch] = _permutation_table(n, key)[indices[is_in_epoch]]
         else:

@@ -402,6 +402,7 @@ class SequenceReader:
         window: list[Record] = []
         num_characters = 0
         for number, record in enumerate(source.read(part, start)):
+            # For reports of a reader that hangs; see the class.
             self._progress[1] = part
             self._progress[2] = number
             if record is not None:  # None stands for a record before `start`

@@ -147,7 +147,7 @@ def _read_texts(
             trained.num_bytes += len(record.encode())
             yield record
         elif not skip_bad:
-            raise record
+            raise record  # a BadRecord takes the place of a text that cannot be read
 
 
 def _read_shuffled(source: RandomAccess) -> Iterator[Any]:

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 def build_resumer(trainer: Trainer, job: JobConfig) -> Resumer:
     """Create the `Resumer` that loads checkpoints into the model, optimizer and hooks of a trainer.
 
-    No checkpoint is read yet. Close the process group `context.ranks` of the result at the end.
+    No checkpoint is read yet. The caller must close the process group `context.ranks` of the result
+    when it has loaded its last checkpoint.
 
     Args:
         trainer: Trainer that receives the loaded state.
@@ -61,7 +62,11 @@ def build_resumer(trainer: Trainer, job: JobConfig) -> Resumer:
         log=trainer.log,
         job=job.model_dump(mode="json"),
     )
-    return Resumer(context, trainer.tokenizer.is_known_as, trainer.loader.compare)
+    return Resumer(
+        context,
+        is_same_tokenizer=trainer.tokenizer.is_known_as,
+        compare_data=trainer.loader.compare,
+    )
 
 
 class WaitForCopies(Hook):

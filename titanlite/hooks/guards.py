@@ -198,8 +198,10 @@ class NonFiniteGuard(Hook):
             listed += ", ..."
 
         text = f"rank {first_rank} ({self._trainer.hosts[first_rank]}, sequences {listed})"
-        if len(ranks) > 1:
-            text += f" and {len(ranks) - 1} more ranks"
+        num_others = len(ranks) - 1
+        if num_others > 0:
+            noun = "rank" if num_others == 1 else "ranks"
+            text += f" and {num_others} more {noun}"
         return text
 
     def _report(self) -> None:
@@ -448,7 +450,8 @@ class SpikeGuard(Hook):
                 "Before you restart, lower optimizer.lr or training.max_norm."
             )
 
-        # Restore the checkpoint, which includes the history of this guard.
+        # Restore the checkpoint. It includes the history of this guard, whose length may differ if
+        # guards.spike_history has changed since the save.
         restored_step = None
         if self._trainer.checkpointer is not None:
             restored_step = self._trainer.checkpointer.roll_back(step)
@@ -509,7 +512,7 @@ class ReplicaGuard(Hook):
             GuardError: If replicas differ. The message lists the ranks that differ from the
                 majority, and their nodes.
         """
-        if not self._replicated:  # the same on all ranks
+        if not self._replicated:  # then no rank has replicated weights, so all ranks return
             return
 
         # Compute the checksums of this rank with one host sync, and exchange them.

@@ -42,7 +42,8 @@ def check_hook_names(hooks: Sequence[Hook]) -> None:
             )
         if hook.name in names:
             raise UserError(
-                f"The hook {hook_class} has the name of another hook, {hook.name!r}. Change `name`."
+                f"The hook {hook_class} has the same name as another hook, {hook.name!r}. "
+                "Change `name`."
             )
         names.add(hook.name)
 

@@ -115,7 +115,8 @@ class Norms(Hook):
     def _adam_update(self, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
         """Recompute the update of the last Adam step for a parameter, without weight decay.
 
-        With the bias-corrected moments m and v, the update is lr * m / (sqrt(v) + eps).
+        With the bias-corrected moments m and v, the update is lr * m / (sqrt(v) + eps), which Adam
+        subtracts from the parameter.
 
         Args:
             parameter: Parameter, possibly sharded.
@@ -127,12 +128,12 @@ class Norms(Hook):
         state = self._optimizer.state[parameter]
         step = state["step"]
         beta1, beta2 = group["betas"]
-        mean = local_shard(state["exp_avg"]).float()
-        square = local_shard(state["exp_avg_sq"]).float()
+        exp_avg = local_shard(state["exp_avg"]).float()
+        exp_avg_sq = local_shard(state["exp_avg_sq"]).float()
 
-        corrected_square = square / (1 - beta2**step)
-        denominator = corrected_square.sqrt_().add_(group["eps"])
-        return group["lr"] * mean / (1 - beta1**step) / denominator
+        corrected_sq = exp_avg_sq / (1 - beta2**step)
+        denominator = corrected_sq.sqrt_().add_(group["eps"])
+        return group["lr"] * exp_avg / (1 - beta1**step) / denominator
 
     def _store(self, row: int, parameter: nn.Parameter, shard: Tensor) -> None:
         """Store the sum of squares of this rank's shard, to be added up over all ranks.

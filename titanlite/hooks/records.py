@@ -290,7 +290,7 @@ def describe_code(package: Path = PACKAGE) -> dict[str, str]:
     """
     digest = xxhash.xxh3_64()
     for file in sorted(package.rglob("*.py")):
-        if file.is_file():  # the lock file of an editor is a broken link
+        if file.is_file():  # not a broken link, as which editors create lock files
             name = os.fsencode(file.relative_to(package))
             digest.update(name + b"\0" + file.read_bytes())
 

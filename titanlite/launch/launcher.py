@@ -99,7 +99,7 @@ def _parse_node_counts(variables: Variables) -> tuple[int, int]:
     Both numbers are equal unless NNODES is a range, such as "1:2".
 
     Raises:
-        UserError: If the range is invalid, or contradicts NODE_RANK or MASTER_ADDR.
+        UserError: If the range is invalid or contradicts NODE_RANK, or MASTER_ADDR is missing.
     """
     first, _, last = variables.NNODES.partition(":")
     minimum = int(first)

@@ -182,7 +182,7 @@ def _start_threads(folder: Path, store: tuple[str, int], is_host: bool) -> None:
 
     threads = [
         threading.Thread(target=_pass_on_signals, args=(signals, folder), daemon=True),
-        threading.Thread(target=_log_missing, args=(folder, store, is_host), daemon=True),
+        threading.Thread(target=_log_missing_nodes, args=(folder, store, is_host), daemon=True),
         threading.Thread(target=_leave_after_crash, args=(folder,), daemon=True),
     ]
     for thread in threads:
@@ -267,7 +267,7 @@ def _leave_after_crash(folder: Path) -> None:
     leave(int((folder / CRASH_FILE).read_text()))
 
 
-def _log_missing(folder: Path, store: tuple[str, int], is_host: bool) -> None:
+def _log_missing_nodes(folder: Path, store: tuple[str, int], is_host: bool) -> None:
     """Wait `SILENT_SECONDS`. If the nodes have not connected by then, log the probable reason.
 
     Args:

@@ -113,7 +113,7 @@ def _remove_unused(
             belongs to another process, and is kept.
     """
     try:
-        descriptor = lock_folder(run.dump_folder / "run", 0.0, note)
+        descriptor = lock_folder(run.dump_folder / "run", timeout=0.0, log=note)
     except UserError:  # another run has started to use the folder
         return
 
@@ -125,7 +125,7 @@ def _remove_unused(
                 unchanged_files.append(path)
         _remove_created(run, unchanged_files, new_folders)
     finally:
-        if descriptor is not None:
+        if descriptor is not None:  # None: the file system does not support locks
             os.close(descriptor)
 
 

@@ -142,6 +142,7 @@ class Ranks:
             with tempfile.TemporaryDirectory(prefix="titanlite-launch-") as name:
                 folder = Path(name)
                 code = self._run_once(folder)
+                # FINAL are the codes of a run that has finished, was stopped, or would fail again.
                 if code in FINAL or restarts_left == 0:
                     return code
                 restarts_left -= 1
@@ -190,7 +191,8 @@ class Ranks:
         for local_rank, rank in enumerate(self.ranks):
             variables["RANK"] = str(rank)
             variables["LOCAL_RANK"] = str(local_rank)
-            # In its own session, so that Ctrl-C reaches only the launcher, which passes it on once.
+            # Start each rank in a new session, so that Ctrl-C reaches only the launcher, which
+            # passes it on once.
             self._processes[rank] = start_python(
                 ["-u", *self.words], variables, start_new_session=True
             )
@@ -225,7 +227,8 @@ class Ranks:
                     failed.append(end)
             last_poll = this_poll
 
-            # Kill the others if they do not end in time. A later failure can only shorten the time.
+            # Kill the others if they do not end in time. Without a failure or a signal, there is no
+            # deadline. A later failure can only make it earlier.
             exit_codes = {end.code for end in failed}
             deadline = min(deadline, time.monotonic() + self._get_patience(exit_codes))
             if must_kill or time.monotonic() > deadline:

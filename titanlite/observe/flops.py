@@ -48,8 +48,8 @@ def flops_per_token(arch: Architecture, seq_len: int, is_causal: bool = True) ->
     Args:
         arch: Shape of the model.
         seq_len: Sequence length in tokens.
-        is_causal: Whether to leave out the scores that the causal mask hides. The PaLM paper
-            (2204.02311, appendix B), torchtitan and nanochat count them.
+        is_causal: Count only the attention scores that the causal mask leaves visible. The PaLM
+            paper (2204.02311, appendix B), torchtitan and nanochat count all scores.
     """
     attention = 12 * arch.n_layers * arch.attended(seq_len, is_causal) * arch.q_dim
     return float(6 * _matmul_params(arch) + attention)

@@ -185,5 +185,5 @@ def _run_on_cpu(arguments: Sequence[str]) -> tuple[int, str, str]:
         try:
             output, errors = process.communicate(timeout=PLAN_SECONDS)
         finally:
-            process.kill()
+            process.kill()  # ends it after a timeout or Ctrl-C, and otherwise does nothing
     return process.returncode, output, errors

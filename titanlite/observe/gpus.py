@@ -239,13 +239,13 @@ def check_memory(run: Run, ranks: int = 0, elsewhere: bool = False) -> None:
         _check_block_inputs(run, memory, state)
 
 
-def _check_block_inputs(run: Run, memory: int, state: int) -> None:
+def _check_block_inputs(run: Run, memory: int, training_state: int) -> None:
     """Check that a rank can hold the inputs of its transformer blocks beside its training state.
 
     Args:
         run: Run to check.
-        memory: Memory of a rank, in bytes.
-        state: Bytes of weights, gradients and optimizer state on a rank.
+        memory: Memory of a rank, in bytes. At least `training_state`.
+        training_state: Bytes of weights, gradients and optimizer state on a rank.
 
     Raises:
         UserError: If the memory is too small for training.local_batch_size sequences.
@@ -260,11 +260,12 @@ def _check_block_inputs(run: Run, memory: int, state: int) -> None:
 
     batch_size = training.local_batch_size
     inputs = batch_size * sequence_bytes
-    if memory < state + inputs:
+    if memory < training_state + inputs:
+        num_fitting = (memory - training_state) // sequence_bytes
         raise UserError(
             f"training.local_batch_size = {batch_size}: the inputs of the blocks need "
             f"{inputs / GIB:,.1f} GiB, but a rank has {memory / GIB:,.1f} GiB for them, weights "
-            f"and optimizer state. At most {(memory - state) // sequence_bytes:,} sequences fit."
+            f"and optimizer state. At most {num_fitting:,} sequences fit."
         )
 
 

@@ -253,6 +253,7 @@ def open_metrics_loggers(start: RunStart) -> list[MetricsLogger]:
     """
     job = start.run.job
     names = ["json"]
+    # Weights & Biases copies the metrics from the TensorBoard logger.
     if job.metrics.enable_tensorboard or job.metrics.enable_wandb:
         names.append("tensorboard")
     names += job.metrics.loggers

@@ -61,7 +61,7 @@ def find_overwrite_problem(folder: Path) -> str | None:
     for name in names:
         path = folder / name
         if path.exists() and not _is_written_by_run(path):
-            return f"{path} was not written by a run, which would change it. Move it"
+            return f"{path} was not written by a run, and this run would change it. Move it"
     return None
 
 
@@ -186,8 +186,12 @@ class OutputFolder:
     def _archive_all(self, archive: Path) -> None:
         """Move all files of earlier starts to the new folder `archive`.
 
-        Log lines that this start has already written stay in the output folder. Without metrics of
-        an earlier start, nothing is archived.
+        Without metrics of an earlier start, nothing is archived. Otherwise:
+
+        - A log that existed before this start is split, because this start has already written to
+          it: earlier lines are archived, and new lines stay in the output folder.
+        - A log that this start has created stays as it is.
+        - All other files and folders are moved. This start writes them later.
         """
         has_metrics = any(_file_size(self._folder / name) > 0 for name in JSON_FILES)
         if not has_metrics:
@@ -197,12 +201,12 @@ class OutputFolder:
         for name in FILES:
             path = self._folder / name
             if name in self._log_sizes:
-                # Split the log at the size that it had before this start.
+                # Write the archive first: an interruption here duplicates lines, but loses none.
                 size = self._log_sizes[name]
                 content = path.read_bytes()
                 write_atomically(archive / name, content[:size])
                 write_atomically(path, content[size:])
-            elif name not in LOGS and path.exists():  # this start has created the other logs
+            elif name not in LOGS and path.exists():
                 path.rename(archive / name)
 
 

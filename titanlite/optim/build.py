@@ -154,9 +154,9 @@ def set_mode(optimizer: torch.optim.Optimizer, mode: Literal["eval", "train"]) -
 def step_unless(skip: Tensor, optimizer: torch.optim.Optimizer) -> None:
     """Run an optimizer step, or leave parameters and state bitwise unchanged if `skip` is 1.
 
-    The trainer skips a step whose gradient is not finite, for example. Optimizers whose defaults
-    contain `fused=True`, such as fused torch optimizers, and subclasses of `AdamW` and `Muon`
-    decide on the device whether to skip. All others, such as AdamW8bit, need a host sync in each
+    The trainer skips a step whose gradient is not finite, for example. These optimizers decide on
+    the device whether to skip: fused torch optimizers, whose defaults contain `fused=True`, and
+    `AdamW`, `Muon` and their subclasses. All others, such as AdamW8bit, need a host sync in each
     step.
 
     Args:
@@ -184,7 +184,7 @@ def adamw(groups: Groups, recipe: Recipe) -> torch.optim.Optimizer:
         return _build_elementwise(AdamW, groups, recipe)
 
     return torch.optim.AdamW(
-        groups,
+        groups,  # each with its weight decay
         config.lr,
         (config.beta1, config.beta2),
         config.eps,

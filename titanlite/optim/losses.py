@@ -483,6 +483,8 @@ def _add_weight_grad(
 ) -> None:
     """Add a chunk's weight gradient, `logits_grad.T @ hidden`, to `weight_grad` in fp32.
 
+    On a CPU, a bfloat16 product is rounded to bfloat16 before it is added.
+
     Args:
         weight_grad: Sum of the weight gradients, shape (V, C), fp32.
         logits_grad: Gradient of the logits, shape (n, V).

@@ -205,7 +205,8 @@ def configure_microbatch(
         if isinstance(module, FSDPModule):
             module.set_reshard_after_backward(is_last, recurse=False)
 
-    # If the last backward pass does not read the output matrix, free it before.
+    # If the last backward pass does not read the output matrix, already free it after the last
+    # forward pass.
     if isinstance(model.output, FSDPModule):
         model.output.set_reshard_after_forward(is_last and frees_output, recurse=False)
 

@@ -74,25 +74,32 @@ def regroup_norm(
 ) -> tuple[list[list[nn.Module]], list[list[nn.Module]]]:
     """Separate the final norm from the output projection, so that FSDP can free the latter early.
 
-    The backward pass of the norm reads its weight, so the norm joins the last group of blocks. For
-    example, the groups [block 0], [block 1] and [norm, projection] become [block 0],
-    [block 1, norm] and [projection].
+    FSDP frees the weights of a group together. The backward pass does not need the projection, but
+    it reads the weight of the norm, so the norm leaves the group of the projection. For example,
+    the groups [block 0], [block 1] and [norm, projection] become:
+
+    - [block 0], [block 1, norm] and [projection], which adds no group.
+    - [block 0], [block 1], [norm] and [projection], if this saves more memory; see
+      `reduces_output_first`. A stage without blocks also has these separate groups.
+
+    If the backward pass needs the projection, the groups stay as they are.
 
     Args:
         blocks: Modules of each FSDP group of blocks, in forward order.
-        output: A list with the FSDP group [norm, projection], or an empty list.
+        output: A list with the FSDP group [norm, projection], or an empty list if another pipeline
+            stage has the output.
         mesh: Mesh of `fully_shard`.
         run: The validated job.
 
     Returns:
-        The new groups of blocks and of the output.
+        The new groups of the blocks, and those of the output.
     """
     if not output or not frees_output_before_backward(run):
         return blocks, output
 
     norm, projection = output[0]
     if not blocks or reduces_output_first(projection, mesh, run):
-        return blocks, [[norm], [projection]]  # the norm becomes a separate group
+        return blocks, [[norm], [projection]]
 
     last_group = [*blocks[-1], norm]
     return [*blocks[:-1], last_group], [[projection]]

@@ -133,7 +133,7 @@ def _create_group(rank_grid: torch.Tensor, *dims: int) -> dist.ProcessGroup:
 
     For example, the grid [[0, 1], [2, 3]] has the groups [0, 2] and [1, 3] along dimension 0. Every
     rank must call this with the same arguments, because all ranks take part in the creation of all
-    groups.
+    groups. If a group has all ranks, the existing group of all ranks is returned.
 
     Args:
         rank_grid: Rank numbers, one dimension per parallel dimension: (pipeline, replicate, shard,

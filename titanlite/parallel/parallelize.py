@@ -124,8 +124,8 @@ def checkpoint_and_compile(model: Llama, mesh: Mesh, run: Run) -> None:
     is_selective_by_op = config.mode == "selective" and config.selective_ac_option == "op"
 
     # Compile after activation checkpointing, so that the compiler sees the recomputation and can
-    # optimize it. The exception is tensor parallelism in other modes than "op", with which this
-    # order fails in torch 2.13, because it saves the DeviceMesh of a DTensor like a tensor.
+    # optimize it. With tensor parallelism, this order works only in the mode "op": in other modes,
+    # torch 2.13 tries to save the DeviceMesh of a DTensor like a tensor.
     compiles_first = is_compiled and mesh.tensor is not None and not is_selective_by_op
     compiles_last = is_compiled and not compiles_first
 
@@ -142,7 +142,7 @@ def checkpoint_and_compile(model: Llama, mesh: Mesh, run: Run) -> None:
 
 
 def inductor_options(mesh: Mesh, run: Run) -> dict[str, Any] | None:
-    """Return the Inductor options for compiled blocks: only FP8 on GPUs needs any.
+    """Return the Inductor options for compiled blocks. Only FP8 layers on GPUs need any.
 
     Returns:
         Options for `torch.compile`, or None for the defaults.

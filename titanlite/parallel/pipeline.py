@@ -134,8 +134,10 @@ def forward_only(schedule: PipelineScheduleSingle | PipelineScheduleMulti) -> It
         ]
     # The schedule runs the actions in this attribute. Replace them during the context.
     any_schedule.pipeline_order_with_comms = forward_actions
-    yield
-    any_schedule.pipeline_order_with_comms = all_actions
+    try:
+        yield
+    finally:
+        any_schedule.pipeline_order_with_comms = all_actions
 
 
 def _token_shape(run: Run) -> Tensor:

@@ -158,5 +158,5 @@ def enable_async_tensor_parallel(mesh: DeviceMesh) -> None:
     import torch._inductor.config as inductor_config
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
-    inductor_config._micro_pipeline_tp = True
+    inductor_config._micro_pipeline_tp = True  # torch has no public option for this
     enable_symm_mem_for_group(mesh.get_group().group_name)

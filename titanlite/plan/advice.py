@@ -118,7 +118,8 @@ def find_largest_batch(run: Run, plan: Forecast, gpu: Gpu, apply: Apply = map) -
         note(f"training.local_batch_size {size}: {_format_memory(new_plan)}")
         size = _extrapolate_batch_size(plans, gpu.memory)
 
-    return max((size for size, plan in plans.items() if plan.fits), default=None)
+    fitting_sizes = [size for size, traced in plans.items() if traced.fits]
+    return max(fitting_sizes, default=None)
 
 
 def _set_batch_size(run: Run, size: int) -> Settings:
@@ -165,8 +166,8 @@ def find_remedies(run: Run, plan: Forecast, gpu: Gpu, apply: Apply = map) -> tup
         "--activation_checkpoint.mode full: 61.3 GiB, 20% slower".
     """
     for candidates in (_list_single_remedies(run), _list_combined_remedies(run)):
-        # Forecasts of the changed jobs that fit, fastest first.
         text = f"Tracing {len(candidates)} changes that take less memory"
+        # Forecasts of the changed jobs that fit, fastest first.
         fitting = _plan_all(run, candidates, gpu, apply, text)
         changes = [
             _describe_change(settings, new_plan, plan)
@@ -327,6 +328,8 @@ def _list_single_remedies(run: Run) -> list[Settings]:
         remedies.append({"parallelism.fsdp_reduce": "microbatch"})
     if run.job.activation_checkpoint.mode == "none":
         remedies.append(SAVE_SOME_OPS)
+    # Tensor parallelism within a node of up to 8 GPUs. FSDP uses the remaining ranks (-1), and the
+    # number of sequences per step stays the same.
     for degree in (2, 4, 8):
         if degree > run.degrees.tensor:
             remedies.append(

@@ -131,12 +131,14 @@ class ReservedSegment:
         """
         address = self.size
         free = 0
-        if self.size in self._start_of:
+        ends_with_free_block = self.size in self._start_of
+        if ends_with_free_block:
             address = self._start_of[self.size]
             free = self._remove(address)
-        pages = -(-(size - free) // self._page)
-        self.size += pages * self._page
-        self._insert(address, free + pages * self._page)
+        num_pages = -(-(size - free) // self._page)  # rounded up
+        num_bytes = num_pages * self._page
+        self.size += num_bytes
+        self._insert(address, free + num_bytes)
         return address
 
     def _insert(self, address: int, size: int) -> None:

@@ -329,19 +329,24 @@ class Counter(TorchDispatchMode):
         if func is GET_DEVICE and is_fake:  # a shortcut for more than half of all calls
             return args[0].fake_device
         if func is GET_SCALAR and is_fake and args[0].constant is None:
-            return 0  # the value is unknown; 0 means "do not skip this optimizer step"
+            # The value is unknown. For the flag by which a training step skips the optimizer step,
+            # 0 means that the optimizer step runs, and is counted.
+            return 0
 
         kwargs = kwargs or {}
         signature = _signature(func)
         if signature.is_view:
             # Within a tensor subclass, `to`, `contiguous` and `reshape` arrive as one operator that
-            # returns a view or a copy. Decompose it, so that copies are counted.
+            # returns a view or a copy. Decompose it into operators that this method counts. torch
+            # disables a mode while its __torch_dispatch__ runs, so enable it again.
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
 
-        self._settle_sum()
+        # If the previous operator added two gradients, their sum reuses the memory of the first
+        # one, unless the first one is still alive at the next operator.
+        self._count_pending_sum()
         result = func(*args, **kwargs)
         if signature.is_counted and not self._is_inferring_shapes:
             self._count(func, signature, args, kwargs, result)
@@ -461,7 +466,7 @@ class Counter(TorchDispatchMode):
         else:
             self._log_size(number, 0)
 
-    def _settle_sum(self) -> None:
+    def _count_pending_sum(self) -> None:
         """Count the pending sum of two gradients as newly allocated memory.
 
         Call this if the first gradient is still in use, because the sum cannot reuse its memory.

@@ -181,7 +181,7 @@ def _skippable_microbatches(run: Run, whole: bool) -> range:
 
     Args:
         run: The validated job and the number of ranks.
-        whole: Skip none.
+        whole: Skip no microbatch.
     """
     none = range(0)
     if whole:

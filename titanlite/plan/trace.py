@@ -206,7 +206,9 @@ def _count_rank(run: Run, rank: int, gpu: Gpu | None, whole: bool) -> StepCounts
     on_gpu = gpu is not None and not gpu.cpu
     has_float8 = gpu is not None and gpu.fp8 > 0
     meta = torch.device("meta")
-    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)  # weights are on the meta device
+    # Fake tensors have shapes and storages, but no values. Operators also accept the weights on the
+    # meta device.
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     with (
         simulate_ranks(run.world_size, rank),
         simulate_gpu() if on_gpu else nullcontext(),
@@ -216,6 +218,8 @@ def _count_rank(run: Run, rank: int, gpu: Gpu | None, whole: bool) -> StepCounts
         sharded = build_model(run, mesh, meta, log=lambda _: None, has_float8=has_float8)
         with fake_mode:
             sharded.whole.to_empty(device=DEVICE)
+        # Outside of fake mode, because AdamW8bit reads the values of tensors that its constructor
+        # creates.
         train_step = TrainStep(run, mesh, sharded, DEVICE)
         with fake_mode:
             return count_step(run, mesh, sharded, train_step, whole)

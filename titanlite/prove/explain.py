@@ -50,7 +50,7 @@ def explain_ratio(ratio: float, run: Run) -> str:
         run: The run, whose parallel degrees may explain the error.
 
     Returns:
-        The explanation, or "" if the ratio is 1.
+        The explanation, which is only the first part if no degree fits. "" if the ratio is 1.
     """
     if not math.isfinite(ratio) or ratio <= 0:
         return "the value is not a positive number"
@@ -100,12 +100,12 @@ def explain_factor(value: torch.Tensor, expected: torch.Tensor, run: Run) -> str
     """
     value = value.double().flatten()
     expected = expected.double().flatten()
-    square = (expected @ expected).item()
-    if square == 0 or not value.isfinite().all():
+    squared_norm = (expected @ expected).item()
+    if squared_norm == 0 or not value.isfinite().all():
         return ""
 
     # Fit `value = ratio * expected` by least squares, and check that the fit explains the error.
-    best_ratio = (value @ expected).item() / square
+    best_ratio = (value @ expected).item() / squared_norm
     unexplained = (value - best_ratio * expected).norm()
     if unexplained > FIT_TOLERANCE * (value - expected).norm():
         return ""
@@ -137,13 +137,15 @@ def describe_names(failed: Sequence[str], names: Sequence[str], run: Run) -> str
     stages = {_stage_of(name, run) for name in failed}
     on_same_stages = {name for name in names if _stage_of(name, run) in stages}
     if on_same_stages == set(failed) and run.degrees.pipeline > 1:
-        return f"only the parameters of pipeline stage {_join(stages)} differ"
+        noun = "stage" if len(stages) == 1 else "stages"
+        return f"only the parameters of pipeline {noun} {_join(stages)} differ"
 
     # Otherwise, list the first names.
     shown = ", ".join(failed[:MAX_NAMES])
     num_others = len(failed) - MAX_NAMES
     if num_others > 0:
-        shown += f" and {num_others} others"
+        noun = "other" if num_others == 1 else "others"
+        shown += f" and {num_others} {noun}"
     return f"only {shown} differ"
 
 

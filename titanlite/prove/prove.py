@@ -414,21 +414,23 @@ def compare_sequences(
     # With n data-parallel ranks, rank r reads the sequences r, r + n, r + 2n, ...
     num_parts = run.degrees.data
     parts = [
-        {name: values[index::num_parts] for name, values in sequences.items()}
-        for index in range(num_parts)
+        {name: values[data_rank::num_parts] for name, values in sequences.items()}
+        for data_rank in range(num_parts)
     ]
     for rank, record in enumerate(after.ranks):
-        index = coordinates(run, rank)["data"]
+        data_rank = coordinates(run, rank)["data"]
+        expected = parts[data_rank]
         errors = [
-            fraction_of_different(values, parts[index][name])
+            fraction_of_different(values, expected[name])
             for name, values in record.sequences.items()
         ]
 
         # If the rank read the part of another rank, name that rank.
         hint = ""
         for other, part in enumerate(parts):
-            if other != index and torch.equal(record.sequences["input_ids"], part["input_ids"]):
-                hint = f"it read those of data-parallel rank {other} instead of {index}"
+            is_equal = torch.equal(record.sequences["input_ids"], part["input_ids"])
+            if other != data_rank and is_equal:
+                hint = f"it read those of data-parallel rank {other} instead of {data_rank}"
         yield Check("sequences", step, f"rank {rank}", max(errors), 0.0, hint)
 
 
@@ -601,7 +603,8 @@ def compare_resumed_on_one_rank(
 ) -> Iterator[Check]:
     """Resume from the checkpoint on one rank and train one step.
 
-    The loaded state, and the sequences and gradients of the step, must be bitwise as expected.
+    The loaded state, and the sequences and gradients of the step, must be bitwise equal to the
+    recorded ones.
 
     Args:
         run: The job on one rank, with the output folder of the tested run.
@@ -613,7 +616,7 @@ def compare_resumed_on_one_rank(
     with Trainer(run, device, [recorder]) as trainer:
         turn_dropout_off(trainer)
         step = trainer.steps_done
-        loaded = recorder.steps[step].state.whole
+        loaded = recorder.steps[step].state.whole  # recorded by the hook after the load
         yield from compare_bitwise("resume on one rank: loaded state", step, loaded, saved.state)
         recorder.train(step + 1)
 
@@ -637,10 +640,10 @@ def compare_export(weights: Tensors, folder: Path, step: int) -> Iterator[Check]
 
     Args:
         weights: Weights of the tested run after the step, by parameter name.
-        folder: Folder that contains "layout", the output folder of the run.
+        folder: Folder of the proof. Its subfolder "layout" is the output folder of the run.
         step: Number of the saved step.
     """
-    checkpoint = load_newest(folder / "layout", lambda path: path)
+    checkpoint = load_newest(folder / "layout", load=lambda path: path)  # the path
     saved = checkpoint_weights(checkpoint)
     if not has_hf_family(saved.arch):
         return

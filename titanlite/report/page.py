@@ -72,7 +72,7 @@ def make_page(folders: Sequence[Path]) -> str:
     contents = {
         "hash": f"'sha256-{base64.b64encode(script_digest).decode()}'",
         "style": _read_static("uPlot.min.css") + _read_static("page.css"),
-        # Without "<", no text of a run can end the HTML element of the data.
+        # Escape "<", so that a "</script>" in a text of a run does not end the script element.
         "data": data.replace("<", "\\u003c"),
         "script": script,
     }

@@ -385,12 +385,22 @@ def _find_state(
 def _describe_end(milestones: Sequence[Entry]) -> tuple[State, str]:
     """Return the state of a run that has recorded its end, and the reason why it ended.
 
+    The last event decides the state:
+
+    - finish: "finished".
+    - stop (a signal) or guard (such as too many skipped steps): "stopped".
+    - refusal (an error that the user can fix, such as an invalid option): "failed" if it ended
+      training. Otherwise the start was rejected before it trained: "refused", or "finished" if the
+      run had already finished.
+    - any other end: "crashed".
+
     Args:
-        milestones: Starts and ends of the run. The last one is an end.
+        milestones: Starts and ends of the run, in order of time: "data" when a start begins to load
+            data, "start" when it begins to train, and the kinds of ends above. The last one is an
+            end.
     """
     reason = _summarize_text(milestones[-1]["text"])
-    kinds = [event["event"] for event in milestones]
-    last_kind = kinds.pop()
+    *earlier_kinds, last_kind = [event["event"] for event in milestones]
     if last_kind == "finish":
         # The text is "Finished after step 90", or "Finished after step 90: <reason>" if a hook
         # finished the run early.
@@ -400,14 +410,13 @@ def _describe_end(milestones: Sequence[Entry]) -> tuple[State, str]:
     if last_kind != "refusal":
         return "crashed", reason
 
-    # A refusal is a `UserError`. After "start", it ended training.
-    if kinds and kinds[-1] == "start":
+    # After "start", the refusal ended training.
+    if earlier_kinds and earlier_kinds[-1] == "start":
         return "failed", reason
 
-    # Otherwise this start has not trained. A run that had finished before remains finished.
-    while kinds and kinds[-1] in ("data", "refusal"):
-        kinds.pop()
-    if kinds and kinds[-1] == "finish":
+    # Otherwise this start has not trained. Look for the last event of an earlier start that did.
+    outcomes = [kind for kind in earlier_kinds if kind not in ("data", "refusal")]
+    if outcomes and outcomes[-1] == "finish":
         return "finished", f"a later start was refused: {reason}"
     return "refused", reason
 

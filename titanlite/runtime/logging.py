@@ -269,13 +269,15 @@ def log_end(text: str, kind: str, step: int | None = None, log_file: Path | None
             process, if any.
     """
     if log_file is not None:
-        handlers = _file_handlers(log_file, "")
+        handlers = _file_handlers(log_file, prefix="")
     else:
         handlers = logging.getLogger(LOGGER_NAME).handlers
 
     level = LEVEL_OF_END.get(kind, logging.ERROR)
     event = Event(text, kind, step)
-    record = logging.LogRecord(LOGGER_NAME, level, "", 0, event, None, None)
+    record = logging.LogRecord(
+        LOGGER_NAME, level, pathname="", lineno=0, msg=event, args=None, exc_info=None
+    )
     for handler in handlers:
         writes_to_file = isinstance(handler, LogHandler) and handler.file is not None
         if writes_to_file:

@@ -161,7 +161,7 @@ def _make_private_cache() -> str:
             if is_own_folder and not others_can_enter:
                 return folder
 
-    import tempfile  # only here, because importing it would delay `begin`
+    import tempfile  # only here, because the import would delay the start of each command
 
     return tempfile.mkdtemp(prefix="titanlite-compiler-")
 

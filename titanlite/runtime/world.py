@@ -112,7 +112,7 @@ def _rendezvous(world_size: int, timeout: timedelta, file: str | None) -> Store:
     if world_size == 1:
         return HashStore()
 
-    # A file on this node needs no port.
+    # A file avoids the need for a free port.
     if file is not None:
         store = FileStore(file)
         store.set_timeout(timeout)
@@ -189,7 +189,7 @@ def _read_variable(name: str, default: int) -> int:
 
 
 def _configure_torch(job: JobConfig, device: torch.device, local_world_size: int) -> None:
-    """Configure the threads, memory allocator, compiler and determinism of torch in this process.
+    """Configure the threads, memory allocator and determinism of torch in this process.
 
     Args:
         job: The job.
@@ -205,7 +205,8 @@ def _configure_torch(job: JobConfig, device: torch.device, local_world_size: int
     if device.type == "cpu":
         keep_freed_memory()
 
-    # titanlite does not draw from the global generator, but checkpoints contain its state.
+    # titanlite does not draw from the global generator, but plugins may. Its state is also part of
+    # checkpoints, which would otherwise differ between equal runs.
     torch.manual_seed(job.training.seed)
     if job.training.deterministic:
         # cuBLAS is deterministic only with a fixed workspace.

@@ -252,7 +252,7 @@ class ReplayTrainer(Trainer):
 
 
 def replay(run: Run, step: int) -> list[LoggedStep]:
-    """Compute the steps from the newest valid checkpoint before `step` up to `step` again.
+    """Recompute the steps after the newest valid checkpoint before `step`, up to `step`.
 
     `titanlite replay` calls it to reproduce a step of a run, for example a loss spike. All ranks
     call it together.
@@ -272,8 +272,8 @@ def replay(run: Run, step: int) -> list[LoggedStep]:
     if step > num_steps:
         raise UserError(f"--step {step}: the run has only {num_steps} steps (training.steps)")
 
-    # Log each step. Skip any number of steps, because a guard may have ended the run after too many
-    # of them, and it must not end the replay.
+    # Log each step. A guard may have ended the run after too many skipped steps. The replay must
+    # continue there, so it may skip all steps.
     metrics = run.job.metrics.model_copy(update={"log_freq": 1})
     guards = run.job.guards.model_copy(update={"max_skipped": step})
     job = run.job.model_copy(update={"metrics": metrics, "guards": guards})

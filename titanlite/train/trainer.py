@@ -390,7 +390,7 @@ class Trainer:
         step = self.steps_done
         losses = self._reduce_losses(result.loss, num_valid_tokens)
 
-        # Collect.
+        # Collect the metrics.
         metrics = self.loader.stats()
         if self.records is not None:
             metrics |= self.records.stats()
@@ -400,7 +400,7 @@ class Trainer:
             metrics |= hook.numbers(step)
         entry = self.meter.read(step, lr, losses, **metrics)
 
-        # Pass on.
+        # Pass them on.
         if self.records is not None:
             self.records.log_step(entry)
         for hook in self.hooks:
@@ -687,7 +687,8 @@ class Trainer:
         if request.stop:
             stopped = f"Stopped by {signal.Signals(request.stop).name} after step {step}"
 
-        # Let everything finish before the first error is raised.
+        # Let everything finish before the first error is raised. Therefore hooks and the
+        # checkpointer return their errors.
         errors: list[Exception | None] = [data_error]
         for hook in reversed(self.hooks):
             errors.append(hook.ended(step, stopped))

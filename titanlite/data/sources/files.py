@@ -423,6 +423,7 @@ def open_source(spec: TextSource, job: JobConfig | None = None) -> Source:
         source = SOURCES.make(spec.source, job, spec, files)
     if not source.num_units:
         raise UserError(f"{source.name} is empty: it contains no documents")
+    # The mask selects the tokens that count in the loss, so it belongs to the contents.
     if spec.loss_mask_column is not None:
         source.fingerprint = add_column(source.fingerprint, spec.loss_mask_column)
     return source
@@ -570,7 +571,7 @@ def find_markup(files: Sequence[Path]) -> str:
     """Return a warning if most of the text files contain JSON, HTML or tables, otherwise "".
 
     A run with source = "text" would train on their braces, tags or separators. This inspects up to
-    16 local files.
+    16 local files. The warning begins with a verb, such as "contains"; the caller adds the path.
     """
     step = max(1, len(files) // _SAMPLE_FILES)
     local_files = [file for file in files[::step] if isinstance(file, Path)]

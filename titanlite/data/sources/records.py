@@ -208,10 +208,10 @@ def explain_encoding(error: UnicodeDecodeError) -> str:
 def check_column(
     column: str, columns: Iterable[str], name: object, key: str = "text_column"
 ) -> None:
-    """Check that a table has the column that text_column or loss_mask_column names.
+    """Check that a table, such as a Parquet file, has the column that a job selects.
 
     Args:
-        column: Value of `key`.
+        column: Name of the column, which is the value of `key`.
         columns: Names of the table's columns.
         name: Name of the table, for the message.
         key: Option that names the column, "text_column" or "loss_mask_column".

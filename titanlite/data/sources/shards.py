@@ -197,11 +197,12 @@ class Shards(TokenSource):
         else:
             start, end = 0, int(self._indexes[shard].read(0, 1)[0])
         width = self._dtype.itemsize
-        tokens = np.frombuffer(self._read_tokens(shard, start * width, end * width), self._dtype)
+        content = self._read_token_bytes(shard, start * width, end * width)
+        tokens = np.frombuffer(content, self._dtype)
         text_hash = int(self._hashes[shard].read(local, 1)[0]) if self._hashes else -1
         return Prepared(tokens, text_hash)
 
-    def _read_tokens(self, shard: int, start: int, end: int) -> bytes:
+    def _read_token_bytes(self, shard: int, start: int, end: int) -> bytes:
         """Read a range of bytes from a .bin file, and verify the blocks that contain it.
 
         Args:
