@@ -206,9 +206,8 @@ def main() -> None:
             print(lines[-1], flush=True)
     lines += [
         "",
-        "How long does it take to load a checkpoint? The next table shows this time, the time that is spent on verifying "
-        "checksums, and its share of the total. For comparison, "
-        '"copy in memory" is the time to copy the same number of bytes in memory.',
+        "The next table shows how long it takes to load a checkpoint, and how much of this time is spent on verifying "
+        'checksums. For comparison, "copy in memory" is the time to copy a tensor of the same size to another tensor.',
         "",
     ]
     lines += ["| state | bytes on disk | copy in memory | load | verification | share |"]

@@ -90,13 +90,13 @@ INTRO = """\
 Each table shows how the step time and the memory of a training run grow with one of its sizes, for example the sequence
 length. The text below a table describes the growth that we expect.
 
-All runs of this section train a model with dim 256 and 2 layers (6 layers in the table of ranks) in fp32, on 2,048
-tokens per step unless the text below a table states otherwise. "ms/step" is the median step time, and "memory" the
-largest resident set of a training process, over {repeats} run(s).
+All runs of this section train a model with dim 256 in fp32. The model has 2 layers, or 6 layers in the table of ranks.
+A step has 2,048 tokens, unless the text below the table gives another number. "ms/step" is the median step time, and
+"memory" the largest resident set of a training process.
 
-We test the expected growth with the last row of each table. For example, if we expect a + b n for n layers, we fit a
-and b to all other rows, and predict the last row with them. The columns "expected" show the values of this formula. The
-ratio of measured to expected is **bold** if it exceeds 1.15.
+The text below a table gives a formula for the expected growth, such as a + b n for the step time of a model with n
+layers. We fit the constants a and b to all rows except the last one, and predict the last row with them. The columns
+"expected" show the values of this formula. The ratio of measured to expected value is **bold** if it exceeds 1.15.
 """
 
 
@@ -169,8 +169,7 @@ def fit(model: Model, xs: list[int], measured: list[float]) -> list[float]:
 
 def tables(parts: dict[str, Any]) -> list[str]:
     """Return Markdown tables of all series and their fitted values."""
-    num_repeats = next(iter(parts.values()))["repeats"]
-    lines = [INTRO.format(repeats=num_repeats)]
+    lines = [INTRO]
     for title, part in parts.items():
         series = SERIES[title]
         points = part["points"]
