@@ -171,8 +171,9 @@ def main() -> None:
         "    python benchmarks/checkpoint.py",
         "",
         "This page shows how long it takes to save and load a checkpoint. All times are medians of "
-        f"{SAVES} saves after one warmup save, with files in the page cache. They were measured on one rank "
-        f"({device}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} before the start) with torch "
+        f"{SAVES} saves after one warmup save, with files in the page cache. They were measured on one "
+        f"{'GPU' if device == 'cuda' else 'CPU'} rank with {os.cpu_count()} cores and a load average of "
+        f"{os.getloadavg()[0]:.1f} before the start, with torch "
         f"{torch.__version__}, Python {platform.python_version()} and {commit()}.",
         "",
         "How much does saving a checkpoint delay training? The columns of the table have these meanings:",

@@ -74,9 +74,9 @@ START_UP = {
     "./run_train.sh (debug model, all defaults) to the end of step 1": 6.0,
 }
 INTRO = """\
-How much speed does a framework cost? The tables compare titanlite with a plain PyTorch loop, `benchmarks/plain.py`,
-which contains the model and the training loop in less than 150 lines. The loop uses fused AdamW, gradient clipping and
-the same dtypes as titanlite. Unlike titanlite, it keeps all logits in memory.
+The tables compare the speed of titanlite with a plain PyTorch loop, `benchmarks/plain.py`, which contains the model and
+the training loop in fewer than 150 lines. The loop uses fused AdamW, gradient clipping and the same dtypes as
+titanlite. Unlike titanlite, it keeps all logits in memory.
 
 - **Models.** The debug model has dim 256 and 6 layers, or 2 layers with the large vocabulary, and trains on 8 sequences
   of 256 tokens per step. The tiny model has dim 64 and 2 layers, and trains on 4 sequences of 64 tokens per step.

@@ -199,8 +199,9 @@ def stepping(tokenizer: TiktokenTokenizer, steps: int) -> list[str]:
     return [
         "## Cost of background tokenization",
         "",
-        "Does tokenization in the background slow down training? The table compares training steps on a fixed batch "
-        "with steps whose batch comes from the loader, which tokenizes text in a background process. Each step trained "
+        "The table shows whether tokenization in the background slows down training. It compares training steps on a "
+        "fixed batch with steps that get their batch from the loader, which tokenizes text in a background process. "
+        "Each step trained "
         f"the debug model on 8 sequences of 512 tokens with {torch.get_num_threads()} threads. We measured {steps} "
         "pairs of steps.",
         "",
