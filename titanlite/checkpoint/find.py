@@ -399,8 +399,8 @@ def has_gone_back(checkpoints: Sequence[Path], step: int) -> bool:
     For example, a run with `load_step` = 100 loads the checkpoint of step 100 and trains up to
     step 200. If it is restarted, it must not go back again, but resume from step 200.
 
-    The run has gone back if its newest checkpoint is of a later step than `load_step`, and was
-    saved by a job with the same `load_step`.
+    The run has gone back if its newest readable checkpoint is of a later step than `load_step`, and
+    was saved by a job with the same `load_step`.
 
     Args:
         checkpoints: Step folders of the run, sorted by step.
@@ -410,7 +410,7 @@ def has_gone_back(checkpoints: Sequence[Path], step: int) -> bool:
         try:
             info = read_manifest(path)["info"]
         except Damage:
-            continue  # an older checkpoint of the same job shows the same
+            continue  # look at the next older checkpoint
         saved_load_step = get_checkpoint_keys(info).get("load_step")
         return get_step(path) > step and saved_load_step == step
     return False

@@ -159,28 +159,33 @@ def _plan(
     tokens: int | None,
     out: TextIO,
 ) -> str:
-    """Print the estimated memory and step time of a job, and return advice on changes to it.
+    """Estimate the memory and step time of a job, and search for changes that improve it.
+
+    Without --json, print the estimate as soon as it is known, and return only the advice, because
+    the search for advice takes longer. With --json, print nothing and return both.
 
     Args:
         options: Options of the command.
         run: The run to estimate.
         gpu: The device of each rank.
-        apply: `map`, or a parallel version of it, which traces several jobs.
+        apply: `map`, or the `map` method of a process pool to trace several jobs in parallel.
         tokens: Number of tokens of the whole training run, from --tokens.
-        out: Stream for the estimate, which is printed before the slower search for advice.
+        out: Stream for the estimate.
 
     Returns:
-        Changes that make the job fit into memory, or the largest batch size if it fits. With
-        --json, the estimate and the advice as one JSON object, and nothing is printed.
+        The advice: changes that make the job fit into memory, or the largest batch size if it fits.
+        With --json, the estimate and the advice as one JSON object.
     """
     from titanlite.plan import advice
 
-    def print_plan(plan: Forecast) -> None:
+    def print_estimate(plan: Forecast) -> None:
         if not options.as_json:
             print(_format_plan(run, _add_training_time(plan, tokens)), file=out, flush=True)
 
-    # `make_plan` calls `print_plan` with the estimate, and then looks for advice.
-    plan = advice.make_plan(run, gpu, options.quick, options.remedies, print_plan, apply)
+    # `make_plan` passes the estimate to `show` before it searches for advice.
+    plan = advice.make_plan(
+        run, gpu, options.quick, options.remedies, show=print_estimate, apply=apply
+    )
     if options.as_json:
         return _add_training_time(plan, tokens).model_dump_json()
     return _format_advice(run, plan)

@@ -11,6 +11,9 @@ import tomli
 
 from titanlite.config.mistakes import shorten
 
+# A word that needs quotation marks in TOML, such as llama or /data/c4. It does not start like a
+# number, a list, a table or a string.
+_BARE_WORD = re.compile(r"[^\s\d.+\[\]{}'\"-][^\s\[\]{}'\"]*")
 _PYTHON_STATEMENTS = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
 
 
@@ -89,7 +92,7 @@ def _correct_value(value: str, is_flavor: bool) -> str:
         return "'" + text.strip('"') + "'"
 
     # Add missing quotation marks. Text that starts with a digit or a sign may be a number.
-    is_bare_text = re.fullmatch(r"[^\s\d.+\[\]{}'\"-][^\s\[\]{}'\"]*", text)
+    is_bare_text = _BARE_WORD.fullmatch(text)
     is_bare_flavor = is_flavor and re.fullmatch(r"[\w.-]+", text)
     if is_bare_text or is_bare_flavor:
         return f"'{text}'" if has_backslash else f'"{text}"'

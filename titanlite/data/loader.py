@@ -428,7 +428,8 @@ class Loader:
         records.
 
         Returns:
-            The number of valid labels, of all labels, and of skipped records over all ranks.
+            The number of valid labels, of all labels, and of skipped records over all ranks, since
+            the process started.
         """
         # Send all news of this rank, but limit the skipped records. The next call sends more.
         reported_skips = self._unreported_skips[:MAX_REPORTED]
@@ -443,8 +444,8 @@ class Loader:
                 log_skipped_records(skips)
             for (source, stream), position in new_positions.items():
                 # Several ranks may have read the stream. The largest position is the newest.
-                positions = self._data.positions[source]
-                positions[stream] = max(position, positions[stream])
+                known_positions = self._data.positions[source]
+                known_positions[stream] = max(position, known_positions[stream])
         return totals.tolist()
 
     def _gather(self, value: Any) -> list[Any]:

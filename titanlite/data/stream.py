@@ -228,8 +228,10 @@ class SequenceReader:
         rank, num_ranks, worker, num_workers = self._shard
         sequences = []
         for index_in_batch, (source, index_in_source) in enumerate(self._mixture.next_batch()):
-            # If there is a single source, rank r reads the streams r, r + num_ranks,
-            # r + 2 * num_ranks, ... Divide these streams evenly over the workers of the rank.
+            # A stream has the same worker index on all ranks. If there is a single source, rank r
+            # reads the streams r, r + num_ranks, r + 2 * num_ranks, ... and its workers take turns.
+            # With several sources, a rank may read any stream, and sources start at different
+            # workers.
             stream = index_in_source % len(self._data.positions[source])
             stream_worker = (source + stream // num_ranks) % num_workers
             if stream_worker != worker:
@@ -351,10 +353,13 @@ class SequenceReader:
         """
         num_units = self._data.sources[source_index].num_units
         num_streams = len(self._data.positions[source_index])
-        end = self._data.specs[source_index].max_epochs * num_units or NEVER
+        max_epochs = self._data.specs[source_index].max_epochs
+        end = max_epochs * num_units if max_epochs else NEVER
 
-        # Compute the order of many units at once, because each numpy call has a fixed cost.
-        block_size = num_streams * max(8, min(256, num_units // num_streams))
+        # Compute the order of many units at once, because each numpy call has a fixed cost. Usually
+        # this is the stream's share of an epoch, but at least 8 and at most 256 units.
+        units_per_block = max(8, min(256, num_units // num_streams))
+        block_size = num_streams * units_per_block
         start = first_turn * num_streams + stream
         while start < end:
             positions = np.arange(start, min(start + block_size, end), num_streams)

@@ -69,6 +69,7 @@ def reduce_step_sums(
     # With CPU offload the gradients are on the CPU, so the loss is copied there as well.
     totals = torch.zeros(3, dtype=torch.float64, device=squares.device)
     squared_norm, total_loss, num_requests = totals.unbind()  # views of `totals`
+    # The gradients show how many ranks hold the same shard, so that it is counted only once.
     _add_squares_(squared_norm, gradients, squares)
     total_loss.copy_(_wait_for_offloaded_loss(loss, totals))
     if has_request:

@@ -108,13 +108,16 @@ class Muon(torch.optim.Optimizer):
     def _run_rounds(self, gather: _Transfer, skip: Tensor) -> None:
         """Orthogonalize the momentum of all rounds, and update their matrices.
 
-        Communication overlaps with matmuls. For example, with rounds 0, 1 and 2:
+        A round has three stages: gather its momentum at the owners of the matrices, orthogonalize
+        it there, and return the results to update the shards. Transfers overlap with matmuls. In
+        this example with rounds 0, 1 and 2, each line is an iteration of the loop, and the last one
+        follows the loop:
 
-            orthogonalize | gather meanwhile | return meanwhile | then update
-            round 0       | round 1          |                  |
-            round 1       | round 2          | round 0          | round 0
-            round 2       |                  | round 1          | round 1
-                          |                  | round 2          | round 2
+            orthogonalize | transfers meanwhile      | then update
+            round 0       | gather 1                 |
+            round 1       | gather 2, return 0       | round 0
+            round 2       | return 1                 | round 1
+                          | return 2                 | round 2
 
         Args:
             gather: Transfer of the first round, from `_start_gather`.
@@ -125,7 +128,7 @@ class Muon(torch.optim.Optimizer):
             gathered = gather.wait()
             if i + 1 < len(self._rounds):
                 gather = self._start_gather(self._rounds[i + 1], skip)
-            result = self._start_return(plan, gathered)
+            result = self._orthogonalize_and_return(plan, gathered)
             if previous is not None:
                 self._update(*previous, skip)
             previous = plan, result
@@ -154,7 +157,7 @@ class Muon(torch.optim.Optimizer):
                 shards.append(direction)
         return self._start_transfer(shards, plan.numel_to_owners, plan.numel_from_ranks)
 
-    def _start_return(self, plan: _Round, gathered: Tensor) -> _Transfer:
+    def _orthogonalize_and_return(self, plan: _Round, gathered: Tensor) -> _Transfer:
         """Orthogonalize the matrices that this rank owns and start sending every rank its shards.
 
         Args:
@@ -199,7 +202,7 @@ class Muon(torch.optim.Optimizer):
 
         Args:
             plan: Communication plan of the round.
-            result: Transfer from `_start_return`.
+            result: Transfer from `_orthogonalize_and_return`.
             skip: Scalar tensor, 1 to leave the parameters unchanged.
         """
         shards = [local_shard(matrix).view(-1) for matrix in plan.matrices]

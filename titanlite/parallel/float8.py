@@ -137,7 +137,8 @@ def float8_plan(plan: Mapping[str, ParallelStyle], block: nn.Module) -> dict[str
         The plan with FP8 styles. Submodules with a linear layer that is not FP8 keep their style,
         because all linear layers of a submodule share the gathered input.
     """
-    _gather_float8_as_bytes()
+    # Patch torchao for the whole process. Further calls change nothing.
+    _patch_torchao_to_gather_bytes()
     float8_styles = {}
     for name, style in plan.items():
         float8_styles[name] = _to_float8_style(style, block.get_submodule(name))
@@ -180,7 +181,7 @@ def _to_float8_style(style: Any, module: nn.Module) -> ParallelStyle:
     )
 
 
-def _gather_float8_as_bytes() -> None:
+def _patch_torchao_to_gather_bytes() -> None:
     """Let torchao all-gather FP8 tensors as uint8, because gloo does not support FP8 dtypes."""
     from torchao.float8 import float8_ops
 

@@ -109,8 +109,8 @@ def draws_random_numbers(model: type[Llama]) -> bool:
 def _create_op_contexts(unneeded_matmul: int) -> tuple[Any, Any]:
     """Create the checkpoint contexts of one block, which save attention and every second matmul.
 
-    Any half of the matmuls would do: saving one byte of their outputs always avoids the same number
-    of FLOPs, because all matmul inputs have the same width.
+    It hardly matters which half of the matmuls is saved. The FLOPs that a saved byte avoids depend
+    only on the width of the matmul's input, and most matmuls of a block have the same input width.
 
     Args:
         unneeded_matmul: Index, from 1, of a matmul whose output the backward pass does not need, so
@@ -133,7 +133,8 @@ def _create_op_contexts(unneeded_matmul: int) -> tuple[Any, Any]:
         if op in MATMULS:
             num_matmuls[context.is_recompute] += 1
             index = num_matmuls[context.is_recompute]
-            should_save = index % 2 == 1 and index != unneeded_matmul
+            is_in_saved_half = index % 2 == 1
+            should_save = is_in_saved_half and index != unneeded_matmul
         if should_save:
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE

@@ -201,6 +201,7 @@ def _trace_graph(function: Function, tensors: Sequence[Tensor]) -> Function:
         keep_inference_input_mutations=True,
     )
 
+    # Replacements for functions of PyTorch that change graphs and saved tensors; see below.
     def keep_graphs(_: Any, forward: Any, backward: Any, *__: Any) -> tuple[Any, Any]:
         return forward, backward
 
@@ -210,7 +211,8 @@ def _trace_graph(function: Function, tensors: Sequence[Tensor]) -> Function:
     # Create the graphs by a call with empty fake tensors, which the planner must not count.
     fake_tensor: Any = next(plain_tensors(tensors[0]))
     with (
-        # The original stores the random state of operators such as dropout, which needs a GPU.
+        # `functionalize_rng_ops` rewrites the graphs to store the random state of operators such as
+        # dropout. This needs a GPU, so leave the graphs as they are.
         override(partitioners, functionalize_rng_ops=keep_graphs),
         # Activation checkpointing drops the tensors that a block saves. Keep those of this call.
         torch.autograd.graph.saved_tensors_hooks(keep_tensor, keep_tensor),
@@ -329,9 +331,11 @@ def _imitate_kernels(gm: GraphModule, example_inputs: Any) -> Function:
         values = dict(zip(inputs, args, strict=True))
         args.clear()
         for kernel in kernels:
-            # Write the result of the kernel to memory.
+            # Allocate the result of the kernel. The planner counts memory and needs no values, so
+            # the result of a generated kernel stays empty.
             node = kernel.node
             if _is_copy(node):
+                # The result of an in-place copy is its first argument.
                 values[node] = _evaluate(node.all_input_nodes[0], values, gm)
             elif kernel.is_generated:
                 values[node] = _empty_like(node.meta["val"])
@@ -420,7 +424,10 @@ def _list_kernels(
         reads: set[Node] = set()
         for input_node in node.all_input_nodes:
             reads |= sources[input_node]
-        sources[node] = {bases[node]} if bases[node] in stored else reads
+        # Read a stored value, or a view of one, from memory. Compute any other value from the
+        # stored values that its inputs come from.
+        is_in_memory = bases[node] in stored
+        sources[node] = {bases[node]} if is_in_memory else reads
 
         # A value that is not stored has no kernel: the kernels that use it compute it.
         is_kernel = node.op == "call_function" and (node in stored or _is_copy(node))

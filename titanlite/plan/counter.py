@@ -421,9 +421,9 @@ class Counter(TorchDispatchMode):
         return self._groups.get(names[-1])
 
     def _storage_number(self, tensor: Tensor) -> int:
-        """Return the number of the storage of a tensor.
+        """Return the index of a tensor's storage in `kinds`, `streams` and `_sizes`.
 
-        The first call for a storage assigns the next number, and logs the allocation.
+        The first call for a storage adds it to these lists, and logs the allocation.
         """
         storage = tensor.untyped_storage()
         if id(storage) in self._living:

@@ -418,8 +418,9 @@ def _follow_loss(counter: Counter, train_step: TrainStep, last_stage: int) -> No
     def compute_loss_at_location(
         hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor
     ) -> Tensor:
-        # Only the argument `scale` exists for the loss alone. It was allocated earlier.
-        counter.mark((scale,), "loss", DEFAULT_KINDS)
+        # The memory of `scale` belongs to the loss, but was allocated at an earlier location.
+        # `DEFAULT_KINDS` are the kinds that the counter guesses when memory is allocated.
+        counter.mark((scale,), "loss", replaceable=DEFAULT_KINDS)
 
         counter.location = location
         loss = compute_loss(hidden, weight, labels, scale)

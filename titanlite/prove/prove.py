@@ -232,7 +232,7 @@ def prove(run: Run, out: Path) -> Proof | None:
         with process_group(run.job) as device:
             is_first_rank = dist.get_rank() == 0
             folder = _create_shared_folder(out, stack)
-            run = settle_compute_dtype(run, device)
+            run = settle_compute_dtype(run, device)  # replaces the dtype "auto"
             output = run.job.job.model_copy(update={"dump_folder": str(folder / "layout")})
             run = Run(run.job.model_copy(update={"job": output}), run.world_size)
             save_after = max(1, run.job.training.steps // 2)
@@ -242,7 +242,7 @@ def prove(run: Run, out: Path) -> Proof | None:
 
         # Compare the files with the reference. From here on, this process is the only rank.
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-        os.environ.pop(STORE, None)
+        os.environ.pop(STORE, None)  # the rendezvous file that the launcher created for all ranks
         checks = list(compare(run, folder, save_after))
     return _build_proof(run, checks, device)
 

@@ -152,7 +152,8 @@ def _read_run(folder: Path, num_runs: int) -> dict[str, Any]:
 
     Args:
         folder: Output folder of the run.
-        num_runs: Number of runs on the page, which share its limits.
+        num_runs: Number of runs on the page. They share the limits of the page on the number of
+            events and samples.
     """
     status = read_status(folder)
     folder = Path(os.path.expanduser(folder)).resolve()
@@ -163,6 +164,8 @@ def _read_run(folder: Path, num_runs: int) -> dict[str, Any]:
     validations = make_columns(read_json_lines(folder / "validation.jsonl", problems))
     events = _read_events(read_json_lines(folder / EVENTS_FILE, problems), metrics)
     samples = list(read_json_lines(folder / "samples.jsonl", problems))
+
+    # Show an equal share of the limits per run, but at least a few items if there are many runs.
     max_events = max(20, MAX_EVENTS // num_runs)
     max_samples = max(4, MAX_SAMPLES // num_runs)
     return {

@@ -258,7 +258,7 @@ class Migration:
         name_key = f"{old_section}.dataset"
         path_key = f"{old_section}.dataset_path"
         name = self._old.get(name_key, default)
-        is_c4 = name in ("c4", "c4_validation")
+        is_c4 = name in ("c4", "c4_validation")  # two splits of the same dataset
         if path_key in self._old:
             # The dataset is in a local folder, or on the Hugging Face Hub.
             self._carry_over(f"{section}.source", "huggingface", name_key)
@@ -298,14 +298,16 @@ class Migration:
     def _convert_microbatches(self) -> None:
         """Convert the batch sizes of a pipeline.
 
-        torchtitan divides the local batch into microbatches. In titanlite the local batch is one
-        microbatch, and the global batch size determines their number.
+        The key `training.local_batch_size` changes its meaning. In torchtitan it is the number of
+        sequences of a rank per step, which the pipeline divides into microbatches. In titanlite it
+        is the number of sequences per microbatch, and the number of microbatches follows from
+        `training.global_batch_size`.
         """
         num_stages = self._get_integer("parallelism.pipeline_parallel_degree", 1)
         if num_stages == 1:
             return
 
-        # Set the local batch to one microbatch.
+        # Set the local batch to one microbatch. All defaults are those of torchtitan.
         local_key = "training.local_batch_size"
         local_size = self._get_integer(local_key, 8)
         microbatch_size = self._get_microbatch_size(local_size, num_stages)

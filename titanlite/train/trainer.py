@@ -183,7 +183,7 @@ class Trainer:
         Returns:
             The hooks in the order in which the trainer calls them.
         """
-        hooks = list(extra_hooks)
+        hooks: list[Hook] = []
         if standard:
             setup_logging(self.rank, None)
             self.hang_report = HangReport(self)  # first, so that it covers the rest of the build
@@ -192,8 +192,10 @@ class Trainer:
             self.run_id = lock_folders(self.run, self.log, self._resources)
             self.records = Records(self)
             self.stop_signals = StopSignals()
-            hooks = [*standard_hooks(self.run), *extra_hooks]
+            hooks.extend(standard_hooks(self.run))
+        hooks.extend(extra_hooks)
 
+        # `_resources` closes in reverse order: the hooks before the files that they use.
         check_hook_names(hooks)
         for hook in hooks:
             self._resources.callback(hook.close)

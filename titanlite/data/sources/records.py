@@ -248,6 +248,7 @@ def _explain_missing_text(record: dict[str, Any], column: str) -> str:
 
     text_fields = [name for name, value in record.items() if isinstance(value, str)]
     filled_fields = [name for name in text_fields if record[name].strip()]
+    # If the record has the column, its name is right, and only the value is wrong.
     if column in record or not filled_fields:
         return problem
 
