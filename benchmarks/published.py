@@ -390,9 +390,9 @@ def skipped_microbatches() -> Iterator[None]:
     """
     plan_microbatches = step_counts._skippable_microbatches
 
-    def skip_microbatches(run: Run, whole: bool) -> range:
+    def skip_microbatches(run: Run) -> range:
         if run.degrees.pipeline == 1:
-            return plan_microbatches(run, whole)
+            return plan_microbatches(run)
         return range(1, run.microbatches - 1)
 
     with override(step_counts, _skippable_microbatches=skip_microbatches):

@@ -17,12 +17,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from titanlite.checkpoint.find import has_gone_back, load_newest
+from titanlite.checkpoint.find import has_gone_back, read_newest_manifest
 from titanlite.checkpoint.manifest import (
     find_foreign_export,
     get_step,
     list_checkpoints,
-    read_manifest,
 )
 from titanlite.config import storage
 from titanlite.config.certificate import FOLDER as PROOFS
@@ -920,7 +919,7 @@ def _check_initial_weights(path: str, checkpoint: Checkpoint) -> Problems:
     if is_hf_folder or storage.as_url(path):
         return
     try:
-        load_newest(Path(path), read_manifest, check=lambda step_folder: None)
+        read_newest_manifest(Path(path))
     except UserError as error:
         yield Problem("checkpoint.initial_load_path", f"cannot be used: {error}")
 

@@ -194,17 +194,22 @@ def _make_job(saved: JobConfig, options: Scoring, window: int, layout: Run) -> J
     plugin_sections = {saved.model.architecture, saved.tokenizer.name or ""}
     tables = saved.model_dump(include={"job", "model", "tokenizer", "comm", *plugin_sections})
 
-    # Each data-parallel rank scores one batch at a time, and one per pipeline rank with a pipeline.
-    # The ranks divide each sequence, so its length is rounded up to a multiple of `divisor`.
+    # Context and tensor parallel ranks divide each sequence, so round up its length.
     degrees = layout.degrees
     divisor = sequence_divisor(degrees)
+    sequence_length = math.ceil(window / divisor) * divisor
+
+    # A data-parallel rank scores one batch at a time. With a pipeline, it scores as many batches at
+    # a time as the pipeline has ranks, to keep all of them busy.
+    global_batch_size = options.batch_size * degrees.data * degrees.pipeline
+
     dtype = options.dtype or _default_dtype(saved)
     tables["parallelism"] = layout.job.parallelism
     tables["activation_checkpoint"] = {"mode": "none"}
     tables["training"] = {
-        "seq_len": math.ceil(window / divisor) * divisor,
+        "seq_len": sequence_length,
         "local_batch_size": options.batch_size,
-        "global_batch_size": options.batch_size * degrees.data * degrees.pipeline,
+        "global_batch_size": global_batch_size,
         "mixed_precision_param": dtype,
         "dtype": dtype,
         "num_threads": saved.training.num_threads,

@@ -135,6 +135,24 @@ def load_newest(
     raise CheckpointError("\n".join(problems))
 
 
+def read_newest_manifest(
+    path: Path, list_paths: Callable[[Path], list[Path]] = find_checkpoints
+) -> dict[str, Any]:
+    """Return the newest manifest at a path that is not damaged.
+
+    This is fast, because it does not check the other files of the checkpoint.
+
+    Args:
+        path: A path or URL that `find_checkpoints` accepts.
+        list_paths: Returns the step folders at the path, sorted by step.
+
+    Raises:
+        UserError: If the folder does not exist.
+        CheckpointError: If there is no valid manifest, or one cannot be read now.
+    """
+    return load_newest(path, read_manifest, check=lambda step_folder: None, list_paths=list_paths)
+
+
 def verify(folder: Path) -> dict[str, Any]:
     """Verify all checkpoints at a path by reading every byte, and return a report.
 
@@ -316,7 +334,7 @@ def read_compute_dtype(run: Run) -> ComputeDtype | None:
     with suppress(UserError):  # loading the checkpoint later raises the error
         if is_saved(run):
             folder = run.checkpoint_folder
-            manifest = load_newest(folder, read_manifest, check=lambda step_folder: None)
+            manifest = read_newest_manifest(folder)
         elif mirror is not None:
             manifest = _read_newest_manifest_at(mirror)
 
@@ -350,27 +368,28 @@ def read_progress(run: Run) -> Progress:
         return Progress()
 
     def list_candidates(folder: Path) -> list[Path]:
+        """List the checkpoint that `checkpoint.load_step` selects, or all if it does not exist."""
         paths = list_checkpoints(folder)
         selected = [path for path in paths if get_step(path) == run.job.checkpoint.load_step]
         return selected or paths
 
     try:
-        manifest = load_newest(
-            run.checkpoint_folder,
-            read_manifest,
-            check=lambda step_folder: None,
-            list_paths=list_candidates,
-        )
+        manifest = read_newest_manifest(run.checkpoint_folder, list_candidates)
     except UserError:  # loading the checkpoint later raises the error
         return Progress()
 
-    # "rows" is the number of sequences read so far, for each source of data. A checkpoint with
-    # weights only has no data position.
+    # Imported weights may have no job.
     info = manifest["info"]
+    job = info["job"] or {}
+    warmup_steps = job.get("lr_scheduler", {}).get("warmup_steps")
+
+    # A checkpoint with weights only has no data position.
     data_state = info["train_state"].get("data") or {}
-    schedule = data_state.get("schedule") or {"step": 0, "rows": []}
-    warmup_steps = (info["job"] or {}).get("lr_scheduler", {}).get("warmup_steps")
-    return Progress(schedule["step"], sum(schedule["rows"]), warmup_steps)
+    schedule = data_state.get("schedule")
+    if not schedule:
+        return Progress(warmup_steps=warmup_steps)
+    sequences_by_source = schedule["rows"]
+    return Progress(schedule["step"], sum(sequences_by_source), warmup_steps)
 
 
 def _read_newest_manifest_at(url: str) -> dict[str, Any]:

@@ -243,6 +243,8 @@ class Saver:
     def _start_save(self, writer: CheckpointWriter, tensors: dict[str, Tensor]) -> None:
         """Write a checkpoint in the background thread, or in this thread if saves are synchronous.
 
+        If this rank cannot save in the background, it also saves in this thread.
+
         Args:
             writer: Writer of the checkpoint.
             tensors: The state to save, by name.
@@ -261,17 +263,28 @@ class Saver:
             self._pending = writer.step, result
         except Exception as error:  # for example, too little memory for the copies or a thread
             # The other ranks wait for this rank's part of the checkpoint, so write it here instead.
-            # Ranks may save in different threads, because all call the same collectives in order.
             text = f"Saving step {writer.step} while training waits ({describe_error(error)})"
             self._log(Event(text, "foreground", writer.step))
-            # The old executor may have queued the save although it could not start a thread.
-            self._thread = ThreadPoolExecutor(1, "checkpoint")
+            self._replace_thread()
             self._save_now(writer, tensors, started)
+
+    def _replace_thread(self) -> None:
+        """Replace the background thread after it could not take a save.
+
+        If an executor cannot start its thread, `submit` raises an exception but keeps the save in
+        its queue. A new executor makes sure that this save never runs.
+        """
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
 
     def _save_now(
         self, writer: CheckpointWriter, tensors: dict[str, Tensor], started: float
     ) -> None:
-        """Write a checkpoint in this thread, and keep the result for `wait_until_saved`."""
+        """Write a checkpoint in this thread, and keep the result for `wait_until_saved`.
+
+        Meanwhile, other ranks may write their parts in their background threads. Collectives match
+        nevertheless, because each rank calls the same ones in the same order.
+        """
         result = Future[bool]()
         result.set_result(self._write_and_publish(writer, tensors, started))
         self._pending = writer.step, result

@@ -135,24 +135,32 @@ def build_mistake(root: type[BaseModel], error: Any) -> Mistake:
         root: Model that was validated: a job, the options of a command, or the content of a file.
         error: One of the errors in `ValidationError.errors()`.
     """
-    location = [str(part) for part in error["loc"]]  # for example ["dataset", "sources", "0"]
-    key = ".".join(location[:2])  # "dataset.sources", to find the line that sets it
-    name = ".".join(location)  # "dataset.sources.0", for the message
+    # For example, the location ["dataset", "sources", "0", "pth"] gives the key "dataset.sources",
+    # by which the line in the job file is found, and the full name "dataset.sources.0.pth".
+    location = [str(part) for part in error["loc"]]
+    key = ".".join(location[:2])
+    name = ".".join(location)
     if hasattr(root, "name_on_command_line"):
         name = root.name_on_command_line(location[0])  # type: ignore[attr-defined]
     kind = error["type"]
     value = "" if kind == "missing" else format_value(error["input"])
 
-    # A name that pydantic forbids is unknown, or belongs to a key that titanlite has removed.
-    table, unknown = _find_unknown_name(root, location)
-    if kind == "extra_forbidden" and unknown:
+    # The name is unknown.
+    table, unknown_path = _find_unknown_name(root, location)
+    if kind == "extra_forbidden" and unknown_path:
+        # Explain a key of an earlier version. `dropped` lists those of a table.
+        unknown_name = unknown_path[-1]
         removed_keys = getattr(table, "dropped", {})
-        if unknown[-1] in removed_keys:
-            _, problem = removed_keys[unknown[-1]]
+        if unknown_name in removed_keys:
+            _, problem = removed_keys[unknown_name]
             return Mistake(key, name, value, problem, "gone")
-        shown_name = f"[{key}]" if isinstance(error["input"], dict) else name
-        problem = _explain_unknown_name(root, table, unknown, location[-1])
-        return Mistake(key, shown_name, "", problem, kind)
+
+        # A table is shown as in a job file: [modle].
+        is_table = isinstance(error["input"], dict)
+        if is_table:
+            name = f"[{key}]"
+        problem = _explain_unknown_name(root, table, unknown_path, location[-1])
+        return Mistake(key, name, "", problem, kind)
 
     # Otherwise the value is invalid.
     problem = _rephrase(error["msg"])

@@ -189,9 +189,12 @@ def inspect_source(source: Source, documents: DocumentTokenizer, seq_len: int) -
     """
     if isinstance(source, TokenSource):
         source.check(documents.tokenizer, documents.holdout)
-    # Use a copy, so that skipped records are not reported here and again in training.
-    sample = islice(source, _SAMPLE_DOCUMENTS)
-    has_good_records = any(not isinstance(record, BadRecord) for record in sample)
+
+    # A source can be read any number of times. If all of its first records are bad, then skipping
+    # bad records is no remedy that an error message may propose.
+    first_records = islice(source, _SAMPLE_DOCUMENTS)
+    has_good_records = any(not isinstance(record, BadRecord) for record in first_records)
+    # The copy has a list of skipped records of its own, because training reports them again.
     sample_tokenizer = replace(documents, can_skip=has_good_records)
 
     num_tokens = _count_tokens(source, sample_tokenizer, seq_len)
@@ -203,7 +206,8 @@ def inspect_source(source: Source, documents: DocumentTokenizer, seq_len: int) -
         for index in source.sample():
             record = source.record(index)
             if isinstance(record, BadRecord):
-                sample_tokenizer.encode(record)  # raises it, unless the job skips bad records
+                # Report it as training would: raise an error, unless the job skips bad records.
+                sample_tokenizer.encode(record)
 
 
 def _count_tokens(source: Source, documents: DocumentTokenizer, limit: int) -> int:

@@ -196,7 +196,9 @@ class HubFiles:
         self._kind = kind
         self._origin = origin
         self._folder = None if origin is None or re.match("https?://", origin) else Path(origin)
-        self._location: dict[str, Any] = {"repo_type": "dataset" if kind == "data" else "model"}
+        # Arguments with which huggingface_hub finds the repository. `_list_hub` adds "revision".
+        repo_type = "dataset" if kind == "data" else "model"
+        self._repo_options: dict[str, Any] = {"repo_type": repo_type}
         mirror = "HF_ENDPOINT" if kind == "model" else "--from URL"
         self._remedy = (
             f"Run the command again, set a mirror with {mirror}, or use a local copy with "
@@ -300,9 +302,9 @@ class HubFiles:
             from huggingface_hub import HfApi
 
             api = HfApi(endpoint=self._origin)
-            revision = api.repo_info(self.repo, **self._location).sha or "main"
-            self._location["revision"] = revision  # for the downloads
-            kind = self._location["repo_type"]
+            revision = api.repo_info(self.repo, **self._repo_options).sha or "main"
+            self._repo_options["revision"] = revision  # for the downloads
+            kind = self._repo_options["repo_type"]
             url = f"{api.endpoint}/api/{kind}s/{self.repo}/tree/{revision}"
             entries = self._read_pages(url)
             return {entry.path: entry for entry in entries if entry.type == "file"}
@@ -351,11 +353,11 @@ class HubFiles:
         from huggingface_hub import hf_hub_download
         from huggingface_hub.utils import tqdm
 
-        too_long = UserError(
-            f"{self.repo}: {entry.path} is longer than {entry.size:,} bytes. {self._remedy}"
-        )
+        problem = f"{self.repo}: {entry.path} is longer than {entry.size:,} bytes"
+        remedy = self._remedy
 
-        # The library has no limit of the size, but it reports all received bytes to a progress bar.
+        # The library cannot limit the size of a download. But it reports the received bytes to a
+        # progress bar, and an exception of the progress bar ends the download.
         class LimitedBar(tqdm):
             """A progress bar that stops the download when the file exceeds its listed size."""
 
@@ -364,11 +366,18 @@ class HubFiles:
             def update(self, n: float | None = 1) -> bool | None:
                 self.received += n or 0
                 if self.received > entry.size:
-                    raise too_long
+                    raise UserError(f"{problem}. {remedy}")
                 return super().update(n)
 
-        options = {"endpoint": self._origin, "tqdm_class": LimitedBar, **self._location}
-        return Path(hf_hub_download(self.repo, entry.path, local_dir=folder, **options))
+        path = hf_hub_download(
+            self.repo,
+            entry.path,
+            local_dir=folder,
+            endpoint=self._origin,
+            tqdm_class=LimitedBar,
+            **self._repo_options,
+        )
+        return Path(path)
 
     @contextmanager
     def _convert_errors(self) -> Iterator[None]:

@@ -98,6 +98,13 @@ def concat(read_documents: ReadDocuments, length: int, start: StreamPosition) ->
     Yields:
         The segments of a sequence, and the position at which the next sequence begins.
     """
+    # In the example above:
+    #
+    #   document  offset  segment  last_token
+    #   abc       0       abc      2           the sequence lacks 1 token
+    #   defg      0       d        0           yields abc + d; the next one begins with d
+    #   defg      0       defg     3           yields defg; the next one begins with g
+    #   defg      3       g        3           the document ends
     num_sequences, position, offset = start
     segments: list[Segment] = []
     num_missing = length  # tokens that the current sequence still lacks
@@ -113,7 +120,7 @@ def concat(read_documents: ReadDocuments, length: int, start: StreamPosition) ->
             last_token = offset + count - 1
             num_missing -= count
             if num_missing > 0:
-                break  # continue with the next document
+                break  # the document ends before the sequence is complete
 
             # The sequence is complete. The next one begins with its last token.
             num_sequences += 1
@@ -121,7 +128,7 @@ def concat(read_documents: ReadDocuments, length: int, start: StreamPosition) ->
             segments = []
             num_missing = length
             offset = last_token
-        offset = 0
+        offset = 0  # read the next document from its first token
 
     # The source has ended. A single token has no successor to predict.
     has_label = length - num_missing >= 2

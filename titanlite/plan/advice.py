@@ -499,7 +499,7 @@ def _guess_peak(run: Run) -> float:
     degrees = run.degrees
     has_pipeline = degrees.pipeline > 1
     num_layers = arch.n_layers / degrees.pipeline
-    num_weights = num_params(arch) / degrees.tensor / degrees.pipeline
+    num_weights = _count_weights(run)
 
     # Each block saves a share of its activations in bfloat16, for each microbatch in the pipeline.
     mode = run.job.activation_checkpoint.mode
@@ -518,49 +518,84 @@ def _guess_peak(run: Run) -> float:
 
 def _guess_work(run: Run) -> tuple[Work, ...]:
     """Estimate the work of a step as a few large kernels and collectives, without a trace."""
-    job = run.job
+    return (*_guess_kernels(run), *_guess_collectives(run))
+
+
+def _guess_kernels(run: Run) -> Iterator[Work]:
+    """Yield a matmul, an attention and another kernel with the work of all kernels of a step."""
+    arch = run.arch
+    tensor = run.degrees.tensor
+    num_layers = arch.n_layers / run.degrees.pipeline
+    num_weights = _count_weights(run)
+    step_tokens = run.microbatches * _microbatch_tokens(run)
+    recomputed_share = _recomputed_share(run)
+
+    def kernel(op: str, dtype: str, num_dims: int, flops: float, num_bytes: float = 0) -> Work:
+        shape = (1,) * num_dims  # `roofline` recognizes matmuls and attention by its length
+        return Work("backward", op, dtype, shape, None, 1, int(flops), int(num_bytes))
+
+    # Matmuls take 2 FLOPs per weight and token forward, 4 backward, and 2 if they are recomputed.
+    matmul_dtype = "float8" if run.job.float8.enable else "bfloat16"
+    matmul_flops = (6 + 2 * recomputed_share) * num_weights * step_tokens
+    yield kernel("mm", matmul_dtype, num_dims=3, flops=matmul_flops)
+
+    # In a forward pass of attention, a query takes 2 FLOPs per visible key and dimension for its
+    # scores, and 2 for its output. The backward pass is counted as three forward passes, and
+    # recomputing everything as another one.
+    num_passes = 5 if recomputed_share == 1 else 4
+    visible_keys = arch.attended(run.job.training.seq_len)
+    flops_per_token = 4 * visible_keys * arch.q_dim * num_layers / tensor
+    attention_flops = num_passes * flops_per_token * step_tokens
+    yield kernel("attention", "bfloat16", num_dims=5, flops=attention_flops)
+
+    # Other kernels read and write 20 bytes per value that a block stores.
+    values_per_token = activation_values(arch, tensor)  # of a block
+    other_bytes = 20 * values_per_token * step_tokens * num_layers
+    yield kernel("other", "", num_dims=0, flops=0, num_bytes=other_bytes)
+
+
+def _guess_collectives(run: Run) -> Iterator[Work]:
+    """Yield the work of all collectives of a step, added up by kind."""
     arch = run.arch
     degrees = run.degrees
     num_layers = arch.n_layers / degrees.pipeline
-    num_weights = num_params(arch) / degrees.tensor / degrees.pipeline
+    num_weights = _count_weights(run)
     step_tokens = run.microbatches * _microbatch_tokens(run)
-    values_per_token = activation_values(arch, degrees.tensor)  # of a block
-    recomputed_share = {"none": 0.0, "full": 1.0}.get(job.activation_checkpoint.mode, 0.5)
-
-    # Matmuls take 2 FLOPs per weight and token forward, 4 backward, and 2 if they are recomputed.
-    dtype, dtype_bytes = ("float8", 1) if job.float8.enable else ("bfloat16", 2)
-    matmul_flops = (6 + 2 * recomputed_share) * num_weights * step_tokens
-    attended = arch.attended(job.training.seq_len)
-    attention_flops = 4 * attended * arch.q_dim * num_layers / degrees.tensor
-    num_attention_passes = 5 if recomputed_share == 1 else 4
-
-    # FSDP gathers the weights forward and backward. A block has four tensor parallel collectives of
-    # bfloat16 values in each direction, and four more if it is recomputed.
-    num_shards = degrees.shard * degrees.context
-    num_gathers = 2 * (1 if degrees.pipeline > 1 else run.microbatches)
-    gathered_bytes = num_gathers * num_weights * dtype_bytes
-    tensor_bytes = (8 + 4 * recomputed_share) * 2 * arch.dim * step_tokens * num_layers
-    tensor_group = Group("tensor", degrees.tensor, 1)
-    fsdp_group = Group("fsdp", num_shards, num_shards * degrees.tensor)
-    replicate_group = Group("replicate", degrees.replicate, run.world_size)
-
-    def kernels(op: str, dtype: str, num_dims: int, flops: float, num_bytes: float = 0) -> Work:
-        shape = (1,) * num_dims  # its length selects the formula for the time
-        return Work("backward", op, dtype, shape, None, 1, int(flops), int(num_bytes))
 
     def collectives(op: str, group: Group, count: float, num_bytes: float) -> Work:
         return Work("backward", op, "", (), group, int(count), 0, int(num_bytes))
 
-    # Other kernels read and write 20 bytes per value that a block stores.
-    return (
-        kernels("mm", dtype, 3, matmul_flops),
-        kernels("attention", "bfloat16", 5, num_attention_passes * attention_flops * step_tokens),
-        kernels("other", "", 0, 0, 20 * values_per_token * step_tokens * num_layers),
-        collectives("all_gather", tensor_group, 1, tensor_bytes),
-        collectives("all_gather", fsdp_group, num_gathers * num_layers, gathered_bytes),
-        collectives("reduce_scatter", fsdp_group, num_layers, 4 * num_weights),
-        collectives("all_reduce", replicate_group, num_layers, 4 * num_weights / degrees.shard),
-    )
+    # A block has four tensor parallel collectives of bfloat16 values in each direction, and four
+    # more if it is recomputed.
+    collectives_per_block = 8 + 4 * _recomputed_share(run)
+    tensor_bytes = collectives_per_block * 2 * arch.dim * step_tokens * num_layers
+    tensor_group = Group("tensor", degrees.tensor, 1)
+    yield collectives("all_gather", tensor_group, 1, tensor_bytes)
+
+    # FSDP gathers the weights of each block forward and backward, for each microbatch. With a
+    # pipeline, the weights stay unsharded between microbatches.
+    num_shards = degrees.shard * degrees.context
+    fsdp_group = Group("fsdp", num_shards, num_shards * degrees.tensor)
+    num_gathers = 2 if degrees.pipeline > 1 else 2 * run.microbatches
+    weight_bytes = 1 if run.job.float8.enable else 2
+    gathered_bytes = num_gathers * num_weights * weight_bytes
+    yield collectives("all_gather", fsdp_group, num_gathers * num_layers, gathered_bytes)
+
+    # FSDP reduces gradients of 4 bytes, and then the shards of the replicas.
+    replicate_group = Group("replicate", degrees.replicate, run.world_size)
+    gradient_bytes = 4 * num_weights
+    yield collectives("reduce_scatter", fsdp_group, num_layers, gradient_bytes)
+    yield collectives("all_reduce", replicate_group, num_layers, gradient_bytes / degrees.shard)
+
+
+def _count_weights(run: Run) -> float:
+    """Return the number of weights of a rank before FSDP shards them."""
+    return num_params(run.arch) / run.degrees.tensor / run.degrees.pipeline
+
+
+def _recomputed_share(run: Run) -> float:
+    """Estimate the share of the forward pass that activation checkpointing computes again."""
+    return {"none": 0.0, "full": 1.0}.get(run.job.activation_checkpoint.mode, 0.5)
 
 
 def _microbatch_tokens(run: Run) -> int:

@@ -278,12 +278,13 @@ class Counter(TorchDispatchMode):
     def watching(self) -> Iterator[None]:
         """Count all operators that run within this context.
 
-        FSDP2 frees memory by resizing a storage to 0, which is not an operator, so `resize_` is
-        counted as well. Calls by which DTensor infers the shape of a result are not counted.
+        As a dispatch mode, the counter receives each operator call. Three functions of torch that
+        are not operators, or must not be counted, are replaced within the context.
         """
         resize = torch.UntypedStorage.resize_
         infer_shapes = ShardingPropagator._propagate_tensor_meta_non_cached
 
+        # FSDP2 frees unsharded parameters by resizing their storage to 0.
         def resize_and_log(storage: torch.UntypedStorage, size: int) -> Any:
             result = resize(storage, size)
             if id(storage) in self._living:
@@ -291,6 +292,7 @@ class Counter(TorchDispatchMode):
                 self._log_size(number, storage.nbytes())
             return result
 
+        # To infer the shape of a result, DTensor runs an operator on fake tensors. Do not count it.
         def infer_shapes_uncounted(propagator: ShardingPropagator, schema: Any) -> Any:
             self._is_inferring_shapes = True
             try:
@@ -298,18 +300,22 @@ class Counter(TorchDispatchMode):
             finally:
                 self._is_inferring_shapes = False
 
+        # Memory belongs to the stream in which it is allocated. FSDP2 enters its streams on a CPU
+        # as well, on which they have no effect.
         @contextmanager
         def enter_stream(stream: Any) -> Iterator[None]:
             previous = self._stream
             self._stream = self._stream_indices.setdefault(stream, len(self._stream_indices))
-            yield
-            self._stream = previous
+            try:
+                yield
+            finally:
+                self._stream = previous
 
         with (
             override(torch.UntypedStorage, resize_=resize_and_log),
             override(ShardingPropagator, _propagate_tensor_meta_non_cached=infer_shapes_uncounted),
-            override(torch.cpu, stream=enter_stream),  # FSDP2 enters its streams on a CPU as well
-            self,
+            override(torch.cpu, stream=enter_stream),
+            self,  # enables the dispatch mode
         ):
             _active_counters.append(self)
             try:
@@ -355,17 +361,38 @@ class Counter(TorchDispatchMode):
     def _count(
         self, func: Any, signature: _Signature, args: Any, kwargs: Mapping[str, Any], result: Any
     ) -> None:
-        """Log the allocations and the work of one operator call."""
-        # A real backward pass adds two gradients in place if nothing else uses the first one.
-        # Whether this is so shows when the first one is freed, so do not count the memory of the
-        # sum yet.
+        """Log the allocations and the work of one operator call.
+
+        The sum of two gradients is a special case, because fake tensors behave differently: without
+        them, autograd adds the second gradient to the first one in place if nothing else uses the
+        first one. There are two cases:
+
+        - The first gradient is freed before the next operator, so nothing else uses it. The sum
+          takes over its memory, and nothing is allocated.
+        - The first gradient is still alive at the next operator. The sum takes new memory.
+
+        Therefore the sum is kept as pending until it is known which case applies.
+
+        Args:
+            func: The operator.
+            signature: Properties of the operator.
+            args: Positional arguments of the call.
+            kwargs: Keyword arguments of the call.
+            result: Result of the call.
+        """
+        # Autograd adds gradients in the backward pass with gradients disabled. A recomputed forward
+        # pass enables them.
         is_backward = self.location.phase == "backward"
-        if func is ADD and is_backward and not torch.is_grad_enabled():
-            self._pending_sum = id(args[0].untyped_storage()), result
+        is_sum_of_gradients = func is ADD and is_backward and not torch.is_grad_enabled()
+        if is_sum_of_gradients:
+            first_gradient = args[0].untyped_storage()
+            self._pending_sum = id(first_gradient), result
         else:
             for tensor in _find_tensors(result):
-                self._storage_number(tensor)
+                self._storage_number(tensor)  # logs the allocation if the storage is new
 
+        # The new memory has a default kind, such as "activations". Correct it for the arguments of
+        # FSDP2 operators, but never the kind of memory that was marked as weights, for example.
         for kind, argument in ARGUMENT_KINDS.get(signature.name, ()):
             value = kwargs[argument] if isinstance(argument, str) else args[argument]
             self.mark(_find_tensors(value), kind, DEFAULT_KINDS)
@@ -387,13 +414,26 @@ class Counter(TorchDispatchMode):
         collective = _collective_name(signature.name)
         if collective is not None:
             num_bytes = max(bytes_of(value) for value in (*args, result))
-            return Work(phase, collective, "", (), self._find_group(args), 1, 0, num_bytes)
+            return Work(
+                phase,
+                op=collective,
+                dtype="",
+                shape=(),
+                group=self._find_group(args),
+                count=1,
+                flops=0,
+                bytes=num_bytes,
+            )
 
         op = signature.name.removeprefix("aten::")
         inputs = _find_tensors(args)
         if op in MATMULS and "add" in op:
-            inputs = inputs[1:3]  # the summand may have another dtype
-        shape, flops = _count_flops(op, inputs, int(kwargs.get("scale") or 0))
+            # Keep the factors of addmm(summand, a, b). The summand may have another dtype.
+            inputs = inputs[1:3]
+        # Traced flex attention passes its sliding window, a number of tokens, as the `scale` of the
+        # scores, which has no effect on a trace; see `simulate.simulate_gpu`.
+        window = int(kwargs.get("scale") or 0)
+        shape, flops = _count_flops(op, inputs, window)
         # The dtype is that of the first floating-point input, or else of the first input.
         floating = [tensor for tensor in inputs if tensor.is_floating_point()]
         dtypes = [tensor.dtype for tensor in (*floating, *inputs)]

@@ -82,7 +82,11 @@ class StepCounts(NamedTuple):
 
 
 def count_step(
-    run: Run, mesh: Mesh, sharded: ShardedModel, train_step: TrainStep, whole: bool = False
+    run: Run,
+    mesh: Mesh,
+    sharded: ShardedModel,
+    train_step: TrainStep,
+    run_all_microbatches: bool = False,
 ) -> StepCounts:
     """Run two training steps, and count the memory and work of the second one.
 
@@ -94,28 +98,42 @@ def count_step(
         mesh: Layout of the ranks.
         sharded: This rank's part of the model.
         train_step: Training step of the model.
-        whole: Run all microbatches instead of repeating the counts of one.
+        run_all_microbatches: Run all microbatches instead of repeating the counts of one.
     """
     counter = Counter(_describe_groups(mesh))
     allocator = CachingAllocator()
-    skipped = _skippable_microbatches(run, whole)
+    skipped = range(0) if run_all_microbatches else _skippable_microbatches(run)
     with counter.watching():
         _run_steps(counter, allocator, run, sharded, train_step, skipped)
 
-    # The log of a pipeline already contains the skipped microbatches; see `_follow_pipeline`.
+    # The log lacks the skipped microbatches, except with a pipeline: `_follow_pipeline` copies the
+    # log entries of another microbatch for each skipped one.
     num_missing = len(skipped) if run.degrees.pipeline == 1 else 0
     work = _add_up_work(counter, num_missing)
     peaks = _find_peaks(counter)
     pools = _find_stream_peaks(counter)
-
-    # With CPU offload, a reduced gradient stays on the GPU, in a stream of FSDP2, until it has been
-    # copied. The counter counts all gradients as CPU memory, so add the largest one here.
     if run.job.training.enable_cpu_offload:
-        shards = [local_shard(parameter) for parameter in train_step.model.parameters()]
-        largest_gradient = max(shard.nbytes for shard in shards)
-        pools[OFFLOAD_STREAM, Location("backward", "end")] = largest_gradient
-        allocator.allocate(NEVER_FREED, largest_gradient, OFFLOAD_STREAM)
+        _add_gradient_on_gpu(train_step, pools, allocator)
     return StepCounts(peaks, pools, work, allocator.reserved)
+
+
+def _add_gradient_on_gpu(
+    train_step: TrainStep, pools: dict[tuple[int, Location], int], allocator: CachingAllocator
+) -> None:
+    """Add the GPU memory in which CPU offload keeps a gradient until it is copied to the CPU.
+
+    The counter counts all gradients as CPU memory. But FSDP2 reduces each one on the GPU, and keeps
+    it in a stream of its own during the copy. One gradient at a time is there, so add the largest.
+
+    Args:
+        train_step: Training step of the model.
+        pools: (stream, location) -> peak memory, to which an entry is added.
+        allocator: Allocator in which the memory is allocated.
+    """
+    shards = [local_shard(parameter) for parameter in train_step.model.parameters()]
+    largest_gradient = max(shard.nbytes for shard in shards)
+    pools[OFFLOAD_STREAM, Location("backward", "end")] = largest_gradient
+    allocator.allocate(NEVER_FREED, largest_gradient, OFFLOAD_STREAM)
 
 
 def _run_steps(
@@ -167,7 +185,7 @@ def _run_steps(
         _replay_allocations(counter, allocator)
 
 
-def _skippable_microbatches(run: Run, whole: bool) -> range:
+def _skippable_microbatches(run: Run) -> range:
     """Return the indices of microbatches that can be skipped, because they repeat an earlier one.
 
     These follow the second microbatch, or with a pipeline the third, because part of the memory of
@@ -178,14 +196,7 @@ def _skippable_microbatches(run: Run, whole: bool) -> range:
 
     - Stages on one rank hand their results to each other (V-shaped schedules).
     - A rank has so many stages that torch unshards and reshards some while others run.
-
-    Args:
-        run: The validated job and the number of ranks.
-        whole: Skip no microbatch.
     """
-    none = range(0)
-    if whole:
-        return none
     num_ranks = run.degrees.pipeline
     if num_ranks == 1:
         return range(2, run.microbatches - 1)
@@ -193,7 +204,7 @@ def _skippable_microbatches(run: Run, whole: bool) -> range:
     is_v_shaped = run.job.parallelism.pipeline_parallel_schedule in V_SHAPED
     has_many_stages = len(run.stages) > 3 * num_ranks
     if is_v_shaped or has_many_stages or run.microbatches < MIN_MICROBATCHES:
-        return none
+        return range(0)
     return range(3, run.microbatches - 1)
 
 
@@ -224,24 +235,32 @@ def _describe_groups(mesh: Mesh) -> dict[str, Group]:
 def _add_up_work(counter: Counter, num_missing: int) -> dict[tuple[Any, ...], np.ndarray]:
     """Add up the work of a step by kind of work.
 
+    If microbatches were skipped, the first, the second and the last one ran. The skipped ones would
+    do the same work as the second one, so its work is multiplied. For example, it counts 6 times if
+    5 microbatches were skipped. The first and the last one can differ: the first one does not add
+    its gradients to earlier ones, for example.
+
     Args:
         counter: Counter with the log of the step.
-        num_missing: Number of microbatches that are not in the log. The second microbatch counts
-            once more for each of them, because their work is the same.
+        num_missing: Number of skipped microbatches, which are missing in the log.
 
     Returns:
         `Work.key` -> array of count, FLOPs and bytes.
     """
+    # A microbatch lasts from the start of its forward pass to that of the next microbatch.
     second_microbatch = range(0)
     if num_missing:
-        start, end = counter.forward_starts[1:3]
-        second_microbatch = range(start, end)
+        second_start, third_start = counter.forward_starts[1:3]
+        second_microbatch = range(second_start, third_start)
 
-    totals = defaultdict[Any, Any](int)
+    totals: dict[tuple[Any, ...], np.ndarray] = {}
     for i, (_, entry) in enumerate(counter.log):
-        if isinstance(entry, Work):
-            factor = 1 + num_missing if i in second_microbatch else 1
-            totals[entry.key] += factor * np.array(entry.amounts)
+        if not isinstance(entry, Work):
+            continue
+        amounts = np.array(entry.amounts)
+        if i in second_microbatch:
+            amounts *= 1 + num_missing
+        totals[entry.key] = totals.get(entry.key, 0) + amounts
     return totals
 
 

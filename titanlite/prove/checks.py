@@ -152,7 +152,7 @@ def compare_gradients(
     run: Run,
     gradients: Tensors,
     reference: Tensors,
-    single: Tensors,
+    one_rank: Tensors,
 ) -> list[Check]:
     """Compare the gradients of one step with gradients computed in float64.
 
@@ -161,8 +161,8 @@ def compare_gradients(
         run: The run, which determines the precision.
         gradients: Gradients of the run, by parameter name.
         reference: Float64 gradients, by parameter name.
-        single: Gradients of one process in the precision of the run. Their error determines the
-            tolerance.
+        one_rank: Gradients that one rank computes in the precision of the run. Their rounding error
+            determines the tolerance.
 
     Returns:
         One check for each parameter.
@@ -181,7 +181,7 @@ def compare_gradients(
         # elements gets 10% of the minimum of the whole model.
         minimum = total_minimum * math.sqrt(expected.numel() / num_elements)
         error = relative_error(gradients[name], expected, minimum)
-        error_of_one_rank = relative_error(single[name], expected, minimum)
+        error_of_one_rank = relative_error(one_rank[name], expected, minimum)
         tolerance = gradient_tolerance(run, error_of_one_rank)
         checks.append(Check("gradient", step, name, error, tolerance))
     return checks

@@ -127,7 +127,9 @@ def select(tensors: Tensors, prefix: str) -> Tensors:
 
 
 def load_steps(folder: Path, name: str, num_ranks: int) -> dict[int, LayoutStep]:
-    """Load the record files of all ranks and combine them into one record per step.
+    """Load the record files of all ranks, and combine the records of each step.
+
+    The combined record has the tensors of the whole model, by name, and the records of all ranks.
 
     Args:
         folder: Folder with files such as "first-0.pt".
@@ -142,11 +144,13 @@ def load_steps(folder: Path, name: str, num_ranks: int) -> dict[int, LayoutStep]
     ]
     steps = {}
     for number in records_by_rank[0]:
-        step = LayoutStep([records[number] for records in records_by_rank])
-        for record in step.ranks:  # only the first rank of each pipeline stage has whole tensors
-            step.gradients |= record.gradients.whole
-            step.state |= record.state.whole
-            step.initial |= record.initial.whole
+        step = LayoutStep(ranks=[records[number] for records in records_by_rank])
+        # The first rank of each pipeline stage has recorded the unsharded tensors of the stage.
+        # Combine those of all stages. The dictionaries of all other ranks are empty.
+        for record in step.ranks:
+            step.gradients.update(record.gradients.unsharded)
+            step.state.update(record.state.unsharded)
+            step.initial.update(record.initial.unsharded)
         steps[number] = step
     return steps
 
@@ -363,7 +367,7 @@ def compare_step(
     yield from compare_sequences(run, step, after, sequences)
 
     loss, gradients = reference.compute_gradients(before.weights, sequences)
-    checks = compare_gradients(step, run, after.gradients, gradients, single.gradients.whole)
+    checks = compare_gradients(step, run, after.gradients, gradients, single.gradients.unsharded)
     failed = [check for check in checks if not check.has_passed]
     hint = ""
     if failed:
@@ -520,8 +524,8 @@ def compare_update(
                 expected = torch.where(update.is_sure, expected, new_weight)
             expected_moments = update.moments
         else:
-            expected = single.whole[MODEL + name].double()
-            expected_moments = select(single.whole, f"{OPTIMIZER}{name}.")
+            expected = single.unsharded[MODEL + name].double()
+            expected_moments = select(single.unsharded, f"{OPTIMIZER}{name}.")
 
         for key, expected_moment in expected_moments.items():
             yield _compare_moment(run, step, f"{name}.{key}", new_moments[key], expected_moment)
@@ -535,7 +539,7 @@ def compare_update(
         hint = explain_factor(new_change, change, run)
         yield Check("weight update", step, name, error, tolerance, hint)
     averages = select(after.state, AVERAGES)
-    for name, expected in select(single.whole, AVERAGES).items():
+    for name, expected in select(single.unsharded, AVERAGES).items():
         error = relative_error(averages[name], expected)
         yield Check("weight average", step, name, error, UPDATE_ROUNDINGS * EPS32)
 
@@ -616,7 +620,7 @@ def compare_resumed_on_one_rank(
     with Trainer(run, device, [recorder]) as trainer:
         turn_dropout_off(trainer)
         step = trainer.steps_done
-        loaded = recorder.steps[step].state.whole  # recorded by the hook after the load
+        loaded = recorder.steps[step].state.unsharded  # recorded by the hook after the load
         yield from compare_bitwise("resume on one rank: loaded state", step, loaded, saved.state)
         recorder.train(step + 1)
 
@@ -627,8 +631,8 @@ def compare_resumed_on_one_rank(
     yield from compare_bitwise(
         "resume on one rank: gradient",
         step + 1,
-        record.gradients.whole,
-        next_step.gradients.whole,
+        record.gradients.unsharded,
+        next_step.gradients.unsharded,
     )
 
 
@@ -675,7 +679,7 @@ def compare_recomputation(run: Run, device: torch.device, folder: Path) -> Itera
             recorder.amplify_weights()
             torch.manual_seed(0)  # for equal dropout masks in both runs
             recorder.train(1)
-        gradients.append(recorder.steps[1].gradients.whole)
+        gradients.append(recorder.steps[1].gradients.unsharded)
 
     expected, recomputed = gradients
     for name, value in recomputed.items():

@@ -44,12 +44,12 @@ class Snapshot:
     """Tensors of a model at one moment, such as after a step.
 
     Attributes:
-        whole: Unsharded tensors on the CPU, by name. Empty except on the first rank of each
+        unsharded: Unsharded tensors on the CPU, by name. Empty except on the first rank of each
             pipeline stage.
         digests: SHA-256 of each shard of this rank, to find replicas that differ.
     """
 
-    whole: Tensors = field(default_factory=dict)
+    unsharded: Tensors = field(default_factory=dict)
     digests: ShardDigests = field(default_factory=dict)
 
 
@@ -94,7 +94,7 @@ class Recorder(Hook):
     def built(self, trainer: Trainer) -> None:
         """Keep the trainer, and record each batch that its loader returns."""
         self.trainer = trainer
-        self._keeps_whole = dist.get_rank(trainer.mesh.stage_group) == 0
+        self._keeps_unsharded = dist.get_rank(trainer.mesh.stage_group) == 0
         read_batch = trainer.loader.next_global_batch
 
         def read_and_record() -> GlobalBatch:
@@ -163,8 +163,8 @@ class Recorder(Hook):
             shard = local(tensor).contiguous().cpu()
             snapshot.digests[name, _offsets(tensor)] = _digest(shard)
             whole = tensor.full_tensor().cpu() if isinstance(tensor, DTensor) else shard
-            if self._keeps_whole:
-                snapshot.whole[name] = whole.clone()
+            if self._keeps_unsharded:
+                snapshot.unsharded[name] = whole.clone()
         return snapshot
 
 

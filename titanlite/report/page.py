@@ -341,12 +341,12 @@ def _read_events(entries: Iterable[Entry], metrics: Columns) -> list[dict[str, A
     """
     events: list[dict[str, Any]] = []
     is_running = False
-    for event, newest_step in _parse_events(entries, metrics):
+    for event, reached_step in _parse_events(entries, metrics):
         if event["kind"] == "start":
             # Add the kill of the previous process.
             if is_running:
                 text = "The run was killed: no end was recorded before the next start."
-                events.append(event | {"kind": "killed", "step": newest_step, "text": text})
+                events.append(event | {"kind": "killed", "step": reached_step, "text": text})
 
             # Mark the events of the steps that this start trains again.
             for earlier_event in events:
@@ -362,9 +362,14 @@ def _read_events(entries: Iterable[Entry], metrics: Columns) -> list[dict[str, A
 def _parse_events(
     entries: Iterable[Entry], metrics: Columns
 ) -> Iterator[tuple[dict[str, Any], float]]:
-    """Yield each event for the page, and the newest step that was recorded before it.
+    """Yield each event for the page, and the step that the run had reached before the event.
 
-    An event without a step, such as a crash, gets this newest step.
+    The run had reached the step of the previous event, or a later step that it has logged since
+    then. An event without a step, such as a crash, gets this step. For example, a run starts at
+    step 100, logs step 120 and crashes. The crash then gets step 120.
+
+    The key "undone" of the events is False. `_read_events` sets it when a later start trains the
+    step again.
 
     Args:
         entries: Lines of the events file.
@@ -372,24 +377,23 @@ def _parse_events(
     """
     logged_steps = metrics["step"]
     log_times = metrics.get("time", logged_steps)
-    previous_step = 0.0
+    previous_event_step = 0.0
     for entry in entries:
         unix_time = get_number(entry, "time")
         if unix_time is None:
             continue
 
-        # The newest step is the step of the previous event or of a later log step.
-        logged_step = float(np.max(logged_steps[log_times <= unix_time], initial=0.0))
-        newest_step = max(previous_step, logged_step)
+        newest_logged_step = float(np.max(logged_steps[log_times <= unix_time], initial=0.0))
+        reached_step = max(previous_event_step, newest_logged_step)
         step = get_number(entry, "step")
         if step is None:
-            step = newest_step
-        previous_step = step
+            step = reached_step
+        previous_event_step = step  # a start can go back, so this can be less than `reached_step`
 
         kind = str(entry.get("event"))
         text = str(entry.get("text", ""))
         event = {"time": unix_time, "step": step, "undone": False, "kind": kind, "text": text}
-        yield event, newest_step
+        yield event, reached_step
 
 
 def _count_tokens(step: int, metrics: Columns) -> float | None:

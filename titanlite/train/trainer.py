@@ -566,15 +566,16 @@ class Trainer:
         Call this once for each step, because it consumes a received signal to save (SIGUSR2).
 
         Args:
-            step: Step after which the actions are taken: the next step or, on a GPU, the step after
-                it; see `RequestExchange`.
+            step: Step after which the actions are taken. On a CPU, it is the next step to train. On
+                a GPU, a request is sent one step earlier; see `RequestExchange`.
         """
         if step > self.job.training.steps:
             return Request()
 
-        # Wait until the data of step `step` + 1 has been read. Otherwise the other ranks would find
-        # out too late that this rank has no data for it.
-        data_error = self._wait_for_data(step + 1 - self.steps_done)
+        # Find out now whether this rank has data for the step after `step`. If not, all ranks must
+        # stop after `step`.
+        num_steps_to_read = step + 1 - self.steps_done
+        data_error = self._wait_for_data(num_steps_to_read)
 
         # Request what the job schedules.
         should_save = self.checkpointer is not None and step % self.job.checkpoint.interval == 0
