@@ -58,6 +58,12 @@ def test_a_correct_layout_is_proven(ranks, options, tmp_path):
     assert {row["check"] for row in certificate["rows"] if row["passed"]} >= PASSED
 
 
+def test_a_folder_that_cannot_be_used_is_named_by_its_option(tmp_path):
+    (tmp_path / "file").touch()
+    words = job_words(tmp_path / "out")
+    assert "--out" in titanlite("prove", *words, "--out", tmp_path / "file", code=2)
+
+
 def require_certificate(out: Path) -> tuple[object, ...]:
     return ("train", *job_words(out), "--job.require_certificate", "--training.steps", 2)
 

@@ -12,7 +12,7 @@ from pydantic import Field
 from titanlite.commands.common import format_table, start_ranks
 from titanlite.config.certificate import FOLDER
 from titanlite.config.errors import UserError
-from titanlite.config.files import make_folder
+from titanlite.config.files import find_write_problem, make_folder
 from titanlite.config.options import (
     AsJson,
     OptionPath,
@@ -72,6 +72,10 @@ def main(argv: Sequence[str]) -> None:
     options, words = parse_options_and_job(Prove, argv, "prove")
     job = parse_original(words)
     out = (options.out or Path(job.job.dump_folder, FOLDER)).absolute()
+    write_problem = find_write_problem(out)
+    if write_problem:
+        option = "job.dump_folder" if options.out is None else "--out"
+        raise UserError(f"{option}: {write_problem}")
     small_job = shrink(job, choose_world_size(options.world_size), options.steps, out)
     world_size = small_job.run.world_size
     has_launcher = "WORLD_SIZE" in os.environ
