@@ -173,6 +173,7 @@ def _build_run(saved: JobConfig, options: Scoring, window: int, parallelism: Par
     if window > max_window:
         raise UserError(f"--window {window}: must be at most model.max_seq_len = {max_window}.")
 
+    # `_make_job` needs the parallel degrees, which a run with default settings computes.
     layout = Run(JobConfig(parallelism=parallelism), read_world_size())
     run = Run(_make_job(saved, options, window, layout), layout.world_size)
     problems = list(check_layout(run))

@@ -604,9 +604,9 @@ class CheckpointContext:
         Raises:
             UserError: On all ranks, if the folder is not writable, or the nodes do not share it.
         """
-        # Rank 0 creates a file, which all ranks must see in the folder. Network storage shows the
-        # files of other nodes with a delay of some seconds.
-        self.token = self.ranks.run_on_rank0(self._clean_up)
+        # Rank 0 creates a probe file, which all ranks must see in the folder. Network storage shows
+        # the files of other nodes with a delay of some seconds, so wait for up to 10 s.
+        self.token = self.ranks.run_on_rank0(self._clean_up_and_create_probe)
         probe = self.folder / f"{TMP_PREFIX}{self.token}"
         deadline = time.monotonic() + 10
         while not probe.exists() and time.monotonic() < deadline:
@@ -633,7 +633,7 @@ class CheckpointContext:
             fix = "Free some space, or choose another checkpoint.folder."
             raise UserError(f"{self.folder}: {problem}. {fix}")
 
-    def _clean_up(self) -> str:
+    def _clean_up_and_create_probe(self) -> str:
         """Remove leftovers of earlier starts, and create a file that all nodes must see.
 
         Runs on rank 0.

@@ -1038,8 +1038,8 @@ class JobConfig(Whole):
         Raises:
             ConfigError: If a value is invalid. The message lists all mistakes.
         """
-        # Validate the sections of plugins. Report sections that are still left and unknown in the
-        # same form as pydantic does.
+        # Take the sections of plugins out of `values`, and validate them. List unknown sections in
+        # the same form as pydantic does.
         errors: list[Any] = []
         plugin_sections: dict[str, Section] = {}
         if isinstance(values, dict | cls):  # otherwise pydantic reports the wrong type below
@@ -1050,17 +1050,19 @@ class JobConfig(Whole):
                 if isinstance(name, str) and name not in cls.model_fields:
                     errors.append({"type": "extra_forbidden", "loc": (name,), "input": table})
 
-        # Validate the other sections. The job gets the sections of plugins as attributes.
+        # Validate the built-in sections, also if there are errors already, to report all of them.
+        job = None
         try:
             job = validate(values)
-            if not errors:
-                job.__pydantic_extra__ = plugin_sections
-                return job
         except ValidationError as failure:
             errors += failure.errors(include_url=False)
+        if job is None or errors:
+            mistakes = [build_mistake(cls, error) for error in errors]
+            raise ConfigError(mistakes, cls.source)
 
-        mistakes = [build_mistake(cls, error) for error in errors]
-        raise ConfigError(mistakes, cls.source)
+        # Attach the validated sections of plugins, so that `job.<section>` works for them as well.
+        job.__pydantic_extra__ = plugin_sections
+        return job
 
     @classmethod
     def _take_plugin_sections(cls, values: dict[str, Any]) -> tuple[dict[str, Section], list[Any]]:

@@ -95,7 +95,7 @@ def storage_errors(url: str, error_class: type[UserError] = UserError) -> Iterat
     except UserError:
         raise
     except Exception as error:  # each storage has its own exception types
-        raise error_class(_describe_failure(url, error)) from None
+        raise error_class(_describe_failure(url, error)) from error
 
 
 def _describe_failure(url: str, error: Exception) -> str:

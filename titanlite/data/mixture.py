@@ -70,10 +70,15 @@ class Mixture:
     def _choose_source(self) -> int:
         """Return the index of the source for the next sequence, by Tijdeman's algorithm.
 
-        A source lags by its exact share of the sequences so far, minus its number of sequences. For
-        n sources, let m = 2n - 2. The sources that lag by at least 1/m sequence are candidates. The
-        candidate that would be the first to lag by 1 - 1/m sequence is chosen. For example, weights
-        of 3 and 1 give the sources 0, 0, 1, 0, and so on.
+        The lag of a source is the number of sequences that its weight entitles it to so far,
+        including the next one, minus the number that it has got. The algorithm keeps every lag
+        below 1 - 1/m, where m = 2n - 2 for n sources:
+
+        1. Candidates are the sources with a lag of at least 1/m.
+        2. The candidate whose lag would be the first to reach 1 - 1/m gets the next sequence.
+
+        For example, weights of 3 and 1 give the sources 0, 0, 1, 0, and so on. See Tijdeman, "The
+        chairman assignment problem", 1980.
         """
         m = 2 * len(self.counts) - 2
         total_weight = sum(self.weights)

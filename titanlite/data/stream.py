@@ -267,9 +267,10 @@ class SequenceReader:
         if (source, stream) not in self._streams:
             self._streams[source, stream] = self._open_stream(source, stream)
 
-        # Read the stream up to this sequence. Other ranks report the records skipped before it.
-        self._progress[0] = source
-        skipped = data.documents.skipped  # filled while the stream is read
+        # Read the stream up to this sequence. Reading adds bad records to `skipped`. Drop those of
+        # earlier sequences, because the ranks that train on these sequences report them.
+        self._progress[0] = source  # for the report of a read that hangs
+        skipped = data.documents.skipped
         skipped.clear()
         for segments, position in self._streams[source, stream]:
             is_requested = position.sequence > index_in_stream

@@ -268,8 +268,9 @@ class SpikeGuard(Hook):
         self._num_roll_backs = 0
         self._needs_roll_back = False
 
-        # Steps that the CPU has not read yet, with the result of `_compare` if the GPU has compared
-        # them ("skip"), or else with loss, gradient norm and skip flag.
+        # Steps whose values the CPU has not read yet, because that would be a host sync. With
+        # "skip", the values of a step are the result of `_compare`. Otherwise, they are its loss,
+        # gradient norm and skip flag.
         self._unread: list[tuple[int, Tensor]] = []
 
         # A ring buffer: loss and gradient norm of step s are in column s % spike_history. NaN marks

@@ -94,6 +94,7 @@ class Norms(Hook):
             - "update_ratios": Norm of the update divided by the norm of the weights, for each
               group. Missing if the step was skipped, because there was no update.
         """
+        # Row GRADIENTS, UPDATES or WEIGHTS -> sum of squares of each parameter. Start a new sum.
         total = self._squares
         self._squares = torch.zeros_like(total)
         dist.all_reduce(total)

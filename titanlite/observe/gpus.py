@@ -305,8 +305,9 @@ def _memory_of_rank(ranks: int, is_offloaded: bool, elsewhere: bool) -> int:
 
     # Each rank has a GPU of its own, but the ranks share the CPU memory of the node.
     gpu, memory = device_memory()
-    uses_cpu_memory = gpu is None or (memory > 0 and is_offloaded)
-    if not uses_cpu_memory:
+    has_gpu = gpu is not None
+    is_unknown = has_gpu and memory == 0
+    if is_unknown or (has_gpu and not is_offloaded):
         return memory
     num_ranks = ranks or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return machine_memory() // num_ranks

@@ -192,8 +192,8 @@ def _scale_(gradients: list[Tensor], max_norm: float, norm: Tensor) -> None:
             gradient.mul_(factor)
         return
 
-    # Otherwise, a function of torch scales all gradients with one operator. It reads them from the
-    # `grad` attributes of parameters, which are unknown here, so other tensors hold the gradients.
+    # Otherwise, a function of torch scales all gradients with one operator. It expects parameters
+    # and scales their `grad`, so make each gradient the `grad` of a dummy tensor.
     holders = [gradient.detach() for gradient in gradients]
     for holder, gradient in zip(holders, gradients, strict=True):
         holder.grad = gradient

@@ -137,10 +137,13 @@ class Muon(torch.optim.Optimizer):
         self._update(*previous, skip)
 
     def _start_gather(self, plan: _Round, skip: Tensor) -> _Transfer:
-        """Update this rank's momentum of a round and start sending its shards to the owners.
+        """Update the momentum shards of this rank, and start to gather whole momentum matrices.
+
+        The owner of a matrix is the rank that will orthogonalize its whole momentum. Matrices are
+        processed in rounds, in each of which every rank owns a few.
 
         Args:
-            plan: Communication plan of the round.
+            plan: Communication plan of the round: its matrices, and who sends what to whom.
             skip: Scalar tensor, 1 to leave the momentum unchanged.
 
         Returns:

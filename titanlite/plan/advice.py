@@ -388,7 +388,8 @@ def list_layouts(run: Run, gpu: Gpu) -> list[Settings]:
             "float8.precompute_float8_dynamic_scale_for_fsdp": gathers_float8,
         }
         candidates += _choose_batch_sizes(run, gpu, layout)
-    return [settings for _, settings in sorted(candidates, key=itemgetter(0))]
+    candidates.sort(key=itemgetter(0), reverse=True)
+    return [settings for _, settings in candidates]
 
 
 def _list_degrees(run: Run, gpu: Gpu) -> Iterator[dict[str, Any]]:
@@ -440,8 +441,8 @@ def _choose_batch_sizes(run: Run, gpu: Gpu, layout: dict[str, Any]) -> list[tupl
         layout: Options of the layout, such as the parallel degrees.
 
     Returns:
-        At most two pairs of the negated tokens per second, for sorting, and the options to change.
-        Batch sizes that do not seem to fit into memory are omitted.
+        At most two pairs of tokens per second and the options to change, fastest first. Batch sizes
+        that do not seem to fit into memory are omitted.
     """
     tensor = layout["parallelism.tensor_parallel_degree"]
     pipeline = layout["parallelism.pipeline_parallel_degree"]
@@ -465,14 +466,14 @@ def _choose_batch_sizes(run: Run, gpu: Gpu, layout: dict[str, Any]) -> list[tupl
         if new_run is None or new_run.job == run.job:
             continue
 
-        # Return only the options that the job does not set already.
         guess = _guess_plan(new_run, gpu)
         if guess.fits:
             changes = {
                 key: value for key, value in settings.items() if attrgetter(key)(run.job) != value
             }
-            choices.append((-guess.tokens_per_second, changes))
-    return sorted(choices, key=itemgetter(0))[:2]
+            choices.append((guess.tokens_per_second, changes))
+    choices.sort(key=itemgetter(0), reverse=True)
+    return choices[:2]
 
 
 def _guess_plan(run: Run, gpu: Gpu) -> Forecast:

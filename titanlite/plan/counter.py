@@ -652,12 +652,14 @@ def _attention_flops(op: str, shape: tuple[int, ...], window: int, is_backward: 
 
     # The Q queries are the last of K tokens, so they see K - Q / 2 keys on average: the first one
     # sees K - Q keys, and the last one K.
+    # The share of the K keys is (2 K - Q) / (2 K).
     if op not in FLEX_OPS:
         return unmasked_flops * (2 * num_keys - num_queries) // (2 * num_keys)
 
     # In flex attention, which context parallelism uses, the queries of a rank are spread over the
     # whole sequence. With a window W, the first W queries see W / 2 keys on average, and the other
-    # K - W see W keys. The average is (W * W / 2 + (K - W) * W) / K = (2 K - W) * W / (2 K).
+    # K - W see W keys. The average is (W * W / 2 + (K - W) * W) / K = (2 K - W) * W / (2 K) keys,
+    # and the share of the K keys is (2 K - W) * W / (2 K * K).
     window = min(window or num_keys, num_keys)
     return unmasked_flops * (2 * num_keys - window) * window // (2 * num_keys * num_keys)
 

@@ -85,11 +85,13 @@ def forecast(run: Run, traces: Sequence[RankTrace], gpu: Gpu) -> Forecast:
     longest_first = sorted(slowest.parts.items(), key=lambda part: -part[1])
     step_seconds = slowest.total()
 
-    # Compute tokens/s per GPU, and the share of its peak FLOPs/s (MFU) per FLOP of a token.
+    # Compute tokens/s per GPU, and the model FLOPs utilization (MFU) in both conventions.
     seq_len = run.job.training.seq_len
     step_tokens = run.global_batch_size * seq_len
     tokens_per_second = step_tokens / run.world_size / step_seconds
-    mfu_per_flop = tokens_per_second / (gpu.bf16 * 1e12)
+    peak_flops = gpu.bf16 * 1e12
+    causal_flops = tokens_per_second * flops_per_token(run.arch, seq_len)
+    full_flops = tokens_per_second * flops_per_token(run.arch, seq_len, is_causal=False)
     worst = max(traces, key=lambda trace: trace.peak)
     return Forecast(
         job=run.job.job.config_file or "a job made in Python",
@@ -107,8 +109,8 @@ def forecast(run: Run, traces: Sequence[RankTrace], gpu: Gpu) -> Forecast:
         parts={name: seconds for name, seconds in longest_first if seconds > 0},
         hidden_seconds=slowest.hidden,
         tokens_per_second=tokens_per_second,
-        mfu=mfu_per_flop * flops_per_token(run.arch, seq_len),
-        mfu_full_attention=mfu_per_flop * flops_per_token(run.arch, seq_len, is_causal=False),
+        mfu=causal_flops / peak_flops,
+        mfu_full_attention=full_flops / peak_flops,
     )
 
 

@@ -282,12 +282,12 @@ def _find_peaks(counter: Counter) -> dict[Location, np.ndarray]:
         allocated[counter.kinds[entry.storage]] += entry.change
         peak_offloaded = max(peak_offloaded, allocated[OFFLOADED])
         gpu_size = sum(allocated.values()) - allocated[OFFLOADED]
-        if entry.change > 0 and gpu_size > peak_sizes[location]:
+        if entry.change > 0 and gpu_size > peak_sizes[location]:  # a peak follows an allocation
             peak_sizes[location] = gpu_size
-            peaks[location] = np.array(list(allocated.values()))
+            peaks[location] = np.array([allocated[kind] for kind in ALL_KINDS])
 
     for sizes in peaks.values():
-        sizes[-1] = peak_offloaded  # `OFFLOADED` is the last kind
+        sizes[ALL_KINDS.index(OFFLOADED)] = peak_offloaded
     return peaks
 
 

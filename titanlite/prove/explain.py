@@ -223,8 +223,8 @@ def explain_gradient(
 def _possible_mistakes(run: Run, sequences: Tensors) -> dict[str, tuple[Tensors, dict[str, Any]]]:
     """Return typical mistakes of a layout, and how to make each of them in the reference.
 
-    If the reference computes the wrong gradients of the layout after it made a mistake on purpose,
-    the layout makes the same mistake.
+    To find the mistake of a layout, the reference makes each of these mistakes on purpose. The one
+    that reproduces the wrong gradients of the layout is probably its mistake.
 
     Returns:
         Description of the mistake -> wrong sequences and keyword arguments, to be passed to

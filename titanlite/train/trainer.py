@@ -326,6 +326,7 @@ class Trainer:
             this_step = self.steps_done + 1
             rank_request = self._collect_request(this_step + exchange.delay)
             self.step(has_request=rank_request != Request())
+            # The step has counted the ranks with a request. If there is none, nothing is sent.
             exchange.send(rank_request, self._num_requests)
 
             # Receive the requests of all ranks for this step.
@@ -651,10 +652,12 @@ class Trainer:
         Returns:
             Both losses in this order, shape (2,), float64, on the device.
         """
-        # Sum the loss parts and the tokens of each data rank, one column per data rank. The context
-        # and pipeline parallel ranks of a data rank share its sequences. They know only parts of
-        # its loss, but all of its tokens, so each adds an equal share of these. Tensor parallel
-        # ranks compute the same loss and are not in `loss_group`.
+        # Sum over the ranks of each data rank, in one column per data rank:
+        #     loss part of data rank = sum of its token losses / tokens of the global batch
+        #     tokens of data rank
+        # Its context and pipeline parallel ranks have different parts of the loss, which add up.
+        # They count the same tokens, so each adds only a share of them. Tensor parallel ranks
+        # compute the same loss and are not in `loss_group`.
         degrees = self.mesh.degrees
         num_sharing_ranks = degrees.context * degrees.pipeline
         sums = torch.zeros(2, self.mesh.data_degree, dtype=torch.float64, device=self.device)
@@ -663,11 +666,11 @@ class Trainer:
         dist.all_reduce(sums, group=self.mesh.loss_group)
         loss_parts, num_tokens = sums
 
-        # The loss parts were divided by the number of tokens of the global batch. Undo this, and
-        # divide by the number of tokens of each data rank instead, which can be 0.
-        summed_losses = loss_parts * num_tokens.sum()
-        mean_losses = summed_losses / num_tokens.clamp(min=1.0)
-        return torch.stack([loss_parts.sum(), mean_losses.max()])
+        # The mean loss of a data rank is the sum of its token losses / its tokens, which can be 0.
+        global_tokens = num_tokens.sum()
+        mean_losses = loss_parts * global_tokens / num_tokens.clamp(min=1.0)
+        mean_loss = loss_parts.sum()
+        return torch.stack([mean_loss, mean_losses.max()])
 
     def _finish(
         self, request: Request, *, has_finished: bool, data_error: Exception | None
