@@ -42,6 +42,19 @@ def test_the_curve_does_not_depend_on_the_layout(tmp_path):
     assert losses(moved) == pytest.approx(losses(straight), abs=1e-5)
 
 
+def test_uneven_shards_of_tensor_parallelism_and_fsdp_are_saved_and_loaded(tmp_path):
+    uneven = (
+        "--model.vocab_size 4105 --model.n_kv_heads 2"  # tensor ranks have 2,053 and 2,052 rows
+    )
+    moved = tmp_path / "moved"
+    batch = f"{uneven} {ONE_SEQUENCE} --training.global_batch_size 6"
+    straight = train(tmp_path / "straight", 1, f"{batch} --training.steps 6")
+    tensor = "--parallelism.tensor_parallel_degree 2"
+    for last, ranks, options in ((2, 1, ""), (4, 6, tensor), (6, 1, "")):
+        train(moved, ranks, f"{batch} --training.steps {last} {options}")
+    assert losses(moved) == pytest.approx(losses(straight), abs=1e-5)
+
+
 def test_a_pipeline_that_validates_first_resumes_exactly(tmp_path):
     options = (
         f"{PIPELINE} --training.steps 4 --checkpoint.interval 2 --validation.freq 4 "

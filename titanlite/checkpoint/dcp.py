@@ -25,7 +25,7 @@ import torch.distributed.checkpoint.metadata as dcp_metadata
 import xxhash
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import (
     FileSystem,
     FileSystemReader,
@@ -40,6 +40,7 @@ from torch.distributed.checkpoint.planner import (
     SavePlanner,
     WriteItem,
 )
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
@@ -63,7 +64,7 @@ from titanlite.config.errors import CheckpointError, Damage, UserError
 from titanlite.config.flavors import Architecture
 from titanlite.config.mistakes import shorten
 from titanlite.model.llama import Llama
-from titanlite.optim.adamw import local_shard
+from titanlite.optim.adamw import local_shard, shard_slices
 
 # DCP also works in a process without a process group, and warns about it.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -252,6 +253,70 @@ def library_versions() -> dict[str, str]:
     """
     libraries = {name: version(name) for name in ("torch", "torchao", "numpy")}
     return {"titanlite": __version__} | libraries
+
+
+# Positions of shards
+
+
+def _shard_chunk(tensor: DTensor) -> dcp_metadata.ChunkStorageMetadata:
+    """Return the position and the size of this rank's shard in the whole tensor.
+
+    By default, DCP computes them itself. Up to torch 2.15, it computes wrong ones if tensor
+    parallelism and FSDP over three or more ranks divide the same dimension unevenly, such as a
+    vocabulary with an odd size. It then can neither save nor load the tensor.
+    """
+    slices = shard_slices(tensor)
+    return dcp_metadata.ChunkStorageMetadata(
+        offsets=torch.Size(part.start for part in slices),
+        sizes=torch.Size(part.stop - part.start for part in slices),
+    )
+
+
+class ShardSavePlanner(DefaultSavePlanner):
+    """Plans which tensors and shards a rank saves."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False)
+
+    def create_local_plan(self) -> SavePlan:
+        """Plan to save the tensors of this rank, and its shards that are not empty."""
+        plan = super().create_local_plan()
+        items: list[WriteItem] = []
+        for item in plan.items:
+            tensor = self.state_dict[item.index.fqn]
+            if not isinstance(tensor, DTensor):
+                items.append(item)
+                continue
+            chunk = _shard_chunk(tensor)
+            if 0 in chunk.sizes:
+                continue
+            index = dcp_metadata.MetadataIndex(item.index.fqn, chunk.offsets)
+            assert item.tensor_data is not None
+            data = dataclasses.replace(item.tensor_data, chunk=chunk)
+            items.append(dataclasses.replace(item, index=index, tensor_data=data))
+        return dataclasses.replace(plan, items=items)
+
+
+class ShardLoadPlanner(DefaultLoadPlanner):
+    """Plans which parts of a checkpoint a rank reads into its tensors and shards."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False)
+
+    def create_local_plan(self) -> LoadPlan:
+        """Plan to read all parts of the checkpoint that overlap with tensors of this rank."""
+        plan = super().create_local_plan()
+        assert self.metadata is not None
+        items: list[ReadItem] = []
+        for item in plan.items:
+            if not isinstance(self.state_dict[item.dest_index.fqn], DTensor):
+                items.append(item)
+        for name, tensor in self.state_dict.items():
+            if isinstance(tensor, DTensor):
+                saved = self.metadata.state_dict_metadata[name]
+                assert isinstance(saved, dcp_metadata.TensorStorageMetadata)
+                items += create_read_items_for_chunk_list(name, saved, [_shard_chunk(tensor)])
+        return dataclasses.replace(plan, items=items)
 
 
 # Writing
@@ -541,12 +606,11 @@ def load_tensors(
         Damage: On all ranks, if any rank has read damaged bytes.
         CheckpointError: On all ranks, if any rank cannot read its tensors for another reason.
     """
-    planner = DefaultLoadPlanner(flatten_state_dict=False)
     try:
         dcp_load(
             tensors,
             storage_reader=reader,
-            planner=planner,
+            planner=ShardLoadPlanner(),
             process_group=group,
             no_dist=group is None,
         )

@@ -22,13 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from titanlite.checkpoint.dcp import (
     WEIGHTS,
     CheckpointWriter,
+    ShardSavePlanner,
     describe_error,
     library_versions,
     manifest_info,
@@ -329,11 +329,10 @@ class Saver:
         """
         try:
             state = self._wait_for_state(tensors)
-            planner = DefaultSavePlanner(flatten_state_dict=False)
             group = self._ranks.group
             # DCP calls `writer.write_data` on each rank. When all ranks have written their files,
             # it calls `writer.finish` on rank 0, which publishes the checkpoint.
-            dcp_save(state, storage_writer=writer, planner=planner, process_group=group)
+            dcp_save(state, storage_writer=writer, planner=ShardSavePlanner(), process_group=group)
         except (Exception, CheckpointException) as error:  # the latter is a BaseException
             if self._ranks.rank == 0:
                 text = f"Saving step {writer.step} FAILED ({describe_error(error)})"

@@ -6,6 +6,7 @@ no parallelism, FSDP, compiler, fused loss or optimizer class.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -263,14 +264,17 @@ def expected_update(
         name: Name of the parameter.
         weight: Weight before the step.
         grad: Gradient after clipping.
-        moments: Moments before the step, such as "exp_avg".
+        moments: Moments before the step, such as "exp_avg". Empty if there are none yet.
 
     Returns:
         The expected weight, and the update with the expected moments.
     """
-    # Compute the direction of the step in float64.
+    # Compute the direction of the step in float64. Moments that the optimizer allocates only in its
+    # first step start at zero.
     formula = FORMULAS[run.job.optimizer.name]
-    old_moments = {key: moment.double() for key, moment in moments.items()}
+    zeros = torch.zeros_like(weight, dtype=torch.float64)
+    old_moments = defaultdict(lambda: zeros)
+    old_moments.update((key, moment.double()) for key, moment in moments.items())
     update = formula(run, step, weight, grad.double(), old_moments)
 
     # Apply weight decay, and step against the direction.
