@@ -109,8 +109,12 @@ def compare_bitwise(
 
 
 def compute_precision(run: Run) -> str:
-    """Return the precision of the computation: "float32", "bfloat16" or "float8"."""
-    return "float8" if run.job.float8.enable else run.job.training.mixed_precision_param
+    """Return the lowest precision of the computation: "float32", "bfloat16" or "float8"."""
+    if run.job.float8.enable:
+        return "float8"
+    if run.job.training.dtype == "bfloat16":  # gradients have the dtype of the weights
+        return "bfloat16"
+    return run.job.training.mixed_precision_param
 
 
 def total_norm(tensors: Iterable[Tensor]) -> float:
