@@ -163,3 +163,40 @@ def check_initial_weights(job: Path) -> None:
     type(model).block = Misspelled
     with pytest.raises(AttributeError, match="w0"):
         type(model)(arch)
+
+
+NAMES_OF_JOB_ATTRIBUTES = """
+from dataclasses import dataclass
+
+from titanlite import Architecture, register
+from titanlite.config.schema import Section
+from titanlite.hooks.hook import Hook
+
+
+@register("architecture", "dropped")
+@dataclass(frozen=True)
+class DroppedArchitecture(Architecture):
+    architecture: str = "dropped"
+
+
+class Keys(Section):
+    '''Options of the hook.'''
+
+    value: int = 1
+    '''A number.'''
+
+
+@register("hook", "copy", Keys)
+class Copy(Hook):
+    def __init__(self, keys):
+        print(f"value {keys.value}")
+"""
+
+
+def test_a_plugin_may_have_the_name_of_an_attribute_of_the_job(tmp_path, monkeypatch):
+    (tmp_path / "named_plugin.py").write_text(NAMES_OF_JOB_ATTRIBUTES)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    job = '[job]\nplugins = ["named_plugin"]\nhooks = ["copy"]\n[model]\narchitecture = "dropped"'
+    (tmp_path / "job.toml").write_text(SMALL.replace("[model]", job))
+    assert "value 7" in titanlite(*words(tmp_path, "run"), "--copy.value", 7)
+    assert "default: 1" in titanlite(*words(tmp_path, "run"), "--help", "copy.value")

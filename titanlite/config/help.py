@@ -93,13 +93,14 @@ def _print_section(job: JobConfig, section: str, names: set[str]) -> None:
 
     # Print the advanced keys last. If all keys are printed, a heading comes before them.
     common_keys = [key for key in model.model_fields if key not in model.advanced]
+    values = dict(job)[section]
     for key in (*common_keys, *model.advanced):
         is_first_advanced_key = key in model.advanced[:1]
         if prints_all_keys and is_first_advanced_key:
             print(f"Advanced keys of [{section}]:\n")
         full_name = f"{section}.{key}"
         if prints_all_keys or key in names or full_name in names:
-            value = getattr(getattr(job, section), key)
+            value = getattr(values, key)
             _print_key(full_name, model.model_fields[key], value, "--")
 
 

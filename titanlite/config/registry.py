@@ -61,17 +61,18 @@ class Registry:
         """Return the entry called `name`, importing it on first use."""
         return resolve(self._entries[name])
 
-    def make(self, name: str, tables: object, *inputs: Any) -> Any:
+    def make(self, name: str, tables: Any, *inputs: Any) -> Any:
         """Call a registered class or function, and return the result.
 
         Args:
             name: Name of the entry.
-            tables: The job. If the entry has its own section in it, the section is passed as the
-                last argument.
+            tables: The job, which yields the name and the content of each section. If the entry has
+                its own section in it, the section is passed as the last argument.
             inputs: Other arguments of the entry.
         """
         if name in self._names_with_section:
-            inputs = (*inputs, getattr(tables, name))
+            # Do not use getattr: the job may have a method of this name, such as `copy`.
+            inputs = (*inputs, dict(tables)[name])
         return self[name](*inputs)
 
     def add(self, name: str, entry: Any, section: type[Section] | None) -> None:

@@ -420,9 +420,10 @@ def build_architecture(model: schema.Model, job: schema.JobConfig | None = None)
         if override is not None:
             values[field.name] = override
 
-    plugin_section = getattr(job, model.architecture, None)
-    if plugin_section is not None:
-        values |= dict(plugin_section)
+    if job is not None:
+        # Do not use getattr: the job may have an attribute of this name, such as `dropped`.
+        plugin_sections = job.model_extra or {}
+        values |= dict(plugin_sections.get(model.architecture, ()))
     architecture_class = ARCHITECTURES[model.architecture]
     return architecture_class(**values)
 
