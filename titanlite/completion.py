@@ -353,10 +353,9 @@ def _next_logits(
             num_cached = cache[0].length
             index_S = torch.arange(num_cached + chunk_BT.shape[1], device=device)
             index_T = index_S[num_cached:]
-            mask_BTS, full_mask_BTS = (
-                _attention_mask(index_T, index_S, padding_B, window)
-                for window in (model.arch.sliding_window, 0)
-            )
+            window = model.arch.sliding_window
+            mask_BTS = _attention_mask(index_T, index_S, padding_B, window)
+            full_mask_BTS = _attention_mask(index_T, index_S, padding_B, sliding_window=0)
             # Positions for RoPE start after the padding.
             positions_BT = (index_T - padding_B[:, None]).clamp(min=0)
             logits_BTV = model(

@@ -103,6 +103,9 @@ def resolve_lengths(run: Run) -> tuple[Run, list[Problem]]:
 def _find_num_steps(counter: TokenCounter, key: str, num_tokens: int) -> int:
     """Return the largest number of steps that take at most `num_tokens` tokens.
 
+    The exception is the warmup of a resumed run with other batch sizes: if it has been completed,
+    its recorded length is returned, so that the learning rate does not jump.
+
     Args:
         counter: Counts the tokens of a number of steps.
         key: Key of the length, such as "lr_scheduler.warmup_steps".
@@ -113,7 +116,6 @@ def _find_num_steps(counter: TokenCounter, key: str, num_tokens: int) -> int:
     too_many_steps = bisect_right(range(MAX_TOKENS), num_tokens, key=partial(counter.count, key))
     steps = too_many_steps - 1
 
-    # If a resumed run has completed its warmup with other batch sizes, keep the recorded length.
     progress = counter.progress
     if key == WARMUP and counter.extra_sequences and steps <= progress.steps:
         return progress.warmup_steps or steps

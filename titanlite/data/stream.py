@@ -320,8 +320,10 @@ class SequenceReader:
         data = self._data
         source = data.sources[source_index]
         num_streams = len(data.positions[source_index])
+        # A unit is what a source reads at random: a document, or a part such as a file. `position`
+        # counts the units of the source over all epochs, and `turn` those of this stream.
         for position, unit in self._list_units(source_index, stream, start.turn):
-            turn = position // num_streams  # index in the stream
+            turn = position // num_streams
             is_repeated = position >= source.num_units  # read in an earlier epoch
             if isinstance(source, RandomAccess):
                 # The unit is a document.

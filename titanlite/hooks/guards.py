@@ -338,8 +338,8 @@ class SpikeGuard(Hook):
             step_values: Loss, gradient norm, and whether the step is already skipped, shape (3,).
 
         Returns:
-            Shape (4, 2), one column for the loss and one for the gradient norm. The rows are:
-            whether the value is a spike, the value, its limit, and whether the step is skipped.
+            Shape (4, 2). Columns: loss, gradient norm. Rows: whether the value is a spike (0 or 1),
+            the value, its limit, and whether the step is skipped (0 or 1, equal in both columns).
         """
         values = step_values[:2]
         skip = step_values[2]

@@ -152,7 +152,9 @@ def use_logits(
             are passed.
         use: Function that uses the logits.
     """
-    # The evaluation calls a loss function for each microbatch in order, without its index.
+    # An evaluation passes hidden states and output weight to a loss function. Pass it a function
+    # that computes logits instead and returns a loss of 0. It is called for each microbatch in
+    # order, without its index, so count the calls.
     indices = iter(range(len(microbatches)))
     mesh = trainer.mesh.tensor
 

@@ -540,8 +540,9 @@ def _convert_in_place(x: Tensor, dtype: torch.dtype) -> Tensor:
     if num_columns <= block_size:
         return x.to(dtype)
 
-    # The converted rows fill the first part of the memory without gaps. Between rows with gaps, the
-    # bf16 matmul of CPUs with AMX (oneDNN 3.12) would read old values, which can be NaN.
+    # `converted` is a contiguous view of the first part of the memory. Leaving each converted row
+    # where its old row starts would be simpler, but the bf16 matmul of CPUs with AMX (oneDNN 3.12)
+    # then reads old values between the rows, which can be NaN.
     converted = x.view(dtype).flatten()[: x.numel()].view(x.shape)
     block_rows = math.ceil(num_rows * block_size / num_columns)
     blocks = zip(x.split(block_rows), converted.split(block_rows), strict=True)

@@ -49,7 +49,14 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, run: Run) -> None:
     blocks, output = memory_savers.regroup_norm(blocks, output, mesh, run)
 
     # Decide which groups free their parameters after the forward pass and gather them again for the
-    # backward pass. By default the output does not, because the backward pass starts with it.
+    # backward pass:
+    #
+    #     option    | embedding | blocks                 | output
+    #     "always"  | yes       | yes                    | yes
+    #     "default" | yes       | unless few or small    | no, the backward pass starts with it
+    #     "never"   | no        | no                     | no
+    #
+    # With a pipeline, "default" means "never".
     reshard = run.job.parallelism.fsdp_reshard_after_forward
     if reshard == "default" and run.degrees.pipeline > 1:
         reshard = "never"  # otherwise every microbatch would gather the parameters again

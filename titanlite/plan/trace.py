@@ -164,16 +164,17 @@ def _count_removable_blocks(run: Run) -> int:
     if has_pattern or run.job.optimizer.name == "Muon":
         return 0
 
-    # Keep the blocks at which memory differs. A pipeline stage stays unsharded, so each block adds
-    # the same memory and work. If FSDP unshards one block at a time, neighbors are in memory
-    # together, and both ends of a stage differ from its middle.
+    # In a pipeline stage that stays unsharded, each block adds the same memory and work, so one is
+    # enough. If FSDP unshards one block at a time, two neighbors are in memory together, so keep
+    # two blocks at each end of the stage, where memory differs from the middle.
     reshards = run.job.parallelism.fsdp_reshard_after_forward == "always"
     num_kept = 1 if run.degrees.pipeline > 1 and not reshards else 4
     group_size = run.job.parallelism.fsdp_min_num_params
     block_size = num_params(run.arch) // run.arch.n_layers  # an upper bound, in parameters
     is_sharded = run.degrees.shard * run.degrees.context > 1
-    if block_size < 2 * group_size:
+    if block_size < 2 * group_size:  # FSDP may group several blocks
         return 0
+    # On a single rank, FSDP does not reshard a model with few parameters; see `apply_fsdp`.
     if not is_sharded and num_kept * block_size < 32 * group_size:
         return 0
     smallest_stage = min(len(blocks) for blocks in run.stages)

@@ -34,8 +34,9 @@ def workers() -> Iterator[Executor]:
     try:
         yield pool
     except BaseException as error:
-        # Do not wait until their traces end. A worker that was killed while it waited for a task
-        # has locked the queue, so the other one would even wait forever.
+        # Kill the workers instead of waiting for their traces. A wait might never end: a worker
+        # that is killed while it takes a task keeps the lock of the queue, and the others wait for
+        # the lock.
         for child in active_children():
             child.kill()
         if not isinstance(error, BrokenExecutor):

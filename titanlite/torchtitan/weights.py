@@ -113,7 +113,8 @@ def _open_checkpoint(path: Path) -> tuple[SafeReader, list[str]]:
     except CheckpointError as error:
         remedy = "Pass the folder of one torchtitan step, which contains .metadata and *.distcp"
         raise UserError(f"{path}: {error}. {remedy} files.") from None
-    # This import registers torchao's weight wrapper as a type that is safe to load.
+    # FP8 jobs of torchtitan save the weight wrapper of torchao. This import registers it as a type
+    # that is safe to load, before the caller reads weights.
     import torchao.float8  # noqa: F401
 
     return reader, names

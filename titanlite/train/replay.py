@@ -90,8 +90,9 @@ def read_history(folder: Path) -> History:
 def _read_events(folder: Path) -> tuple[list[dict[str, Any]], list[int]]:
     """Read the events of all starts, and the steps of all rollbacks, that led to the final weights.
 
-    For example, if a run trains 100 steps and then resumes from step 80, a rollback at step 90 did
-    not lead to the final weights.
+    For example, if a run trains 100 steps and then resumes from step 80, the steps 81 to 100 of the
+    first start did not lead to the final weights. A rollback at step 90 is left out. If the run
+    resumed from step 80 twice, only the last of these starts is returned.
     """
     start_events: list[dict[str, Any]] = []
     roll_backs: list[int] = []
@@ -103,8 +104,7 @@ def _read_events(folder: Path) -> tuple[list[dict[str, Any]], list[int]]:
         if event.get("event") == "roll back":
             roll_backs.append(step)
         elif event.get("event") == "start" and "record" in event:
-            # The run trained all steps after `step` again, so forget what happened in them. An
-            # earlier start at the same step has trained no step that is left.
+            # The run trained all steps after `step` again, so forget what happened in them.
             start_events = [earlier for earlier in start_events if earlier["step"] < step]
             roll_backs = [earlier for earlier in roll_backs if earlier <= step]
             start_events.append(event)

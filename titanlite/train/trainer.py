@@ -282,8 +282,8 @@ class Trainer:
             data_error = None
             has_finished = True
 
-        # Save the last step, even if no save is due. Only if the data of the first step cannot be
-        # read, there is nothing to save.
+        # Save the last step, even if no save is due. The exception is a run that could not read the
+        # data of its first step: it has nothing to save.
         has_trained = self.steps_done > first_step
         should_save = has_trained or data_error is None
 

@@ -265,13 +265,13 @@ def _open_npy(file: File, dtype: str | None) -> TokenFile:
             except Exception:  # NumPy parses Python code, which raises many types
                 raise ValueError("its NumPy header is damaged") from None
 
-            # The number of tokens is undefined for types of size 0, so check the type first.
             is_integer = stored_dtype.kind in "iu"
-            tokens = TokenFile(file, stored_dtype, stream.tell()) if is_integer else None
-            if tokens is None or shape != (tokens.num_tokens,):
-                content = f"{stored_dtype} of shape {shape}"
-                raise ValueError(f"its header describes {content}, which is not a list of ids")
-            return tokens
+            if is_integer:
+                tokens = TokenFile(file, stored_dtype, stream.tell())
+                if shape == (tokens.num_tokens,):
+                    return tokens
+            content = f"{stored_dtype} of shape {shape}"
+            raise ValueError(f"its header describes {content}, which is not a list of ids")
 
     if dtype is None:
         problem = "it does not contain the data type of its ids. Set dataset.token_dtype"
