@@ -506,7 +506,7 @@ def _summarize(names: list[str]) -> str:
 def check_float8(run: Run) -> Problems:
     """Check that FP8 applies to at least one layer, and that the sizes of its matmuls fit.
 
-    The sizes must be multiples of 16.
+    The sizes must be multiples of 16, or of 32 with MXFP8.
     """
     float8 = run.job.float8
     if not float8.enable:
@@ -524,29 +524,32 @@ def check_float8(run: Run) -> Problems:
     # Tensor parallelism splits the sizes of the layers.
     layer_sizes = _list_float8_sizes(run)
     shard_sizes = [size // run.degrees.tensor for size in layer_sizes]
-    if any(size % 16 for size in shard_sizes):
+    multiple = float8.size_multiple
+    if any(size % multiple for size in shard_sizes):
         yield Problem(
             "parallelism.tensor_parallel_degree",
-            f"must divide the sizes of FP8 layers, {layer_sizes}, into multiples of 16.",
+            f"must divide the sizes of FP8 layers, {layer_sizes}, into multiples of {multiple}.",
         )
 
     # The matmul of the weight gradient sums over the tokens.
     training = run.job.training
     num_tokens = training.local_batch_size * training.seq_len // run.degrees.context
     has_fp8_weight_gradients = float8.recipe_name != "rowwise_with_gw_hp"
-    if has_fp8_weight_gradients and num_tokens % 16:
+    if has_fp8_weight_gradients and num_tokens % multiple:
         yield Problem(
             "training.seq_len",
-            f"makes {num_tokens} tokens per microbatch, but FP8 matmuls need multiples of 16.",
+            f"makes {num_tokens} tokens per microbatch, but FP8 matmuls need multiples of "
+            f"{multiple}.",
         )
 
 
 def _list_float8_sizes(run: Run) -> list[int]:
     """Return the distinct input and output sizes of the layers that are converted to FP8."""
     arch = run.arch
+    float8 = run.job.float8
     sizes = []
     for size in (arch.dim, arch.q_dim, arch.kv_dim, arch.ffn_dim):
-        is_converted = size >= run.job.float8.min_features and size % 16 == 0
+        is_converted = size >= float8.min_features and size % float8.size_multiple == 0
         if is_converted and size not in sizes:
             sizes.append(size)
     return sizes

@@ -733,7 +733,7 @@ class Compile(Section):
 
 
 class Float8(Section):
-    """FP8 matmuls with torchao's Float8Linear."""
+    """FP8 matmuls with torchao's Float8Linear or MXFP8Linear."""
 
     advanced: ClassVar = (
         "precompute_float8_dynamic_scale_for_fsdp",
@@ -743,10 +743,11 @@ class Float8(Section):
     )
 
     enable: bool = False
-    """Convert linear layers to Float8Linear."""
-    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
+    """Convert linear layers to FP8."""
+    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"] = "tensorwise"
     """Scaling recipe. tensorwise: one scale per tensor, the fastest. rowwise: one scale per row,
-    more accurate. rowwise_with_gw_hp: like rowwise, with weight gradients in high precision."""
+    more accurate. rowwise_with_gw_hp: like rowwise, with weight gradients in high precision.
+    mxfp8: one scale per 32 values, for B200, GB200, B300 and GB300."""
     enable_fsdp_float8_all_gather: bool = False
     """All-gather weights in FP8, half the traffic of bfloat16. Needs recipe_name = "tensorwise"."""
     precompute_float8_dynamic_scale_for_fsdp: bool = False
@@ -758,7 +759,13 @@ class Float8(Section):
     filter_fqns: ListOf[str] = ()
     """Parts of the names of layers that keep high precision. The output projection always does."""
     emulate: bool = False
-    """Emulate FP8 in high precision. This is automatic, and logged, on hardware without FP8."""
+    """Emulate FP8 in high precision. This is automatic, and logged, on hardware without FP8. With
+    mxfp8, it is automatic only on CPUs."""
+
+    @property
+    def size_multiple(self) -> int:
+        """Number of which all sizes of an FP8 matmul must be multiples."""
+        return 32 if self.recipe_name == "mxfp8" else 16
 
 
 class Checkpoint(Section):

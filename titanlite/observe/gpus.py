@@ -44,6 +44,8 @@ class Gpu(FileModel):
     name: str
     cpu: bool = False
     """Whether the ranks compute on CPU cores, and share the memory and the cores of the machine."""
+    capability: Annotated[float, Field(ge=0, le=1000)] = 0.0
+    """CUDA compute capability, such as 9.0. 0 means that the device is not from NVIDIA."""
     memory_gib: Annotated[float, Field(gt=0, le=MOST_GIB)]
     """Memory of one device, or of the whole machine if `cpu`, in GiB."""
     bf16: Amount

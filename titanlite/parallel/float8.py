@@ -1,5 +1,7 @@
 """FP8 linear layers from torchao (https://github.com/pytorch/ao/tree/main/torchao/float8).
 
+MXFP8 layers come from a prototype of torchao, which is imported only for the recipe "mxfp8".
+
 Convert a model while it is on the meta device, before you apply activation checkpointing, compile
 and FSDP.
 """
@@ -22,11 +24,48 @@ from torch.distributed.tensor.parallel import (
 )
 
 from titanlite.config import schema
+from titanlite.config.errors import UserError
 
 
 def has_float8_hardware() -> bool:
     """Return whether the GPU supports FP8 matmuls: NVIDIA Ada, Hopper or newer."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+
+
+def is_supported(recipe_name: str, capability: float, has_float8: bool) -> bool:
+    """Return whether the FP8 matmuls of a recipe run on a GPU.
+
+    torchao 0.18 has MXFP8 kernels for compute capability 10.x only. GeForce GPUs with the Blackwell
+    architecture have 12.0.
+
+    Args:
+        recipe_name: Value of float8.recipe_name.
+        capability: CUDA compute capability, such as 10.0. 0 if the GPU has none.
+        has_float8: Whether the GPU supports FP8 matmuls.
+    """
+    return 10 <= capability < 11 if recipe_name == "mxfp8" else has_float8
+
+
+def check_mxfp8_gpu(gpu_name: str, capability: float, has_float8: bool) -> None:
+    """Check that the MXFP8 kernels of torchao run on a GPU.
+
+    Args:
+        gpu_name: Name of the GPU for the error message.
+        capability: CUDA compute capability, such as 10.0. 0 if the GPU has none.
+        has_float8: Whether the GPU supports FP8 matmuls with other scales.
+
+    Raises:
+        UserError: If they do not. The message recommends another precision.
+    """
+    if is_supported("mxfp8", capability, has_float8):
+        return
+    kind = f"compute capability {capability}" if capability else "no CUDA compute capability"
+    alternative = 'float8.recipe_name = "rowwise"' if has_float8 else "float8.enable = false"
+    raise UserError(
+        f'float8.recipe_name = "mxfp8" requires a GPU of compute capability 10.x (B200, GB200, '
+        f"B300 or GB300), but {gpu_name} has {kind}. Use {alternative}, or set "
+        "float8.emulate = true to test the values of MXFP8 without its speed."
+    )
 
 
 def is_converted(name: str, sides: tuple[int, int], config: schema.Float8) -> bool:
@@ -37,13 +76,14 @@ def is_converted(name: str, sides: tuple[int, int], config: schema.Float8) -> bo
     Args:
         name: Name of the layer, for example "layers.3.attention.wq". A layer whose name contains an
             item of `config.filter_fqns` is not converted.
-        sides: Numbers of input and output features. Both must be multiples of 16, which FP8 matmuls
-            require, and at least `config.min_features`.
+        sides: Numbers of input and output features. Both must be multiples of
+            `config.size_multiple`, which FP8 matmuls require, and at least `config.min_features`.
         config: Section [float8] of the job.
     """
     if any(part in name for part in config.filter_fqns):
         return False
-    return all(side % 16 == 0 and side >= config.min_features for side in sides)
+    multiple = config.size_multiple
+    return all(side % multiple == 0 and side >= config.min_features for side in sides)
 
 
 def convert_to_float8(
@@ -52,8 +92,9 @@ def convert_to_float8(
     log: Callable[[str], None],
     compiled: bool = False,
     has_hardware: bool | None = None,
+    compute_dtype: str = "bfloat16",
 ) -> None:
-    """Replace linear layers of a model with torchao's Float8Linear, in place.
+    """Replace linear layers of a model with FP8 layers from torchao, in place.
 
     Logs the recipe, the hardware, and how many layers of each name were converted and kept.
 
@@ -63,21 +104,23 @@ def convert_to_float8(
         log: Function that logs a line.
         compiled: Whether the blocks are compiled. If so, the cast of weight shards to FP8 is
             compiled as well.
-        has_hardware: Whether the GPUs of the ranks support FP8 matmuls. If not, FP8 is emulated in
-            high precision. By default, detect the GPU of this process.
-    """
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+        has_hardware: Whether the GPUs of the ranks support the matmuls of the recipe. If not, FP8
+            is emulated in high precision. By default, detect the GPU of this process.
+        compute_dtype: Dtype in which layers receive their inputs and weights.
 
+    Raises:
+        UserError: If the GPU of this process or the dtype does not support MXFP8, or torchao is too
+            old for it.
+    """
+    is_mxfp8 = config.recipe_name == "mxfp8"
     if has_hardware is None:
-        has_hardware = has_float8_hardware()
+        has_hardware = _detect_mxfp8(config) if is_mxfp8 else has_float8_hardware()
     emulate = config.emulate or not has_hardware
-    if config.recipe_name == "tensorwise":
-        recipe = Float8LinearConfig(
-            enable_fsdp_float8_all_gather=config.enable_fsdp_float8_all_gather, emulate=emulate
+    if is_mxfp8 and not emulate and compute_dtype != "bfloat16":
+        raise UserError(
+            'float8.recipe_name = "mxfp8" requires training.mixed_precision_param = "bfloat16" on '
+            f'a GPU, not "{compute_dtype}".'
         )
-    else:
-        recipe = Float8LinearConfig.from_recipe_name(config.recipe_name)
-        recipe = dataclasses.replace(recipe, emulate=emulate)
 
     converted: Counter[str] = Counter()
     kept: Counter[str] = Counter()
@@ -91,7 +134,10 @@ def convert_to_float8(
         counts[name_in_block] += 1
         return is_chosen
 
-    convert_to_float8_training(model, config=recipe, module_filter_fn=should_convert)
+    if is_mxfp8:
+        _replace_by_mxfp8(model, should_convert, emulate)
+    else:
+        _replace_by_float8(model, config, should_convert, emulate)
     if compiled and config.precompute_float8_dynamic_scale_for_fsdp:
         _compile_weight_cast()
 
@@ -100,6 +146,85 @@ def convert_to_float8(
         f"Float8 {config.recipe_name}, {hardware}: converted {converted.total()} linear layers "
         f"({_list_counts(converted)}), kept {kept.total()} ({_list_counts(kept)})"
     )
+
+
+def _detect_mxfp8(config: schema.Float8) -> bool:
+    """Return whether this process has a GPU for MXFP8.
+
+    Raises:
+        UserError: If it has another GPU, and the job does not ask for emulation.
+    """
+    if config.emulate or not torch.cuda.is_available():
+        return False
+    major, minor = torch.cuda.get_device_capability()
+    gpu_name = torch.cuda.get_device_name()
+    check_mxfp8_gpu(gpu_name, float(f"{major}.{minor}"), has_float8_hardware())
+    return True
+
+
+def _replace_by_float8(
+    model: nn.Module,
+    config: schema.Float8,
+    should_convert: Callable[[nn.Module, str], bool],
+    emulate: bool,
+) -> None:
+    """Replace chosen linear layers of a model with torchao's Float8Linear, in place.
+
+    Args:
+        model: Model on the meta device.
+        config: Section [float8] of the job.
+        should_convert: Function that returns whether to replace a module with a name.
+        emulate: Compute in high precision, with values rounded to FP8.
+    """
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    if config.recipe_name == "tensorwise":
+        recipe = Float8LinearConfig(
+            enable_fsdp_float8_all_gather=config.enable_fsdp_float8_all_gather, emulate=emulate
+        )
+    else:
+        recipe = Float8LinearConfig.from_recipe_name(config.recipe_name)
+        recipe = dataclasses.replace(recipe, emulate=emulate)
+    convert_to_float8_training(model, config=recipe, module_filter_fn=should_convert)
+
+
+def _replace_by_mxfp8(
+    model: nn.Module, should_convert: Callable[[nn.Module, str], bool], emulate: bool
+) -> None:
+    """Replace chosen linear layers of a model with torchao's MXFP8Linear, in place.
+
+    Args:
+        model: Model on the meta device.
+        should_convert: Function that returns whether to replace a module with a name.
+        emulate: Compute in high precision, with values rounded to MXFP8.
+
+    Raises:
+        UserError: If torchao has no MXFP8Linear.
+    """
+    try:
+        from torchao.prototype.moe_training.mxfp8_linear import MXFP8Linear
+        from torchao.quantization.quantize_.common import KernelPreference
+    except ImportError as error:
+        raise UserError(
+            'float8.recipe_name = "mxfp8" requires torchao 0.18 or newer: '
+            f"pip install -U torchao. Importing it failed: {error}"
+        ) from error
+
+    kernels = KernelPreference.EMULATED if emulate else KernelPreference.AUTO
+    for name, module in list(model.named_modules()):
+        if not should_convert(module, name):
+            continue
+        assert isinstance(module, nn.Linear)
+        layer = MXFP8Linear(
+            module.in_features,
+            module.out_features,
+            bias=module.bias is not None,
+            device="meta",
+            kernel_preference=kernels,
+        )
+        layer.weight = module.weight
+        layer.bias = module.bias
+        model.set_submodule(name, layer)
 
 
 def _list_counts(counts: Counter[str]) -> str:

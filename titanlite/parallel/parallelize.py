@@ -55,7 +55,7 @@ def build_model(
         mesh: Layout of the ranks.
         device: Device of the shards. With the meta device, nothing is allocated.
         log: Function that logs a line.
-        has_float8: Whether the GPUs support FP8 matmuls. By default, detect it.
+        has_float8: Whether the GPUs support the FP8 matmuls of the job. By default, detect it.
     """
     training = run.job.training
     init_dtype = getattr(torch, training.init_dtype)
@@ -89,11 +89,13 @@ def parallelize(
         mesh: Layout of the ranks.
         run: The validated job and the number of ranks.
         log: Function that logs a line.
-        has_float8: Whether the GPUs support FP8 matmuls. By default, detect it.
+        has_float8: Whether the GPUs support the FP8 matmuls of the job. By default, detect it.
     """
     job = run.job
     if job.float8.enable:
-        convert_to_float8(model, job.float8, log, run.compiles("model"), has_float8)
+        compute_dtype = job.training.mixed_precision_param
+        is_compiled = run.compiles("model")
+        convert_to_float8(model, job.float8, log, is_compiled, has_float8, compute_dtype)
 
     if mesh.tensor is not None:
         gather_float8 = job.float8.enable and job.float8.recipe_name == "tensorwise"

@@ -23,6 +23,7 @@ from titanlite.observe.flops import num_params, state_bytes
 from titanlite.observe.forecast import Forecast
 from titanlite.observe.gpus import GIB, Gpu
 from titanlite.optim.losses import TOKENS_OF_FULL_CHUNKS
+from titanlite.parallel.float8 import is_supported
 from titanlite.plan.counter import Group, Work
 from titanlite.plan.roofline import forecast
 from titanlite.plan.trace import RankTrace, trace_run
@@ -369,13 +370,15 @@ def list_layouts(run: Run, gpu: Gpu) -> list[Settings]:
         Changed options, in the order of the estimated speed, fastest first.
     """
     all_degrees = _list_degrees(run, gpu)
-    float8_choices = (False, True) if gpu.fp8 else (False,)
+    recipe_name = run.job.float8.recipe_name
+    can_use_float8 = is_supported(recipe_name, gpu.capability, has_float8=gpu.fp8 > 0)
+    float8_choices = (False, True) if can_use_float8 else (False,)
     modes = ("none", "selective", "full")
 
     candidates: list[tuple[float, Settings]] = []  # negated speed, for sorting, and options
     for degrees, has_float8, mode in itertools.product(all_degrees, float8_choices, modes):
         has_tensor_parallel = degrees["parallelism.tensor_parallel_degree"] > 1
-        gathers_float8 = has_float8 and run.job.float8.recipe_name == "tensorwise"
+        gathers_float8 = has_float8 and recipe_name == "tensorwise"
         layout = {
             **degrees,
             "float8.enable": has_float8,

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor.experimental import register_sharding
 from torch.nn import functional as F
 from torch.profiler import record_function
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -73,6 +75,82 @@ def _rms_norm(
 def _small_mask(*args: Any) -> tuple[int]:
     """Return only the sliding window in place of a block mask, whose memory is negligible."""
     return (args[-1],)
+
+
+def _allocate_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Allocate the results of the torchao kernel that quantizes blocks of 32 columns.
+
+    Args:
+        x: Tensor of shape (M, K).
+
+    Returns:
+        Values (M, K) and scales (M, K / 32).
+    """
+    values = torch.empty_like(x, dtype=torch.float8_e4m3fn)
+    scales = x.new_empty(x.shape[0], x.shape[1] // 32, dtype=torch.float8_e8m0fnu)
+    return values, scales
+
+
+def _allocate_columns(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Allocate the results of the torchao kernel that quantizes blocks of 32 rows.
+
+    Args:
+        x: Tensor of shape (M, K).
+
+    Returns:
+        Values (M, K) in column-major order, and scales (K, M / 32).
+    """
+    values = x.new_empty(x.shape[1], x.shape[0], dtype=torch.float8_e4m3fn).t()
+    scales = x.new_empty(x.shape[1], x.shape[0] // 32, dtype=torch.float8_e8m0fnu)
+    return values, scales
+
+
+# A trace counts each operator as one kernel. Its tensors are fake, so that the operator and its
+# function of shapes are the same.
+_cast_rows = torch.library.custom_op(
+    "titanlite::cast_rows_to_mxfp8", _allocate_rows, mutates_args=()
+)
+_cast_rows.register_fake(_allocate_rows)
+_cast_columns = torch.library.custom_op(
+    "titanlite::cast_columns_to_mxfp8", _allocate_columns, mutates_args=()
+)
+_cast_columns.register_fake(_allocate_columns)
+
+
+@register_sharding(torch.ops.titanlite.cast_rows_to_mxfp8.default)
+def _shard_row_cast(_x: Any) -> Any:
+    """Return the placements of the results and of the input, as in torchao."""
+    layouts = (Replicate(), Shard(0), Shard(1))
+    return [([layout, layout], [layout]) for layout in layouts]
+
+
+@register_sharding(torch.ops.titanlite.cast_columns_to_mxfp8.default)
+def _shard_column_cast(_x: Any) -> Any:
+    """Return the placements of the results and of the input. The scales are transposed."""
+    return [
+        ([Replicate(), Replicate()], [Replicate()]),
+        ([Shard(0), Shard(1)], [Shard(0)]),
+        ([Shard(1), Shard(0)], [Shard(1)]),
+    ]
+
+
+@contextmanager
+def simulate_mxfp8() -> Iterator[None]:
+    """Replace the kernels of torchao that quantize to MXFP8, which need a Blackwell GPU."""
+    from torchao.prototype.mx_formats import kernels, mx_tensor
+
+    def cast_rows(x: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
+        return _cast_rows(x)
+
+    def cast_columns(x: Tensor, **_: Any) -> tuple[None, Tensor, None, Tensor]:
+        values, scales = _cast_columns(x)
+        return None, values, None, scales
+
+    with (
+        override(mx_tensor, triton_to_mxfp8_dim0=cast_rows),
+        override(kernels, mxfp8_quantize_cuda=cast_columns),
+    ):
+        yield
 
 
 @contextmanager

@@ -19,12 +19,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from titanlite.config.run import V_SHAPED, Run, stage_rank, with_keys
 from titanlite.observe.flops import num_params
 from titanlite.observe.gpus import Gpu
+from titanlite.parallel import float8
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model
 from titanlite.plan.allocator import CUBLAS_WORKSPACES
 from titanlite.plan.compiled import compiling
 from titanlite.plan.counter import KINDS, Location, Work
-from titanlite.plan.simulate import simulate_gpu, simulate_ranks
+from titanlite.plan.simulate import simulate_gpu, simulate_mxfp8, simulate_ranks
 from titanlite.plan.step_counts import DEVICE, StepCounts, count_step
 from titanlite.train.step import TrainStep
 
@@ -76,12 +77,19 @@ def trace_run(
 
     Returns:
         One trace per kind of pipeline rank.
+
+    Raises:
+        UserError: If the job computes in MXFP8 and the GPU does not support it.
     """
     # Disable options that need a real GPU.
     needs_gpu = ("enable_async_tensor_parallel", "enable_fsdp_symmetric_memory")
     run = with_keys(run, {f"parallelism.{key}": False for key in needs_gpu})
     on_gpu = gpu is not None and not gpu.cpu
     run = run.resolve_compute_dtype(on_gpu)
+    float8_config = run.job.float8
+    needs_mxfp8 = float8_config.enable and float8_config.recipe_name == "mxfp8"
+    if gpu is not None and on_gpu and needs_mxfp8 and not float8_config.emulate:
+        float8.check_mxfp8_gpu(gpu.name, gpu.capability, has_float8=gpu.fp8 > 0)
 
     # Choose the blocks to run. A small model on a GPU runs all; see `MAX_REPLAYED_BLOCKS`.
     is_small = run.degrees.pipeline == 1 and run.arch.n_layers <= MAX_REPLAYED_BLOCKS
@@ -205,7 +213,8 @@ def _count_rank(run: Run, rank: int, gpu: Gpu | None, whole: bool) -> StepCounts
         whole: Run all microbatches instead of repeating the counts of one.
     """
     on_gpu = gpu is not None and not gpu.cpu
-    has_float8 = gpu is not None and gpu.fp8 > 0
+    recipe = run.job.float8.recipe_name
+    has_float8 = gpu is not None and float8.is_supported(recipe, gpu.capability, gpu.fp8 > 0)
     meta = torch.device("meta")
     # Fake tensors have shapes and storages, but no values. Operators also accept the weights on the
     # meta device.
@@ -213,6 +222,7 @@ def _count_rank(run: Run, rank: int, gpu: Gpu | None, whole: bool) -> StepCounts
     with (
         simulate_ranks(run.world_size, rank),
         simulate_gpu() if on_gpu else nullcontext(),
+        simulate_mxfp8() if run.job.float8.recipe_name == "mxfp8" else nullcontext(),
         compiling(),
     ):
         mesh = build_mesh(run.degrees, DEVICE.type)
