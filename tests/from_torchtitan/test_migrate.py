@@ -222,6 +222,7 @@ STAGES = "parallelism.pipeline_parallel_degree = 2 ; parallelism.data_parallel_s
 LONG_WARMUP = "training.steps = 5 ; lr_scheduler.warmup_steps = 9 ; lr_scheduler.total_steps = 1000"
 VALIDATED = "validation.source = 'c4' ; validation.split = 'validation' ; validation.freq = 7"
 SMALL = "model.converters = ['float8'] ; float8.filter_fqns = ['auto_filter_small_kn']"
+MXFP8 = "float8.enable = true ; float8.recipe_name = 'mxfp8' ; float8.min_features = 0"
 FROM_BEFORE_01 = """\
 parallelism.data_parallel_shard_degree = 2
 parallelism.tensor_parallel_degree = 2
@@ -242,6 +243,14 @@ float8.min_features = 0
     [
         ("", DEFAULTS),
         ("model.converters = ['float8']", "float8.enable = true ; float8.min_features = 0"),
+        (
+            "model.converters = ['mx'] ; mx.filter_fqns = ['output', 'wk']",
+            f"{MXFP8} ; float8.filter_fqns = ['output', 'wk']",
+        ),
+        (
+            "model.converters = ['quantize.linear.mx'] ; quantize.linear.mx.filter_fqns = 'wk'",
+            f"{MXFP8} ; float8.filter_fqns = ['wk']",
+        ),
         (
             "[debug]\r ; seed = 5\r ; deterministic = true",
             "training.seed = 5 ; training.deterministic = true",
@@ -292,7 +301,8 @@ def test_keys_of_torchtitan_are_converted(theirs, ours):
 LOST = [  # what cannot be carried over, and words of the reason
     ('checkpoint.initial_load_path = "a/step-5"', "titanlite import --torchtitan"),
     ("checkpoint.load_step = 5", "titanlite run resumes from"),
-    ('model.converters = ["mx"]', "only float8.enable"),
+    ('model.converters = ["quantize.grouped_mm.mx"]', "only float8.enable"),
+    ('mx.recipe_name = "mxfp8_emulated"', "float8.emulate"),
     ('model.converters = ["float8"]', "because its logits are computed in chunks"),
     ("training.steps = 5\ntraining.fooled = 1", "no key of torchtitan 0.1 to 0.3"),
     ("training.steps = 5\noptimizer.wd = 0.1", "Did you mean optimizer.weight_decay?"),

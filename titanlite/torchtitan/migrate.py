@@ -346,9 +346,9 @@ class Migration:
         return max(1, local_size // num_microbatches)
 
     def _report_converters(self) -> None:
-        """Report all model converters except float8 as lost."""
+        """Report all model converters except those of linear layers to FP8 and MXFP8 as lost."""
         converters = _parse_names(self._old.get("model.converters", []))
-        others = [name for name in converters if "float8" not in str(name)]
+        others = [name for name in converters if not _has_float8([name])]
         if others:
             reason = "titanlite has no such converter, only float8.enable."
             self._report_lost(f"model.converters {format_value(others)}", reason)
@@ -360,9 +360,13 @@ class Migration:
 
         # Decide whether to convert small layers. filter_fqns lists the layers that stay in high
         # precision. Its full name depends on the torchtitan version.
-        old_filter = self._old.get("float8.filter_fqns", [])
-        old_filter = self._old.get("quantize.linear.float8.filter_fqns", old_filter)
+        section = "mx" if _has_mxfp8(self._old.get("model.converters", [])) else "float8"
+        old_filter = self._old.get(f"{section}.filter_fqns", [])
+        old_filter = self._old.get(f"quantize.linear.{section}.filter_fqns", old_filter)
         filtered_names = _parse_names(old_filter)
+        if section == "mx":
+            self._set("float8.recipe_name", "mxfp8", "model.converters")
+            self._set("float8.filter_fqns", filtered_names, "the filter of MXFP8")
         min_features = 1024 if SMALL_LAYERS in filtered_names else 0
         why = f"torchtitan keeps small layers in high precision only with {SMALL_LAYERS}"
         self._set_default("float8.min_features", min_features, why)
@@ -510,7 +514,13 @@ def _has_float8(value: Any) -> bool:
     """
     if isinstance(value, bool):
         return value
-    return any("float8" in str(name) for name in _parse_names(value))
+    return _has_mxfp8(value) or any("float8" in str(name) for name in _parse_names(value))
+
+
+def _has_mxfp8(value: Any) -> bool:
+    """Return whether a list of torchtitan converters has the one of linear layers to MXFP8."""
+    names = ("mx", "quantize.linear.mx")  # of torchtitan 0.1 and 0.2
+    return any(name in names for name in _parse_names(value))
 
 
 def _remove_small_layers(value: Any) -> list[Any]:
