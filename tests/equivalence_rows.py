@@ -192,6 +192,8 @@ PRECISION: dict[str, tuple[dict[str, Any], Numbers]] = {
         for recipe in ("rowwise", "rowwise_with_gw_hp")
     },
 }
+# Halves of the key and value heads must be multiples of 32.
+MXFP8 = merge(FLOAT8, options("float8.recipe_name = 'mxfp8'", "model.dim = 128"))
 COMPILED = options("compile.enable = true", "compile.components = ['model']")
 # The table of combinations: feature -> (overrides, row on one process to compare with, tolerance)
 FEATURES: dict[str, tuple[dict[str, Any], str, Numbers]] = {}
@@ -269,6 +271,7 @@ def all_rows() -> list[Row]:
     one = layout(batch=8)
     alone = {"documents": DOCUMENTS, "tied": TIED, "vocabulary of 32,000": LARGE, "muP": MUP}
     alone["windows"] = WINDOWS
+    alone["float8 mxfp8"] = MXFP8
     references = alone | {name: overrides for name, (overrides, _) in PRECISION.items()}
     rows = [Row("one process", 1, one)]
     rows += [Row(name, 1, merge(one, extra), name) for name, extra in references.items()]
@@ -288,10 +291,15 @@ def all_rows() -> list[Row]:
         ("tied", EXACT, ("fsdp2", "fsdp4", "tp2", "cp2", "fsdp2 x tp2")),
         ("windows", EXACT, ("fsdp2", "tp2", "cp2", "pp2 1F1B", "pp2 x cp2 x tp2")),
         ("vocabulary of 32,000", LARGE_SUMS, ("fsdp2", "tp2", "fsdp4", "pp2 x fsdp2")),
+        ("float8 mxfp8", FP8, ("fsdp2", "tp2", "cp2", "pp2 1F1B", "fsdp2 x tp2")),
         ("muP", EXACT, ("fsdp2", "tp2", "cp2", "pp2 Interleaved1F1B", "fsdp2 x tp2")),
     ):
         for name in names:
             rows.append(row_of(name, reference, alone[reference], reference, tolerance))
+    compiled_mxfp8 = merge(MXFP8, COMPILED, SCHEDULING["AC op"])
+    for name in ("fsdp2", "tp2"):
+        suffix = "float8 mxfp8, compile, AC op"
+        rows.append(row_of(name, suffix, compiled_mxfp8, "float8 mxfp8", FP8))
     rows += switched_rows()
 
     for name in COMBINED:

@@ -114,6 +114,8 @@ activation_checkpoint.selective_ac_option = "0" =>
 activation_checkpoint.mode = "memory_budget" =>
 float8.enable = true =>
 training.seq_len = 100 ; training.local_batch_size = 1 ; float8.enable = true ; float8.min_features = 0 =>
+training.seq_len = 16 ; training.local_batch_size = 1 ; float8.enable = true ; float8.recipe_name = "mxfp8" ; float8.min_features = 0 => multiples of 32
+float8.enable = true ; float8.recipe_name = "mxfp4" => float8.recipe_name
 checkpoint.async_mode = "process" => 'async'
 validation.sources = [{source = "c4", max_epochs = 2}] => no longer a key
 checkpoint.keep_best = true =>
