@@ -438,11 +438,7 @@ def _train(
 
     training = run.job.training
     batch_size, seq_len = training.local_batch_size, training.seq_len
-    document_mask = run.job.dataset.document_mask
-    microbatches = [
-        blank_microbatch(batch_size, seq_len, document_mask, device)
-        for _ in range(run.microbatches)
-    ]
+    microbatches = [blank_microbatch(run.job, device) for _ in range(run.microbatches)]
     num_tokens = len(microbatches) * batch_size * seq_len
     for step in range(num_steps):
         before_step(step)

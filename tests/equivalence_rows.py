@@ -121,6 +121,7 @@ if tuple(map(int, version("torch").split(".")[:2])) < (2, 13):  # load_run rejec
     LAYOUTS = {name: row for name, row in LAYOUTS.items() if "ZBV" not in name}
 
 DOCUMENTS = {"documents": True}
+VARLEN = DOCUMENTS | options("model.attention_backend = 'varlen'")
 TIED = options("model.tied_embeddings = true")
 LARGE = options("model.vocab_size = 32_000")
 """4 million gradients. Adding their squares one after the other would lose precision."""
@@ -300,6 +301,13 @@ def all_rows() -> list[Row]:
     for name in ("fsdp2", "tp2"):
         suffix = "float8 mxfp8, compile, AC op"
         rows.append(row_of(name, suffix, compiled_mxfp8, "float8 mxfp8", FP8))
+    rows.append(Row("documents, varlen", 1, merge(one, VARLEN), "documents"))
+    varlen_windows = merge(WINDOWS, options("model.attention_backend = 'varlen'"))
+    rows.append(Row("windows, varlen", 1, merge(one, varlen_windows), "windows"))
+    for name in ("fsdp2", "tp2", "pp2 1F1B", "pp2 InterleavedZeroBubble", "pp2 x fsdp2 x tp2"):
+        rows.append(row_of(name, "documents, varlen", VARLEN, "documents"))
+    compiled_varlen = merge(VARLEN, COMPILED, SCHEDULING["AC op"])
+    rows.append(row_of("tp2", "documents, varlen, compile, AC op", compiled_varlen, "documents"))
     rows += switched_rows()
 
     for name in COMBINED:

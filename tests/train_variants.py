@@ -135,10 +135,14 @@ def train(job: JobConfig, documents: bool, mistake: str | None) -> dict[str, Any
         mesh = replace(mesh, data_rank=0)
     batch, local = global_batch(job, run.arch.vocab_size, documents), job.training.local_batch_size
     mine = {name: values[mesh.data_rank :: mesh.data_degree] for name, values in batch.items()}
-    begins = range(0, len(mine["labels"]), local)
-    microbatches = [
-        Microbatch(**{name: rows[i : i + local] for name, rows in mine.items()}) for i in begins
-    ]
+    microbatches = []
+    for start in range(0, len(mine["labels"]), local):
+        part = {name: rows[start : start + local] for name, rows in mine.items()}
+        if documents and job.model.uses_document_bounds:
+            first_tokens = (part["positions"].flatten() == 0).nonzero().flatten()
+            bounds = [*first_tokens.tolist(), part["positions"].numel()]
+            part["cu_seqlens"] = torch.tensor(bounds, dtype=torch.int32)
+        microbatches.append(Microbatch(**part))
     share = GlobalBatch(microbatches, int((mine["labels"] != IGNORE_INDEX).sum()))
     loader = Mock(
         describe=str,

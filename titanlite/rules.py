@@ -145,6 +145,33 @@ def check_model(run: Run) -> Problems:
         )
 
 
+def check_attention_backend(run: Run) -> Problems:
+    """Check that the attention backend has an effect, and supports the model and the layout.
+
+    Which kernels a GPU has is checked when the run starts.
+    """
+    key = "model.attention_backend"
+    model = run.job.model
+    backend = model.attention_backend
+    has_context_parallelism = run.degrees.context > 1
+    if backend == "flex" and not (run.masks_attention or has_context_parallelism):
+        text = "has no effect without documents, windows or context parallelism. Remove it."
+        yield Problem(key, text)
+    if backend == "varlen" and not run.masks_attention:
+        yield Problem(key, "has no effect without documents or windows. Remove it.")
+    if not model.uses_document_bounds:
+        return
+
+    if has_context_parallelism:
+        text = "does not support context parallelism, which divides documents. Remove it."
+        yield Problem(key, text)
+    if run.masks_attention and (run.arch.head_dim % 8 or run.arch.head_dim > 256):
+        text = f"needs heads of a multiple of 8 up to 256, not {run.arch.head_dim}. Remove it."
+        yield Problem(key, text)
+    if backend != "varlen" and run.job.training.mixed_precision_param == "float32":
+        yield Problem(key, 'needs training.mixed_precision_param = "bfloat16". Change one of them.')
+
+
 def check_layout(run: Run) -> Problems:
     """Check that the parallelism degrees fit the number of ranks, the model and the batch sizes.
 
@@ -978,6 +1005,7 @@ KEY_RULES = [
             "activation_checkpoint",
         ),
     ),
+    Rule(check_attention_backend, ("model", "training", "parallelism", "dataset")),
     Rule(check_total_steps, ("training", "lr_scheduler")),
     Rule(check_moments, ("training", "optimizer")),
     Rule(check_float8, ("model", "training", "parallelism", "float8")),

@@ -205,6 +205,7 @@ def _make_job(saved: JobConfig, options: Scoring, window: int, layout: Run) -> J
     global_batch_size = options.batch_size * degrees.data * degrees.pipeline
 
     dtype = options.dtype or _default_dtype(saved)
+    tables["model"] = saved.model.model_copy(update={"attention_backend": "auto"})
     tables["parallelism"] = layout.job.parallelism
     tables["activation_checkpoint"] = {"mode": "none"}
     tables["training"] = {

@@ -216,6 +216,8 @@ def _classify(
         return AFFECTS_TRAINING if is_excluded else INCOMPATIBLE
     if name == "training.mixed_precision_param" and new[name] == "auto":
         return None  # a resume keeps the dtype of the checkpoint
+    if name == "model.attention_backend" and new[name] == "auto":
+        return None  # it depends on the device
     if section == "model":
         if f"{new['model.architecture']}.{key}" in new:
             return None  # reported as a key of the architecture's own section

@@ -270,6 +270,27 @@ class Run:
         training = training.model_copy(update={"mixed_precision_param": dtype})
         return replace(self, job=self.job.model_copy(update={"training": training}))
 
+    @property
+    def masks_attention(self) -> bool:
+        """Whether any block needs another mask than the causal one, for documents or a window."""
+        has_window = 0 < self.arch.sliding_window < self.job.training.seq_len
+        return self.job.dataset.document_mask or has_window
+
+    def resolve_attention_backend(self, on_gpu: bool) -> Run:
+        """Return a run in which `model.attention_backend` is a backend instead of "auto".
+
+        On a GPU, flex attention is the only kernel that is confirmed for masks. Context parallelism
+        needs a mask even without documents and windows.
+
+        Args:
+            on_gpu: Whether the ranks compute on GPUs.
+        """
+        if self.job.model.attention_backend != "auto":
+            return self
+        needs_mask = self.masks_attention or self.degrees.context > 1
+        backend = "flex" if on_gpu and needs_mask else "sdpa"
+        return with_keys(self, {"model.attention_backend": backend})
+
     def compiles(self, component: schema.Component) -> bool:
         """Return whether the job compiles `component`, for example "model" or "loss"."""
         return self.job.compile.enable and component in self.job.compile.components

@@ -224,6 +224,7 @@ class Model(Section):
         "logit_softcap",
         "mup_base_dim",
         "mup_base_head_dim",
+        "attention_backend",
     )
 
     architecture: Annotated[str, ARCHITECTURES] = "llama"
@@ -300,6 +301,16 @@ class Model(Section):
     mup_base_head_dim: MupSize | None = None
     """Value of head_dim for which optimizer.lr was tuned, to scale attention by muP. 0: the same
     head_dim."""
+    attention_backend: Literal["auto", "sdpa", "flex", "varlen", "fa3", "fa4"] = "auto"
+    """Attention kernels. sdpa: scaled dot-product attention, with a boolean mask for documents and
+    windows. flex: flex attention for these masks. varlen: variable-length FlashAttention for these
+    masks. fa3 and fa4: sdpa and varlen with the kernels of FlashAttention 3 or 4. auto: flex on a
+    GPU if a mask needs it, otherwise sdpa."""
+
+    @property
+    def uses_document_bounds(self) -> bool:
+        """Whether masks are document bounds for variable-length attention."""
+        return self.attention_backend in ("varlen", "fa3", "fa4")
 
 
 class TokenizerOptions(Section):

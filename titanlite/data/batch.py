@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from titanlite.config.run import Run, sequence_divisor
+from titanlite.config.schema import JobConfig
 from titanlite.data.stream import PackedSequence
+from titanlite.model.attention import equal_bounds
 from titanlite.model.microbatch import IGNORE_INDEX, Microbatch
 
 LENGTH_MULTIPLE = 64  # evaluation pads to multiples of this length to get few different shapes
@@ -26,14 +28,15 @@ class GlobalBatch(NamedTuple):
 
 
 def make_microbatch(
-    sequences: list[PackedSequence], document_mask: bool, device: torch.device
+    sequences: list[PackedSequence], job: JobConfig, device: torch.device
 ) -> tuple[Microbatch, np.ndarray]:
     """Convert packed sequences to input and label tensors on `device`, without a host sync.
 
     Args:
         sequences: B sequences of T + 1 tokens.
-        document_mask: Add document ids and positions, so that attention stays within a document. No
-            document then predicts the first token of the next one.
+        job: With `dataset.document_mask`, the microbatch has document ids and positions, so that
+            attention stays within a document. No document then predicts the first token of the next
+            one.
         device: Device of the tensors.
 
     Returns:
@@ -53,12 +56,16 @@ def make_microbatch(
         first_padding_label = max(0, size - 1)
         labels[i, first_padding_label:] = IGNORE_INDEX
 
-    if document_mask:
+    if job.dataset.document_mask:
         document_ids, positions = _compute_documents(sequences, sizes)
         # Mask the first token of each document.
         labels[positions[:, 1:] == 0] = IGNORE_INDEX
         arrays["document_ids"] = document_ids[:, :-1]
         arrays["positions"] = positions[:, :-1]
+        if job.model.uses_document_bounds:
+            # Every document starts at position 0. Only the CPU knows how many there are.
+            starts = np.flatnonzero(positions[:, :-1] == 0)
+            arrays["cu_seqlens"] = np.append(starts, labels.size).astype(np.int32)
 
     # Copy to the device. From pinned memory, the copy overlaps with the step in progress.
     tensors: dict[str, Tensor] = {}
@@ -156,24 +163,26 @@ def padded_microbatch(
     )
 
 
-def blank_microbatch(
-    batch_size: int, seq_len: int, document_mask: bool, device: torch.device
-) -> Microbatch:
+def blank_microbatch(job: JobConfig, device: torch.device) -> Microbatch:
     """Create a microbatch of zeros, to measure the memory or time of a step without data.
 
     Args:
-        batch_size: Number of sequences.
-        seq_len: Number of tokens per sequence.
-        document_mask: Include document ids and positions. Each sequence is then one document.
+        job: Determines the shape. With `dataset.document_mask`, each sequence is one document.
         device: Device of the tensors.
     """
+    batch_size, seq_len = job.training.local_batch_size, job.training.seq_len
+    document_mask = job.dataset.document_mask
 
     def zeros(dtype: torch.dtype) -> Tensor:
         return torch.zeros((batch_size, seq_len), dtype=dtype, device=device)
 
+    cu_seqlens = None
+    if document_mask and job.model.uses_document_bounds:
+        cu_seqlens = equal_bounds(batch_size, seq_len, device)
     return Microbatch(
         input_ids=zeros(torch.int64),
         labels=zeros(torch.int64),
         document_ids=zeros(torch.int32) if document_mask else None,
         positions=zeros(torch.int64) if document_mask else None,
+        cu_seqlens=cu_seqlens,
     )

@@ -184,12 +184,11 @@ class Loader:
 
         # Divide the sequences into microbatches.
         batch_size = self._job.training.local_batch_size
-        document_mask = self._job.dataset.document_mask
         microbatches = []
         num_valid_tokens = 0
         for start in range(0, len(sequences), batch_size):
             chunk = sequences[start : start + batch_size]
-            microbatch, labels = make_microbatch(chunk, document_mask, self._device)
+            microbatch, labels = make_microbatch(chunk, self._job, self._device)
             microbatches.append(microbatch)
             num_valid_tokens += int((labels != IGNORE_INDEX).sum())
 

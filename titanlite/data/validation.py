@@ -55,7 +55,7 @@ class ValidationSet:
             UserError: If a source is missing or smaller than one sequence.
         """
         self._device = device
-        self._document_mask = run.job.dataset.document_mask
+        self._job = run.job
         documents = DocumentTokenizer.for_run(run, tokenizer, validation=True)
         dataset = _read_once(getattr(run.job, documents.section))
         data = PackedDataset(
@@ -93,7 +93,7 @@ class ValidationSet:
         labels.
         """
         for sequences in self._batches:
-            yield make_microbatch(sequences, self._document_mask, self._device)[0]
+            yield make_microbatch(sequences, self._job, self._device)[0]
 
     def describe(self) -> str:
         """Describe the validation data for the log, such as "512 sequences of c4"."""
@@ -112,7 +112,7 @@ class ValidationSet:
         labels = []
         for start in range(0, len(sequences), batch_size):
             part = sequences[start : start + batch_size]
-            part_labels = make_microbatch(part, self._document_mask, torch.device("cpu"))[1]
+            part_labels = make_microbatch(part, self._job, torch.device("cpu"))[1]
             labels.append(part_labels[part_labels != IGNORE_INDEX])
         return np.bincount(np.concatenate(labels))
 

@@ -1,4 +1,4 @@
-"""Scaled dot-product attention, masks for packed documents, and the key-value cache for generation.
+"""Attention kernels, masks for packed documents, and the key-value cache for generation.
 
 In grouped-query attention, several query heads share a key and value head. The kernels read the
 shared head once per group instead of repeating it in memory. The exception is fp32 on a GPU before
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,32 +21,51 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
+    Mask: TypeAlias = "Tensor | BlockMask | DocumentBounds"
+
 HAS_GROUPED_FP32_KERNEL = torch.__version__ >= "2.14"
 """Whether a fused GPU kernel supports grouped heads in fp32."""
 
 
-@contextmanager
-def backend_order(device: torch.device) -> Iterator[None]:
-    """Set which attention kernel has priority on `device` within this context.
+class DocumentBounds(NamedTuple):
+    """Bounds of packed documents: a mask for variable-length attention.
 
-    Enter the context once, around the whole run. The order is fixed rather than benchmarked at
-    startup, so that a restarted run is bitwise identical.
+    Attention is causal within each document. Unlike a boolean mask or a block mask, the bounds take
+    only four bytes per document, and nothing is computed from them before attention.
+
+    Attributes:
+        cu_seqlens: First token of each document, and then the number of tokens, shape (N + 1,),
+            int32. Tokens are counted over all sequences of the batch, and each sequence starts a
+            new document. Empty documents are allowed.
+        window: Number of tokens that a token attends to, including itself. 0 means all.
     """
-    if device.type == "cpu":  # has only one fused kernel
-        yield
-        return
 
+    cu_seqlens: Tensor
+    window: int
+
+
+@contextmanager
+def backend_order(device: torch.device, *, prefers_flash: bool = False) -> Iterator[None]:
+    """Set which kernel of scaled dot-product attention has priority within this context.
+
+    The order is fixed rather than benchmarked at startup, so that a restarted run is bitwise
+    identical.
+
+    Args:
+        device: A GPU.
+        prefers_flash: Prefer flash attention on all GPUs, because a newer version is active.
+    """
     # The first kernel that supports the inputs of a call is used.
     order = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]
     is_hopper_or_newer = torch.cuda.get_device_capability(device) >= (9, 0)
-    if is_hopper_or_newer:
+    if is_hopper_or_newer and not prefers_flash:
         order.reverse()  # because the flash attention in torch does not use Hopper instructions
     order += [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     with sdpa_kernel(order, set_priority=True):
         yield
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None = None) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None) -> Tensor:
     """Compute grouped-query attention with the fastest available kernel.
 
     Args:
@@ -54,11 +73,15 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None =
         k: Keys, shape (B, H_kv, S, D). H_kv must divide H. Without a mask, S must equal T.
         v: Values, same shape as `k`.
         mask: Boolean mask, broadcastable to (B, H, T, S), True where a query attends to a key; or a
-            block mask for flex attention. By default attention is causal.
+            block mask for flex attention; or document bounds for variable-length attention. By
+            default attention is causal.
 
     Returns:
         Attention output, shape (B, H, T, D).
     """
+    if isinstance(mask, DocumentBounds):
+        return varlen_attention(q, k, v, mask)
+
     is_grouped = q.shape[1] != k.shape[1]
     if mask is not None and not isinstance(mask, Tensor):
         flex_attention = flex_function("flex_attention")
@@ -76,8 +99,56 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None =
     )
 
 
-def document_mask(document_ids: Tensor, window: int = 0) -> Tensor | BlockMask:
-    """Build a mask that is causal within each of the documents packed into a sequence.
+def varlen_attention(q: Tensor, k: Tensor, v: Tensor, bounds: DocumentBounds) -> Tensor:
+    """Compute causal attention within documents with the variable-length kernel of FlashAttention.
+
+    The kernel exists only for GPUs. A CPU computes the same from a boolean mask.
+
+    Args:
+        q: Queries, shape (B, H, T, D).
+        k: Keys, shape (B, H_kv, T, D).
+        v: Values, same shape as `k`.
+        bounds: Bounds of the documents in the B sequences.
+
+    Returns:
+        Attention output, shape (B, H, T, D).
+    """
+    batch_size, num_heads, seq_len, _ = q.shape
+    if not q.is_cuda:
+        tokens = torch.arange(batch_size * seq_len, dtype=torch.int32, device=q.device)
+        document_ids = torch.searchsorted(bounds.cu_seqlens, tokens, right=True)
+        mask = document_mask(document_ids.view(batch_size, seq_len), bounds.window)
+        return attention(q, k, v, mask)
+
+    from torch.nn.attention.varlen import varlen_attn  # importing it takes a second
+
+    # The kernel reads the batch as one sequence of B * T tokens. These are views.
+    q_flat, k_flat, v_flat = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    num_earlier = bounds.window - 1  # -1 means all
+    out = varlen_attn(
+        q_flat,
+        k_flat,
+        v_flat,
+        bounds.cu_seqlens,
+        bounds.cu_seqlens,
+        # An upper bound: reading the longest document from the GPU would synchronize.
+        max_q=seq_len,
+        max_k=seq_len,
+        window_size=(num_earlier, 0),
+        enable_gqa=num_heads != k.shape[1],
+    )
+    assert isinstance(out, Tensor)
+    return out.unflatten(0, (batch_size, seq_len)).transpose(1, 2)
+
+
+def equal_bounds(batch_size: int, seq_len: int, device: torch.device) -> Tensor:
+    """Return the `cu_seqlens` of a batch in which each sequence is one document."""
+    num_tokens = batch_size * seq_len
+    return torch.arange(0, num_tokens + 1, seq_len, dtype=torch.int32, device=device)
+
+
+def document_mask(document_ids: Tensor, window: int = 0) -> Tensor:
+    """Build a boolean mask that is causal within each of the documents packed into a sequence.
 
     It prevents tokens from attending to unrelated documents. Build it once per batch and use it in
     all layers.
@@ -88,12 +159,8 @@ def document_mask(document_ids: Tensor, window: int = 0) -> Tensor | BlockMask:
         window: Number of tokens that a token attends to, including itself. 0 means all.
 
     Returns:
-        On a CPU, a boolean mask for SDPA, shape (B, 1, T, T). On a GPU, a block mask for flex
-        attention, which skips blocks between documents and whose memory grows linearly with T.
+        Boolean mask, shape (B, 1, T, T).
     """
-    if document_ids.device.type != "cpu":
-        return flex_document_mask(document_ids, window)
-
     # Keep the keys up to each query, and with a window only the last `window` of them.
     same_document = document_ids[:, None, :, None] == document_ids[:, None, None, :]
     mask = same_document.tril()  # (B, 1, T, T)
@@ -103,6 +170,7 @@ def document_mask(document_ids: Tensor, window: int = 0) -> Tensor | BlockMask:
 def flex_document_mask(document_ids: Tensor, window: int = 0) -> BlockMask:
     """Build a block mask for flex attention that is causal within each document of a sequence.
 
+    Flex attention skips blocks between documents, and the memory of the mask grows linearly with T.
     See https://pytorch.org/blog/flexattention.
 
     Args:

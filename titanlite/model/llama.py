@@ -22,9 +22,8 @@ from titanlite.model.attention import LayerCache, attention
 from titanlite.model.kernels import apply_rope_eager
 
 if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
-
     from titanlite.config.flavors import Architecture
+    from titanlite.model.attention import Mask
 
 INIT_STD = 0.02
 
@@ -192,16 +191,14 @@ class Attention(nn.Module):
             self.k_norm = nn.RMSNorm(arch.kv_dim, eps=arch.norm_eps)
 
         # Context parallelism replaces this function.
-        self.attend: Callable[[Tensor, Tensor, Tensor, Tensor | BlockMask | None], Tensor] = (
-            attention
-        )
+        self.attend: Callable[[Tensor, Tensor, Tensor, Mask | None], Tensor] = attention
 
     def forward(
         self,
         x: Tensor,
         cos: Tensor,
         sin: Tensor,
-        mask: Tensor | BlockMask | None,
+        mask: Mask | None,
         cache: LayerCache | None,
     ) -> Tensor:
         """Apply attention to hidden states (B, T, C) and return hidden states (B, T, C).
@@ -278,7 +275,7 @@ class TransformerBlock(nn.Module):
         x: Tensor,
         cos: Tensor,
         sin: Tensor,
-        mask: Tensor | BlockMask | None = None,
+        mask: Mask | None = None,
         cache: LayerCache | None = None,
     ) -> Tensor:
         """Apply the block to hidden states (B, T, C) and return hidden states (B, T, C).
@@ -382,10 +379,10 @@ class Llama(nn.Module):
         self,
         tokens: Tensor,
         positions: Tensor | None = None,
-        mask: Tensor | BlockMask | None = None,
+        mask: Mask | None = None,
         cache: Sequence[LayerCache] | None = None,
         head: Head | None = None,
-        full_mask: Tensor | BlockMask | None = None,
+        full_mask: Mask | None = None,
     ) -> Tensor:
         """Compute logits (B, T, V) from token ids (B, T), or apply another head such as the loss.
 
@@ -396,10 +393,9 @@ class Llama(nn.Module):
             tokens: Token ids, shape (B, T), or the hidden states of the previous pipeline stage.
             positions: Positions for RoPE, shape (T,) or (B, T). By default they count from 0, or
                 from the length of the cache.
-            mask: Boolean mask, broadcastable to (B, H, T, S), or a block mask from
-                `attention.document_mask`. S includes the tokens in the cache. By default attention
-                is causal, with the sliding window of the model. A mask that you pass must include
-                the sliding window itself.
+            mask: Boolean mask, broadcastable to (B, H, T, S), or another mask of `attention`. S
+                includes the tokens in the cache. By default attention is causal, with the sliding
+                window of the model. A mask that you pass must include the sliding window itself.
             full_mask: Mask without the window, for the blocks that `full_attention_interval`
                 selects. If you pass `mask` to such a model, pass both.
             cache: Keys and values of earlier tokens for generation, one `LayerCache` per block.

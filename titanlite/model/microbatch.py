@@ -14,7 +14,7 @@ IGNORE_INDEX = -100
 class Microbatch:
     """The sequences of one forward pass on one rank: token ids, labels and document ids.
 
-    All tensors have the shape (B, T) and are on the device of the model.
+    All tensors are on the device of the model.
     """
 
     input_ids: Tensor
@@ -26,3 +26,6 @@ class Microbatch:
     to tokens with the same id."""
     positions: Tensor | None = None
     """(B, T) int64 with dataset.document_mask: counts from 0 in each document of a sequence."""
+    cu_seqlens: Tensor | None = None
+    """(N + 1,) int32 with dataset.document_mask, for variable-length attention: the first token of
+    each of the N documents of all sequences, and then B * T."""

@@ -24,6 +24,8 @@ from titanlite.model.llama import Attention, Llama, causal_mask
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
+    from titanlite.model.attention import Mask
+
 # torch 2.13 renamed this function and warns about the old name, which torch 2.12 needs.
 if hasattr(collectives, "all_gather_single_autograd"):
     all_gather_autograd = collectives.all_gather_single_autograd
@@ -91,13 +93,13 @@ def gather_chunks(x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
 
 def context_mask(
     tokens: Tensor, document_ids: Tensor | None, mesh: DeviceMesh, window: int = 0
-) -> Tensor | BlockMask | None:
-    """Build the attention mask from this rank's queries to all keys of the sequence.
+) -> Tensor | None:
+    """Build the boolean attention mask from this rank's queries to all keys of the sequence.
 
     It is built once per microbatch, before the model runs, and used in all layers.
 
     Args:
-        tokens: Whole sequences, shape (B, T). Only their shape and device are used.
+        tokens: Whole sequences, shape (B, T). Unused; `flex_context_mask` has the same arguments.
         document_ids: Document of each token, shape (B, T). By default each sequence is one
             document.
         mesh: 1-D mesh of the context parallel ranks.
@@ -105,18 +107,14 @@ def context_mask(
             requires `document_ids`.
 
     Returns:
-        - On a CPU with `document_ids`, a boolean mask of shape (B, 1, T / degree, T).
-        - On a CPU without them, None: `context_attention` then attends causally.
-        - On a GPU, always a block mask, whose memory grows linearly with T.
+        Boolean mask, shape (B, 1, T / degree, T). Without `document_ids`, None: `context_attention`
+        then attends causally.
     """
-    if tokens.device.type != "cpu":
-        return flex_context_mask(tokens, document_ids, mesh, window)
     if document_ids is None:
         return None
 
     # Keep the rows of this rank's queries, and the columns of all keys.
     mask = document_mask(document_ids, window)
-    assert isinstance(mask, Tensor)
     return local_chunks(mask, mesh, dim=2)
 
 
@@ -124,6 +122,8 @@ def flex_context_mask(
     tokens: Tensor, document_ids: Tensor | None, mesh: DeviceMesh, window: int = 0
 ) -> BlockMask:
     """Build a block mask for flex attention from this rank's queries to all keys of the sequence.
+
+    The memory of the mask grows linearly with T.
 
     Args:
         tokens: Whole sequences, shape (B, T). Only their shape and device are used.
@@ -158,7 +158,7 @@ def flex_context_mask(
 
 
 def context_attention(
-    mesh: DeviceMesh, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None
+    mesh: DeviceMesh, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None
 ) -> Tensor:
     """Attend from this rank's queries to the keys and values of the whole sequence.
 
@@ -171,7 +171,7 @@ def context_attention(
         q: Queries of this rank, shape (B, H, T / degree, D).
         k: Keys of this rank, shape (B, H_kv, T / degree, D).
         v: Values of this rank, same shape as `k`.
-        mask: Result of `context_mask`.
+        mask: Result of `context_mask` or `flex_context_mask`.
 
     Returns:
         Attention output for this rank's queries, shape (B, H, T / degree, D).

@@ -14,14 +14,21 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.profiler import record_function
 
+from titanlite.config import schema
 from titanlite.config.flavors import Architecture
 from titanlite.config.run import Run
-from titanlite.model.attention import document_mask
+from titanlite.model.attention import (
+    DocumentBounds,
+    document_mask,
+    equal_bounds,
+    flex_document_mask,
+)
 from titanlite.model.microbatch import IGNORE_INDEX, Microbatch
 from titanlite.optim.losses import CrossEntropy, LossRecipe, build_loss
-from titanlite.parallel.context import context_mask, local_chunks
+from titanlite.parallel.context import context_mask, flex_context_mask, local_chunks
 from titanlite.parallel.fsdp import configure_microbatch, reshard_all
 from titanlite.parallel.memory_savers import frees_output_before_backward
 from titanlite.parallel.mesh import Mesh
@@ -32,6 +39,8 @@ from titanlite.parallel.pipeline import build_schedule, forward_only
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
     from torch.nn.attention.flex_attention import BlockMask
+
+    from titanlite.model.attention import Mask
 
 ScaledLoss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """Function that computes a loss, such as `Loss.__call__`.
@@ -118,6 +127,7 @@ class ForwardBackward:
         self._mesh = mesh
         self._device = device
         self._arch = run.arch
+        self._job = run.resolve_attention_backend(on_gpu=device.type == "cuda").job
 
         recipe = LossRecipe(
             run.job.training.z_loss, run.compiles("loss"), mesh.tensor, run.arch.logit_softcap
@@ -178,7 +188,7 @@ class ForwardBackward:
         self, microbatch: Microbatch, loss_fn: ScaledLoss, num_valid_tokens: Tensor
     ) -> Tensor:
         """Return the summed loss of one microbatch, divided by `num_valid_tokens`."""
-        inputs = local_inputs([microbatch], self._mesh, self._arch)
+        inputs = local_inputs([microbatch], self._mesh, self._arch, self._job.model)
         head = LossHead(inputs.labels, NormalizedLoss(loss_fn, num_valid_tokens))
         return self._model(inputs.tokens, head=head, **inputs.attention)
 
@@ -275,7 +285,9 @@ class PipelineForwardBackward(ForwardBackward):
             loss_fn: Function that returns a scaled sum of token losses.
             num_valid_tokens: Divisor of the loss, a scalar on the device.
         """
-        tokens, labels, attention = local_inputs(microbatches, self._mesh, self._arch)
+        tokens, labels, attention = local_inputs(
+            microbatches, self._mesh, self._arch, self._job.model
+        )
         # A later stage cannot derive the positions, because its input may be sharded along T.
         attention.setdefault("positions", _default_positions(tokens))
         head = LossHead(labels, NormalizedLoss(loss_fn, num_valid_tokens))
@@ -331,13 +343,16 @@ class LocalInputs(NamedTuple):
     attention: dict[str, Any]
 
 
-def local_inputs(microbatches: Sequence[Microbatch], mesh: Mesh, arch: Architecture) -> LocalInputs:
+def local_inputs(
+    microbatches: Sequence[Microbatch], mesh: Mesh, arch: Architecture, model: schema.Model
+) -> LocalInputs:
     """Concatenate microbatches and select this rank's part of each sequence.
 
     Args:
         microbatches: Microbatches that all have, or all lack, `document_ids` and `positions`.
         mesh: Layout of the ranks. With `mesh.context`, each rank gets two chunks of each sequence.
         arch: Architecture of the model, which has sliding windows or not.
+        model: Section [model], which determines the kind of masks.
     """
     tokens = _concatenate(microbatches, "input_ids")  # (B, T)
     labels = _concatenate(microbatches, "labels")
@@ -351,9 +366,16 @@ def local_inputs(microbatches: Sequence[Microbatch], mesh: Mesh, arch: Architect
 
     # With context parallelism, this rank's queries attend to the keys of whole sequences. So build
     # the masks for whole sequences, and then select this rank's part of everything else.
-    masks = {"mask": _build_mask(tokens, document_ids, mesh, arch.sliding_window)}
+    masks: dict[str, Mask | None] = {}
+    windows = {"mask": arch.sliding_window}
     if arch.full_attention_interval:
-        masks["full_mask"] = _build_mask(tokens, document_ids, mesh, window=0)
+        windows["full_mask"] = 0
+    for name, window in windows.items():
+        if model.uses_document_bounds:
+            masks[name] = _build_bounds(microbatches, window)
+        else:
+            uses_flex = model.attention_backend == "flex"
+            masks[name] = _build_mask(tokens, document_ids, mesh, window, uses_flex)
     if mesh.context is not None:
         if positions is None:
             positions = _default_positions(tokens)
@@ -366,8 +388,32 @@ def local_inputs(microbatches: Sequence[Microbatch], mesh: Mesh, arch: Architect
     return LocalInputs(tokens, labels, attention)
 
 
+def _build_bounds(microbatches: Sequence[Microbatch], window: int) -> DocumentBounds | None:
+    """Return the bounds of the documents of each microbatch, or None if attention is causal.
+
+    A pipeline schedule splits the tensor into equal parts, one for each microbatch. Empty documents
+    at the end make the parts equal.
+
+    Args:
+        microbatches: One microbatch, or all microbatches of a pipeline schedule.
+        window: Number of tokens that a token attends to, including itself. 0 means all.
+    """
+    batch_size, seq_len = microbatches[0].input_ids.shape
+    parts = [x.cu_seqlens for x in microbatches if x.cu_seqlens is not None]
+    if not parts:
+        if not 0 < window < seq_len:
+            return None
+        bounds = equal_bounds(batch_size, seq_len, microbatches[0].input_ids.device)
+        return DocumentBounds(bounds.repeat(len(microbatches)), window)
+
+    length = max(len(part) for part in parts)
+    num_tokens = batch_size * seq_len
+    padded = [F.pad(part, (0, length - len(part)), value=num_tokens) for part in parts]
+    return DocumentBounds(torch.cat(padded), window)
+
+
 def _build_mask(
-    tokens: Tensor, document_ids: Tensor | None, mesh: Mesh, window: int
+    tokens: Tensor, document_ids: Tensor | None, mesh: Mesh, window: int, uses_flex: bool
 ) -> Tensor | BlockMask | None:
     """Build the mask of this rank's queries, or return None if attention is causal.
 
@@ -376,12 +422,17 @@ def _build_mask(
         document_ids: Document of each token, shape (B, T), or None.
         mesh: Layout of the ranks.
         window: Number of tokens that a token attends to, including itself. 0 means all.
+        uses_flex: Build a block mask for flex attention instead of a boolean mask.
     """
     if document_ids is None and 0 < window < tokens.shape[1]:
         document_ids = torch.zeros_like(tokens)  # each sequence is one document
     if mesh.context is not None:
-        return context_mask(tokens, document_ids, mesh.context, window)
-    return None if document_ids is None else document_mask(document_ids, window)
+        build_context_mask = flex_context_mask if uses_flex else context_mask
+        return build_context_mask(tokens, document_ids, mesh.context, window)
+    if document_ids is None:
+        return None
+    build_mask = flex_document_mask if uses_flex else document_mask
+    return build_mask(document_ids, window)
 
 
 def _concatenate(microbatches: Sequence[Microbatch], field: str) -> Tensor:

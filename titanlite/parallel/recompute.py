@@ -6,6 +6,7 @@ checkpointing. Apply it before FSDP.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -35,6 +36,16 @@ ALWAYS_SAVED = {
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
 }
 MATMULS = {aten.mm.default, aten.addmm.default, aten._scaled_mm.default}
+
+
+def _always_saved() -> set[Any]:
+    """Return the operators whose results are always saved, with variable-length attention.
+
+    Its operator exists only after an import that takes seconds, so only runs that use it import it.
+    """
+    if "torch.nn.attention.varlen" not in sys.modules:
+        return ALWAYS_SAVED
+    return ALWAYS_SAVED | {torch.ops.torch_attn._varlen_attn.default}
 
 
 def apply_activation_checkpointing(
@@ -124,12 +135,13 @@ def _create_op_contexts(unneeded_matmul: int) -> tuple[Any, Any]:
     # Both passes must make the same decisions, so each of them counts its matmuls from 1. The key
     # is False in the forward pass and True in the recomputation.
     num_matmuls = {False: 0, True: 0}
+    always_saved = _always_saved()
 
     def policy(
         context: SelectiveCheckpointContext, op: Any, *_args: Any, **_kwargs: Any
     ) -> CheckpointPolicy:
         """Return whether to save the output of `op` or to recompute it in the backward pass."""
-        should_save = op in ALWAYS_SAVED
+        should_save = op in always_saved
         if op in MATMULS:
             num_matmuls[context.is_recompute] += 1
             index = num_matmuls[context.is_recompute]

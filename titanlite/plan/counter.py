@@ -44,6 +44,8 @@ GENERATED = "compiled"  # `Work.op` of kernels that the compiler generates
 MATMULS = {"mm", "_scaled_mm", "bmm", "addmm", "addmm_", "baddbmm"}
 FLEX_OPS = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward")
 """Operators that represent flex attention in a trace; see `simulate.simulate_gpu`."""
+VARLEN_OPS = ("torch_attn::_varlen_attn", "torch_attn::_varlen_attn_backward")
+"""Operators of variable-length attention."""
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send")
 
 # Operators that launch no kernel.
@@ -430,10 +432,13 @@ class Counter(TorchDispatchMode):
         if op in MATMULS and "add" in op:
             # Keep the factors of addmm(summand, a, b). The summand may have another dtype.
             inputs = inputs[1:3]
-        # Traced flex attention passes its sliding window, a number of tokens, as the `scale` of the
-        # scores, which has no effect on a trace; see `simulate.simulate_gpu`.
-        window = int(kwargs.get("scale") or 0)
-        shape, flops = _count_flops(op, inputs, window)
+        if op in VARLEN_OPS:
+            shape, flops = _count_varlen_flops(op, args)
+        else:
+            # Traced flex attention passes its sliding window, a number of tokens, as the `scale` of
+            # the scores, which has no effect on a trace; see `simulate.simulate_gpu`.
+            window = int(kwargs.get("scale") or 0)
+            shape, flops = _count_flops(op, inputs, window)
         # The dtype is that of the first floating-point input, or else of the first input.
         floating = [tensor for tensor in inputs if tensor.is_floating_point()]
         dtypes = [tensor.dtype for tensor in (*floating, *inputs)]
@@ -633,6 +638,25 @@ def _count_flops(op: str, inputs: Sequence[Tensor], window: int) -> tuple[tuple[
     return (), 0
 
 
+def _count_varlen_flops(op: str, args: Sequence[Any]) -> tuple[tuple[int, ...], int]:
+    """Count the FLOPs of variable-length attention as if each sequence were one document.
+
+    Args:
+        op: "torch_attn::_varlen_attn", or its backward pass.
+        args: Positional arguments of the call.
+
+    Returns:
+        (batch, heads, queries, keys, head_dim), and the number of FLOPs.
+    """
+    is_backward = "backward" in op
+    query = args[1 if is_backward else 0]  # (B * T, H, D)
+    seq_len = args[8 if is_backward else 5]
+    num_earlier, _ = args[13 if is_backward else 9]  # -1 means all
+    num_tokens, heads, head_dim = query.shape
+    shape = (num_tokens // seq_len, heads, seq_len, seq_len, head_dim)
+    return shape, _attention_flops(op, shape, num_earlier + 1, is_backward)
+
+
 def _attention_flops(op: str, shape: tuple[int, ...], window: int, is_backward: bool) -> int:
     """Return the FLOPs of causal attention, without scores that the mask hides.
 
@@ -642,7 +666,7 @@ def _attention_flops(op: str, shape: tuple[int, ...], window: int, is_backward: 
     Args:
         op: Operator without "aten::".
         shape: (batch, heads, queries, keys, head_dim).
-        window: Sliding window of flex attention in tokens, or 0.
+        window: Sliding window of flex or variable-length attention in tokens, or 0.
         is_backward: Whether the operator is a backward pass.
     """
     # Without a mask, each matmul takes 2 FLOPs per element of `shape`. There are two matmuls in the
@@ -653,7 +677,7 @@ def _attention_flops(op: str, shape: tuple[int, ...], window: int, is_backward: 
     # The Q queries are the last of K tokens, so they see K - Q / 2 keys on average: the first one
     # sees K - Q keys, and the last one K.
     # The share of the K keys is (2 K - Q) / (2 K).
-    if op not in FLEX_OPS:
+    if op not in (*FLEX_OPS, *VARLEN_OPS):
         return unmasked_flops * (2 * num_keys - num_queries) // (2 * num_keys)
 
     # In flex attention, which context parallelism uses, the queries of a rank are spread over the

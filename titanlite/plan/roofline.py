@@ -21,7 +21,7 @@ from titanlite.config.run import Run
 from titanlite.observe.flops import flops_per_token
 from titanlite.observe.forecast import Forecast
 from titanlite.observe.gpus import GIB, MIB, Gpu, machine_memory
-from titanlite.plan.counter import FLEX_OPS, Group, Work
+from titanlite.plan.counter import FLEX_OPS, VARLEN_OPS, Group, Work
 from titanlite.plan.trace import RankTrace
 
 # Estimates of the GPU memory of the CUDA context with its kernels, and of each process group
@@ -266,7 +266,8 @@ def _time_kernels(work: Work, gpu: Gpu) -> tuple[str, float]:
     # FLOPs limit attention, bytes limit other kernels, and either can limit a matmul.
     if is_attention:
         efficiency = gpu.attention
-        is_flex = work.op.removeprefix("aten.") in FLEX_OPS
+        op = work.op.removeprefix("aten.")
+        is_flex = op in FLEX_OPS or op.replace(".", "::") in VARLEN_OPS
         is_hopper = gpu.fp8 > 0  # or newer
         if is_flex and is_hopper:
             efficiency = min(efficiency, FLEX)

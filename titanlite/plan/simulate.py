@@ -169,7 +169,7 @@ def simulate_gpu() -> Iterator[None]:
         # Code that chooses between CPU and GPU sees a GPU, and gets the operators of a GPU.
         override(Tensor, is_cuda=property(lambda _: True)),
         override(F, scaled_dot_product_attention=_cudnn_attention, rms_norm=_rms_norm),
-        override(forward_backward, document_mask=_small_mask, context_mask=_small_mask),
+        override(forward_backward, flex_document_mask=_small_mask, flex_context_mask=_small_mask),
         override(attention, flex_function=lambda _: _flex_attention),
         # Constants have the values for a GPU.
         override(recompute, ALWAYS_SAVED=saved_ops),

@@ -157,8 +157,7 @@ def _run_steps(
     """
     training = run.job.training
     learning_rate = run.job.optimizer.lr
-    shape = training.local_batch_size, training.seq_len, run.job.dataset.document_mask
-    microbatches = [blank_microbatch(*shape, DEVICE) for _ in range(run.microbatches)]
+    microbatches = [blank_microbatch(run.job, DEVICE) for _ in range(run.microbatches)]
 
     hooks: list[Hook] = [StepFollower(counter, sharded, train_step, run)]
     if run.job.ema.decay:

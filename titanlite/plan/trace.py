@@ -6,6 +6,7 @@ alike, so only a few of them run, and the counts are extrapolated to all blocks.
 
 from __future__ import annotations
 
+import importlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
@@ -85,11 +86,13 @@ def trace_run(
     needs_gpu = ("enable_async_tensor_parallel", "enable_fsdp_symmetric_memory")
     run = with_keys(run, {f"parallelism.{key}": False for key in needs_gpu})
     on_gpu = gpu is not None and not gpu.cpu
-    run = run.resolve_compute_dtype(on_gpu)
+    run = run.resolve_compute_dtype(on_gpu).resolve_attention_backend(on_gpu)
     float8_config = run.job.float8
     needs_mxfp8 = float8_config.enable and float8_config.recipe_name == "mxfp8"
     if gpu is not None and on_gpu and needs_mxfp8 and not float8_config.emulate:
         float8.check_mxfp8_gpu(gpu.name, gpu.capability, has_float8=gpu.fp8 > 0)
+    if run.job.model.uses_document_bounds:
+        importlib.import_module("torch.nn.attention.varlen")  # as `attention_kernels` does
 
     # Choose the blocks to run. A small model on a GPU runs all; see `MAX_REPLAYED_BLOCKS`.
     is_small = run.degrees.pipeline == 1 and run.arch.n_layers <= MAX_REPLAYED_BLOCKS

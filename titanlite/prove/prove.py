@@ -237,6 +237,7 @@ def prove(run: Run, out: Path) -> Proof | None:
             is_first_rank = dist.get_rank() == 0
             folder = _create_shared_folder(out, stack)
             run = settle_compute_dtype(run, device)  # replaces the dtype "auto"
+            run = run.resolve_attention_backend(on_gpu=device.type == "cuda")
             output = run.job.job.model_copy(update={"dump_folder": str(folder / "layout")})
             run = Run(run.job.model_copy(update={"job": output}), run.world_size)
             save_after = max(1, run.job.training.steps // 2)

@@ -231,7 +231,13 @@ def shrink_model(original: Run, layout: Run) -> tuple[Model, list[str]]:
         "mup_base_dim": math.ceil(dim * arch.mup_base_dim / arch.dim),
         "mup_base_head_dim": math.ceil(head_dim * arch.mup_base_head_dim / arch.head_dim),
     }
-    return job.model.model_copy(update=sizes), not_kept
+    backend = job.model.attention_backend
+    if backend in ("flex", "fa3", "fa4"):
+        # These kernels need a GPU. Document bounds work on all devices.
+        uses_bounds = job.model.uses_document_bounds and original.masks_attention
+        backend = "varlen" if uses_bounds else "auto"
+        not_kept.append(f"Attention kernels: {job.model.attention_backend}.")
+    return job.model.model_copy(update={**sizes, "attention_backend": backend}), not_kept
 
 
 def _shrink_training(small: JobConfig, original: Run) -> JobConfig:

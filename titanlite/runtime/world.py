@@ -24,7 +24,7 @@ from torch.distributed import FileStore, HashStore, PrefixStore, Store, rendezvo
 
 from titanlite.config.errors import UserError
 from titanlite.config.schema import JobConfig
-from titanlite.model.attention import backend_order
+from titanlite.runtime.attention_kernels import attention_kernels
 from titanlite.runtime.process import STORE, set_up_torch
 
 T = TypeVar("T")
@@ -141,7 +141,8 @@ def process_group(job: JobConfig) -> Iterator[torch.device]:
         The device of this rank.
 
     Raises:
-        UserError: If this process has a process group already.
+        UserError: If this process has a process group already, or the device lacks the attention
+            kernels of the job.
     """
     if dist.is_initialized():
         raise UserError(
@@ -172,7 +173,7 @@ def process_group(job: JobConfig) -> Iterator[torch.device]:
 
     # Run the backward pass in this thread. DTensor caches meshes in each thread, and only the cache
     # of this thread can be cleared for the next process group.
-    with backend_order(device), torch.autograd.set_multithreading_enabled(False):
+    with attention_kernels(job, device), torch.autograd.set_multithreading_enabled(False):
         yield device
 
     # Not reached after an error, because destroying the group could hang while other ranks wait.

@@ -89,7 +89,7 @@ def settle_compute_dtype(run: Run, device: torch.device) -> Run:
 def describe_run(
     run: Run, device: torch.device, tokenizer: Tokenizer, loader: Loader, rank: int
 ) -> Iterator[str | Event]:
-    """Yield the first lines of the log: model size, data, number of tokens, and compute dtype.
+    """Yield the first lines of the log: model size, data, number of tokens, and precision.
 
     On rank 0, also measure the data, and log warnings about suspicious options and about runs that
     are too small to train a useful model.
@@ -113,6 +113,7 @@ def describe_run(
         f"{run.global_batch_size} x {training.seq_len}, {run.world_size} x {device.type}"
     )
     yield describe_compute_dtype(training.mixed_precision_param, device)
+    yield f"Attention backend: {job.model.attention_backend}"
 
     # Notes about missing files and unused memory.
     if job.job.config_file is None:

@@ -132,6 +132,7 @@ class Trainer:
             standard: Whether to add the standard hooks, checkpoints, validation and log files.
         """
         run = settle_compute_dtype(run, device)
+        run = run.resolve_attention_backend(on_gpu=device.type == "cuda")
         self.run = run
         self.job = run.job
         self.device = device

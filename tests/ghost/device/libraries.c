@@ -132,6 +132,12 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
 cudnnStatus_t cudnnCreate(cudnnHandle_t *handle) { return *handle = malloc(1), CUDNN_STATUS_SUCCESS; }
 size_t cudnnGetVersion(void) { return CUDNN_VERSION; }
 size_t cudnnGetCudartVersion(void) { return CUDART_VERSION; }
+
+cudnnStatus_t cudnnGetProperty(libraryPropertyType type, int *value) {
+    const int version[] = {CUDNN_MAJOR, CUDNN_MINOR, CUDNN_PATCHLEVEL};
+    return *value = version[type], CUDNN_STATUS_SUCCESS;
+}
+
 const char *cudnnGetErrorString(cudnnStatus_t status) { return "an error of the ghost's cuDNN"; }
 
 void cudnnGetLastErrorString(char *words, size_t length) {

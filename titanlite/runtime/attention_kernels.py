@@ -1,0 +1,94 @@
+"""Selecting the attention kernels of a run, and rejecting those that its device lacks."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
+
+from titanlite.config.errors import UserError
+from titanlite.config.schema import JobConfig
+from titanlite.model.attention import backend_order
+
+FLASH_VERSIONS = {
+    "fa3": ("FA3", (9,), "a Hopper GPU (compute capability 9.0)"),
+    "fa4": ("FA4", (9, 10), "a Hopper or Blackwell GPU (compute capability 9.0 or 10.0)"),
+}
+"""Backend -> its name in torch, and the major compute capabilities with these kernels."""
+FLASH_PACKAGES = {
+    "fa3": "Install FlashAttention 3 from the folder hopper of "
+    "https://github.com/Dao-AILab/flash-attention, or choose another backend.",
+    "fa4": "Install it with `pip install flash-attn-4`, or choose another backend.",
+}
+"""Backend -> how to install its kernels."""
+
+
+@contextmanager
+def attention_kernels(job: JobConfig, device: torch.device) -> Iterator[None]:
+    """Use the kernels of `model.attention_backend` within this context.
+
+    Enter the context once, around the whole run.
+
+    Args:
+        job: Job that names the backend.
+        device: Device of this rank.
+
+    Raises:
+        UserError: If the device or a missing package does not allow the backend.
+    """
+    backend = job.model.attention_backend
+    problem = _find_device_problem(job, device)
+    if problem:
+        raise UserError(f'model.attention_backend = "{backend}" {problem}')
+    if device.type == "cpu":  # has only one fused kernel
+        yield
+        return
+
+    if job.model.uses_document_bounds:
+        # Importing it now defines the operator before activation checkpointing looks for it.
+        importlib.import_module("torch.nn.attention.varlen")
+    uses_flash_package = backend in FLASH_VERSIONS
+    if uses_flash_package:
+        try:
+            activate_flash_attention_impl(FLASH_VERSIONS[backend][0])
+        except (ImportError, RuntimeError) as error:
+            text = f"cannot load its kernels ({error}). {FLASH_PACKAGES[backend]}"
+            raise UserError(f'model.attention_backend = "{backend}" {text}') from None
+    try:
+        with backend_order(device, prefers_flash=uses_flash_package):
+            yield
+    finally:
+        if uses_flash_package:
+            restore_flash_attention_impl()
+
+
+def _find_device_problem(job: JobConfig, device: torch.device) -> str:
+    """Return why the device cannot run the attention backend of the job, or "" if it can.
+
+    The text continues a sentence that starts with the key. On a CPU, "varlen" computes the same
+    values with other kernels.
+    """
+    backend = job.model.attention_backend
+    if device.type == "cpu":
+        if backend in ("flex", "fa3", "fa4"):
+            return 'needs a GPU. Set it to "auto" to train on a CPU.'
+        return ""
+    if not job.model.uses_document_bounds:
+        return ""
+
+    if job.training.mixed_precision_param == "float32":
+        return 'needs training.mixed_precision_param = "bfloat16". Change one of them.'
+
+    name = torch.cuda.get_device_name(device)
+    major, _ = torch.cuda.get_device_capability(device)
+    if backend == "varlen":
+        if major < 8:
+            return f"needs an Ampere GPU (compute capability 8.0) or newer, not {name}."
+        return ""
+    _, supported, description = FLASH_VERSIONS[backend]
+    if major not in supported:
+        return f'needs {description}, not {name}. Set it to "auto".'
+    return ""
