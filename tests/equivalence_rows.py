@@ -304,7 +304,7 @@ def all_rows() -> list[Row]:
     rows.append(Row("documents, varlen", 1, merge(one, VARLEN), "documents"))
     varlen_windows = merge(WINDOWS, options("model.attention_backend = 'varlen'"))
     rows.append(Row("windows, varlen", 1, merge(one, varlen_windows), "windows"))
-    for name in ("fsdp2", "tp2", "pp2 1F1B", "pp2 InterleavedZeroBubble", "pp2 x fsdp2 x tp2"):
+    for name in ("fsdp2", "tp2", "pp2 1F1B", "pp2 Interleaved1F1B", "pp2 x fsdp2 x tp2"):
         rows.append(row_of(name, "documents, varlen", VARLEN, "documents"))
     compiled_varlen = merge(VARLEN, COMPILED, SCHEDULING["AC op"])
     rows.append(row_of("tp2", "documents, varlen, compile, AC op", compiled_varlen, "documents"))

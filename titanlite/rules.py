@@ -295,7 +295,7 @@ def check_pipeline_schedule(run: Run) -> Problems:
 
     These schedules compute the gradients of the weights in a second pass. Compiled blocks, and
     blocks that recompute only some operators, fail there, because the first pass frees buffers that
-    the second one needs. FP8 and V-shaped schedules need torch 2.13.
+    the second one needs. FP8, V-shaped schedules and variable-length attention need torch 2.13.
     """
     schedule = run.job.parallelism.pipeline_parallel_schedule
     if schedule not in SPLIT_BACKWARD:
@@ -317,8 +317,11 @@ def check_pipeline_schedule(run: Run) -> Problems:
     # Compare the version of torch, such as "2.12.1+cu130".
     major, minor = version("torch").split(".")[:2]
     is_old_torch = (int(major), int(minor)) < (2, 13)
-    if is_old_torch and (schedule in V_SHAPED or run.job.float8.enable):
-        yield Problem(key, "needs torch 2.13 for FP8 or ZBVZeroBubble.")
+    needs_new_torch = (
+        schedule in V_SHAPED or run.job.float8.enable or run.job.model.uses_document_bounds
+    )
+    if needs_new_torch and is_old_torch:
+        yield Problem(key, "needs torch 2.13 for FP8, variable-length attention or ZBVZeroBubble.")
 
 
 def check_microbatches(run: Run) -> Problems:

@@ -31,6 +31,7 @@ EVERY = f"{COMPILED} --compile.components model loss optimizer clip"
 FLOAT8 = f"{COMPILED} --float8.enable --float8.min_features 0 --float8.recipe_name"
 GATHER8 = "--float8.enable_fsdp_float8_all_gather --float8.precompute_float8_dynamic_scale_for_fsdp"
 DOCUMENTS = "--dataset.document_mask"
+VARLEN = f"{DOCUMENTS} --dataset.packing best_fit --model.attention_backend varlen"
 LARGE = "--parallelism.fsdp_min_num_params 60000"  # each block, and the output, is a group of FSDP
 SAVERS, MUON = f"{LARGE} --parallelism.memory_savers all", f"{LARGE} --optimizer.name Muon"
 # 4 microbatches of 2 ranks
@@ -44,6 +45,8 @@ JOBS = {
         "compiled": COMPILED,
         "compiled, 2 blocks": f"{COMPILED} --model.n_layers 2",
         "all compiled": f"{EVERY} {DOCUMENTS}",
+        "varlen": VARLEN,
+        "varlen, compiled": f"{VARLEN} {COMPILED}",
         "stochastic": f"{EVERY} --training.dtype bfloat16 --optimizer.stochastic_rounding",
         "offload": "--training.enable_cpu_offload",
         "full recomputation": f"{COMPILED} --activation_checkpoint.mode full",
@@ -71,6 +74,7 @@ JOBS = {
         "tp": TENSOR,
         "cp": CONTEXT,
         "pp": PIPELINE,
+        "varlen, pp": f"{PIPELINE} {VARLEN}",
         "accumulation": "--training.global_batch_size 8",
         "offload": "--training.enable_cpu_offload",
         "offload, each": f"{EACH} --training.enable_cpu_offload",

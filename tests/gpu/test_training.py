@@ -16,7 +16,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from titanlite.config.load import load_job
-from titanlite.model.attention import attention, backend_order, document_mask
+from titanlite.model.attention import (
+    DocumentBounds,
+    attention,
+    backend_order,
+    document_mask,
+    flex_document_mask,
+)
 from titanlite.train.trainer import Trainer
 
 DEVICE = torch.device("cuda")
@@ -146,8 +152,23 @@ def test_flex_attention_of_documents_is_sdpa_with_a_mask(dtype, tolerance, compi
         generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(0, 5, (2, 512), generator=generator).sort(dim=1).values
         expected = with_gradients(attention(*inputs, document_mask(ids).to(DEVICE)), inputs)  # pyright: ignore
-        found = with_gradients(attend(*inputs, document_mask(ids.to(DEVICE))), inputs)  # pyright: ignore
+        found = with_gradients(attend(*inputs, flex_document_mask(ids.to(DEVICE))), inputs)  # pyright: ignore
         assert_close(found, expected, tolerance)
+
+
+@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_variable_length_attention_is_sdpa_with_a_mask(window, compiled):
+    attend = torch.compile(attention, fullgraph=True) if compiled else attention
+    inputs = heads(torch.bfloat16, 64)
+    for num_documents in (2, 5):
+        ids = torch.arange(512).expand(2, -1) * num_documents // 512
+        first_tokens = (ids.diff(prepend=ids[:, :1] - 1).flatten() != 0).nonzero().flatten()
+        bounds = torch.tensor([*first_tokens.tolist(), ids.numel()], dtype=torch.int32)
+        mask = document_mask(ids, window).to(DEVICE)
+        expected = with_gradients(attention(*inputs, mask), inputs)
+        bounds_mask = DocumentBounds(bounds.to(DEVICE), window)
+        assert_close(with_gradients(attend(*inputs, bounds_mask), inputs), expected, 2e-2)
 
 
 def test_the_kernel_that_is_chosen_computes_attention():
