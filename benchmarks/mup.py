@@ -24,18 +24,21 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from runs import table
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.flex_attention import BlockMask
 
 from titanlite.config.flavors import Architecture
 from titanlite.config.schema import Optimizer
 from titanlite.model.attention import attention
 from titanlite.model.llama import Llama, TransformerBlock
 from titanlite.optim.build import build_optimizer, set_learning_rate
+
+if TYPE_CHECKING:
+    from titanlite.model.attention import Mask
 
 BASE = 64
 HEADS = 4
@@ -105,7 +108,7 @@ def record_activations(model: Llama) -> dict[str, Tensor]:
     last_block = model.layers["1"]
     assert isinstance(last_block, TransformerBlock)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> Tensor:
         activations["attention scores"] = q @ k.mT / math.sqrt(q.shape[-1])
         return attention(q, k, v, mask)
 
