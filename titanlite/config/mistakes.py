@@ -148,7 +148,7 @@ def build_mistake(root: type[BaseModel], error: Any) -> Mistake:
     # The name is unknown.
     table, unknown_path = _find_unknown_name(root, location)
     if kind == "extra_forbidden" and unknown_path:
-        # Explain a key of an earlier version. `dropped` lists those of a table.
+        # Explain a key of an earlier version. `dropped` lists such keys of a table.
         unknown_name = unknown_path[-1]
         removed_keys = getattr(table, "dropped", {})
         if unknown_name in removed_keys:

@@ -775,7 +775,7 @@ class Float8(Section):
 
     @property
     def size_multiple(self) -> int:
-        """Number of which all sizes of an FP8 matmul must be multiples."""
+        """All sizes of an FP8 matmul must be multiples of this number."""
         return 32 if self.recipe_name == "mxfp8" else 16
 
 

@@ -267,8 +267,8 @@ class SequenceReader:
         if (source, stream) not in self._streams:
             self._streams[source, stream] = self._open_stream(source, stream)
 
-        # Read the stream up to this sequence. Reading adds bad records to `skipped`. Drop those of
-        # earlier sequences, because the ranks that train on these sequences report them.
+        # Read the stream up to this sequence. Reading adds bad records to `skipped`. Drop the
+        # records of earlier sequences, because the ranks that train on these sequences report them.
         self._progress[0] = source  # for the report of a read that hangs
         skipped = data.documents.skipped
         skipped.clear()
@@ -321,7 +321,7 @@ class SequenceReader:
         source = data.sources[source_index]
         num_streams = len(data.positions[source_index])
         # A unit is what a source reads at random: a document, or a part such as a file. `position`
-        # counts the units of the source over all epochs, and `turn` those of this stream.
+        # counts the units of the source over all epochs, and `turn` the units of this stream.
         for position, unit in self._list_units(source_index, stream, start.turn):
             turn = position // num_streams
             is_repeated = position >= source.num_units  # read in an earlier epoch

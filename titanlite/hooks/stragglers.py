@@ -89,7 +89,7 @@ class Stragglers(Hook):
             self._compare(step)
 
         # Compute the mean times of a step since the previous logged step, in seconds. A matrix
-        # product of fixed size tells a slow device from a rank that has more to do.
+        # product of fixed size shows whether the device itself is slow.
         num_steps = len(self._updates)
         product_seconds = self._time_product()
         data_seconds = self._trainer.meter.data_seconds / num_steps

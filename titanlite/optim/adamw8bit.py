@@ -41,7 +41,7 @@ class AdamW8bit(torchao.optim.AdamW8bit):
             p: Parameter. A large matrix must be a DTensor.
             signed: Whether the moment has negative values. The second moment has none.
         """
-        # The shape and numel() of a DTensor are those of the whole parameter.
+        # The shape and numel() of a DTensor describe the whole parameter.
         has_whole_blocks = p.ndim == 2 and p.shape[1] % BLOCK_SIZE == 0
         if not has_whole_blocks or p.numel() < MIN_ELEMENTS:
             return torch.zeros_like(p)

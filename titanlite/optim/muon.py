@@ -140,7 +140,7 @@ class Muon(torch.optim.Optimizer):
         """Update the momentum shards of this rank, and start to gather whole momentum matrices.
 
         The owner of a matrix is the rank that will orthogonalize its whole momentum. Matrices are
-        processed in rounds, in each of which every rank owns a few.
+        processed in rounds. In each round, every rank owns a few matrices.
 
         Args:
             plan: Communication plan of the round: its matrices, and who sends what to whom.

@@ -92,7 +92,7 @@ def regroup_norm(
         run: The validated job.
 
     Returns:
-        The new groups of the blocks, and those of the output.
+        The new groups of the blocks, and the new groups of the output.
     """
     if not output or not frees_output_before_backward(run):
         return blocks, output

@@ -246,7 +246,7 @@ def _add_up_work(counter: Counter, num_missing: int) -> dict[tuple[Any, ...], np
     Returns:
         `Work.key` -> array of count, FLOPs and bytes.
     """
-    # A microbatch lasts from the start of its forward pass to that of the next microbatch.
+    # A microbatch lasts from the start of its forward pass to the start of the next one.
     second_microbatch = range(0)
     if num_missing:
         second_start, third_start = counter.forward_starts[1:3]

@@ -146,7 +146,7 @@ def load_steps(folder: Path, name: str, num_ranks: int) -> dict[int, LayoutStep]
     for number in records_by_rank[0]:
         step = LayoutStep(ranks=[records[number] for records in records_by_rank])
         # The first rank of each pipeline stage has recorded the unsharded tensors of the stage.
-        # Combine those of all stages. The dictionaries of all other ranks are empty.
+        # Combine the tensors of all stages. The dictionaries of all other ranks are empty.
         for record in step.ranks:
             step.gradients.update(record.gradients.unsharded)
             step.state.update(record.state.unsharded)

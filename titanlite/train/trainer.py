@@ -327,7 +327,7 @@ class Trainer:
             this_step = self.steps_done + 1
             rank_request = self._collect_request(this_step + exchange.delay)
             self.step(has_request=rank_request != Request())
-            # The step has counted the ranks with a request. If there is none, nothing is sent.
+            # The step has counted the ranks with a request. If no rank has one, nothing is sent.
             exchange.send(rank_request, self._num_requests)
 
             # Receive the requests of all ranks for this step.
