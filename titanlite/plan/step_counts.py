@@ -195,6 +195,8 @@ def _skippable_microbatches(run: Run) -> range:
 
     - Stages on one rank hand their results to each other (V-shaped schedules).
     - A rank has so many stages that torch unshards and reshards some while others run.
+    - Stages reshard after each forward pass. Then a backward pass gathers its weights unless it
+      directly follows another one, so its work depends on the position in the schedule.
     """
     num_ranks = run.degrees.pipeline
     if num_ranks == 1:
@@ -202,7 +204,9 @@ def _skippable_microbatches(run: Run) -> range:
 
     is_v_shaped = run.job.parallelism.pipeline_parallel_schedule in V_SHAPED
     has_many_stages = len(run.stages) > 3 * num_ranks
-    if is_v_shaped or has_many_stages or run.microbatches < MIN_MICROBATCHES:
+    reshards = run.job.parallelism.fsdp_reshard_after_forward == "always"
+    depends_on_others = is_v_shaped or has_many_stages or reshards
+    if depends_on_others or run.microbatches < MIN_MICROBATCHES:
         return range(0)
     return range(3, run.microbatches - 1)
 
