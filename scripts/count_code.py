@@ -17,7 +17,7 @@ from typing import NamedTuple
 # The ceilings are ratchets: lower them whenever the count falls, until they reach the targets.
 MAX_PACKAGE_TOKENS = 189_500
 TARGET_PACKAGE_TOKENS = 130_000
-MAX_PACKAGE_TOKENS_PER_LINE = 8.6
+MAX_PACKAGE_TOKENS_PER_LINE = 8.5
 TARGET_PACKAGE_TOKENS_PER_LINE = 8.5
 MAX_TEST_TOKENS = 139_200
 TARGET_TEST_TOKENS = 115_000
