@@ -134,6 +134,7 @@ BAD = {
     "truncated index": ("a.bin", "a.idx", lambda raw: raw[:-8], r"a\.idx"),
     "floating point index": ("a.bin", "a.idx", lambda raw: raw[:17] + b"\7" + raw[18:], "code 7"),
     "loss mask": ("a.ds", "a.ds.loss", lambda raw: raw, r"\.loss"),
+    "cut index": ("a.ds", "a.ds.index", lambda raw: raw[:-3], r"a\.ds\.index"),
     "overflowing index": ("a.ds", "a.ds.index", lambda raw: OVERFLOW + raw, r"a\.ds\.index"),
 }
 
@@ -148,6 +149,31 @@ def test_a_bad_file_is_an_error_that_names_it(tmp_path, name, changed, change, n
 
     with pytest.raises(UserError, match=rf"{name}\b.*{named}"):
         list(make_loader(make_dataset("tokens", tmp_path / name, max_epochs=1)))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_token_dtype_that_contradicts_the_file_is_rejected(tmp_path, name):
+    keys = write_tokens(tmp_path, name) | {"token_dtype": "uint64"}
+    if name == "olmo uint16":
+        pytest.skip("the file does not contain its data type")
+
+    with pytest.raises(UserError, match=r"a\.\w+ .*dataset\.token_dtype"):
+        make_loader(Dataset(**keys, num_workers=0))
+
+
+@pytest.mark.parametrize("name", ["a.bin", "a.ds"])
+def test_an_index_that_changes_while_it_is_read_ends_the_run(tmp_path, name):
+    write_megatron(tmp_path / "a.bin", DOCUMENTS)
+    write_datatrove(tmp_path / "a.ds", DOCUMENTS)
+    batches = iter(make_loader(make_dataset("tokens", tmp_path / name)))
+    next(batches)
+
+    index = tmp_path / {"a.bin": "a.idx", "a.ds": "a.ds.index"}[name]
+    index.write_bytes(index.read_bytes() + b"\0" * 8)
+
+    with pytest.raises(UserError, match=re.escape(index.name)):
+        for _ in range(1000):
+            next(batches)
 
 
 def test_a_file_whose_documents_do_not_end_with_eos_is_reported(tmp_path, caplog):

@@ -87,8 +87,10 @@ class TokenFile:
         """Return the ids from index `start` to `end`, exclusive.
 
         Raises:
-            UserError: If the file has changed.
+            UserError: If the file or its index has changed.
         """
+        if self.index is not None:
+            self.index.check()
         width = self.dtype.itemsize
         raw = self.file.read(self.offset + start * width, (end - start) * width)
         return np.frombuffer(raw, self.dtype)
@@ -223,9 +225,13 @@ def _open_token_file(file: File, dtype: str | None) -> TokenFile:
         raise UserError(f"{file.path}: token files must end with {suffixes}") from None
 
     try:
-        return reader(file, dtype)
+        tokens = reader(file, dtype)
     except ValueError as error:
         raise UserError(f"cannot read {file.path}: {error}") from None
+    if dtype is not None and tokens.dtype != np.dtype(dtype):
+        problem = f"{file.path} contains ids of type {tokens.dtype}"
+        raise UserError(f"{problem}. Remove dataset.token_dtype, which is {dtype}.")
+    return tokens
 
 
 def _open_megatron(file: File, dtype: str | None) -> TokenFile:
@@ -284,7 +290,10 @@ def _open_datatrove(file: File, dtype: str | None) -> TokenFile:
     if os.path.exists(f"{file.path}.loss"):
         raise ValueError("its loss mask (.loss) is not supported")
     index = make_file(file.path.with_name(f"{file.path.name}.index"))
-    ends = np.frombuffer(index.read(), "<i8")
+    raw = index.read()
+    if len(raw) % 8:
+        raise ValueError(f"the size of {index.path} is not a multiple of 8 bytes")
+    ends = np.frombuffer(raw, "<i8")
     size, _ = file.check()
     has_four_bytes = size == 4 * ends[-1:].sum()
     return TokenFile(file, np.dtype("<u4" if has_four_bytes else "<u2"), index=index, ends=ends)
