@@ -5,9 +5,7 @@ on the number of ranks, so results are comparable across world sizes.
 """
 
 import hashlib
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from contextlib import ExitStack
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -15,7 +13,6 @@ import tomli
 import torch
 import torch._functorch.config as functorch_config
 import torch.distributed as dist
-from mutants.catalog import CATALOG
 from small_runs import job_tables
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -127,12 +124,10 @@ def global_batch(job: JobConfig, vocab_size: int, documents: bool) -> dict[str, 
     return batch
 
 
-def train(job: JobConfig, documents: bool, mistake: str | None) -> dict[str, Any]:
+def train(job: JobConfig, documents: bool) -> dict[str, Any]:
     """Run the trainer on the same sequences in each step."""
     run = Run(job, dist.get_world_size())
     mesh = build_mesh(run.degrees, "cpu")
-    if mistake == "doubled_data":
-        mesh = replace(mesh, data_rank=0)
     batch, local = global_batch(job, run.arch.vocab_size, documents), job.training.local_batch_size
     mine = {name: values[mesh.data_rank :: mesh.data_degree] for name, values in batch.items()}
     microbatches = []
@@ -151,7 +146,6 @@ def train(job: JobConfig, documents: bool, mistake: str | None) -> dict[str, Any
         next_global_batch=lambda: share,
     )
     with ExitStack() as stack:
-        stack.enter_context(planted(mistake))
         stack.enter_context(patch.object(trainer_module, "build_mesh", lambda *_: mesh))
         stack.enter_context(
             patch.object(trainer_module, "Loader", lambda *_args, **_options: loader)
@@ -202,28 +196,19 @@ def follow(trainer: trainer_module.Trainer) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def planted(mistake: str | None) -> Iterator[None]:
-    """Plant a mistake of mutants/catalog.py, which the comparison must detect."""
-    if mistake in CATALOG:
-        CATALOG[mistake].apply()
-    yield
-    patch.stopall()
-
-
 def train_variants(variants: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Train all variants, and return the results of the first rank by name.
 
-    A variant overrides TINY. "plant" and "documents" are not job keys.
+    A variant overrides TINY. "documents" is not a job key.
     """
     results = {}
     for name, variant in variants.items():
         overrides = dict(variant)
-        mistake, documents = overrides.pop("plant", None), overrides.pop("documents", False)
+        documents = overrides.pop("documents", False)
         job = JobConfig.model_validate(merge(TINY, overrides))
         torch.compiler.reset()
         # One job a process outside of this test; nothing resets it there.
         functorch_config.activation_memory_budget = 1.0
         print(f"rank {dist.get_rank()}: {name}", flush=True)
-        results[name] = train(job, documents, mistake)
+        results[name] = train(job, documents)
     return results if dist.get_rank() == 0 else {}

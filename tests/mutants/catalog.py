@@ -1,6 +1,6 @@
 """A catalog of mistakes in parallel training, each as a small patch of one function.
 
-`titanlite prove` must find every one, and its first line must point to the cause. Most are modelled
+`titanlite prove` must find every one, and its first line must point to the cause. Many are modelled
 on bugs of real frameworks (`like`). A mutant is a function without arguments. It runs in each rank
 before the command starts, and replaces a function of titanlite or torch, also in the one-rank run of
 the proof. To add one, write such a function with the decorator `mutant`:
@@ -71,7 +71,7 @@ class Mutant(NamedTuple):
         apply: Function that plants it.
         layout: Layout in which it matters.
         expected: Regular expression that the reported first difference must match.
-        like: Bug of a real framework on which it is modelled, or "".
+        like: Issue or pull request of another framework with such a bug, or "".
     """
 
     apply: Apply
@@ -134,7 +134,7 @@ def norm_without_shards_of_other_ranks() -> None:
     swap("titanlite.optim.clip.count_replicas", lambda tensor: 2 if is_parallel() else 1)
 
 
-@mutant(FSDP, r"loss .* 2 times the expected value = the data-parallel degree")
+@mutant(FSDP, r"loss .* 2 times the expected value = the data-parallel degree", "torchtitan#2206")
 def loss_divided_by_local_tokens() -> None:
     local = SimpleNamespace(all_reduce=lambda tensor, *_: tensor)
     swap("titanlite.train.step.collectives", local)
@@ -207,7 +207,7 @@ def change_partial_gradients(change: Callable[[Any, Any], Any]) -> None:
     wrap(f"{parameter}._get_grad_inner_tensor", get_gradient)
 
 
-@mutant(TP, r"replicas of gradients of .*norm.* \(tensor\)")
+@mutant(TP, r"replicas of gradients of .*norm.* \(tensor\)", "Megatron-LM#1446")
 def norm_gradients_not_reduced_over_tensor_ranks() -> None:
     change_partial_gradients(lambda grad, reduced: grad.to_local())
 
@@ -220,6 +220,7 @@ def norm_gradients_summed_twice_over_tensor_ranks() -> None:
 @mutant(
     FSDP.plus("--model.tied_embeddings"),
     r"gradient .* only parameters of the kind tok_embeddings.weight",
+    "piper#13",
 )
 def gradient_of_the_tied_output_is_lost() -> None:
     def head(original: Callable[..., Any], self: Any, hidden: Any, weight: Any) -> Any:
@@ -246,7 +247,7 @@ def gradients_of_keys_not_reduced() -> None:
     swap("titanlite.parallel.context.all_gather_autograd", gather)
 
 
-@mutant(CP, r"positions restart in each context-parallel rank")
+@mutant(CP, r"positions restart in each context-parallel rank", "Seq1F1B#6")
 def positions_of_context_ranks_start_at_zero() -> None:
     def positions(original: Callable[..., Any], tokens: Any) -> Any:
         return original(tokens) % (tokens.shape[1] // 2) if is_parallel() else original(tokens)
@@ -274,7 +275,7 @@ def second_context_chunk_is_off_by_one() -> None:
     wrap("titanlite.parallel.forward_backward.local_chunks", chunks)
 
 
-@mutant(FSDP.plus(DOCUMENTS), r"tokens attend to other documents")
+@mutant(FSDP.plus(DOCUMENTS), r"tokens attend to other documents", "axolotl#3796")
 def document_mask_leaks() -> None:
     def mask(original: Callable[..., Any], document_ids: Any, window: int = 0) -> Any:
         return original(document_ids * 0, window)
@@ -282,7 +283,7 @@ def document_mask_leaks() -> None:
     wrap("titanlite.parallel.forward_backward.document_mask", mask)
 
 
-@mutant(FSDP, r"look at the model and its precision")
+@mutant(FSDP, r"look at the model and its precision", "transformers#29285")
 def rope_angles_in_bfloat16() -> None:
     def frequencies(original: Callable[..., Any], *args: Any) -> Any:
         return original(*args).bfloat16().float()
@@ -317,16 +318,23 @@ def data_rank_of_the_wrong_dimension() -> None:
     wrap("titanlite.train.trainer.build_mesh", build)
 
 
+def keep_first_shard(original: Callable[..., None], parameter: Any, full: Any) -> None:
+    local = parameter.to_local()
+    local.copy_(full[tuple(slice(size) for size in local.shape)])
+
+
 @mutant(FSDP, r"initial weights of ")
 def every_rank_has_the_first_shard() -> None:
-    def keep(original: Callable[..., None], parameter: Any, full: Any) -> None:
-        local = parameter.to_local()
-        local.copy_(full[tuple(slice(size) for size in local.shape)])
-
-    wrap("titanlite.parallel.init_weights.keep_shard", keep)
+    wrap("titanlite.parallel.init_weights.keep_shard", keep_first_shard)
 
 
-@mutant(FSDP, r"weight update of .*norm.weight")
+@mutant(TP, r"initial weights of ", "ms-swift#7944")
+def tensor_ranks_draw_the_same_weights() -> None:
+    """As if all ranks had the same seed, and each drew its shard instead of the whole matrix."""
+    wrap("titanlite.parallel.init_weights.keep_shard", keep_first_shard)
+
+
+@mutant(FSDP, r"weight update of .*norm.weight", "Fast-LLM#545")
 def weight_decay_on_norms() -> None:
     def build(original: Callable[..., Any], model: Any, config: Any, *args: Any) -> Any:
         optimizer = original(model, config, *args)
@@ -337,7 +345,7 @@ def weight_decay_on_norms() -> None:
     wrap("titanlite.train.step.build_optimizer", build)
 
 
-@mutant(FSDP.plus("--optimizer.name Muon"), r"weight update of layers\.")
+@mutant(FSDP.plus("--optimizer.name Muon"), r"weight update of layers\.", "DeepSpeed#8437")
 def muon_orthogonalizes_shards() -> None:
     import torch
 
@@ -392,7 +400,7 @@ def optimizer_state_of_one_rank_on_all() -> None:
     wrap("titanlite.train.trainer.Trainer.load_checkpoint", load)
 
 
-@mutant(FSDP, r"resume: sequences of rank 0")
+@mutant(FSDP, r"resume: sequences of rank 0", "accelerate#4071")
 def resume_skips_a_batch() -> None:
     def load(original: Callable[..., None], self: Any, state: Any) -> None:
         original(self, state)
@@ -416,7 +424,7 @@ def float8_scales_are_a_step_old() -> None:
     wrap("titanlite.train.step.precompute_scales", precompute)
 
 
-@mutant(FSDP.plus(FLOAT8), r"FP8 scale of ")
+@mutant(FSDP.plus(FLOAT8), r"FP8 scale of ", "Megatron-LM#442")
 def float8_scales_of_the_own_shard() -> None:
     def precompute(original: Callable[..., None], model: Any, config: Any) -> None:
         import torch
@@ -442,6 +450,7 @@ def plugin(architecture: str) -> str:
 @mutant(
     FSDP.plus(plugin("dropout_blocks"), "--activation_checkpoint.mode full"),
     r"recomputation of .* another dropout",
+    "OLMo-core#828",
 )
 def recomputation_draws_other_random_numbers() -> None:
     def recompute(original: Callable[..., Any], *args: Any, **options: Any) -> Any:

@@ -1,11 +1,10 @@
-"""`titanlite prove` accepts correct jobs of all kinds."""
+"""`titanlite prove` accepts correct jobs of all kinds.
 
-from typing import Any
+tests/distributed/test_equivalence.py proves all layouts.
+"""
 
 import pytest
-from equivalence_rows import MODEL, Row, all_rows
 from ranks import titanlite
-from train_variants import TINY, merge
 
 from mutants.catalog import (
     ACCUMULATED,
@@ -21,8 +20,6 @@ from mutants.catalog import (
     Layout,
     plugin,
 )
-from titanlite.config.load import dump_config
-from titanlite.config.schema import JobConfig
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 FP32 = "--training.mixed_precision_param float32"
@@ -63,21 +60,3 @@ for seed in range(10):
 def test_a_correct_job_is_proven(layout: Layout, tmp_path):
     command = ("prove", "--job.dump_folder", tmp_path / "out", *layout.words)
     assert "Proven" in titanlite(*command, ranks=layout.ranks)
-
-
-def job_of_row(row: Row) -> str:
-    """Return the job file of a row of the equivalence tables."""
-    overrides: dict[str, Any] = dict(row.overrides)
-    if overrides.pop("documents", False):
-        overrides = merge(overrides, {"dataset": {"document_mask": True}})
-    if row.ranks == 1:
-        overrides = merge(overrides, {"parallelism": {"data_parallel_shard_degree": 1}})
-    return dump_config(JobConfig.model_validate(merge(TINY, {"model": MODEL}, overrides)))
-
-
-@pytest.mark.parametrize("row", all_rows(), ids=lambda row: row.name)
-def test_rows_of_the_equivalence_tables_are_proven(row: Row, tmp_path):
-    job = tmp_path / "job.toml"
-    job.write_text(job_of_row(row))
-    command = ("prove", "--job.config_file", job, "--job.dump_folder", tmp_path / "out")
-    assert "Proven" in titanlite(*command, ranks=row.ranks)
