@@ -1,8 +1,10 @@
 """`titanlite prove` accepts correct jobs, and writes certificates that a start can require."""
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +64,20 @@ def test_a_folder_that_cannot_be_used_is_named_by_its_option(tmp_path):
     (tmp_path / "file").touch()
     words = job_words(tmp_path / "out")
     assert "--out" in titanlite("prove", *words, "--out", tmp_path / "file", code=2)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_stopped_proof_deletes_its_temporary_files(ranks, number, tmp_path):
+    words = ("prove", *job_words(tmp_path / "out"), "--world-size", ranks, "--steps", 1000)
+    with subprocess.Popen([sys.executable, "-m", "titanlite", *map(str, words)]) as process:
+        while not list(tmp_path.glob("out/proof/run-*/*")):
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(number)
+        assert process.wait(120) != 0
+
+    assert not list(tmp_path.glob("out/proof/run-*"))
 
 
 def require_certificate(out: Path) -> tuple[object, ...]:

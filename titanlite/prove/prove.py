@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -255,10 +256,13 @@ def prove(run: Run, out: Path) -> Proof | None:
 def _create_shared_folder(parent: Path, stack: ExitStack) -> Path:
     """Create a temporary folder on rank 0 and return its path on all ranks.
 
-    Rank 0 deletes the folder when `stack` is closed.
+    Rank 0 deletes the folder when `stack` is closed, also after Ctrl-C or SIGTERM.
     """
     folder = ""
     if dist.get_rank() == 0:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            # Raise SystemExit, which closes `stack`, instead of ending the process at once.
+            signal.signal(number, lambda number, _frame: sys.exit(128 + number))
         folder = tempfile.mkdtemp(prefix="run-", dir=parent)
         stack.callback(shutil.rmtree, folder)
         # The log files of the trainers are in that folder. Close them first.
