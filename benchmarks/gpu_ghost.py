@@ -1,7 +1,10 @@
 """Compare a step of titanlite and torchtitan 0.3.0 on the ghost GPU: memory, launches and waits.
 
-    python benchmarks/gpu_ghost.py [--only TEXT ...] [--sides titanlite torchtitan]
+    python benchmarks/gpu_ghost.py [--only TEXT ...] [--results FILE]
     python benchmarks/gpu_ghost.py --only compiled --sides titanlite --keys optimizer.name=Muon
+
+All jobs take half an hour. With `--results`, an interrupted benchmark continues with the first job
+that the file does not have. The side "all" is titanlite with `parallelism.memory_savers = "all"`.
 
 Rank 0 of 8 H100 runs alone, because NCCL on the ghost GPU never waits, and CPU collectives are
 fake. Install torchtitan for .venv-ghost with `pip install --no-deps --target DIR torchtitan==0.3.0
@@ -16,26 +19,48 @@ import ctypes
 import json
 import os
 import re
+import statistics
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from gpu_works import Work, titanlite_options
-from runs import ROOT, table, write_text
+from runs import ROOT, commit, table, write_text
 
-RANKS, GIB, WARM_STEPS = 8, 2**30, 3
-IN_GIB = ("allocated", "reserved", "handed over")
+RANKS = 8
+WARM_STEPS = 3
+GIB = 2**30
+SIDES = ("titanlite", "all", "torchtitan")
 
 
 @dataclass(frozen=True)
 class Row:
-    """A job of Llama in fp32 on 8 GPUs, with options that both frameworks have."""
+    """A job of Llama in fp32 on 8 GPUs, with options that both frameworks have.
+
+    Attributes:
+        layout: Options of the section `parallelism`.
+        microbatches: Microbatches of each data-parallel rank per step.
+    """
 
     work: Work
-    layout: dict[str, int]
+    layout: dict[str, int] = field(default_factory=dict)
+    microbatches: int = 1
+
+    @property
+    def pipeline_degree(self) -> int:
+        return self.layout.get("pipeline_parallel_degree", 1)
+
+    @property
+    def global_batch_size(self) -> int:
+        """Return the sequences per step."""
+        ranks_of_a_batch = self.pipeline_degree
+        for name in ("tensor_parallel_degree", "context_parallel_degree"):
+            ranks_of_a_batch *= self.layout.get(name, 1)
+        return self.work.rows * self.microbatches * RANKS // ranks_of_a_batch
 
 
 def _work(**changes: Any) -> Work:
@@ -43,18 +68,27 @@ def _work(**changes: Any) -> Work:
     return Work(**{**defaults, **changes})
 
 
-TIED = ("1b",)  # flavors with tied embeddings in torchtitan
+TIED = ("1b", "3b")  # flavors with tied embeddings in torchtitan
 ROWS = {
-    "compiled": Row(_work(), {}),
-    "eager": Row(_work(compile=False), {}),
-    "full recomputation": Row(_work(activation_checkpoint="full"), {}),
-    "1b, eager": Row(_work(flavor="1b", compile=False), {}),
-    "HSDP 2 x 4": Row(_work(), {"data_parallel_replicate_degree": 2}),
-    "TP 8": Row(_work(), {"tensor_parallel_degree": 8}),
+    "compiled": Row(_work()),
+    "eager": Row(_work(compile=False)),
+    "full recomputation": Row(_work(activation_checkpoint="full")),
+    "no recomputation, 1 sequence": Row(_work(rows=1, activation_checkpoint="none")),
+    "4,096 tokens, 4 sequences": Row(_work(rows=4, seq_len=4096)),
     "32,768 tokens, full recomputation": Row(
-        _work(rows=1, seq_len=32768, activation_checkpoint="full"), {}
+        _work(rows=1, seq_len=32768, activation_checkpoint="full")
     ),
-    "4,096 tokens, 4 sequences": Row(_work(rows=4, seq_len=4096), {}),
+    "4 microbatches": Row(_work(), microbatches=4),
+    "FP8 rowwise": Row(_work(precision="float8")),
+    "1b, eager": Row(_work(flavor="1b", compile=False)),
+    "1b, 4 sequences": Row(_work(flavor="1b", rows=4)),
+    "3b": Row(_work(flavor="3b")),
+    "HSDP 2 x 4": Row(_work(), {"data_parallel_replicate_degree": 2}),
+    "TP 2": Row(_work(), {"tensor_parallel_degree": 2}),
+    "TP 8": Row(_work(), {"tensor_parallel_degree": 8}),
+    "CP 2, 16,384 tokens": Row(_work(seq_len=16384), {"context_parallel_degree": 2}),
+    "PP 2, 8 microbatches": Row(_work(rows=1), {"pipeline_parallel_degree": 2}, 8),
+    "PP 4, 8 microbatches": Row(_work(rows=1), {"pipeline_parallel_degree": 4}, 8),
 }
 
 
@@ -69,9 +103,10 @@ def run_titanlite(row: Row, folder: Path, text: Path, keys: Sequence[str]) -> No
     from titanlite.train.trainer import Trainer
 
     words = [*titanlite_options(row.work, folder, text, own=False), "--metrics.log_freq", "1"]
-    words += [
-        word for name, value in row.layout.items() for word in (f"--parallelism.{name}", str(value))
-    ]
+    words += [f"--training.global_batch_size={row.global_batch_size}"]
+    words += [f"--parallelism.{name}={value}" for name, value in row.layout.items()]
+    if row.work.precision == "float8":
+        words += ["--float8.recipe_name", "rowwise"]  # the recipe of torchtitan
     if row.work.flavor in TIED:
         words.remove("--model.no-tied_embeddings")
     words += [f"--{key}" for key in keys]
@@ -87,6 +122,9 @@ def torchtitan_config(row: Row, folder: Path, text: Path) -> Any:
     The job uses the defaults of torchtitan, except for CUDA graphs: the ghost GPU cannot capture
     several streams.
     """
+    from torchtitan.components.quantization import (  # pyright: ignore[reportMissingImports]
+        Float8LinearConverter,
+    )
     from torchtitan.distributed.activation_checkpoint import (  # pyright: ignore[reportMissingImports]
         FullAC,
         SelectiveAC,
@@ -96,7 +134,11 @@ def torchtitan_config(row: Row, folder: Path, text: Path) -> Any:
 
     work = row.work
     config = llama3_8b()
-    config.model_spec = model_registry(work.flavor.upper())
+    float8 = Float8LinearConverter.Config(
+        model_compile_enabled=work.compile, filter_fqns=["lm_head"]
+    )
+    converters = [float8] if work.precision == "float8" else None
+    config.model_spec = model_registry(work.flavor.upper(), converters=converters)
     config.dump_folder = str(folder)
     config.hf_assets_path = str(ROOT / "assets/tokenizer")
     config.profiler.enable_profiling = False
@@ -107,7 +149,11 @@ def torchtitan_config(row: Row, folder: Path, text: Path) -> Any:
     config.dataloader.dataset = "c4_test"  # the name of a loader of local files
     config.dataloader.dataset_path = str(text)
 
-    config.training.local_batch_size = work.rows
+    # With a pipeline, local_batch_size contains all microbatches.
+    is_pipeline = row.pipeline_degree > 1
+    config.training.local_batch_size = work.rows * (row.microbatches if is_pipeline else 1)
+    config.training.global_batch_size = row.global_batch_size
+    config.parallelism.pipeline_parallel_microbatch_size = work.rows
     config.training.seq_len = work.seq_len
     config.training.steps = WARM_STEPS + 1
     config.training.disable_cuda_graphs = True
@@ -138,6 +184,7 @@ def run_torchtitan(row: Row, folder: Path, text: Path, _keys: Sequence[str]) -> 
     import torchtitan.trainer as torchtitan  # pyright: ignore[reportMissingImports]
 
     torchtitan.math.isfinite = lambda _: True  # losses on the ghost GPU are meaningless
+    declare_stage_shapes(row.work)
     step = torchtitan.Trainer.train_step
 
     def train_step(trainer: Any, data: Any) -> None:
@@ -145,6 +192,24 @@ def run_torchtitan(row: Row, folder: Path, text: Path, _keys: Sequence[str]) -> 
 
     torchtitan.Trainer.train_step = train_step
     torchtitan_config(row, folder, text).build().train()
+
+
+def declare_stage_shapes(work: Work) -> None:
+    """Declare the inputs and outputs of the first pipeline stage of torchtitan.
+
+    Otherwise torch would infer them with a trial run, which exchanges messages with other ranks.
+    """
+    import torch
+    import torchtitan.distributed.pipeline_parallel as pipeline  # pyright: ignore[reportMissingImports]
+    from torch.distributed.pipelining import PipelineStage
+
+    def build_stage(module: Any, *args: Any, **kwargs: Any) -> PipelineStage:
+        tokens = torch.empty(work.rows, work.seq_len, dtype=torch.int64, device="meta")
+        hidden = torch.empty(*tokens.shape, module.config.dim, dtype=torch.bfloat16, device="meta")
+        hidden.requires_grad_()
+        return PipelineStage(module, *args, **kwargs, input_args=tokens, output_args=hidden)
+
+    pipeline.PipelineStage = build_stage
 
 
 def measured(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -188,23 +253,30 @@ def be_rank_0_alone() -> None:
     def new_group(*ranks: Any, backend: str | None = None, **how: Any) -> Any:
         return group(*ranks, backend="fake" if backend == "gloo" else backend, **how)
 
-    dist.init_process_group, dist.new_group = init_process_group, new_group
+    def recv(tensor: torch.Tensor, *_: Any, **__: Any) -> None:
+        """Receive the vote of the other pipeline stages for the declared shapes."""
+        tensor.fill_(1)
+
+    dist.init_process_group, dist.new_group, dist.recv = init_process_group, new_group, recv
     dist.ProcessGroup.set_timeout = lambda *_: None  # pyright: ignore  # fake ones have none
 
 
 def count(log: str) -> dict[str, float]:
-    """Return the measurements of a step from the log."""
-    step, found = re.search(
-        r"^mark step\n(.*?)^mark end\nmark found (.*?)$", log, re.MULTILINE | re.DOTALL
-    ).groups()  # pyright: ignore
-    peaks = {name: value / GIB for name, value in json.loads(found).items()}
-    kinds = [line.split()[0] for line in step.splitlines()]
-    launches = sum(kind in ("kernel", "triton", "matmul", "cudnn", "memset") for kind in kinds)
-    waits = sum(bool(re.match("wait|copy .*pageable", line)) for line in step.splitlines())
-    handed = (
-        sum(int(size) for size in re.findall(r"^nccl (?!recv)\w+ (\d+)", step, re.MULTILINE)) / GIB
-    )
-    return {**peaks, "handed over": handed, "launches": launches, "waits": waits}
+    """Return the measurements of a step from the log. Memory and NCCL traffic are in GiB."""
+    match = re.search(r"^mark step\n(.*?)^mark end\nmark found (.*?)$", log, re.M | re.S)
+    assert match is not None
+    step, peaks = match.groups()
+    lines = step.splitlines()
+    kinds = [line.split()[0] for line in lines]
+    sent = re.findall(r"^nccl (?!recv)\w+ (\d+)", step, re.MULTILINE)
+    return {
+        **{name: value / GIB for name, value in json.loads(peaks).items()},
+        "nccl": sum(int(size) for size in sent) / GIB,
+        "launches": sum(
+            kind in ("kernel", "triton", "matmul", "cudnn", "memset") for kind in kinds
+        ),
+        "waits": sum(bool(re.match("wait|copy .*pageable", line)) for line in lines),
+    }
 
 
 def start(
@@ -213,31 +285,27 @@ def start(
     """Run one framework in a new process, and return the result of `count`."""
     with tempfile.TemporaryDirectory(prefix="ghost-") as folder:
         command = [
-            ROOT / "scripts/ghost.sh",
+            str(ROOT / "scripts/ghost.sh"),
             "python",
             __file__,
             "--run",
             side,
             "--only",
             name,
-            "--folder",
-            folder,
         ]
-        path = f"{ROOT}:{ROOT}/benchmarks:{os.environ.get('PYTHONPATH', '')}"
-        own = {
-            "GHOST_GPUS": RANKS,
-            "GHOST_GIB": 190,
+        command += ["--folder", folder, "--text", str(text), "--keys", *keys]
+        variables = {
+            "GHOST_GPUS": str(RANKS),
+            "GHOST_GIB": "190",
             "GHOST_LOG": f"{folder}/log",
-            "PYTHONPATH": path,
-        }
-        own |= {
-            "HF_HUB_OFFLINE": 1,
-            "HF_DATASETS_OFFLINE": 1,
+            "PYTHONPATH": f"{ROOT}:{ROOT}/benchmarks:{os.environ.get('PYTHONPATH', '')}",
+            "HF_HUB_OFFLINE": "1",
+            "HF_DATASETS_OFFLINE": "1",
             "PYTORCH_ALLOC_CONF": "expandable_segments:True",
         }
-        environment = os.environ | {key: str(value) for key, value in own.items()}
-        words = [*map(str, command), "--text", str(text), "--keys", *keys]
-        done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, env=os.environ | variables, capture_output=True, text=True, check=False
+        )
         logs = [path.read_text() for path in Path(folder).glob("log.*")]
         if done.returncode:
             raise SystemExit(f"{side}, {name}: {(done.stdout + done.stderr)[-6000:]}")
@@ -248,12 +316,74 @@ def start(
         return count(log)
 
 
+def measure(
+    names: Sequence[str], sides: Sequence[str], options: argparse.Namespace
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Measure jobs, and return {job: {side: measurements}}.
+
+    With `--results`, read the measurements of this commit from the file, and add the missing ones.
+    """
+    results: dict[str, Any] = {"commit": commit(), "keys": options.keys, "jobs": {}}
+    if options.results and options.results.exists():
+        stored = json.loads(options.results.read_text())
+        if stored | {"jobs": {}} == results:
+            results = stored
+
+    with tempfile.TemporaryDirectory(prefix="ghost-") as folder:
+        text = write_text(Path(folder)).parent
+        for name in names:
+            job = results["jobs"].setdefault(name, {})
+            for side in sides:
+                if side not in job:
+                    job[side] = start(side, name, text, options.keep, options.keys)
+                    print(f"{name}, {side}: {job[side]}", flush=True)
+                    if options.results:
+                        options.results.write_text(json.dumps(results, indent=1))
+    return {name: results["jobs"][name] for name in names}
+
+
+def format_table(
+    jobs: dict[str, dict[str, dict[str, float]]], sides: Sequence[str], keys: dict[str, str]
+) -> str:
+    """Return a table with some measurements of each job, and their ratios to torchtitan.
+
+    Args:
+        keys: {measurement: its name in the header of the table}.
+    """
+    rivals = [side for side in sides if side != "torchtitan"] if "torchtitan" in sides else []
+    header = ["8 GPUs, rank 0"]
+    for name in keys.values():
+        header += [f"{name}, {side}" for side in sides] + [f"ratio, {side}" for side in rivals]
+
+    rows = []
+    columns: dict[tuple[str, str], list[float]] = {}
+    for job_name, job in jobs.items():
+        row = [job_name]
+        for key in keys:
+            decimals = 0 if key in ("launches", "waits") else 2
+            row += [f"{job[side][key]:,.{decimals}f}" for side in sides]
+            for side in rivals:
+                ratio = job[side][key] / job["torchtitan"][key]
+                columns.setdefault((key, side), []).append(ratio)
+                row.append(f"{ratio:.2f}")
+        rows.append(row)
+
+    if rivals:
+        medians = ["median"]
+        for key in keys:
+            medians += [""] * len(sides)
+            medians += [f"{statistics.median(columns[key, side]):.2f}" for side in rivals]
+        rows.append(medians)
+    return "\n".join(table(header, rows))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="+", default=[""], help="rows with this in their name")
-    parser.add_argument("--sides", nargs="+", default=["titanlite", "torchtitan"])
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES)
+    parser.add_argument("--results", type=Path, help="JSON file with the measurements so far")
     parser.add_argument("--keep", type=Path, help="folder for the ghost's logs")
     parser.add_argument(
         "--keys",
@@ -267,31 +397,18 @@ def main() -> None:
     options = parser.parse_args()
     if options.run:
         be_rank_0_alone()
-        sides = {"titanlite": run_titanlite, "torchtitan": run_torchtitan}
-        return sides[options.run](ROWS[options.only[0]], options.folder, options.text, options.keys)
-    rows = []
-    with tempfile.TemporaryDirectory(prefix="ghost-") as folder:
-        text = write_text(Path(folder)).parent
-        for name in (name for name in ROWS if any(only in name for only in options.only)):
-            found = [start(side, name, text, options.keep, options.keys) for side in options.sides]
-            rows.append(
-                [
-                    name,
-                    *(
-                        f"{side[key]:,.{2 * (key in IN_GIB)}f}"
-                        for key in found[0]
-                        for side in found
-                    ),
-                ]
-            )
-            rows[-1][7:7] = (
-                [f"{found[0]['reserved'] / found[1]['reserved']:.2f}"] if len(found) == 2 else []
-            )
-            print(*rows[-1], sep=" | ", flush=True)
-    heads = [f"GiB {what}, {side}" for what in IN_GIB for side in options.sides]
-    heads += ["ratio"] * (len(options.sides) == 2)
-    heads += [f"{what}, {side}" for what in ("launches", "waits") for side in options.sides]
-    print("\n".join(table(["8 GPUs, rank 0", *heads], rows)))
+        run = run_torchtitan if options.run == "torchtitan" else run_titanlite
+        savers = ["parallelism.memory_savers=all"] if options.run == "all" else []
+        row = ROWS[options.only[0]]
+        return run(row, options.folder, options.text, [*savers, *options.keys])
+
+    names = [name for name in ROWS if any(only in name for only in options.only)]
+    jobs = measure(names, options.sides, options)
+    memory = {"allocated": "GiB allocated", "reserved": "GiB reserved"}
+    events = {"launches": "launches", "nccl": "GiB NCCL", "waits": "waits"}
+    print(format_table(jobs, options.sides, memory))
+    print(format_table(jobs, options.sides, events))
+    print(f"{commit()}, `python benchmarks/gpu_ghost.py {' '.join(sys.argv[1:])}`")
 
 
 if __name__ == "__main__":
