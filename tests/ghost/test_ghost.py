@@ -63,6 +63,7 @@ JOBS = {
         "large": LARGE,
         "large, all savers": SAVERS,
         "large, all savers, compiled": f"{SAVERS} {COMPILED}",
+        "large, long": f"{LARGE} --training.local_batch_size 640 --activation_checkpoint.mode full",
         "large, accumulation": f"{SAVERS} --training.global_batch_size 8",
         "large, each": f"{SAVERS} {EACH}",
         "offload, large": f"{SAVERS} --training.enable_cpu_offload",

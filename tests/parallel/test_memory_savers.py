@@ -22,6 +22,7 @@ LARGE = (
     "training.seq_len = 2048 ; training.mixed_precision_param = 'bfloat16' ; "
     "activation_checkpoint.mode = 'selective'"
 )
+LONG_MICROBATCH = "training.local_batch_size = 64 ; training.global_batch_size = 256"
 SAVERS = "titanlite.parallel.memory_savers"
 ACCUMULATION = "training.global_batch_size = 16"
 SEGMENT = 20 * 2**20  # the allocator reserves memory in multiples of this
@@ -55,6 +56,28 @@ def test_each_saver_lowers_reserved_memory(monkeypatch, level, saver, result_wit
     without_saver = trace(level)
 
     assert without_saver.reserved - with_saver.reserved >= SEGMENT
+
+
+@pytest.mark.parametrize(
+    ("saver", "options"),
+    [
+        ("free_gather_buffer_before_loss", ""),
+        ("reduces_output_first", LONG_MICROBATCH),
+    ],
+)
+def test_safe_savers_lower_the_peak_of_allocated_memory(monkeypatch, saver, options):
+    with_saver = trace("safe", options)
+    monkeypatch.setattr(f"{SAVERS}.{saver}", lambda *_: False)
+    without_saver = trace("safe", options)
+
+    assert with_saver.peak < without_saver.peak
+
+
+def test_safe_does_not_wait_for_the_output_in_short_microbatches(monkeypatch):
+    with_saver = trace("safe")
+    monkeypatch.setattr(f"{SAVERS}.reduces_output_first", lambda *_: False)
+
+    assert trace("safe").peak == with_saver.peak
 
 
 def test_safe_gathers_embedding_and_output_only_for_the_forward_pass():

@@ -691,8 +691,8 @@ class Parallelism(Section):
     microbatch."""
     memory_savers: Literal["none", "safe", "all"] = "safe"
     """Savings of GPU memory beyond plain FSDP2. Results are bitwise the same. none: plain FSDP2 and
-    torch. safe: those that cannot make a step longer. all: also those that let the GPU wait, for a
-    time that has not been measured on a real GPU."""
+    torch. safe: those that cannot make a step longer, or by at most 0.3% by estimate. all: also
+    those that let the GPU wait longer, which has not been measured on a real GPU."""
     enable_fsdp_symmetric_memory: bool = False
     """Run the collectives of FSDP in symmetric memory of NCCL. Needs GPUs, parameters that are
     sharded over several ranks, torch 2.13 and memory_savers = "none"."""

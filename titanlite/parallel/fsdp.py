@@ -146,7 +146,7 @@ def _group_modules(model: Llama, run: Run) -> tuple[Groups, Groups, Groups]:
         empty for a small model.
     """
     min_size = run.job.parallelism.fsdp_min_num_params
-    if _count_params([model]) < min_size:
+    if memory_savers.count_params([model]) < min_size:
         return [], [], []
 
     embedding: Groups = []
@@ -166,7 +166,7 @@ def _group_blocks(blocks: Iterable[nn.Module], min_size: int) -> Groups:
     """
     groups: Groups = []
     for block in blocks:
-        if groups and _count_params(groups[-1]) < min_size:
+        if groups and memory_savers.count_params(groups[-1]) < min_size:
             groups[-1].append(block)
         else:
             groups.append([block])
@@ -179,14 +179,9 @@ def _should_reshard(blocks: Groups, mesh: DeviceMesh, run: Run) -> bool:
     A single group stays unsharded, because the backward pass starts with it. Small blocks on one
     rank also stay unsharded, because copying them again takes 1% of a step.
     """
-    num_params = sum(_count_params(group) for group in blocks)
+    num_params = sum(memory_savers.count_params(group) for group in blocks)
     is_small = mesh.size() == 1 and num_params < 16 * run.job.parallelism.fsdp_min_num_params
     return len(blocks) > 1 and not is_small
-
-
-def _count_params(modules: Iterable[nn.Module]) -> int:
-    """Count the parameters of modules, including the shards on other ranks."""
-    return sum(parameter.numel() for module in modules for parameter in module.parameters())
 
 
 def configure_microbatch(
