@@ -58,6 +58,13 @@ def test_the_example_trains_alike_in_each_layout(layout, trained):
     assert_same_losses(trained.parent / layout, trained)
 
 
+@pytest.mark.long
+def test_the_example_is_proven(trained, tmp_path):
+    files = ("--job.config_file", trained.parent / "job.toml", "--job.dump_folder", tmp_path)
+    command = ("prove", *files, "--parallelism.tensor_parallel_degree", 2)
+    assert "Proven" in titanlite(*command, ranks=4)
+
+
 @pytest.mark.parametrize(
     ("command", "needed"),
     [

@@ -26,7 +26,10 @@ FP32 = "--training.mixed_precision_param float32"
 BF16 = "--training.mixed_precision_param bfloat16"
 BF16_WEIGHTS = f"{BF16} --training.dtype bfloat16 --optimizer.stochastic_rounding"
 SCHEDULES = ("GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble")
-FAMILIES = ("8b", "mistral-7b", "qwen2.5-7b", "qwen3-8b", "olmo2-1b", "smollm3-3b")
+FAMILIES = (
+    *("8b", "mistral-7b", "qwen2.5-7b", "qwen3-8b", "olmo2-1b", "olmo3-7b", "smollm3-3b"),
+    "smollm2-1.7b",
+)
 OPTIMIZERS = ("AdamW", "Muon", "Lion", "SGD", "AdamW8bit")
 PLUGINS = ("dropout_blocks", "parallel_blocks", "fused_projections")
 JOBS: dict[str, Layout] = {
