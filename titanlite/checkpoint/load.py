@@ -230,21 +230,15 @@ class Resumer:
         if job is None or info["job"] is None:
             return
 
-        # Compare the data, unless the run does not continue at the saved data position.
-        data_state = info["train_state"].get("data") or {}
-        restores_data = bool(data_state) and "data" not in self._get_excluded(info)
-        data_changes = None
-        if restores_data and self._compare_data is not None:
-            data_changes = self._compare_data(data_state)
-
         # Compare the architectures in place of the [model] tables, because different keys can
         # describe the same model.
         arch = self._live.model.arch
         saved_job = info["job"] | {"model": _complete_architecture(info["architecture"], arch)}
         current_job = job | {"model": asdict(arch)}
-        changes = compare_jobs(saved_job, current_job, data_changes)
+        changes = compare_jobs(saved_job, current_job, self._find_data_changes(info))
 
         # The path of a tokenizer can stay the same although the file has changed.
+        data_state = _get_data_state(info)
         if "tokenizer" in data_state and not self._is_same_tokenizer(data_state["tokenizer"]):
             description = f"tokenizer.path: {job['tokenizer']['path']} has other token IDs"
             changes.append((INCOMPATIBLE, description))
@@ -391,6 +385,17 @@ class Resumer:
             names = ", ".join(sorted(included))
             self._log(f"{path.name} was saved after {names} had started fresh, so they are loaded")
 
+    def _find_data_changes(self, info: dict[str, Any]) -> DataChanges | None:
+        """Compare the data of the run with the saved data position.
+
+        Returns:
+            The differences, or None if the run does not continue at the saved data position.
+        """
+        data_state = _get_data_state(info)
+        if not data_state or self._compare_data is None or "data" in self._get_excluded(info):
+            return None
+        return self._compare_data(data_state)
+
     def _get_excluded(self, info: dict[str, Any]) -> set[str]:
         """Return the parts of the state, such as "optimizer", that are reset instead of loaded.
 
@@ -402,6 +407,11 @@ class Resumer:
         """
         excluded_before = get_checkpoint_keys(info).get("exclude_from_loading", ())
         return {part for part in self._config.exclude_from_loading if part not in excluded_before}
+
+
+def _get_data_state(info: dict[str, Any]) -> dict[str, Any]:
+    """Return the data position in the entry "info" of a manifest, or {} if it has none."""
+    return info["train_state"].get("data") or {}
 
 
 def check_on_all_ranks(path: Path, ranks: RankGroup) -> dict[str, Any]:
@@ -464,7 +474,7 @@ def check_tokenizer(path: Path, tokenizer: Tokenizer, name: object, num_embeddin
     Raises:
         CheckpointError: If the token IDs differ, or exceed the rows of the embedding.
     """
-    data_state = read_manifest(path)["info"]["train_state"].get("data") or {}
+    data_state = _get_data_state(read_manifest(path)["info"])
     fingerprint = data_state.get("tokenizer")
     is_other = fingerprint is not None and not tokenizer.is_known_as(fingerprint)
     if is_other or tokenizer.vocab_size > num_embeddings:

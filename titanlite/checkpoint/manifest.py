@@ -475,17 +475,27 @@ def check_checkpoint(
     for name in select(sorted(manifest["files"])):
         entry = manifest["files"][name]
         # Loading verifies the index, and each tensor of a file with chunk checksums.
-        loading_verifies = name == INDEX or entry.get("chunk_checksums")
-        with open_file(path / name) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size != entry["size"]:
-                raise Damage(f"{name}: {size} bytes instead of {entry['size']}")
-            if verified_on_load and loading_verifies:
-                continue
-            checksum = hashlib.file_digest(file, xxhash.xxh3_128)
-        if checksum.hexdigest() != entry["xxh3_128"]:
-            raise Damage(f"{name}: checksum differs ({size} bytes)")
+        loading_verifies = name == INDEX or bool(entry.get("chunk_checksums"))
+        _check_file(path, name, entry, only_size=verified_on_load and loading_verifies)
     return manifest
+
+
+def _check_file(folder: Path, name: str, entry: dict[str, Any], *, only_size: bool) -> None:
+    """Check that a file has the size and, unless `only_size`, the checksum of its manifest entry.
+
+    Raises:
+        Damage: If they differ.
+        CheckpointError: If the file cannot be read now.
+    """
+    with open_file(folder / name) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size != entry["size"]:
+            raise Damage(f"{name}: {size} bytes instead of {entry['size']}")
+        if only_size:
+            return
+        checksum = hashlib.file_digest(file, xxhash.xxh3_128)
+    if checksum.hexdigest() != entry["xxh3_128"]:
+        raise Damage(f"{name}: checksum differs ({size} bytes)")
 
 
 def remove_unfinished(folder: Path, owner: str, log: Callable[[str], None]) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -28,6 +28,7 @@ from pydantic import RootModel
 from titanlite.config.errors import UserError
 from titanlite.config.files import make_folder, parse_json, read_file, write_atomically
 from titanlite.config.run import Run
+from titanlite.config.schema import TextSource
 from titanlite.data.documents import DocumentTokenizer, open_sources, source_specs
 from titanlite.data.sources.base import Source
 from titanlite.data.sources.records import Record, hash_text
@@ -71,12 +72,7 @@ def prepare(run: Run, out: Path, workers: int) -> list[Path]:
     """
     dataset = run.job.dataset
     specs = source_specs(dataset)
-    for spec in specs:
-        if spec.source in ("shards", "tokens"):
-            raise UserError(f"dataset.source is {spec.source}: its text is already tokenized")
-        if spec.loss_mask_column is not None:
-            raise UserError("dataset.loss_mask_column: prepared shards cannot contain loss masks")
-
+    _check_preparable(specs)
     tokenizer = load_tokenizer(run.tokenizer_path, run.job)
     documents = DocumentTokenizer(tokenizer, skip_bad=dataset.on_bad_record == "skip")
     folders = [out]
@@ -94,6 +90,19 @@ def prepare(run: Run, out: Path, workers: int) -> list[Path]:
                 "Free some space, or choose another --out."
             ) from None
     return folders
+
+
+def _check_preparable(specs: Iterable[TextSource]) -> None:
+    """Check that all sources contain text that shards can represent.
+
+    Raises:
+        UserError: If a source is already tokenized, or has a loss mask.
+    """
+    for spec in specs:
+        if spec.source in ("shards", "tokens"):
+            raise UserError(f"dataset.source is {spec.source}: its text is already tokenized")
+        if spec.loss_mask_column is not None:
+            raise UserError("dataset.loss_mask_column: prepared shards cannot contain loss masks")
 
 
 def _prepare_source(

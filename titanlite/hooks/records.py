@@ -213,11 +213,6 @@ def describe_environment(trainer: Trainer) -> dict[str, Any]:
 
     The next start of the run compares its own environment with the file, and logs what has changed.
     """
-    fingerprints = {"tokenizer": trainer.tokenizer.fingerprint}
-    for source in trainer.loader.sources:
-        # Several sources can have the same name. Join their fingerprints.
-        fingerprints[source.name] = fingerprints.get(source.name, "") + source.fingerprint
-
     if trainer.device.type == "cuda":
         device_name = torch.cuda.get_device_name(trainer.device)
     else:
@@ -238,10 +233,19 @@ def describe_environment(trainer: Trainer) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "platform": platform.platform(),
         "hosts": sorted(set(trainer.hosts)),
-        "data": fingerprints,
+        "data": _list_fingerprints(trainer),
         "hooks": plugins,
         "job": trainer.run.job.model_dump(mode="json", exclude_defaults=True),
     }
+
+
+def _list_fingerprints(trainer: Trainer) -> dict[str, str]:
+    """Return the fingerprints of the tokenizer and of each data source, by name."""
+    fingerprints = {"tokenizer": trainer.tokenizer.fingerprint}
+    for source in trainer.loader.sources:
+        # Several sources can have the same name. Join their fingerprints.
+        fingerprints[source.name] = fingerprints.get(source.name, "") + source.fingerprint
+    return fingerprints
 
 
 def _may_change_results(hook: Hook) -> bool:

@@ -356,19 +356,17 @@ class Ranks:
             _print_and_log("\n".join(text for *_, text in hangs), "hang", folder)
 
         root = _find_root_cause(failed, killed)
-        if _is_known(root):
-            exit_code = _exit_code(root.code)
-            lines = [root.reason]
-        else:
+        exit_code = _exit_code(root.code)
+        text = root.reason
+        if not _is_known(root):
             # The reason is empty or only a traceback, so first describe how the process ended.
             exit_code, description = self._describe_unknown_end(root, killed)
-            lines = [description, root.reason]
+            text = f"{description}\n{root.reason}".rstrip("\n")
         if not root.reason:  # no rank has described how to resume
-            lines.append(self.resume_hint())
+            text = f"{text}\n{self.resume_hint()}".strip("\n")
             if is_live_terminal():
                 note("")  # ends the line in which the live view left the cursor
 
-        text = "\n".join(line for line in lines if line)
         event = "stop" if self._stop_signal else END_KINDS.get(exit_code, "failure")
         is_in_log = root.rank == 0 and root.reason != ""  # rank 0 logs its own errors
         _print_and_log(text, "" if is_in_log else event, folder)

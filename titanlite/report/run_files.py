@@ -168,28 +168,39 @@ def read_json_lines(path: Path, problems: list[str], tail: int | None = None) ->
         return
     num_damaged = 0
     try:
-        check_regular(path)  # Reading a pipe could wait forever.
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if tail is not None and size > tail:
-                file.seek(size - tail - 1)
-                file.readline()  # Skip to the next whole line.
-
-            # A line that is too long is read in several parts, which count as damaged lines.
-            while line := file.readline(MAX_LINE_BYTES):
-                is_unfinished = not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES
-                if is_unfinished:
-                    break
-                entry = _parse_object(line)
-                if entry is None:
-                    num_damaged += 1
-                else:
-                    yield entry
+        for line in _read_finished_lines(path, tail):
+            entry = _parse_object(line)
+            if entry is None:
+                num_damaged += 1
+            else:
+                yield entry
     except (OSError, UserError) as error:
         problems.append(str(error))
     if num_damaged:
         lines = "line" if num_damaged == 1 else "lines"
         problems.append(f"{path.name}: {num_damaged} damaged {lines} skipped")
+
+
+def _read_finished_lines(path: Path, tail: int | None) -> Iterator[bytes]:
+    """Yield the lines of a file, or those in about its last `tail` bytes, that end with a newline.
+
+    A line that is too long is yielded in several parts.
+
+    Raises:
+        OSError: If the file cannot be read.
+        UserError: If the path is not a regular file.
+    """
+    check_regular(path)  # Reading a pipe could wait forever.
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if tail is not None and size > tail:
+            file.seek(size - tail - 1)
+            file.readline()  # Skip to the next whole line.
+        while line := file.readline(MAX_LINE_BYTES):
+            is_unfinished = not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES
+            if is_unfinished:
+                return
+            yield line
 
 
 def _parse_object(line: bytes) -> Entry | None:
