@@ -278,11 +278,7 @@ def _plan_changed(settings: Settings, run: Run, gpu: Gpu, apply: Apply = map) ->
     if new_run is None or (settings and new_run.job == run.job):
         return None
 
-    # Find out without a trace that the optimizer state does not fit.
-    is_offloaded = new_run.job.training.enable_cpu_offload
-    if is_offloaded and gpu.cpu:  # a CPU has no other memory
-        return None
-    if not is_offloaded and state_bytes(new_run) > gpu.memory:
+    if not _has_memory_for_state(new_run, gpu):
         return None
 
     try:
@@ -294,6 +290,13 @@ def _plan_changed(settings: Settings, run: Run, gpu: Gpu, apply: Apply = map) ->
         text = f"Skipped {_describe(settings)}, which cannot be traced"
         note(f"{text} ({type(error).__name__}: {reason})")
         return None
+
+
+def _has_memory_for_state(run: Run, gpu: Gpu) -> bool:
+    """Check without a trace whether the optimizer state fits into GPU memory or is offloaded."""
+    if run.job.training.enable_cpu_offload:
+        return not gpu.cpu  # a CPU has no other memory
+    return state_bytes(run) <= gpu.memory
 
 
 def _list_smaller_batches(run: Run) -> list[Settings]:
@@ -329,18 +332,20 @@ def _list_single_remedies(run: Run) -> list[Settings]:
         remedies.append({"parallelism.fsdp_reduce": "microbatch"})
     if run.job.activation_checkpoint.mode == "none":
         remedies.append(SAVE_SOME_OPS)
-    # Tensor parallelism within a node of up to 8 GPUs. FSDP uses the remaining ranks (-1), and the
-    # number of sequences per step stays the same.
-    for degree in (2, 4, 8):
-        if degree > run.degrees.tensor:
-            remedies.append(
-                {
-                    "parallelism.data_parallel_shard_degree": -1,
-                    "training.global_batch_size": run.global_batch_size,
-                    "parallelism.tensor_parallel_degree": degree,
-                }
-            )
-    return remedies
+    return remedies + _list_tensor_parallel_degrees(run)
+
+
+def _list_tensor_parallel_degrees(run: Run) -> list[Settings]:
+    """List higher tensor parallel degrees within a node, with the same sequences per step."""
+    return [
+        {
+            "parallelism.data_parallel_shard_degree": -1,  # the remaining ranks
+            "training.global_batch_size": run.global_batch_size,
+            "parallelism.tensor_parallel_degree": degree,
+        }
+        for degree in (2, 4, 8)
+        if degree > run.degrees.tensor
+    ]
 
 
 def _list_combined_remedies(run: Run) -> list[Settings]:
@@ -417,9 +422,9 @@ def _list_degrees(run: Run, gpu: Gpu) -> Iterator[dict[str, Any]]:
     max_context = max(1, run.job.training.seq_len // 16384)
 
     for tensor, pipeline, context, replicate in itertools.product(
-        [degree for degree in POWERS_OF_TWO if degree <= max_tensor],
-        [degree for degree in POWERS_OF_TWO if degree <= max_pipeline],
-        [degree for degree in POWERS_OF_TWO if degree <= max_context],
+        _powers_of_two(max_tensor),
+        _powers_of_two(max_pipeline),
+        _powers_of_two(max_context),
         [1, run.world_size // gpus_per_node] if is_multi_node else [1],
     ):
         degrees = {
@@ -435,6 +440,11 @@ def _list_degrees(run: Run, gpu: Gpu) -> Iterator[dict[str, Any]]:
             yield {**degrees, "parallelism.pipeline_parallel_schedule": schedule}
 
 
+def _powers_of_two(maximum: int) -> list[int]:
+    """Return the powers of two from 1 to `maximum`, but none above 16."""
+    return [power for power in POWERS_OF_TWO if power <= maximum]
+
+
 def _choose_batch_sizes(run: Run, gpu: Gpu, layout: dict[str, Any]) -> list[tuple[float, Settings]]:
     """Choose the two local batch sizes that seem to be fastest with a layout.
 
@@ -447,23 +457,12 @@ def _choose_batch_sizes(run: Run, gpu: Gpu, layout: dict[str, Any]) -> list[tupl
         At most two pairs of tokens per second and the options to change, fastest first. Batch sizes
         that do not seem to fit into memory are omitted.
     """
-    tensor = layout["parallelism.tensor_parallel_degree"]
-    pipeline = layout["parallelism.pipeline_parallel_degree"]
-    context = layout["parallelism.context_parallel_degree"]
-    data_degree = run.world_size // (tensor * pipeline * context)
-
     choices: list[tuple[float, Settings]] = []
     for size in POWERS_OF_TWO:
-        # Keep the global batch size of the job. If it is -1, the default, each data-parallel rank
-        # has one microbatch. A pipeline would be idle most of the time with one, so give it more.
-        global_size = run.job.training.global_batch_size
-        if global_size == -1 and pipeline > 1:
-            # With m = 4 p microbatches, the p ranks are idle for (p - 1) / (m + p - 1) < 1/5.
-            global_size = 4 * pipeline * size * data_degree
         settings = {
             **layout,
             "training.local_batch_size": size,
-            "training.global_batch_size": global_size,
+            "training.global_batch_size": _choose_global_batch_size(run, layout, size),
         }
         new_run = change_run(run, settings)
         if new_run is None or new_run.job == run.job:
@@ -477,6 +476,24 @@ def _choose_batch_sizes(run: Run, gpu: Gpu, layout: dict[str, Any]) -> list[tupl
             choices.append((guess.tokens_per_second, changes))
     choices.sort(key=itemgetter(0), reverse=True)
     return choices[:2]
+
+
+def _choose_global_batch_size(run: Run, layout: dict[str, Any], local_size: int) -> int:
+    """Return the global batch size of the job, or a larger one that keeps a pipeline busy.
+
+    If the job sets no size (-1), each data-parallel rank has one microbatch, with which a pipeline
+    is idle most of the time.
+    """
+    job_size = run.job.training.global_batch_size
+    tensor = layout["parallelism.tensor_parallel_degree"]
+    pipeline = layout["parallelism.pipeline_parallel_degree"]
+    context = layout["parallelism.context_parallel_degree"]
+    if job_size != -1 or pipeline == 1:
+        return job_size
+
+    # With m = 4 p microbatches, the p ranks are idle for (p - 1) / (m + p - 1) < 1/5.
+    data_degree = run.world_size // (tensor * pipeline * context)
+    return 4 * pipeline * local_size * data_degree
 
 
 def _guess_plan(run: Run, gpu: Gpu) -> Forecast:

@@ -363,35 +363,8 @@ class Counter(TorchDispatchMode):
     def _count(
         self, func: Any, signature: _Signature, args: Any, kwargs: Mapping[str, Any], result: Any
     ) -> None:
-        """Log the allocations and the work of one operator call.
-
-        The sum of two gradients is a special case, because fake tensors behave differently: without
-        them, autograd adds the second gradient to the first one in place if nothing else uses the
-        first one. There are two cases:
-
-        - The first gradient is freed before the next operator, so nothing else uses it. The sum
-          takes over its memory, and nothing is allocated.
-        - The first gradient is still alive at the next operator. The sum takes new memory.
-
-        Therefore the sum is kept as pending until it is known which case applies.
-
-        Args:
-            func: The operator.
-            signature: Properties of the operator.
-            args: Positional arguments of the call.
-            kwargs: Keyword arguments of the call.
-            result: Result of the call.
-        """
-        # Autograd adds gradients in the backward pass with gradients disabled. A recomputed forward
-        # pass enables them.
-        is_backward = self.location.phase == "backward"
-        is_sum_of_gradients = func is ADD and is_backward and not torch.is_grad_enabled()
-        if is_sum_of_gradients:
-            first_gradient = args[0].untyped_storage()
-            self._pending_sum = id(first_gradient), result
-        else:
-            for tensor in _find_tensors(result):
-                self._storage_number(tensor)  # logs the allocation if the storage is new
+        """Log the allocations and the work of one operator call."""
+        self._count_allocations(func, args, result)
 
         # The new memory has a default kind, such as "activations". Correct it for the arguments of
         # FSDP2 operators, but never the kind of memory that was marked as weights, for example.
@@ -400,6 +373,25 @@ class Counter(TorchDispatchMode):
             self.mark(_find_tensors(value), kind, DEFAULT_KINDS)
         if not signature.name.startswith(NO_KERNEL):
             self.log.append((self.location, self._describe_work(signature, args, kwargs, result)))
+
+    def _count_allocations(self, func: Any, args: Any, result: Any) -> None:
+        """Log the allocation of each new tensor in the result of an operator.
+
+        The sum of two gradients may allocate nothing: if nothing else uses the first gradient,
+        autograd adds the second one to it in place. Fake tensors never do so. Therefore keep the
+        sum as pending until the next operator, and check then whether the first gradient is freed.
+        """
+        # Autograd adds gradients in the backward pass with gradients disabled. A recomputed forward
+        # pass enables them.
+        is_backward = self.location.phase == "backward"
+        is_sum_of_gradients = func is ADD and is_backward and not torch.is_grad_enabled()
+        if is_sum_of_gradients:
+            first_gradient = args[0].untyped_storage()
+            self._pending_sum = id(first_gradient), result
+            return
+
+        for tensor in _find_tensors(result):
+            self._storage_number(tensor)  # logs the allocation if the storage is new
 
     def _describe_work(
         self, signature: _Signature, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any

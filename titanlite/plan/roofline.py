@@ -261,30 +261,39 @@ def _time_kernels(work: Work, gpu: Gpu) -> tuple[str, float]:
     """
     is_matmul = len(work.shape) == 3  # (m, k, n)
     is_attention = len(work.shape) == 5  # (batch, heads, queries, keys, head_dim)
-    peak = gpu.fp32 if work.dtype == "float32" else gpu.bf16  # TFLOP/s
-
     # FLOPs limit attention, bytes limit other kernels, and either can limit a matmul.
     if is_attention:
-        efficiency = gpu.attention
-        op = work.op.removeprefix("aten.")
-        is_flex = op in FLEX_OPS or op.replace(".", "::") in VARLEN_OPS
-        is_hopper = gpu.fp8 > 0  # or newer
-        if is_flex and is_hopper:
-            efficiency = min(efficiency, FLEX)
-        if "backward" in work.op:
-            efficiency *= ATTENTION_BACKWARD
-        return "attention", work.flops / (peak * 1e12 * efficiency)
-
+        return "attention", _attention_seconds(work, gpu)
     memory_seconds = work.bytes / (gpu.bandwidth * 1e9 * BANDWIDTH)
-    if not is_matmul:
-        return "memory-bound kernels", memory_seconds
+    if is_matmul:
+        return "matmuls", max(_matmul_seconds(work, gpu), memory_seconds)
+    return "memory-bound kernels", memory_seconds
 
-    efficiency = MATMUL["float32" if work.dtype == "float32" else "bfloat16"]
+
+def _attention_seconds(work: Work, gpu: Gpu) -> float:
+    """Estimate the seconds that the FLOPs of attention kernels take."""
+    op = work.op.removeprefix("aten.")
+    is_flex = op in FLEX_OPS or op.replace(".", "::") in VARLEN_OPS
+    is_hopper = gpu.fp8 > 0  # or newer
+
+    efficiency = gpu.attention
+    if is_flex and is_hopper:
+        efficiency = min(efficiency, FLEX)
+    if "backward" in op:
+        efficiency *= ATTENTION_BACKWARD
+    peak_tflops = gpu.fp32 if work.dtype == "float32" else gpu.bf16
+    return work.flops / (peak_tflops * 1e12 * efficiency)
+
+
+def _matmul_seconds(work: Work, gpu: Gpu) -> float:
+    """Estimate the seconds that the FLOPs of matmuls take."""
     if work.dtype.startswith("float8") and gpu.fp8:
-        efficiency = MATMUL["float8"]
-        peak = gpu.fp8
-    compute_seconds = work.flops / (peak * 1e12 * efficiency)
-    return "matmuls", max(compute_seconds, memory_seconds)
+        flops_per_second = gpu.fp8 * 1e12 * MATMUL["float8"]
+    elif work.dtype == "float32":
+        flops_per_second = gpu.fp32 * 1e12 * MATMUL["float32"]
+    else:
+        flops_per_second = gpu.bf16 * 1e12 * MATMUL["bfloat16"]
+    return work.flops / flops_per_second
 
 
 def _time_collectives(work: Work, group: Group, gpu: Gpu) -> float:

@@ -138,58 +138,65 @@ def _choose_ranks(run: Run, whole: bool) -> list[int]:
     if whole or schedule in V_SHAPED:
         return first_ranks
 
-    # Describe the stages of each pipeline rank: the attention of their blocks, whether the stage
-    # has the embedding, and whether it has the output.
-    kinds: list[list[tuple[list[bool], bool, bool]]] = [[] for _ in first_ranks]
+    kinds = _describe_pipeline_ranks(run)
+    return [rank for i, rank in enumerate(first_ranks) if kinds[i] not in kinds[:i]]
+
+
+def _describe_pipeline_ranks(run: Run) -> list[list[tuple[list[bool], bool, bool]]]:
+    """Describe the stages of each pipeline rank, so that equal descriptions mean equal work.
+
+    A stage is described by the attention of its blocks (full or not), whether it has the embedding,
+    and whether it has the output.
+    """
+    num_pipeline_ranks = run.degrees.pipeline
     num_stages = len(run.stages)
+    schedule = run.job.parallelism.pipeline_parallel_schedule
+    descriptions: list[list[tuple[list[bool], bool, bool]]] = [
+        [] for _ in range(num_pipeline_ranks)
+    ]
     for stage, blocks in enumerate(run.stages):
         pipeline_rank = stage_rank(stage, num_stages, num_pipeline_ranks, schedule)
         has_embedding = stage == 0
         has_output = stage == num_stages - 1
         is_full = [run.arch.is_full_attention(block) for block in blocks]
-        kinds[pipeline_rank].append((is_full, has_embedding, has_output))
-
-    chosen = []
-    for i, rank in enumerate(first_ranks):
-        is_new_kind = kinds[i] not in kinds[:i]
-        if is_new_kind:
-            chosen.append(rank)
-    return chosen
+        descriptions[pipeline_rank].append((is_full, has_embedding, has_output))
+    return descriptions
 
 
 def _count_removable_blocks(run: Run) -> int:
-    """Return how many blocks each stage can lose so that the extrapolation is still exact.
-
-    The result is 0 in these cases:
-
-    - Blocks differ, because each n-th block is recomputed or has no sliding window, or Muon
-      assigns their matrices to ranks.
-    - Blocks are so small that FSDP groups several of them.
-    - A single rank keeps small blocks unsharded.
-    """
-    checkpointing = run.job.activation_checkpoint
-    recomputes_some = (
-        checkpointing.mode == "selective" and checkpointing.selective_ac_option != "op"
-    )
-    has_pattern = recomputes_some or run.arch.full_attention_interval > 0
-    if has_pattern or run.job.optimizer.name == "Muon":
-        return 0
-
+    """Return how many blocks each stage can lose so that the extrapolation is still exact."""
     # In a pipeline stage that stays unsharded, each block adds the same memory and work, so one is
     # enough. If FSDP unshards one block at a time, two neighbors are in memory together, so keep
     # two blocks at each end of the stage, where memory differs from the middle.
     reshards = run.job.parallelism.fsdp_reshard_after_forward == "always"
     num_kept = 1 if run.degrees.pipeline > 1 and not reshards else 4
-    group_size = run.job.parallelism.fsdp_min_num_params
-    block_size = num_params(run.arch) // run.arch.n_layers  # an upper bound, in parameters
-    is_sharded = run.degrees.shard * run.degrees.context > 1
-    if block_size < 2 * group_size:  # FSDP may group several blocks
-        return 0
-    # On a single rank, FSDP does not reshard a model with few parameters; see `apply_fsdp`.
-    if not is_sharded and num_kept * block_size < 32 * group_size:
+    if not _has_equal_blocks(run) or _has_small_blocks(run, num_kept):
         return 0
     smallest_stage = min(len(blocks) for blocks in run.stages)
     return max(0, smallest_stage - num_kept)
+
+
+def _has_equal_blocks(run: Run) -> bool:
+    """Return whether all blocks take the same memory and work on a rank."""
+    checkpointing = run.job.activation_checkpoint
+    recomputes_some_blocks = (
+        checkpointing.mode == "selective" and checkpointing.selective_ac_option != "op"
+    )
+    has_windows_in_some_blocks = run.arch.full_attention_interval > 0
+    is_muon = run.job.optimizer.name == "Muon"  # assigns each matrix to one rank
+    return not (recomputes_some_blocks or has_windows_in_some_blocks or is_muon)
+
+
+def _has_small_blocks(run: Run, num_blocks: int) -> bool:
+    """Return whether FSDP may group blocks, or may not reshard a model of `num_blocks` blocks."""
+    group_size = run.job.parallelism.fsdp_min_num_params
+    block_size = num_params(run.arch) // run.arch.n_layers  # an upper bound, in parameters
+    if block_size < 2 * group_size:
+        return True
+
+    # On a single rank, FSDP does not reshard a model with few parameters; see `apply_fsdp`.
+    is_sharded = run.degrees.shard * run.degrees.context > 1
+    return not is_sharded and num_blocks * block_size < 32 * group_size
 
 
 def _remove_blocks(run: Run, num_removed: int) -> Run:

@@ -58,8 +58,14 @@ def standard_hooks(run: Run) -> list[Hook]:
     hooks.append(LiveRun())
 
     # Plugins come last, so their `before_update` sees which steps a guard skips.
-    for name in job.job.hooks:
-        hook: Hook = HOOKS.make(name, job)
+    return hooks + _create_plugin_hooks(run)
+
+
+def _create_plugin_hooks(run: Run) -> list[Hook]:
+    """Create the plugin hooks in job.hooks. Hooks without a name get the registered name."""
+    hooks: list[Hook] = []
+    for name in run.job.job.hooks:
+        hook: Hook = HOOKS.make(name, run.job)
         hook.name = hook.name or name
         hooks.append(hook)
     return hooks
