@@ -120,17 +120,9 @@ def find_broken_rules(run: Run) -> list[Problem]:
 
 def check_model(run: Run) -> Problems:
     """Check the shape of the model, and that sequences are not longer than its context length."""
-    arch = run.arch
-    if arch.head_dim % 2 and run.job.model.head_dim:
-        yield Problem("model.head_dim", "must be even, because RoPE rotates pairs of channels.")
-    elif arch.head_dim % 2:
-        yield Problem(
-            "model.n_heads",
-            f"must divide model.dim = {arch.dim} into heads of an even width. Or set head_dim.",
-        )
-    elif arch.n_heads % arch.n_kv_heads:
-        yield Problem("model.n_kv_heads", f"must divide model.n_heads = {arch.n_heads}.")
+    yield from _check_heads(run)
 
+    arch = run.arch
     fast, slow = "rope_high_freq_factor", "rope_low_freq_factor"
     if arch.rope_scaling == "yarn":
         fast, slow = "rope_beta_fast", "rope_beta_slow"
@@ -145,31 +137,50 @@ def check_model(run: Run) -> Problems:
         )
 
 
+def _check_heads(run: Run) -> Problems:
+    """Check that attention heads have an even width, and share key-value heads evenly."""
+    arch = run.arch
+    if arch.head_dim % 2 and run.job.model.head_dim:
+        yield Problem("model.head_dim", "must be even, because RoPE rotates pairs of channels.")
+    elif arch.head_dim % 2:
+        yield Problem(
+            "model.n_heads",
+            f"must divide model.dim = {arch.dim} into heads of an even width. Or set head_dim.",
+        )
+    elif arch.n_heads % arch.n_kv_heads:
+        yield Problem("model.n_kv_heads", f"must divide model.n_heads = {arch.n_heads}.")
+
+
 def check_attention_backend(run: Run) -> Problems:
     """Check that the attention backend has an effect, and supports the model and the layout.
 
-    Which kernels a GPU has is checked when the run starts.
+    The kernels that the GPU supports are only known, and checked, when the run starts.
     """
     key = "model.attention_backend"
-    model = run.job.model
-    backend = model.attention_backend
+    backend = run.job.model.attention_backend
     has_context_parallelism = run.degrees.context > 1
     if backend == "flex" and not (run.masks_attention or has_context_parallelism):
         text = "has no effect without documents, windows or context parallelism. Remove it."
         yield Problem(key, text)
     if backend == "varlen" and not run.masks_attention:
         yield Problem(key, "has no effect without documents or windows. Remove it.")
-    if not model.uses_document_bounds:
-        return
+    if run.job.model.uses_document_bounds:
+        for text in _list_varlen_problems(run):
+            yield Problem(key, text)
 
-    if has_context_parallelism:
-        text = "does not support context parallelism, which divides documents. Remove it."
-        yield Problem(key, text)
-    if run.masks_attention and (run.arch.head_dim % 8 or run.arch.head_dim > 256):
-        text = f"needs heads of a multiple of 8 up to 256, not {run.arch.head_dim}. Remove it."
-        yield Problem(key, text)
-    if backend != "varlen" and run.job.training.mixed_precision_param == "float32":
-        yield Problem(key, 'needs training.mixed_precision_param = "bfloat16". Change one of them.')
+
+def _list_varlen_problems(run: Run) -> Iterator[str]:
+    """Return the reasons why the job cannot use variable-length attention."""
+    if run.degrees.context > 1:
+        yield "does not support context parallelism, which divides documents. Remove it."
+
+    head_dim = run.arch.head_dim
+    if run.masks_attention and (head_dim % 8 or head_dim > 256):
+        yield f"needs heads of a multiple of 8 up to 256, not {head_dim}. Remove it."
+
+    is_flash = run.job.model.attention_backend != "varlen"
+    if is_flash and run.job.training.mixed_precision_param == "float32":
+        yield 'needs training.mixed_precision_param = "bfloat16". Change one of them.'
 
 
 def check_layout(run: Run) -> Problems:
@@ -178,30 +189,28 @@ def check_layout(run: Run) -> Problems:
     Batch sizes depend on the data-parallel degree, so they are checked only if the product of the
     degrees equals the number of ranks.
     """
-    # Check the batch sizes, or report that the degrees do not fit the number of ranks.
-    degrees = run.degrees
-    uses_all_ranks = degrees.world == run.world_size
-    batch_problems: list[Problem] = []
-    if uses_all_ranks:
-        batch_problems += check_batch_sizes(run)
-        yield from batch_problems
-    else:
-        # Report the largest degree, which the user will most likely change.
-        names = [name for name, _ in run.job.parallelism if name.endswith("_degree")]
-        largest = max(names, key=lambda name: getattr(run.job.parallelism, name))
-        yield Problem(
-            f"parallelism.{largest}",
-            f"makes {degrees.world} ranks together with the other degrees, but the world has "
-            f"{run.world_size} (NGPU times NNODES).",
-        )
+    uses_all_ranks = run.degrees.world == run.world_size
+    problems = list(check_batch_sizes(run) if uses_all_ranks else _check_world_size(run))
+    yield from problems
 
-    # Check the layout of the model.
     yield from check_tensor_sizes(run)
-    if degrees.pipeline > 1:
+    if run.degrees.pipeline > 1:
         yield from check_stages(run)
         yield from check_pipeline_schedule(run)
-        if uses_all_ranks and not batch_problems:
+        if not problems:
             yield from check_microbatches(run)
+
+
+def _check_world_size(run: Run) -> Problems:
+    """Report that the product of the parallelism degrees is not the number of ranks."""
+    # Report the largest degree, because the user will most likely change this one.
+    degrees = {key: value for key, value in run.job.parallelism if key.endswith("_degree")}
+    largest = max(degrees, key=degrees.__getitem__)
+    yield Problem(
+        f"parallelism.{largest}",
+        f"makes {run.degrees.world} ranks together with the other degrees, but the world has "
+        f"{run.world_size} (NGPU times NNODES).",
+    )
 
 
 def check_tensor_sizes(run: Run) -> Problems:
@@ -251,7 +260,6 @@ def check_stages(run: Run) -> Problems:
     cuts = run.pipeline_cuts  # empty if the job does not set pipeline_parallel_split_points
     num_stages = len(cuts) + 1 if cuts else run.stages_per_rank * num_ranks
 
-    # Check the stages.
     if cuts and not _are_valid_cuts(run):
         yield Problem(
             "parallelism.pipeline_parallel_split_points",
@@ -314,13 +322,11 @@ def check_pipeline_schedule(run: Run) -> Problems:
             key, 'needs compile.enable = false and activation_checkpoint.mode "full" or "none".'
         )
 
-    # Compare the version of torch, such as "2.12.1+cu130".
-    major, minor = version("torch").split(".")[:2]
-    is_old_torch = (int(major), int(minor)) < (2, 13)
     needs_new_torch = (
         schedule in V_SHAPED or run.job.float8.enable or run.job.model.uses_document_bounds
     )
-    if needs_new_torch and is_old_torch:
+    torch_version = version("torch").split(".")  # such as ["2", "12", "1+cu130"]
+    if needs_new_torch and tuple(map(int, torch_version[:2])) < (2, 13):
         yield Problem(key, "needs torch 2.13 for FP8, variable-length attention or ZBVZeroBubble.")
 
 
@@ -377,10 +383,7 @@ def check_total_steps(run: Run) -> Problems:
     """Check that the learning rate schedule is not shorter than the run."""
     steps, total = run.job.training.steps, run.job.lr_scheduler.total_steps
     if total is not None and total < steps:
-        yield Problem(
-            "lr_scheduler.total_steps",
-            f"must be at least training.steps = {steps}.",
-        )
+        yield Problem("lr_scheduler.total_steps", f"must be at least training.steps = {steps}.")
 
 
 def check_warmup(run: Run, *, is_preview: bool = False) -> Problems:
@@ -434,10 +437,7 @@ def check_moments(run: Run) -> Problems:
 
 
 def check_optimizer(run: Run) -> Problems:
-    """Check that the job only uses keys and features that its optimizer supports.
-
-    This also reports learning rates that are far too high.
-    """
+    """Check the learning rate, and that the job only uses what its optimizer supports."""
     optimizer = run.job.optimizer
     if optimizer.name in NORMALIZED and optimizer.lr > MAX_LR:
         yield Problem(
@@ -447,8 +447,7 @@ def check_optimizer(run: Run) -> Problems:
         )
 
     for key in UNUSED_KEYS.get(optimizer.name, ()):
-        default = Optimizer.model_fields[key].default
-        if getattr(optimizer, key) != default:
+        if getattr(optimizer, key) != Optimizer.model_fields[key].default:
             yield Problem(
                 f"optimizer.{key}",
                 f'is not used with optimizer.name = "{optimizer.name}". Remove it.',
@@ -482,19 +481,13 @@ def check_mup(run: Run) -> Problems:
 
 
 def check_optimizer_groups(run: Run) -> Problems:
-    """Check that each parameter is in exactly one optimizer group.
-
-    Each pattern of a group must match at least one parameter.
-    """
-    arch = run.arch
+    """Check that each parameter is in exactly one optimizer group, and each pattern matches."""
     groups = run.job.optimizer.groups
-    is_valid_model = arch.head_dim % 2 == 0 and arch.n_heads % arch.n_kv_heads == 0
-    if not groups or not is_valid_model:
+    if not groups or list(_check_heads(run)):
         return
 
-    # Check that each pattern matches a parameter. This is slow, because `parameter_shapes` imports
-    # torch to build the model on the meta device.
-    names = list(parameter_shapes(arch))
+    # This is slow, because it imports torch to build the model on the meta device.
+    names = list(parameter_shapes(run.arch))
     for number, group in enumerate(groups):
         for pattern in group.params:
             if not fnmatch.filter(names, pattern):
@@ -503,16 +496,15 @@ def check_optimizer_groups(run: Run) -> Problems:
                     f"optimizer.groups.{number}.params",
                     f'has "{pattern}", which matches no parameter. Nearest: {nearest}.',
                 )
+    yield from _check_membership(run, names)
 
-    # Check that each parameter is in one group.
-    missing = []
-    repeated = []
-    for name in names:
-        num_groups = sum(group.claims(name) for group in groups)
-        if num_groups == 0:
-            missing.append(name)
-        elif num_groups > 1:
-            repeated.append(name)
+
+def _check_membership(run: Run, names: list[str]) -> Problems:
+    """Check that each of the parameters `names` is in exactly one optimizer group."""
+    groups = run.job.optimizer.groups
+    counts = {name: sum(group.claims(name) for group in groups) for name in names}
+    missing = [name for name in names if counts[name] == 0]
+    repeated = [name for name in names if counts[name] > 1]
 
     # Report these problems for the last group.
     last_key = f"optimizer.groups.{len(groups) - 1}.params"
@@ -542,11 +534,11 @@ def check_float8(run: Run) -> Problems:
     if not float8.enable:
         return
 
-    arch = run.arch
-    if arch.dim < float8.min_features:
+    dim = run.arch.dim
+    if dim < float8.min_features:
         yield Problem(
             "float8.enable",
-            f"converts no layer, because model.dim = {arch.dim} is less than float8.min_features. "
+            f"converts no layer, because model.dim = {dim} is less than float8.min_features. "
             "Set that to 0.",
         )
         return
@@ -629,9 +621,8 @@ def check_effects(run: Run) -> Problems:
     checkpoint, float8, parallelism = job.checkpoint, job.float8, job.parallelism
     validation = job.validation
 
-    has_prompts = bool(job.samples.prompts)
     validates = validation.freq > 0
-    has_validation_data = bool(validation.path or validation.sources)
+    has_validation_data = validation.path or validation.sources
     validation_key = "validation.path" if validation.path else "validation.source"
     may_validate = validates or validation.holdout or "freq" in validation.model_fields_set
     rolls_back = job.guards.on_spike == "roll_back"
@@ -639,11 +630,10 @@ def check_effects(run: Run) -> Problems:
     gathers_fp8 = float8.enable_fsdp_float8_all_gather
     has_bfloat16 = "bfloat16" in (run.state_dtype, job.training.dtype)
     compiles_tensor_parallel = run.degrees.tensor > 1 and run.compiles("model")
-    has_pipeline = run.degrees.pipeline > 1
 
     # Key, whether it is set, whether it has an effect, and what it needs.
     effects = [
-        ("samples.freq", job.samples.freq, has_prompts, "samples.prompts"),
+        ("samples.freq", job.samples.freq, job.samples.prompts, "samples.prompts"),
         (validation_key, has_validation_data, may_validate, "validation.freq"),
         ("checkpoint.keep_best", checkpoint.keep_best, validates, "validation.freq"),
         ("checkpoint.keep_best", checkpoint.keep_best, checkpoint.enable, "checkpoint.enable"),
@@ -682,7 +672,7 @@ def check_effects(run: Run) -> Problems:
         (
             "parallelism.pipeline_parallel_split_points",
             parallelism.pipeline_parallel_split_points,
-            has_pipeline,
+            run.degrees.pipeline > 1,
             "pipeline_parallel_degree > 1",
         ),
     ]
@@ -846,7 +836,7 @@ def check_output_folders(run: Run) -> Problems:
     """Check that the output folders are writable, and contain no files of other programs."""
     folder = run.dump_folder.absolute()
     checkpoint_folder = _get_checkpoint_folder(run)
-    saves_checkpoints = run.job.checkpoint.enable
+    checkpoint = run.job.checkpoint
 
     # Check that files can be written, and first in the output folder, which contains the others.
     write_problem = find_write_problem(folder)
@@ -855,7 +845,7 @@ def check_output_folders(run: Run) -> Problems:
         yield Problem("job.dump_folder", f"cannot be used: {write_problem}")
     elif overwrite_problem:
         yield Problem("job.dump_folder", f"{overwrite_problem}, or choose another folder.")
-    elif saves_checkpoints:
+    elif checkpoint.enable:
         checkpoint_problem = find_write_problem(checkpoint_folder)
         if checkpoint_problem:
             yield Problem("checkpoint.folder", f"cannot be used: {checkpoint_problem}")
@@ -870,7 +860,7 @@ def check_output_folders(run: Run) -> Problems:
 
     # Check that the export at the end of training replaces only an earlier export.
     foreign_export = find_foreign_export(folder)
-    if foreign_export is not None and saves_checkpoints and run.job.checkpoint.last_save_in_hf:
+    if foreign_export is not None and checkpoint.enable and checkpoint.last_save_in_hf:
         yield Problem(
             "checkpoint.last_save_in_hf",
             f"cannot replace {foreign_export}, which no run has written. Move it.",
