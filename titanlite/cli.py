@@ -229,9 +229,7 @@ def _report_error(error: Exception) -> int:
     # files, the error has a file name.
     if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
         drop_output(sys.stdout)
-        return _report_error(
-            UserError("cannot write to standard output: no space left on the device.")
-        )
+        error = UserError("cannot write to standard output: no space left on the device.")
 
     # Print a traceback for a bug, or for a failure that titanlite does not expect.
     if not isinstance(error, UserError):
@@ -240,15 +238,16 @@ def _report_error(error: Exception) -> int:
 
     # Print only the message of an error that the user can fix, and its notes (from `add_note`),
     # which explain how to resume the run.
-    if isinstance(error, StoppedBySignal | StoppedUnsaved):
-        kind = "stop"
-    elif isinstance(error, GuardError):
-        kind = "guard"
-    else:
-        kind = "refusal"
     notes = getattr(error, "__notes__", [])
-    report_end("\n".join([str(error), *notes]), kind, error.step)
+    report_end("\n".join([str(error), *notes]), _get_kind(error), error.step)
     return error.exit_code
+
+
+def _get_kind(error: UserError) -> str:
+    """Return how `titanlite runs` classifies a run that ended with `error`."""
+    if isinstance(error, StoppedBySignal | StoppedUnsaved):
+        return "stop"
+    return "guard" if isinstance(error, GuardError) else "refusal"
 
 
 def train(argv: Sequence[str]) -> None:

@@ -281,33 +281,29 @@ def _generate_tokens(
     """
     # Create a cache that is long enough for the longest prompt and completion.
     model = checkpoint.model
-    longest = max(len(decoding.ids) for decoding in decodings)
+    lengths = [len(decoding.ids) for decoding in decodings]
+    longest = max(lengths)
     max_new_tokens = max(decoding.limit - len(decoding.ids) for decoding in decodings)
     cache = _create_cache(model, len(decodings), longest + max_new_tokens)
     # Sample on the CPU, so that a seed gives the same random numbers for any device.
     generators = [torch.Generator().manual_seed(options.seed) for _ in decodings]
 
     # The first step processes all tokens of the prompts, and the other steps one token each.
-    padding = []
-    inputs = []
-    for decoding in decodings:
-        num_padded = longest - len(decoding.ids)
-        padding.append(num_padded)
-        inputs.append([0] * num_padded + decoding.ids)
+    padding = [longest - length for length in lengths]
+    inputs = [[0] * (longest - len(decoding.ids)) + decoding.ids for decoding in decodings]
     while any(decoding.is_unfinished for decoding in decodings):
         logits = _next_logits(model, inputs, cache, padding)  # (B, V)
         # The embedding can have more rows than the tokenizer has tokens. Never sample those.
         logits = logits[:, : checkpoint.tokenizer.vocab_size]
 
-        next_tokens = [0] * len(decodings)
+        inputs = [[0] for _ in decodings]
         for index, decoding in enumerate(decodings):
             if decoding.is_unfinished:
                 token = sample_token(
                     logits[index], options.temperature, options.top_k, generators[index]
                 )
                 decoding.push(token)
-                next_tokens[index] = token
-        inputs = [[token] for token in next_tokens]
+                inputs[index] = [token]
         yield
 
 

@@ -39,10 +39,7 @@ def split_from_option(argv: Sequence[str]) -> tuple[str | None, list[str]]:
     # Split `--from=MODEL` into two words.
     words: list[str] = []
     for word in argv:
-        if word.startswith(f"{FROM}="):
-            words += word.split("=", 1)
-        else:
-            words.append(word)
+        words += word.split("=", 1) if word.startswith(f"{FROM}=") else [word]
     if FROM not in words:
         return None, words
 

@@ -279,7 +279,7 @@ def find_flavor(name: str) -> str:
     # List all names in lower case, for example "8b", "meta-llama/llama-3.1-8b" and "llama-3.1-8b".
     flavor_of_name = {flavor: flavor for flavor in FLAVORS}
     for hub_name, flavor in HUB_NAMES.items():
-        _, _, model_name = hub_name.rpartition("/")
+        model_name = hub_name.rpartition("/")[2]
         flavor_of_name[hub_name.lower()] = flavor
         flavor_of_name[model_name.lower()] = flavor
 
@@ -291,8 +291,7 @@ def find_flavor(name: str) -> str:
             return flavor_of_name[candidate]
 
     # The name is unknown. Suggest the most similar one.
-    _, _, base_model_name = base_name.rpartition("/")
+    base_model_name = base_name.rpartition("/")[2]
     similar = difflib.get_close_matches(base_model_name, flavor_of_name, n=1)
     suggestion = f" Did you mean {flavor_of_name[similar[0]]}?" if similar else ""
-    known = ", ".join(FLAVORS)
-    raise ValueError(f"is not the name of a flavor.{suggestion} Flavors are {known}")
+    raise ValueError(f"is not the name of a flavor.{suggestion} Flavors are {', '.join(FLAVORS)}")

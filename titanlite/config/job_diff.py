@@ -120,15 +120,14 @@ def compare_jobs(
     data_effect = INCOMPATIBLE if new["dataset.on_change"] == "error" else AFFECTS_TRAINING
     changes: list[tuple[Effect, str]] = []
 
-    # Compare the keys. A key of another titanlite version is skipped, and so are the tokenizer
-    # keys, because the token IDs are compared instead.
-    for key, old_value in old.items():
-        is_skipped = key not in new or key in ("tokenizer.path", "tokenizer.name")
-        if is_skipped or old_value == new[key]:
+    # Compare the keys that both versions of titanlite have. The keys of the tokenizer are skipped,
+    # because the token IDs are compared instead.
+    for key in (old.keys() & new.keys()) - {"tokenizer.path", "tokenizer.name"}:
+        if old[key] == new[key]:
             continue
         effect = _classify(key, old, new, data, data_effect)
         if effect is not None:
-            change = f"{key}: {shorten(str(old_value))} -> {shorten(str(new[key]))}"
+            change = f"{key}: {shorten(str(old[key]))} -> {shorten(str(new[key]))}"
             changes.append((effect, change))
 
     # Add the changes that the data loader has found.

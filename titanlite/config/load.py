@@ -228,20 +228,17 @@ def _load_plugins_of(tables: Tables, values: Mapping[str, Any], trusted: bool, s
         UserError: If a plugin cannot be imported, or an untrusted job needs one that has not been
             imported.
     """
-    # Get the names from the command line, or else from the job file.
-    is_on_command_line = PLUGINS in values
-    names: Any = []
-    job_section = tables.get("job")
-    if is_on_command_line:
-        names = values[PLUGINS]
-    elif isinstance(job_section, dict):
-        names = job_section.get("plugins", [])
+    if PLUGINS in values:
+        load_plugins(values[PLUGINS])
+        return
 
     # Skip anything but a list of names. Validation reports this mistake later.
+    job_section = tables.get("job")
+    names = job_section.get("plugins") if isinstance(job_section, dict) else None
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         return
 
-    if trusted or is_on_command_line:
+    if trusted:
         load_plugins(names)
     else:
         require_plugins(names, source)
@@ -301,8 +298,7 @@ def find_key_lines(text: str) -> dict[str, int]:
             brackets, name = header.groups()
             table = name
             lines.setdefault(name, number)
-            is_list_item = brackets == "[["
-            if is_list_item:
+            if brackets == "[[":  # an item of a list
                 table = f"{name}.{list_lengths[name]}"
                 list_lengths[name] += 1
                 lines[table] = number
@@ -409,7 +405,6 @@ def _parse_option(flag: str, words: list[str], keys: Mapping[str, Any]) -> tuple
         ValueError: If the option is invalid. The message is the rest of a sentence that starts with
             the flag, such as "is unknown."
     """
-    # Reject sections and unknown keys.
     key, is_negated = _find_key(flag, keys)
     if key in SECTIONS:
         options = ", ".join(f"{flag}.{name}" for name in SECTIONS[key].model_fields)
@@ -419,8 +414,7 @@ def _parse_option(flag: str, words: list[str], keys: Mapping[str, Any]) -> tuple
 
     # A boolean key takes no value: --compile.enable sets true, --compile.no-enable sets false.
     annotation = keys[key].annotation
-    types = find_types(annotation)
-    if bool in types:
+    if bool in find_types(annotation):
         if words:
             off = key.replace(".", ".no-")
             raise ValueError(f"takes no value. Write --{key} or --{off}.")
@@ -429,14 +423,23 @@ def _parse_option(flag: str, words: list[str], keys: Mapping[str, Any]) -> tuple
         name = key.replace(".", ".no_", 1)
         raise ValueError(describe_unknown_name(JobConfig, name).problem)
 
-    # Lists take any number of values, and other keys one value.
     if find_table_model(annotation):
         raise ValueError(f"is a list of tables. Write [[{key}]] in a job file.")
+    return key, _parse_words(words, annotation)
+
+
+def _parse_words(words: list[str], annotation: Any) -> Any:
+    """Convert the words after an option: any number of words for a list, and one word otherwise.
+
+    Raises:
+        ValueError: If there is not exactly one word for a key that is not a list.
+    """
+    types = find_types(annotation)
     if typing.get_origin(annotation) is tuple:
-        return key, [_parse_value(word, types) for word in words]
+        return [_parse_value(word, types) for word in words]
     if len(words) != 1:
         raise ValueError(f"must have one value, not {' '.join(words) or 'none'}.")
-    return key, _parse_value(words[0], types)
+    return _parse_value(words[0], types)
 
 
 def _warn_about_renamed_keys(former_keys: Collection[str]) -> None:

@@ -156,8 +156,7 @@ def build_mistake(root: type[BaseModel], error: Any) -> Mistake:
             return Mistake(key, name, value, problem, "gone")
 
         # A table is shown as in a job file: [modle].
-        is_table = isinstance(error["input"], dict)
-        if is_table:
+        if isinstance(error["input"], dict):
             name = f"[{key}]"
         problem = _explain_unknown_name(root, table, unknown_path, location[-1])
         return Mistake(key, name, "", problem, kind)
@@ -220,9 +219,6 @@ def _suggest_value(problem: str, value: object, location: Sequence[str]) -> str:
         value: Invalid value.
         location: Names of the sections and keys that lead to the value.
     """
-    # The value is 10.0 instead of 10.
-    if isinstance(value, float) and "integer" in problem and value.is_integer():
-        return f" Write {value:.0f}."
     if not isinstance(value, str):
         return ""
 
@@ -234,8 +230,15 @@ def _suggest_value(problem: str, value: object, location: Sequence[str]) -> str:
         in_file = ", ".join(items)
         return f" Write a list as {on_command_line} on the command line, and [{in_file}] in a file."
 
-    # The value may have a typing error, such as "bflot16" if the problem lists the choices: must be
-    # 'float32' or 'bfloat16'.
+    return _suggest_choice(problem, value)
+
+
+def _suggest_choice(problem: str, value: str) -> str:
+    """Return a sentence that suggests the most similar allowed value, or an empty string.
+
+    For example, the problem "must be 'float32' or 'bfloat16'" lists the allowed values, and
+    "bflot16" gives " Did you mean bfloat16?".
+    """
     if not problem.startswith("must be "):
         return ""
     choices = {word.lower(): word for word in re.findall(r"[\w.-]+", problem)}
@@ -310,19 +313,13 @@ def _explain_unknown_name(
     if model is root:
         known_names += [name for name in tables if name not in known_names]
 
-    # Look for the name of another trainer.
-    candidates = _find_synonyms(key, {*root.model_fields, *tables})
-    # Look for a typing error, such as "training.stepz".
-    if not candidates:
-        *parents, unknown_name = location
-        for name in difflib.get_close_matches(unknown_name, known_names, n=1):
-            candidates.append(".".join([*parents, name]))
-    # Look for a key in the wrong table, such as "training.lr" instead of "optimizer.lr".
-    if not candidates:
-        for name, table in tables.items():
-            if key in table.model_fields:
-                candidates.append(f"{name}.{key}")
-
+    *parents, unknown_name = location
+    similar = difflib.get_close_matches(unknown_name, known_names, n=1)
+    candidates = (
+        _find_synonyms(key, {*root.model_fields, *tables})
+        or [".".join([*parents, name]) for name in similar]
+        or [f"{name}.{key}" for name, table in tables.items() if key in table.model_fields]
+    )
     if candidates:
         return f"is unknown. Did you mean {' or '.join(candidates[:3])}?"
     return f"is unknown. Known names are {', '.join(known_names)}."

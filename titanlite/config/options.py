@@ -199,7 +199,7 @@ def _check_misspelled(options: type[Options], words: Sequence[str], prog: str) -
 
 
 def _check_numbers(options: type[Options], argv: Sequence[str]) -> None:
-    """Check that the values of all options that take a number are numbers.
+    """Check that the values of all options that take a number are numbers, such as `--steps 5`.
 
     Raises:
         UserError: If a value is not a number. tyro's own message would be less clear.
@@ -216,11 +216,9 @@ def _check_numbers(options: type[Options], argv: Sequence[str]) -> None:
             continue
 
         types = find_types(field.annotation)
-        if float in types:
-            if not _is_number(value, float):
-                raise UserError(f"{flag} {value}: must be a number.")
-        elif int in types and not _is_number(value, int):
-            raise UserError(f"{flag} {value}: must be an integer.")
+        for number_type, name in ((float, "a number"), (int, "an integer")):
+            if number_type in types and not _is_number(value, number_type):
+                raise UserError(f"{flag} {value}: must be {name}.")
 
 
 def _is_number(text: str, number_type: type[int] | type[float]) -> bool:

@@ -88,16 +88,14 @@ class Registry:
         """
         if name in self._entries:
             raise ValueError(f"{name} is registered already: {self._entries[name]}")
-        if section is not None and name in SECTIONS:
-            raise ValueError(f"[{name}] is a table of a job already")
-        if section is not None and not name.isidentifier():
-            raise ValueError(f"[{name}] is not a valid name of a table")
-
-        # From now on, a job can select the entry, and can contain its section.
-        self._entries[name] = entry
         if section is not None:
+            if name in SECTIONS:
+                raise ValueError(f"[{name}] is a table of a job already")
+            if not name.isidentifier():
+                raise ValueError(f"[{name}] is not a valid name of a table")
             SECTIONS[name] = section
             self._names_with_section.add(name)
+        self._entries[name] = entry
 
     def check_name(self, name: str) -> str:
         """Check that a name is registered, and return it.

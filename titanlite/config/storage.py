@@ -251,8 +251,7 @@ def download_files(storage: Any, root: str, sizes: Mapping[str, int], to: Path) 
         unfinished.rename(target)
 
     with ThreadPoolExecutor(PARALLEL) as pool:
-        for _ in pool.map(download, sizes):  # raises the first error of a download
-            pass
+        list(pool.map(download, sizes))  # raises the first error of a download
 
 
 def _get_cache_folder() -> Path:
@@ -391,10 +390,8 @@ def _download_to_cache(
     copy = cache_folder / folder.rpartition("/")[2]
 
     with _locked(cache_folder):  # only one process of the node downloads the files
-        missing_sizes = {}
-        for file, info in files.items():
-            if not (copy / file).exists():
-                missing_sizes[file] = info["size"]
+        missing = [file for file in files if not (copy / file).exists()]
+        missing_sizes = {file: files[file]["size"] for file in missing}
         if missing_sizes:
             amount = f"{len(missing_sizes)} files, {sum(missing_sizes.values()) / 1e9:.3f} GB"
             logging.getLogger("titanlite").info(f"Copying {amount} from {url} to {copy}")
