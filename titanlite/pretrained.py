@@ -39,7 +39,10 @@ def split_from_option(argv: Sequence[str]) -> tuple[str | None, list[str]]:
     # Split `--from=MODEL` into two words.
     words: list[str] = []
     for word in argv:
-        words += word.split("=", 1) if word.startswith(f"{FROM}=") else [word]
+        if word.startswith(f"{FROM}="):
+            words += word.split("=", 1)
+        else:
+            words.append(word)
     if FROM not in words:
         return None, words
 

@@ -87,7 +87,7 @@ def _print_section(job: JobConfig, section: str, names: set[str]) -> None:
         names: Names of sections and keys to print, or "all".
     """
     model = SECTIONS[section]
-    prints_all_keys = bool(names & {"all", section})
+    prints_all_keys = "all" in names or section in names
     if prints_all_keys:
         print(wrap_text(f"[{section}] {model.__doc__}"), end="\n\n")
 
@@ -95,11 +95,13 @@ def _print_section(job: JobConfig, section: str, names: set[str]) -> None:
     common_keys = [key for key in model.model_fields if key not in model.advanced]
     values = dict(job)[section]
     for key in (*common_keys, *model.advanced):
-        if prints_all_keys and key in model.advanced[:1]:
+        is_first_advanced_key = key in model.advanced[:1]
+        if prints_all_keys and is_first_advanced_key:
             print(f"Advanced keys of [{section}]:\n")
         full_name = f"{section}.{key}"
-        if prints_all_keys or names & {key, full_name}:
-            _print_key(full_name, model.model_fields[key], getattr(values, key), "--")
+        if prints_all_keys or key in names or full_name in names:
+            value = getattr(values, key)
+            _print_key(full_name, model.model_fields[key], value, "--")
 
 
 def _print_key(key: str, field: FieldInfo, value: Any, prefix: str) -> None:
@@ -137,7 +139,8 @@ def _describe_default(value: Any) -> str:
     """Return the default of a key for the help, such as "default: 100", or "required"."""
     if value is PydanticUndefined:
         return "required"
-    return f"default: {'None' if value is None else format_value(value)}"
+    text = "None" if value is None else format_value(value)
+    return f"default: {text}"
 
 
 def describe_type(field: FieldInfo) -> str:

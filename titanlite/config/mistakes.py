@@ -313,13 +313,16 @@ def _explain_unknown_name(
     if model is root:
         known_names += [name for name in tables if name not in known_names]
 
-    *parents, unknown_name = location
-    similar = difflib.get_close_matches(unknown_name, known_names, n=1)
-    candidates = (
-        _find_synonyms(key, {*root.model_fields, *tables})
-        or [".".join([*parents, name]) for name in similar]
-        or [f"{name}.{key}" for name, table in tables.items() if key in table.model_fields]
-    )
+    # Look for the name of another trainer.
+    candidates = _find_synonyms(key, {*root.model_fields, *tables})
+    if not candidates:  # look for a typing error, such as "training.stepz"
+        *parents, unknown_name = location
+        similar = difflib.get_close_matches(unknown_name, known_names, n=1)
+        candidates = [".".join([*parents, name]) for name in similar]
+    if not candidates:  # look in other tables, such as "training.lr" instead of "optimizer.lr"
+        candidates = [
+            f"{name}.{key}" for name, table in tables.items() if key in table.model_fields
+        ]
     if candidates:
         return f"is unknown. Did you mean {' or '.join(candidates[:3])}?"
     return f"is unknown. Known names are {', '.join(known_names)}."
