@@ -219,6 +219,9 @@ def _suggest_value(problem: str, value: object, location: Sequence[str]) -> str:
         value: Invalid value.
         location: Names of the sections and keys that lead to the value.
     """
+    # The value is 10.0 instead of 10.
+    if isinstance(value, float) and "integer" in problem and value.is_integer():
+        return f" Write {value:.0f}."
     if not isinstance(value, str):
         return ""
 
