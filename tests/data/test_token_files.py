@@ -158,7 +158,7 @@ def test_a_token_dtype_that_contradicts_the_file_is_rejected(tmp_path, name):
         pytest.skip("the file does not contain its data type")
 
     with pytest.raises(UserError, match=r"a\.\w+ .*dataset\.token_dtype"):
-        make_loader(Dataset(**keys, num_workers=0))
+        make_loader(Dataset.model_validate(keys))
 
 
 @pytest.mark.parametrize("name", ["a.bin", "a.ds"])
