@@ -239,11 +239,11 @@ def _report_error(error: Exception) -> int:
     # Print only the message of an error that the user can fix, and its notes (from `add_note`),
     # which explain how to resume the run.
     notes = getattr(error, "__notes__", [])
-    report_end("\n".join([str(error), *notes]), _get_kind(error), error.step)
+    report_end("\n".join([str(error), *notes]), _classify_end(error), error.step)
     return error.exit_code
 
 
-def _get_kind(error: UserError) -> str:
+def _classify_end(error: UserError) -> str:
     """Return how `titanlite runs` classifies a run that ended with `error`."""
     if isinstance(error, StoppedBySignal | StoppedUnsaved):
         return "stop"

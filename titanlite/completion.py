@@ -290,7 +290,9 @@ def _generate_tokens(
 
     # The first step processes all tokens of the prompts, and the other steps one token each.
     padding = [longest - length for length in lengths]
-    inputs = [[0] * (longest - len(decoding.ids)) + decoding.ids for decoding in decodings]
+    inputs = []
+    for decoding, num_padded in zip(decodings, padding, strict=True):
+        inputs.append([0] * num_padded + decoding.ids)
     while any(decoding.is_unfinished for decoding in decodings):
         logits = _next_logits(model, inputs, cache, padding)  # (B, V)
         # The embedding can have more rows than the tokenizer has tokens. Never sample those.

@@ -151,11 +151,9 @@ def test_a_bad_file_is_an_error_that_names_it(tmp_path, name, changed, change, n
         list(make_loader(make_dataset("tokens", tmp_path / name, max_epochs=1)))
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "olmo uint16"])
 def test_a_token_dtype_that_contradicts_the_file_is_rejected(tmp_path, name):
     keys = write_tokens(tmp_path, name) | {"token_dtype": "uint64"}
-    if name == "olmo uint16":
-        pytest.skip("the file does not contain its data type")
 
     with pytest.raises(UserError, match=r"a\.\w+ .*dataset\.token_dtype"):
         make_loader(Dataset.model_validate(keys))

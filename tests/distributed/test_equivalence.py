@@ -1,7 +1,7 @@
 """`titanlite prove` finds that every layout computes what one process computes.
 
-These are the layouts of the equivalence tables in docs/internals/equivalence.md. That wrong layouts
-are found is tested in tests/mutants.
+These are the layouts of the equivalence tables in docs/internals/equivalence.md. The tests in
+tests/mutants check that wrong layouts are found.
 """
 
 from typing import Any

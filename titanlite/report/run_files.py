@@ -182,9 +182,11 @@ def read_json_lines(path: Path, problems: list[str], tail: int | None = None) ->
 
 
 def _read_finished_lines(path: Path, tail: int | None) -> Iterator[bytes]:
-    """Yield the lines of a file, or those in about its last `tail` bytes, that end with a newline.
+    """Yield the lines of a file that end with a newline. A very long line is yielded in parts.
 
-    A line that is too long is yielded in several parts.
+    Args:
+        path: Path of the file.
+        tail: If given, read only about the last `tail` bytes.
 
     Raises:
         OSError: If the file cannot be read.
