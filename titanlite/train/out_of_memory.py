@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from titanlite.checkpoint.find import resume_hint
 from titanlite.config.errors import UserError
 from titanlite.config.run import Run
 from titanlite.observe.forecast import plan_in_child
@@ -30,10 +31,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 def explain_out_of_memory(
     error: BaseException, run: Run, argv: Sequence[str], device: torch.device, when: str
 ) -> OutOfMemory:
-    """Run the planner for a failed run, and return an error that explains its use of memory.
+    """Return an error with the predicted memory peak of a run, and the command that resumes it.
 
-    The error lists the predicted peak, its parts, and the cheapest change of the job that reduces
-    the peak.
+    The planner predicts the peak, its parts, and the cheapest change of the job that reduces it.
 
     Args:
         error: The original error.
@@ -44,23 +44,29 @@ def explain_out_of_memory(
     """
     message = str(error).strip() or type(error).__name__
     problem = f"Out of memory {when}: {message.splitlines()[0]}"
-    options = ["--gpu", "cpu"]
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
         problem += f" The peak of allocated tensors was {peak / GIB:.2f} GiB."
-        options = _planner_options(device)
 
+    out_of_memory = OutOfMemory(f"{problem} {_predict_memory(run, argv, device)}")
+    out_of_memory.add_note(resume_hint(run, argv))
+    return out_of_memory
+
+
+def _predict_memory(run: Run, argv: Sequence[str], device: torch.device) -> str:
+    """Return the planner's explanation of the memory peak, or why the planner failed."""
     # Run the planner in a child process, because this process has no memory left.
     try:
-        plan = plan_in_child(argv, run.world_size, "--remedies", *options)
-        explanation = plan.explain_memory()
+        plan = plan_in_child(argv, run.world_size, "--remedies", *_planner_options(device))
+        return plan.explain_memory()
     except UserError as failure:  # for example, if the planner does not know the GPU
-        explanation = str(failure)
-    return OutOfMemory(f"{problem} {explanation}")
+        return str(failure)
 
 
 def _planner_options(device: torch.device) -> list[str]:
-    """Return the options of `titanlite plan` that describe a GPU."""
+    """Return the options of `titanlite plan` that describe a device."""
+    if device.type != "cuda":
+        return ["--gpu", "cpu"]
     properties = torch.cuda.get_device_properties(device)
     gpu = gpu_of_device(properties.name)
     name = properties.name if gpu is None else gpu.name

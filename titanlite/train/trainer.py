@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -140,6 +140,8 @@ class Trainer:
         self.mesh = build_mesh(run.degrees, device.type)
         self.hosts = gathered(socket.gethostname())
 
+        if standard:
+            self._open_outputs()
         self.hooks = self._create_hooks(extra_hooks, standard)
         self.tokenizer = load_tokenizer(run.tokenizer_path, run.job)
         self._create_loader()
@@ -171,29 +173,27 @@ class Trainer:
         for hook in self.hooks:
             hook.started(self.steps_done)
 
-    def _create_hooks(self, extra_hooks: Sequence[Hook], standard: bool) -> list[Hook]:
-        """Create all hooks of the run, and the log files and signal handlers if `standard` is set.
+    def _open_outputs(self) -> None:
+        """Lock the output folder, open the log files, and create the signal handlers.
 
         All ranks call this together, because they communicate to lock the output folder.
+        """
+        setup_logging(self.rank, None)
+        self.hang_report = HangReport(self)  # first, so that it covers the rest of the build
+        self._resources.callback(self.hang_report.close)
+        # Lock the output folder before the records write to it.
+        self.run_id = lock_folders(self.run, self.log, self._resources)
+        self.records = Records(self)
+        self.stop_signals = StopSignals()
+
+    def _create_hooks(self, extra_hooks: Sequence[Hook], standard: bool) -> list[Hook]:
+        """Create all hooks of the run, in the order in which the trainer calls them.
 
         Args:
             extra_hooks: Hooks of the caller, which follow the standard hooks.
-            standard: Whether to create the standard hooks. This locks the output folder, opens the
-                log files, and creates the signal handlers.
-
-        Returns:
-            The hooks in the order in which the trainer calls them.
+            standard: Whether to create the standard hooks.
         """
-        hooks: list[Hook] = []
-        if standard:
-            setup_logging(self.rank, None)
-            self.hang_report = HangReport(self)  # first, so that it covers the rest of the build
-            self._resources.callback(self.hang_report.close)
-            # Lock the output folder before the records write to it.
-            self.run_id = lock_folders(self.run, self.log, self._resources)
-            self.records = Records(self)
-            self.stop_signals = StopSignals()
-            hooks.extend(standard_hooks(self.run))
+        hooks = standard_hooks(self.run) if standard else []
         hooks.extend(extra_hooks)
 
         # `_resources` closes in reverse order: the hooks before the files that they use.
@@ -201,7 +201,7 @@ class Trainer:
         for hook in hooks:
             self._resources.callback(hook.close)
         # The hang report is the first hook, so that it covers the others. Its `close` is registered
-        # above.
+        # when it is created.
         if self.hang_report is not None:
             hooks.insert(0, self.hang_report)
         return hooks
@@ -259,9 +259,8 @@ class Trainer:
 
         `train` calls this method, and reports its exceptions to the hooks.
         """
-        num_steps = self.job.training.steps
         first_step = self.steps_done
-        if first_step >= num_steps:
+        if first_step >= self.job.training.steps:
             self.log(
                 f"Nothing to do: step {first_step} is done. "
                 "Set a larger training.steps to continue."
@@ -274,30 +273,13 @@ class Trainer:
         if first_step == 0:
             self.validate()
 
-        request, data_error = self._run_steps()
+        end = self._run_steps()
+        last_request = self._complete_last_request(end, has_trained=self.steps_done > first_step)
+        self._act(last_request)
+        self._finish(end)
 
-        # The end of the data is no error: the run has finished early.
-        has_finished = self.steps_done >= num_steps or bool(request.finish)
-        if isinstance(data_error, OutOfData):
-            self._report_end_of_data(data_error)
-            data_error = None
-            has_finished = True
-
-        # Save the last step, even if no save is due. The exception is a run that could not read the
-        # data of its first step: it has nothing to save.
-        has_trained = self.steps_done > first_step
-        should_save = has_trained or data_error is None
-
-        # Validate new weights, unless a signal or an error interrupts the run. It then has to end
-        # soon, so it validates only if a validation is due.
-        is_interrupted = data_error is not None or request.stop
-        should_validate = request.validate or (has_trained and not is_interrupted)
-
-        self._act(request._replace(save=should_save, validate=should_validate, last=has_finished))
-        self._finish(request, has_finished=has_finished, data_error=data_error)
-
-    def _run_steps(self) -> tuple[Request, Exception | None]:
-        """Run the training loop until the last step, a request to end the run, or a data error.
+    def _run_steps(self) -> _LoopEnd:
+        """Train until the last step, a request to end the run, or a data error.
 
         After each step, the ranks combine their requests, and all take the same actions, such as a
         save. On a GPU, a request arrives one step after it was sent, so it is sent one step early:
@@ -307,35 +289,34 @@ class Trainer:
             in step 1     | send and receive for step 1 | send for step 2, receive for step 1
             in step 2     | send and receive for step 2 | send for step 3, receive for step 2
 
-        Returns:
-            - The actions that the ranks requested after the last step. They are not executed yet.
-            - The error of a rank that cannot read its data for the next step, or None.
+        The actions that the ranks requested after the last step are not executed yet.
         """
-        # The run may end before its first step, because of a signal or missing data.
         exchange = RequestExchange(self.mesh.world_group, self.device)
-        data_error = self._wait_for_data(1)
-        exchange.send(Request(stop=self.stop_signal, data_fails=data_error is not None))
-        request = exchange.receive()
-        has_ended, data_error = self._check_end(request)
-
-        # On a GPU, send the request for the first step.
+        end = self._find_end_before_first_step(exchange)
         if exchange.delay > 0:
             exchange.send(self._collect_request(self.steps_done + 1))
 
-        while not has_ended:
-            # Train a step, and send the request for this step (CPU) or the next one (GPU).
-            this_step = self.steps_done + 1
-            rank_request = self._collect_request(this_step + exchange.delay)
-            self.step(has_request=rank_request != Request())
-            # The step has counted the ranks with a request. If no rank has one, nothing is sent.
-            exchange.send(rank_request, self._num_requests)
-
-            # Receive the requests of all ranks for this step.
-            request = exchange.receive()
-            has_ended, data_error = self._check_end(request)
-            if not has_ended:
+        while end is None:
+            request = self._step_and_exchange_requests(exchange)
+            end = self._find_end(request)
+            if end is None:
                 self._act(request)
-        return request, data_error
+        return end
+
+    def _find_end_before_first_step(self, exchange: RequestExchange) -> _LoopEnd | None:
+        """Return why the run ends before its first step, such as missing data or a signal."""
+        data_error = self._wait_for_data(1)
+        exchange.send(Request(stop=self.stop_signal, data_fails=data_error is not None))
+        return self._find_end(exchange.receive())
+
+    def _step_and_exchange_requests(self, exchange: RequestExchange) -> Request:
+        """Train a step, and return the requests of all ranks for the actions after this step."""
+        next_step = self.steps_done + 1
+        rank_request = self._collect_request(next_step + exchange.delay)
+        self.step(has_request=rank_request != Request())
+        # The step has counted the ranks with a request. If no rank has one, nothing is sent.
+        exchange.send(rank_request, self._num_requests)
+        return exchange.receive()
 
     def step(self, has_request: bool = False) -> LoggedStep | None:
         """Run one optimizer step on this rank's part of the global batch.
@@ -424,22 +405,26 @@ class Trainer:
         for hook in self.hooks:
             hook.check(step, request)
 
-        if request.save and self.stop_signals is not None:
-            # The save also serves a signal that has arrived since this rank sent its request.
-            self.stop_signals.clear_save_request()
-
         # Usually save first, so that an interruption during validation loses no step. With
         # keep_best, validate first, because the validation loss decides whether to save the step.
         validates_first = self.job.checkpoint.keep_best
         if request.validate and validates_first:
             self.validate()
-        if self.checkpointer is not None and (request.save or self.checkpointer.is_due(step)):
-            self.checkpointer.save(step, is_last=request.last)
+        self._save_if_due(request)
         if request.validate and not validates_first:
             self.validate()
 
         for hook in self.hooks:
             hook.act(step, request)
+
+    def _save_if_due(self, request: Request) -> None:
+        """Save the completed step if `request` contains it or the checkpointer requires it."""
+        if request.save and self.stop_signals is not None:
+            # The save also serves a signal that has arrived since this rank sent its request.
+            self.stop_signals.clear_save_request()
+        step = self.steps_done
+        if self.checkpointer is not None and (request.save or self.checkpointer.is_due(step)):
+            self.checkpointer.save(step, is_last=request.last)
 
     def validate(self) -> Score | None:
         """Compute the validation loss of the current weights, and log it.
@@ -605,28 +590,36 @@ class Trainer:
         with self.meter.timing("data"):
             return self.loader.prefetch(num_steps)
 
-    def _check_end(self, request: Request) -> tuple[bool, Exception | None]:
-        """Check whether training ends now. All ranks call this together and get the same result.
+    def _find_end(self, request: Request) -> _LoopEnd | None:
+        """Return why training ends now, or None. All ranks call this together and agree.
 
         Args:
             request: Combined requests of all ranks after the step that has just been completed.
 
-        Returns:
-            - Whether training ends.
-            - The error of the first rank that cannot read its data for the next step, or None.
+        Raises:
+            UserError: If the data ends before the first step.
         """
         is_complete = self.steps_done >= self.job.training.steps
-        if is_complete or request.stop or request.finish:
-            return True, None
+        if is_complete or request.finish:
+            return _LoopEnd(request, has_finished=True)
+        if request.stop:
+            return _LoopEnd(request, has_finished=False)
         if not request.data_fails:
-            return False, None
+            return None
 
-        # `data_fails` only says that the data of some rank cannot be read. Gather the error itself.
+        data_error = self._gather_data_error()
+        if isinstance(data_error, OutOfData):
+            # The end of the data is no error: the run has finished early.
+            self._report_end_of_data(data_error)
+            return _LoopEnd(request, has_finished=True)
+        if data_error is not None:
+            return _LoopEnd(request, has_finished=False, data_error=data_error)
+        return None
+
+    def _gather_data_error(self) -> Exception | None:
+        """Return the error of the first rank that cannot read its data for the next step."""
         data_errors = gathered(self._wait_for_data(1), self.mesh.world_group)
-        for data_error in data_errors:
-            if data_error is not None:
-                return True, data_error
-        return False, None
+        return next((error for error in data_errors if error is not None), None)
 
     def _report_end_of_data(self, end: OutOfData) -> None:
         """Log that the run ends early because its data ends.
@@ -653,19 +646,7 @@ class Trainer:
         Returns:
             Both losses in this order, shape (2,), float64, on the device.
         """
-        # Sum over the ranks of each data rank, in one column per data rank:
-        #     loss part of data rank = sum of its token losses / tokens of the global batch
-        #     tokens of data rank
-        # Its context and pipeline parallel ranks have different parts of the loss, which add up.
-        # They count the same tokens, so each adds only a share of them. Tensor parallel ranks
-        # compute the same loss and are not in `loss_group`.
-        degrees = self.mesh.degrees
-        num_sharing_ranks = degrees.context * degrees.pipeline
-        sums = torch.zeros(2, self.mesh.data_degree, dtype=torch.float64, device=self.device)
-        sums[0, self.mesh.data_rank] = loss
-        sums[1, self.mesh.data_rank] = num_valid_tokens / num_sharing_ranks
-        dist.all_reduce(sums, group=self.mesh.loss_group)
-        loss_parts, num_tokens = sums
+        loss_parts, num_tokens = self._sum_losses_by_data_rank(loss, num_valid_tokens)
 
         # The mean loss of a data rank is the sum of its token losses / its tokens, which can be 0.
         global_tokens = num_tokens.sum()
@@ -673,48 +654,106 @@ class Trainer:
         mean_loss = loss_parts.sum()
         return torch.stack([mean_loss, mean_losses.max()])
 
-    def _finish(
-        self, request: Request, *, has_finished: bool, data_error: Exception | None
-    ) -> None:
-        """End the run: call `Hook.ended`, wait for the last save, close the trainer, log the end.
+    def _sum_losses_by_data_rank(self, loss: Tensor, num_valid_tokens: int) -> Tensor:
+        """Return the part of the loss and the number of valid tokens of each data rank.
+
+        The context and pipeline parallel ranks of a data rank have different parts of its loss,
+        which add up. Its tensor parallel ranks compute the same loss and are not in `loss_group`.
+
+        Returns:
+            Two rows with an element for each data rank, float64, on the device.
+        """
+        # Ranks that share the tokens of a data rank count the same tokens.
+        degrees = self.mesh.degrees
+        num_sharing_ranks = degrees.context * degrees.pipeline
+        sums = torch.zeros(2, self.mesh.data_degree, dtype=torch.float64, device=self.device)
+        sums[0, self.mesh.data_rank] = loss
+        sums[1, self.mesh.data_rank] = num_valid_tokens / num_sharing_ranks
+        dist.all_reduce(sums, group=self.mesh.loss_group)
+        return sums
+
+    def _complete_last_request(self, end: _LoopEnd, has_trained: bool) -> Request:
+        """Return the actions to take after the last step, which is always saved.
 
         Args:
-            request: Combined requests of all ranks after the last step.
-            has_finished: Whether the run completed all its steps or a hook requested to finish it.
-            data_error: Error of the training data that ended the run, or None.
+            end: Why the training loop has ended.
+            has_trained: Whether this start has trained any step.
+        """
+        # A run that could not read the data of its first step has nothing to save.
+        should_save = has_trained or end.data_error is None
+
+        # Validate new weights, unless a signal or an error interrupts the run. It then has to end
+        # soon, so it validates only if a validation is due.
+        is_interrupted = end.data_error is not None or end.request.stop
+        should_validate = end.request.validate or (has_trained and not is_interrupted)
+        return end.request._replace(
+            save=should_save, validate=should_validate, last=end.has_finished
+        )
+
+    def _finish(self, end: _LoopEnd) -> None:
+        """End the run: call `Hook.ended`, wait for the last save, close the trainer, log the end.
 
         Raises:
-            Exception: `data_error`, or else the first error of a hook or of the last save.
+            Exception: The error of the training data, or else the first error of a hook or of the
+                last save.
             StoppedBySignal: If a signal stopped the run before its last step and a checkpoint was
                 saved.
             StoppedUnsaved: If a signal stopped the run and checkpoint.enable is false.
         """
-        step = self.steps_done
         stopped = ""
-        if request.stop:
-            stopped = f"Stopped by {signal.Signals(request.stop).name} after step {step}"
+        if end.request.stop:
+            signal_name = signal.Signals(end.request.stop).name
+            stopped = f"Stopped by {signal_name} after step {self.steps_done}"
 
-        # Let everything finish before the first error is raised. Therefore hooks and the
-        # checkpointer return their errors.
-        errors: list[Exception | None] = [data_error]
-        for hook in reversed(self.hooks):
-            errors.append(hook.ended(step, stopped))
-        if self.checkpointer is not None:
-            errors.append(self.checkpointer.finish(step, stopped))
+        # Let everything finish before the first error is raised.
+        errors = [end.data_error, *self._end_hooks(stopped)]
         self.close()
         for error in errors:
             if error is not None:
                 raise error
 
         # A stop signal also ends the run with an error, unless it came at the last step.
-        if stopped and not has_finished:
-            if self.job.checkpoint.enable:
-                raise StoppedBySignal(f"{stopped}: saved.")
-            message = f"{stopped}: nothing saved, as checkpoint.enable is false."
-            raise StoppedUnsaved(message, signal.Signals(request.stop))
+        if stopped and not end.has_finished:
+            self._raise_stopped(stopped, signal.Signals(end.request.stop))
 
-        reason = f": {request.finish}" if request.finish else "."
-        self.log(Event(f"Finished after step {step}{reason}", "finish", step))
+        reason = f": {end.request.finish}" if end.request.finish else "."
+        message = f"Finished after step {self.steps_done}{reason}"
+        self.log(Event(message, "finish", self.steps_done))
+
+    def _end_hooks(self, stopped: str) -> list[Exception | None]:
+        """End all hooks, wait for the last save, and return the errors of both.
+
+        Args:
+            stopped: Description of the signal that stopped the run, or "".
+        """
+        errors: list[Exception | None] = []
+        for hook in reversed(self.hooks):
+            errors.append(hook.ended(self.steps_done, stopped))
+        if self.checkpointer is not None:
+            errors.append(self.checkpointer.finish(self.steps_done, stopped))
+        return errors
+
+    def _raise_stopped(self, stopped: str, stop_signal: signal.Signals) -> None:
+        """Raise the error with which a run ends that a signal has stopped."""
+        if self.job.checkpoint.enable:
+            raise StoppedBySignal(f"{stopped}: saved.")
+        message = f"{stopped}: nothing saved, as checkpoint.enable is false."
+        raise StoppedUnsaved(message, stop_signal)
+
+
+class _LoopEnd(NamedTuple):
+    """Why the training loop has ended.
+
+    Attributes:
+        request: Combined requests of all ranks after the last step.
+        has_finished: Whether the run needs no resume: it has completed all steps, its data has
+            ended, or a hook has requested to finish it.
+        data_error: Error of the first rank that cannot read its data, or None.
+    """
+
+    request: Request
+    has_finished: bool
+    data_error: Exception | None = None
 
 
 def train(run: Run, argv: Sequence[str] = ()) -> None:
@@ -748,12 +787,9 @@ def train(run: Run, argv: Sequence[str] = ()) -> None:
             if trainer is not None and isinstance(error, GuardError):
                 # A guard stops all ranks together, so they can complete the save in progress.
                 trainer.close()
-
             if is_out_of_memory(error):
                 when = "in the build" if trainer is None else f"at step {trainer.steps_done}"
-                out_of_memory = explain_out_of_memory(error, run, argv, device, when)
-                out_of_memory.add_note(resume_hint(run, argv))
-                raise out_of_memory from None
+                raise explain_out_of_memory(error, run, argv, device, when) from None
 
             # Add the command that resumes the run, unless it failed in the build because of a
             # mistake of the user, which a resume would repeat.
