@@ -44,7 +44,8 @@ TWO_RANKS = Work(ranks=2, threads=1)
 CASES = {
     "fp32": Work(),
     "bf16": Work(dtype="bf16"),
-    "bf16 compiled": Work(dtype="bf16", compile=True, steps=64),  # medians of 3 seconds vary by 5%
+    # Medians of 3 seconds vary by 5%.
+    "bf16 compiled": Work(dtype="bf16", compile=True, steps=64),
     "fp32, 2 ranks": TWO_RANKS,
     "bf16, 2 ranks": replace(TWO_RANKS, dtype="bf16"),
     "bf16 compiled, 2 ranks": replace(TWO_RANKS, dtype="bf16", compile=True),
@@ -196,9 +197,8 @@ def compare(
     """Measure one case."""
     sides = {"titanlite": run_titanlite, other.name: other.run}
     number = list(other.cases).index(case)
-    caches = {
-        side: folder / f"{side}-{number}" for side in sides
-    }  # no blanks: inductor does not quote
+    # No blanks: inductor does not quote.
+    caches = {side: folder / f"{side}-{number}" for side in sides}
     cold = None
     if work.compile:
         brief = replace(work, steps=4)

@@ -47,7 +47,8 @@ shape = json.loads(os.environ["MODEL"])
 # what it shall be.
 shape |= {"multiple_of": shape.pop("ffn_dim"), "ffn_dim_multiplier": 0.1}
 llama3_args["measured"] = TransformerModelArgs(**shape)
-utils.set_pg_timeouts = lambda **_: None  # its barrier names devices, which gloo refuses
+# Its barrier names devices, which gloo refuses.
+utils.set_pg_timeouts = lambda **_: None
 FSDPModule.set_gradient_divide_factor = sum_gradients
 os.environ["LOCAL_RANK"] = "0"  # there is one CPU
 main(Trainer)

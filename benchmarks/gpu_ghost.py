@@ -68,7 +68,8 @@ def _work(**changes: Any) -> Work:
     return Work(**{**defaults, **changes})
 
 
-TIED = ("1b", "3b")  # flavors with tied embeddings in torchtitan
+# Flavors with tied embeddings in torchtitan.
+TIED = ("1b", "3b")
 ROWS = {
     "compiled": Row(_work()),
     "eager": Row(_work(compile=False)),
@@ -146,7 +147,8 @@ def torchtitan_config(row: Row, folder: Path, text: Path) -> Any:
     config.metrics.log_freq = 1
     config.debug.enable_structured_logging = False
     config.lr_scheduler.warmup_steps = 1
-    config.dataloader.dataset = "c4_test"  # the name of a loader of local files
+    # The name of a loader of local files.
+    config.dataloader.dataset = "c4_test"
     config.dataloader.dataset_path = str(text)
 
     # With a pipeline, local_batch_size contains all microbatches.
@@ -183,7 +185,8 @@ def run_torchtitan(row: Row, folder: Path, text: Path, _keys: Sequence[str]) -> 
 
     import torchtitan.trainer as torchtitan  # pyright: ignore[reportMissingImports]
 
-    torchtitan.math.isfinite = lambda _: True  # losses on the ghost GPU are meaningless
+    # Losses on the ghost GPU are meaningless.
+    torchtitan.math.isfinite = lambda _: True
     declare_stage_shapes(row.work)
     step = torchtitan.Trainer.train_step
 
@@ -235,9 +238,8 @@ def be_rank_0_alone() -> None:
     import torch.distributed as dist
     from torch.testing._internal.distributed import fake_pg  # pyright: ignore[reportMissingImports]  # noqa: F401
 
-    torch.cuda.reset_peak_memory_stats = lambda *_: (
-        None
-    )  # torchtitan calls it with each line of its log
+    # Torchtitan calls it with each line of its log.
+    torch.cuda.reset_peak_memory_stats = lambda *_: None
     os.environ |= {
         "RANK": "0",
         "LOCAL_RANK": "0",

@@ -44,7 +44,8 @@ from gpu_works import AC_MODES, COMPARED, WORKS, Work, titanlite_options, torcht
 from runs import RESULTS, ROOT, commit, read_parts, write_text
 
 CHECKS = ("tests/gpu", "tests/checkpoint/test_save_gpu.py", "tests/optim/test_clip.py")
-RUN_SECONDS = 180.0  # of one program: a hang does not take the time of the other cases
+# Of one program: a hang does not take the time of the other cases.
+RUN_SECONDS = 180.0
 
 
 class Failed(Exception):
@@ -79,7 +80,8 @@ class Part:
         self.cases[case] = result
         try:
             run(result)
-        except Exception as error:  # whatever it is, the other cases are measured
+        # Whatever it is, the other cases are measured.
+        except Exception as error:
             result["error"] = str(error) if isinstance(error, Failed) else traceback.format_exc()
             self.failed.append(case)
         self.write()
@@ -297,7 +299,8 @@ def titanlite(part: Part) -> None:
         )  # from disk into memory
 
     def alone(work: Work, cache: Path, result: dict[str, Any]) -> None:
-        if work.compile:  # a run of one step fills the cache
+        # A run of one step fills the cache.
+        if work.compile:
             shutil.rmtree(cache, ignore_errors=True)
             result["first step, cold cache"] = run_titanlite(
                 part, replace(work, steps=1), cache, True
@@ -318,8 +321,10 @@ def torchtitan(part: Part) -> None:
         runs = result["runs"] = {side: [] for side in sides}
         for pair in range(part.options.pairs):
             for side in sorted(
-                sides, reverse=pair % 2 == 0
-            ):  # torchtitan, which may need a smaller mode, first
+                sides,
+                reverse=pair % 2 == 0,
+                # Torchtitan, which may need a smaller mode, first.
+            ):
                 runs[side].append(sides[side](part, work, cache / side))
             for name in ("tokens/s", "memory reserved, GiB"):
                 for side in sides:
@@ -442,7 +447,8 @@ def profile(part: Part) -> None:
 
     for case, work in part.works(WORKS):
         if work.compile:
-            work = replace(work, steps=1000)  # of the schedule; a dozen are run
+            # Of the schedule; a dozen are run.
+            work = replace(work, steps=1000)
             part.measure(
                 case, partial(first_that_fits, part, case, work, AC_MODES, partial(traced, case))
             )

@@ -215,7 +215,8 @@ def summarize_kernels(events: list[dict[str, Any]], device: str) -> dict[str, An
     """
     kinds = {"kernel", "gpu_memcpy", "gpu_memset"} if device == "cuda" else {"cpu_op"}
     kernels = [event for event in events if event.get("ph") == "X" and event.get("cat") in kinds]
-    if not kernels:  # the profiler lacks permission to trace the GPU, or the GPU is simulated
+    # The profiler lacks permission to trace the GPU, or the GPU is simulated.
+    if not kernels:
         return {"kernels": []}
 
     kernels.sort(key=lambda event: event["ts"])
@@ -257,7 +258,8 @@ def measure_rates(device: torch.device) -> dict[str, float]:
     fp8_rate = bf16_rate
     if device.type == "cuda":
         a8 = a.to(torch.float8_e4m3fn)
-        b8 = b.to(torch.float8_e4m3fn).t()  # the kernel needs the second matrix in column order
+        # The kernel needs the second matrix in column order.
+        b8 = b.to(torch.float8_e4m3fn).t()
         one = torch.ones((), device=device)
 
         def multiply_fp8() -> Tensor:

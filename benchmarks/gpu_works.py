@@ -8,11 +8,12 @@ from typing import Any
 
 from runs import ROOT
 
+# From the fastest to the smallest: the first one that fits is measured.
 AC_MODES = (
     "none",
     "selective",
     "full",
-)  # from the fastest to the smallest: the first one that fits is measured
+)
 
 
 @dataclass(frozen=True)
@@ -102,9 +103,8 @@ def titanlite_options(work: Work, folder: Path, text: Path, own: bool) -> list[s
         words += ["--compile.components", "model", "loss", *(("optimizer", "clip") if own else ())]
         words += ["--optimizer.stochastic_rounding"] * (own and work.dtype == "bfloat16")
     if work.precision == "float8":
-        words.append(
-            "--float8.enable"
-        )  # one GPU gathers nothing; torchtitan leaves the FP8 all-gather out by itself
+        # One GPU gathers nothing; torchtitan leaves the FP8 all-gather out by itself.
+        words.append("--float8.enable")
     return words
 
 
@@ -124,7 +124,8 @@ def torchtitan_job(work: Work, folder: Path, text: Path) -> dict[str, Any]:
         "optimizer": {"name": "AdamW", "lr": 3e-4, "weight_decay": 0.1, "implementation": "fused"},
         "lr_scheduler": {"warmup_steps": 1},
         "training": {
-            "dataset": "c4_test",  # the name of a loader of local files
+            # The name of a loader of local files.
+            "dataset": "c4_test",
             "dataset_path": str(text),
             "seq_len": work.seq_len,
             "local_batch_size": work.rows,

@@ -23,11 +23,12 @@ from titanlite.runtime.world import process_group
 from titanlite.train.trainer import Trainer
 
 JOB = ["--job.config_file", "debug_model", "--checkpoint.no-enable", "--training.steps", "100000"]
+# The first step alone is logged.
 OFF = [
     "--metrics.log_freq",
     "1000000",
     "--metrics.no-enable_tensorboard",
-]  # the first step alone is logged
+]
 
 
 def seconds_of(trainer: Trainer) -> float:

@@ -81,7 +81,8 @@ LARGE = {
 }
 ROWS = {"seq_len": 256, "local_batch_size": 4}
 LONG = {"seq_len": 1024, "local_batch_size": 1}
-EACH_BLOCK = {"fsdp_min_num_params": 0}  # a group of FSDP for each block, as large models have
+# A group of FSDP for each block, as large models have.
+EACH_BLOCK = {"fsdp_min_num_params": 0}
 
 
 def _job(
@@ -180,7 +181,8 @@ GHOST_CASES: dict[str, tuple[int, Sections]] = {
     "3b, 4,096 tokens, FSDP, full": (4, _short("3b", "full")),
     "1b": (1, _gpu_job("1b", 2)),
     "1b, compiled, nothing recomputed": (1, _gpu_job("1b", 2, "none", **COMPILED)),
-    "1b, offload, 4 microbatches": (  # 5 GB of CPU memory; on one rank 20
+    # 5 GB of CPU memory; on one rank 20.
+    "1b, offload, 4 microbatches": (
         4,
         _gpu_job("1b", 2, "full", training={"enable_cpu_offload": True, "global_batch_size": 32}),
     ),
@@ -416,7 +418,8 @@ def _lowest_peak(run: Run, device: torch.device, shim: ctypes.CDLL) -> int:
     peaks: list[int] = []
     _train(run, device, 9, lambda _: peaks.append(shim.bytes_most()))
     peaks.append(shim.bytes_most())
-    peaks_after_first_step = peaks[2:]  # peaks[0] is of building the model, peaks[1] of step 1
+    # Peaks[0] is of building the model, peaks[1] of step 1.
+    peaks_after_first_step = peaks[2:]
     return min(peaks_after_first_step)
 
 
@@ -449,7 +452,8 @@ def compare_on_ghost(name: str) -> Result:
     """Plan a case, and measure it on one rank of the ghost GPU."""
     num_ranks, sections = GHOST_CASES[name]
     run = Run(JobConfig.model_validate(sections), num_ranks)
-    set_up_torch()  # configures the allocator as the launcher does
+    # Configures the allocator as the launcher does.
+    set_up_torch()
 
     # Processes of a multiprocessing.Pool could not start processes, as the planner does.
     spawn = multiprocessing.get_context("spawn")
@@ -483,7 +487,8 @@ class _OneRankStore(dist.Store):  # pyright: ignore[reportPrivateImportUsage]
         return amount
 
     def check(self, keys: Sequence[str]) -> bool:
-        return False  # True would tell the NCCL watchdog that another rank has failed
+        # True would tell the NCCL watchdog that another rank has failed.
+        return False
 
     def wait(self, *_: Any) -> None:
         pass
@@ -496,7 +501,8 @@ def _measure_ghost_rank(rank: int, num_ranks: int, sections: Sections) -> tuple[
     run = Run(JobConfig.model_validate(sections), num_ranks).resolve_compute_dtype(on_gpu=True)
     gc.disable()  # as in training
     torch.cuda.set_device(device)
-    store = _OneRankStore()  # a variable, because the process group does not keep it alive
+    # A variable, because the process group does not keep it alive.
+    store = _OneRankStore()
     dist.init_process_group("cpu:fake,cuda:nccl", store=store, rank=rank, world_size=num_ranks)
 
     def forget_first_step(step: int) -> None:

@@ -348,7 +348,8 @@ def trace_measurement(
     run = Run(JobConfig.model_validate(measurement.job), measurement.num_gpus)
     settings: dict[str, Any] = {"parallelism.enable_async_tensor_parallel": False}
     is_torchtitan = measurement.framework == "torchtitan"
-    if is_torchtitan:  # its optimizer was not fused by default
+    # Its optimizer was not fused by default.
+    if is_torchtitan:
         settings["optimizer.implementation"] = "foreach"
     traced_run = with_keys(run, settings)
 
@@ -479,7 +480,8 @@ def compare_plans(only: str) -> None:
     If `only` is empty, also print `PLAN_TO_PUBLISHED` and the coverage of the interval.
     """
     rows: list[list[str]] = []
-    ratios: dict[str, list[float]] = defaultdict(list)  # framework -> planned / published speeds
+    # Framework -> planned / published speeds.
+    ratios: dict[str, list[float]] = defaultdict(list)
     traces: dict[str, tuple[RankTrace, ...]] = {}
     for measurement in list_measurements():
         label = f"{measurement.name} ({measurement.source})"

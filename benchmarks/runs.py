@@ -209,7 +209,8 @@ def run_torchtitan(work: Work, text: Path, cache: Path) -> Measured:
         "model.name": "llama3",
         "model.flavor": "measured",
         "model.hf_assets_path": ROOT / "assets/tokenizer",
-        "training.dataset": "c4_test",  # the name of a loader of local files
+        # The name of a loader of local files.
+        "training.dataset": "c4_test",
         "training.dataset_path": text.parent,
         "training.seq_len": work.seq_len,
         "training.local_batch_size": work.batch_size // work.ranks,

@@ -36,11 +36,12 @@ FROM_ROOT = {
 }
 _LINK = re.compile(r"\]\((?P<path>[^)#:\s]+)(?P<anchor>(?:#[^)\s]*)?)\)")
 _CODE_BLOCK = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
+# Their help lists all job keys, which have their own page.
 _WHOLE_JOB = (
     "train",
     "launch",
     "check",
-)  # their help lists all job keys, which have their own page
+)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

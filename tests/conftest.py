@@ -10,19 +10,17 @@ from pathlib import Path
 
 import pytest
 
-with suppress(ImportError):  # the checks of a GPU need few packages
+# The checks of a GPU need few packages.
+with suppress(ImportError):
     from hypothesis import settings
 
-    settings.register_profile(
-        "patient", deadline=None
-    )  # an example is slow where the machine has other work
+    # An example is slow where the machine has other work.
+    settings.register_profile("patient", deadline=None)
     settings.load_profile("patient")
-os.environ.setdefault(
-    "OMP_NUM_THREADS", "1"
-)  # before torch is imported: tests run beside each other and their ranks
-os.environ.setdefault(
-    "TORCHINDUCTOR_COMPILE_THREADS", "1"
-)  # no helpers that import torch once more in each rank
+# Before torch is imported: tests run beside each other and their ranks.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# No helpers that import torch once more in each rank.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 GHOST = Path(__file__).parents[1] / ".venv-ghost/ghost/libcuda.so.1"
 
@@ -36,7 +34,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for the groups
+# Before pytest-xdist looks for the groups.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     only_ghost, has_ghost = config.getoption("--ghost"), GHOST.exists()
     if only_ghost:
@@ -48,7 +47,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="takes long: ./run_tests.sh --long"))
         if not item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.xdist_group(str(item.path)))
-    items.sort(key=order)  # stable: the rest keeps its order
+    # Stable: the rest keeps its order.
+    items.sort(key=order)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -81,7 +81,8 @@ def order(item: pytest.Item) -> int:
 
 
 def _has_process_group() -> bool:
-    distributed = sys.modules.get("torch.distributed")  # not imported for tests that need no torch
+    # Not imported for tests that need no torch.
+    distributed = sys.modules.get("torch.distributed")
     return distributed is not None and distributed.is_initialized()
 
 
@@ -97,7 +98,8 @@ def nothing_left_behind() -> Iterator[None]:
     before = [(logger.propagate, logger.level, list(logger.handlers)) for logger in loggers]
     levels = {handler: handler.level for handler in logging.getLogger("torch").handlers}
     yield
-    for world in [*getattr(sys.modules.get("ranks"), "OPEN", ())]:  # of a test that has failed
+    # Of a test that has failed.
+    for world in [*getattr(sys.modules.get("ranks"), "OPEN", ())]:
         world.close()
     if _has_process_group() and not had_group:
         sys.modules["torch.distributed"].destroy_process_group()
@@ -132,7 +134,8 @@ def cpu_seconds() -> Callable[[Callable[[], object]], float]:
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Initialize a process group with one rank, as a run on one process has."""
-    import torch.distributed as dist  # not by tests that need no torch
+    # Not by tests that need no torch.
+    import torch.distributed as dist
 
     rendezvous = tmp_path_factory.mktemp("rendezvous") / "file"
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=0, world_size=1)

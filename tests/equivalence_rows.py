@@ -143,7 +143,8 @@ SWITCHES = {  # features of other model families
         "model.no_rope_interval = 2",
     ),
 }
-SCHEDULING: dict[str, dict[str, Any]] = {  # when and where something is computed, not what
+# When and where something is computed, not what.
+SCHEDULING: dict[str, dict[str, Any]] = {
     "accumulation 2": options("training.local_batch_size = 2"),
     "accumulation 4": options("training.local_batch_size = 1"),
     "accumulation 4, each reduced": options(

@@ -64,7 +64,8 @@ def save() -> None:
     ready(lambda number, frame: got.append(number))
     while not got:
         time.sleep(0.02)
-    time.sleep(0.3 + RANK)  # ranks do not finish at the same time
+    # Ranks do not finish at the same time.
+    time.sleep(0.3 + RANK)
     raise StoppedBySignal(f"saved after {len(got)} signal")
 
 

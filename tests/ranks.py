@@ -241,7 +241,8 @@ def _run(environment: dict[str, str], folder: str, body: Callable[..., Any], arg
     os.environ.clear()
     os.environ.update(environment)
     faulthandler.enable()
-    gc.freeze()  # a collection would look at, and so copy, all that the server had loaded
+    # A collection would look at, and so copy, all that the server had loaded.
+    gc.freeze()
     code = 1
     try:
         result = body(*args, store=Path(folder, "store"))

@@ -21,6 +21,7 @@ def test_each_link_leads_to_a_file_that_has_what_the_link_names(text: str, up: s
     """Link texts such as `Class.method` or `function` name a definition in the linked file."""
     target = (ROOT / "docs" / "internals" / up / path).resolve()
     assert target.exists(), path
+
     if (
         target.suffix == ".py"
         and re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)?(\(\))?", text)
@@ -44,8 +45,10 @@ def test_every_room_stands_on_the_page_above_those_that_it_imports():
         for floor, layer in enumerate(layers)
         for name in layer.split("|")
     }
+
     assert sorted(rooms) == sorted(floors)
     assert [floors[room] for room in rooms] == sorted(floors.values())
+
     folders = {
         path.name for path in (ROOT / "titanlite").iterdir() if (path / "__init__.py").exists()
     }
@@ -68,7 +71,8 @@ def test_comments_docstrings_and_layout_do_not_count(tmp_path):
     module = tmp_path / "module.py"
     docstring = '"""Docstring\n\nof three lines."""\n\n'
     assignment = 'x = """a\n\nb"""  # a string of three lines\n\n'  # 3 tokens, 1 line
-    branch = "if x:\n    y = [\n        1,\n    ]\n"  # 3 + 3 + 2 + 1 tokens, 4 lines
+    # 3 + 3 + 2 + 1 tokens, 4 lines.
+    branch = "if x:\n    y = [\n        1,\n    ]\n"
     module.write_text(docstring + "# comment\n" + assignment + branch)
 
     assert COUNT["count_code"]([module]) == (3 + 9, 1 + 4)

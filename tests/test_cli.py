@@ -41,11 +41,13 @@ def test_help_names_each_command_at_once_and_imports_none(cpu_seconds):
     assert (
         cpu_seconds(lambda: subprocess.run([*TITANLITE, "--help"], stdout=subprocess.DEVNULL)) < 0.2
     )
+
     program = "import sys; from titanlite import cli; cli.main(['--help']); assert 'pydantic' not in sys.modules; "
     program += "assert not any(cli.main([name, '--help']) for name in cli.COMMANDS); assert 'torch' not in sys.modules"
     said = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     ).stdout
+
     assert said.count("usage: titanlite") >= len(cli.COMMANDS)
 
 
@@ -62,6 +64,7 @@ def test_the_help_of_train_explains_every_key_and_shows_the_values_of_the_job_fi
             find_table_model(field.annotation)
             or " ".join((field.description or "").split()) in text
         )
+
     assert all(" ".join((section.__doc__ or "").split()) in text for section in SECTIONS.values())
     assert "--training.steps <integer> Number of optimizer steps. (default: 12345)" in text
 
@@ -111,15 +114,19 @@ def test_an_error_is_its_message_and_its_exit_code(
         raise error
 
     assert cli.run_quietly(command) == code
+
     out, err = capfd.readouterr()
     assert out == ""
     assert err.endswith(said)
     assert ("Traceback" in err) == (code == 1)
+
     monkeypatch.setenv(ERROR_FOLDER, str(tmp_path))  # a launcher's
     monkeypatch.setenv("RANK", "5")
     error.add_note("how to go on")
+
     assert cli.run_quietly(command) == code
     assert capfd.readouterr() == ("", "")
+
     if code != 130:
         assert json.loads((tmp_path / "5.json").read_text())["message"].endswith(
             f"{said}how to go on"
@@ -163,7 +170,8 @@ def test_ctrl_c_is_silent_from_our_first_line_on(command: str, tmp_path):
         options["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)
         process = subprocess.Popen(words, **options)
         time.sleep(wait)
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to all processes
+        # As a terminal does, to all processes.
+        os.killpg(process.pid, signal.SIGINT)
         _, err = process.communicate(timeout=120)
         assert "Traceback" not in err or str(Path(cli.__file__).parent) not in err, err
         assert process.returncode in (-signal.SIGINT, 0, 1, 2, 75, 130), (

@@ -88,7 +88,8 @@ def test_a_resume_on_another_cpu_keeps_the_dtype_and_reports_no_change(job_file,
     text = (out / "train.log").read_text()
     assert sorted(logged(out)) == [1, 2]
     assert "CPU has no bfloat16 instructions" in text
-    assert "mixed_precision_param:" not in text  # as "changed since ..." would name it
+    # As "changed since ..." would name it.
+    assert "mixed_precision_param:" not in text
 
 
 def test_a_run_that_comes_back_from_its_mirror_keeps_its_dtype(job_file, use_cpu):
@@ -116,6 +117,7 @@ def test_nodes_with_different_cpus_agree_on_one_dtype(job_file, tmp_path, monkey
     words = options(job_file, 1, "--metrics.log_freq", "1")
     start_titanlite("train", *words, ranks=2, before=_hide_bfloat16_from_rank_1).ends_with(0)
     text = (tmp_path / "out" / "config.toml").read_text()
+
     assert tomli.loads(text)["training"]["mixed_precision_param"] == "bfloat16"
 
 
@@ -124,7 +126,9 @@ def test_a_plan_for_a_gpu_does_not_depend_on_this_cpu(cpu, job_file, use_cpu):
     use_cpu(cpu)
     run = load_run(options(job_file, 1), world_size=2)
     (trace,) = trace_run(run, find_gpu("H100"))
+
     assert "bfloat16" in {work.dtype for work in trace.work if work.op == "aten.mm"}
+
     (trace,) = trace_run(run)
     assert ("bfloat16" in {work.dtype for work in trace.work if work.op == "aten.mm"}) == (
         cpu == "AMX"

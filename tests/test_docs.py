@@ -119,11 +119,14 @@ def test_the_files_and_commands_of_a_tutorial_work(name: str, tmp_path):
         PATH=f"{tmp_path}/bin:{os.environ['PATH']}",
         MASTER_PORT=str(free_port()),
     )
+
     assert [words for words in TUTORIALS[name] if words not in said] == []
+
     learned = [] if WHOLE else ["Answer: eight thousand three hundred eleven."]
     assert [line for sample in samples(page) for line in absent(sample, said)] == learned[
         : len(samples(page))
     ]
+
     if name == "getting_started/multi_node":
         assert absent(samples("guides/monitoring.md")[1], said) == []
     if name == "getting_started/your_text":
@@ -163,7 +166,8 @@ def test_every_command_of_the_readme_works_in_a_fresh_clone(tmp_path):
             "PYTHONPATH": str(clone),
         }
         for command in commands:
-            if "tensorboard" in command:  # instead of serving: the curves that it finds
+            # Instead of serving: the curves that it finds.
+            if "tensorboard" in command:
                 assert "train/loss" in run(f"{command} --inspect", clone, **keys)
             elif "run_train.sh" in command and "--help" not in command:
                 assert re.search(r"step +4/4|Nothing to do", run(command + SHORT, clone, **keys))
@@ -173,6 +177,7 @@ def test_every_command_of_the_readme_works_in_a_fresh_clone(tmp_path):
                     "watch" not in command or absent(samples("guides/monitoring.md")[0], said) == []
                 )
                 assert all(prompt in said for prompt in re.findall(r"--prompt '([^']*)'", command))
+
     assert sum("run_train.sh" in command for command in commands) >= 2
 
 
@@ -184,7 +189,9 @@ def test_a_plan_is_as_its_page_shows_it():
         ROOT,
     )
     shown = samples("guides/memory_and_speed.md")[0]
+
     assert absent(shown, said) == []
+
     tables = [
         [line.rstrip() for line in text.splitlines() if re.search(r"\d\.\d", line)]
         for text in (shown, said)
@@ -202,6 +209,7 @@ def test_a_migration_is_as_its_page_shows_it(tmp_path):
         f"{shlex.quote(sys.executable)} -m titanlite migrate llama3_8b.toml --out my_8b.toml",
         tmp_path,
     )
+
     assert absent(samples("reference/from_torchtitan.md")[0], said) == []
 
 
@@ -242,11 +250,13 @@ def test_the_reference_has_every_key_with_its_type_default_and_text():
     for key, field in list_keys().items():
         assert f"### {key} {{ #{key} }}" in page
         assert (field.description or "").split("`")[0].replace("<", "&lt;") in page
+
     assert (
         "### training.seq_len { #training.seq_len }\n\n*an integer greater than 0; default `"
         in page
     )
-    assert "### dataset.sources.weight" in page  # of a table in a section
+    # Of a table in a section.
+    assert "### dataset.sources.weight" in page
 
 
 @pytest.mark.slow
@@ -258,15 +268,19 @@ def test_the_site_is_built_without_a_warning_and_asks_for_nothing_on_the_network
 ):
     build = f"{shlex.quote(sys.executable)} -m mkdocs build --strict --site-dir {shlex.quote(str(tmp_path))}"
     assert "WARNING" not in run(build, ROOT, NO_MKDOCS_2_WARNING="1")
+
     written = {path.relative_to(tmp_path).with_suffix(".md") for path in tmp_path.rglob("*.html")}
     assert {path.relative_to(ROOT / "docs") for path in (ROOT / "docs").rglob("*.md")} <= written
+
     commands = (tmp_path / "reference" / "commands.html").read_text()
     assert all(f'id="{name}"' in commands for name in COMMANDS)
     assert "--max-new-tokens" in commands
+
     asks = r'<(script|img|iframe)[^>]* src="(https?:)?//'
     asks += r'|<link[^>]* rel="(stylesheet|preconnect)"[^>]* href="(https?:)?//'
     for page in tmp_path.rglob("*.html"):
         assert not re.search(asks, page.read_text()), page
+
     # A page that is opened as a file cannot fetch JSON or start a worker, which the search needs.
     assert (tmp_path / "search" / "search_index.js").exists()
     assert "iframe-worker.js" in (tmp_path / "index.html").read_text()

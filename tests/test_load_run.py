@@ -82,6 +82,7 @@ def test_the_command_line_wins_over_the_file_and_that_over_the_defaults(case: st
 
     loaded = value_of(job, key)
     loaded = list(loaded) if isinstance(loaded, tuple) else loaded
+
     assert loaded == tomli.loads(f"value = {value}")["value"]
 
 
@@ -110,9 +111,11 @@ def test_a_job_without_a_file_is_not_described_as_the_debug_model():
 def test_each_job_file_starts_with_its_command_and_holds_only_what_differs(file: Path):
     text = file.read_text()
     first, second, *_ = text.splitlines()
+
     assert "./run_train.sh" in first
     assert (file.name in first) == (file.stem != "debug_model")  # which needs no name
     assert second.startswith("# ")
+
     load_job(["--job.config_file", str(file)])
     for section, table in tomli.loads(text).items():
         for key, value in table.items():
@@ -141,6 +144,7 @@ def test_a_flavor_without_a_vocabulary_has_the_tokenizers_in_multiples_of_128(fl
     assert vocabulary(f"{options} --tokenizer.path odd.model") == 2048
     assert vocabulary(f"{options} --model.vocab_size 5001") == 5001
     assert vocabulary("--model.flavor 1b") == 128256
+
     too_small = "--tokenizer.path odd.model --model.vocab_size 1999"
     assert "at least 2000" in report(too_small)
 
@@ -166,10 +170,12 @@ def test_a_job_in_a_checkpoint_may_contain_dropped_but_no_unknown_options(tmp_pa
     manifest = tmp_path / "checkpoint/step-00000001/manifest.json"
     manifest.parent.mkdir(parents=True)
     manifest.write_bytes(encode_manifest(body))
+
     assert read_newest_job(manifest.parent) == JobConfig()
 
     job["model"]["from_the_future"] = 5
     manifest.write_bytes(encode_manifest(body))
+
     with pytest.raises(CheckpointError, match="from_the_future"):
         read_newest_job(manifest.parent)
 
@@ -179,7 +185,8 @@ def test_a_job_in_a_checkpoint_may_contain_dropped_but_no_unknown_options(tmp_pa
     [
         '[[dataset.sources]]\nsource = "c4"\n' * 2,
         "[validation]\nfreq = 5\nholdout = 0.1\n[lr_scheduler]\nwarmup_steps = 30\n",
-        "[validation]\nfreq = 0\nholdout = 0.1\n",  # what was held out is still not trained on
+        # What was held out is still not trained on.
+        "[validation]\nfreq = 0\nholdout = 0.1\n",
         '[validation]\nfreq = 5\nsource = "c4"\n',
         '[job]\ndescription = "\u6771\u4eac \\u001b \\\\ \\""\n[samples]\nprompts = ["", " x\\n"]\n',
     ],
@@ -202,6 +209,7 @@ def test_all_mistakes_of_file_command_line_and_rules_are_reported_together_with_
     found = report("--metrics.log_freq x --checkpoint.kep 1 --model.vocab_size 100")
 
     assert found.startswith("7 mistakes")
+
     for place in ("2: training.seq_len", "3: [modle]", "6: model.n_heads", "8: optimizer.lrr"):
         assert f"job.toml:{place}" in found
     for name in ("metrics.log_freq", "--checkpoint.kep", "model.vocab_size"):
@@ -220,11 +228,13 @@ def test_a_rule_is_skipped_if_a_value_that_it_reads_is_wrong_already():
 def test_a_job_of_python_is_rejected_with_the_messages_of_a_job_file():
     text = "steps = 5\nmodel = 7\n[training]\nsteps = 0\nseq_len = 0.5\n[modell]\n[optimizer]\nlr = nan\n"
     Path("job.toml").write_text(text)
+
     with pytest.raises(UserError) as caught:
         JobConfig.model_validate(tomli.loads(text))
 
     of_file = re.sub(r"job.toml:\d+:", "JobConfig:", report())
     assert re.sub(r"\s+", " ", str(caught.value)) == of_file
+
     for value in (5, None, "training", [], {5: {}}, {("a", "b"): 1}):
         with pytest.raises(UserError, match=r"^JobConfig: [^\n]*$"):
             JobConfig.model_validate(value)
@@ -243,9 +253,11 @@ def test_a_job_of_python_is_checked_as_one_of_a_file():
             check_run(job, 1)
 
     run = check_run(JobConfig(), 1)
+
     assert (run.arch.vocab_size, run.job.job.dump_folder) == (4096, "outputs/python")
 
 
+# The last one keeps its own warmup, though it is shorter than the default.
 SOUND = """
 --training.local_batch_size 4 --training.global_batch_size 16 @2
 --parallelism.data_parallel_replicate_degree 2 --parallelism.data_parallel_shard_degree 2 @4
@@ -259,7 +271,7 @@ SOUND = """
 --validation.freq 2 --validation.source python_stdlib
 --validation.freq 2 --validation.holdout 0.1
 --training.steps 5
-"""  # the last one keeps its own warmup, though it is shorter than the default
+"""
 
 
 @pytest.mark.parametrize("line", SOUND.strip().split("\n"))
@@ -297,8 +309,10 @@ def test_the_nearest_valid_values_in_a_report_work(key: str, line: str, ranks: i
     found = report(line, ranks)
 
     assert f"training.{key}" in found
+
     values = re.findall(r"\d+", found.partition("Nearest: ")[2])
     assert values == nearest.split(), found
+
     for value in values:
         assert report(f"{line} --training.{key} {value}", ranks) == ""
 

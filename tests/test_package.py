@@ -128,9 +128,12 @@ def test_a_wheel_trains_from_an_empty_folder(tmp_path):
     wheel = build(
         "wheel", tmp_path / "unpacked" / archive.name.removesuffix(".tar.gz"), tmp_path / "out"
     )
+
     assert wheel.name == f"titanlite-{titanlite.__version__}-py3-none-any.whl"
+
     files = zipfile.ZipFile(wheel).namelist()
     configs = {path.name for path in (ROOT / "train_configs").iterdir()}
+
     assert {f"titanlite/train_configs/{name}" for name in configs} <= set(files)
     assert {"titanlite/py.typed", "titanlite/assets/tokenizer/tokenizer.model"} <= set(files)
     assert not [file for file in files if file.startswith(("tests", "benchmarks", "assets"))]
@@ -141,13 +144,17 @@ def test_a_wheel_trains_from_an_empty_folder(tmp_path):
     empty.mkdir()
     command, variables = site / "bin" / "titanlite", {"PYTHONPATH": str(site), "NGPU": "1"}
     where = [sys.executable, "-P", "-c", "import titanlite; print(titanlite.__file__)"]
+
     assert call(where, empty, **variables).strip() == str(site / "titanlite" / "__init__.py")
     assert "step 2/2" in call([command, "train", *SHORT.split()], empty, **variables)
     assert (empty / "outputs" / "debug_model" / "checkpoint" / "step-00000002").is_dir()
+
     report = [command, "report", "outputs/debug_model", "--out", "outputs/page.html"]
     assert "page.html (0.1 MB)" in call(report, empty, **variables)
+
     check = f"{command} check --job.config_file llama_8b --world-size 8"
     assert "OK: " in call(check.split(), empty, **variables)
+
     launch = (
         f"{command} launch --job.config_file debug_model.toml --job.dump_folder launched {SHORT}"
     )
@@ -165,5 +172,6 @@ def test_an_editable_installation_works_in_the_parent_folder_of_a_clone(tmp_path
     python = tmp_path / "venv/bin/python"
 
     assert "usage: titanlite" in call([python, "-m", "titanlite", "--help"], tmp_path)
+
     version = call([python, "-c", "import titanlite; print(titanlite.__version__)"], tmp_path)
     assert version == f"{titanlite.__version__}\n"

@@ -85,6 +85,7 @@ def test_keys_of_a_plugin_are_checked_and_a_missing_one_is_named(trained):
     check = ["check", "--job.config_file", trained / "config.toml", "--gemma.hidden_at", "relu"]
     assert "Did you mean gemma.hidden_act?" in titanlite(*check, code=2)
     assert '"none_such"' in titanlite(*check, "--job.plugins", "none_such", code=2)
+
     command = f"import --hf {trained}/hf --out {trained}/from_hf --job.plugins gemma"
     said = titanlite(*command.split())
     (trained / "from_hf.toml").write_text(said[said.index("[model]") :])
@@ -144,6 +145,7 @@ def test_groups_match_the_parameters_of_a_plugin(fused):
     titanlite("check", "--job.config_file", job)
     job.write_text(job.read_text().replace("*.wqkv.weight", "*.wq.weight"))
     said = titanlite("check", "--job.config_file", job, code=2)
+
     assert '"*.wq.weight", which matches no parameter' in said
     assert "layers.0.attention.wqkv.weight and 1 more" in said
 
@@ -205,5 +207,6 @@ def test_a_plugin_may_have_the_name_of_an_attribute_of_the_job(tmp_path, monkeyp
     monkeypatch.syspath_prepend(str(tmp_path))
     job = '[job]\nplugins = ["named_plugin"]\nhooks = ["copy"]\n[model]\narchitecture = "dropped"'
     (tmp_path / "job.toml").write_text(SMALL.replace("[model]", job))
+
     assert "value 7" in titanlite(*words(tmp_path, "run"), "--copy.value", 7)
     assert "default: 1" in titanlite(*words(tmp_path, "run"), "--help", "copy.value")

@@ -37,6 +37,7 @@ def test_a_model_or_a_run_says_all_that_a_job_needs(model, tmp_path):
     for name, start in (("folder", model), ("run", model.parent)):
         titanlite("train", "--from", start, *ROWS, "--job.dump_folder", tmp_path / name)
     job = tomli.loads((tmp_path / "folder" / "config.toml").read_text())
+
     assert (job["model"]["dim"], job["model"]["n_kv_heads"]) == (64, 1)
     assert job["optimizer"]["lr"] == 1e-4
     assert job["tokenizer"]["path"] == str(model / "tokenizer.json")
@@ -110,6 +111,7 @@ def test_a_model_of_a_hub_is_brought_once_and_trained_by_all_ranks(model, tmp_pa
         assert [name for name, _ in hub.asked].count("model.safetensors") == 1
         hub.gated.add("models/someone/small")
         assert "license" in run("check", model.parent).stderr
+
     assert run("check", tmp_path).returncode == 0  # the hub is gone
 
 

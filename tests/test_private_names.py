@@ -53,7 +53,8 @@ def find_names(code: str) -> tuple[set[str], set[str]]:
                 foreign.add(name)
             case ast.Constant(value=str(name)) | ast.Name(id=name):
                 other.add(name)
-                if re.fullmatch(r"torch(\.\w+)+", name):  # the path of an attribute to replace
+                # The path of an attribute to replace.
+                if re.fullmatch(r"torch(\.\w+)+", name):
                     foreign |= set(name.split("."))
     private = {name for name in foreign - defined if name.startswith("_") and name.strip("_")}
     return foreign | other, private
@@ -81,6 +82,7 @@ def test_every_private_name_in_the_package_is_listed():
         for name, module in used
         if not {(name, module), (name, f"{module.split('/')[0]}/")} & listed
     ]
+
     assert unlisted == []
 
 
@@ -92,6 +94,7 @@ def test_the_number_of_listed_names_does_not_grow():
 def test_every_listed_name_is_used_in_the_listed_modules_and_has_a_test(row):
     names, places, _reason, tests = row
     assert tests
+
     for place in places:
         used = set[str]().union(
             *(all_names for module, (all_names, _) in MODULES.items() if module.startswith(place))

@@ -38,8 +38,10 @@ def test_steps_after_a_rollback_need_its_checkpoint(tmp_path):
     start_small(out, *WORDS, 5, *guards.split()).ends_with(0)
     events = [json.loads(line) for line in (out / "events.jsonl").open()]
     roll_backs = [event["step"] for event in events if event["event"] == "roll back"]
+
     assert roll_backs[0] == 4
     assert replay(out, 5)
+
     remove_checkpoints(out, 4)
     assert replay(out, 4)
     assert "rolled back after step 4" in refuse(out, 5)
@@ -49,12 +51,17 @@ def test_steps_of_an_earlier_start_need_its_options(tmp_path):
     out = tmp_path / "out"
     start_small(out, *WORDS, 4).ends_with(0)
     start_small(out, *WORDS, 7, "--optimizer.lr", 3e-3).ends_with(0)
+
     assert replay(out, 7)
+
     remove_checkpoints(out, 6)
-    assert replay(out, 7)  # the rate of the second start
+    # The rate of the second start.
+    assert replay(out, 7)
     assert "optimizer.lr: 0.002 -> 0.003" in refuse(out, 4)
     assert replay(out, 4, "--optimizer.lr", 2e-3)
-    assert replay(out, 3)  # the rate of a step does not change its loss
+    # The rate of a step does not change its loss.
+    assert replay(out, 3)
+
     remove_checkpoints(out, 4)
     assert "steps 3 to 4 were trained with other options" in refuse(out, 7)
 

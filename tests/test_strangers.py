@@ -92,14 +92,17 @@ def test_compilers_use_a_folder_of_the_users_own(home, tmp_path):
         folder.mkdir()
         folder.chmod(0o777 if home == "open to all" else 0o700)
     if home == "of another user":
-        with contextlib.suppress(PermissionError):  # only root can change the owner
+        # Only root can change the owner.
+        with contextlib.suppress(PermissionError):
             os.chown(folder, 12345, 12345)
     elif home == "named by the user":
         environment["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "mine")
     used = Path(
         subprocess.check_output([sys.executable, "-c", OWN], env=environment, text=True).strip()
     )
+
     assert used.parent.parent == tmp_path
+
     own = home in ("new", "named by the user") or (home == "of another user" and os.geteuid() != 0)
     assert (used.parent == folder) == own
     assert (used.name == "mine") == (home == "named by the user")

@@ -68,8 +68,10 @@ def test_exact_resume(job_file, tmp_path):
     killed = start_small(resumed, *options, "200")
     killed.wait_for("step +7/")
     killed.kill(0, signal.SIGKILL)
+
     assert killed.wait() == [-signal.SIGKILL]
     assert "Resumed after step 5" in run(job_file, resumed, *options, "30")
+
     run(job_file, reference, *options, "30")
     assert curve(resumed) == curve(reference)
     assert sorted(curve(resumed)) == list(range(1, 31))
@@ -86,14 +88,19 @@ def test_usr2_saves_and_goes_on_and_ctrl_c_saves_and_starting_again_goes_on(job_
     wait_for_step(process, 9)
     process.send_signal(signal.SIGINT)
     said, err = process.communicate(timeout=60)
+
     assert process.returncode == 75, said + err
     assert "Traceback" not in said + err
+
     last = max(logged(out))
     first, saved = sorted((out / "checkpoint").glob("step-*"))
+
     assert first.name < saved.name == f"step-{last:08d}"
+
     command = f"--job.config_file {job_file} --job.dump_folder {out} --training.steps 500 {' '.join(words)}"
     closing = f"The newest checkpoint is step {last} in {saved}. To resume: NGPU=2 titanlite launch {command}\n"
     log = (out / "train.log").read_text()
+
     assert err.endswith(closing)
     assert log.endswith(closing)
     assert log.count(f"Stopped by SIGINT after step {last}: saved.") == 1
@@ -101,12 +108,15 @@ def test_usr2_saves_and_goes_on_and_ctrl_c_saves_and_starting_again_goes_on(job_
         job_file, out, *words, "--training.steps", str(last + 2)
     )
     assert sorted(logged(out)) == list(range(1, last + 3))
+
     events = [json.loads(line) for line in (out / "events.jsonl").open()]
     starts_and_ends = [
         (event["event"], event["step"])
         for event in events
-        if event["event"] not in ("save", "data", "straggler")  # ranks are slow on a busy machine
+        # Ranks are slow on a busy machine.
+        if event["event"] not in ("save", "data", "straggler")
     ]
+
     assert starts_and_ends == [
         ("start", 0),
         ("stop", last),
@@ -119,15 +129,16 @@ def test_usr2_saves_and_goes_on_and_ctrl_c_saves_and_starting_again_goes_on(job_
 def test_a_run_whose_last_save_fails_does_not_say_that_it_is_saved(tmp_path, stopped):
     """And starting again, once there is room, ends as if nothing had happened."""
     words = [tmp_path / "out", "--checkpoint.interval", 900]
-    full = functools.partial(
-        resource.setrlimit, resource.RLIMIT_FSIZE, (50_000, 50_000)
-    )  # as where a disk is full
+    # As where a disk is full.
+    full = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (50_000, 50_000))
     world = start_small(*words, *["--training.steps", 5000] * stopped, before=full)
     if stopped:
         world.wait_for("step +6/")
         world.kill(0, signal.SIGINT)
-    said = world.ends_with(4)  # neither 0 nor 75, which would mean saved
+    # Neither 0 nor 75, which would mean saved.
+    said = world.ends_with(4)
     last = max(logged(tmp_path / "out"))
+
     assert "Traceback" not in said
     assert f"Saving step {last} FAILED (OSError: [Errno 27] File too large" in said
     assert f"Saving the last step, {last}, FAILED" in said
@@ -149,17 +160,18 @@ def test_a_terminal_that_goes_away_costs_no_save(job_file, tmp_path, signalled):
         "--job.dump_folder",
     ]
     command += [str(out), "--training.steps", str(steps)]
-    before = signal.signal(
-        signal.SIGHUP, signal.SIG_DFL
-    )  # tests under nohup would hand on that it is ignored
+    # Tests under nohup would hand on that it is ignored.
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs)
     signal.signal(signal.SIGHUP, before)
     os.close(theirs)
     while not (out / "metrics.jsonl").exists() or len(logged(out)) < 8:
-        os.read(ours, 65536)  # a full one would hold the run up
+        # A full one would hold the run up.
+        os.read(ours, 65536)
     os.close(ours)
     if signalled:
         process.send_signal(signal.SIGHUP)
+
     assert process.wait(timeout=60) == (75 if signalled else 0)
     assert (out / "checkpoint" / f"step-{max(logged(out)):08d}").is_dir()
 
@@ -196,7 +208,9 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(
     ):
         os.kill(pid, number)
     said = world.ends_with(code)
+
     assert "Traceback" not in said
+
     last = max(logged(tmp_path / "out"))
     assert (
         f"Stopped by {number.name} after step {last}: {'saved.' if saves else 'nothing saved'}"
@@ -210,18 +224,20 @@ def test_outputs_reload_to_an_equal_job_and_a_finished_run_does_nothing_more(job
     out = tmp_path / "out"
     # "auto" would be replaced in config.toml.
     words = ["--model.vocab_size", "65536", "--model.attention_backend", "sdpa", "--training.steps"]
-    assert "titanlite get tokenizer" in run(
-        job_file, out, *words, "2"
-    )  # because this one has 4,096 tokens
+
+    # Because this one has 4,096 tokens.
+    assert "titanlite get tokenizer" in run(job_file, out, *words, "2")
+
     environment = json.loads((out / "environment.json").read_text())
     assert environment["world_size"] == 1
     assert environment["packages"]["torch"] == version("torch")
     assert "Training: debugmodel" in (out / "train.log").read_text()
-    (out / "metrics.jsonl").write_text(
-        measured := '{"step": 3, "loss": 8.0, "grad_norm": 1.0}\n'
-    )  # a kill came before step 3 was saved
+
+    # A kill came before step 3 was saved.
+    (out / "metrics.jsonl").write_text(measured := '{"step": 3, "loss": 8.0, "grad_norm": 1.0}\n')
     assert "Nothing to do: step 2 is done" in run(job_file, out, *words, "1")  # fewer than are done
     assert (out / "metrics.jsonl").read_text() == measured
+
     job = load_job(["--job.config_file", str(out / "config.toml")])
     assert (
         job
@@ -243,11 +259,14 @@ def test_a_second_start_that_waits_does_not_write_into_the_log_of_the_first(job_
         "--checkpoint.no-enable",
     ]
     output = run(job_file, tmp_path / "out", *options, code=2)
+
     assert re.search(r"is in use by process \d+ on \S+; waiting up to 1 s", output)
     assert "choose another job.dump_folder" in output
     assert "To resume" not in output
+
     first.kill(0, signal.SIGINT)
     first.ends_with(75)
+
     assert "is using it" not in (tmp_path / "out" / "train.log").read_text()
     assert not list((tmp_path / "out").glob("archived*"))
 
@@ -260,14 +279,18 @@ def test_a_start_that_trains_nothing_leaves_no_folder_and_a_refused_one_touches_
         tmp_path / "new" / "out",
         ["--dataset.source", "jsonl", "--dataset.path", str(tmp_path / "bad.jsonl")],
     )
+
     assert "bad.jsonl, line 1" in launched(job_file, out, *bad, ranks=2, code=2)
     assert not out.parent.exists()
+
     launched(job_file, out, "--training.steps", "2")
     job = ["--job.config_file", str(job_file), "--job.dump_folder", str(out)]
     check.main(job)
+
     assert str(out / "checkpoint") in capsys.readouterr().out
     with pytest.raises(UserError, match="model"):  # as of a start
         check.main([*job, "--model.dim", "32"])
+
     launched(job_file, out, *bad, code=2)
     assert (read_status(out).state, read_status(out).step) == ("finished", 2)
     assert "bad.jsonl, line 1" in read_status(out).exit_reason
@@ -364,8 +387,10 @@ def test_a_non_finite_gradient_stops_the_run_unsaved(job_file, tmp_path):
     diverging = ["--optimizer.name", "SGD", "--optimizer.lr", "1e30", "--training.max_norm", "0"]
     options = [*diverging, "--metrics.log_freq", "100"]
     output = launched(job_file, tmp_path / "out", *options, ranks=2, code=3)
+
     assert "Traceback" not in output
     assert not list((tmp_path / "out" / "checkpoint").glob("step-*"))
+
     log = (tmp_path / "out" / "train.log").read_text()
     assert log.count("ERROR: Step 5:") == 1
     assert "Nothing is saved. To start again: NGPU=2 titanlite launch" in log
@@ -394,18 +419,23 @@ def test_when_the_data_ends_all_ranks_save_and_stop_with_0(job_file, tmp_path):
         return [json.loads(line) for line in (tmp_path / name / "validation.jsonl").open()]
 
     one, two = validations("one"), validations("two", ranks=2)
+
     assert [entry["step"] for entry in one] == [entry["step"] for entry in two]
     assert len(one) >= 3
+
     for key in ("loss", "bits_per_byte"):
         assert [a[key] for a in one] == pytest.approx(
             [b[key] for b in two], rel=1e-5
         )  # sums in another order
+
     assert one[-1]["loss"] < one[0]["loss"] - 1
+
     last = one[-1]["step"]
     assert [line["step"] for line in validations("due", "--validation.freq", str(last))] == [
         0,
         last,
     ]
+
     output = run(
         job_file, tmp_path / "none", "--training.global_batch_size", "4000", ranks=2, code=2
     )
@@ -424,6 +454,7 @@ def test_ranks_notice_the_end_of_the_data_in_time_on_a_gpu(tmp_path):
             tmp_path / name, *data, "--training.steps", "5000", ranks=2, before=before
         )
         assert "The data ends after step" in world.ends_with(0)
+
     assert 3 < max(logged(tmp_path / "cpu")) == max(logged(tmp_path / "gpu"))
 
 

@@ -511,6 +511,7 @@ def test_a_wrong_input_is_an_error_that_names_it(case, place, monkeypatch, capsy
     code = cli.main(words)
     used = time.process_time() - started
     out, err = capsys.readouterr()
+
     assert not re.search("Traceback|typing|NoneType", out + err)
     assert case.named in re.sub(r"[\s│─╭╮╰╯]+", " ", out + err)
     assert code == case.code

@@ -166,9 +166,8 @@ def follow(trainer: trainer_module.Trainer) -> dict[str, Any]:
     job, model = trainer.job, trainer.model
     initial = weights_hash(all_weights(model))
     seen: dict[str, str] = {}
-    matmul = dict(model.named_modules()).get(
-        "layers.0.feed_forward.w1"
-    )  # a pipeline has it on one rank
+    # A pipeline has it on one rank.
+    matmul = dict(model.named_modules()).get("layers.0.feed_forward.w1")
     if matmul is not None and not job.compile.enable:
         matmul.register_forward_pre_hook(
             lambda linear, _: seen.update(computed=str(linear.weight.dtype))

@@ -47,6 +47,7 @@ def test_the_lists_of_the_offline_start_have_all_that_is_needed():
         with suppress(PackageNotFoundError):  # a version, or torchtitan
             needed += map(Requirement, requires(package) or [])
     needed = [each for each in needed if each.marker is None or each.marker.evaluate({"extra": ""})]
+
     assert {re.sub(r"[-_.]+", "-", each.name.lower()) for each in needed} <= named
 
 
@@ -81,6 +82,7 @@ def test_both_sides_train_the_same_model_on_the_same_tokens(shards, tmp_path):
     ours, theirs = (run(TINY, shards, tmp_path) for run in (runs.run_titanlite, runs.run_plain))
     # Initial weights differ; the losses are near the entropy of a uniform guess.
     assert ours.loss == pytest.approx(theirs.loss, rel=0.1)
+
     for side in (ours, theirs):
         assert min(side.peak_rss, side.tokens_per_second, side.first_step) > 0
 
@@ -94,7 +96,8 @@ def test_loss_variants_agree_with_float64(tmp_path):
     run("loss.py", "--only", *variants, *sizes.split(), "--out", tmp_path)
     (part,) = json.loads((tmp_path / "loss.json").read_text()).values()
     for variant in variants:
-        assert max(part["variants"][variant]["errors"]) < 1e-5  # fp32 over sums of 300 terms
+        # Fp32 over sums of 300 terms.
+        assert max(part["variants"][variant]["errors"]) < 1e-5
 
 
 @pytest.mark.long
@@ -119,6 +122,7 @@ def test_torchtitan_trains_the_same_model_on_a_cpu(ranks, tmp_path):
         pytest.importorskip(package, reason="needs torchtitan 0.2.2 and triton")
     text, work = runs.write_text(tmp_path), replace(TINY, ranks=ranks)
     ours, theirs = (run(work, text, tmp_path) for run in (runs.run_titanlite, runs.run_torchtitan))
+
     assert theirs.loss == pytest.approx(ours.loss, rel=0.1)  # as above
     assert min(theirs.peak_rss, theirs.tokens_per_second, theirs.first_step) > 0
 
@@ -137,6 +141,7 @@ def test_the_page_has_each_case_and_the_largest_error():
         planner.Result(name, 1, 97, 100, 0, about="2 cores, commit 123") for name in planner.CASES
     ]
     text = planner.cpu_page([planner.Result("small", 1, 105, 100, 0), *known[1:]])
+
     assert "The largest error is 5.00% and the median error 3.00%." in text
     assert text.count("| -3.00% | 0.00 |") == len(planner.CASES) - 1
     assert "commit 123" in text

@@ -33,6 +33,7 @@ def gpu(out: Path, *options: str, code: int = 0) -> dict[str, Any]:
 @pytest.mark.long
 def test_smoke_starts_resumes_and_generates(tmp_path):
     cases = gpu(tmp_path, "smoke")
+
     assert list(cases) == ["started", "resumed", "generated"]
     assert not any("error" in case for case in cases.values())
     assert cases["started"]["checkpoints"] == ["step-00000003", "step-00000006"]
@@ -45,7 +46,9 @@ def test_smoke_starts_resumes_and_generates(tmp_path):
 def test_titanlite_measures_a_normal_run_into_the_file_that_is_there(tmp_path):
     (tmp_path / "gpu_titanlite.json").write_text('{"8b bf16 compiled": {"tokens/s": 1}}')
     cases = gpu(tmp_path, "titanlite", "--only", "8b bf16 eager")
+
     assert cases["8b bf16 compiled"] == {"tokens/s": 1}
+
     measured = cases["8b bf16 eager"]
     assert min(measured[name] for name in ("tokens/s", "first step", "memory reserved, GiB")) > 0
     assert (measured["work"]["activation_checkpoint"], measured["MFU"]) == ("none", None)
@@ -70,7 +73,9 @@ def test_a_case_that_fails_in_any_way_leaves_the_others(part):
     for case in (hangs, breaks):
         part.measure(case.__name__, case)
     cases = json.loads(part.path.read_text())
+
     assert cases["hangs"]["error"] == "no end after 0 seconds"
+
     child = int(part.log.read_text().splitlines()[2])
     assert not Path(f"/proc/{child}").exists() or " Z " in Path(f"/proc/{child}/stat").read_text()
     assert cases["breaks"]["first step"] == 2.5
@@ -85,6 +90,7 @@ def test_a_case_is_measured_with_the_first_mode_that_fits(part):
 
     result = {}
     script.first_that_fits(part, "8b", script.Work(), script.AC_MODES, run, result)
+
     assert result["work"]["activation_checkpoint"] == "full"
     assert result["out of memory with"] == ["none", "selective"]
 
@@ -103,14 +109,18 @@ def test_a_profile_has_kernels_idle_time_and_floors(tmp_path):
     subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=120, capture_output=True)
     found = json.loads(out.read_text())
     parts = "batch,forward,loss and its gradients,backward,clipping,optimizer,rest".split(",")
+
     assert list(found["parts"]) == parts
     assert found["step, ms"] == pytest.approx(sum(part["ms"] for part in found["parts"].values()))
+
     for part in parts[1:-1]:
         assert 0 < found["parts"][part]["floor by bytes, ms"] < found["parts"][part]["ms"]
     assert len(found["kernels"]) == 10
+
     page = "\n".join(performance_page.gpu_tables({"8b": found}))
     assert "| rates: copy, bytes/s | " in page
     assert "| attention, ms: FLASH_ATTENTION | " in page
+
     with gzip.open(trace, "rt") as file:
         assert json.load(file)["traceEvents"]
 
@@ -129,7 +139,10 @@ def test_idle_time_is_what_no_kernel_covers():
     ]
     events.append(event("launch", 0, 100, "cuda_runtime"))
     found = summarize_kernels(events, "cuda")
+
     assert found["traced, ms"] == pytest.approx(0.010)
-    assert found["idle share"] == pytest.approx(0.2)  # from 5 to 6 and from 8 to 9
+    # From 5 to 6 and from 8 to 9.
+    assert found["idle share"] == pytest.approx(0.2)
+
     shares = {kernel["name"]: kernel["share"] for kernel in found["kernels"]}
     assert shares == {"a": 0.7, "b": 0.2, "copy": 0.1}

@@ -61,15 +61,19 @@ def test_model_dtypes_steps_and_what_is_done_in_them_are_the_same(case, tmp_path
     with torch.device("meta"):
         mine = Llama(arch).to(getattr(torch, ours.training.dtype))
         assert shapes(mine) == shapes(Transformer(args).to(getattr(torch, theirs.training.dtype)))
+
     assert (args.norm_eps, args.rope_theta) == (arch.norm_eps, arch.rope_theta)
     assert args.attn_type == "sdpa"
+
     for section, keys in SAME_KEYS.items():
         for key in keys.split():
             found = [getattr(getattr(job, section), key) for job in (ours, theirs)]
             assert found[0] == found[1], f"{section}.{key}"
+
     assert list(ours.compile.components) == theirs.compile.components
     assert (ours.optimizer.state_dtype, ours.optimizer.stochastic_rounding) == (None, False)
     assert ours.float8.enable == (theirs.model.converters == ["quantize.linear.float8"])
+
     if ours.float8.enable:
         assert ours.float8.recipe_name == "tensorwise"
         assert theirs.quantize.linear.float8.recipe_name is None  # tensorwise

@@ -67,6 +67,7 @@ def test_rollback_with_only_damaged_checkpoints_erases_the_live_state(two_saved)
         flip_bit(folder / step_folder / "__0_0.distcp")
 
     message = rf"before step 5(?s:.*){LATEST}(?s:.*)step-00000002"
+
     with pytest.raises(CheckpointError, match=message):
         checkpoints.resumer.load_before(5)
 
@@ -93,6 +94,7 @@ def test_resume_reads_a_large_checkpoint_once_and_verifies_all_of_it(tmp_path):
 
     resumed = TinyRun(seed=99, model=large)
     before = count_bytes_read()
+
     assert resumed.checkpoints(tmp_path).load() == run.train_state(4)
     assert count_bytes_read() - before < 1.01 * size
     assert_equal(resumed.copy_state(), run.copy_state())
@@ -127,6 +129,7 @@ def test_damage_on_one_rank_is_erased_on_all_ranks(tmp_path):
     assert "Resumed after step 5 " in train("run", 7, ema).ends_with(0)
 
     assert (run / "step-00000010.damaged").is_dir()
+
     for name in ("step-00000007/__0_0.distcp", "step-00000007/__1_0.distcp"):
         assert (run / name).read_bytes() == (expected / name).read_bytes()
 
@@ -135,6 +138,7 @@ def test_damage_on_one_rank_is_erased_on_all_ranks(tmp_path):
     metrics = expected.with_name("metrics.jsonl")
     before = metrics.read_bytes()
     train("expected", 8, ema).ends_with(4)
+
     assert metrics.read_bytes() == before
     assert list_names(expected) == ["step-00000005.damaged", "step-00000007.damaged"]
 
@@ -245,6 +249,7 @@ def test_malicious_index_with_valid_checksums_is_rejected(two_saved, alter, mess
     ):
         with pytest.raises(CheckpointError, match=f"cannot read .*metadata: .*{message}"):
             load()
+
     assert not PROOF.exists()
     assert not hasattr(Metadata, "planted")
 
@@ -291,12 +296,14 @@ def test_weights_load_into_a_model_and_into_a_new_run(two_saved, tmp_path):
     folder, run = two_saved
     model = Llama(run.model.arch)
     load_model_weights(folder / LATEST, model)
+
     assert_equal(dict(model.state_dict()), run.copy_weights())
     with pytest.raises(UserError, match="elsewhere does not exist"):
         load_model_weights(folder / "elsewhere", model)
 
     fresh = TinyRun(seed=99)
     checkpoints = fresh.checkpoints(tmp_path / "new", initial_load_path=str(folder))
+
     assert checkpoints.load() is None
     assert checkpoints.lines[-1] == f"Starting from the weights in {folder / LATEST}"
     assert_equal(fresh.copy_weights(), run.copy_weights())
@@ -306,5 +313,6 @@ def test_weights_load_into_a_model_and_into_a_new_run(two_saved, tmp_path):
     fresh.train(1)
     checkpoints.save(1, fresh.train_state())
     resumed = TinyRun(seed=98)
+
     assert resumed.checkpoints(tmp_path / "new", initial_load_path="nowhere").load() is not None
     assert_equal(resumed.copy_state(), fresh.copy_state())

@@ -39,7 +39,8 @@ SHAPES = {
 def build(arch: Architecture) -> Llama:
     model = Llama(arch)
     model.init_weights(1)
-    with torch.no_grad():  # norms that are all 1 could be swapped unnoticed
+    # Norms that are all 1 could be swapped unnoticed.
+    with torch.no_grad():
         for parameter in model.parameters():
             generator = torch.Generator().manual_seed(parameter.numel())
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
@@ -76,15 +77,19 @@ def test_exported_model_has_the_same_logits_in_transformers_and_imports_unchange
     model = build(SHAPES[shape])
     origin, out = tmp_path / 'q"x\\é', tmp_path / 'a"b'
     write_hf(origin, model, dtype, shard_bytes=10**9 if files == 1 else 60_000)
+
     assert len(list(origin.glob("*.safetensors"))) == files
+
     stored = {name: value.to(getattr(torch, dtype)) for name, value in model.state_dict().items()}
     model.load_state_dict(stored)  # rounded
+
     assert_same_logits(model, LlamaForCausalLM.from_pretrained(origin, dtype=torch.float32))
 
     assert run_import("hf", origin, out) == 0
 
     imported = huggingface.checkpoint_weights(out / "step-00000000")
     assert_equal({name: imported.read(name) for name in stored}, stored)
+
     # The printed options are valid TOML, whatever the name of the folder.
     job = tomli.loads(capsys.readouterr().out.split("\n\n", 1)[1])
     assert Architecture(**job["model"]) == imported.arch == SHAPES[shape]
@@ -105,6 +110,7 @@ def test_export_of_a_trained_checkpoint_includes_its_tokenizer(tmp_path, capsys)
     assert main(command) == 2
     assert "--tokenizer FILE" in capsys.readouterr().err
     assert main(with_tokenizer) == 0
+
     written = sum(file.stat().st_size for file in out.iterdir())
     assert json.loads(capsys.readouterr().out)["bytes"] == written
     assert main(with_tokenizer) == 2
@@ -113,6 +119,7 @@ def test_export_of_a_trained_checkpoint_includes_its_tokenizer(tmp_path, capsys)
 
     model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     assert_same_logits(run.model, model)
+
     tokenizer = AutoTokenizer.from_pretrained(out)
     assert tokenizer.bos_token == "<|begin_of_text|>"
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id == 3841
@@ -156,6 +163,7 @@ def test_import_of_meta_files_is_exact(tmp_path, parts, tied):
 
     imported = Llama(model.arch)
     info = load_model_weights(tmp_path / "out", imported)
+
     assert Architecture(**info["architecture"]) == model.arch
     assert_equal(dict(imported.state_dict()), dict(model.state_dict()))
 
@@ -181,7 +189,8 @@ def test_import_rejects_invalid_meta_files(tmp_path, name, value, message, capsy
 
     error = capsys.readouterr().err
     assert message in error
-    assert "weights_only" not in error  # torch suggests how to run the code in the file
+    # Torch suggests how to run the code in the file.
+    assert "weights_only" not in error
     assert not PROOF.exists()
 
 
@@ -192,15 +201,18 @@ def test_run_starts_from_hugging_face_or_imported_weights_but_resumes_from_neith
     model = build(run.model.arch)
     write_hf(tmp_path / "hf", model, "bfloat16")
     huggingface.import_weights(tmp_path / "ckpt", huggingface.hf_weights(tmp_path / "hf"), "test")
+
     with pytest.raises(CheckpointError, match="initial_load_path"):
         run.checkpoints(tmp_path / "ckpt").load()
 
     huggingface.load_hf_weights(tmp_path / "hf", run.model)
     expected = {name: value.bfloat16().float() for name, value in model.state_dict().items()}
+
     assert_equal(run.copy_weights(), expected)
 
     other = Llama(dataclasses.replace(run.model.arch, rope_theta=1.0))
     message = f"rope_theta: {run.model.arch.rope_theta} there, 1.0 in this job"
+
     with pytest.raises(UserError, match=message):
         huggingface.load_hf_weights(tmp_path / "hf", other)
 
@@ -219,10 +231,12 @@ def test_import_reports_the_folder_file_or_tensor_that_cannot_be_used(tmp_path, 
 
     shard = sorted(hf.glob("*.safetensors"))[1]
     shard.write_bytes(shard.read_bytes()[:-1])
+
     assert shard.name in rejected(hf, out)
 
     model.get_parameter("layers.1.feed_forward.w2.weight").data[3, 5] = float("nan")
     write_hf(tmp_path / "nan", model)
+
     assert "layers.1.feed_forward.w2.weight" in rejected(tmp_path / "nan", out)
     assert not out.exists() or not os.listdir(out)
 

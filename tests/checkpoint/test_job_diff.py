@@ -48,7 +48,8 @@ WEIGHT = "dataset.sources.0.weight: 1.0 -> 2.0"
             AFFECTS_TRAINING,
             ["model.rope_theta: 10000.0 -> 500000.0"],
         ),
-        ("", SPELLED_OUT, None, COMPATIBLE, []),  # the same model as the flavor
+        # The same model as the flavor.
+        ("", SPELLED_OUT, None, COMPATIBLE, []),
         ("", OTHER_DATA, None, AFFECTS_TRAINING, 3),  # None: the data starts again
         ("", OTHER_DATA, SAME_DATA, COMPATIBLE, 3),
         (SEED, f"{SEED}training.seed = 1", None, AFFECTS_TRAINING, ["training.seed: 0 -> 1"]),

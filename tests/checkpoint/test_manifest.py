@@ -90,6 +90,7 @@ def test_verify_finds_missing_files_and_never_waits_for_a_pipe(tmp_path, name):
     path = write_checkpoint(tmp_path, 100)
     file = path / name
     file.rename(tmp_path / "elsewhere")
+
     assert damage_of(path) == [f"{name}: missing"]
 
     for create in (
@@ -114,7 +115,9 @@ def test_manifest_of_another_step_is_damage_but_a_newer_format_is_not(tmp_path):
         reseal(path, body | {"files": {**body["files"], name: body["files"]["a.bin"]}})
         assert damage_of(path) == ["manifest.json: files outside of the folder"]
     reseal(path, body | {"step": 99})
+
     assert damage_of(path) == ["manifest.json: belongs to step 99"]
+
     reseal(path, body | {"format": 9})
     with pytest.raises(CheckpointError, match="format 9 is unknown"):
         check_checkpoint(path)
@@ -124,6 +127,7 @@ def test_manifest_of_another_step_is_damage_but_a_newer_format_is_not(tmp_path):
 def test_nothing_is_published_over_an_existing_folder_or_without_all_files(tmp_path):
     path = write_checkpoint(tmp_path, 100)
     before = (path / "manifest.json").read_bytes()
+
     with pytest.raises(FileExistsError, match="exists already"):
         write_checkpoint(tmp_path, 100)
     assert (path / "manifest.json").read_bytes() == before
@@ -151,7 +155,9 @@ def test_only_published_folders_are_checkpoints_and_only_leftovers_are_removed(
         busy = Mock(side_effect=OSError(16, "Device or resource busy", ".nfs0001"))
         patch.setattr(shutil, "rmtree", busy)
         remove_unfinished(tmp_path, "owner", lines.append)
+
     assert leftover.exists()
+
     remove_unfinished(tmp_path, "owner", lines.append)
     assert ["Could not" in line for line in lines] == [True, False]
     assert set(os.listdir(tmp_path)) == kept
@@ -162,12 +168,14 @@ def test_verify_lists_checkpoints_unfinished_and_renamed_folders(tmp_path, capsy
     (bad / "b.bin").write_bytes(b"m0re")
     (tmp_path / ".tmp-step-00000300-x").mkdir()
     renamed = [set_aside(write_checkpoint(tmp_path, 7)).name for _ in range(2)]
+
     assert renamed == ["step-00000007.damaged", "step-00000007.damaged-2"]  # each is kept
 
     assert main(["verify", str(tmp_path)]) == 4
 
     output = capsys.readouterr()
     first_words = [line.split()[0] for line in output.out.splitlines()]
+
     assert first_words == [good.name, bad.name, "b.bin:", ".tmp-step-00000300-x", *renamed]
     assert output.err == "1 of 2 checkpoints damaged or unreadable: step-00000200\n"
 
@@ -180,6 +188,7 @@ def test_verify_prints_one_checkpoint_as_json(tmp_path, capsys):
 
     row = {"name": path.name, "step": 100, "bytes": size, "state": "good", "damage": []}
     expected = {"folder": str(path), "checkpoints": [row], "unfinished": [], "set_aside": []}
+
     assert json.loads(capsys.readouterr().out) == expected
 
 
@@ -197,10 +206,12 @@ def test_path_of_a_run_resolves_to_its_newest_valid_checkpoint(tmp_path, monkeyp
     for name in ("../../latest", ".", "..", "../..", newest):
         assert load_newest(Path(name), Path) == newest
     names = [row["name"] for row in verify(tmp_path)["checkpoints"]]
+
     assert names == ["saves/step-00000100", "final/step-00000200"]
 
     (newest / "a.bin").unlink()
     lines: list[str] = []
+
     assert load_newest(tmp_path, Path, log=lines.append) == older
     assert lines == [f"{newest} is damaged: a.bin: missing; trying an older one"]
 

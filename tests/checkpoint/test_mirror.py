@@ -77,7 +77,8 @@ def there(ending: str = "") -> dict[str, bytes]:
         for p in list_files(storage, "bucket/run")
         if p.endswith(ending) and not p.startswith(".titanlite")
     ]
-    return {p: storage.cat(f"bucket/run/{p}") for p in found}  # without what a start tries to write
+    # Without what a start tries to write.
+    return {p: storage.cat(f"bucket/run/{p}") for p in found}
 
 
 def files(folder: Path, ending: str = "") -> dict[str, bytes]:
@@ -100,36 +101,45 @@ def test_another_node_resumes_from_the_newest_valid_checkpoint_of_the_mirror(ser
         "--checkpoint.keep_latest_k",
         2,
     )
-    slow = "--checkpoint.mirror_mbps", 40  # an old checkpoint is under way when the run ends
+    # An old checkpoint is under way when the run ends.
+    slow = "--checkpoint.mirror_mbps", 40
     start_small(tmp_path / "one", *keys, "--training.steps", 10, *slow, ranks=2).ends_with(0)
     kept = ["step-00000009/manifest.json", "step-00000010/manifest.json"]
+
     assert (sorted(there("manifest.json")), there()) == (kept, files(tmp_path / "one/checkpoint"))
+
     damage(10)
     bucket().pipe("bucket/run/step-00000011/manifest.json", encode_manifest({"step": 11}))
-    start_small(tmp_path / "other", *keys, "--model.dim", 32).ends_with(
-        2
-    )  # nothing is brought that does not fit
+    # Nothing is brought that does not fit.
+    start_small(tmp_path / "other", *keys, "--model.dim", 32).ends_with(2)
+
     assert not files(tmp_path / "other")
     assert "Resumed after step 9 " in start_small(tmp_path / "two", *keys).ends_with(0)
     assert losses(tmp_path / "two")[10] == pytest.approx(
         losses(tmp_path / "one")[10], rel=1e-5
     )  # sums of two ranks
+
     back = start_small(
         tmp_path / "back", *keys, "--checkpoint.load_step", 9, "--training.steps", 10
     )
     assert "Resumed after step 9 " in back.ends_with(0)
+
     bucket().rm_file("bucket/run/step-00000011/manifest.json")  # which no run touches
     assert sorted(there("manifest.json")) == kept
+
     titanlite("generate", "--checkpoint", "s3://bucket/run", "--max-new-tokens", 3)
     assert str(tmp_path) not in titanlite("verify", "s3://bucket/run")
-    bucket().copy(
-        *(f"bucket/run/{name}" for name in kept)
-    )  # as if another process had saved step 10
+
+    # As if another process had saved step 10.
+    bucket().copy(*(f"bucket/run/{name}" for name in kept))
     assert "started twice" in start_small(
         tmp_path / "back", *keys, "--training.steps", 10
     ).ends_with(4)
-    damage(9)  # and step 10 has another manifest
-    for _ in range(2):  # now, and at every later start
+
+    # And step 10 has another manifest.
+    damage(9)
+    # Now, and at every later start.
+    for _ in range(2):
         start_small(tmp_path / "three", *keys).ends_with(4)
 
 
@@ -143,9 +153,12 @@ def test_interrupted_copy_is_not_a_checkpoint_and_is_repeated_by_the_next_start(
         assert time.monotonic() < deadline
     world.kill(0, signal.SIGKILL)
     world.wait()
+
     assert there("manifest.json") == {}
+
     bucket().pipe("bucket/run/other/step-00000001/.metadata", b"of another run, which sends it now")
     start_small(tmp_path / "one", *words).ends_with(0)
+
     assert there().keys() - files(tmp_path / "one/checkpoint").keys() == {
         "other/step-00000001/.metadata"
     }
@@ -172,9 +185,12 @@ def test_run_continues_without_the_server_and_fails_only_if_the_last_copy_fails(
     world.wait_for("Copied s3://")
     server.stop()
     world.kill(0, signal.SIGTERM)
+
     assert "s3://bucket/run" in world.ends_with(4)
+
     server.start()
     start_small(tmp_path / "one", *words, "--training.steps", 1).ends_with(0)
+
     assert there() == files(tmp_path / "one/checkpoint")
 
 
@@ -193,9 +209,12 @@ def test_mirror_never_changes_files_that_the_run_did_not_write(tmp_path):
     words = "--checkpoint.mirror", f"file://{mirror}", *every_second_step
 
     start_small(tmp_path / "run", *words, "--training.steps", 2).ends_with(0)
+
     assert "manifest.json" in list_names(mirror / "step-00000002")
+
     said = start_small(tmp_path / "run", *words, "--training.steps", 4).ends_with(4)
     assert f"{mirror}/step-00000004 contains files that this run did not write" in said
+
     world = start_small(tmp_path / "run", *words, "--training.steps", 6)
     world.ends_with(0)
 
@@ -236,6 +255,7 @@ def test_mirror_with_only_imported_weights_is_an_error_before_training(tmp_path)
     new_run = start_small(tmp_path / "new", "--checkpoint.mirror", f"file://{tmp_path}/mirror")
 
     log = new_run.ends_with(2)
+
     assert "step-00000001 contains imported weights" in log
     assert "initial_load_path" in log
     assert not files(tmp_path / "new")
@@ -266,13 +286,15 @@ def test_next_start_finishes_an_interrupted_removal_at_the_mirror(tmp_path):
     )
     words = "--checkpoint.mirror", f"file://{mirror}", *words
     start_small(tmp_path / "run", *words, "--training.steps", 2).ends_with(0)
-    for name in ("step-00000001", "step-00000002"):  # of step 1, a part of the files is gone
+    # Of step 1, a part of the files is gone.
+    for name in ("step-00000001", "step-00000002"):
         (mirror / name).mkdir(exist_ok=True)
         for file in ("manifest.json", ".metadata"):
             shutil.copy(tmp_path / "run/checkpoint/step-00000002" / file, mirror / name)
         shutil.copy(mirror / name / "manifest.json", mirror / name / "manifest.json.incomplete")
     (mirror / "step-00000001/manifest.json").unlink()
     start_small(tmp_path / "run", *words, "--training.steps", 4).ends_with(0)
+
     assert list_names(mirror) == ["step-00000004"]
 
 
@@ -295,6 +317,7 @@ def test_storage_error_names_the_storage_and_not_the_local_checkpoint(server, tm
     said = start_small(tmp_path / "one", *words, before=try_copies_twice).ends_with(4)
 
     [failure] = [line for line in said.splitlines() if "FAILED" in line]
+
     assert "s3://bucket/run/step-00000001" in failure
     assert "internal error" in failure
     assert str(tmp_path) not in failure
@@ -303,9 +326,11 @@ def test_storage_error_names_the_storage_and_not_the_local_checkpoint(server, tm
 
 @pytest.mark.parametrize(("url", "said"), URLS.items())
 def test_unusable_url_is_an_error_before_the_start(server, tmp_path, url, said):
-    tell("reset-auth", b"0" if url == MIRROR[1] else b"inf")  # 0: from now on, keys are looked at
+    # 0: from now on, keys are looked at.
+    tell("reset-auth", b"0" if url == MIRROR[1] else b"inf")
     data = "--dataset.source", "text", "--dataset.path", url
     words = start_small(tmp_path / "one", "--checkpoint.mirror", url, *data).ends_with(2)
+
     assert [
         "checkpoint.mirror" in words,
         "dataset.path" in words,
@@ -367,20 +392,25 @@ def test_data_tokenizer_and_model_in_a_bucket_equal_local_ones(
             *more,
         ]
         words = ["train", "--job.config_file", job, "--job.dump_folder", out[name], *words]
-        titanlite(
-            *words, code=2 if (name, more) == ("local", MIRROR) else 0
-        )  # the mirror is another run's by then
+        # The mirror is another run's by then.
+        titanlite(*words, code=2 if (name, more) == ("local", MIRROR) else 0)
+
     assert losses(out["local"]) == losses(out["remote"])
+
     gets = re.findall(r'"GET /bucket/data/(\S+) HTTP', caplog.text)
-    assert (
-        len(gets) == len({*gets}) > 6
-    )  # for all rows of both starts, because each file is smaller than a block
-    monkeypatch.setenv("TITANLITE_CACHE_GB", "1e-9")  # one block in each of the 64 sets
+    # For all rows of both starts, because each file is smaller than a block.
+    assert len(gets) == len({*gets}) > 6
+
+    # One block in each of the 64 sets.
+    monkeypatch.setenv("TITANLITE_CACHE_GB", "1e-9")
     parts = open_source(Dataset(source="text", path="s3://bucket/data/parts/**"))
+
     assert "".join(map(str, parts)) == lines.decode() * 65
     assert len([*tmp_path.glob("cache/blocks/*/[0-9]*")]) <= 64
+
     bucket().put(str(out["local"] / "final_hf"), "bucket/model", recursive=True)
     boto3.client("s3").put_object(Bucket="bucket", Key="model/")
     for name, model in (("1", out["local"] / "final_hf"), ("2", "s3://bucket/model")):
         titanlite("import", "--hf", model, "--out", tmp_path / name)
+
     assert files(tmp_path / "1", ".distcp") == files(tmp_path / "2", ".distcp")

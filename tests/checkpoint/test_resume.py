@@ -33,17 +33,22 @@ def test_resume_is_bitwise_equal_to_an_uninterrupted_run(tmp_path, sections, mod
     checkpoints = straight.checkpoints(tmp_path, async_mode=mode)
     losses, states = [], []
     for _ in range(4):
-        with torch.no_grad():  # as in a validation; FSDP leaves the root gathered
+        # As in a validation; FSDP leaves the root gathered.
+        with torch.no_grad():
             straight.model(torch.zeros(1, 4, dtype=torch.int64))
         checkpoints.save(straight.step, straight.train_state())
         states.append(straight.copy_state())
-        losses += straight.train(2)  # changes the live state while a save is in progress
+        # Changes the live state while a save is in progress.
+        losses += straight.train(2)
     checkpoints.close()
+
     assert checkpoints.stats()["failed_saves"] == 0
+
     num_async = sum("of which training waited" in line for line in checkpoints.lines)
     assert num_async == (4 if mode == "async" else 0)
 
-    for step in (6, 4, 2, 0):  # at step 0 the optimizer has no state
+    # At step 0 the optimizer has no state.
+    for step in (6, 4, 2, 0):
         resumed = TinyRun(seed=99, **sections)
         state = resumed.checkpoints(tmp_path, load_step=step).load()
         assert state == straight.train_state(step)
@@ -77,12 +82,15 @@ def test_load_step_goes_back_once_and_renames_later_checkpoints(two_saved):
         return run.checkpoints(folder, job=job, **options)
 
     checkpoints = checkpoints_of(run, load_step=2, keep_latest_k=1)
+
     assert checkpoints.load()["step"] == 2
+
     run.step = 2
     run.train(4)
     saved = run.train_state() | {"data": {"version": 1, "row": 3}}
     checkpoints.save(6, saved)
     checkpoints.close()
+
     assert list_names(folder) == ["step-00000004.archived", "step-00000006"]
 
     # A restart continues from the newest checkpoint.
@@ -94,6 +102,7 @@ def test_load_step_goes_back_once_and_renames_later_checkpoints(two_saved):
     checkpoints_of(run, load_step=2, keep_latest_k=2).save(8, saved | {"step": 8})
     checkpoints_of(TinyRun(), load_step=6, keep_latest_k=2).load()
     archived = "step-00000004.archived", "step-00000008.archived"
+
     assert list_names(folder) == sorted([*archived, "step-00000006"])
 
 
@@ -107,6 +116,7 @@ def test_resume_restores_random_state_unless_excluded_from_loading(two_saved):
 
     fresh = TinyRun(seed=99)
     excluded = fresh.checkpoints(folder, exclude_from_loading=("optimizer", "data", "rng"))
+
     assert excluded.load() == run.train_state()
     assert_equal(fresh.copy_weights(), run.copy_weights())
     assert fresh.has_empty_optimizer()
@@ -134,6 +144,7 @@ def test_resume_logs_changes_and_rejects_incompatible_jobs(tmp_path):
         return checkpoints.lines
 
     prefix = "Changed since step-00000001:"
+
     assert resume(run)[:2] == [
         f"{prefix} dataset.path: None -> elsewhere (compatible)",
         f"{prefix} optimizer.lr: 0.0003 -> 1.0 (affects training)",
@@ -154,15 +165,18 @@ def test_resume_logs_changes_and_rejects_incompatible_jobs(tmp_path):
     for other, options, message in rows:
         with pytest.raises(UserError, match=message) as caught:
             resume(other, **options)
-        assert caught.value.exit_code == 2  # the job is wrong, not the checkpoint
+        # The job is wrong, not the checkpoint.
+        assert caught.value.exit_code == 2
 
     job["dataset"]["on_change"] = "warn"
     lines = resume(run, **soft)
+
     assert f"{prefix} a has changed (affects training)" in lines
     assert not any("dataset.path" in line for line in lines)  # reported once, by its effect
 
     # The suggested fix works.
     fresh = TinyRun(seed=5)
     path = str(tmp_path / "step-00000001")
+
     assert fresh.checkpoints(tmp_path / "new", job=job, initial_load_path=path).load() is None
     assert_equal(fresh.copy_weights(), run.copy_weights())

@@ -48,6 +48,7 @@ def test_retention_keeps_the_selected_checkpoints_and_foreign_files(tmp_path, ke
 
     assert {*list_names(tmp_path)} - others == {*map(step_folder_name, kept)} - others
     assert checkpoints.stats()["failed_saves"] == 0
+
     if 1 not in kept:
         assert list_names(tmp_path / "step-00000001") == ["notes.txt"]
 
@@ -56,6 +57,7 @@ def test_retention_keeps_the_selected_checkpoints_and_foreign_files(tmp_path, ke
     checkpoints.load()
     checkpoints.save(7, run.train_state(7) | {"run": "this run"}, is_last=True)
     checkpoints.close()
+
     assert {*list_names(tmp_path)} == {*others, "step-00000007"}
     assert all((tmp_path / name).read_text() == name for name in foreign)
     assert (tmp_path / "step-00000000" / "manifest.json").is_file()
@@ -97,6 +99,7 @@ def test_best_checkpoint_is_linked_and_kept_until_a_better_one_is_saved(tmp_path
         checkpoints.close()
         assert list_names(folder) == ["best", *map(step_folder_name, kept)]
         assert best_of(folder) == step_folder_name(best)
+
     assert (folder / "best").resolve() == tmp_path / "final" / "step-00000008"
 
 
@@ -116,23 +119,28 @@ def test_best_checkpoint_is_determined_by_the_files_alone(tmp_path):
     checkpoints.load()
     checkpoints.saver.update_best_link()
     checkpoints.close()
+
     assert best_of(tmp_path) == "step-00000004"
 
     # Going back renames steps 4 and 6.
     checkpoints = run.checkpoints(tmp_path, keep_best=True, keep_latest_k=1, load_step=2)
     checkpoints.load()
     checkpoints.saver.update_best_link()
+
     assert best_of(tmp_path) == "step-00000002"
 
     # A failed save is not the best one.
     in_the_way = tmp_path / "step-00000003"
     in_the_way.mkdir()
     checkpoints.save(3, scored(run, 3, 0.5))
+
     assert checkpoints.stats()["failed_saves"] == 1
     assert checkpoints.saver.is_best(0.9)
+
     in_the_way.rmdir()
     checkpoints.save(5, scored(run, 5, 3.0))
     checkpoints.close()
+
     assert best_of(tmp_path) == "step-00000002"
 
 
@@ -148,9 +156,12 @@ def test_best_checkpoint_of_a_run_survives_worse_steps_and_a_restart(tmp_path):
     entries = map(json.loads, (out / "validation.jsonl").open())
     losses = {entry["step"]: entry["loss"] for entry in entries if entry["step"]}
     best = min(losses, key=losses.__getitem__)
+
     assert 0 < best < 12, losses
+
     link = out / "checkpoint" / "best"
     assert link.resolve().name == step_folder_name(best)
+
     kept = {path.name for path in list_checkpoints(link.parent)}
     assert kept == {step_folder_name(best), "step-00000012"}
 
@@ -158,6 +169,7 @@ def test_best_checkpoint_of_a_run_survives_worse_steps_and_a_restart(tmp_path):
     link.unlink()
     link.symlink_to("step-00000099")
     start_small(out, options, "12").ends_with(0)
+
     assert link.resolve().name == step_folder_name(best)
 
 
@@ -184,7 +196,9 @@ def test_last_save_writes_final_outputs_and_archives_earlier_ones(tmp_path, mode
 
     save_last(4)
     save_last(8)
+
     assert (tmp_path / "final_hf.archived").is_dir()
+
     lines = save_last(8)
     if not model_only:
         assert lines[-1] == f"Keeping {tmp_path}/final_hf, which exists already"
@@ -192,6 +206,7 @@ def test_last_save_writes_final_outputs_and_archives_earlier_ones(tmp_path, mode
 
     # A run cannot resume from weights, so step 8 is trained again.
     names = ["step-00000004", "step-00000008", "step-00000008.archived"]
+
     assert list_names(final) == names
     with pytest.raises(CheckpointError, match="weights only"):
         TinyRun().checkpoints(final).load()
@@ -207,6 +222,7 @@ def test_failed_export_leaves_no_files_and_counts_as_failed_save(tmp_path, monke
         patch.setattr(huggingface, "save_file", Mock(side_effect=no_space))
         checkpoints.save(1, run.train_state(1), is_last=True)
     checkpoints.close()
+
     assert re.search("FAILED .*No space left on device", checkpoints.lines[-1])
     assert (checkpoints.stats()["failed_saves"], checkpoints.has_saved(1)) == (1, False)
 
@@ -222,6 +238,7 @@ def test_failed_export_leaves_no_files_and_counts_as_failed_save(tmp_path, monke
     checkpoints = run.checkpoints(folder, last_save_in_hf=True)
     checkpoints.load()
     checkpoints.save(1, run.train_state(1), is_last=True)
+
     assert checkpoints.has_saved(1)
     assert list_names(tmp_path) == [".tmp-final_hf-y", "checkpoint", "final", "final_hf"]
     assert list_names(tmp_path / "final") == [foreign]
@@ -268,6 +285,7 @@ def test_next_start_finishes_an_interrupted_removal(two_saved, monkeypatch):
         patch.setattr(Path, "unlink", fail_at_index)
         checkpoints.save(6, run.train_state(6))
     checkpoints.close()
+
     assert list_checkpoints(folder) == [folder / "step-00000006"]
     assert list_names(folder) == ["step-00000002", "step-00000004", "step-00000006"]
 

@@ -36,7 +36,9 @@ def test_save_waits_for_the_save_in_progress_and_counts_it(tmp_path, monkeypatch
     monkeypatch.setattr(dcp, "publish_checkpoint", publish_when_released)
     checkpoints = run.checkpoints(tmp_path, async_mode="async")
     checkpoints.save(1, run.train_state(1))
+
     assert "step-00000001" not in list_names(tmp_path)
+
     threading.Timer(0.2, release.set).start()
     checkpoints.save(2, run.train_state(2))
     checkpoints.close()
@@ -74,8 +76,10 @@ def test_save_that_cannot_be_staged_is_written_while_training_waits(
         checkpoints.save(6, run.train_state(6))
 
     assert list_names(folder) == ["step-00000004", "step-00000006"]
+
     checkpoints.close()
     cause = f"{type(error).__name__}: {error}"
+
     assert checkpoints.lines[0] == f"Saving step 6 while training waits ({cause})"
     assert checkpoints.stats()["failed_saves"] == 0
 
@@ -90,6 +94,7 @@ def test_failed_save_does_not_affect_the_next_one(tmp_path, monkeypatch, mode, e
         patch.setattr(*place, Mock(side_effect=error))
         checkpoints.save(1, run.train_state(1))
         checkpoints.saver.wait_until_saved()
+
     assert checkpoints.stats()["failed_saves"] == 1
     assert not checkpoints.has_saved(1)
     assert list_names(tmp_path) == []
@@ -97,7 +102,9 @@ def test_failed_save_does_not_affect_the_next_one(tmp_path, monkeypatch, mode, e
     run.train(1)
     checkpoints.save(2, run.train_state(2))
     checkpoints.close()
+
     assert checkpoints.stats()["failed_saves"] == 1
+
     resumed = TinyRun(seed=99)
     assert resumed.checkpoints(tmp_path).load() == run.train_state(2)
     assert_equal(resumed.copy_state(), run.copy_state())
@@ -110,9 +117,12 @@ def test_failed_removal_of_old_checkpoints_does_not_fail_the_save(two_saved, mon
         patch.setattr(save, "remove_checkpoint", Mock(side_effect=KeyError("key")))
         checkpoints.save(6, run.train_state(6))
         checkpoints.saver.wait_until_saved()
+
     assert (checkpoints.stats()["failed_saves"], checkpoints.has_saved(6)) == (0, True)
+
     checkpoints.save(8, run.train_state(8))
     checkpoints.close()
+
     assert list_names(folder) == ["step-00000008"]
 
 
@@ -129,6 +139,7 @@ def test_save_whose_rename_may_not_be_durable_counts_as_saved(two_saved, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", fail_for_the_folder)
         checkpoints.save(6, run.train_state(6))
+
     assert checkpoints.has_saved(6)
     assert checkpoints.stats()["failed_saves"] == 0
     assert str(folder / "step-00000006") in caplog.text  # a warning
@@ -150,18 +161,23 @@ def test_save_with_fp8_all_gather_stores_plain_weights(tmp_path):
         model, config=config, module_filter_fn=lambda _, name: "output" not in name
     )
     fully_shard(model)
+
     assert any(type(local(parameter)) is not torch.Tensor for parameter in model.parameters())
+
     checkpoints = Checkpoints(tmp_path, LiveState(model))
 
     checkpoints.save(0, {"step": 0, "tokens": 0})
 
     plain = Llama(model.arch)
     load_model_weights(tmp_path, plain)
+
     assert_equal(dict(plain.state_dict()), expected)
+
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
     checkpoints.load()
+
     assert_equal({name: local(value) for name, value in model_tensors(model).items()}, expected)
 
 
@@ -169,6 +185,7 @@ def test_run_that_cannot_save_fails_at_the_start(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="file/checkpoint"):
         TinyRun().checkpoints(tmp_path / "file" / "checkpoint")
+
     if not torch.cuda.is_available():
         with pytest.raises(UserError, match="needs a GPU"):
             TinyRun().checkpoints(tmp_path, async_mode="async_with_pinned_mem")
@@ -176,6 +193,7 @@ def test_run_that_cannot_save_fails_at_the_start(tmp_path):
     context = TinyRun().checkpoints(tmp_path).context
     free = shutil.disk_usage(tmp_path).free
     context.check_free_space(free // 2)
+
     with pytest.raises(UserError, match=r"takes about .* GB are free"):
         context.check_free_space(2 * free)
 

@@ -22,7 +22,8 @@ def test_save_contains_the_state_of_its_own_step(tmp_path, mode):
         checkpoints = run.checkpoints(tmp_path / "saves", async_mode=mode)
         expected, random_state = run.copy_state(), torch.cuda.get_rng_state()
         checkpoints.save(2, run.train_state())
-        run.train(3)  # changes the live state at once
+        # Changes the live state at once.
+        run.train(3)
         torch.rand(1, device="cuda")
         checkpoints.close()
         assert checkpoints.stats()["failed_saves"] == 0

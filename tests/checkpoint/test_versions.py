@@ -26,6 +26,7 @@ def test_resume_of_a_run_of_an_earlier_version_repeats_its_losses(
     assert "Resumed after step 4 " in log
     # In fp32; versions of torch add in another order.
     assert losses(tmp_path) == pytest.approx(expected, rel=1e-6)
+
     if ranks == 2:
         return
 
@@ -34,10 +35,13 @@ def test_resume_of_a_run_of_an_earlier_version_repeats_its_losses(
     text = titanlite(
         "generate", "--checkpoint", step_folder, "--max-new-tokens", 3, "--prompt", "the old"
     )
+
     assert "the old" in text
 
     has_old_schedule = archive.name.startswith("0.")
     changes = "--lr_scheduler.decay_ratio 1.0 --model.logit_softcap 30.0 --checkpoint.load_step 4"
     log = titanlite(*train, *changes.split())
+
     assert ("lr_scheduler: titanlite 0.2" in log) == has_old_schedule
-    assert "model.logit_softcap: 0.0 -> 30.0" in log  # an option that these versions did not have
+    # An option that these versions did not have.
+    assert "model.logit_softcap: 0.0 -> 30.0" in log

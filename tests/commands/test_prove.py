@@ -97,12 +97,14 @@ def test_a_start_can_require_a_certificate(tmp_path):
 def test_a_certificate_of_fewer_ranks_or_with_a_failed_comparison_is_rejected(tmp_path):
     out = tmp_path / "out"
     certificate = prove(out, ranks=1)
+
     assert certificate["proven"]
     assert "require_certificate" in titanlite(*require_certificate(out), ranks=2, code=2)
 
     certificate["rows"][0]["passed"] = False
     (path,) = out.glob("proof/certificate-*.json")
     path.write_text(json.dumps(certificate))
+
     assert "require_certificate" in titanlite(*require_certificate(out), code=2)
 
 

@@ -133,7 +133,9 @@ def test_average_writes_the_weighted_mean_as_a_checkpoint(trained, files, tmp_pa
     titanlite("average", first, trained, "--weights", 1, 3, "--out", out)
 
     mean = load_checkpoint(out)
+
     assert mean.folder == out / "step-00000020"
+
     for name, weight in mean.model.named_parameters():
         a, b = (random_model(step).get_parameter(name).double() for step in (10, 20))
         assert torch.equal(weight, ((a + 3 * b) / 4).float())
@@ -149,6 +151,7 @@ def test_average_of_unsuitable_checkpoints_is_an_error(trained, tmp_path, capsys
     run("average", trained, other, "--out", out, code=2)
 
     message = capsys.readouterr().err
+
     assert "ffn" in message or "feed_forward" in message
     assert not [*out.glob("*")]
 
@@ -164,7 +167,8 @@ def score_by_transformers(folder: Path, length: int, stride: int) -> tuple[float
     for text in TEXTS:
         encoded = tokenizer(text, add_special_tokens=False).input_ids
         ids = torch.tensor([[tokenizer.bos_token_id, *encoded]])
-        previous_end = 1  # the token that begins a document is not scored
+        # The token that begins a document is not scored.
+        previous_end = 1
         for begin in range(0, ids.shape[1], stride):
             end = min(begin + length, ids.shape[1])
             with torch.no_grad():
@@ -236,8 +240,10 @@ def test_eval_starts_ngpu_ranks_and_prints_only_json(trained, files):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
 
     assert "float32 on 2 x cpu" in done.stderr
+
     alone = evaluate_text(trained, files)
     loss = json.loads(done.stdout)["loss"]
+
     assert loss == pytest.approx(alone.loss, rel=1e-6)  # fp32 sums in another order
 
 
@@ -281,17 +287,21 @@ def test_an_exported_model_computes_the_same_in_transformers_and_after_an_import
     run("export", "--checkpoint", trained, "--out", hf, "--dtype", "float32")
     theirs: Any = AutoModelForCausalLM.from_pretrained(hf)
     run("import", "--hf", hf, "--out", tmp_path / "back")
-    shutil.rmtree(hf)  # the imported checkpoint contains its tokenizer
+    # The imported checkpoint contains its tokenizer.
+    shutil.rmtree(hf)
     imported = load_checkpoint(tmp_path / "back")
 
     assert type(theirs).__name__ == family
+
     for prompt in PROMPTS:
         ids = torch.tensor([[TOKENIZER.bos_id, *TOKENIZER.encode(prompt)]])
         output = theirs.generate(ids, max_new_tokens=30, do_sample=False, eos_token_id=None)
         assert complete(imported, prompt) == TOKENIZER.decode(output[0, ids.shape[1] :].tolist())
     weights = checkpoint_weights(imported.folder)
     arch = build_architecture(job.model)
+
     assert weights.arch == replace(arch, mup_base_dim=0, mup_base_head_dim=0)
+
     for name, weight in random_model(1, job).named_parameters():
         assert torch.equal(weights.read(name), weight)
 
@@ -320,7 +330,9 @@ def imported(tmp_path) -> Path:
 def test_every_command_accepts_an_imported_checkpoint(imported, files, tmp_path, capsys):
     text = run_generate(capsys, imported, "--prompt", "def f")[0]
     score = evaluate_text(imported, files)
+
     assert (score.documents, score.window) == (5, 128)
+
     # Each command writes a copy of the weights. The learning rate is too small to change them.
     train = (
         "--training.steps 1 --training.seq_len 64 --training.global_batch_size 1 "
@@ -336,6 +348,7 @@ def test_every_command_accepts_an_imported_checkpoint(imported, files, tmp_path,
     for copy in ("mean", "again", "run"):
         assert run_generate(capsys, tmp_path / copy, "--prompt", "def f")[0] == text
         assert evaluate_text(tmp_path / copy, files, window=128).loss == score.loss
+
     assert "steps to replay" in titanlite("replay", imported, "--step", 1, code=2)
 
 
@@ -356,6 +369,7 @@ def test_weights_are_imported_without_a_tokenizer_that_does_not_fit(trained, tmp
     (hf / "tokenizer.json").unlink()
 
     run("import", "--hf", hf, "--out", tmp_path / "bare")
+
     assert "--tokenizer FILE" in run_generate(capsys, tmp_path / "bare", code=4)[1]
 
     words = ["import", "--hf", hf, "--out", tmp_path / "whole", "--tokenizer"]
@@ -366,7 +380,9 @@ def test_weights_are_imported_without_a_tokenizer_that_does_not_fit(trained, tmp
     text, _ = run_generate(capsys, tmp_path / "whole", *options)
 
     tokenizer = ["--tokenizer.path", MODEL_FILE]
+
     assert run_generate(capsys, tmp_path / "bare", *options, *tokenizer)[0] == text
+
     run("check", "--from", tmp_path / "bare", code=2)
     run("check", "--from", tmp_path / "bare", *tokenizer)
 
@@ -399,6 +415,7 @@ def test_tokens_are_sampled_from_the_softmax_of_the_top_k(temperature, top_k, al
     expected = torch.zeros(5)
     expected[list(allowed)] = torch.softmax(logits[list(allowed)] / max(temperature, 1e-3), dim=-1)
     frequencies = torch.bincount(torch.tensor(tokens), minlength=5) / 4000.0
+
     # 0.04 is five standard errors of 4,000 samples.
     torch.testing.assert_close(frequencies, expected, atol=0.04, rtol=0.0)
 
@@ -424,6 +441,7 @@ def test_generate_prints_only_the_completion_to_standard_output(capsys, trained,
     assert out == "import os" + complete(loaded, "import os", 12) + "\n"
     assert "step-00000020" in err
     assert "12 tokens" in err
+
     older = trained / "checkpoint" / "step-00000010"
     assert run_generate(capsys, older, *greedy)[0] != out
 
@@ -447,9 +465,11 @@ def test_generate_reads_prompts_from_files_and_standard_input(
 
     assert run_generate(capsys, trained, "--prompts", str(text))[0] == expected
     assert run_generate(capsys, trained, "--prompts", "-")[0] == expected
+
     out = run_generate(capsys, trained, "--prompts", str(lines), "--json")[0]
     results = [json.loads(line) for line in out.splitlines()]
     found = [f"{result['prompt']}{result['completion']}\n" for result in results[:2]]
+
     assert "".join(found) == expected
     assert results[2]["prompt"] == "two\nlines"
     assert (results[0]["tokens"], results[0]["end"]) == (12, "length")
@@ -458,6 +478,7 @@ def test_generate_reads_prompts_from_files_and_standard_input(
 def test_a_checkpoint_of_another_model_or_tokenizer_is_an_error(capsys, trained, tmp_path):
     folder = shutil.copytree(trained, tmp_path / "run")
     (folder / "config.toml").write_text(dump_config(change_model(dim=64)))
+
     assert "does not fit" in run_generate(capsys, folder, code=2)[1]
 
     other = tmp_path / "other.model"
@@ -465,6 +486,7 @@ def test_a_checkpoint_of_another_model_or_tokenizer_is_an_error(capsys, trained,
     tokenizer = JOB.tokenizer.model_copy(update={"path": str(other)})
     job = JOB.model_copy(update={"tokenizer": tokenizer})
     (folder / "config.toml").write_text(dump_config(job))
+
     assert "another tokenizer" in run_generate(capsys, folder, code=4)[1]
 
 

@@ -64,6 +64,7 @@ def test_lengths_are_the_most_steps_that_fit_into_the_tokens(seed: int):
     for step in range(1, 1000):
         batch_sizes.append(changes.get(step, batch_sizes[-1]))
     steps, total_steps = count_steps(tokens, batch_sizes), count_steps(total, batch_sizes)
+
     assert read_lengths(run) == [
         steps,
         total_steps,
@@ -81,6 +82,7 @@ def test_config_toml_records_steps_and_loads_to_the_same_run():
 
     assert tomli.loads(saved)["training"]["steps"] == 100_000 // (2 * 4 * SEQ_LEN)
     assert "tokens" not in tomli.loads(saved)["training"]
+
     Path("config.toml").write_text(saved)
     assert load_run(["--job.config_file", "config.toml"], 2) == run
 
@@ -120,14 +122,18 @@ def save_progress(step: int, sequences: int) -> None:
 def test_a_resumed_run_ends_after_the_same_tokens_with_any_batch_size(local_batch_size: int):
     other = "[lr_scheduler]\nwarmup_steps = '6.4K'\ndecay_steps = '12.8K'\n"
     first = load(job_text("tokens = '64K'", other))
+
     assert read_lengths(first)[:4] == [500, None, 50, 100]
+
     save_progress(100, 100 * 4)
 
     resumed = load(job_text("tokens = '64K'", other, local_batch_size))
 
     remaining = 400 * 4 // local_batch_size
     expected = [100 + remaining, None, 50, 100 * 4 // local_batch_size]
+
     assert read_lengths(resumed)[:4] == expected
+
     save_progress(120, 100 * 4 + 20 * local_batch_size)
     assert load(job_text("tokens = '64K'", other, local_batch_size)) == resumed
 

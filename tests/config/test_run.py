@@ -114,8 +114,10 @@ def test_values_that_follow_from_a_job_and_its_ranks(ranks, job, name, value):
         # One block less at both ends, as in the Llama 3 paper.
         ("405b", 8, "Interleaved1F1B", [7] + [8] * 14 + [7]),
         ("70b", 4, "1F1B", [20, 20, 21, 19]),
-        ("8b", 2, "1F1B", [16, 16]),  # 17 and 15 are faster, but rank 0 would take more memory
-        ("8b", 4, "1F1B", [8, 9, 9, 6]),  # rank 0 keeps the most microbatches in flight
+        # 17 and 15 are faster, but rank 0 would take more memory.
+        ("8b", 2, "1F1B", [16, 16]),
+        # Rank 0 keeps the most microbatches in flight.
+        ("8b", 4, "1F1B", [8, 9, 9, 6]),
     ],
 )
 def test_stages_balance_time_within_the_memory_of_an_even_split(flavor, degree, schedule, blocks):
@@ -125,13 +127,15 @@ def test_stages_balance_time_within_the_memory_of_an_even_split(flavor, degree, 
         f"parallelism.pipeline_parallel_schedule = '{schedule}'"
     )
     run = Run(JobConfig.model_validate(job), 2 * degree)
+
     assert list(map(len, run.stages)) == blocks
 
 
 PACKAGE = Path(schema.__file__).parents[1]
 # Rules do not count: to check a key is not to use it.
 UNREAD = {"config/schema.py", "rules.py", "checkpoint/job_diff.py", "torchtitan/migrate.py"}
-READ_BY_RULES = {"require_certificate"}  # it only decides whether a run may start
+# It only decides whether a run may start.
+READ_BY_RULES = {"require_certificate"}
 READ = {
     node.attr
     for path in PACKAGE.rglob("*.py")

@@ -144,7 +144,8 @@ class RankLoaders:
         self._values[rank] = value
         self._barrier.wait()
         gathered = [self._values[r] for r in range(self.size)]
-        self._barrier.wait()  # until all ranks have read the values of this call
+        # Until all ranks have read the values of this call.
+        self._barrier.wait()
         return gathered
 
     def batch(self):

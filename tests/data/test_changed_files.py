@@ -130,6 +130,7 @@ def test_data_that_fails_before_the_first_step_leaves_no_checkpoint(job, tmp_pat
         trainer.loader.prefetch = lambda num_batches: UserError("it cannot be read")
         with pytest.raises(UserError, match="it cannot be read"):
             trainer.train()
+
     assert not [*tmp_path.glob("run/checkpoint/step-*")]
 
 
@@ -161,6 +162,7 @@ def test_a_run_whose_worker_hangs_or_whose_file_changes_is_saved(
         shorten(tmp_path / "text.jsonl")
 
     output = "".join(process.communicate(timeout=240))
+
     assert process.returncode == code, output
     assert len(re.findall(reason, output)) == 1
     assert newest_checkpoint(out) == max(losses(out))
@@ -178,12 +180,15 @@ def test_a_run_that_a_bad_record_ends_resumes_if_such_records_are_skipped(job, t
 
     output = train(out, code=2)
     last = max(losses(out))
+
     assert 3 < last < 12
     assert newest_checkpoint(out) == last
     assert len(re.findall(BAD, output)) == 1
+
     reason = output[output.index(re.findall(rf"\S*{BAD}", output)[0]) :]
     assert (out / "train.log").read_text().endswith(as_logged(reason))
-    assert len(re.findall(BAD, train(out, code=2))) == 1  # it ends at the same step again
+    # It ends at the same step again.
+    assert len(re.findall(BAD, train(out, code=2))) == 1
     assert max(losses(out)) == last
 
     skip = ("--dataset.on_bad_record", "skip")
@@ -192,6 +197,7 @@ def test_a_run_that_a_bad_record_ends_resumes_if_such_records_are_skipped(job, t
 
     assert losses(out) == losses(whole)
     assert max(losses(out)) == 12
+
     skipped = re.findall(r"[Ss]kipped a record: \S*text\.jsonl, line (\d+)", output)
     assert len(set(skipped)) == len(skipped) == logged(out)[12]["skipped_records"] > 0
     assert {int(line) for line in skipped} <= set(bad_lines)

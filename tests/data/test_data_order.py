@@ -152,6 +152,7 @@ def test_sequences_and_states_are_the_same_on_any_layout_and_after_restarts(
             assert ranks.state() == state
         assert torch.equal(ranks.batch(), batches[step])
         assert ranks.state() == states[step]
+
     assert len(json.dumps(states[-1])) < 8000
 
 
@@ -187,7 +188,8 @@ def test_concat_predicts_each_token_exactly_once(tmp_path_factory, sizes, seq_le
     sequences = read_all(dataset, seq_len)
 
     for (_, before), (after, _) in itertools.pairwise(sequences):
-        assert before[-1] == after[0]  # the last token of a sequence begins the next one
+        # The last token of a sequence begins the next one.
+        assert before[-1] == after[0]
     for inputs, labels in sequences:
         assert all(label in (-100, token) for token, label in zip(inputs[1:], labels, strict=False))
     tokens = [sequences[0][0][0]]
@@ -212,12 +214,15 @@ def test_best_fit_cuts_only_documents_longer_than_a_sequence(tmp_path_factory, s
 
     # With the mask, each token of a document except the first is predicted once.
     num_labels = sum(label != -100 for _, labels in sequences for label in labels)
+
     assert num_labels == sum(lengths) - len(lengths)
+
     found = set()
     for inputs, labels in sequences:
         tokens = [*inputs, *(label for label in labels[-1:] if label >= 0)]
         for document in TOKENIZER.decode(tokens).split("<|begin_of_text|>"):
             found.add(document.split("<|end_of_text|>")[0])
+
     assert found.issuperset(
         text for text, length in zip(texts, lengths, strict=True) if length <= seq_len
     )
@@ -239,6 +244,7 @@ def test_documents_in_a_sequence_are_scored_independently(tmp_path, packing):
     dataset = jsonl_dataset(tmp_path, some_texts(60, words=40), packing=packing, document_mask=True)
     loader = make_loader(dataset, seq_len=96, local_batch_size=24)
     (micro,) = loader.next_global_batch().microbatches
+
     assert micro.document_ids is not None
 
     def sum_loss(logits, labels):
@@ -361,6 +367,7 @@ def test_changed_sources_cannot_resume(datasets, references, tmp_path):
 
     allowed = changed.model_copy(update={"on_change": "warn"})
     batch = RankLoaders(allowed, 1).load(state).batch()
+
     assert "<new" in TOKENIZER.decode(batch[:, 0].flatten().tolist())
 
 
@@ -371,6 +378,7 @@ def test_only_a_tokenizer_with_the_same_ids_can_resume(datasets, references, tmp
     same = load_tokenizer(TOKENIZER.path.with_suffix(".json"))
 
     RankLoaders(datasets["concat"], 1, tokenizer=same).load(state)
+
     with pytest.raises(UserError, match="tokenizer"):
         RankLoaders(datasets["concat"], 1, tokenizer=load_tokenizer(smaller)).load(state)
 
@@ -393,7 +401,8 @@ def test_tokens_and_epochs_of_each_source_count_all_ranks(tmp_path):
         ranks = RankLoaders(dataset, size)
         for step in range(8):
             ranks.batch()
-            if step == 3:  # saving and resuming in between makes no difference
+            # Saving and resuming in between makes no difference.
+            if step == 3:
                 state = ranks.state()
                 ranks = RankLoaders(dataset, size).load(state) if size == 2 else ranks
         stats += ranks.call(Loader.stats)
@@ -402,9 +411,12 @@ def test_tokens_and_epochs_of_each_source_count_all_ranks(tmp_path):
         assert all(other[key] == stats[0][key] for other in stats)
     a, b, unused = stats[0]["source_tokens"]
     total = 24 * 8 * 32
+
     assert stats[0]["source_tokens"] == {a: total // 4, b: total * 3 // 4, unused: 0}
+
     num_tokens = len(TOKENIZER.encode("".join(some_texts(40)))) + 40  # one EOS per text
     epochs = stats[0]["source_epochs"]
+
     # A document counts when it was read to its end, and each of the 32 streams is inside of one.
     assert epochs[a] == pytest.approx(total // 4 / num_tokens, abs=32 / 40)
     assert epochs[a] > epochs[b] > epochs[unused] == 0
@@ -424,4 +436,5 @@ def test_a_warning_reports_once_that_text_is_read_too_often(tmp_path, caplog, so
         epochs = max(loader.stats()["source_epochs"].values())
         assert len(caplog.records) == (epochs >= 4 and not max_epochs)
         loader.next_global_batch()
+
     assert epochs > 5

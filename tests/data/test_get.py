@@ -91,6 +91,7 @@ def test_a_dry_run_lists_files_and_downloads_none(hub, capsys):
     answer = get(capsys, hub, "fineweb-edu-10bt", "--dry-run")
     size = len(next(iter(hub.files[FINEWEB].values())))
     names = [f"sample/10BT/00{i}_00000.parquet" for i in range(2)]
+
     assert re.findall(r"^ *([\d,]+)  (\S+)$", answer, re.M) == [
         (f"{size:,}", name) for name in names
     ]
@@ -105,17 +106,20 @@ def test_a_folder_can_replace_the_hub_and_files_are_downloaded_once(hub, tmp_pat
         answer = run(capsys, "get", "data", "me/mine", "--from", origin, "--out", out)
         assert [path.name for path in Path(out).glob("[!.]*")] == ["train.jsonl"]
         assert f'source = "jsonl"\npath = "{out}/**/*.jsonl"' in answer
+
     assert hub.asked == [("train.jsonl", 0)]
 
 
 def test_a_download_resumes_after_a_broken_connection(hub, capsys):
-    content = b"a line\n" * 3_000_000  # the library resumes after whole blocks of 10 MB
+    # The library resumes after whole blocks of 10 MB.
+    content = b"a line\n" * 3_000_000
     hub.files["datasets/me/large"] = {"train.txt": content}
     hub.cut = "train.txt"
 
     get(capsys, hub, "me/large")
 
     (_, first), (_, second) = hub.asked
+
     assert first == 0 < second
     assert Path("data/large/train.txt").read_bytes() == content
 
@@ -126,11 +130,13 @@ def test_only_files_with_the_stated_checksum_are_kept_and_none_is_overwritten(hu
     hub.files["datasets/me/sums"] = {out.name: b"x" * size}
 
     hub.instead[out.name] = b"y" * size
+
     assert out.name in get(capsys, hub, "me/sums", code=2)
     assert not os.listdir(out.parent)
 
     hub.instead.clear()
     get(capsys, hub, "me/sums")
+
     assert out.read_bytes() == b"x" * size
 
     out.write_bytes(b"z" * size)
@@ -144,7 +150,8 @@ def test_a_stream_is_not_read_beyond_the_size_of_the_file(hub, capsys):
 
     assert "train.txt" in get(capsys, hub, "me/endless", code=2)
 
-    assert hub.sent < 32_000_000  # the client reads 10 MB at once, and sockets buffer some more
+    # The client reads 10 MB at once, and sockets buffer some more.
+    assert hub.sent < 32_000_000
     assert not os.listdir("data/endless")
 
 
@@ -179,14 +186,19 @@ def test_ctrl_c_stops_a_download_and_the_same_command_resumes_it(hub):
     first, hub.held = files
     words = f"{sys.executable} -P -m titanlite get data fineweb-edu-10bt --from {hub.url}".split()
     process = subprocess.Popen(words, stderr=subprocess.PIPE)
+
     assert hub.waits.wait(60)
+
     process.send_signal(signal.SIGINT)
     assert b"Traceback" not in process.communicate(timeout=60)[1]
     assert process.returncode == 130
+
     home = Path("data/fineweb-edu-10bt")
     second = hub.held
     hub.held = ""
+
     assert [*home.rglob("*.parquet")] == [home / first]
+
     subprocess.run(words, check=True, capture_output=True)
     assert [name for name, _ in hub.asked] == [first, second, second]
     assert all((home / name).read_bytes() == raw for name, raw in files.items())
@@ -244,6 +256,8 @@ def test_check_warns_that_a_run_trains_on_a_toy(tmp_path, monkeypatch, words, ex
     answer = run(capsys, *check)
 
     found = re.findall(r"titanlite get (data|tokenizer \S+)", answer)
+
     assert sorted(found) == sorted(expected)
+
     if steps := re.search(r"--training.steps (\d+)$", answer, re.MULTILINE):
         assert "titanlite get data" not in run(capsys, *check, "--training.steps", steps[1])

@@ -19,7 +19,8 @@ from titanlite.commands.data import show_step
 from titanlite.config.errors import UserError
 from titanlite.config.schema import Dataset, DataSource
 
-MARK = TOKENIZER.vocab_size - 1  # an id that no text contains
+# An id that no text contains.
+MARK = TOKENIZER.vocab_size - 1
 
 
 def make_document(number):
@@ -96,6 +97,7 @@ def test_data_show_prints_the_number_of_tokens_that_do_not_count(tmp_path):
     dataset = make_dataset("jsonl", tmp_path / "a.jsonl", **keys)
     shown = show_step(make_run(dataset, seq_len=64), 1, 0)
     num_ignored = len(TOKENIZER.encode("word " * 19)) + 1  # with EOS
+
     assert f"--- {num_ignored} of" in shown
 
 
@@ -108,6 +110,7 @@ def test_parquet_and_compressed_lines_have_the_same_labels(tmp_path):
     keys = {"loss_mask_column": "mask"}
     rows = RankLoaders(make_dataset("parquet", tmp_path / "a.parquet", **keys), 1).batch()
     lines = RankLoaders(make_dataset("jsonl", tmp_path / "*.gz", **keys), 1).batch()
+
     assert torch.equal(rows, lines)
     assert (rows == -100).any()
 

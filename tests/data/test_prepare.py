@@ -74,7 +74,8 @@ module.prepare(run, Path(sys.argv[2]), int(sys.argv[3]))
 
 @pytest.mark.slow
 def test_threads_and_kills_change_no_byte(tmp_path):
-    for i in range(3):  # parts that end within a shard
+    # Parts that end within a shard.
+    for i in range(3):
         write_jsonl(tmp_path / f"{i}.gz", TEXTS[i::3])
     text = make_dataset("jsonl", tmp_path / "*.gz")
     job = make_run(text).job.model_dump_json(exclude_none=True)
@@ -84,6 +85,7 @@ def test_threads_and_kills_change_no_byte(tmp_path):
         return subprocess.run(command, cwd=ROOT, check=False).returncode
 
     assert run("one", 1) == 0
+
     for last in ("shard-00000.bin", "shard-00004.idx"):
         assert run("killed", 2, last) == -signal.SIGKILL
     assert run("killed", 3) == 0
@@ -91,6 +93,7 @@ def test_threads_and_kills_change_no_byte(tmp_path):
     files = read_files(tmp_path / "one")
     assert read_files(tmp_path / "killed") == files
     assert len(files) > 10
+
     prepared = list(open_source(make_dataset("shards", tmp_path / "one")))
     texts = list(open_source(text))
     for i in permuted(np.arange(100), len(TEXTS), "some").tolist():
@@ -102,6 +105,7 @@ def test_sequences_from_shards_equal_those_from_the_text(dataset, shards):
     tokens = RankLoaders(make_dataset("shards", shards), 2, holdout=0.3)
 
     assert "3,000 documents" in tokens.loaders[0].describe()
+
     for _ in range(5):
         assert torch.equal(text.batch(), tokens.batch())
 
@@ -115,8 +119,10 @@ def test_bad_records_are_an_error_or_are_skipped(tmp_path, capsys):
     prepare(make_run(skipping), tmp_path / "out", 1)
 
     assert capsys.readouterr().out.count("kipped a record: ") == 3
+
     text = RankLoaders(skipping, 1, holdout=0.3)
     tokens = RankLoaders(make_dataset("shards", tmp_path / "out"), 1, holdout=0.3)
+
     assert torch.equal(text.batch(), tokens.batch())
 
 
@@ -128,12 +134,14 @@ def test_each_source_of_a_mixture_gets_its_own_folder(tmp_path):
     folders = prepare(make_run(mixture), tmp_path / "out", 2)
 
     assert folders == [tmp_path / "out" / "0-jsonl", tmp_path / "out" / "1-jsonl"]
+
     prepared = [
         DataSource(source="shards", path=str(folder), weight=weight)
         for folder, weight in zip(folders, (0.3, 1.0), strict=True)
     ]
     text = RankLoaders(mixture, 1).batch()
     tokens = RankLoaders(Dataset(sources=tuple(prepared), num_workers=0), 1).batch()
+
     # The sequences of the first source: sequential sources have another order than shards.
     assert sum(torch.equal(a, b) for a, b in zip(text, tokens, strict=True)) >= 5
 
@@ -219,6 +227,7 @@ def test_shards_are_read_only_with_a_tokenizer_that_gives_the_same_ids(shards, t
     smaller.write_bytes(TOKENIZER_PATH.read_bytes().rsplit(b"\n", 2)[0])
 
     RankLoaders(dataset, 1, tokenizer=same)
+
     with pytest.raises(UserError, match=r"another tokenizer .* than .*tokenizer\.model"):
         RankLoaders(dataset, 1, tokenizer=load_tokenizer(smaller))
 
@@ -233,6 +242,7 @@ def test_shards_of_version_1_are_read_without_a_holdout(shards, tmp_path):
     (old / "manifest.json").write_text(json.dumps(manifest))
 
     expected = RankLoaders(make_dataset("shards", shards), 1).batch()
+
     assert torch.equal(RankLoaders(make_dataset("shards", old), 1).batch(), expected)
     with pytest.raises(UserError, match=r"older titanlite.*Prepare it again"):
         RankLoaders(make_dataset("shards", old), 1, holdout=0.1)

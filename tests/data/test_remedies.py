@@ -52,7 +52,8 @@ def test_the_command_that_a_message_names_converts_the_file(
     source = ["--dataset.source", kind, "--dataset.path"]
     message = check(capsys, 2, *source, name)
     (command,) = re.findall("`([^`]+)`", message)
-    if not name.startswith("utf16"):  # of which json reads every line but the first
+    # Of which json reads every line but the first.
+    if not name.startswith("utf16"):
         assert "on_bad_record" not in message
     subprocess.run(command.replace("FILE", name).replace("NEW", "new"), shell=True, check=True)
 
@@ -68,6 +69,7 @@ def test_a_column_that_a_message_names_has_text(column, tmp_path, capsys):
     file.write_bytes(FILES[file.name])
     source = ["--dataset.source", "jsonl", "--dataset.path", file]
     message = check(capsys, 2, *source)
+
     assert re.search(rf"Set dataset.text_column to .*'{column}'", message)
     assert check(capsys, 0, *source, "--dataset.text_column", column)
 
@@ -77,6 +79,7 @@ def test_a_source_whose_records_are_all_skipped_is_an_error_with_the_reason(tmp_
     file.write_bytes(FILES[file.name])
     source = "--dataset.source jsonl --dataset.on_bad_record skip --dataset.path".split()
     message = check(capsys, 2, *source, file)
+
     assert "no field 'text'" in message
     assert "jq" in message
 
@@ -88,12 +91,15 @@ def test_a_holdout_without_a_document_names_one_that_has_enough(holdout, tmp_pat
     words = f"--dataset.source jsonl --dataset.path {file} --validation.freq 2".split()
     words.append("--validation.holdout")
     enough = re.search(r"validation.holdout to ([\d.]+)", check(capsys, 2, *words, holdout))
+
     assert enough
+
     check(capsys, 0, *words, enough[1])
 
 
 def test_models_of_the_hub_are_valid_flavors(capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # away from the outputs of earlier runs in the repository
+    # Away from the outputs of earlier runs in the repository.
+    monkeypatch.chdir(tmp_path)
     for name in ("meta-llama/Llama-3.2-1B", "Llama-3.2-1B", "llama-3.2-1b", "1B"):
         assert "OK" in check(capsys, 0, "--model.flavor", name)
 
@@ -142,4 +148,6 @@ def test_a_line_of_any_length_is_a_bad_record_and_takes_little_memory(suffix, tm
         check=True,
     )
     growth = int(done.stdout) / 1024
-    assert growth < 900  # MiB: 256 of the line are kept and copied; the whole line has 1,430
+
+    # MiB: 256 of the line are kept and copied; the whole line has 1,430.
+    assert growth < 900

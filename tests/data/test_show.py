@@ -117,13 +117,16 @@ def test_the_log_shows_share_size_and_epochs_of_each_source(tmp_path, caplog):
 
     assert re.match(rf" 37\.5%  shards .*/out: 200 documents, {num_tokens:,} tokens; ", of_shards)
     assert f"{0.375 * 100 * 8 * 32 / num_tokens:,.2f} epochs" in of_shards
+
     match = re.match(
         r" 62\.5%  jsonl .*/a\.jsonl: 200 documents, about ([\d,]+) tokens, ([\d.]+) bytes per",
         of_text,
     )
+
     assert match
     # Estimates from 64 of 200 documents.
     assert int(match[1].replace(",", "")) == pytest.approx(num_tokens, rel=0.1)
+
     bytes_per_token = sum(map(len, texts)) / (num_tokens - 400)
     assert float(match[2]) == pytest.approx(bytes_per_token, rel=0.1)
     assert not caplog.messages

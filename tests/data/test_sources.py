@@ -43,9 +43,12 @@ def test_python_stdlib_is_the_library_without_packages_and_tests():
 
     stdlib = sysconfig.get_paths()["stdlib"]
     names = [file.relative_to(stdlib).as_posix() for file in files]
+
     assert {"ast.py", "json/decoder.py", "asyncio/tasks.py"} <= set(names)
+
     folders = {folder for name in names for folder in name.split("/")}
     assert not folders & {"site-packages", "dist-packages", "test", "tests"}
+
     texts = [file.read_text(encoding="utf-8") for file in sorted(files)]
     assert list(open_source(Dataset())) == texts
 
@@ -80,6 +83,7 @@ def test_all_formats_of_the_same_texts_give_the_same_documents(tmp_path):
 
     for name in ("*.jsonl", "a.gz", "a.zst"):
         assert read_all("jsonl", tmp_path / name) == TEXTS
+
     assert read_all("parquet", tmp_path / "a.parquet") == TEXTS
     assert read_all("arrow", tmp_path / "one", text_column="body") == TEXTS
     assert read_all("arrow", tmp_path / "splits", split="held") == TEXTS
@@ -87,7 +91,8 @@ def test_all_formats_of_the_same_texts_give_the_same_documents(tmp_path):
 
 def test_a_repository_gives_the_same_documents_loaded_or_streamed(tmp_path):
     hub = write_hub(tmp_path / "hub", TEXTS)
-    (hub / "train--.jsonl").touch()  # a stream can begin with an empty file
+    # A stream can begin with an empty file.
+    (hub / "train--.jsonl").touch()
 
     loaded = read_all("huggingface", hub)
 
@@ -122,8 +127,10 @@ def test_large_text_files_are_cut_at_line_ends_or_else_between_characters(tmp_pa
 
     assert last == "file b\n"  # without its byte order mark
     assert "".join(parts) == text
+
     sizes = [len(part.encode()) for part in parts]
     assert max(sizes) <= 64 * 1024
+
     if "\n" not in line:
         assert min(sizes[:-1]) > 32 * 1024
     if len(line) == 100:
@@ -151,6 +158,7 @@ def test_a_bad_line_is_named_by_file_and_line(tmp_path, name):
     first, *messages, last = read_all("jsonl", file)
 
     assert first == last == "fine"
+
     for i, (message, reason) in enumerate(zip(messages, BAD_LINES.values(), strict=True)):
         assert f"{file}, line {2 * i + 3}: " in message
         assert reason in message
@@ -165,8 +173,10 @@ def test_a_bad_record_is_named_by_its_location(tmp_path):
         return read_all(source, tmp_path / name, **keys)[-1]
 
     assert "latin.txt, line 2: " in read_last("text", "latin.txt")
+
     problem = ": field 'text' must be a string"
     assert f"a.parquet, row group 0, row 2{problem}" in read_last("parquet", "a.parquet")
+
     streamed = read_last("huggingface", "hub", streaming=True)
     assert f"part 0, document 1{problem}" in streamed
     assert f"row 1{problem}" in read_last("huggingface", "hub")

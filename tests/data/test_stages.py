@@ -44,13 +44,15 @@ def test_stages_with_other_batch_sizes_read_the_same_sequences(tmp_path, packing
         ranks = RankLoaders(dataset, num_ranks).load(ranks.state())
 
     assert [len(batch) for batch in batches] == [8, 8, 16, 24, 24, 4, 4]
+
     sequences = torch.cat(batches)
     assert torch.equal(sequences, expected[: len(sequences)])
 
 
 SHARDED = "--parallelism.fsdp_min_num_params 0"
 VALIDATED = "--validation.freq 3 --validation.holdout 0.2"
-RUNS = {  # last steps of the starts, options
+# Last steps of the starts, options.
+RUNS = {
     "whole": (["8"], SHARDED),
     "resumed": (["5", "8"], SHARDED),
     "pipeline": (["8"], f"{VALIDATED} --parallelism.pipeline_parallel_degree 2"),
@@ -101,6 +103,7 @@ def test_the_plot_of_the_schedule_fits_the_terminal(tmp_path, monkeypatch, capsy
 
     lines = capsys.readouterr().out.split("learning rate")[1].split("\n")
     assert max(map(len, lines)) <= columns
+
     first_line = {title.strip(): below for title, below in pairwise(lines)}
     assert first_line["global batch size"] == "       8 |  ████"
     assert first_line["share of text LICENSE"] == "     75% |     ███████"

@@ -107,6 +107,7 @@ def test_each_format_holds_out_the_same_documents(tmp_path):
         splits.append((trained, find_numbers(validation.batches())))
 
     trained, held_out = splits[0]
+
     assert splits[1] == splits[0]
     assert trained | held_out == set(range(len(TEXTS)))
     assert not trained & held_out

@@ -39,6 +39,7 @@ ANY_TEXT = st.lists(
 def test_both_formats_give_equal_ids_and_the_text_back(text):
     ids = BOTH[0].encode(text)
     assert max(ids, default=0) < 3840  # no text contains special tokens
+
     for tokenizer in BOTH:
         assert tokenizer.encode(text) == ids
         assert tokenizer.decode(ids) == text
@@ -57,6 +58,7 @@ def test_both_formats_split_characters_runs_and_programs_in_the_same_way():
     texts.append("line\n" * 100_000 + "\n \n  x\r\n\r\n y\n\n=====\n\n\n1")
     for text in texts:
         assert model.encode(text) == other.encode(text)
+
     assert model.encode("a\ud800b") == model.encode("a\ufffdb")
 
 
@@ -79,6 +81,7 @@ def test_fingerprints_of_checkpoints_and_shards_stay_known(tmp_path):
     assert [found[:14] for found in model.fingerprints] == ["ids:cbc823eb5a", "e8f9d8852a8b9f"]
     assert other.fingerprints[1].startswith("1b4abe1e931d046d")
     assert not model.is_known_as(other.fingerprint)
+
     for tokenizer in BOTH:
         for fingerprint in (*tokenizer.fingerprints, model.fingerprint):
             assert tokenizer.is_known_as(fingerprint)
@@ -107,6 +110,7 @@ def test_fingerprints_of_checkpoints_and_shards_stay_known(tmp_path):
 def test_a_file_that_is_not_a_tokenizer_is_an_error_that_names_it(tmp_path, name, content):
     shutil.copy(JSON, tmp_path)
     (tmp_path / name).write_bytes(content)
+
     with pytest.raises(UserError) as error:
         load_tokenizer(tmp_path / name.replace("_config", ""))
     assert str(tmp_path / name) in str(error.value)
@@ -125,10 +129,13 @@ def test_a_tokenizer_that_is_not_a_regular_file_in_its_folder_is_an_error(tmp_pa
         (folder / "1").write_text('{"bos_token": null, "eos_token": {"content": "<|eot_id|>"}}')
     config = model / "tokenizer_config.json"
     config.symlink_to("../../../1")
+
     with pytest.raises(UserError, match="is a link to"):
         load_tokenizer(model / "tokenizer.json")
+
     config.unlink()
     config.symlink_to("../../blobs/1")  # as in Hugging Face's cache
+
     assert load_tokenizer(model / "tokenizer.json").eos_id == 3849
 
 
@@ -172,7 +179,8 @@ def test_an_exported_tokenizer_reads_hostile_text_as_training_does(tmp_path, pat
     for text in HOSTILE_TEXTS:
         ids = theirs(text, add_special_tokens=False)["input_ids"]
         assert ids == load_tokenizer(path).encode(text)
-    if path == MODEL:  # the converted tokenizer adds BOS, as training does
+    # The converted tokenizer adds BOS, as training does.
+    if path == MODEL:
         assert theirs("a")["input_ids"][0] == theirs.bos_token_id == 3840
 
 
@@ -204,9 +212,12 @@ def test_training_a_tokenizer_twice_writes_the_same_files(keys, tmp_path, capsys
     size = len("".join(TEXTS).encode())
     tokens = sum(len(load_tokenizer(one / "tokenizer.model").encode(text)) for text in TEXTS)
     printed = capsys.readouterr().out
+
     assert f"200 documents ({size:,} bytes, {size / tokens:.2f} per token)" in printed
+
     job = tomli.loads(printed[printed.rindex("[tokenizer]") :])
     path = str(two / "tokenizer.json")
+
     assert job == {"tokenizer": {"path": path}, "model": {"vocab_size": 640}}
 
 
@@ -217,6 +228,7 @@ def test_both_files_of_a_trained_tokenizer_give_the_same_ids(keys, tmp_path):
 
     for tokenizer in both:
         assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == (600, 344, 345)
+
     assert both[0].decode([344 + i for i in range(256)]) == "".join(llama3_special_tokens())
 
     @settings(max_examples=200, deadline=None)
@@ -235,6 +247,7 @@ def test_a_tokenizer_is_not_overwritten_and_too_little_text_is_an_error(tmp_path
     for size, out, said in ((600, "made", "tokenizer.json"), (100000, "out", "100,000")):
         assert train(*keys, "--vocab-size", size, "--out", tmp_path / out) == 2
         assert said in capsys.readouterr().err
+
     assert [file.read_text() for file in (tmp_path / "made").iterdir()] == ["mine"]
 
 

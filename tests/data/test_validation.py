@@ -26,7 +26,8 @@ def read_sequences(*validation_sets):
         inputs = torch.cat([batch.input_ids for batch in batches])
         labels = torch.cat([batch.labels for batch in batches])
         ranks.append(torch.stack([inputs, labels], dim=1))
-    in_order = torch.stack(ranks, dim=1).flatten(0, 1)  # fails if a rank has fewer sequences
+    # Fails if a rank has fewer sequences.
+    in_order = torch.stack(ranks, dim=1).flatten(0, 1)
     return [sequence for sequence in in_order if (sequence[1] != -100).any()]
 
 
@@ -53,9 +54,11 @@ def test_sequences_and_counts_are_the_same_on_any_number_of_ranks(dataset, size,
     assert torch.equal(torch.stack(found), torch.stack(expected))
     assert len(expected) == one.num_sequences == 20
     assert one.num_tokens == sum((sequence[1] != -100).sum() for sequence in expected)
+
     for part in many:
         assert (part.num_tokens, part.num_bytes) == (one.num_tokens, one.num_bytes)
     assert torch.equal(torch.stack(read_sequences(one)), torch.stack(expected))  # read again
+
     has_mask = [batch.document_ids is not None for batch in one.batches()]
     assert has_mask == [holdout > 0] * 7
 
@@ -65,6 +68,7 @@ def test_bytes_and_tokens_are_those_of_the_whole_text(dataset):
 
     # BOS and EOS represent no text, and the first token is not predicted.
     assert validation_set.num_bytes == sum(len(text.encode()) for text in TEXTS)
+
     num_tokens = sum(len(TOKENIZER.encode(text)) + 2 for text in TEXTS)
     assert validation_set.num_tokens == num_tokens - 1
 
@@ -78,8 +82,10 @@ def test_training_reads_all_documents_except_those_held_out(dataset):
     trained = find_documents(batch.microbatches[0].input_ids[0].tolist() for batch in loader)
 
     assert not set(held_out) & set(trained)
-    assert len(held_out) + len(trained) >= 398  # the first and the last one can be cut
-    assert 40 < len(held_out) < 120  # 80 are expected; five standard deviations are 40
+    # The first and the last one can be cut.
+    assert len(held_out) + len(trained) >= 398
+    # 80 are expected; five standard deviations are 40.
+    assert 40 < len(held_out) < 120
 
 
 def test_a_mixture_is_divided_by_weight(dataset, tmp_path):
@@ -93,5 +99,6 @@ def test_a_mixture_is_divided_by_weight(dataset, tmp_path):
         make_validation(read_file(dataset, sequences=2), dataset),
         make_validation(read_file(other, sequences=6), dataset),
     ]
+
     assert mixture.num_tokens == sum(part.num_tokens for part in alone)
     assert mixture.num_bytes == sum(part.num_bytes for part in alone)

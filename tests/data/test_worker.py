@@ -46,12 +46,17 @@ def test_workers_change_no_sequence_and_no_state(tmp_path, size, num_workers):
 
     for _ in range(6):
         assert torch.equal(ranks.batch(), alone.batch())
+
     assert len(find_workers()) == size * num_workers
-    for worker in find_workers():  # they ignore signals that are meant for the trainer
+
+    # They ignore signals that are meant for the trainer.
+    for worker in find_workers():
         for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
             os.kill(worker, name)
     state = ranks.state()
+
     assert state == alone.state()  # prefetched batches do not count
+
     expected = alone.batch()
     assert torch.equal(ranks.batch(), expected)
     assert torch.equal(ranks.load(state).batch(), expected)  # prefetched batches are discarded
@@ -76,9 +81,11 @@ def test_a_worker_that_dies_is_reported_with_the_cause(tmp_path, is_truncated):
     os.kill(worker, signal.SIGCONT)
 
     cause = r"a\.jsonl has changed" if is_truncated else r"data worker \(process \d+\) .*SIGKILL"
+
     with pytest.raises(UserError, match=cause) as error:
         list(loader)
     assert error.value.exit_code == (2 if is_truncated else 1)
+
     loader.close()
     assert not find_workers()
 
@@ -105,11 +112,14 @@ loader.next_global_batch()
 def test_workers_end_with_their_trainer_even_in_a_busy_loop(tmp_path, number):
     command = [sys.executable, "-c", BUSY, str(ROOT / "tests/data"), str(tmp_path)]
     trainer = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT)
+
     assert trainer.stdout is not None
     assert trainer.stdout.readline() == b"started\n"
+
     wait_until(lambda: find_workers(trainer.pid))
     workers = find_workers(trainer.pid)
-    time.sleep(2.0)  # until they tokenize the text that takes forever
+    # Until they tokenize the text that takes forever.
+    time.sleep(2.0)
 
     trainer.send_signal(number)
     trainer.wait()
@@ -126,4 +136,5 @@ def test_a_worker_whose_trainer_is_killed_at_once_prints_nothing(setup):
     done = subprocess.run(command, input=setup, stdout=pipe, stderr=subprocess.PIPE, cwd=ROOT)
 
     assert not done.stderr
+
     os.close(pipe)

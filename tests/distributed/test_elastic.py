@@ -38,13 +38,15 @@ def test_the_curve_does_not_depend_on_the_layout(tmp_path):
     moved = tmp_path / "moved"
     for last, ranks, options in LEGS:
         train(moved, ranks, f"--training.steps {last} {options}")  # ends with a save
+
     assert list(losses(moved)) == list(range(1, 13))
     assert losses(moved) == pytest.approx(losses(straight), abs=1e-5)
 
 
 def test_uneven_shards_of_tensor_parallelism_and_fsdp_are_saved_and_loaded(tmp_path):
     uneven = (
-        "--model.vocab_size 4105 --model.n_kv_heads 2"  # tensor ranks have 2,053 and 2,052 rows
+        # Tensor ranks have 2,053 and 2,052 rows.
+        "--model.vocab_size 4105 --model.n_kv_heads 2"
     )
     moved = tmp_path / "moved"
     batch = f"{uneven} {ONE_SEQUENCE} --training.global_batch_size 6"
@@ -52,6 +54,7 @@ def test_uneven_shards_of_tensor_parallelism_and_fsdp_are_saved_and_loaded(tmp_p
     tensor = "--parallelism.tensor_parallel_degree 2"
     for last, ranks, options in ((2, 1, ""), (4, 6, tensor), (6, 1, "")):
         train(moved, ranks, f"{batch} --training.steps {last} {options}")
+
     assert losses(moved) == pytest.approx(losses(straight), abs=1e-5)
 
 
@@ -66,9 +69,11 @@ def test_a_pipeline_that_validates_first_resumes_exactly(tmp_path):
     train(resumed, 2, options)
 
     assert losses(resumed) == losses(straight)
+
     last, again = (
         read_manifest(folder / "checkpoint" / "step-00000004")["files"]
         for folder in (straight, resumed)
     )
+
     # .metadata contains a random number.
     assert {name for name in last if last[name] != again[name]} <= {".metadata"}

@@ -33,7 +33,8 @@ LONG = "TITANLITE_KILLS" in os.environ
 RANDOM_KILLS = int(os.environ.get("TITANLITE_KILLS", "4"))  # over all of LAYOUTS
 SEED = int(os.environ.get("TITANLITE_KILL_SEED", "0"))
 
-FULL: list[str] = []  # files of this process that found no room
+# Files of this process that found no room.
+FULL: list[str] = []
 LAYOUTS = [(1, "disabled"), (1, "async"), (2, "disabled"), (2, "async")]
 SAMPLE = LAYOUTS if LONG else LAYOUTS[1:3]
 DEALT = [
@@ -177,16 +178,19 @@ def test_killed_at_the_points_of_a_save(tmp_path, layout, references):
         out = run.die(point.format(last=layout[0] - 1))
         assert not unfinished or f"Removed the unfinished {unfinished[0].name}" in out
         if point == "during_purge:0":
-            saved = max(saved, 2) + 2  # the second checkpoint makes the first one superfluous
+            # The second checkpoint makes the first one superfluous.
+            saved = max(saved, 2) + 2
         elif point == "after_rename:0":
             saved += 2
         # A checkpoint is complete or does not exist.
         complete = [folder / manifest.step_folder_name(saved)] if saved else []
         assert manifest.list_checkpoints(folder) == complete
         unfinished = manifest.list_unfinished(folder)
-        if point.endswith(":0"):  # else rank 0 may have noticed that a save failed
+        # Else rank 0 may have noticed that a save failed.
+        if point.endswith(":0"):
             assert len(unfinished) == (point != "after_rename:0"), unfinished
     out = run.finish("full_disk:0")
+
     assert f"Saving step {saved + 2} FAILED (OSError: [Errno 28] No space left on device)" in out
     assert_undisturbed(run, references(layout[0]))
 
@@ -197,7 +201,8 @@ def test_killed_at_random_moments(tmp_path, layout, references):
     reference, generator = references(layout[0]), random.Random(SEED + number)
     kills, runs, wanted = 0, 0, (RANDOM_KILLS + number) // len(LAYOUTS)
     while kills < wanted:
-        runs += 1  # a run can end before it is killed
+        # A run can end before it is killed.
+        runs += 1
         run = Run(tmp_path / f"run-{runs}", *layout)
         while kills < wanted and run.die_after(generator.uniform(0.3, 1.0) * reference.seconds):
             kills += 1

@@ -69,6 +69,7 @@ def test_a_rank_that_is_stopped_after_a_save_is_reported_while_the_others_wait(
 ):
     options = "--comm.train_timeout_seconds 20 --checkpoint.timeout_seconds 200"
     launcher = launch("stop_after_save", 2, tmp_path, options)
+
     assert launcher.stderr is not None
 
     lines = []

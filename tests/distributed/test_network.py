@@ -103,6 +103,7 @@ def test_a_run_on_one_node_opens_no_port_that_another_can_reach(tmp_path):
     finally:
         run.send_signal(signal.SIGTERM)
         assert run.wait(timeout=120) == 75, (tmp_path / "log").read_text()
+
     assert found  # gloo's own
     assert all(is_loopback(address) for address in found)
 
@@ -128,7 +129,9 @@ def test_a_crash_on_one_node_restarts_all_and_a_signal_to_one_saves_and_stops_al
         cluster = f"NGPU=1 NNODES=2 NODE_RANK={number} MASTER_ADDR=127.0.0.1 MASTER_PORT="
         assert f"To resume: {cluster}" in said
         assert " MAX_RESTARTS=1 titanlite launch --job.config_file job.toml" in said
-        assert "frame #" not in said  # no C++ stack of the agent, whose store may end before it
+        # No C++ stack of the agent, whose store may end before it.
+        assert "frame #" not in said
+
     assert "failed first: SIGKILL" in said  # of the second node
 
 
@@ -143,6 +146,7 @@ def test_a_run_continues_without_a_node_that_is_lost(tmp_path):
         running[0].send_signal(signal.SIGTERM)
         assert running[0].wait(120) == 75
     steps = list(losses(tmp_path / "out"))
+
     assert steps == list(range(1, len(steps) + 1))
 
 
@@ -211,4 +215,5 @@ def test_a_node_that_waits_logs_what_is_missing(tmp_path):
     run = launch(tmp_path, NGPU="1", NODE_RANK="1", **cluster)
     with killed_at_the_end([run]):
         said = wait_for("nothing answers at 127.0.0.1", tmp_path, [run])
+
     assert "1 to 2 nodes" in said

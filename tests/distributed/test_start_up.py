@@ -26,8 +26,10 @@ pytestmark = [
 ]
 TRIALS = int(os.environ.get("TITANLITE_START_UPS", "1"))
 SEED = int(os.environ.get("TITANLITE_KILL_SEED", "0"))
-MARK = "TITANLITE_TRIAL"  # a variable that all processes of a trial inherit
-PATIENCE = 60.0  # seconds until the last one has ended, which may have a step to finish and to save
+# A variable that all processes of a trial inherit.
+MARK = "TITANLITE_TRIAL"
+# Seconds until the last one has ended, which may have a step to finish and to save.
+PATIENCE = 60.0
 OURS = str(Path(titanlite.__file__).parent)
 
 
@@ -36,7 +38,8 @@ def alive(trial: str) -> list[int]:
     mark = f"{MARK}={trial}\0".encode()
     found = []
     for folder in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
+        # It has ended, or belongs to another user.
+        with contextlib.suppress(OSError):
             if folder.name.isdecimal() and mark in (folder / "environ").read_bytes():
                 found.append(int(folder.name))
     return found
@@ -66,7 +69,8 @@ def test_the_first_two_seconds_of_a_run_leave_nothing_behind(number, tmp_path):
         # Ctrl-C reaches all processes of a terminal.
         os.killpg(launcher.pid, number) if number == signal.SIGINT else launcher.send_signal(number)
         _, said = launcher.communicate(timeout=PATIENCE)
-        if "Traceback" not in said or OURS in said:  # else Ctrl-C interrupted Python's own start
+        # Else Ctrl-C interrupted Python's own start.
+        if "Traceback" not in said or OURS in said:
             codes = (75, 128 + number, -number)
             assert launcher.returncode in codes, f"{trial}: {launcher.returncode}\n{said}"
             assert "Traceback" not in said, f"{trial}\n{said}"

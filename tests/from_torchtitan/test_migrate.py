@@ -125,6 +125,7 @@ def test_each_key_of_torchtitan_is_in_one_table_and_an_error_names_its_equivalen
         if theirs not in list_keys():
             assert ours in describe_unknown_name(JobConfig, theirs).problem, theirs
     keys = [*tables.EQUIVALENT, *tables.CONVERTED, *tables.WITHOUT]
+
     assert len(keys) == len({*keys})
     assert {*tables.EQUIVALENT.values(), *tables.DEFAULTS} <= list_keys().keys()
 
@@ -135,6 +136,7 @@ def test_job_files_of_torchtitan_pass_the_check_and_each_key_is_carried_over_or_
     old = flatten(tomli.loads(JOBS[name])).keys()
     added = {key.partition(" = ")[0] for key in result.added}
     lost = {key for keys in result.lost.values() for key in keys}
+
     assert old - {*result.renamed, *lost, "quantize.linear"} - added <= new.keys()
 
     Path("new.toml").write_text(result.text)
@@ -142,8 +144,10 @@ def test_job_files_of_torchtitan_pass_the_check_and_each_key_is_carried_over_or_
     tokenizer.parent.mkdir(parents=True)
     shutil.copy(PACKAGE / "assets/tokenizer" / f"tokenizer{tokenizer.suffix}", tokenizer)
     run = load_run(["--job.config_file", "new.toml"], 1 if name.startswith("0.2") else 8)
+
     assert run.job.float8.enable is run.job.compile.enable is name.startswith("0.1")
     assert run.job.dataset.document_mask is ("varlen" in name)
+
     expected = (8.0, "0.2") if name.startswith("0.2") else (1.0, "0.1")
     assert (run.arch.rope_scaling_factor, result.version) == expected
 
@@ -161,7 +165,9 @@ def test_a_flavor_is_the_same_model(model, flavor, version):
     found = asdict(build_architecture(JobConfig.model_validate(tomli.loads(result.text)).model))
     wanted = asdict(tables.TORCHTITAN_FLAVORS[model][flavor])
     wanted["rope_scaling_factor"] = 8.0 if (model, version) == ("llama3", "0.2") else 1.0
+
     assert found.pop("max_seq_len") >= 16384
+
     different = {key: value for key, value in found.items() if wanted[key] != value}
     assert different in ({}, {"vocab_size": 4096})
 
@@ -298,7 +304,8 @@ def test_keys_of_torchtitan_are_converted(theirs, ours):
     assert {key: found.get(key) for key in expected} == expected
 
 
-LOST = [  # what cannot be carried over, and words of the reason
+# What cannot be carried over, and words of the reason.
+LOST = [
     ('checkpoint.initial_load_path = "a/step-5"', "titanlite import --torchtitan"),
     ("checkpoint.load_step = 5", "titanlite run resumes from"),
     ('model.converters = ["quantize.grouped_mm.mx"]', "only float8.enable"),
@@ -321,16 +328,21 @@ def test_what_has_no_equivalent_is_named_with_the_reason(text, reason):
 def test_the_command_writes_a_whole_file_or_prints_it(capsys):
     old, new = Path("old.toml"), Path("made/new.toml")
     old.write_text("[training]\ndataset_path = 'data'\n[checkpoint]\ninitial_load_path = ''")
+
     assert cli.main(["migrate", "old.toml"]) == 0
-    report = capsys.readouterr().err  # of each key of the old file, and of no other
+
+    # Of each key of the old file, and of no other.
+    report = capsys.readouterr().err
     assert "training.dataset ->" not in report
     assert "checkpoint.initial_load_path" in report
+
     old.write_text(OF_02)
     assert cli.main(["migrate", "old.toml", "--out", "made/new.toml"]) == 0
     assert tomli.loads(new.read_text()) == tomli.loads(EXPECTED)
     assert os.listdir("made") == ["new.toml"]
     assert "  model.hf_assets_path -> tokenizer.path\n" in capsys.readouterr().out
     assert cli.main(["migrate", "old.toml", "--torchtitan-version", "0.1"]) == 0
+
     out, report = capsys.readouterr()
     assert tomli.loads(out) == tomli.loads(f"{EXPECTED}model.rope_scaling_factor = 1.0")
     assert "Left out:" in report

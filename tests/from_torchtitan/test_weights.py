@@ -29,7 +29,8 @@ ARCH = Architecture(
     **SIZES, vocab_size=64, max_seq_len=8192, rope_theta=10000.0, rope_scaling_factor=8.0
 )
 TOKENS = torch.randint(0, 64, (2, 300), generator=torch.Generator().manual_seed(1))
-TOLERANCE = 1e-5  # of logits of about 4: the channels of a head are added in another order
+# Of logits of about 4: the channels of a head are added in another order.
+TOLERANCE = 1e-5
 
 
 def weights() -> dict[str, Tensor]:
@@ -126,12 +127,16 @@ def test_the_logits_are_torchtitans(kind, factor, steps, tmp_path):
         assert len(list((steps / kind).glob("*.distcp"))) == 2
     (tmp_path / "job.toml").write_text("[model]\nrope_theta = 10000.0")
     job = ["--job.config_file", str(tmp_path / "job.toml"), *model_words(factor)]
+
     assert main(["import", "--torchtitan", str(steps / kind), "--out", str(tmp_path), *job]) == 0
+
     model = Llama(checkpoint_weights(tmp_path / "step-00000000").arch)
     assert (model.arch.rope_scaling_factor, model.arch.vocab_size) == (factor, 64)
+
     load_model_weights(tmp_path, model)
     with torch.no_grad():
         torch.testing.assert_close(model(TOKENS), logits(factor), rtol=0, atol=TOLERANCE)
+
     assert not torch.allclose(logits(8.0), logits(1.0), atol=100 * TOLERANCE)
 
 
@@ -161,7 +166,8 @@ def refused(capsys: pytest.CaptureFixture[str], folder: Path, *words: str) -> st
     return answer
 
 
-WRONG = [  # the checkpoint, the job, and words of the answer
+# The checkpoint, the job, and words of the answer.
+WRONG = [
     ("0.2", [], "--job.config_file"),
     ("0.2", ["--flavor", "8B"], "--flavor"),
     (
@@ -176,7 +182,8 @@ WRONG = [  # the checkpoint, the job, and words of the answer
         "0.1",
         model_words(1.0, n_heads=2, n_kv_heads=1),
         "n_heads",
-    ),  # the frequencies in it are for heads of another width
+        # The frequencies in it are for heads of another width.
+    ),
     ("0.1", model_words(8.0), "torchtitan 0.1"),
     ("0.2", model_words(1.0), "torchtitan 0.2"),
 ]
@@ -192,14 +199,16 @@ class Hostile:
         return (Path.touch, (Path("run-by-the-index"),))
 
 
-BROKEN = [  # a file, and what becomes of its content
+# A file, and what becomes of its content.
+BROKEN = [
     (".metadata", lambda raw: pickle.dumps(Hostile(), protocol=4)),
     (".metadata", lambda raw: raw.replace(b"__0_0.distcp", b"../_0.distcp")),
     ("__0_0.distcp", lambda raw: raw[:-4000]),
     (
         "__0_0.distcp",
         lambda raw: raw[:-200] + bytes(200),
-    ),  # the last tensor's, in the place of its archive
+        # The last tensor's, in the place of its archive.
+    ),
 ]
 
 
@@ -211,15 +220,18 @@ def test_damage_is_answered_in_words_and_nothing_is_made(
     save("theirs", "weights")
     file = Path("theirs") / name
     file.write_bytes(change(file.read_bytes()))
+
     assert "theirs" in refused(capsys, Path("theirs"), *model_words())
     assert not Path("run-by-the-index").exists()
 
 
 def test_folders_without_a_torchtitan_checkpoint_are_rejected(steps, tmp_path, capsys):
     assert ".metadata" in refused(capsys, tmp_path, *model_words())
+
     words = ["--torchtitan", str(steps / "0.2"), "--out", str(tmp_path), *model_words()]
     assert main(["import", *words]) == 0
     assert "titanlite checkpoint" in refused(capsys, tmp_path / "step-00000000", *model_words())
+
     hf = f"import --hf {tmp_path} --out {tmp_path}/p --model.flavor 8b"
     assert main(hf.split()) == 2
     assert "--torchtitan" in capsys.readouterr().err

@@ -240,6 +240,7 @@ def test_a_damaged_file_is_rejected_or_loaded_correctly(kind, names, load, count
             if kind == "hf":
                 assert_transformers_agrees(folder, number)
         shutil.copy(original, folder)
+
     assert 0 < num_loaded < count
 
 
@@ -284,7 +285,8 @@ def toml_mutant(file: Path, number: int) -> bytes:
     changed = mutant(json.dumps(job).encode(), number, is_json=True)
     try:
         return tomlkit.dumps(json.loads(changed)).encode("utf-8", "surrogatepass")
-    except (ValueError, RecursionError, AttributeError):  # no JSON any more, or no TOML
+    # No JSON any more, or no TOML.
+    except (ValueError, RecursionError, AttributeError):
         return changed
 
 
@@ -303,4 +305,5 @@ def test_a_damaged_job_file_is_rejected_or_a_valid_job(count, tmp_path, monkeypa
     for number in range(count):
         Path("mutant.toml").write_bytes(toml_mutant(files[number % len(files)], number))
         num_valid += ends_well(number, check)
+
     assert 0 < num_valid < count  # the mutants reach different checks

@@ -21,7 +21,8 @@ from torch._dynamo.utils import counters
 from titanlite.load_run import load_run
 from titanlite.train.trainer import Trainer
 
-gpu = ctypes.CDLL("libcuda.so.1")  # the ghost GPU with the race detector
+# The ghost GPU with the race detector.
+gpu = ctypes.CDLL("libcuda.so.1")
 mark = gpu.ghost_mark
 WARM_STEPS, STEPS = 3, 2
 
@@ -75,7 +76,8 @@ def main(jobs: Path, out: Path) -> None:
             found[name] = {"error": traceback.format_exc()}
             if dist.is_initialized():
                 dist.destroy_process_group()
-        gc.collect()  # of what the job leaves: its memory would be a part of the next one's
+        # Of what the job leaves: its memory would be a part of the next one's.
+        gc.collect()
         torch.cuda.empty_cache()
     out.with_name(f"{out.name}.{rank}").write_text(json.dumps(found, indent=1))
 

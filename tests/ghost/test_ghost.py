@@ -32,7 +32,8 @@ FLOAT8 = f"{COMPILED} --float8.enable --float8.min_features 0 --float8.recipe_na
 GATHER8 = "--float8.enable_fsdp_float8_all_gather --float8.precompute_float8_dynamic_scale_for_fsdp"
 DOCUMENTS = "--dataset.document_mask"
 VARLEN = f"{DOCUMENTS} --dataset.packing best_fit --model.attention_backend varlen"
-LARGE = "--parallelism.fsdp_min_num_params 60000"  # each block, and the output, is a group of FSDP
+# Each block, and the output, is a group of FSDP.
+LARGE = "--parallelism.fsdp_min_num_params 60000"
 SAVERS, MUON = f"{LARGE} --parallelism.memory_savers all", f"{LARGE} --optimizer.name Muon"
 # 4 microbatches of 2 ranks
 EACH = "--training.global_batch_size 16 --parallelism.fsdp_reduce microbatch"
@@ -214,12 +215,14 @@ def test_a_step_runs_and_neither_waits_nor_compiles_anew(taken, ranks: int, name
         assert launches(rank["events"]) > 100
         if (
             name == "fsdp"
-        ):  # one segment for gathers and one for small tensors; gradients are in the main stream
+            # One segment for gathers and one for small tensors; gradients are in the main stream.
+        ):
             assert rank["of other streams"] <= 22 * 2**20
         waits = [event for event in rank["events"] if re.match("wait|copy .*pageable", event)]
         if name.startswith(
             "offload"
-        ):  # the CPU waits for the gradients of each microbatch, and for the loss
+            # The CPU waits for the gradients of each microbatch, and for the loss.
+        ):
             microbatches = 4 if "each" in name else 1
             parameters = 4 * 9 + 3
             assert waits == ["wait event"] * STEPS * (microbatches * parameters + 1)
@@ -236,6 +239,7 @@ def test_a_plan_says_what_the_allocator_says(tmp_path, name: str):
     files = ["--results", str(tmp_path / "results.json"), "--out", str(tmp_path / "page.md")]
     ghost("python", "benchmarks/planner.py", "--only", name, *files)
     (found,) = json.loads((tmp_path / "results.json").read_text()).values()
+
     assert found["planned"] == pytest.approx(found["allocated"], rel=0.03)
     assert found["planned_reserved"] == pytest.approx(found["reserved"], rel=0.05)
 
@@ -246,14 +250,15 @@ STEPS = 2  # measured: see steps.py
 C, MATRICES, NORMS, EMBEDDING = 256, 2 * 256 * (256 + 128) + 3 * 256 * 640, 2 * 256, 4096 * 256
 BLOCKS = 4 * (MATRICES + NORMS)
 WHOLE = BLOCKS + 2 * EMBEDDING + C
-TOKENS = 2 * 128  # of a rank, in a microbatch
-PART = (
-    2 * TOKENS * C // 2
-)  # bf16 bytes of half of the hidden states, between blocks of tensor parallelism
+# Of a rank, in a microbatch.
+TOKENS = 2 * 128
+# Bf16 bytes of half of the hidden states, between blocks of tensor parallelism.
+PART = 2 * TOKENS * C // 2
+# By FSDP: blocks, norm twice, bf16; gradients fp32.
 GATHERED, REDUCED = (
     2 * (WHOLE + BLOCKS + C) // 2,
     4 * WHOLE // 2,
-)  # by FSDP: blocks, norm twice, bf16; gradients fp32
+)
 FSDP = {("all_gather", 2): GATHERED, ("reduce_scatter", 2): REDUCED}
 # Keys and values of a rank's positions, gathered in the forward pass; their gradients come back.
 CONTEXT_PART = 4 * 2 * 2 * (TOKENS // 2) * 128
@@ -273,7 +278,8 @@ TRAFFIC = {
     },
     (2, "hsdp"): {("all_reduce", 2): 4 * WHOLE + 32},
     (4, "hsdp"): FSDP | {("all_reduce", 2): REDUCED, ("all_reduce", 4): 32},
-    (2, "accumulation"): {  # of two microbatches; the output stays gathered between them
+    # Of two microbatches; the output stays gathered between them.
+    (2, "accumulation"): {
         ("all_gather", 2): 2 * (2 * EMBEDDING + EMBEDDING + 4 * C + 4 * BLOCKS) // 2,
         ("reduce_scatter", 2): REDUCED,
         ("all_reduce", 2): 32,
@@ -281,7 +287,8 @@ TRAFFIC = {
     (
         2,
         "fp8 all-gather",
-    ): {  # a byte for each element of a block's matrices, and a scale for each of 28 matrices
+        # A byte for each element of a block's matrices, and a scale for each of 28 matrices.
+    ): {
         ("all_gather", 2): (2 * (2 * EMBEDDING + 2 * C) + 2 * 4 * (MATRICES + 2 * NORMS)) // 2,
         ("reduce_scatter", 2): REDUCED,
         ("all_reduce", 2): 32 + 28 * 4,
@@ -362,7 +369,8 @@ def test_each_entry_trains_saves_and_resumes_what_another_left(tmp_path):
         staged = sum(
             int(size) for size in re.findall(r"^copy device pinned (\d+)$", events, re.MULTILINE)
         )
-        assert staged >= 3 * 4 * WHOLE  # weights and two moments, through pinned memory
+        # Weights and two moments, through pinned memory.
+        assert staged >= 3 * 4 * WHOLE
     generate = [
         "--checkpoint",
         str(tmp_path / "run"),
@@ -373,6 +381,7 @@ def test_each_entry_trains_saves_and_resumes_what_another_left(tmp_path):
         "--temperature",
         "0",
     ]
+
     assert "def" in ghost("python", "-m", "titanlite", "generate", *generate)
 
 
@@ -383,7 +392,9 @@ def test_each_of_four_pinned_async_saves_completes(tmp_path):
     ghost("python", "-m", "titanlite", "train", *options, log=tmp_path / "log")
 
     saved = [path.name for path in sorted((tmp_path / "run/checkpoint").iterdir())]
+
     assert saved == [f"step-0000000{step}" for step in (1, 2, 3, 4)]
+
     ghost("python", "-m", "titanlite", "verify", str(tmp_path / "run"))
 
 
@@ -425,10 +436,13 @@ def test_the_loop_opens_no_socket_and_waits_for_nothing_between_logged_steps(tmp
     ghost(*launch, *words, ranks=2, log=tmp_path / "log", plugins=tmp_path)
 
     assert [(tmp_path / f"sockets.{rank}").read_text() for rank in range(2)] == ["", ""]
+
     steps = [re.findall(r"^mark begin\n(.*?)mark end$", log.read_text(), re.MULTILINE | re.DOTALL)
              for log in tmp_path.glob("log.*")]  # fmt: skip
     found = [step for (step,) in filter(None, steps)]
+
     assert len(found) == 2
+
     for step in found:
         assert step.count("copy device pinned 8\n") == 5
         assert not re.search("^wait|pageable", step, re.MULTILINE)
@@ -440,7 +454,9 @@ def test_no_step_is_skipped_because_of_what_memory_holds(tmp_path):
     read = "--validation.freq 2 --validation.holdout 0.1 --samples.freq 3 --samples.prompts def"
     saved = f"--checkpoint.async_mode async_with_pinned_mem --job.dump_folder {tmp_path}"
     words = f"{SMALL} {compared} {read} {saved} --training.steps 6".split()
+
     assert "Finished after step 6" in ghost("python", "-m", "titanlite", "launch", *words, ranks=2)
+
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()]
     assert [line["skipped_steps"] for line in lines] == [0] * 6
 
@@ -452,6 +468,7 @@ def test_a_model_that_does_not_fit_is_explained(tmp_path):
     said = ghost(
         "python", "-m", "titanlite", "train", *words, gib=0.5, code=1, log=tmp_path / "log"
     )
+
     assert "Out of memory at step 1" in said
     assert "The plan: " in said
     assert "Traceback" not in said

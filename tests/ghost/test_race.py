@@ -85,5 +85,6 @@ def test_a_run_that_saves_and_rolls_back_has_no_race(tmp_path: Path, name: str):
 
     logs = [path.read_text() for path in tmp_path.glob("race.*")]
     is_complete = re.compile(r"^SUMMARY.* allocations \d{4}", re.MULTILINE)
+
     assert len(list(filter(is_complete.search, logs))) == 2
     assert not [log for log in logs if "ALARM" in log]

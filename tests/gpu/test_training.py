@@ -5,9 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-os.environ.setdefault(
-    "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-)  # before cuBLAS is used: sums in one order
+# Before cuBLAS is used: sums in one order.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import pytest
 import torch
@@ -77,6 +76,7 @@ def test_float8_learns_as_bf16_does(tmp_path, recipe):
         tmp_path, f"{EACH_STEP} --float8.enable --float8.recipe_name {recipe}"
     ) as trainer:
         found = losses(trainer, 20)
+
     assert found != expected
     # FP8 keeps 3 bits of a mantissa, and errors of a sum of 256 products mostly cancel. Sums are
     # compared because a sequence of rare tokens differs more. Measured: 0.006.
@@ -95,6 +95,7 @@ def test_resume_is_bitwise_equal_to_an_uninterrupted_run(tmp_path, mode):
     with training(tmp_path, options) as trainer:
         assert trainer.steps_done == 3
         found = losses(trainer, 3), weights(trainer)
+
     assert found[0] == expected[0]
     assert all(torch.equal(a, b) for a, b in zip(found[1], expected[1], strict=True))
 

@@ -14,7 +14,8 @@ from titanlite.hooks.ema import Ema
 from titanlite.model.formats import hf_name
 
 pytestmark = pytest.mark.slow
-STARTS = {  # each goes on after the one before; the first has no average
+# Each goes on after the one before; the first has no average.
+STARTS = {
     2: "--ema.decay 0",
     4: "--parallelism.fsdp_min_num_params 0",
     6: "--parallelism.tensor_parallel_degree 2",
@@ -26,7 +27,8 @@ STARTS = {  # each goes on after the one before; the first has no average
 def train(folder: str) -> None:
     words = "--model.n_kv_heads 2 --lr_scheduler.decay_ratio 0 --checkpoint.interval 1 --checkpoint.keep_latest_k 0"
     for until, layout in STARTS.items():
-        saved_name = "Ema" if until == 4 else "ema"  # the first is that of an earlier version
+        # The first is that of an earlier version.
+        saved_name = "Ema" if until == 4 else "ema"
         layout = (
             f"--training.steps {until} {'' if 'ema' in layout else '--ema.decay 0.75'} {layout}"
         )
@@ -60,10 +62,14 @@ def test_the_average_is_exact_on_any_layout_and_is_what_other_commands_take(tmp_
         load_file(tmp_path / "hf" / "model.safetensors"),
         load_checkpoint(out).model.arch,
     )
+
     assert all(
         torch.equal(exported[hf_name(arch, name)], average) for name, average in averages.items()
     )
+
     words = "eval", "--data", tmp_path / "text.txt", "--json", "--checkpoint"
     said = [titanlite(*words, out, *more).splitlines()[-1] for more in ((), ("--ema",))]
+
     assert said[0] != said[1]
+
     titanlite(*words, out / "checkpoint" / "step-00000002", "--ema", code=2)

@@ -89,7 +89,9 @@ def skipping(folder: str, layouts: list[str]) -> dict[str, dict[int, bool]]:
 def test_a_step_with_a_gradient_that_is_not_finite_changes_nothing_on_any_layout(tmp_path, layouts):
     ranks = run_ranks(2, skipping, str(tmp_path), layouts)
     unchanged = {1: True, 2: False, 3: True, 4: True, 5: False}
+
     assert ranks == [dict.fromkeys(layouts, unchanged)] * 2
+
     for name in layouts:
         out = tmp_path / name / "out"
         assert {step: line["skipped_steps"] for step, line in logged(out).items()} == {
@@ -143,6 +145,7 @@ def spiking(folder: str) -> dict[str, dict[int, bool]]:
 def test_a_spike_is_named_or_skipped_by_a_history_that_a_resume_continues(tmp_path):
     ranks = run_ranks(2, spiking, str(tmp_path))
     assert ranks == [{"warn": {7: False, 8: False}, "skip": {7: True, 8: False}}] * 2
+
     for policy in ranks[0]:
         lines = logged(tmp_path / policy / "out")
         assert [(line["spikes"], line["skipped_steps"]) for line in lines.values()][-1] == (
@@ -176,7 +179,8 @@ def rolled_back(folder: str) -> tuple[list[list[int]], list[bool], str]:
         ) as trainer:
             trainer.train()
         states.append(saved.states)
-    for until, decay in (("6", "0"), ("9", "0.5")):  # the checkpoint to go back to has no averages
+    # The checkpoint to go back to has no averages.
+    for until, decay in (("6", "0"), ("9", "0.5")):
         more = "--ema.decay", decay, "--training.steps", until
         with small_trainer(f"{folder}/late", Fault({7: 1e6}), *options, *more) as trainer:
             trainer.train()
@@ -200,14 +204,18 @@ def test_a_spike_takes_the_weights_back_and_the_data_between_is_passed_over(tmp_
         "09",
         "10",
     ]
+
     whole, parts = (logged(tmp_path / start / "out")[12] for start in ("whole", "parts"))
     numbers = ("loss", "grad_norm", "tokens", "roll_backs", "spikes")
+
     assert [whole[key] for key in numbers] == [parts[key] for key in numbers]
     assert [whole[key] for key in numbers[2:]] == [12 * 4 * 64, 1, 1]
+
     late = [
         load_checkpoint(tmp_path / "late/out/checkpoint/step-00000007", ema=ema)
         for ema in (True, False)
     ]
+
     assert all(map(torch.equal, *(each.model.state_dict().values() for each in late)))
 
 
@@ -265,6 +273,7 @@ def test_exclude_from_loading_drops_only_what_it_names_also_when_a_run_goes_back
 ):
     run_ranks(2, excluding, str(tmp_path))
     log = (tmp_path / "fsdp" / "out" / "train.log").read_text()
+
     assert re.findall("Not loaded from (.*) \\(", log) == [
         *["step-00000004: optimizer"] * 2,
         "step-00000005: hooks",
@@ -343,17 +352,18 @@ def corrupted(folder: str) -> list[str]:
 def test_a_flipped_bit_ends_the_run_unsaved_and_the_rank_is_named(tmp_path):
     ranks = run_ranks(4, corrupted, str(tmp_path))
     assert ranks == [ranks[0]] * 4
+
     hybrid, tensor = ranks[0]
     assert re.search(r"ffn_norm.* differs on rank 3 \(", hybrid)
-    assert re.search(
-        r"ffn_norm.* differs on rank 2 \(.*, rank 3 \(", tensor
-    )  # nobody knows which of two is right
+    # Nobody knows which of two is right.
+    assert re.search(r"ffn_norm.* differs on rank 2 \(.*, rank 3 \(", tensor)
     assert all(error.startswith("Step 4:") for error in ranks[0])
     assert [path.name for path in tmp_path.glob("*/out/checkpoint/step-*")] == ["step-00000002"] * 2
 
 
 def test_too_many_skipped_steps_in_a_row_end_the_run_also_across_a_resume(tmp_path):
     [said], second = run_ranks(2, stopped, str(tmp_path))
+
     assert [said] == second
     assert "2 consecutive steps" in said
     assert "lower optimizer.lr, set training.max_norm, or raise" in said
@@ -364,15 +374,19 @@ def test_too_many_skipped_steps_in_a_row_end_the_run_also_across_a_resume(tmp_pa
 
 
 @pytest.mark.parametrize(
-    "lr", [2e-3, 1e30]
-)  # with the second, the weights after step 1 give no number
+    "lr",
+    [2e-3, 1e30],
+    # With the second, the weights after step 1 give no number.
+)
 def test_a_replayed_step_has_the_bits_of_the_logged_one_also_if_it_was_skipped(tmp_path, lr: float):
     out = tmp_path / "out"
     words = f"--training.steps 4 --checkpoint.interval 2 --optimizer.lr {lr} --training.max_norm 0".split()
     words += ["--optimizer.name", "SGD"]
     start_small(out, *words, ranks=2).ends_with(0)
     files = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()}
+
     assert logged(out)[4]["skipped_steps"] == (0 if lr < 1 else 3)
+
     for step in (1, 4):
         said = titanlite("replay", out, "--step", step, "--json", ranks=2)
         found = json.loads(said.splitlines()[-1])
@@ -380,6 +394,7 @@ def test_a_replayed_step_has_the_bits_of_the_logged_one_also_if_it_was_skipped(t
         assert found["now"]["loss"] == logged(out)[step]["loss"] or found["now"]["loss"] == "nan"
         assert "changed since" not in said
         assert (f"Skipped step {step} " in said) == (step == 4 and lr > 1)
+
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()} == files
 
 
@@ -414,4 +429,5 @@ def test_a_slow_rank_is_named_once_and_by_a_collective_that_is_read_a_line_later
     events = [json.loads(line) for line in (tmp_path / "out" / "events.jsonl").open()]
     for words in (r"data 1e\+03 s a step", r"product"):
         (found,) = [event for event in events if re.match(rf"Rank 1 \(.*{words}", event["text"])]
-        assert (found["event"], found["step"]) == ("straggler", 9)  # lines of the steps 1, 3 and 6
+        # Lines of the steps 1, 3 and 6.
+        assert (found["event"], found["step"]) == ("straggler", 9)

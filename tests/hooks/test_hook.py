@@ -67,6 +67,7 @@ def test_a_hook_is_called_in_one_order_on_all_ranks(tmp_path, delay: int):
     """On a GPU requests are sent a step earlier, and take effect after the same step."""
     first, second = run_ranks(2, follow, str(tmp_path), delay)
     assert first == second
+
     step = ("before_step", "gradients", "before_update", "updated", "after_step")
     assert first == [
         *[("built", None), ("started", 0), ("train_begins", 0), ("validated", 0)],
@@ -87,8 +88,10 @@ def test_a_hook_is_called_in_one_order_on_all_ranks(tmp_path, delay: int):
             ("close", None),
         ],
     ]
+
     saved = sorted(path.name for path in (tmp_path / "out" / "checkpoint").glob("step-*"))
     assert saved == ["step-00000002", "step-00000003", "step-00000004"]
+
     lines = logged(tmp_path / "out").values()
     assert [(line["skipped_records"], line["mine"]) for line in lines] == [
         (7, 0.5),
@@ -159,7 +162,9 @@ def test_a_stopped_run_calls_check_and_act_once_after_its_last_step(tmp_path):
 def test_the_early_stopping_hook_of_the_docs_ends_a_run_with_exit_code_0(tmp_path, monkeypatch):
     page = (Path(__file__).parents[2] / "docs" / "reference" / "plugin_hooks.md").read_text()
     block = re.search(r'```python title="my_early_stopping.py"\n(.*?)```', page, flags=re.DOTALL)
+
     assert block is not None
+
     (tmp_path / "my_early_stopping.py").write_text(block[1])
     monkeypatch.syspath_prepend(str(tmp_path))
 
@@ -183,6 +188,7 @@ def test_the_early_stopping_hook_of_the_docs_ends_a_run_with_exit_code_0(tmp_pat
 
     # Step 0 has the best loss. The validations of steps 1 to 3 do not lower it, which ends step 4.
     step, text = finish_event(tmp_path / "out")
+
     assert step == 4
     assert "stopped improving" in text
 
@@ -230,6 +236,7 @@ def test_two_hooks_of_a_class_keep_their_state_and_a_renamed_one_is_reported(
     tmp_path,
 ):
     assert run_ranks(1, tally, str(tmp_path)) == [[[4, 4], [40, 40], [1, 1]]]
+
     log = (tmp_path / "out" / "train.log").read_text()
     assert re.findall(r" hooks .*: (\w+)$| hooks, .*: (\w+)$", log, flags=re.M) == [
         ("one", ""),

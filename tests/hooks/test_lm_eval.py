@@ -91,6 +91,8 @@ def test_every_layout_scores_tasks_as_its_checkpoint_does_and_training_does_not_
         said = titanlite("eval", "--checkpoint", out, *words).splitlines()
         score = next(json.loads(line) for line in said if line.startswith("{"))
         assert found[6]["rolling/bits_per_byte"] == pytest.approx(score["bits_per_byte"], rel=1e-5)
+
     assert losses(tmp_path / "none") == losses(tmp_path / "data_parallel_shard")
+
     for name in ("written", "unknown"):  # before the start
         assert name in start_small(tmp_path / name, *WORDS, *evaluation.split(), name).ends_with(2)

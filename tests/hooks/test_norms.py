@@ -52,7 +52,8 @@ def test_all_layouts_measure_the_same_and_training_does_not_notice(tmp_path):
             "loss",
             "grad_norms",
             "update_ratios",
-        ):  # sums of fp32 products in another order; measured: 2e-7
+            # Sums of fp32 products in another order; measured: 2e-7.
+        ):
             assert spread[step][key] == pytest.approx(entry[key], rel=1e-5)
         assert spread[step]["source_tokens"] == entry["source_tokens"]
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -60,9 +61,11 @@ def test_all_layouts_measure_the_same_and_training_does_not_notice(tmp_path):
     board = EventAccumulator(str(tmp_path / "both" / "tb"))
     board.Reload()
     tags = board.Tags()["histograms"]
+
     assert {*tags} == {
         f"grad_norms/{group}" for group in GROUPS if "." in group or "_norm" in group
     }
+
     # the largest of the two blocks' norms is at least that of the group divided by the root of 2
     for tag in tags:
         norm = spread[4]["grad_norms"][tag.removeprefix("grad_norms/")]
@@ -129,4 +132,5 @@ def test_a_skipped_step_reports_no_update(tmp_path):
     reported = {
         step: {*entry.get("update_ratios", ())} for step, entry in logged(tmp_path / "out").items()
     }
+
     assert reported == {1: set(), 2: GROUPS, 3: set(), 4: GROUPS}

@@ -53,29 +53,37 @@ def test_a_run_has_the_traces_of_its_schedule_and_the_numbers_of_a_run_without(
     """Its disk is full at the first trace, which ends no run."""
     start_small(tmp_path / "plain", ranks=2).ends_with(0)
     said = start_small(tmp_path / "profiled", *ALL, ranks=2, before=fill_disk_once).ends_with(0)
+
     assert said.count("No space left on device") == 2
     assert "aten::mm" in said
+
     plain, profiled = logged(tmp_path / "plain"), logged(tmp_path / "profiled")
     for name in ("loss", "grad_norm", "tokens"):
         assert [line[name] for line in plain.values()] == [line[name] for line in profiled.values()]
     folder = tmp_path / "profiled" / "profile"
+
     assert sorted(path.name[:20] for path in folder.iterdir()) == [
         "step-00000012-rank-0",
         "step-00000012-rank-1",
     ]
+
     (file,) = folder.glob("step-00000012-rank-1-*.trace.json.gz")
     trace = json.loads(gzip.decompress(file.read_bytes()))
+
     assert trace["distributedInfo"]["rank"] == 1
+
     ranges = [event["name"] for event in trace["traceEvents"]]
     assert sum(name.startswith("ProfilerStep#") for name in ranges) == 2
     assert {"data", "forward", "loss", "backward", "clipping", "optimizer", "[memory]"} <= {*ranges}
+
     events = [json.loads(line) for line in (tmp_path / "profiled" / "events.jsonl").open()]
     assert [event["step"] for event in events if event["event"] == "profile"] == [12]
+
     start_small(tmp_path / "profiled", *ALL, "--checkpoint.load_step", "5", ranks=2).ends_with(0)
-    assert (
-        len([*folder.glob("step-00000012-rank-0-*")]) == 2
-    )  # an earlier profile of the step is kept
-    assert not [*folder.glob("step-00000006-*")]  # its cycle began before this start
+    # An earlier profile of the step is kept.
+    assert len([*folder.glob("step-00000012-rank-0-*")]) == 2
+    # Its cycle began before this start.
+    assert not [*folder.glob("step-00000006-*")]
 
 
 @pytest.mark.slow
@@ -99,6 +107,7 @@ def test_the_commands_of_the_page_do_what_it_says(command: str, tmp_path, monkey
         )
         assert profile["operators"]["aten::mm"] > 0
         said = profile["table"]
+
     assert "Self CPU" in said
     assert re.search(r"s a step, [\d,]+ tokens/s, [\d.]+ GiB", said)
     assert re.search(r"aten::mm +[\d.]+%", said)
@@ -128,4 +137,5 @@ def test_a_gpus_memory_is_written_on_the_schedule_and_where_it_was_not_enough(
         path.name.rpartition("-rank-0-")[0]
         for path in (tmp_path / "profile").glob("*.memory.pickle")
     )
+
     assert written == ["out-of-memory", "step-00000002"]

@@ -36,13 +36,16 @@ def test_a_start_says_what_has_changed_since_the_one_before(tmp_path):
 
     assert "Training starts from scratch\n" in starts(2)
     assert "changed" not in start_event(out)
+
     said = starts(3)
     assert "Training starts after step 2\n" in said
-    assert said.count("training.steps") == 1  # by the comparison with the checkpoint
+    # By the comparison with the checkpoint.
+    assert said.count("training.steps") == 1
     assert start_event(out)["changed"] == ["job.training.steps: 2 -> 3"]
 
     before = json.loads((out / "environment.json").read_text())
     assert before == start_event(out)["record"]
+
     before |= {"hosts": ["node1"], "world_size": 64}
     before["packages"] |= {"torch": "2.0"}
     before["data"]["tokenizer"] = "another"
@@ -62,11 +65,15 @@ def test_a_start_says_what_has_changed_since_the_one_before(tmp_path):
         *(f"data.jsonl {tmp_path}/text.jsonl: ", "data.tokenizer: another -> "),
     ):
         assert any(line.startswith(beginning) for line in changed)
+
     assert "    world_size: 64 -> 1" in (out / "train.log").read_text()
+
     (out / "environment.json").write_text('{"python": "3.11", "packages": {}}')
     assert "Training starts after step 3\n" in starts(3)
+
     (out / "tb").write_text("in the way")
     said = start_small(*words, 3, "--metrics.enable_tensorboard").ends_with(2)
+
     assert f"{out}/tb" in said
     assert "Traceback" not in said
 
@@ -78,7 +85,9 @@ def test_in_a_clone_code_has_the_commit_and_whether_a_file_differs_from_it(tmp_p
     (package / "module.py").write_text("x = 1\n")
     (package / ".#module.py").symlink_to("someone@machine.1234")  # an editor's lock
     before = describe_code(package)
+
     assert list(before) == ["files"]
+
     git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@x"]
     for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "first"]):
         subprocess.run([*git, *words], check=True)
@@ -86,10 +95,14 @@ def test_in_a_clone_code_has_the_commit_and_whether_a_file_differs_from_it(tmp_p
         [*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
     ).stdout.strip()
     monkeypatch.setenv("GIT_DIR", "/nowhere")
+
     assert describe_code(package) == before | {"commit": commit}
+
     (package / "module.py").write_text("x = 2\n")
     after = describe_code(package)
+
     assert after["commit"] == f"{commit}-dirty"
     assert after["files"] != before["files"]
+
     monkeypatch.setenv("PATH", "")
     assert describe_code(package) == {"files": after["files"]}

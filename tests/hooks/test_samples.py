@@ -43,14 +43,17 @@ def test_each_prompt_is_completed_every_few_steps_with_the_text_of_generate(
 ):
     folder, samples = alone
     prompts = ["def f", "import os, sys", ""]
+
     assert [(line["step"], line["prompt"]) for line in samples] == [
         (step, p) for step in (4, 8, 12) for p in prompts
     ]
     assert all(line["tokens"] == 6 or line["end"] == "document" for line in samples)
     assert "sample after step 8: def f" in (folder / "train.log").read_text()
+
     words = ("--checkpoint", folder, "--temperature", 0, "--max-new-tokens", 6, "--json")
     said = titanlite("generate", *words, "--prompt", samples[-2]["prompt"])
     found = next(json.loads(text) for text in said.splitlines() if text.startswith("{"))
+
     assert found == {name: samples[-2][name] for name in found}
 
 
@@ -68,10 +71,12 @@ def test_training_does_not_notice_and_neither_does_a_resume(
         "--samples.freq",
         0,
     )
+
     assert losses(tmp_path / "none") == losses(folder)  # bitwise
     assert not (tmp_path / "none" / "samples.jsonl").exists()
     assert trained(job, folder, "--checkpoint.load_step", 5) == samples
     assert losses(folder) == losses(tmp_path / "none")
+
     aside = (folder / "archived-1" / "samples.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in aside] == [8] * 3 + [12] * 3
 
@@ -85,4 +90,5 @@ def test_every_layout_writes_the_same_text(
 ):
     words = [f"--parallelism.{degree}_parallel_degree", 2]
     batch = ["--training.local_batch_size", 1, "--training.global_batch_size", 4]
+
     assert trained(job, tmp_path, *words, *batch, ranks=ranks) == alone[1]

@@ -61,6 +61,7 @@ def test_a_wrong_job_is_rejected_at_once_without_torch_or_a_folder(tmp_path):
     assert ended.returncode == 2
     assert "3 mistakes:" in ended.stderr
     assert "Traceback" not in ended.stderr
+
     imported = {line.rpartition("|")[2].strip() for line in ended.stderr.splitlines()}
     assert "titanlite.cli" in imported
     assert "torch" not in imported
@@ -118,7 +119,8 @@ def test_the_first_failure_is_reported_once_and_ends_all_ranks(mishap, code, beg
     assert ended.stderr.startswith(begin)
     assert ended.stderr.endswith(end)
     assert ended.stderr.count("Traceback") == (mishap in ("crash", "hang"))
-    assert time.monotonic() - started < 25  # torch's agent waits 30 s for the others
+    # Torch's agent waits 30 s for the others.
+    assert time.monotonic() - started < 25
 
 
 def start(command: list[str], mishap: str) -> Any:
@@ -164,7 +166,8 @@ def test_a_launcher_that_was_stopped_names_the_rank_that_failed_first(command, t
     (tmp_path / "go").touch()
     while not all(is_zombie(pid) for pid in ranks):
         time.sleep(0.05)
-    time.sleep(1)  # the launcher must not take the end of the pause for the end of rank 1
+    # The launcher must not take the end of the pause for the end of rank 1.
+    time.sleep(1)
     launcher.send_signal(signal.SIGCONT)
 
     _, errors = launcher.communicate(timeout=30)
@@ -196,13 +199,16 @@ def test_hangs_crashes_and_restarts_are_events_and_cannot_control_a_terminal(com
     ended = run(*command, "hostile", MAX_RESTARTS="1")
 
     assert ended.returncode == 9
+
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").open()]
     assert [event["event"] for event in events] == ["hang", "failure", "restart", "hang", "failure"]
+
     log = (tmp_path / "run.log").read_text()
     for text in (ended.stderr, log, "\n".join(event["text"] for event in events)):
         assert "a tensor\\x1b[2J named" in text
         assert "To go on: outputs/\\x1b]0;mine\\x07" in text
         assert text.replace("\n", "").isprintable()
+
     # Each line is an event or continues one.
     assert all(re.match(r"\[\d{4}-|    ", line) for line in log.splitlines())
 
@@ -224,11 +230,14 @@ def test_a_child_in_a_busy_loop_does_not_outlive_its_killed_parent():
     )
     parent: Any = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
     child = int(parent.stdout.readline())
-    os.kill(child, signal.SIGTERM)  # from a scheduler, which means the parent
+    # From a scheduler, which means the parent.
+    os.kill(child, signal.SIGTERM)
 
     parent.kill()
 
-    assert parent.stdout.read() == b""  # ends when the child, which also has it, is gone
+    # Ends when the child, which also has it, is gone.
+    assert parent.stdout.read() == b""
+
     parent.wait()
 
 
@@ -258,7 +267,9 @@ def test_a_pod_saves_before_it_is_evicted_and_passes_on_other_exit_codes(
         stdout=subprocess.PIPE,
         env={**os.environ, "RANK": "0"},
     )
+
     assert pod.stdout.readline() == b"ready\n"
+
     if is_evicted:
         pod.send_signal(signal.SIGTERM)
 
@@ -276,9 +287,11 @@ def test_the_slurm_sample_trains_only_on_the_given_data(tmp_path):
     script = ("bash", REPOSITORY / "scripts/slurm/train.sbatch", "job.toml", "a b")
 
     assert run(*script, **variables).returncode > 0  # no tokenizer
+
     output = run(*script, "t.json", "--training.seed", "1", **variables).stdout
 
     options = "--dataset.source shards --dataset.path a b --tokenizer.path t.json --training.seed 1"
+
     assert output == f"first --job.config_file job.toml {options}\n"
 
 
@@ -294,6 +307,7 @@ def test_the_skypilot_sample_starts_the_launcher_of_a_node_and_mirrors_checkpoin
     ended = run("bash", "-c", task["run"], **variables, SKYPILOT_NODE_IPS="first\nsecond")
 
     launcher, *options = ended.stdout.split()
+
     assert launcher == "first,1/2"
     assert load_job(options).checkpoint.mirror == "s3://MIRROR"
 
@@ -346,8 +360,11 @@ def test_setup_installs_once_and_again_when_something_has_changed(clone):
     check("pyproject.toml", "two", ".[dev]")
     check("pyproject.toml", "three", ".[dev]")
     before = count_installs(clone)
-    set_up(clone)  # the development tools include the rest
+    # The development tools include the rest.
+    set_up(clone)
+
     assert count_installs(clone) == before
+
     check("constraints.txt", "torch==2.14.1")
 
     # An interrupted installation is repeated, and so is that of a moved folder.
@@ -358,6 +375,7 @@ def test_setup_installs_once_and_again_when_something_has_changed(clone):
     set_up(clone)
     moved = clone.rename(clone.with_name("moved"))
     set_up(moved)
+
     assert count_installs(moved) == before + 4
 
 
@@ -366,6 +384,7 @@ def test_setup_installs_the_versions_of_the_constraints_file(clone):
     set_up(clone, TITANLITE_CONSTRAINTS="")
 
     pinned, free = (clone / "installs").read_text().splitlines()
+
     assert "pip install --progress-bar off" in pinned
     assert "--constraint constraints.txt" in pinned
     assert "--constraint" not in free
@@ -374,12 +393,14 @@ def test_setup_installs_the_versions_of_the_constraints_file(clone):
 def test_setup_prints_large_downloads_and_errors_but_not_each_package(clone):
     (clone / "large").touch()
     lines = set_up(clone).splitlines()
+
     assert "Downloading torch-2.13.0-py3-none-any.whl (822.1 MB)" in lines
     assert len(lines) < 5
 
     (clone / "broken").touch()
     (clone / "pyproject.toml").write_text("changed")
     errors = set_up(clone)
+
     assert "ERROR: No matching distribution\nthe last line of the error\n" in errors
     assert "Collecting" not in errors
 
@@ -414,10 +435,12 @@ def test_setup_without_a_network_uses_the_packages_of_a_python_that_has_all(
     ended = run(*command, PYTHON=python, PIP_NO_INDEX="1", PYTHONPATH=packages)
 
     assert ended.returncode == code, ended.stderr
+
     if code:
         assert "titanlite needs tyro" in ended.stderr
         return
     assert f"Using the packages of {sys.prefix}" in ended.stderr
+
     imports = run(
         offline_clone / ".venv/bin/python", "-P", "-c", "import titanlite.launch, torchao"
     )

@@ -77,6 +77,7 @@ def test_a_pipeline_splits_the_bounds_of_its_microbatches(job_file):
     options = f"{DOCUMENTS} {PATTERN} {ONE_SEQUENCE} --parallelism.pipeline_parallel_degree 2"
     for backend in ("varlen", "auto"):
         start_titanlite("train", *words(job_file, backend, options), ranks=2).ends_with(0)
+
     assert results(job_file, "varlen") == results(job_file, "auto")
 
 
@@ -84,6 +85,7 @@ def test_the_choice_of_auto_is_logged_and_saved(job_file):
     train(job_file, "auto", DOCUMENTS)
     folder = job_file.with_name("auto")
     config = tomli.loads((folder / "config.toml").read_text())
+
     assert config["model"]["attention_backend"] == "sdpa"
     assert "Attention backend: sdpa" in (folder / "train.log").read_text()
 
@@ -125,5 +127,6 @@ def test_a_plan_counts_the_same_work_for_document_bounds(job_file, mode, compile
         attention = [work for work in trace.work if len(work.shape) == 5]
         flops.append(sum(work.flops for work in attention if work.phase == "forward"))
         peaks.append(trace.peak)
+
     assert flops[0] == flops[1] > 0
     assert peaks[1] == pytest.approx(peaks[0], rel=0.05)

@@ -133,21 +133,28 @@ def test_logits_and_gradients_are_those_of_transformers(tmp_path, changes, first
     positions = torch.arange(first, first + 200)
     found = ours(tokens, positions if first else None)
     expected = theirs(tokens, position_ids=positions[None]).logits
+
     assert_close(found, expected)
+
     weight = torch.randn(found.shape, generator=generator)
     for logits in (found, expected):
         (logits * weight).sum().backward()
     gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+
     assert gradients.keys() == {hf_name(arch, name) for name, _ in ours.named_parameters()}
+
     for name, parameter in ours.named_parameters():
         assert_close(parameter.grad, gradients[hf_name(arch, name)])
 
     exported: dict[str, Any] = hf_config(arch, "float32")
+
     assert architecture_from_hf(exported) == arch
+
     twin = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(**exported), attn_implementation="eager"
     )
     assert type(twin).__name__ == exported["architectures"][0]
+
     twin.load_state_dict(theirs.state_dict())
     assert_close(twin(tokens, position_ids=positions[None]).logits, expected)
 
@@ -159,6 +166,7 @@ def test_every_key_that_transformers_writes_is_known(family):
     keys = BASE | FAMILIES.get(family, {})
     rope = {"full_attention": dict(LLAMA3)} if family == "olmo3" else dict(LLAMA3)
     written = AutoConfig.for_model(**keys, rope_parameters=rope).to_dict()
+
     assert architecture_from_hf(json.loads(json.dumps(written))).rope_scaling_factor == 8.0
 
 
@@ -250,7 +258,8 @@ def test_a_model_of_no_family_is_not_exported():
 
 NOT_PART = "model.layers.1.input_layernorm.weight: not part of this architecture"
 DIFFERENT = [
-    ({"num_attention_heads": 16}, "into 16 heads"),  # of width 3, which is odd
+    # Of width 3, which is odd.
+    ({"num_attention_heads": 16}, "into 16 heads"),
     ({"num_key_value_heads": 4}, "4 key/value heads"),
     ({"vocab_size": 98}, r"embed_tokens.weight: shape \(97, 48\), expected \(98, 48\)"),
     ({"num_hidden_layers": 1}, NOT_PART),
@@ -270,15 +279,21 @@ def test_other_tensors_than_the_configuration_describes_are_refused(tmp_path):
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, tmp_path / "model.safetensors")
-    assert hf_weights(tmp_path).arch.tied_embeddings  # a copy of the embedding is none
+
+    # A copy of the embedding is none.
+    assert hf_weights(tmp_path).arch.tied_embeddings
+
     tensors["lm_head.weight"][-1, -1] += 1
     save_file(tensors, tmp_path / "model.safetensors")
+
     with pytest.raises(
         UserError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"
     ):
         hf_weights(tmp_path)
+
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(UserError, match="adapter"):  # which is not left out in silence
+    # Which is not left out in silence.
+    with pytest.raises(UserError, match="adapter"):
         hf_weights(tmp_path)
 
 

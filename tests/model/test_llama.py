@@ -65,7 +65,9 @@ def test_an_initial_weight_depends_on_seed_and_name_alone():
     small = build(BASE)
     large = build(dataclasses.replace(BASE, n_layers=3, ffn_dim=64))
     other = build(BASE, seed=1)
+
     assert torch.equal(torch.get_rng_state(), before)
+
     for name, parameter in small.named_parameters():
         assert torch.equal(parameter, Llama(BASE).get_parameter(name)), name  # seed 0
         if parameter.shape == large.get_parameter(name).shape:
@@ -74,6 +76,7 @@ def test_an_initial_weight_depends_on_seed_and_name_alone():
             assert not torch.equal(parameter, other.get_parameter(name)), name
     projections = re.compile(r".*(wk|wv)\.weight")
     weights = [p for name, p in small.named_parameters() if projections.fullmatch(name)]
+
     assert all(not torch.equal(one, two) for one, two in itertools.combinations(weights, 2))
 
 
@@ -86,6 +89,7 @@ def test_casting_the_model_does_not_round_its_rotary_angles():
             parameter.copy_(parameter.to(torch.bfloat16))
     tokens = torch.arange(9)[None]
     positions = torch.arange(8000, 8009)
+
     assert torch.equal(cast(tokens, positions), rounded(tokens, positions))
 
 
@@ -97,6 +101,7 @@ def test_flex_attention_computes_the_same(window):
     q = torch.randn(2, 4, 128, 16, generator=generator)
     k, v = torch.randn(2, 2, 2, 128, 16, generator=generator)
     expected = attention(q, k, v, document_mask(ids, window))
+
     # The sums of the softmax run in another order.
     torch.testing.assert_close(
         attention(q, k, v, flex_document_mask(ids, window)), expected, rtol=1e-5, atol=1e-6

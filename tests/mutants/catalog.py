@@ -418,7 +418,8 @@ def float8_scales_are_a_step_old() -> None:
 
     def precompute(original: Callable[..., None], *args: Any) -> None:
         calls.append(0)
-        if len(calls) <= 2 or not is_parallel():  # the first two calls precede the first step
+        # The first two calls precede the first step.
+        if len(calls) <= 2 or not is_parallel():
             original(*args)
 
     wrap("titanlite.train.step.precompute_scales", precompute)

@@ -27,6 +27,8 @@ def test_a_mistake_is_found_and_explained(mutant: Mutant, tmp_path):
     command = ("prove", "--job.dump_folder", tmp_path / "out", *FP32, *layout.words)
     output = start_titanlite(*command, ranks=layout.ranks, before=mutant.apply)
     output.wait()
+
     assert output.processes[0].exitcode == 3, output.said
+
     first_line = next(line for line in output.said.splitlines() if "First difference" in line)
     assert re.search(mutant.expected, first_line), first_line

@@ -18,11 +18,16 @@ TINY = Architecture(dim=8, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=20, voca
 def test_tiny_model_by_hand():
     block = 8 * 8 + 8 * 4 + 8 * 4 + 8 * 8 + 3 * 8 * 20  # query, key, value, output, feed-forward
     assert num_params(TINY) == 3 * (block + 2 * 8) + 8 + 2 * 50 * 8
+
     matmuls = 6 * (3 * block + 50 * 8)
     assert flops_per_token(TINY, seq_len=10) == matmuls + 3 * 6 * 10 * 8
-    windowed = replace(TINY, sliding_window=5)  # 3.75 keys a query, not 5
+
+    # 3.75 keys a query, not 5.
+    windowed = replace(TINY, sliding_window=5)
     assert flops_per_token(windowed, seq_len=10) == matmuls + 3 * 6 * 7.5 * 8
-    mixed = replace(windowed, full_attention_interval=3)  # block 2 attends to all tokens
+
+    # Block 2 attends to all tokens.
+    mixed = replace(windowed, full_attention_interval=3)
     assert flops_per_token(mixed, seq_len=10) == matmuls + 12 * (2 * 3.75 + 5) * 8
     assert flops_per_token(TINY, seq_len=10, is_causal=False) == matmuls + 3 * 12 * 10 * 8
     assert flops_per_token(windowed, seq_len=10, is_causal=False) == matmuls + 3 * 12 * 5 * 8
@@ -44,7 +49,8 @@ def test_counts_the_parameters_that_the_model_has(flavor):
             {"parallelism": {"data_parallel_replicate_degree": 2}},
             4,
             8,
-        ),  # of four ranks two hold the same
+            # Of four ranks two hold the same.
+        ),
         ({"parallelism": {"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2}}, 8, 2),
         ({"training": {"dtype": "bfloat16"}}, 1, 8),
         ({"optimizer": {"state_dtype": "bfloat16"}}, 1, 12),

@@ -41,6 +41,7 @@ def test_a_device_is_known_by_its_own_name(device: str, name: str | None, tera: 
 def test_people_write_names_as_they_like_and_none_is_taken_for_a_relative():
     names = [gpu.name for gpu in known_gpus()]
     assert len(set(names)) == len(names) >= 9
+
     for name in (*names, "h100", "H100-PCIe", "h100 pcie", "A100-80GB", "RTX-4090"):
         assert find_gpu(name).name.upper().replace(" ", "-") == name.upper().replace(" ", "-")
     with pytest.raises(UserError, match=r"--gpu A100-80: unknown\. Use one of .*H100, "):
@@ -59,6 +60,7 @@ def test_people_write_names_as_they_like_and_none_is_taken_for_a_relative():
 def test_mistakes_in_ones_own_numbers_are_named(tmp_path, change: tuple[str, str], said: str):
     file = tmp_path / "mine.toml"
     file.write_text(MINE.replace(*change))
+
     with pytest.raises(UserError, match=said):
         find_gpu(str(file))
     with pytest.raises(UserError, match=r"none\.toml"):

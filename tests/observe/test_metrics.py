@@ -44,6 +44,7 @@ def test_a_line_has_these_numbers(folder: Path):
     lines = logged(folder)
     assert list(lines) == list(range(1, 13))
     assert list(lines[1]) == KEYS.split()
+
     for step, line in lines.items():
         assert line["tokens"] == step * 4 * 64
         assert line["loss_max_rank"] == line["loss"]
@@ -53,6 +54,7 @@ def test_a_line_has_these_numbers(folder: Path):
         assert line["tps"] == line["tps_per_device"] == pytest.approx(4 * 64 / line["step_time"])
         assert 0.05 < line["memory"] <= line["memory_peak"] < 64  # torch alone takes 50 MiB
         assert line["source_tokens"] == {"python_stdlib": line["tokens"]}
+
     assert {line["clip_fraction"] for line in lines.values()} == {0.0, 1.0}
     assert lines[10]["checkpoint_time"] == 0.0
     assert lines[11]["checkpoint_time"] > 0.0  # the save after step 10
@@ -64,9 +66,11 @@ def test_a_line_has_these_numbers(folder: Path):
 def test_repeated_steps_are_in_each_file_once_and_the_earlier_entries_are_archived(folder):
     archived = read_entries(folder / "archived-1" / "metrics.jsonl")
     assert [entry["step"] for entry in archived] == [6, 7, 8, 9]
+
     validations = read_entries(folder / "validation.jsonl")
     assert [entry["step"] for entry in validations] == [0, 4, 8, 12]
     assert list(validations[0]) == ["step", "loss", "perplexity", "bits_per_byte"]
+
     last_line = f"step 12/12  loss {logged(folder)[12]['loss']:.4f}  grad_norm"
     assert last_line in (folder / "train.log").read_text()
 
@@ -77,10 +81,13 @@ def test_tensorboard_has_the_same_numbers_in_groups(folder: Path):
     board: Any = EventAccumulator(str(folder / "tb"))
     board.Reload()
     points = {event.step: event.value for event in board.Scalars("train/loss")}
+
     assert points == pytest.approx({step: line["loss"] for step, line in logged(folder).items()})
     assert [event.step for event in board.Scalars("val/loss")] == [0, 4, 8, 12]
+
     tags = board.Tags()["scalars"]
     assert {"train/grad_norm", "train/lr", "perf/tokens_per_second", "memory/peak"} < {*tags}
+
     groups = "train val perf memory data progress counters grad_norms"
     assert {tag.split("/")[0] for tag in tags} == {*groups.split()}
     assert board.Tags()["histograms"]
@@ -95,7 +102,8 @@ def test_tensorboard_has_the_job_and_the_environment(folder):
     def text_of(name: str) -> str:
         return board.Tensors(f"{name}/text_summary")[0].tensor_proto.string_val[0].decode()
 
-    assert "    steps = " in text_of("job")  # four spaces: Markdown shows it as it is
+    # Four spaces: Markdown shows it as it is.
+    assert "    steps = " in text_of("job")
     assert json.loads((folder / "environment.json").read_text())["run"] in text_of("environment")
     assert '"shard": 1' in text_of("environment")
 
@@ -109,6 +117,7 @@ def test_numbers_that_are_not_finite_are_valid_json_and_are_written_before_the_g
     log = start_small(out, diverging, f"{VALIDATION} 1").ends_with(3)
 
     assert read_entries(out / "validation.jsonl")
+
     last = read_entries(out / "metrics.jsonl")[-1]
     assert last["grad_norm"] is None
     assert f"Step {last['step']}: " in log
@@ -129,9 +138,12 @@ def test_a_full_disk_costs_metrics_and_not_the_run(tmp_path):
 
     for logger in ("JsonLines", "TensorBoard"):
         assert log.count(f"{logger} cannot write its metrics; training continues: [Errno 27]") == 1
+
     assert "Finished after step 60." in log
+
     *whole, cut = (out / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line)["step"] for line in whole]
+
     assert steps == list(range(1, len(steps) + 1))
     assert len(steps) > 10
     assert len(cut) < len(whole[-1]) + 20

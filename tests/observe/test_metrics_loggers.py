@@ -25,7 +25,9 @@ def test_wandb_gets_what_tensorboard_gets(tmp_path, monkeypatch):
     start_small(tmp_path / "out", options).ends_with(0)
 
     (sent,) = (tmp_path / "out" / "wandb").glob("offline-run-*/run-*.wandb")
+
     assert b"train/loss" in sent.read_bytes()
+
     for loss in losses(tmp_path / "out").values():
         assert f"{loss:.7f}"[:6].encode() in sent.read_bytes()
 
@@ -73,8 +75,10 @@ def test_plugin_and_job_with_former_names_still_work(tmp_path, monkeypatch):
 
     assert "metrics.loggers" in output
     assert 'loggers = ["table"]' in (tmp_path / "out" / "config.toml").read_text()
+
     names = ("loss_max_rank", "clip_fraction", "eta", "token_utilization")
     expected = [" ".join(str(m[name]) for name in names) for m in logged(tmp_path / "out").values()]
+
     assert (tmp_path / "out" / "table.txt").read_text().splitlines() == expected
 
 

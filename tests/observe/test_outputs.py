@@ -47,18 +47,22 @@ def read_all(path: Path) -> str:
 def test_a_new_run_archives_all_files_of_the_earlier_one_together(tmp_path):
     start(tmp_path, "first")
     assert start(tmp_path, "first") == ""  # nothing was measured
+
     measure(tmp_path, 5, 10, note="of the first")
     before = {path.name: read_all(path) for path in tmp_path.iterdir()}
 
     message = start(tmp_path, "second", steps=2)
 
     archived = {path.name: read_all(path) for path in (tmp_path / "archived-1").iterdir()}
+
     assert archived == before
     assert all(name in message for name in before)
+
     log = (tmp_path / "train.log").read_text()
     assert "second begins" in log
     assert "second trains" in log
     assert "first" not in log
+
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").open()]
     assert [event["text"] for event in events] == ["second begins"]
 

@@ -29,7 +29,8 @@ def exact_norm(*gradients: Tensor) -> float:
 def test_the_norm_is_that_of_float64(device, shape):
     """torch.linalg.vector_norm, which sums sequentially on a CPU, is wrong by 7e-5 and 8e-3 here."""
     gradient = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device)
-    for factor in (1.0, 1e4):  # with 1e4, small values are added to a large sum
+    # With 1e4, small values are added to a large sum.
+    for factor in (1.0, 1e4):
         gradient.view(-1)[:1000] *= factor
         norm = grad_norm(gradient)
         assert norm.item() == pytest.approx(exact_norm(gradient), rel=2e-7)
@@ -43,8 +44,11 @@ def test_neither_sizes_nor_the_compiler_change_it_and_what_is_no_number_is_seen(
 ):
     whole = torch.randn(3_000_000, generator=torch.Generator().manual_seed(0))
     whole[:100] *= 1e4
-    parts = whole.split((1, 255, 256, 257, 999_231, 0, 2_000_000))  # a rank's shard can be empty
+    # A rank's shard can be empty.
+    parts = whole.split((1, 255, 256, 257, 999_231, 0, 2_000_000))
+
     assert grad_norm(*parts, compiled=compiled).item() == pytest.approx(exact_norm(whole), rel=2e-7)
+
     for value in (math.inf, -math.inf, math.nan):
         for place in (0, 299, 300, 599):
             gradients = [torch.ones(300), torch.ones(300)]
@@ -54,6 +58,8 @@ def test_neither_sizes_nor_the_compiler_change_it_and_what_is_no_number_is_seen(
     gradients = [torch.full((n,), 3.0) for n in (4, 12)]
 
     norm = grad_norm(*gradients, compiled=compiled)
+
     assert norm.item() == 12.0
+
     scale_gradients_(gradients, 1.0, norm, compiled)
     assert exact_norm(*gradients) == pytest.approx(1.0, rel=1e-5)

@@ -66,11 +66,14 @@ def test_as_exact_as_with_all_logits_at_once(small_chunks, dtype, z_loss, softca
         hidden, weight, labels, ONE, z_loss=z_loss, softcap=softcap, compiled=compiled
     )
     chunked_gradients = torch.autograd.grad(chunked, (hidden, weight))
+
     assert chunked.dtype == torch.float32
+
     # Gradients of the hidden states have the same roundings. On a CPU, the weight's gradient of a
     # chunk is rounded to bf16 before it is added in fp32: at most sqrt(2) times the error.
     last_bit = 2e-7
     assert error(chunked, exact) <= max(error(usual, exact) + last_bit, 1e-6)
+
     compared = zip(chunked_gradients, usual_gradients, exact_gradients, (1.05, 1.42), strict=True)
     for ours, theirs, best, most in compared:
         assert ours.dtype == dtype
@@ -84,6 +87,7 @@ def test_loss_and_gradients_are_scaled():
 
     # Powers of two scale exactly.
     assert torch.equal(scaled, whole / 4)
+
     expected = torch.autograd.grad(whole / 2, (hidden, weight))
     torch.testing.assert_close(
         torch.autograd.grad(scaled * 2, (hidden, weight)), expected, rtol=0, atol=0
@@ -97,6 +101,7 @@ def test_loss_and_gradients_without_labels_are_zero():
     loss = linear_cross_entropy_sum(hidden.clone(), weight, no_labels, ONE, z_loss=0.1)
 
     gradients = torch.autograd.grad(loss, (hidden, weight))
+
     assert not any(value.any() for value in (loss, *gradients))
 
 

@@ -63,7 +63,9 @@ def plugin(tmp_path, monkeypatch) -> None:
 def test_a_loss_that_is_not_per_token_is_an_error(tmp_path):
     source = tmp_path / "my_loss.py"
     code = source.read_text()
+
     assert 'reduction="none"' in code
+
     code = code.replace('"label_smoothing"', '"summed"').replace(
         'reduction="none"', 'reduction="sum"'
     )
@@ -97,5 +99,6 @@ def test_each_loss_is_the_same_on_each_layout(tmp_path, computed):
         expected = measured("smoothed" if loss == "smoothed" else "fused", "alone")
         # fp32 sums in another order
         assert measured(loss, layout) == pytest.approx(expected, rel=1e-5), (loss, layout)
+
     assert measured("smoothed", "alone") != pytest.approx(measured("fused", "alone"), rel=1e-3)
     assert validated("smoothed") == validated("fused")

@@ -13,7 +13,8 @@ from titanlite.config.schema import Optimizer
 from titanlite.model.llama import Llama
 from titanlite.optim.build import build_optimizer, set_learning_rate
 
-WIDER = 4  # than the base; its heads are four times wider as well
+# Than the base; its heads are four times wider as well.
+WIDER = 4
 LR = 2**-6
 # Multipliers are powers of two, and eps is negligible, so all results are equal bit for bit.
 EPS = 1e-30

@@ -63,6 +63,7 @@ def test_small_updates_are_lost_by_rounding_but_not_by_chance():
         return weight.detach().float()
 
     assert after_100_steps(stochastic=False).eq(1.0).all()
+
     moved = after_100_steps(stochastic=True)
     # 4096 elements, each a walk of 100 steps with a deviation of at most 2^-8 / 2 each: the mean is right to 3e-4.
     assert moved.mean().item() == pytest.approx(1.0 - 100 * 1e-4, abs=1e-3)

@@ -77,6 +77,7 @@ def test_each_is_resumed_bit_for_bit_on_another_number_of_ranks(tmp_path):
     for ranks, steps in (2, 2), (1, 3), (2, 4):
         parts = [f"{words} {steps}" for words in jobs]
         resumed = run_ranks(ranks, weights_after, f"{tmp_path}/resumed", parts)
+
     assert resumed == found * 2
 
 

@@ -25,7 +25,8 @@ LARGE = (
 LONG_MICROBATCH = "training.local_batch_size = 64 ; training.global_batch_size = 256"
 SAVERS = "titanlite.parallel.memory_savers"
 ACCUMULATION = "training.global_batch_size = 16"
-SEGMENT = 20 * 2**20  # the allocator reserves memory in multiples of this
+# The allocator reserves memory in multiples of this.
+SEGMENT = 20 * 2**20
 
 
 def trace(level: str, options: str = "") -> RankTrace:
@@ -81,7 +82,8 @@ def test_safe_does_not_wait_for_the_output_in_short_microbatches(monkeypatch):
 
 
 def test_safe_gathers_embedding_and_output_only_for_the_forward_pass():
-    blocks = 2 * 4  # each of the four blocks is gathered for both passes
+    # Each of the four blocks is gathered for both passes.
+    blocks = 2 * 4
     reference_loss = "training.loss = 'reference'"
 
     # Plain FSDP2 gathers the embedding for both passes. Norm and output stay gathered in between.

@@ -21,7 +21,8 @@ def round_to_mxfp8(x: Tensor) -> Tensor:
     blocks = x.unflatten(-1, (-1, 32))
     largest = blocks.abs().amax(-1, keepdim=True)
     mantissa, exponent = torch.frexp(largest / 448)
-    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)  # 0.5 is a power of two
+    # 0.5 is a power of two.
+    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
     scale = torch.ldexp(torch.ones_like(largest), exponent.clamp(-127, 127))
     return ((blocks / scale).to(torch.float8_e4m3fn).float() * scale).flatten(-2)
 
@@ -44,7 +45,8 @@ def test_values_and_gradients_equal_an_emulation(spread):
     weight = torch.randn(64, 96)
     layer.load_state_dict({"0.weight": weight})
     x = torch.randn(2, 64, 96) * torch.logspace(0, torch.tensor(spread).log10(), 96)
-    x[0, :, :32] = 0  # blocks whose largest value is 0
+    # Blocks whose largest value is 0.
+    x[0, :, :32] = 0
     x.requires_grad_()
     grad = torch.randn(2, 64, 64)
 
@@ -79,10 +81,12 @@ def test_rejects_gpus_without_kernels(monkeypatch, name, capability, alternative
     use_gpu(monkeypatch, name, capability)
     with pytest.raises(UserError) as error:
         build_layer(MXFP8)
+
     message = str(error.value)
     assert name in message
     assert f"{capability[0]}.{capability[1]}" in message
     assert alternative in message
+
     build_layer(MXFP8.model_copy(update={"emulate": True}))
 
 
@@ -90,12 +94,14 @@ def test_needs_bfloat16_on_a_gpu(monkeypatch):
     use_gpu(monkeypatch, "NVIDIA B200", (10, 0))
     build_layer(MXFP8)
     model = nn.Sequential(nn.Linear(64, 64, device="meta"))
+
     with pytest.raises(UserError, match="bfloat16"):
         convert_to_float8(model, MXFP8, lambda _: None, compute_dtype="float32")
 
 
 def test_plan_rejects_other_gpus(capsys):
     arguments = f"plan {OPTIONS} --float8.recipe_name mxfp8 --quick --gpu".split()
+
     assert main([*arguments, "B200"]) == 0
     assert "matmuls" in capsys.readouterr().out
     assert main([*arguments, "H100"]) == 2

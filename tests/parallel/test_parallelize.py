@@ -77,8 +77,11 @@ def test_same_weights_anywhere(results):
         for name, result in variants.items()
         if name not in BUILT
     }
+
     assert len(unrounded) == 1
-    for name in BUILT:  # rounded to bf16: other bits, but the same ones on any number of ranks
+
+    # Rounded to bf16: other bits, but the same ones on any number of ranks.
+    for name in BUILT:
         assert results[1][name]["initial"] == results[2][name]["initial"]
         assert results[1][name]["initial"] not in unrounded
 

@@ -24,7 +24,8 @@ from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.recompute import apply_activation_checkpointing
 from titanlite.parallel.tensor import enable_async_tensor_parallel
 
-BLOCKS, LINEARS = 4, 7  # q, k, v, o, gate, up, down; nobody needs the result of the last one again
+# Q, k, v, o, gate, up, down; nobody needs the result of the last one again.
+BLOCKS, LINEARS = 4, 7
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 
 
@@ -57,13 +58,15 @@ def count(mode: str, option: str = "op") -> tuple[Counter[str], torch.Tensor]:
     ("mode", "option", "recomputed_matmuls", "recomputed_attentions"),
     [
         ("full", "op", BLOCKS * (LINEARS - 1), BLOCKS),
-        ("selective", "op", BLOCKS * (LINEARS // 2), 0),  # the 1st, 3rd and 5th matmul are saved
+        # The 1st, 3rd and 5th matmul are saved.
+        ("selective", "op", BLOCKS * (LINEARS // 2), 0),
         ("selective", "2", BLOCKS // 2 * (LINEARS - 1), BLOCKS // 2),
     ],
 )
 def test_recomputes_what_the_mode_says(mode, option, recomputed_matmuls, recomputed_attentions):
     reference, gradient = count("none")
     ops, same_gradient = count(mode, option)
+
     assert ops["mm"] - reference["mm"] == recomputed_matmuls
     assert ops[ATTENTION] - reference[ATTENTION] == recomputed_attentions
     assert torch.equal(gradient, same_gradient)
@@ -74,13 +77,16 @@ def test_recomputes_what_the_mode_says(mode, option, recomputed_matmuls, recompu
 def test_the_context_mask_of_a_gpu_is_that_of_a_cpu(rank, documents):
     group: Any = SimpleNamespace(get_local_rank=lambda: rank, size=lambda: 2)  # of a device mesh
     chunks = [[0, 1, 6, 7], [2, 3, 4, 5]]  # of equal work
+
     assert local_chunks(torch.arange(8)[None], group)[0].tolist() == chunks[rank]
+
     tokens = torch.zeros(2, 16, dtype=torch.int64)
     ids = torch.stack((torch.arange(16) // 5, torch.arange(16) // 7)) if documents else None
     flex = create_mask(flex_context_mask(tokens, ids, group).mask_mod, 2, 1, 8, 16, device="cpu")
     dense: Any = context_mask(tokens, ids, group)
     if dense is None:  # causal
         dense = local_chunks(torch.ones(16, 16, dtype=torch.bool).tril(), group, dim=0)[None, None]
+
     assert torch.equal(flex, dense.expand(2, 1, 8, 16))
 
 
@@ -110,6 +116,7 @@ def test_the_cast_of_weights_to_fp8_is_compiled_with_the_model_and_is_the_same(
             model = torch.nn.Sequential(torch.nn.Linear(16, 16, bias=False))
         convert_to_float8(model, config, lambda _: None, compiled)
         assert (fsdp_utils.hp_tensor_and_scale_to_float8 is eager) == (not compiled)
+
     assert torch.equal(cast(), expected)
 
 

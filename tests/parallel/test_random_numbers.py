@@ -43,5 +43,6 @@ def test_an_evaluation_draws_no_random_numbers():
     rows = torch.randint(VOCAB_SIZE, (4, SEQ_LEN + 1), generator=torch.Generator().manual_seed(0))
     microbatches = [Microbatch(rows[:, :-1], rows[:, 1:])]
     first, second = (run.train_step.forward_backward.evaluate(microbatches) for _ in range(2))
+
     assert torch.equal(first, second)
     assert run.model.training

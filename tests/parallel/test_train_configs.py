@@ -11,7 +11,8 @@ from titanlite.config.flavors import FLAVORS
 from titanlite.observe.flops import num_params
 
 CONFIGS = Path(__file__).parents[2] / "train_configs"
-WORLD = {  # ranks that the file's first lines speak of
+# Ranks that the file's first lines speak of.
+WORLD = {
     **dict.fromkeys(("debug_model", "fineweb_debugmodel", "fineweb_150m", "llama_1b"), 1),
     **{"fineweb_1b": 8, "fineweb_8b": 64, "llama_3b": 4, "llama_8b": 8, "llama_8b_float8": 8},
     **{"llama_70b": 64, "llama_405b": 512},
@@ -39,13 +40,16 @@ LONG = (
 def test_a_job_file_steps_on_the_gpus_it_is_for_and_fits(name):
     words = ["--quick", "--json", "--gpu", "H100", "--world-size", WORLD[name]]
     flavor = name.partition("_")[2].removesuffix("_float8")
-    if name.startswith("fineweb_"):  # their text and tokenizer are not part of the repository
+    # Their text and tokenizer are not part of the repository.
+    if name.startswith("fineweb_"):
         sources = "--dataset.source python_stdlib --dataset.path None"
         tokenizer = "--tokenizer.path assets/tokenizer/tokenizer.model"
         words += f"{sources} {tokenizer} --model.vocab_size {FLAVORS[flavor].vocab_size}".split()
     said = titanlite("plan", *words, "--job.config_file", CONFIGS / f"{name}.toml")
     plan = json.loads(said[said.index('{"job"') :].splitlines()[0])
+
     assert plan["peak"] + plan["allowance"] < plan["memory"]
+
     if name not in ("debug_model", "llama_70b", "llama_405b"):  # not sharded evenly
         expected = 4 * num_params(FLAVORS[flavor]) / WORLD[name]
         assert plan["kinds"]["weights"] == pytest.approx(expected, rel=0.02)

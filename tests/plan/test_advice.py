@@ -74,9 +74,12 @@ def trace_by_formula(run: Run, *_: object) -> tuple[RankTrace, ...]:
 
 LARGE = matmul(16384, 4096, 14336, count=100)
 SECONDS = LARGE.flops / (989e12 * MATMUL["bfloat16"])
-GB10 = 10**10  # bytes that are moved or sent
-LOCAL_SECONDS = GB10 * 7 / 8 / (450e9 * LINK)  # in a ring of 8 GPUs of a node
-NETWORK_SECONDS = GB10 / 8 / 50e9 / LINK  # through all network cards of a node
+# Bytes that are moved or sent.
+GB10 = 10**10
+# In a ring of 8 GPUs of a node.
+LOCAL_SECONDS = GB10 * 7 / 8 / (450e9 * LINK)
+# Through all network cards of a node.
+NETWORK_SECONDS = GB10 / 8 / 50e9 / LINK
 MEMORY_SECONDS = GB10 / (3350e9 * BANDWIDTH)
 
 
@@ -89,12 +92,14 @@ def plan(
 
 def test_the_rank_with_the_highest_peak_counts_and_its_allowance_must_fit():
     result = plan()
+
     assert (result.rank, result.peak, result.moment) == (0, 40 * GIB, "backward of a block")
     assert result.peaks == {"0": 40 * GIB, "1": 39 * GIB}
     assert sum(result.kinds.values()) == result.peak < result.needs
     assert plan(peak=74).fits
     assert not plan(peak=78).fits
-    assert plan(peak=10, gpu=CPU, ranks=2).memory == 12 * GIB  # ranks share the memory of a node
+    # Ranks share the memory of a node.
+    assert plan(peak=10, gpu=CPU, ranks=2).memory == 12 * GIB
 
 
 @pytest.mark.parametrize(
@@ -134,6 +139,7 @@ def test_fsdp_traffic_overlaps_with_computation_except_for_its_first_gather():
 
     # Starting the rings takes 1% of the time.
     visible = (0.1 + 0.9 * OVERLAP_PRICE) * LOCAL_SECONDS
+
     assert result.hidden_seconds == pytest.approx(0.9 * LOCAL_SECONDS, rel=0.02)
     assert result.parts["collectives (fsdp)"] == pytest.approx(visible, rel=0.02)
     assert plan(traffic, gpu=CPU).hidden_seconds == 0
@@ -154,6 +160,7 @@ def test_ranks_of_a_pipeline_wait_for_each_other(schedule, share):
         f"training.global_batch_size = 32 ; parallelism.pipeline_parallel_schedule = '{schedule}'"
     )
     result = forecast(run(options), [trace(LARGE, rank=rank) for rank in range(4)], H100)
+
     assert result.parts.get("pipeline bubble", 0.0) == pytest.approx(share * SECONDS, rel=0.01)
 
 
@@ -166,6 +173,7 @@ def test_async_tensor_parallelism_overlaps_a_part_of_its_traffic():
     assert overlapped.hidden_seconds == pytest.approx(
         ASYNC_HIDES * plain.parts["collectives (tensor)"]
     )
+
     total = overlapped.step_seconds + overlapped.hidden_seconds
     assert total == pytest.approx(plain.step_seconds)
 
@@ -206,14 +214,17 @@ def test_plans_of_published_jobs_are_as_fast_as_published():
 def test_the_interval_comes_from_the_published_table_and_covers_rows_left_out():
     page = (ROOT / "docs/internals/planner.md").read_text()
     table = page.partition("| plan / published |\n")[2].partition("\n\n")[0]
-    _, *rows = table.splitlines()  # the first line is a rule
+    # The first line is a rule.
+    _, *rows = table.splitlines()
     ratios = [float(row.split("|")[-2]) for row in rows]
+
     assert ratios == list(PLAN_TO_PUBLISHED)
 
     num_covered = 0
     for index, ratio in enumerate(ratios):
         low, high = ratio_interval(ratios[:index] + ratios[index + 1 :])
         num_covered += low <= ratio <= high
+
     assert 0.8 <= num_covered / len(ratios) <= 0.97
 
 
@@ -221,6 +232,7 @@ def test_tokens_and_mfu_follow_from_the_step():
     result = plan()
     assert result.tokens_per_second == pytest.approx(2 * 8192 / result.step_seconds)
     assert math.isclose(sum(result.parts.values()), result.step_seconds)
+
     one, two, four = (plan(gpu=CPU, ranks=ranks) for ranks in (1, 2, 4))
     assert four.step_seconds == pytest.approx(2 * two.step_seconds, rel=0.01)
     assert two.mfu == pytest.approx(one.mfu, rel=0.01)
@@ -235,6 +247,7 @@ def test_the_largest_batch_that_fits(mode, rows, monkeypatch, capsys):
     result = advice.make_plan(job, H100, show=lambda _: print("plan", file=sys.stderr))
 
     assert result.largest_local_batch_size == rows
+
     before, _, after = capsys.readouterr().err.partition("plan\n")  # results are shown at once
     assert "GiB" not in before
     assert f"training.local_batch_size {rows}: " in after
@@ -253,6 +266,7 @@ def test_the_peak_of_more_rows_is_on_the_line_through_two_numbers_of_rows():
         trace_run(Run(JobConfig.model_validate(job_tables(f"{options}{rows}")), 2))[0].peak
         for rows in (8, 9, 16)
     )
+
     assert many == few + 8 * (more - few)
 
 
@@ -260,6 +274,7 @@ def test_changes_that_fit_are_listed_cheapest_first(monkeypatch, capsys):
     monkeypatch.setattr(advice, "trace_run", trace_by_formula)
     changes = advice.make_plan(run("training.local_batch_size = 8"), H100).changes
     batch = "--training.local_batch_size 2 --training.global_batch_size 64"
+
     assert changes[0] == f"{batch}: 51.1 GiB, as fast"
     assert changes[-1] == "--activation_checkpoint.mode full: 26.9 GiB, 23% slower"
 
@@ -270,6 +285,7 @@ def test_changes_that_cannot_be_traced_are_skipped_with_the_reason(monkeypatch, 
     job = run("training.local_batch_size = 8 ; training.seq_len = 4096")
 
     assert "mode full" not in "".join(advice.make_plan(job, H100).changes)
+
     reason = "activation_checkpoint.mode full, which cannot be traced (RuntimeError: no kernel"
     assert reason in capsys.readouterr().err
 
@@ -282,13 +298,16 @@ def test_the_search_lists_valid_jobs_that_fit_fastest_first(monkeypatch):
     found, traced, candidates = advice.search(job, gpu, map)
 
     assert traced == advice.MAX_TRACED_JOBS < candidates == 1 + len(advice.list_layouts(job, gpu))
-    assert all(settings for settings, _ in found[:-1])  # no job is slower than the given one
+    # No job is slower than the given one.
+    assert all(settings for settings, _ in found[:-1])
+
     for settings, result in found:
         candidate = advice.with_keys(job, settings)
         assert result.fits
         assert candidate.degrees.world == 16
         assert not find_broken_rules(candidate)
     speeds = [result.tokens_per_second for _, result in found]
+
     assert speeds == sorted(speeds, reverse=True)
 
 
@@ -307,4 +326,5 @@ def test_the_search_tries_fp8_the_compiler_and_interleaved_pipelines():
     for key in ("float8.enable", "compile.enable", "parallelism.enable_async_tensor_parallel"):
         assert any(layout.get(key) for layout in layouts)
     schedules = [layout.get("parallelism.pipeline_parallel_schedule") for layout in layouts]
+
     assert "Interleaved1F1B" in schedules

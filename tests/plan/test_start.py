@@ -42,9 +42,11 @@ def test_a_state_that_cannot_fit_is_refused_before_anything_starts(tmp_path, mon
         for words in ("state take ", "has 79.1 GiB", "2 such devices", "`titanlite plan`"):
             assert words in said
     job = JobConfig.model_validate({"model": {"flavor": "8b"}})
+
     with pytest.raises(UserError, match="2 such devices"):
         Trainer(job)
     assert not (tmp_path / "out").exists()
+
     tool.write_text("#!/bin/sh\necho NVIDIA GB10, '[N/A]'\n")
     monkeypatch.setattr(gpus, "DRIVERS", (str(tool),))
     device_memory.cache_clear()
@@ -60,6 +62,7 @@ def test_out_of_memory_is_reported_with_a_plan(job_file, tmp_path):
     reports = "Out of memory at step 1: ,can't allocate memory,The plan: ,weights,To start again: "
     for report in reports.split(","):
         assert report in said
+
     assert "Traceback" not in said
 
 
@@ -82,19 +85,24 @@ def test_the_command_prints_a_plan_and_the_fastest_jobs(job_file, tmp_path):
     words = ("plan", "--job.config_file", job_file, "--gpu", own)
     output = titanlite(*words, "--json", "--quick", "--tokens", "2.5e9")
     plan = json.loads(output.splitlines()[-1])
+
     assert plan["memory"] == 4 * gpus.GIB
     assert 0 < plan["peak"] < gpus.GIB
     assert 0 < plan["mfu"] < plan["mfu_full_attention"]
+
     time = plan["training"]
     assert time["days"] == pytest.approx(2.5e9 / plan["tokens_per_second"] / 86400)
     assert time["gpu_hours"] == pytest.approx(24 * time["days"])  # on one GPU
     assert 0 < time["days_low"] < time["days_high"]
+
     said = titanlite(*words, "--memory", "0.000001", "--tokens", "2.5B")
     for number in ("days", "days_low", "days_high"):
         assert f"{time[number]:,.2f}" in said
+
     assert "DOES NOT FIT" in said
     assert "tokens/s per device" in said
     assert "No single change of the job makes it fit" in said
+
     said = titanlite(*words, "--write", tmp_path / "best.toml", "--tokens", "2.5B")
     assert "Fastest of " in said
     assert "days" in said

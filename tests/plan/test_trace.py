@@ -109,6 +109,7 @@ def test_few_blocks_and_microbatches_tell_what_all_take(ranks, options):
         assert (few.moment, few.host) == (whole.moment, whole.host)
         # A pipeline's schedule keeps losses of 4 bytes.
         assert few.kinds == pytest.approx(whole.kinds, abs=16)
+
     assert not dist.is_initialized()
 
 
@@ -157,6 +158,7 @@ def test_of_pipeline_ranks_that_are_alike_the_one_with_the_highest_peak_is_trace
     run = tiny_run(with_blocks(8, options), 4)
     shown = trace_run(run)
     every = trace_run(run, whole=True)
+
     assert len(shown) < len(every) == 4
     assert max(each.peak for each in shown) == max(each.peak for each in every)
 
@@ -186,6 +188,7 @@ def test_a_small_job_is_planned_with_the_holes_in_its_memory(ranks, mode, alloca
     gpu = find_gpu("H100")
     traces = trace_run(run, gpu)
     plan = forecast(run, traces, gpu)
+
     assert (plan.peak + CUBLAS_WORKSPACES) / MIB == pytest.approx(allocated, rel=0.03)
     assert (plan.needs - bytes_outside_allocator(run)) / MIB == pytest.approx(reserved, rel=0.05)
 
@@ -196,6 +199,7 @@ def test_all_flops_of_a_step_are_counted():
     useful = 4096 * flops_per_token(run.arch, 4096)
     head = 8 * 4096 * run.arch.vocab_size * run.arch.dim  # is not recomputed
     expected = 4 / 3 * useful - head / 4
+
     assert sum(work.flops for work in counted.work) == pytest.approx(expected, rel=0.05)
 
 
@@ -207,7 +211,9 @@ def test_only_the_visible_scores_of_blocks_with_a_window_are_counted(options):
     flops = sum(work.flops for work in rank_trace.work if len(work.shape) == 5)
     num_tokens = run.global_batch_size * run.job.training.seq_len
     num_scores = num_tokens * run.arch.n_layers * run.arch.attended(run.job.training.seq_len)
-    assert flops == 14 * num_scores * run.arch.q_dim  # 2 matmuls forward and 5 backward
+
+    # 2 matmuls forward and 5 backward.
+    assert flops == 14 * num_scores * run.arch.q_dim
 
 
 @pytest.mark.parametrize("options", ["", f"{COMPILED} ; {FULL}"])
@@ -225,6 +231,7 @@ def test_offloaded_state_and_gradients_are_in_host_memory():
     (kept,) = trace_run(tiny_run("", 2))
 
     state = kept.kinds["weights"] + kept.kinds["optimizer state"]
+
     assert offloaded.kinds["weights"] == offloaded.kinds["optimizer state"] == kept.host == 0
     # Each weight has a gradient in the same dtype.
     assert offloaded.host == state + kept.kinds["weights"]

@@ -47,6 +47,7 @@ def test_a_page_has_all_that_a_run_has_written(tmp_path):
     data = data_of(create_full_run(tmp_path / "mine", *events))
 
     (run,) = data["runs"]
+
     assert (run["name"], run["state"], run["step"], run["total_steps"]) == (
         "mine",
         "finished",
@@ -55,7 +56,8 @@ def test_a_page_has_all_that_a_run_has_written(tmp_path):
     )
     assert run["curves"]["x"]["step"] == [10, 20, 30, 40, 50]
     assert run["curves"]["y"]["loss"] == {"mean": [7.9, 7.8, 7.7, 7.6, 7.5]}
-    assert "tps_per_device" not in run["curves"]["y"]  # on one rank it equals tps
+    # On one rank it equals tps.
+    assert "tps_per_device" not in run["curves"]["y"]
     assert run["validations"]["y"]["loss"] == {"mean": [6.25]}
     assert [event["kind"] for event in run["events"]] == ["start", "data", "save", "finish"]
     assert run["events"][1]["text"] == "Data: a table"
@@ -88,8 +90,10 @@ def test_events_after_which_a_later_start_resumed_are_marked_and_a_kill_is_found
 
     assert run["curves"]["x"] == {"step": [10, 20, 30, 40, 50], "hours": [1, 2, 3, 4, 5]}
     assert run["curves"]["y"]["parts/a"]["mean"] == [10, 20, 30, 40, 50]
+
     events = [f"{event['kind']} {event['step']:.0f}" for event in run["events"]]
     assert events == [*kinds[:3], "killed 100", *kinds[3:5], "stop 100", "start 100"]
+
     undone = [event["undone"] for event in run["events"]]
     assert undone == [index in (2, 3) for index in range(8)]
 
@@ -129,6 +133,7 @@ def test_text_from_files_is_in_the_data_only_and_printable(tmp_path):
 
     assert list_tags(page) == list_tags(make_page([create_run(tmp_path / "plain")]))
     assert "default-src 'none'; script-src 'sha256-" in page
+
     loading = r"<(link|img|iframe|object|base|form|a)\b| (src|href|action)="
     assert not re.search(loading, page.partition("<script")[0])
     assert not {"\x1b", "\u202e"} & set(page)
@@ -143,10 +148,12 @@ def test_a_long_run_keeps_its_mean_and_each_spike(tmp_path):
     curves = data_of(tmp_path)["runs"][0]["curves"]
 
     loss = curves["y"]["loss"]
+
     assert len(loss["mean"]) == 2000
     assert max(value for value in loss["max"] if value is not None) == 99.0
     assert min(value for value in loss["min"] if value is not None) == -7.0
     assert (loss["mean"][0], loss["mean"][1000]) == (1.0, None)
+
     steps = curves["x"]["step"]
     assert (steps[0], steps[-1]) == (25.5, 99_975.5)
     assert curves["x"]["hours"][-1] == pytest.approx(99_975.5 / 3600)
@@ -277,9 +284,11 @@ def test_a_browser_shows_the_page_under_its_own_content_policy(tmp_path, two_run
     document = open_in_browser(tmp_path / "page.html", two_run_page)
 
     assert "data-drawn" in document
+
     shown = document.partition('<script type="application/json"')[0]
     for text in ("500 of 600", "minutes", "finished", "6.25", "failure", "training.steps"):
         assert text in shown
+
     assert "&lt;script&gt;alert(1)" in shown
     assert document.count("<script") == two_run_page.count("<script") == 2
     assert "<img" not in document.partition("<script")[0]
@@ -295,7 +304,9 @@ def test_a_browser_zooms_smooths_and_changes_the_axis_and_requests_nothing(tmp_p
     document = open_in_browser(tmp_path / "used.html", page)
 
     stored = re.search('data-seen="(.*?)"', document)
+
     assert stored is not None
+
     seen = json.loads(unquote(stored[1]))
     assert seen["canvases"] == seen["charts"] == len(seen["scales"])
     assert all(scale == [0, 500] for scale in seen["scales"])

@@ -95,6 +95,7 @@ def test_a_run_on_this_machine_has_crashed_if_its_process_is_gone(tmp_path):
         process.kill()
 
     assert read_state(create_run(tmp_path, **place))[0] == "crashed"
+
     create_run(tmp_path, ("data", None, "of the next start"), **place)
     assert read_state(tmp_path)[0] == "running"
 
@@ -137,6 +138,7 @@ def test_metrics_of_version_0_2_are_read_by_their_new_names(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(line(1, **old_names) + line(2, **old_names))
 
     assert "step 2/100  0:00:40 left" in read_status(tmp_path).to_lines()
+
     curves = page_data([tmp_path])["runs"][0]["curves"]["y"]
     assert {"loss_max_rank", "clip_fraction", "token_utilization"} < curves.keys()
     assert not old_names.keys() & curves.keys()
@@ -150,6 +152,7 @@ def test_the_eta_is_unknown_until_a_resumed_run_logs_a_step(tmp_path):
     after = line(60, time=now + 9, eta=40.0)
 
     (tmp_path / "metrics.jsonl").write_text(before)
+
     assert "step 50/100" in read_status(tmp_path).to_lines()
 
     (tmp_path / "metrics.jsonl").write_text(before + after)
@@ -159,7 +162,8 @@ def test_the_eta_is_unknown_until_a_resumed_run_logs_a_step(tmp_path):
 def test_damaged_lines_are_skipped_and_reported(tmp_path):
     """The last line is not damaged, but not finished."""
     path = create_run(tmp_path) / "metrics.jsonl"
-    damage = b"\x00\xff\xfe{{{\n[1, 2]\n" + b"[" * 100_000 + b"\n"  # no JSON, no object, too deep
+    # No JSON, no object, too deep.
+    damage = b"\x00\xff\xfe{{{\n[1, 2]\n" + b"[" * 100_000 + b"\n"
     path.write_bytes(line(10).encode() + damage + line(20).encode() + b'{"step": 30, "lo')
 
     status = read_status(tmp_path)
@@ -186,7 +190,8 @@ def in_terminal(*words: str, **environment: str) -> str:
     process = subprocess.Popen(command, stdout=theirs, stderr=theirs, env=variables)
     os.close(theirs)
     output = b""
-    with contextlib.suppress(OSError):  # Linux reports the closed terminal as an error
+    # Linux reports the closed terminal as an error.
+    with contextlib.suppress(OSError):
         while chunk := os.read(ours, 65536):
             output += chunk
     assert process.wait() == 0, output
@@ -206,6 +211,7 @@ def test_a_run_that_has_ended_is_shown_once(tmp_path, capsys):
         "loss 7.5000  █▆▅▃▁",
         "100 tokens/s  0.1 s/step",
     ]
+
     events = [text[15:] for text in lines[4:]]
     assert events == ["starts", "saved [red]step 50", "Finished\\u202e \\r"]
 
@@ -281,6 +287,7 @@ def test_the_echo_of_ctrl_c_below_a_full_line_leaves_no_second_view():
 
         assert [row for row in terminal.rows if row][:2] == ["a line of the log", "running  mine"]
         assert sum("running" in row for row in terminal.rows) == 1
+
     assert [row for row in terminal.rows if row] == ["a line of the log"]
 
 
@@ -303,6 +310,7 @@ def test_watching_follows_a_run_to_its_end_and_ctrl_c_ends_the_watching_quietly(
             pass
 
     interrupted.send_signal(signal.SIGINT)
+
     assert interrupted.communicate(timeout=60)[1] == ""
     assert interrupted.returncode == 130
 
@@ -313,6 +321,7 @@ def test_watching_follows_a_run_to_its_end_and_ctrl_c_ends_the_watching_quietly(
     with (tmp_path / "events.jsonl").open("a") as file:
         file.write(event_line("finish", 100, "Finished"))
     output, errors = watching.communicate(timeout=60)
+
     assert (watching.returncode, errors) == (0, "")
     assert output.startswith("finished  ")
 
@@ -352,6 +361,7 @@ def test_runs_are_listed_the_latest_first_and_each_once(tmp_path, capsys):
     assert "2:00:" in rows[1]
 
     assert main(["runs", str(tmp_path), "--json"]) == 0
+
     new, old = json.loads(capsys.readouterr().out)["runs"]
     assert (new["state"], new["step"], new["loss"]) == ("crashed", 50, 7.5)
     assert new["exit_reason"] == "boom"

@@ -37,10 +37,12 @@ def test_the_terminal_shows_the_ranks_that_are_asked_for_and_errors_of_all(
 ):
     monkeypatch.setenv("LOG_RANK", shown)
     setup_logging(rank, None)
-    logger = setup_logging(rank, None)  # a second call does not say all twice
+    # A second call does not say all twice.
+    logger = setup_logging(rank, None)
     logger.info("a line")
     logger.error("broken")
     said = capsys.readouterr()
+
     assert re.fullmatch(out, said.out)
     assert re.fullmatch(err, said.err)
 
@@ -55,6 +57,7 @@ def test_rank_0_appends_to_its_files_even_if_the_terminal_shows_another_rank(
         warnings.warn("look at this", stacklevel=1)
     setup_logging(1, log_file).info(Event("rank 1", "save", 1))
     lines = [line for line in log_file.read_text().splitlines() if line.startswith("[")]
+
     assert [line.rpartition("] ")[2] for line in lines if "WARNING" not in line] == [
         "first run",
         "second run",
@@ -84,6 +87,7 @@ def test_a_message_cannot_command_the_terminal_or_pretend_to_be_another_line(tmp
         assert lines[2].endswith(r"saved\u202e\x85\ud800")
         assert all(line.isprintable() for line in lines)
     event = json.loads((tmp_path / EVENTS_FILE).read_text())
+
     assert isinstance(event.pop("time"), float)
     assert event.pop("text").startswith("mine\\x1b[2J")
     assert event == {"event": "save", "step": 5, "took": 0.5}
@@ -106,6 +110,7 @@ def test_what_cannot_be_written_is_said_once_counted_and_stops_nothing(
         logger.info(Event(f"saved step {step}", "save", step))
     out, err = capsys.readouterr()
     said = (folder / LOG_FILE).read_text() if full == "standard output" else out
+
     assert err == ""
     assert said.count("The run continues, but cannot write to") == (
         2 if full.startswith("the") else 1
