@@ -125,18 +125,20 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, bounds: DocumentBounds) ->
     # The kernel reads the batch as one sequence of B * T tokens. These are views.
     q_flat, k_flat, v_flat = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
     num_earlier = bounds.window - 1  # -1 means all
-    out = varlen_attn(
-        q_flat,
-        k_flat,
-        v_flat,
-        bounds.cu_seqlens,
-        bounds.cu_seqlens,
-        # An upper bound: reading the longest document from the GPU would synchronize.
-        max_q=seq_len,
-        max_k=seq_len,
-        window_size=(num_earlier, 0),
-        enable_gqa=num_heads != k.shape[1],
-    )
+    # torch 2.15 would prefer cuDNN on some GPUs. Use the same kernel with every version.
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        out = varlen_attn(
+            q_flat,
+            k_flat,
+            v_flat,
+            bounds.cu_seqlens,
+            bounds.cu_seqlens,
+            # An upper bound: reading the longest document from the GPU would synchronize.
+            max_q=seq_len,
+            max_k=seq_len,
+            window_size=(num_earlier, 0),
+            enable_gqa=num_heads != k.shape[1],
+        )
     assert isinstance(out, Tensor)
     return out.unflatten(0, (batch_size, seq_len)).transpose(1, 2)
 

@@ -539,8 +539,10 @@ def pause_counters() -> Iterator[None]:
     """Do not count generated kernels within this context."""
     paused = list(_active_counters)
     _active_counters.clear()
-    yield
-    _active_counters.extend(paused)
+    try:
+        yield
+    finally:
+        _active_counters.extend(paused)
 
 
 class _Signature(NamedTuple):
