@@ -8,6 +8,7 @@ link to a missing file fails the build.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import os
 import posixpath
@@ -36,12 +37,8 @@ FROM_ROOT = {
 }
 _LINK = re.compile(r"\]\((?P<path>[^)#:\s]+)(?P<anchor>(?:#[^)\s]*)?)\)")
 _CODE_BLOCK = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
-# Their help lists all job keys, which have their own page.
-_WHOLE_JOB = (
-    "train",
-    "launch",
-    "check",
-)
+# The help of these commands lists all job keys, which have a separate page.
+_WHOLE_JOB = ("train", "launch")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -91,13 +88,13 @@ def _rewrite_link(link: re.Match[str], page: Page, files: Files) -> str:
 def keys_page() -> str:
     """Generate the reference of all job keys from the schema."""
     lines = [
-        "# Keys of a job",
+        "# Options",
         "A job file is TOML with one table per section. Options on the command line, such as "
         "`--training.steps 100`, override the file. `titanlite help training.steps` prints the "
         "same text.",
     ]
     for name, section in SECTIONS.items():
-        description = _escape(section.__doc__ or "")
+        description = _escape(inspect.cleandoc(section.__doc__ or ""))
         lines += [f"## [{name}] {{ #{name} }}", description, *_describe_keys(section, name)]
     return "\n\n".join(lines) + "\n"
 
@@ -130,9 +127,11 @@ def _describe_keys(table: type[BaseModel], path: str) -> list[str]:
 
 
 def _escape(text: str) -> str:
-    """Escape `<` outside of inline code."""
+    """Escape the special characters of Markdown outside of inline code."""
     parts = text.split("`")
-    parts[0::2] = [part.replace("<", "&lt;") for part in parts[0::2]]  # the others are code
+    for i in range(0, len(parts), 2):  # the others are code
+        escaped = re.sub(r"([\\*_\[\]])", r"\\\1", parts[i])
+        parts[i] = escaped.replace("<", "&lt;")
     return "`".join(parts)
 
 
@@ -142,7 +141,7 @@ def commands_page() -> str:
     for name, (_, text) in COMMANDS.items():
         lines += [f"## titanlite {name} {{ #{name} }}", text]
         if name in _WHOLE_JOB:
-            lines.append("Its options are the [keys of a job](keys.md).")
+            lines.append("Its options are the [options of a job](keys.md).")
         else:
             lines.append(f"```\n{_format_help(name)}\n```")
     return "\n\n".join(lines) + "\n"
@@ -199,6 +198,7 @@ def draw_watch_view(folder: Path) -> None:
 
     console = Console(record=True, width=100, file=io.StringIO())
     console.print(read_status(folder).to_text())
+    console.print()  # Rich cuts off the descenders of the last line
     svg = console.export_svg(title=f"titanlite watch {folder}")
     svg = re.sub(r"@font-face {.*?}\s*", "", svg, flags=re.DOTALL)  # fonts from the network
     (ROOT / "docs" / "run.svg").write_text(svg, encoding="utf-8")
