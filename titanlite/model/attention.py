@@ -115,16 +115,12 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, bounds: DocumentBounds) ->
     """
     batch_size, num_heads, seq_len, _ = q.shape
     if not q.is_cuda:
-        tokens = torch.arange(batch_size * seq_len, dtype=torch.int32, device=q.device)
-        document_ids = torch.searchsorted(bounds.cu_seqlens, tokens, right=True)
-        mask = document_mask(document_ids.view(batch_size, seq_len), bounds.window)
-        return attention(q, k, v, mask)
+        return attention(q, k, v, _bounds_to_mask(bounds, batch_size, seq_len))
 
     from torch.nn.attention.varlen import varlen_attn  # importing it takes a second
 
     # The kernel reads the batch as one sequence of B * T tokens. These are views.
     q_flat, k_flat, v_flat = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-    num_earlier = bounds.window - 1  # -1 means all
     # torch 2.15 would prefer cuDNN on some GPUs. Use the same kernel with every version.
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         out = varlen_attn(
@@ -136,11 +132,19 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, bounds: DocumentBounds) ->
             # An upper bound: reading the longest document from the GPU would synchronize.
             max_q=seq_len,
             max_k=seq_len,
-            window_size=(num_earlier, 0),
+            window_size=(bounds.window - 1, 0),  # -1 means all earlier tokens
             enable_gqa=num_heads != k.shape[1],
         )
     assert isinstance(out, Tensor)
     return out.unflatten(0, (batch_size, seq_len)).transpose(1, 2)
+
+
+def _bounds_to_mask(bounds: DocumentBounds, batch_size: int, seq_len: int) -> Tensor:
+    """Return the boolean mask, shape (B, 1, T, T), that is equivalent to document bounds."""
+    device = bounds.cu_seqlens.device
+    tokens = torch.arange(batch_size * seq_len, dtype=torch.int32, device=device)
+    document_ids = torch.searchsorted(bounds.cu_seqlens, tokens, right=True)
+    return document_mask(document_ids.view(batch_size, seq_len), bounds.window)
 
 
 def equal_bounds(batch_size: int, seq_len: int, device: torch.device) -> Tensor:

@@ -112,14 +112,7 @@ def hf_config(arch: Architecture, dtype: str) -> dict[str, Any]:
         UserError: If no model family in transformers can represent the model.
     """
     family = _find_family(arch)
-    rope_scaling = None
-    if arch.rope_scaling_factor != 1.0:
-        table = _YarnRope if arch.rope_scaling == "yarn" else _Llama3Rope
-        settings = _export_fields(arch, table).items()
-        # Without attention_factor, transformers computes the default.
-        rope_scaling = {key: value for key, value in settings if value}
-        rope_scaling["rope_type"] = arch.rope_scaling
-
+    rope_scaling = _export_rope_scaling(arch)
     fields = _export_fields(arch, family)
     if "layer_types" in fields:
         fields["layer_types"] = _layer_types(arch.full_attention_interval, arch.n_layers)
@@ -144,6 +137,18 @@ def hf_config(arch: Architecture, dtype: str) -> dict[str, Any]:
         "pad_token_id": None,  # the default of some families may exceed this vocabulary
         **fields,
     }
+
+
+def _export_rope_scaling(arch: Architecture) -> dict[str, Any] | None:
+    """Return the value of the key rope_scaling in config.json, or None without RoPE scaling."""
+    if arch.rope_scaling_factor == 1.0:
+        return None
+
+    table = _YarnRope if arch.rope_scaling == "yarn" else _Llama3Rope
+    settings = _export_fields(arch, table)
+    # Without attention_factor, transformers computes the default.
+    settings = {key: value for key, value in settings.items() if value}
+    return settings | {"rope_type": arch.rope_scaling}
 
 
 def _export_fields(arch: Architecture, model: type[FileModel]) -> dict[str, Any]:
@@ -195,7 +200,7 @@ def _parse_hf_config(config: dict[str, Any]) -> HFConfig:
             f"expected one of {', '.join(families)}."
         )
 
-    # Check the types and values of all keys that have an effect. Unknown keys are errors.
+    # Keys that have an effect are checked. Unknown keys are errors.
     family = families[kind]
     relevant = {key: value for key, value in config.items() if key not in _WITHOUT_EFFECT}
     try:
@@ -203,15 +208,27 @@ def _parse_hf_config(config: dict[str, Any]) -> HFConfig:
     except ValidationError as error:
         raise UserError(f"config.json: {explain_error(family, error)}") from None
 
-    # Check that no size is missing. transformers has different default sizes for each family, and
-    # this module has only those of Llama.
+    if family is not HFConfig:
+        _check_required_keys(parsed)
+    return parsed
+
+
+def _check_required_keys(parsed: HFConfig) -> None:
+    """Check that a config.json has all sizes, for a family other than Llama.
+
+    transformers has different default sizes for each family, and this module has only those of
+    Llama.
+
+    Raises:
+        UserError: If a size is missing.
+    """
     keys = _aliases(HFConfig)
     required = keys.keys() - {"tied_embeddings", "head_dim"}
     missing = required - parsed.model_fields_set
-    if family is not HFConfig and missing:
+    if missing:
         missing_keys = ", ".join(sorted(keys[name] for name in missing))
-        raise UserError(f"config.json: model_type = {format_value(kind)} requires {missing_keys}.")
-    return parsed
+        kind = format_value(parsed.kind)
+        raise UserError(f"config.json: model_type = {kind} requires {missing_keys}.")
 
 
 def _families_by_kind() -> dict[str, type[HFConfig]]:

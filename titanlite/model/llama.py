@@ -31,13 +31,8 @@ INIT_STD = 0.02
 def rope_frequencies(arch: Architecture, device: torch.device, is_scaled: bool) -> Tensor:
     """Compute the RoPE angle per position for each channel pair, in radians.
 
-    Llama 3.1 extends the context length by lowering frequencies. A frequency that completes fewer
-    than `rope_low_freq_factor` turns within the original context is divided by
-    `rope_scaling_factor`. One that completes more than `rope_high_freq_factor` turns is kept.
-    Frequencies between these limits are interpolated linearly in the number of turns.
-
-    YaRN (https://arxiv.org/abs/2309.00071) does the same with the limits `rope_beta_slow` and
-    `rope_beta_fast`, but interpolates linearly in the index of the channel pair.
+    To extend the context length, low frequencies are divided by `rope_scaling_factor`, high ones
+    are kept, and those between are interpolated linearly.
 
     Args:
         arch: Architecture of the model.
@@ -52,20 +47,29 @@ def rope_frequencies(arch: Architecture, device: torch.device, is_scaled: bool) 
     if not is_scaled:
         return frequencies
 
-    # Interpolate linearly between a scaled and an unchanged frequency.
     if arch.rope_scaling == "yarn":
         kept_part = _yarn_kept_part(arch, device)
     else:
-        turns = arch.rope_original_max_seq_len * frequencies / (2 * math.pi)
-        low, high = arch.rope_low_freq_factor, arch.rope_high_freq_factor
-        kept_part = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+        kept_part = _llama3_kept_part(arch, frequencies)
     return frequencies * (kept_part + (1.0 - kept_part) / arch.rope_scaling_factor)
+
+
+def _llama3_kept_part(arch: Architecture, frequencies: Tensor) -> Tensor:
+    """Return the part of each frequency that Llama 3.1 does not scale, from 0 to 1, shape (D / 2,).
+
+    It is 0 for a frequency that completes fewer than `rope_low_freq_factor` turns in the original
+    context, 1 for more than `rope_high_freq_factor` turns, and linear between them.
+    """
+    turns = arch.rope_original_max_seq_len * frequencies / (2 * math.pi)
+    low, high = arch.rope_low_freq_factor, arch.rope_high_freq_factor
+    return ((turns - low) / (high - low)).clamp(0.0, 1.0)
 
 
 def _yarn_kept_part(arch: Architecture, device: torch.device) -> Tensor:
     """Return the part of each frequency that YaRN does not scale, from 0 to 1, shape (D / 2,).
 
-    The limits are rounded to whole channel pairs, as in the reference implementation.
+    YaRN (https://arxiv.org/abs/2309.00071) interpolates linearly in the index of the channel pair.
+    The limits, `rope_beta_slow` and `rope_beta_fast` turns, are rounded to whole channel pairs.
     """
 
     def find_pair(turns: float) -> float:
@@ -482,19 +486,24 @@ class Llama(nn.Module):
         for name, parameter in self.named_parameters():
             full_device = device or parameter.device
             full = torch.empty(parameter.shape, device=full_device, dtype=torch.float32)
-            init_factor, _ = self.arch.mup_factors(name, full.ndim)
-            is_bias_or_norm = full.ndim == 1
-            if is_bias_or_norm:
-                start = self.norm_start if "norm" in name else 0.0
-                nn.init.constant_(full, start * init_factor)
-            else:
-                # Hash the seed of the run and the name to a seed of less than 64 bits.
-                digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-                parameter_seed = int.from_bytes(digest[:7], "big")
-                generator = torch.Generator(full.device).manual_seed(parameter_seed)
-                truncated_normal_(full, self.init_std(name) * init_factor, generator)
+            self._fill_initial_value_(full, name, seed)
             with torch.no_grad():
                 assign(parameter, full)
+
+    def _fill_initial_value_(self, x: Tensor, name: str, seed: int) -> None:
+        """Fill `x` in place with the initial value of the parameter `name`."""
+        init_factor, _ = self.arch.mup_factors(name, x.ndim)
+        is_bias_or_norm = x.ndim == 1
+        if is_bias_or_norm:
+            start = self.norm_start if "norm" in name else 0.0
+            nn.init.constant_(x, start * init_factor)
+            return
+
+        # Hash the seed of the run and the name to a seed of less than 64 bits.
+        digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+        parameter_seed = int.from_bytes(digest[:7], "big")
+        generator = torch.Generator(x.device).manual_seed(parameter_seed)
+        truncated_normal_(x, self.init_std(name) * init_factor, generator)
 
     def init_std(self, name: str) -> float:
         """Return the standard deviation of the initial values of a matrix, before muP scales it.

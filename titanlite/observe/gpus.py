@@ -188,19 +188,29 @@ def device_memory() -> tuple[str | None, int]:
     if is_hidden:
         return None, machine_memory()
 
-    if shutil.which("nvidia-smi"):
-        query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
-        output = subprocess.run(query, capture_output=True, text=True, check=False).stdout
-        # The first line is, for example, "NVIDIA H100 80GB HBM3, 81559".
-        match = re.match(r"(.+), *(\d+)\s", output)
-        if match:
-            name, mebibytes = match.groups()
-            return name, int(mebibytes) * MIB
+    gpu = _query_nvidia_smi()
+    if gpu is not None:
+        return gpu
 
     has_driver = any(os.path.exists(path) for path in DRIVERS)
     if has_driver:
         return "unknown", 0
     return None, machine_memory()
+
+
+def _query_nvidia_smi() -> tuple[str, int] | None:
+    """Return the name and the memory in bytes of the first GPU that nvidia-smi lists, if any."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+
+    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    output = subprocess.run(query, capture_output=True, text=True, check=False).stdout
+    # The first line is, for example, "NVIDIA H100 80GB HBM3, 81559".
+    match = re.match(r"(.+), *(\d+)\s", output)
+    if match is None:
+        return None
+    name, mebibytes = match.groups()
+    return name, int(mebibytes) * MIB
 
 
 def machine_memory() -> int:
@@ -230,7 +240,10 @@ def check_memory(run: Run, ranks: int = 0, elsewhere: bool = False) -> None:
         return
 
     is_offloaded = run.job.training.enable_cpu_offload
-    memory = _memory_of_rank(ranks, is_offloaded, elsewhere)
+    if elsewhere:
+        memory = _largest_memory(is_offloaded)
+    else:
+        memory = _memory_of_rank(ranks, is_offloaded)
     if memory == 0:  # unknown
         return
 
@@ -290,27 +303,34 @@ def _describe_missing_memory(run: Run, memory: int, state: int) -> str:
     )
 
 
-def _memory_of_rank(ranks: int, is_offloaded: bool, elsewhere: bool) -> int:
-    """Return the bytes of memory that a rank has for its training state, or 0 if unknown.
+def _largest_memory(is_offloaded: bool) -> int:
+    """Return the most memory in bytes that a rank of any machine has for its training state.
+
+    Args:
+        is_offloaded: Whether the training state is in CPU memory.
+    """
+    if is_offloaded:  # the CPU memory of other machines is unknown
+        return int(MOST_GIB * GIB)
+    return max(machine_memory(), *(gpu.memory for gpu in known_gpus()))
+
+
+def _memory_of_rank(ranks: int, is_offloaded: bool) -> int:
+    """Return the bytes of memory that a rank of this node has for its training state.
 
     Args:
         ranks: Number of ranks on this node. 0: take it from the environment variables of the
             launcher.
-        is_offloaded: Whether the training state is in CPU memory, which the ranks share.
-        elsewhere: Whether the run is for other machines. The result is then the memory of the
-            largest known device.
-    """
-    if elsewhere and is_offloaded:  # the CPU memory of other machines is unknown
-        return int(MOST_GIB * GIB)
-    if elsewhere:
-        return max(machine_memory(), *(gpu.memory for gpu in known_gpus()))
+        is_offloaded: Whether the training state is in CPU memory.
 
-    # Each rank has a GPU of its own, but the ranks share the CPU memory of the node.
+    Returns:
+        Number of bytes, or 0 if the GPU is unknown.
+    """
     gpu, memory = device_memory()
-    has_gpu = gpu is not None
-    is_unknown = has_gpu and memory == 0
-    if is_unknown or (has_gpu and not is_offloaded):
+    has_own_memory = gpu is not None and not is_offloaded
+    if has_own_memory or memory == 0:
         return memory
+
+    # The ranks share the CPU memory of the node.
     num_ranks = ranks or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return machine_memory() // num_ranks
 

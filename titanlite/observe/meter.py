@@ -204,26 +204,30 @@ def _read_memory(device: torch.device) -> dict[str, Any]:
     Returns:
         The fields of `LoggedStep` that describe memory. Sizes are in GiB.
     """
-    # On a GPU, torch counts the peaks since the last reset.
-    if device.type == "cuda":
-        stats = torch.cuda.memory_stats(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        return {
-            "memory": stats["reserved_bytes.all.peak"] / GIB,
-            "memory_peak": stats["allocated_bytes.all.peak"] / GIB,
-            "memory_active": stats["active_bytes.all.peak"] / GIB,
-            "alloc_retries": stats["num_alloc_retries"],
-        }
+    if device.type != "cuda":
+        return _read_process_memory()
 
-    # On a CPU, measure the whole process. macOS reports its peak in bytes, Linux in KiB.
+    stats = torch.cuda.memory_stats(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return {
+        "memory": stats["reserved_bytes.all.peak"] / GIB,
+        "memory_peak": stats["allocated_bytes.all.peak"] / GIB,
+        "memory_active": stats["active_bytes.all.peak"] / GIB,
+        "alloc_retries": stats["num_alloc_retries"],
+    }
+
+
+def _read_process_memory() -> dict[str, Any]:
+    """Measure the CPU memory of this process, with the same fields as `_read_memory`."""
+    # macOS reports the peak in bytes, Linux in KiB.
     peak_unit = 1 if sys.platform == "darwin" else 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * peak_unit
     resident = peak
     statm = Path("/proc/self/statm")
-    if statm.exists():  # Only Linux reports the current size.
+    if statm.exists():  # only Linux reports the current size
         num_pages = int(statm.read_text().split()[1])
         resident = num_pages * os.sysconf("SC_PAGE_SIZE")
-        peak = max(peak, resident)  # The kernel updates the peak with a delay.
+        peak = max(peak, resident)  # the kernel updates the peak with a delay
 
     return {
         "memory": resident / GIB,

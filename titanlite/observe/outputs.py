@@ -78,18 +78,21 @@ def _is_written_by_run(path: Path) -> bool:
         # must be of a run. Versions before 0.3 did not write environment.json.
         siblings = [path.with_name(name) for name in (ENVIRONMENT_FILE, "metrics.jsonl")]
         return any(sibling.exists() and _is_written_by_run(sibling) for sibling in siblings)
+    return _is_log_of_run(path)
 
-    # The other files consist of lines, so check the first ones. An empty file loses nothing.
+
+def _is_log_of_run(path: Path) -> bool:
+    """Return whether the first lines of train.log or of a JSON Lines file were written by a run."""
     with path.open("rb") as file:
-        head = file.read(HEAD_BYTES)
-    if not head:
+        first_lines = file.read(HEAD_BYTES)
+    if not first_lines:  # overwriting an empty file loses nothing
         return True
     if path.name == LOG_FILE:
-        return LOG_LINE.match(head) is not None
+        return LOG_LINE.match(first_lines) is not None
 
     # One valid line is enough, because a crash can leave incomplete lines.
     required_keys = REQUIRED_KEYS[path.name]
-    return any(_has_keys(line, required_keys) for line in head.splitlines())
+    return any(_has_keys(line, required_keys) for line in first_lines.splitlines())
 
 
 def _has_keys(line: bytes, keys: set[str]) -> bool:
@@ -186,12 +189,8 @@ class OutputFolder:
     def _archive_all(self, archive: Path) -> None:
         """Move all files of earlier starts to the new folder `archive`.
 
-        Without metrics of an earlier start, nothing is archived. Otherwise:
-
-        - A log that existed before this start is split, because this start has already written to
-          it: earlier lines are archived, and new lines stay in the output folder.
-        - A log that this start has created stays as it is.
-        - All other files and folders are moved. This start writes them later.
+        Logs that this start has created stay, and so does everything if no earlier start has
+        written metrics.
         """
         has_metrics = any(_file_size(self._folder / name) > 0 for name in JSON_FILES)
         if not has_metrics:
@@ -201,13 +200,18 @@ class OutputFolder:
         for name in FILES:
             path = self._folder / name
             if name in self._log_sizes:
-                # Write the archive first: an interruption here duplicates lines, but loses none.
-                size = self._log_sizes[name]
-                content = path.read_bytes()
-                write_atomically(archive / name, content[:size])
-                write_atomically(path, content[size:])
+                # This start has already appended lines to the log.
+                _archive_first_bytes(path, archive, self._log_sizes[name])
             elif name not in LOGS and path.exists():
                 path.rename(archive / name)
+
+
+def _archive_first_bytes(path: Path, archive: Path, size: int) -> None:
+    """Move the first `size` bytes of a log into an archive folder, and keep all later lines."""
+    # Write the archive first: an interruption here duplicates lines, but loses none.
+    content = path.read_bytes()
+    write_atomically(archive / path.name, content[:size])
+    write_atomically(path, content[size:])
 
 
 def _choose_archive(folder: Path) -> Path:

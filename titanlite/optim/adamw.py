@@ -133,22 +133,23 @@ class AdamW(torch.optim.Optimizer):
         """
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if not parameters:
-                continue
+            if parameters:
+                self._update_parameters(parameters, group)
 
-            # Compute the numbers that all parameters of the group share.
-            steps_taken = self.state[parameters[0]]["step"]  # the same for all parameters
-            skip = getattr(self, "found_inf", torch.zeros_like(steps_taken))
-            increment = 1 - skip  # a skipped step does not count
-            group_scalars = self._step_scalars(group, steps_taken + 1, skip)
-            beta1, beta2 = group["betas"]
-            rule = UpdateRule(self.rule, beta1, beta2, group["eps"], self._stochastic_rounding)
+    def _update_parameters(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
+        """Update parameters of a group, which all have a gradient."""
+        # Compute the numbers that all parameters share.
+        steps_taken = self.state[parameters[0]]["step"]
+        skip = getattr(self, "found_inf", torch.zeros_like(steps_taken))
+        increment = 1 - skip  # a skipped step does not count
+        shared_scalars = self._step_scalars(group, steps_taken + 1, skip)
+        beta1, beta2 = group["betas"]
+        rule = UpdateRule(self.rule, beta1, beta2, group["eps"], self._stochastic_rounding)
 
-            # Update the parameters one after the other.
-            for parameter in parameters:
-                self.state[parameter]["step"].add_(increment)
-                scalars = group_scalars._replace(name_seed=self._name_seeds[parameter])
-                self._update_parameter(parameter, scalars, rule)
+        for parameter in parameters:
+            self.state[parameter]["step"].add_(increment)
+            scalars = shared_scalars._replace(name_seed=self._name_seeds[parameter])
+            self._update_parameter(parameter, scalars, rule)
 
     def _step_scalars(self, group: dict[str, Any], step: Tensor, skip: Tensor) -> StepScalars:
         """Compute the scalars that the parameters of a group share in one step.
@@ -269,15 +270,20 @@ def shard_slices(tensor: DTensor) -> tuple[slice, ...]:
         if placement.is_replicate():
             continue
 
-        # Divide the slice among the ranks of this mesh dimension.
         dim: int = placement.dim  # pyright: ignore[reportAttributeAccessIssue]
-        stop = slices[dim].stop
-        shard_size = math.ceil((stop - slices[dim].start) / mesh.size(mesh_dim))
-        start = slices[dim].start + shard_size * mesh.get_local_rank(mesh_dim)
-
-        # As with torch.chunk, the shards of the last ranks may be shorter or empty.
-        slices[dim] = slice(min(start, stop), min(start + shard_size, stop))
+        num_ranks = mesh.size(mesh_dim)
+        slices[dim] = _divide_slice(slices[dim], num_ranks, mesh.get_local_rank(mesh_dim))
     return tuple(slices)
+
+
+def _divide_slice(whole: slice, num_ranks: int, rank: int) -> slice:
+    """Return the part of a slice that a rank holds, as torch.chunk divides it.
+
+    For example, slice(0, 5) is divided among 4 ranks into parts of 2, 2, 1 and 0 elements.
+    """
+    part_size = math.ceil((whole.stop - whole.start) / num_ranks)
+    start = whole.start + part_size * rank
+    return slice(min(start, whole.stop), min(start + part_size, whole.stop))
 
 
 def _update_(
@@ -302,8 +308,8 @@ def _update_(
     update, new_moments = _compute_update(gradient.float(), moments, scalars, rule)
     new_parameter = parameter.float() * scalars.decay - update
 
-    # Draw random bits for stochastic rounding, which uses the low 16 bits of each integer. The
-    # parameter and up to two moments need different bits.
+    # Stochastic rounding uses the low 16 bits of each integer. The parameter and up to two moments
+    # need different bits.
     random_bits = torch.zeros((), dtype=torch.int64)
     if rule.stochastic_rounding:
         random_bits = _random_bits(parameter, scalars, offset, start)
@@ -361,18 +367,26 @@ def _random_bits(
         offset: Position of the shard in the whole parameter.
         start: Index of the first element of the slice in the shard.
     """
-    # Convert indices in the shard to indices in the whole parameter. For example, a shard with two
-    # of eight columns has the indices 0, 1, 8, 9, 16, 17, ..., relative to its first element.
-    index = torch.arange(len(parameter), device=parameter.device) + start
-    if offset.local_width != offset.full_width:  # otherwise, avoid two slow divisions
-        row = index // offset.local_width
-        column = index % offset.local_width
-        index = row * offset.full_width + column
-    index_in_parameter = index + offset.first
+    index_in_shard = torch.arange(len(parameter), device=parameter.device) + start
+    index_in_parameter = _index_in_parameter(index_in_shard, offset)
 
     element_seed = _hash32(index_in_parameter & UINT32_MASK)
     parameter_seed = _hash32(scalars.step_seed ^ scalars.name_seed)
     return _hash32(element_seed ^ parameter_seed)
+
+
+def _index_in_parameter(index_in_shard: Tensor, offset: ShardOffset) -> Tensor:
+    """Convert flat indices in a shard to flat indices in the whole parameter.
+
+    For example, a shard with two of eight columns has the indices 0, 1, 8, 9, 16, 17, ..., relative
+    to its first element.
+    """
+    index = index_in_shard
+    if offset.local_width != offset.full_width:  # otherwise, avoid two slow divisions
+        row = index // offset.local_width
+        column = index % offset.local_width
+        index = row * offset.full_width + column
+    return index + offset.first
 
 
 def _round(value: Tensor, dtype: torch.dtype, bits: Tensor, stochastic: bool) -> Tensor:

@@ -49,8 +49,7 @@ def reduce_step_sums(
 ) -> StepSums:
     """Compute the gradient norm, the loss and the number of requests in a single all-reduce.
 
-    A request of a rank, such as to save a checkpoint, concerns all ranks. This all-reduce is the
-    only collective that a step itself starts on the group of all ranks.
+    It is the only collective that a step itself starts on the group of all ranks.
 
     Args:
         gradients: Gradients of this rank, at least one.
@@ -60,16 +59,13 @@ def reduce_step_sums(
     """
     shards = [local_shard(gradient) for gradient in gradients]
     # On a GPU, the compiler would generate one kernel per gradient; the eager version is fused.
-    if compiled and not shards[0].is_cuda:
-        squares = compiled_once(sum_of_squares)(shards)
-    else:
-        squares = sum_of_squares(shards)
+    should_compile = compiled and not shards[0].is_cuda
+    sum_squares = compiled_once(sum_of_squares) if should_compile else sum_of_squares
+    squares = sum_squares(shards)
 
     # Write this rank's part of the three sums into one tensor, and add up the parts of all ranks.
-    # With CPU offload the gradients are on the CPU, so the loss is copied there as well.
     totals = torch.zeros(3, dtype=torch.float64, device=squares.device)
     squared_norm, total_loss, num_requests = totals.unbind()  # views of `totals`
-    # The gradients show how many ranks hold the same shard, so that it is counted only once.
     _add_squares_(squared_norm, gradients, squares)
     total_loss.copy_(_wait_for_offloaded_loss(loss, totals))
     if has_request:
@@ -124,23 +120,30 @@ def sum_of_squares(shards: list[Tensor]) -> Tensor:
         norms = torch._foreach_norm(shards, 2, dtype=torch.float32)  # pyright: ignore
         return torch.stack(norms).double().square()
 
-    # On a CPU, long sums in fp32 are not precise enough. Cut each shard into rows of 256 elements.
-    # For example, 600 elements become 2 full rows and a row with the remaining 88.
+    # On a CPU, long sums in fp32 are not precise enough. Sum rows of 256 elements in fp32, and the
+    # rows of each shard in float64. The rows of all shards are converted together, because an
+    # operator call costs more than its arithmetic in a small model.
     matrices: list[Tensor] = []
     rows_per_shard: list[int] = []
     for shard in shards:
-        flat = shard.flatten()
-        num_full_rows = len(flat) // CPU_SUM_LENGTH
-        remainder_start = num_full_rows * CPU_SUM_LENGTH
-        matrices.append(flat[:remainder_start].view(-1, CPU_SUM_LENGTH))
-        matrices.append(flat[remainder_start:].view(1, -1))
-        rows_per_shard.append(num_full_rows + 1)
-
-    # Sum each row in fp32, and the rows of each shard in float64. The rows of all shards are
-    # converted together, because an operator call costs more than its arithmetic in a small model.
+        full_rows, last_row = _cut_into_rows(shard)
+        matrices += [full_rows, last_row]
+        rows_per_shard.append(len(full_rows) + 1)
     norms = [torch.linalg.vector_norm(matrix, dim=1, dtype=torch.float32) for matrix in matrices]
     squares = torch.cat(norms).double().square()
     return torch.stack([shard_squares.sum() for shard_squares in squares.split(rows_per_shard)])
+
+
+def _cut_into_rows(shard: Tensor) -> tuple[Tensor, Tensor]:
+    """Cut a shard into a matrix with rows of `CPU_SUM_LENGTH` elements, and a shorter last row.
+
+    For example, 600 elements become 2 full rows and a row with the remaining 88.
+    """
+    flat = shard.flatten()
+    num_full_rows = len(flat) // CPU_SUM_LENGTH
+    remainder_start = num_full_rows * CPU_SUM_LENGTH
+    full_rows = flat[:remainder_start].view(-1, CPU_SUM_LENGTH)
+    return full_rows, flat[remainder_start:].view(1, -1)
 
 
 def count_replicas(tensor: Tensor) -> int:
@@ -193,8 +196,8 @@ def _scale_(gradients: list[Tensor], max_norm: float, norm: Tensor) -> None:
         return
 
     # Otherwise, a function of torch scales all gradients with one operator. It expects parameters
-    # and scales their `grad`, so make each gradient the `grad` of a dummy tensor.
-    holders = [gradient.detach() for gradient in gradients]
-    for holder, gradient in zip(holders, gradients, strict=True):
-        holder.grad = gradient
-    torch.nn.utils.clip_grads_with_norm_(holders, max_norm, norm, foreach=True)
+    # and scales their `grad`, so make each gradient the `grad` of a dummy parameter.
+    parameters = [gradient.detach() for gradient in gradients]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=True)

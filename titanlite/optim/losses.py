@@ -276,17 +276,13 @@ def prepare_targets(labels: Tensor, scale: Tensor, first_class: int, num_classes
         first_class: First class of this rank.
         num_classes: Number of classes of this rank.
     """
-    # Labels of other ranks get any valid column, because `gather` must not fail.
     column = labels - first_class
     is_local = (column >= 0) & (column < num_classes)
+    column = column.clamp(0, num_classes - 1)  # any valid column, because `gather` must not fail
     factor = torch.where(labels == IGNORE_INDEX, 0.0, scale)
-    return Targets(
-        column=column.clamp(0, num_classes - 1)[:, None],
-        is_local=is_local,
-        factor=factor,
-        # The loss contains `-factor * logit` of the label, so that is a part of its gradient.
-        label_grad=torch.where(is_local, -factor, 0.0)[:, None],
-    )
+    # The loss contains `-factor * logit` of the label, so that is a part of its gradient.
+    label_grad = torch.where(is_local, -factor, 0.0)
+    return Targets(column[:, None], is_local, factor, label_grad[:, None])
 
 
 def softmax_loss(
@@ -436,7 +432,7 @@ def linear_cross_entropy_sum(
 
 
 def fp32_logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Return the logits `hidden @ weight.T` in fp32, shape (n, V), without a bfloat16 copy of them.
+    """Return the logits `hidden @ weight.T` in fp32, shape (n, V).
 
     A plain matmul would first store all logits in bfloat16. Compiled losses do not call this
     function, because the compiler fuses the conversion.
@@ -448,13 +444,14 @@ def fp32_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     if hidden.dtype == torch.float32:
         return hidden @ weight.T
 
-    # Convert a block of classes at a time, so that only the logits of a block exist in bfloat16.
+    # Compute the logits of some classes at a time, so that only these exist in bfloat16.
     logits = torch.empty(len(hidden), len(weight), device=hidden.device)
     block_size = VOCAB_BLOCK[hidden.device.type]
     logits_blocks = logits.split(block_size, dim=1)
     weight_blocks = weight.split(block_size)
     for logits_block, weight_block in zip(logits_blocks, weight_blocks, strict=True):
-        if hidden.is_cuda:  # with out_dtype, the kernel returns its fp32 sums unrounded
+        if hidden.is_cuda:
+            # With out_dtype, the kernel returns its fp32 sums unrounded.
             torch.mm(hidden, weight_block.T, out_dtype=torch.float32, out=logits_block)
         else:
             logits_block.copy_(hidden @ weight_block.T)
@@ -494,10 +491,8 @@ def _add_weight_grad(
     beta = 0 if is_first else 1  # factor of the old values of `weight_grad`
     if hidden.dtype == torch.float32:
         weight_grad.addmm_(logits_grad.T, hidden, beta=beta)
-        return
-
-    # On a GPU, one kernel multiplies bfloat16 matrices and adds the products in fp32.
-    if hidden.is_cuda:
+    elif hidden.is_cuda:
+        # One kernel multiplies bfloat16 matrices and adds the products in fp32.
         torch.addmm(
             weight_grad,
             logits_grad.T,
@@ -506,9 +501,15 @@ def _add_weight_grad(
             out_dtype=torch.float32,
             out=weight_grad,
         )
-        return
+    else:
+        _add_rounded_weight_grad(weight_grad, logits_grad, hidden, is_first)
 
-    # A CPU has no such kernel. Compute a block of rows in bfloat16, convert it, and add it.
+
+def _add_rounded_weight_grad(
+    weight_grad: Tensor, logits_grad: Tensor, hidden: Tensor, is_first: bool
+) -> None:
+    """Add a weight gradient that is computed in bfloat16, for a CPU; see `_add_weight_grad`."""
+    # Compute some rows at a time, so that only these rows exist in bfloat16.
     block_size = VOCAB_BLOCK[hidden.device.type]
     weight_blocks = weight_grad.split(block_size)
     logits_blocks = logits_grad.split(block_size, dim=1)
@@ -524,8 +525,7 @@ def _convert_in_place(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert a matrix to a smaller dtype without allocating a second matrix if it is large.
 
     For example, converting 8 values from fp32 to bfloat16 in blocks of 4 reads the bytes 0-15 and
-    writes the bytes 0-7, then reads the bytes 16-31 and writes the bytes 8-15. It never overwrites
-    a value that is still to be read.
+    writes the bytes 0-7, then reads the bytes 16-31 and writes the bytes 8-15.
 
     Args:
         x: Contiguous matrix. If it has more columns than `VOCAB_BLOCK`, the result is written, some
@@ -540,13 +540,14 @@ def _convert_in_place(x: Tensor, dtype: torch.dtype) -> Tensor:
     if num_columns <= block_size:
         return x.to(dtype)
 
-    # `converted` is a contiguous view of the first part of the memory. Leaving each converted row
-    # where its old row starts would be simpler, but the bf16 matmul of CPUs with AMX (oneDNN 3.12)
-    # then reads old values between the rows, which can be NaN.
+    # `converted` is a contiguous view of the first part of the memory. The rows must be contiguous:
+    # the bf16 matmul of CPUs with AMX (oneDNN 3.12) otherwise reads old values between the rows,
+    # which can be NaN.
     converted = x.view(dtype).flatten()[: x.numel()].view(x.shape)
     block_rows = math.ceil(num_rows * block_size / num_columns)
-    blocks = zip(x.split(block_rows), converted.split(block_rows), strict=True)
-    for old_block, new_block in blocks:
+    old_blocks = x.split(block_rows)
+    new_blocks = converted.split(block_rows)
+    for old_block, new_block in zip(old_blocks, new_blocks, strict=True):
         new_block.copy_(old_block.to(dtype))
     return converted
 
@@ -570,9 +571,9 @@ def _create_carriers(
     """Return two zero scalars that pass precomputed gradients to `hidden` and `weight`.
 
     The fused loss computes its gradients in the forward pass, but autograd asks for them in the
-    backward pass. If you add a carrier to the loss, autograd calls the backward function of the
-    carrier, which returns the precomputed gradient. There are two carriers, because some pipeline
-    schedules compute the two gradients at different times.
+    backward pass. If you add a carrier to the loss, its backward function returns the precomputed
+    gradient. There are two, because some pipeline schedules compute the gradients at different
+    times.
 
     Args:
         hidden: Hidden states, shape (B, T, C).

@@ -137,10 +137,7 @@ class Muon(torch.optim.Optimizer):
         self._update(*previous, skip)
 
     def _start_gather(self, plan: _Round, skip: Tensor) -> _Transfer:
-        """Update the momentum shards of this rank, and start to gather whole momentum matrices.
-
-        The owner of a matrix is the rank that will orthogonalize its whole momentum. Matrices are
-        processed in rounds. In each round, every rank owns a few matrices.
+        """Update the momentum shards of this rank, and start to send them to the owners.
 
         Args:
             plan: Communication plan of the round: its matrices, and who sends what to whom.
@@ -171,34 +168,13 @@ class Muon(torch.optim.Optimizer):
             The all-to-all in progress. Its result holds this rank's shards of the orthogonalized
             matrices, ordered by owner.
         """
-        directions = self._orthogonalize_owned(plan, gathered)
+        momenta = _assemble_owned(plan, gathered)
+        directions = [orthogonalize(momentum) for momentum in momenta]
         shards: list[Tensor] = []
         for rank in range(len(plan.numel_to_ranks)):
             for direction, matrix in zip(directions, plan.owned, strict=True):
                 shards.append(_shard_of(direction, matrix, rank).flatten())
         return self._start_transfer(shards, plan.numel_to_ranks, plan.numel_from_owners)
-
-    def _orthogonalize_owned(self, plan: _Round, gathered: Tensor) -> list[Tensor]:
-        """Assemble the momentum of each matrix that this rank owns, and orthogonalize it.
-
-        Args:
-            plan: Communication plan of the round.
-            gathered: Momentum shards, ordered by sending rank, then by matrix.
-
-        Returns:
-            The orthogonalized momentum of each matrix in `plan.owned`, as a plain tensor.
-        """
-        # Copy each received shard to its place in a whole matrix.
-        momenta = [
-            torch.empty(matrix.shape, dtype=gathered.dtype, device=gathered.device)
-            for matrix in plan.owned
-        ]
-        received_shards = iter(gathered.split(plan.numel_of_received))
-        for rank in plan.senders:
-            for momentum, matrix in zip(momenta, plan.owned, strict=True):
-                shard = _shard_of(momentum, matrix, rank)  # a view
-                shard.copy_(next(received_shards).view_as(shard))
-        return [orthogonalize(momentum) for momentum in momenta]
 
     def _update(self, plan: _Round, result: _Transfer, skip: Tensor) -> None:
         """Wait for the orthogonalized momentum of a round, and apply it to this rank's shards.
@@ -260,6 +236,25 @@ class _Transfer(NamedTuple):
         """Wait for the collective and return the received elements."""
         self.work.wait()
         return self.result
+
+
+def _assemble_owned(plan: _Round, gathered: Tensor) -> list[Tensor]:
+    """Assemble the whole momentum of each matrix that this rank owns, as plain tensors.
+
+    Args:
+        plan: Communication plan of the round.
+        gathered: Momentum shards, ordered by sending rank, then by matrix.
+    """
+    momenta = [
+        torch.empty(matrix.shape, dtype=gathered.dtype, device=gathered.device)
+        for matrix in plan.owned
+    ]
+    received_shards = iter(gathered.split(plan.numel_of_received))
+    for rank in plan.senders:
+        for momentum, matrix in zip(momenta, plan.owned, strict=True):
+            shard = _shard_of(momentum, matrix, rank)  # a view
+            shard.copy_(next(received_shards).view_as(shard))
+    return momenta
 
 
 def _accumulate_momentum_(gradient: Tensor, momentum: Tensor, skip: Tensor, beta: float) -> Tensor:
@@ -461,22 +456,31 @@ def _shard_of(whole: Tensor, matrix: Any, rank: int) -> Tensor:
         rank: Index of the rank in the flattened device mesh.
     """
     part = whole
-    remaining_rank = rank
-    mesh_dims = zip(reversed(matrix.device_mesh.shape), reversed(matrix.placements), strict=True)
-    for size, placement in mesh_dims:
-        # Compute the coordinate of the rank along this mesh dimension. The last dimension varies
-        # fastest, so rank 6 of a (2, 4) mesh has the coordinates (1, 2).
-        remaining_rank, coordinate = divmod(remaining_rank, size)
+    for size, placement, coordinate in _locate_rank(matrix, rank):
         if placement.is_replicate():
             continue
-
-        # Narrow the part to the shard of this coordinate.
         chunks = part.chunk(size, placement.dim)
         if coordinate < len(chunks):
             part = chunks[coordinate]
         else:
             part = part.narrow(placement.dim, 0, 0)  # empty, as there are fewer chunks than ranks
     return part
+
+
+def _locate_rank(matrix: Any, rank: int) -> list[tuple[int, Any, int]]:
+    """Return the position of a rank in the device mesh of a matrix, last mesh dimension first.
+
+    The last dimension varies fastest, so rank 6 of a (2, 4) mesh has the coordinates 2 and 1.
+
+    Returns:
+        Size, placement of the matrix, and coordinate of the rank, for each mesh dimension.
+    """
+    position = []
+    mesh_dims = zip(matrix.device_mesh.shape, matrix.placements, strict=True)
+    for size, placement in reversed(list(mesh_dims)):
+        rank, coordinate = divmod(rank, size)
+        position.append((size, placement, coordinate))
+    return position
 
 
 def _shard_numel(matrix: Any, rank: int) -> int:
@@ -491,9 +495,7 @@ def _replica_index(matrix: Any, rank: int) -> int:
     replication it is 0.
     """
     index = 0
-    mesh_dims = zip(reversed(matrix.device_mesh.shape), reversed(matrix.placements), strict=True)
-    for size, placement in mesh_dims:
-        rank, coordinate = divmod(rank, size)
+    for size, placement, coordinate in _locate_rank(matrix, rank):
         if placement.is_replicate():
             index = index * size + coordinate
     return index

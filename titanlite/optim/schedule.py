@@ -34,8 +34,7 @@ def wsd_learning_rate(step: int, peak: float, config: schema.LRScheduler, steps:
     """Compute the warmup-stable-decay learning rate of one step.
 
     The learning rate rises linearly to `peak`, stays there, and then decays toward
-    `peak * config.min_lr_factor`. The first step after warmup uses `peak`. The minimum would be
-    reached one step after the last step, so no step has a learning rate of zero.
+    `peak * config.min_lr_factor`, which it would reach one step after the last step.
 
     Args:
         step: Optimizer step, counted from 1.
@@ -49,27 +48,35 @@ def wsd_learning_rate(step: int, peak: float, config: schema.LRScheduler, steps:
     if warmup_steps is None:
         warmup_steps = min(200, total_steps // 10)
 
-    # Warmup: rise linearly to the peak.
     if step <= warmup_steps:
         return peak * (step / warmup_steps)
 
-    # Stable part: stay at the peak. By default, decay follows directly after warmup.
-    decay_steps = total_steps - warmup_steps
-    if config.decay_steps is not None:
-        decay_steps = min(config.decay_steps, decay_steps)
-    elif config.decay_ratio is not None:
-        decay_steps = min(round(total_steps * config.decay_ratio), decay_steps)
+    decay_steps = _count_decay_steps(config, total_steps, total_steps - warmup_steps)
     last_peak_step = total_steps + 1 - decay_steps
     if step <= last_peak_step:
         return peak
 
-    # Decay: `remaining` falls from 1 to 0.
     progress = (step - last_peak_step) / decay_steps
-    if config.decay_type == "linear":
-        remaining = 1.0 - progress
-    elif config.decay_type == "cosine":
-        remaining = 0.5 * (1.0 + math.cos(math.pi * progress))
-    else:  # "sqrt": https://arxiv.org/abs/2405.18392
-        remaining = 1.0 - math.sqrt(progress)
+    remaining = _decay(progress, config.decay_type)
     lr_factor = config.min_lr_factor + (1.0 - config.min_lr_factor) * remaining
     return peak * lr_factor
+
+
+def _count_decay_steps(
+    config: schema.LRScheduler, total_steps: int, steps_after_warmup: int
+) -> int:
+    """Return the number of decay steps. By default, decay follows directly after warmup."""
+    if config.decay_steps is not None:
+        return min(config.decay_steps, steps_after_warmup)
+    if config.decay_ratio is not None:
+        return min(round(total_steps * config.decay_ratio), steps_after_warmup)
+    return steps_after_warmup
+
+
+def _decay(progress: float, decay_type: str) -> float:
+    """Return a factor that falls from 1 to 0 while `progress` rises from 0 to 1."""
+    if decay_type == "linear":
+        return 1.0 - progress
+    if decay_type == "cosine":
+        return 0.5 * (1.0 + math.cos(math.pi * progress))
+    return 1.0 - math.sqrt(progress)  # "sqrt": https://arxiv.org/abs/2405.18392

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 from torch.profiler import record_function
 
@@ -39,8 +40,6 @@ from titanlite.parallel.pipeline import build_schedule, forward_only
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
     from torch.nn.attention.flex_attention import BlockMask
-
-    from titanlite.model.attention import Mask
 
 ScaledLoss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """Function that computes a loss, such as `Loss.__call__`.
@@ -252,20 +251,17 @@ class PipelineForwardBackward(ForwardBackward):
     def _sum_losses(self, microbatches: Sequence[Microbatch], loss_fn: ScaledLoss) -> Tensor:
         """Return the sum of the losses of all microbatches, a float64 scalar.
 
-        A schedule runs a fixed number of microbatches. If fewer are left, the last one is repeated
-        with ignored labels.
+        A schedule runs a fixed number of microbatches. If fewer are left, others are added whose
+        labels are ignored.
         """
         divisor = torch.ones((), device=self._device)
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         schedule, _ = self._schedule_for(self._num_microbatches)
         for start in range(0, len(microbatches), self._num_microbatches):
-            part = list(microbatches[start : start + self._num_microbatches])
-            num_padding = self._num_microbatches - len(part)
-            if num_padding:
-                ignored_labels = torch.full_like(part[-1].labels, IGNORE_INDEX)
-                part += [replace(part[-1], labels=ignored_labels)] * num_padding
+            part = microbatches[start : start + self._num_microbatches]
+            padded = _pad(part, self._num_microbatches)
             with forward_only(schedule):
-                total += self._run_schedule(schedule.eval, part, loss_fn, divisor)
+                total += self._run_schedule(schedule.eval, padded, loss_fn, divisor)
         return total
 
     def _run_schedule(
@@ -308,6 +304,16 @@ class PipelineForwardBackward(ForwardBackward):
         if not losses:
             return torch.zeros((), device=tokens.device)
         return torch.stack(losses).detach().sum()
+
+
+def _pad(microbatches: Sequence[Microbatch], length: int) -> list[Microbatch]:
+    """Repeat the last microbatch with ignored labels until there are `length` microbatches."""
+    num_padding = length - len(microbatches)
+    if num_padding == 0:
+        return list(microbatches)
+    last = microbatches[-1]
+    padding = replace(last, labels=torch.full_like(last.labels, IGNORE_INDEX))
+    return [*microbatches, *[padding] * num_padding]
 
 
 def build_forward_backward(
@@ -354,38 +360,52 @@ def local_inputs(
         arch: Architecture of the model, which has sliding windows or not.
         model: Section [model], which determines the kind of masks.
     """
-    tokens = _concatenate(microbatches, "input_ids")  # (B, T)
-    labels = _concatenate(microbatches, "labels")
-
-    # Packed documents need a mask and positions. A sliding window needs a mask.
-    document_ids = None
-    positions = None
-    if microbatches[0].document_ids is not None:
-        document_ids = _concatenate(microbatches, "document_ids")
-        positions = _concatenate(microbatches, "positions")
+    batch = _join(microbatches)
 
     # With context parallelism, this rank's queries attend to the keys of whole sequences. So build
     # the masks for whole sequences, and then select this rank's part of everything else.
-    masks: dict[str, Mask | None] = {}
     windows = {"mask": arch.sliding_window}
     if arch.full_attention_interval:
         windows["full_mask"] = 0
+    attention: dict[str, Any] = {}
     for name, window in windows.items():
         if model.uses_document_bounds:
-            masks[name] = _build_bounds(microbatches, window)
+            mask = _build_bounds(microbatches, window)
         else:
-            uses_flex = model.attention_backend == "flex"
-            masks[name] = _build_mask(tokens, document_ids, mesh, window, uses_flex)
-    if mesh.context is not None:
-        if positions is None:
-            positions = _default_positions(tokens)
-        positions = local_chunks(positions, mesh.context)
-        labels = local_chunks(labels, mesh.context)
-        tokens = local_chunks(tokens, mesh.context)
+            mask = _build_mask(batch, mesh, window, model.attention_backend == "flex")
+        if mask is not None:
+            attention[name] = mask
 
-    candidates = {"positions": positions, **masks}
-    attention = {name: value for name, value in candidates.items() if value is not None}
-    return LocalInputs(tokens, labels, attention)
+    if mesh.context is not None:
+        batch = _select_local_chunks(batch, mesh.context)
+    if batch.positions is not None:
+        attention["positions"] = batch.positions
+    return LocalInputs(batch.input_ids, batch.labels, attention)
+
+
+def _join(microbatches: Sequence[Microbatch]) -> Microbatch:
+    """Concatenate microbatches along the batch dimension, all fields except `cu_seqlens`."""
+    if len(microbatches) == 1:
+        return microbatches[0]
+
+    fields: dict[str, Tensor] = {}
+    for name in ("input_ids", "labels", "document_ids", "positions"):
+        tensors = [getattr(microbatch, name) for microbatch in microbatches]
+        if tensors[0] is not None:
+            fields[name] = torch.cat(tensors)
+    return Microbatch(**fields)
+
+
+def _select_local_chunks(batch: Microbatch, mesh: DeviceMesh) -> Microbatch:
+    """Return the part of each sequence that this context parallel rank holds."""
+    positions = batch.positions
+    if positions is None:
+        positions = _default_positions(batch.input_ids)
+    return Microbatch(
+        input_ids=local_chunks(batch.input_ids, mesh),
+        labels=local_chunks(batch.labels, mesh),
+        positions=local_chunks(positions, mesh),
+    )
 
 
 def _build_bounds(microbatches: Sequence[Microbatch], window: int) -> DocumentBounds | None:
@@ -398,34 +418,37 @@ def _build_bounds(microbatches: Sequence[Microbatch], window: int) -> DocumentBo
         microbatches: One microbatch, or all microbatches of a pipeline schedule.
         window: Number of tokens that a token attends to, including itself. 0 means all.
     """
-    batch_size, seq_len = microbatches[0].input_ids.shape
+    tokens = microbatches[0].input_ids
+    batch_size, seq_len = tokens.shape
     parts = [x.cu_seqlens for x in microbatches if x.cu_seqlens is not None]
-    if not parts:
-        if not 0 < window < seq_len:
-            return None
-        bounds = equal_bounds(batch_size, seq_len, microbatches[0].input_ids.device)
-        return DocumentBounds(bounds.repeat(len(microbatches)), window)
+    if parts:
+        max_length = max(len(part) for part in parts)
+        num_tokens = batch_size * seq_len
+        padded = [F.pad(part, (0, max_length - len(part)), value=num_tokens) for part in parts]
+        return DocumentBounds(torch.cat(padded), window)
 
-    length = max(len(part) for part in parts)
-    num_tokens = batch_size * seq_len
-    padded = [F.pad(part, (0, length - len(part)), value=num_tokens) for part in parts]
-    return DocumentBounds(torch.cat(padded), window)
+    if 0 < window < seq_len:  # each sequence is one document
+        bounds = equal_bounds(batch_size, seq_len, tokens.device)
+        return DocumentBounds(bounds.repeat(len(microbatches)), window)
+    return None
 
 
 def _build_mask(
-    tokens: Tensor, document_ids: Tensor | None, mesh: Mesh, window: int, uses_flex: bool
+    batch: Microbatch, mesh: Mesh, window: int, uses_flex: bool
 ) -> Tensor | BlockMask | None:
     """Build the mask of this rank's queries, or return None if attention is causal.
 
     Args:
-        tokens: Token ids of whole sequences, shape (B, T).
-        document_ids: Document of each token, shape (B, T), or None.
+        batch: Whole sequences.
         mesh: Layout of the ranks.
         window: Number of tokens that a token attends to, including itself. 0 means all.
         uses_flex: Build a block mask for flex attention instead of a boolean mask.
     """
+    tokens = batch.input_ids
+    document_ids = batch.document_ids
     if document_ids is None and 0 < window < tokens.shape[1]:
         document_ids = torch.zeros_like(tokens)  # each sequence is one document
+
     if mesh.context is not None:
         build_context_mask = flex_context_mask if uses_flex else context_mask
         return build_context_mask(tokens, document_ids, mesh.context, window)
@@ -433,12 +456,6 @@ def _build_mask(
         return None
     build_mask = flex_document_mask if uses_flex else document_mask
     return build_mask(document_ids, window)
-
-
-def _concatenate(microbatches: Sequence[Microbatch], field: str) -> Tensor:
-    """Concatenate a field of all microbatches, such as "labels", along the batch dimension."""
-    tensors = [getattr(microbatch, field) for microbatch in microbatches]
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
 def _default_positions(tokens: Tensor) -> Tensor:

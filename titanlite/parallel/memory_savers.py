@@ -137,23 +137,21 @@ def reduces_output_first(
 
     FSDP2 keeps the input of a reduce-scatter until the next group starts its own. The input of the
     output layer takes 2 GiB for the 8B model. If the norm is the next group, this buffer is freed
-    before the last block needs memory, which saves 1.9 GiB for a compiled model.
-
-    However, the GPU waits for the reduce-scatter of the output layer. So this is limited to large
-    output layers, to sharding within a node and, unless `memory_savers = "all"`, to microbatches
-    that take so long that the wait is negligible.
+    before the last block needs memory. However, the GPU waits for the reduce-scatter.
     """
-    parallelism = run.job.parallelism
-    training = run.job.training
     num_params = count_params([output])
+    is_large = num_params >= 16 * run.job.parallelism.fsdp_min_num_params
+    is_within_node = mesh.size(-1) <= RANKS_PER_NODE  # the last dimension is the shard dimension
+    if not is_large or not is_within_node:
+        return False
+    if run.job.parallelism.memory_savers == "all":
+        return True
+
+    # With "safe", a microbatch must take so long that the wait is negligible.
+    training = run.job.training
     num_block_params = count_params(module for group in blocks for module in group)
     num_tokens = training.local_batch_size * training.seq_len // run.degrees.context
-
-    is_wait_short = num_tokens * num_block_params >= MIN_TOKENS_TO_WAIT * num_params
-    is_wanted = parallelism.memory_savers == "all" or is_wait_short
-    is_large = num_params >= 16 * parallelism.fsdp_min_num_params
-    is_within_node = mesh.size(-1) <= RANKS_PER_NODE  # the last dimension is the shard dimension
-    return is_wanted and is_large and is_within_node
+    return num_tokens * num_block_params >= MIN_TOKENS_TO_WAIT * num_params
 
 
 def count_params(modules: Iterable[nn.Module]) -> int:

@@ -74,11 +74,7 @@ def build_mesh(degrees: Degrees, device_type: str) -> Mesh:
         device_type: "cuda" or "cpu".
     """
     assert degrees.world == dist.get_world_size()
-
-    # The mesh of parameters has no context dimension, because FSDP also shards over context ranks.
     mesh = _build_shard_mesh(degrees, device_type)
-    fsdp_dims = ("dp_replicate", "dp_shard") if degrees.replicate > 1 else ("dp_shard",)
-    has_other_dims = mesh.ndim > len(fsdp_dims)
 
     # For all else, arrange the rank numbers in a grid with a dimension per degree, from pipeline to
     # tensor. Ranks form a group if they differ only in the named dimensions.
@@ -95,16 +91,13 @@ def build_mesh(degrees: Degrees, device_type: str) -> Mesh:
         context = DeviceMesh.from_group(context_group, device_type, mesh_dim_names=("cp",))
         groups += context.get_all_groups()
 
-    # Find the position of this rank in the grid.
-    coordinates = (rank_grid == dist.get_rank()).nonzero()[0].tolist()
-    data_rank = coordinates[REPLICATE] * degrees.shard + coordinates[SHARD]
     return Mesh(
         degrees,
-        fsdp=mesh[fsdp_dims] if has_other_dims else mesh,
+        fsdp=_select_fsdp_dims(mesh),
         tensor=mesh["tp"] if degrees.tensor > 1 else None,
         context=context,
         pipeline=mesh["pp"] if degrees.pipeline > 1 else None,
-        data_rank=data_rank,
+        data_rank=_find_data_rank(rank_grid),
         data_group=data_group,
         loss_group=loss_group,
         stage_group=stage_group,
@@ -116,7 +109,8 @@ def _build_shard_mesh(degrees: Degrees, device_type: str) -> DeviceMesh:
     """Create the mesh with the dimensions "pp", "dp_replicate", "dp_shard" and "tp".
 
     FSDP and tensor parallelism shard the same parameters, so they need dimensions of one mesh.
-    Dimensions of size 1 are left out, except "dp_shard".
+    FSDP also shards over the context parallel ranks, so there is no context dimension. Dimensions
+    of size 1 are left out, except "dp_shard".
     """
     sizes = {
         "pp": degrees.pipeline,
@@ -126,6 +120,20 @@ def _build_shard_mesh(degrees: Degrees, device_type: str) -> DeviceMesh:
     }
     used = {name: size for name, size in sizes.items() if size > 1 or name == "dp_shard"}
     return init_device_mesh(device_type, tuple(used.values()), mesh_dim_names=tuple(used))
+
+
+def _select_fsdp_dims(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the dimensions "dp_replicate", if it exists, and "dp_shard" of a mesh."""
+    all_dims = mesh.mesh_dim_names
+    assert all_dims is not None
+    fsdp_dims = tuple(dim for dim in all_dims if dim.startswith("dp_"))
+    return mesh if fsdp_dims == all_dims else mesh[fsdp_dims]
+
+
+def _find_data_rank(rank_grid: torch.Tensor) -> int:
+    """Return the index of the part of each global batch that this rank reads."""
+    coordinates = (rank_grid == dist.get_rank()).nonzero()[0].tolist()
+    return coordinates[REPLICATE] * rank_grid.shape[SHARD] + coordinates[SHARD]
 
 
 def _create_group(rank_grid: torch.Tensor, *dims: int) -> dist.ProcessGroup:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from titanlite.config import schema
 from titanlite.config.registry import resolve
 from titanlite.config.run import Run
 from titanlite.model.llama import Llama
@@ -123,24 +124,33 @@ def checkpoint_and_compile(model: Llama, mesh: Mesh, run: Run) -> None:
     """
     config = run.job.activation_checkpoint
     is_compiled = run.compiles("model")
-    is_selective_by_op = config.mode == "selective" and config.selective_ac_option == "op"
-
-    # Compile after activation checkpointing, so that the compiler sees the recomputation and can
-    # optimize it. With tensor parallelism, this order works only in the mode "op": in other modes,
-    # torch 2.13 tries to save the DeviceMesh of a DTensor like a tensor.
-    compiles_first = is_compiled and mesh.tensor is not None and not is_selective_by_op
-    compiles_last = is_compiled and not compiles_first
-
     compile_options: dict[str, Any] = {"fullgraph": True, "options": inductor_options(mesh, run)}
-    if compiles_first:
+
+    # Usually compile after activation checkpointing, so that the compiler sees the recomputation
+    # and can optimize it.
+    compiles_first = _must_compile_first(config, mesh)
+    if is_compiled and compiles_first:
         for block in model.layers.values():
             block.forward = torch.compile(block.forward, **compile_options)
+
     if config.mode != "none":
+        in_graph = is_compiled and not compiles_first
         saves_last_matmul = run.job.parallelism.memory_savers == "none"
-        apply_activation_checkpointing(model, config, compiles_last, saves_last_matmul)
-    if compiles_last:
+        apply_activation_checkpointing(model, config, in_graph, saves_last_matmul)
+
+    if is_compiled and not compiles_first:
         for block in model.layers.values():
             block.compile(**compile_options)
+
+
+def _must_compile_first(config: schema.ActivationCheckpoint, mesh: Mesh) -> bool:
+    """Return whether blocks must be compiled before activation checkpointing is applied.
+
+    With tensor parallelism, torch 2.13 would otherwise try to save the DeviceMesh of a DTensor like
+    a tensor, in all modes except "op".
+    """
+    is_selective_by_op = config.mode == "selective" and config.selective_ac_option == "op"
+    return mesh.tensor is not None and not is_selective_by_op
 
 
 def inductor_options(mesh: Mesh, run: Run) -> dict[str, Any] | None:

@@ -6,6 +6,7 @@ checkpointing. Apply it before FSDP.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -75,14 +76,9 @@ def apply_activation_checkpointing(
     preserves_rng_state = draws_random_numbers(type(model))
     recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=preserves_rng_state)
 
-    # Recompute some operations of every block.
     is_selective = config.mode == "selective"
     if is_selective and config.selective_ac_option == "op":
-        for block in model.layers.values():
-            unneeded_matmul = 0 if saves_last_matmul else find_unneeded_matmul(block)
-            save_some = partial(_create_op_contexts, unneeded_matmul)
-            recompute_some = partial(recompute, context_fn=save_some)
-            block.forward = _recompute_in_backward(block.forward, recompute_some)
+        _recompute_some_operations(model, recompute, saves_last_matmul)
         return
 
     # Recompute all operations of every n-th block, or of all blocks.
@@ -94,6 +90,17 @@ def apply_activation_checkpointing(
     for index, block in model.layers.items():
         if (int(index) + 1) % interval == 0:
             block.forward = _recompute_in_backward(block.forward, recompute)
+
+
+def _recompute_some_operations(
+    model: Llama, recompute: Callable[..., Tensor], saves_last_matmul: bool
+) -> None:
+    """Recompute some operations of every block in the backward pass; see `_create_op_contexts`."""
+    for block in model.layers.values():
+        unneeded_matmul = 0 if saves_last_matmul else find_unneeded_matmul(block)
+        save_some = partial(_create_op_contexts, unneeded_matmul)
+        recompute_some = partial(recompute, context_fn=save_some)
+        block.forward = _recompute_in_backward(block.forward, recompute_some)
 
 
 def _set_memory_budget(budget: float) -> None:
@@ -120,8 +127,7 @@ def draws_random_numbers(model: type[Llama]) -> bool:
 def _create_op_contexts(unneeded_matmul: int) -> tuple[Any, Any]:
     """Create the checkpoint contexts of one block, which save attention and every second matmul.
 
-    It hardly matters which half of the matmuls is saved. The FLOPs that a saved byte avoids depend
-    only on the width of the matmul's input, and most matmuls of a block have the same input width.
+    It hardly matters which half of the matmuls is saved, as most have the same input width.
 
     Args:
         unneeded_matmul: Index, from 1, of a matmul whose output the backward pass does not need, so
@@ -132,9 +138,9 @@ def _create_op_contexts(unneeded_matmul: int) -> tuple[Any, Any]:
         `torch.utils.checkpoint.checkpoint` must return them.
     """
     # torch calls the policy for each operation in the forward pass, and again in the recomputation.
-    # Both passes must make the same decisions, so each of them counts its matmuls from 1. The key
-    # is False in the forward pass and True in the recomputation.
-    num_matmuls = {False: 0, True: 0}
+    # Both passes must make the same decisions, so each of them counts its matmuls.
+    forward_count = itertools.count(1)
+    recompute_count = itertools.count(1)
     always_saved = _always_saved()
 
     def policy(
@@ -143,13 +149,9 @@ def _create_op_contexts(unneeded_matmul: int) -> tuple[Any, Any]:
         """Return whether to save the output of `op` or to recompute it in the backward pass."""
         should_save = op in always_saved
         if op in MATMULS:
-            num_matmuls[context.is_recompute] += 1
-            index = num_matmuls[context.is_recompute]
-            is_in_saved_half = index % 2 == 1
-            should_save = is_in_saved_half and index != unneeded_matmul
-        if should_save:
-            return CheckpointPolicy.MUST_SAVE
-        return CheckpointPolicy.PREFER_RECOMPUTE
+            index = next(recompute_count if context.is_recompute else forward_count)
+            should_save = index % 2 == 1 and index != unneeded_matmul
+        return CheckpointPolicy.MUST_SAVE if should_save else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
 

@@ -74,9 +74,8 @@ def _create_plugin_hooks(run: Run) -> list[Hook]:
 def settle_compute_dtype(run: Run, device: torch.device) -> Run:
     """Replace `training.mixed_precision_param = "auto"` by a concrete dtype, the same on all ranks.
 
-    Rank 0 chooses the dtype of the newest checkpoint if the run resumes from one, and otherwise the
-    fastest dtype of its device. It decides for all ranks, because the CPUs of other nodes may
-    support other instructions. All ranks call this together.
+    Rank 0 chooses, because the CPUs of other nodes may support other instructions. All ranks call
+    this together.
 
     Returns:
         The run with the chosen dtype, or `run` itself if the job sets a dtype.
@@ -87,6 +86,7 @@ def settle_compute_dtype(run: Run, device: torch.device) -> Run:
     on_gpu = device.type == "cuda"
     dtype: ComputeDtype | None = None
     if dist.get_rank() == 0:
+        # Without a checkpoint to resume from, use the fastest dtype of the device.
         dtype = read_compute_dtype(run) or fast_compute_dtype(on_gpu)
     dtype_by_rank: list[ComputeDtype | None] = gathered(dtype)
     return run.resolve_compute_dtype(on_gpu, dtype_by_rank[0])
@@ -107,22 +107,11 @@ def describe_run(
         loader: Training data.
         rank: Number of this rank.
     """
-    # Describe the whole run in one line, and then its precision.
-    job = run.job
-    training = job.training
-    title = job.job.description or "Training"
-    num_sequences = sum(count for _, count in run.sequence_counts)
-    num_tokens = num_sequences * training.seq_len
-    yield (
-        f"{title}: {job.model.flavor}, {num_params(run.arch):,} parameters, "
-        f"on {loader.describe()}, {num_tokens:,} tokens in {training.steps:,} steps of "
-        f"{run.global_batch_size} x {training.seq_len}, {run.world_size} x {device.type}"
-    )
-    yield describe_compute_dtype(training.mixed_precision_param, device)
-    yield f"Attention backend: {job.model.attention_backend}"
+    yield _summarize_run(run, device, loader)
+    yield describe_compute_dtype(run.job.training.mixed_precision_param, device)
+    yield f"Attention backend: {run.job.model.attention_backend}"
 
-    # Notes about missing files and unused memory.
-    if job.job.config_file is None:
+    if run.job.job.config_file is None:
         yield (
             f"The run has no job file. Its options will be saved to {run.dump_folder}/config.toml."
         )
@@ -135,6 +124,19 @@ def describe_run(
 
     if rank == 0:
         yield from _describe_data(run, tokenizer, loader)
+
+
+def _summarize_run(run: Run, device: torch.device, loader: Loader) -> str:
+    """Return a log line with the size of the model, the data, the steps and the ranks."""
+    job = run.job
+    title = job.job.description or "Training"
+    num_sequences = sum(count for _, count in run.sequence_counts)
+    num_tokens = num_sequences * job.training.seq_len
+    return (
+        f"{title}: {job.model.flavor}, {num_params(run.arch):,} parameters, "
+        f"on {loader.describe()}, {num_tokens:,} tokens in {job.training.steps:,} steps of "
+        f"{run.global_batch_size} x {job.training.seq_len}, {run.world_size} x {device.type}"
+    )
 
 
 def _describe_data(run: Run, tokenizer: Tokenizer, loader: Loader) -> Iterator[Event]:

@@ -70,16 +70,14 @@ def read_history(folder: Path) -> History:
     Args:
         folder: Output folder of the run.
     """
-    # Each start trains from the step after its checkpoint to the step from which the next start
-    # resumes. The newest start is open-ended.
     start_events, roll_backs = _read_events(folder)
-    starts = []
-    for i, event in enumerate(start_events):
-        last_step = NO_LAST_STEP
-        is_newest = i + 1 == len(start_events)
-        if not is_newest:
-            last_step = start_events[i + 1]["step"]
 
+    # A start trains up to the step from which the next one resumes. The newest start is open-ended.
+    last_steps = [event["step"] for event in start_events[1:]]
+    last_steps.append(NO_LAST_STEP)
+
+    starts = []
+    for event, last_step in zip(start_events, last_steps, strict=True):
         environment = event["record"]
         job, _ = JobConfig.read(environment["job"])
         hooks = environment.get("hooks", list(job.job.hooks))
@@ -90,9 +88,8 @@ def read_history(folder: Path) -> History:
 def _read_events(folder: Path) -> tuple[list[dict[str, Any]], list[int]]:
     """Read the events of all starts, and the steps of all rollbacks, that led to the final weights.
 
-    For example, if a run trains 100 steps and then resumes from step 80, the steps 81 to 100 of the
-    first start did not lead to the final weights. A rollback at step 90 is left out. If the run
-    resumed from step 80 twice, only the last of these starts is returned.
+    For example, if a run trains 100 steps and then resumes from step 80, a rollback at step 90 is
+    left out. If the run resumes from step 80 twice, only the second of these starts is returned.
     """
     start_events: list[dict[str, Any]] = []
     roll_backs: list[int] = []
@@ -105,8 +102,8 @@ def _read_events(folder: Path) -> tuple[list[dict[str, Any]], list[int]]:
             roll_backs.append(step)
         elif event.get("event") == "start" and "record" in event:
             # The run trained all steps after `step` again, so forget what happened in them.
-            start_events = [earlier for earlier in start_events if earlier["step"] < step]
-            roll_backs = [earlier for earlier in roll_backs if earlier <= step]
+            start_events = [start for start in start_events if start["step"] < step]
+            roll_backs = [roll_back for roll_back in roll_backs if roll_back <= step]
             start_events.append(event)
     return start_events, roll_backs
 
@@ -230,8 +227,8 @@ class ReplayTrainer(Trainer):
                 `check_history`.
         """
         resumer = build_resumer(self, self._saved_job)
-        rank_group = resumer.context.ranks
-        self._resources.callback(rank_group.close)
+        ranks = resumer.context.ranks
+        self._resources.callback(ranks.close)
 
         state = resumer.load_before(self._replayed_step)
         if state is None:
@@ -239,7 +236,7 @@ class ReplayTrainer(Trainer):
         else:
             self.load_state_dict(state)
 
-        history = rank_group.run_on_rank0(lambda: read_history(self.run.dump_folder))
+        history = ranks.run_on_rank0(lambda: read_history(self.run.dump_folder))
         check_history(history, self._saved_job, self.steps_done, self._replayed_step)
 
     def log(self, line: str | Event) -> None:
@@ -272,14 +269,9 @@ def replay(run: Run, step: int) -> list[LoggedStep]:
     if step > num_steps:
         raise UserError(f"--step {step}: the run has only {num_steps} steps (training.steps)")
 
-    # Log each step. A guard may have ended the run after too many skipped steps. The replay must
-    # continue there, so it may skip all steps.
-    metrics = run.job.metrics.model_copy(update={"log_freq": 1})
-    guards = run.job.guards.model_copy(update={"max_skipped": step})
-    job = run.job.model_copy(update={"metrics": metrics, "guards": guards})
-
+    replay_run = Run(_adapt_job(run.job, step), run.world_size)
     entries: list[LoggedStep] = []
-    with ReplayTrainer(Run(job, run.world_size), run.job, step) as trainer:
+    with ReplayTrainer(replay_run, run.job, step) as trainer:
         while trainer.steps_done < step:
             try:
                 entry = trainer.step()
@@ -288,3 +280,13 @@ def replay(run: Run, step: int) -> list[LoggedStep]:
             assert entry is not None  # because each step is logged
             entries.append(entry)
     return entries
+
+
+def _adapt_job(job: JobConfig, step: int) -> JobConfig:
+    """Return a job that logs each step, and continues if all steps up to `step` are skipped.
+
+    A guard may have ended the run after too many skipped steps, where the replay must continue.
+    """
+    metrics = job.metrics.model_copy(update={"log_freq": 1})
+    guards = job.guards.model_copy(update={"max_skipped": step})
+    return job.model_copy(update={"metrics": metrics, "guards": guards})
