@@ -48,8 +48,7 @@ class DocumentBounds(NamedTuple):
 def backend_order(device: torch.device, *, prefers_flash: bool = False) -> Iterator[None]:
     """Set which kernel of scaled dot-product attention has priority within this context.
 
-    The order is fixed rather than benchmarked at startup, so that a restarted run is bitwise
-    identical.
+    The order is fixed rather than benchmarked, so that a restarted run is bitwise identical.
 
     Args:
         device: A GPU.
@@ -109,9 +108,6 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, bounds: DocumentBounds) ->
         k: Keys, shape (B, H_kv, T, D).
         v: Values, same shape as `k`.
         bounds: Bounds of the documents in the B sequences.
-
-    Returns:
-        Attention output, shape (B, H, T, D).
     """
     batch_size, num_heads, seq_len, _ = q.shape
     if not q.is_cuda:
@@ -156,12 +152,8 @@ def equal_bounds(batch_size: int, seq_len: int, device: torch.device) -> Tensor:
 def document_mask(document_ids: Tensor, window: int = 0) -> Tensor:
     """Build a boolean mask that is causal within each of the documents packed into a sequence.
 
-    It prevents tokens from attending to unrelated documents. Build it once per batch and use it in
-    all layers.
-
     Args:
-        document_ids: Document of each token, shape (B, T), for example [0, 0, 0, 1, 1]. Tokens
-            attend only to tokens with an equal id.
+        document_ids: Document of each token, shape (B, T), for example [0, 0, 0, 1, 1].
         window: Number of tokens that a token attends to, including itself. 0 means all.
 
     Returns:
@@ -176,8 +168,7 @@ def document_mask(document_ids: Tensor, window: int = 0) -> Tensor:
 def flex_document_mask(document_ids: Tensor, window: int = 0) -> BlockMask:
     """Build a block mask for flex attention that is causal within each document of a sequence.
 
-    Flex attention skips blocks between documents, and the memory of the mask grows linearly with T.
-    See https://pytorch.org/blog/flexattention.
+    Flex attention skips blocks between documents. See https://pytorch.org/blog/flexattention.
 
     Args:
         document_ids: Document of each token, shape (B, T).

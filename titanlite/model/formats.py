@@ -104,9 +104,7 @@ def parameter_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
 def hf_config(arch: Architecture, dtype: str) -> dict[str, Any]:
     """Create the content of config.json for a model exported to Hugging Face transformers.
 
-    Args:
-        arch: Architecture of the model.
-        dtype: Dtype of the saved tensors, for example "bfloat16".
+    `dtype` is the dtype of the saved tensors, for example "bfloat16".
 
     Raises:
         UserError: If no model family in transformers can represent the model.
@@ -158,9 +156,6 @@ def _export_fields(arch: Architecture, model: type[FileModel]) -> dict[str, Any]
 
 def architecture_from_hf(config: dict[str, Any]) -> Architecture:
     """Convert the content of a config.json to an architecture, with the defaults of transformers.
-
-    Args:
-        config: Parsed config.json.
 
     Raises:
         UserError: If the model cannot be represented exactly. The message names every key that
@@ -458,10 +453,6 @@ class _SmolLM3(_Qwen2):
 
         For example, with an interval of 4, the list for 6 layers is [1, 1, 1, 0, 1, 1].
 
-        Args:
-            layers: 0 for each layer without RoPE and 1 for each other layer, or None.
-            info: Values of the fields before this one.
-
         Raises:
             ValueError: If the layers without RoPE have another pattern.
         """
@@ -582,14 +573,11 @@ def compare_shapes(
 ) -> list[str]:
     """List the tensors that are missing, unexpected, or have the wrong shape, one line each.
 
-    The caller prints the lines if a model file does not match its configuration.
+    A line is, for example, "norm.weight: missing".
 
     Args:
         expected: Shapes of the parameters of the architecture, by name.
         actual: Shapes of the tensors in the file, by name.
-
-    Returns:
-        Lines such as "norm.weight: missing". Empty if all shapes match.
     """
     differences = []
     for name in sorted(expected.keys() | actual.keys()):

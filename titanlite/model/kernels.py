@@ -16,9 +16,6 @@ def apply_rope_eager(
 ) -> tuple[Tensor, Tensor]:
     """Apply rotary position embeddings to queries and keys together, with few kernel launches.
 
-    An eager step of the 8B model has 1,312 fewer kernel launches than with two calls of
-    `titanlite.model.llama.apply_rope`.
-
     Args:
         q_BTHD: Queries, shape (B, T, H, D).
         k_BTHD: Keys, shape (B, T, H_kv, D).
@@ -60,9 +57,6 @@ def _rotate(
         cos: Cosines of the angles, shape (T, 1, D / 2) or (B, T, 1, D / 2), fp32.
         sin: Sines of the angles, same shape.
         inverse: Rotate by the negative angles.
-
-    Returns:
-        Rotated queries and rotated keys, two views of one new tensor.
     """
     # Process queries and keys together. In the dimension of length 2, index 0 holds the channels i
     # and index 1 the channels i + D / 2.

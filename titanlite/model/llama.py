@@ -34,11 +34,6 @@ def rope_frequencies(arch: Architecture, device: torch.device, is_scaled: bool) 
     To extend the context length, low frequencies are divided by `rope_scaling_factor`, high ones
     are kept, and those between are interpolated linearly.
 
-    Args:
-        arch: Architecture of the model.
-        device: Device of the result.
-        is_scaled: Whether to extend the context length.
-
     Returns:
         Frequencies, shape (D / 2,), fp32.
     """
@@ -101,7 +96,9 @@ def rope_table(arch: Architecture, positions: Tensor, is_scaled: bool) -> tuple[
     cos, sin = angles.cos(), angles.sin()
     if not is_scaled or arch.rope_scaling != "yarn":
         return cos, sin
-    factor = arch.rope_attention_factor or 0.1 * math.log(arch.rope_scaling_factor) + 1.0
+
+    default_factor = 0.1 * math.log(arch.rope_scaling_factor) + 1.0
+    factor = arch.rope_attention_factor or default_factor
     return cos * factor, sin * factor
 
 
@@ -136,9 +133,6 @@ def causal_mask(num_queries: int, num_keys: int, window: int, device: torch.devi
         num_keys: Number of keys.
         window: Number of tokens that a token attends to, including itself. 0 means all.
         device: Device of the mask.
-
-    Returns:
-        Boolean mask, shape (num_queries, num_keys), True where a query attends to a key.
     """
     # Query i is token number `offset + i`. It does not attend to keys after itself.
     offset = num_keys - num_queries

@@ -143,8 +143,7 @@ def plan_in_child(argv: Sequence[str], world_size: int, *options: str) -> Foreca
         options: Further options of `titanlite plan`, such as "--gpu=H100".
 
     Raises:
-        UserError: If the child fails or takes longer than `PLAN_SECONDS`. The message contains the
-            reason.
+        UserError: If the child fails or takes longer than `PLAN_SECONDS`.
     """
     command = ["-m", "titanlite", "plan", "--json", "--quick", f"--world-size={world_size}"]
     try:
@@ -160,9 +159,6 @@ def plan_in_child(argv: Sequence[str], world_size: int, *options: str) -> Foreca
 
 def _run_on_cpu(arguments: Sequence[str]) -> tuple[int, str, str]:
     """Run a child Python process without GPU and without the variables that a launcher sets.
-
-    Args:
-        arguments: Arguments of Python, such as "-m" and a module.
 
     Returns:
         The exit code, and the text on standard output and on standard error.

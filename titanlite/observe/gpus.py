@@ -222,8 +222,8 @@ def check_memory(run: Run, ranks: int = 0, elsewhere: bool = False) -> None:
     """Reject a run that is certain to run out of memory.
 
     Each rank must at least hold its training state (parameters, gradients and optimizer moments)
-    and, without CPU offload, the inputs of the transformer blocks. Other activations and buffers
-    are ignored. Only the first rank of a node checks.
+    and, without CPU offload, the inputs of the transformer blocks. Only the first rank of a node
+    checks.
 
     Args:
         run: Run to check.

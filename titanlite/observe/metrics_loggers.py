@@ -242,11 +242,7 @@ def _start_wandb(start: RunStart) -> Any:
 def open_metrics_loggers(start: RunStart) -> list[MetricsLogger]:
     """Create the metrics loggers that the job enables: JSON, TensorBoard and plugins.
 
-    Args:
-        start: The start of the run, with its job, output folder and step.
-
-    Returns:
-        The loggers. Call `close` on each of them at the end.
+    Call `close` on each of them at the end.
 
     Raises:
         OSError: If a logger cannot open its files.

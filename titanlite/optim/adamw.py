@@ -158,9 +158,6 @@ class AdamW(torch.optim.Optimizer):
             group: Parameter group of this optimizer.
             step: Number of the step, counted from 1, as a tensor on the device.
             skip: 1 to skip the step, else 0.
-
-        Returns:
-            The scalars, except for `name_seed`, which differs between the parameters.
         """
         beta1, beta2 = group["betas"]
         lr = torch.as_tensor(group["lr"], dtype=torch.float32)
@@ -226,13 +223,9 @@ def new_state(
     allocated between large activations and fragment GPU memory.
 
     Args:
-        parameter: Parameter, possibly a DTensor. The moments have the same shape, device and
-            layout.
+        parameter: Parameter, possibly a DTensor. The moments have the same layout.
         moments: Names of the moments, for example ("exp_avg", "exp_avg_sq").
         dtype: Dtype of the moments. Defaults to the dtype of the parameter.
-
-    Returns:
-        "step" and each of `moments` -> tensor.
     """
     state = {"step": torch.zeros((), device=parameter.device)}
     for name in moments:
@@ -257,11 +250,9 @@ def local_shard(tensor: Tensor) -> Tensor:
 def shard_slices(tensor: DTensor) -> tuple[slice, ...]:
     """Return the part of the whole tensor that this rank holds, as one slice per dimension.
 
-    For example, if the rows of a (10, 4) matrix are sharded over 2 ranks, rank 1 holds
-    (slice(5, 10), slice(0, 4)).
-
-    If two mesh dimensions shard the same tensor dimension, it is divided along the last mesh
-    dimension first, because tensor parallelism is applied before FSDP.
+    For example, if the rows of a (10, 4) matrix are sharded over 2 ranks, rank 1 holds (slice(5,
+    10), slice(0, 4)). If two mesh dimensions shard the same tensor dimension, it is divided along
+    the last mesh dimension first, because tensor parallelism is applied before FSDP.
     """
     mesh = tensor.device_mesh
     slices = [slice(0, size) for size in tensor.shape]

@@ -73,9 +73,6 @@ def build_optimizer(
     """Build the optimizer that `config.name` selects, for all parameters of a model.
 
     Call it after sharding, because the state gets the dtype, device and layout of the parameters.
-    Norms have no weight decay, and neither does the embedding if `config.decay_embeddings` is
-    false, unless a table of `config.groups` sets one. muP scales the learning rate of a parameter,
-    and divides its weight decay by the same factor, so their product does not change.
 
     Args:
         model: Sharded model with the parameter names of the whole model.
@@ -94,16 +91,9 @@ def build_optimizer(
         (1.0, 0.0): [],
     }
     for parameter, name in names.items():
-        is_embedding = "tok_embeddings" in name
-        has_decay = parameter.ndim >= 2 and (config.decay_embeddings or not is_embedding)
-        lr_factor = 1.0
-        weight_decay = config.weight_decay if has_decay else 0.0
-        for table in config.groups:
-            if table.claims(name):
-                lr_factor = table.lr_factor
-                if table.weight_decay is not None:
-                    weight_decay = table.weight_decay
+        lr_factor, weight_decay = _choose_lr_factor_and_decay(name, parameter.ndim, config)
         if arch is not None:
+            # The product of learning rate and weight decay does not change.
             _, mup_factor = arch.mup_factors(name, parameter.ndim)
             lr_factor *= mup_factor
             weight_decay /= mup_factor
@@ -115,6 +105,26 @@ def build_optimizer(
         if parameters
     ]
     return OPTIMIZERS.make(config.name, job, groups, recipe)
+
+
+def _choose_lr_factor_and_decay(
+    name: str, ndim: int, config: schema.Optimizer
+) -> tuple[float, float]:
+    """Return the learning rate factor and the weight decay of a parameter, without muP.
+
+    Norms have no weight decay, and neither does the embedding if `config.decay_embeddings` is
+    false, unless a table of `config.groups` sets one.
+    """
+    is_embedding = "tok_embeddings" in name
+    has_decay = ndim >= 2 and (config.decay_embeddings or not is_embedding)
+    lr_factor = 1.0
+    weight_decay = config.weight_decay if has_decay else 0.0
+    for table in config.groups:
+        if table.claims(name):
+            lr_factor = table.lr_factor
+            if table.weight_decay is not None:
+                weight_decay = table.weight_decay
+    return lr_factor, weight_decay
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -154,10 +164,8 @@ def set_mode(optimizer: torch.optim.Optimizer, mode: Literal["eval", "train"]) -
 def step_unless(skip: Tensor, optimizer: torch.optim.Optimizer) -> None:
     """Run an optimizer step, or leave parameters and state bitwise unchanged if `skip` is 1.
 
-    The trainer skips a step whose gradient is not finite, for example. These optimizers decide on
-    the device whether to skip: fused torch optimizers, whose defaults contain `fused=True`, and
-    `AdamW`, `Muon` and their subclasses. All others, such as AdamW8bit, need a host sync in each
-    step.
+    Fused torch optimizers, `AdamW`, `Muon` and their subclasses decide on the device whether to
+    skip. All others, such as AdamW8bit, need a host sync in each step.
 
     Args:
         skip: Scalar fp32 tensor on the device of the parameters, 1 to skip the step, otherwise 0.

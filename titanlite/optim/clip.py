@@ -182,11 +182,6 @@ def _scale_(gradients: list[Tensor], max_norm: float, norm: Tensor) -> None:
     """Scale gradients in place to a norm of at most `max_norm`, without a host sync.
 
     The result equals that of `torch.nn.utils.clip_grads_with_norm_`.
-
-    Args:
-        gradients: Gradient shards of this rank.
-        max_norm: Largest total norm.
-        norm: Total norm of the gradients of all ranks, a scalar tensor.
     """
     # In a compiled graph, plain operators are enough, because the compiler fuses them.
     if torch.compiler.is_compiling():

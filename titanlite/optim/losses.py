@@ -528,8 +528,7 @@ def _convert_in_place(x: Tensor, dtype: torch.dtype) -> Tensor:
     writes the bytes 0-7, then reads the bytes 16-31 and writes the bytes 8-15.
 
     Args:
-        x: Contiguous matrix. If it has more columns than `VOCAB_BLOCK`, the result is written, some
-            rows at a time, into the memory of `x`.
+        x: Contiguous matrix. With more than `VOCAB_BLOCK` columns, its memory gets the result.
         dtype: A dtype that is at most as large as the dtype of `x`.
     """
     if x.dtype == dtype:
@@ -572,8 +571,7 @@ def _create_carriers(
 
     The fused loss computes its gradients in the forward pass, but autograd asks for them in the
     backward pass. If you add a carrier to the loss, its backward function returns the precomputed
-    gradient. There are two, because some pipeline schedules compute the gradients at different
-    times.
+    gradient. Some pipeline schedules compute the two gradients at different times.
 
     Args:
         hidden: Hidden states, shape (B, T, C).

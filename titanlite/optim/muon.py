@@ -108,10 +108,9 @@ class Muon(torch.optim.Optimizer):
     def _run_rounds(self, gather: _Transfer, skip: Tensor) -> None:
         """Orthogonalize the momentum of all rounds, and update their matrices.
 
-        A round has three stages: gather its momentum at the owners of the matrices, orthogonalize
-        it there, and return the results to update the shards. Transfers overlap with matmuls. In
-        this example with rounds 0, 1 and 2, each line is an iteration of the loop, and the last one
-        follows the loop:
+        Gather the momentum at the owners of the matrices, orthogonalize it there, and return the
+        results. Transfers overlap with matmuls. With rounds 0, 1 and 2, the iterations of the loop
+        and the last line of the function do this:
 
             orthogonalize | transfers meanwhile      | then update
             round 0       | gather 1                 |
@@ -165,8 +164,7 @@ class Muon(torch.optim.Optimizer):
             gathered: Result of the transfer from `_start_gather`.
 
         Returns:
-            The all-to-all in progress. Its result holds this rank's shards of the orthogonalized
-            matrices, ordered by owner.
+            The all-to-all in progress. Its result holds this rank's shards, ordered by owner.
         """
         momenta = _assemble_owned(plan, gathered)
         directions = [orthogonalize(momentum) for momentum in momenta]
@@ -446,9 +444,6 @@ def _iteration_flops(matrix: Tensor) -> int:
 
 def _shard_of(whole: Tensor, matrix: Any, rank: int) -> Tensor:
     """Return a view of the part of a whole matrix that a rank holds.
-
-    If two mesh dimensions shard the same dimension of the matrix, it is divided along the last mesh
-    dimension first.
 
     Args:
         whole: Whole matrix as a plain tensor.

@@ -33,14 +33,13 @@ def learning_rate_at(job: schema.JobConfig, step: int) -> float:
 def wsd_learning_rate(step: int, peak: float, config: schema.LRScheduler, steps: int) -> float:
     """Compute the warmup-stable-decay learning rate of one step.
 
-    The learning rate rises linearly to `peak`, stays there, and then decays toward
-    `peak * config.min_lr_factor`, which it would reach one step after the last step.
+    The learning rate rises linearly to `peak`, stays there, and then decays toward `peak *
+    config.min_lr_factor`, which it would reach one step after the last step.
 
     Args:
         step: Optimizer step, counted from 1.
         peak: Learning rate between warmup and decay.
-        config: Section [lr_scheduler] of the job: lengths of warmup and decay, and shape of the
-            decay.
+        config: Lengths of warmup and decay, and shape of the decay.
         steps: Number of optimizer steps in the run. `config.total_steps` overrides it.
     """
     total_steps = config.total_steps or steps

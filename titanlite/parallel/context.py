@@ -51,17 +51,13 @@ def apply_context_parallel(model: Llama, mesh: DeviceMesh) -> None:
 def local_chunks(x: Tensor, mesh: DeviceMesh, dim: int = 1) -> Tensor:
     """Return the two chunks of a tensor that this context parallel rank holds, concatenated.
 
-    With 2 ranks and the sequence [0 1 2 3 4 5 6 7], rank 0 gets [0 1 6 7], and rank 1 gets
-    [2 3 4 5].
+    With 2 ranks and the sequence [0 1 2 3 4 5 6 7], rank 0 gets [0 1 6 7], and rank 1 gets [2 3 4
+    5].
 
     Args:
-        x: Tensor that is identical on all ranks of the group. `dim` has length T, a multiple of
-            twice the number of ranks.
+        x: Tensor that is identical on all ranks of the group.
         mesh: 1-D mesh of the context parallel ranks.
-        dim: Sequence dimension.
-
-    Returns:
-        Tensor in which `dim` has length T / degree.
+        dim: Sequence dimension. Its length is a multiple of twice the number of ranks.
     """
     rank = mesh.get_local_rank()
     chunks = x.chunk(2 * mesh.size(), dim)
@@ -73,13 +69,13 @@ def local_chunks(x: Tensor, mesh: DeviceMesh, dim: int = 1) -> Tensor:
 def gather_chunks(x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
     """All-gather the chunks of all ranks and return the whole tensor in sequence order.
 
-    This inverts `local_chunks`. The backward pass is a reduce-scatter, which returns to each rank
-    the summed gradient of its own chunks.
+    This inverts `local_chunks`. The backward pass returns to each rank the summed gradient of its
+    own chunks.
 
     Args:
-        x: This rank's two chunks. `dim` has length T / degree.
+        x: This rank's two chunks.
         mesh: 1-D mesh of the context parallel ranks.
-        dim: Sequence dimension, which has length T in the result.
+        dim: Sequence dimension.
     """
     group = mesh.get_group()
     gathered = all_gather_autograd(x.contiguous(), dim, group)
@@ -96,15 +92,11 @@ def context_mask(
 ) -> Tensor | None:
     """Build the boolean attention mask from this rank's queries to all keys of the sequence.
 
-    It is built once per microbatch, before the model runs, and used in all layers.
-
     Args:
         tokens: Whole sequences, shape (B, T). Unused; `flex_context_mask` has the same arguments.
-        document_ids: Document of each token, shape (B, T). By default each sequence is one
-            document.
+        document_ids: Document of each token, shape (B, T), which a window requires.
         mesh: 1-D mesh of the context parallel ranks.
-        window: Number of tokens that a token attends to, including itself. 0 means all. A window
-            requires `document_ids`.
+        window: Number of tokens that a token attends to, including itself. 0 means all.
 
     Returns:
         Boolean mask, shape (B, 1, T / degree, T). Without `document_ids`, None: `context_attention`
@@ -122,8 +114,6 @@ def flex_context_mask(
     tokens: Tensor, document_ids: Tensor | None, mesh: DeviceMesh, window: int = 0
 ) -> BlockMask:
     """Build a block mask for flex attention from this rank's queries to all keys of the sequence.
-
-    The memory of the mask grows linearly with T.
 
     Args:
         tokens: Whole sequences, shape (B, T). Only their shape and device are used.
@@ -163,8 +153,7 @@ def context_attention(
     """Attend from this rank's queries to the keys and values of the whole sequence.
 
     This function replaces `titanlite.model.attention.attention` in every block. Without a mask,
-    each of the rank's two chunks attends causally and reads only the keys up to the end of that
-    chunk.
+    each of the rank's two chunks attends causally.
 
     Args:
         mesh: 1-D mesh of the context parallel ranks.
@@ -172,9 +161,6 @@ def context_attention(
         k: Keys of this rank, shape (B, H_kv, T / degree, D).
         v: Values of this rank, same shape as `k`.
         mask: Result of `context_mask` or `flex_context_mask`.
-
-    Returns:
-        Attention output for this rank's queries, shape (B, H, T / degree, D).
     """
     full_kv = gather_chunks(torch.stack((k, v)), mesh, dim=3)  # (2, B, H_kv, T, D)
     full_k, full_v = full_kv.unbind()

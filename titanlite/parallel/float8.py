@@ -252,15 +252,12 @@ def _compile_weight_cast() -> None:
 def float8_plan(plan: Mapping[str, ParallelStyle], block: nn.Module) -> dict[str, ParallelStyle]:
     """Convert a tensor parallel plan so that activations and their gradients are gathered in FP8.
 
-    Gathering FP8 values sends half as many bytes as bfloat16. It requires tensorwise scales.
+    Gathering FP8 values sends half as many bytes as bfloat16. It requires tensorwise scales. A
+    submodule keeps its style if one of its linear layers is not FP8, because they share the input.
 
     Args:
         plan: Parallel style of each submodule of the block, such as "attention.wq".
         block: Transformer block after `convert_to_float8`.
-
-    Returns:
-        The plan with FP8 styles. Submodules with a linear layer that is not FP8 keep their style,
-        because all linear layers of a submodule share the gathered input.
     """
     # Patch torchao for the whole process. Further calls change nothing.
     _patch_torchao_to_gather_bytes()

@@ -143,19 +143,15 @@ class ForwardBackward:
     def __call__(self, microbatches: Sequence[Microbatch], num_valid_tokens: Tensor) -> Tensor:
         """Accumulate the gradients of all microbatches and return this rank's part of the loss.
 
+        The parts of all ranks in `mesh.loss_group` add up to the loss of the global batch.
+
         Args:
             microbatches: This rank's sequences of the global batch.
             num_valid_tokens: Number of valid labels in the global batch, a scalar on the device.
-                The first loss reads it, so its all-reduce may still be in progress when this is
-                called.
-
-        Returns:
-            Scalar on the device. The parts of all ranks in `mesh.loss_group` add up to the loss of
-            the global batch.
+                Its all-reduce may still be in progress, because it is first read by the first loss.
         """
         total_loss = torch.zeros((), device=self._device)
         for i, microbatch in enumerate(microbatches):
-            # Set whether FSDP reduces the gradients after this microbatch.
             is_last = i == len(microbatches) - 1
             configure_microbatch(
                 self._model,
@@ -167,13 +163,11 @@ class ForwardBackward:
             with record_function("forward"):
                 loss = self._forward(microbatch, self.loss_fn, num_valid_tokens)
 
-            # With CPU offload, the CPU adds up the gradients of the previous microbatch while the
-            # GPU computes the forward pass of this one.
             if self._offloaded is not None and i > 0:
+                # The CPU adds up the gradients of the previous microbatch while the GPU computes
+                # the forward pass of this one.
                 self._offloaded.add()
 
-            # With `CrossEntropy`, the forward pass has already computed the gradients of the output
-            # matrix and of its input. The backward pass starts from them.
             with record_function("backward"):
                 loss.backward()
             total_loss += loss.detach()
@@ -413,10 +407,6 @@ def _build_bounds(microbatches: Sequence[Microbatch], window: int) -> DocumentBo
 
     A pipeline schedule splits the tensor into equal parts, one for each microbatch. Empty documents
     at the end make the parts equal.
-
-    Args:
-        microbatches: One microbatch, or all microbatches of a pipeline schedule.
-        window: Number of tokens that a token attends to, including itself. 0 means all.
     """
     tokens = microbatches[0].input_ids
     batch_size, seq_len = tokens.shape
@@ -436,13 +426,9 @@ def _build_bounds(microbatches: Sequence[Microbatch], window: int) -> DocumentBo
 def _build_mask(
     batch: Microbatch, mesh: Mesh, window: int, uses_flex: bool
 ) -> Tensor | BlockMask | None:
-    """Build the mask of this rank's queries, or return None if attention is causal.
+    """Build the mask of this rank's queries to whole sequences, or None if attention is causal.
 
-    Args:
-        batch: Whole sequences.
-        mesh: Layout of the ranks.
-        window: Number of tokens that a token attends to, including itself. 0 means all.
-        uses_flex: Build a block mask for flex attention instead of a boolean mask.
+    `uses_flex` selects a block mask for flex attention instead of a boolean mask.
     """
     tokens = batch.input_ids
     document_ids = batch.document_ids

@@ -28,8 +28,7 @@ from titanlite.config.errors import UserError
 from titanlite.config.run import Run
 from titanlite.model.llama import Llama
 from titanlite.parallel import memory_savers
-
-Groups = list[list[nn.Module]]
+from titanlite.parallel.memory_savers import Groups, count_params
 
 
 def apply_fsdp(model: Llama, mesh: DeviceMesh, run: Run) -> None:
@@ -146,7 +145,7 @@ def _group_modules(model: Llama, run: Run) -> tuple[Groups, Groups, Groups]:
         empty for a small model.
     """
     min_size = run.job.parallelism.fsdp_min_num_params
-    if memory_savers.count_params([model]) < min_size:
+    if count_params([model]) < min_size:
         return [], [], []
 
     embedding: Groups = []
@@ -166,7 +165,7 @@ def _group_blocks(blocks: Iterable[nn.Module], min_size: int) -> Groups:
     """
     groups: Groups = []
     for block in blocks:
-        if groups and memory_savers.count_params(groups[-1]) < min_size:
+        if groups and count_params(groups[-1]) < min_size:
             groups[-1].append(block)
         else:
             groups.append([block])
@@ -179,7 +178,7 @@ def _should_reshard(blocks: Groups, mesh: DeviceMesh, run: Run) -> bool:
     A single group stays unsharded, because the backward pass starts with it. Small blocks on one
     rank also stay unsharded, because copying them again takes 1% of a step.
     """
-    num_params = sum(memory_savers.count_params(group) for group in blocks)
+    num_params = sum(count_params(group) for group in blocks)
     is_small = mesh.size() == 1 and num_params < 16 * run.job.parallelism.fsdp_min_num_params
     return len(blocks) > 1 and not is_small
 
@@ -189,15 +188,15 @@ def configure_microbatch(
 ) -> None:
     """Set whether FSDP reduces gradients and frees the output matrix in the next microbatch.
 
-    Call it before the forward pass of each microbatch. The output matrix is the largest parameter,
-    so it stays unsharded from the first to the last microbatch of a step.
+    Call it before the forward pass. The output matrix is the largest parameter, so it stays
+    unsharded from the first to the last microbatch of a step.
 
     Args:
         model: Model after `apply_fsdp`.
         reduce_gradients: Reduce the accumulated gradients over the ranks in this backward pass.
         is_last: Whether this is the last microbatch of the step.
-        frees_output: Free the output matrix after the last forward pass, because the backward pass
-            does not read it. A constant of the run; see `frees_output_before_backward`.
+        frees_output: Whether the backward pass does not read the output matrix; see
+            `frees_output_before_backward`.
     """
     cast(FSDPModule, model).set_requires_gradient_sync(reduce_gradients)
 

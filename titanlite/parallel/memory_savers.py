@@ -26,6 +26,8 @@ from titanlite.config.run import Run
 from titanlite.model.llama import Llama
 from titanlite.optim.adamw import AdamW, new_state
 
+Groups = list[list[nn.Module]]
+"""FSDP groups: lists of modules whose parameters are gathered and freed together."""
 RANKS_PER_NODE = 8
 MIN_TOKENS_TO_WAIT = 200_000
 """Tokens of a microbatch, times the parameters of the blocks per parameter of the output layer.
@@ -95,24 +97,21 @@ def _unshard(module: nn.Module, _args: Any) -> None:
 
 
 def regroup_norm(
-    blocks: list[list[nn.Module]], output: list[list[nn.Module]], mesh: DeviceMesh, run: Run
-) -> tuple[list[list[nn.Module]], list[list[nn.Module]]]:
+    blocks: Groups, output: Groups, mesh: DeviceMesh, run: Run
+) -> tuple[Groups, Groups]:
     """Separate the final norm from the output projection, so that FSDP can free the latter early.
 
     FSDP frees the weights of a group together. The backward pass does not need the projection, but
-    it reads the weight of the norm, so the norm leaves the group of the projection. For example,
-    the groups [block 0], [block 1] and [norm, projection] become:
+    it reads the weight of the norm. For example, the groups [block 0], [block 1] and [norm,
+    projection] become:
 
     - [block 0], [block 1, norm] and [projection], which adds no group.
-    - [block 0], [block 1], [norm] and [projection], if this saves more memory; see
-      `reduces_output_first`. A stage without blocks also has these separate groups.
-
-    If the backward pass needs the projection, the groups stay as they are.
+    - [block 0], [block 1], [norm] and [projection], if `reduces_output_first` returns True. A stage
+      without blocks also has these separate groups.
 
     Args:
         blocks: Modules of each FSDP group of blocks, in forward order.
-        output: A list with the FSDP group [norm, projection], or an empty list if another pipeline
-            stage has the output.
+        output: The FSDP group [norm, projection] in a list, which is empty without an output layer.
         mesh: Mesh of `fully_shard`.
         run: The validated job.
 
@@ -130,9 +129,7 @@ def regroup_norm(
     return [*blocks[:-1], last_group], [[projection]]
 
 
-def reduces_output_first(
-    blocks: list[list[nn.Module]], output: nn.Module, mesh: DeviceMesh, run: Run
-) -> bool:
+def reduces_output_first(blocks: Groups, output: nn.Module, mesh: DeviceMesh, run: Run) -> bool:
     """Return whether the final norm becomes a separate FSDP group, to free a large buffer early.
 
     FSDP2 keeps the input of a reduce-scatter until the next group starts its own. The input of the

@@ -139,13 +139,11 @@ def _find_data_rank(rank_grid: torch.Tensor) -> int:
 def _create_group(rank_grid: torch.Tensor, *dims: int) -> dist.ProcessGroup:
     """Create the process group of the ranks that differ from this rank only along some dimensions.
 
-    For example, the grid [[0, 1], [2, 3]] has the groups [0, 2] and [1, 3] along dimension 0. Every
-    rank must call this with the same arguments, because all ranks take part in the creation of all
-    groups. If a group has all ranks, the existing group of all ranks is returned.
+    For example, the grid [[0, 1], [2, 3]] has the groups [0, 2] and [1, 3] along dimension 0. All
+    ranks call this together. For a group with all ranks, the existing group is returned.
 
     Args:
-        rank_grid: Rank numbers, one dimension per parallel dimension: (pipeline, replicate, shard,
-            context, tensor).
+        rank_grid: Rank numbers, one dimension per parallel dimension.
         dims: Indices of the dimensions of `rank_grid` along which ranks of a group differ.
     """
     # Move `dims` to the end, so that each row of the reshaped grid has the ranks of one group.

@@ -88,7 +88,7 @@ def parallelize(
     Args:
         model: Model or pipeline stage on the meta device.
         mesh: Layout of the ranks.
-        run: The validated job and the number of ranks.
+        run: The validated job.
         log: Function that logs a line.
         has_float8: Whether the GPUs support the FP8 matmuls of the job. By default, detect it.
     """
@@ -114,13 +114,8 @@ def parallelize(
 def checkpoint_and_compile(model: Llama, mesh: Mesh, run: Run) -> None:
     """Apply activation checkpointing and `torch.compile` to the blocks, if the job enables them.
 
-    All blocks share one compiled graph, because they have the same code and shapes. If only some
-    of them have a sliding window, there are two graphs, one for each kind of mask.
-
-    Args:
-        model: Model before FSDP, modified in place.
-        mesh: Layout of the ranks.
-        run: The validated job.
+    All blocks share one compiled graph, because they have the same code and shapes. If only some of
+    them have a sliding window, there are two graphs, one for each kind of mask.
     """
     config = run.job.activation_checkpoint
     is_compiled = run.compiles("model")

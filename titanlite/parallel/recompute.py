@@ -57,11 +57,6 @@ def apply_activation_checkpointing(
 ) -> None:
     """Wrap the forward pass of blocks so that the backward pass recomputes their activations.
 
-    - Mode "full" recomputes every block.
-    - Mode "selective" recomputes every n-th block, or with the option "op" some operations of every
-      block.
-    - Mode "memory_budget" lets the compiler decide what to recompute.
-
     Args:
         model: Model before FSDP, modified in place.
         config: Section [activation_checkpoint] of the job.
@@ -134,8 +129,8 @@ def _create_op_contexts(unneeded_matmul: int) -> tuple[Any, Any]:
             saving it would waste memory. 0 means none.
 
     Returns:
-        Context managers for the forward pass and for the recomputation, as `context_fn` of
-        `torch.utils.checkpoint.checkpoint` must return them.
+        Contexts for the forward pass and for the recomputation, for the argument `context_fn` of
+        `torch.utils.checkpoint.checkpoint`.
     """
     # torch calls the policy for each operation in the forward pass, and again in the recomputation.
     # Both passes must make the same decisions, so each of them counts its matmuls.

@@ -35,8 +35,7 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, gather_float8: bool) -
     """Shard the weights of a model over the tensor parallel ranks, in place.
 
     Between matmuls each rank holds activations of shape (B, T / degree, C), which divides the work
-    of norms and residual connections and saves memory. The loss then receives the hidden states and
-    the output matrix as DTensors.
+    of norms and residual connections and saves memory.
 
     Args:
         model: Model or pipeline stage on the meta device.

@@ -99,13 +99,6 @@ def describe_run(
 
     On rank 0, also measure the data, and log warnings about suspicious options and about runs that
     are too small to train a useful model.
-
-    Args:
-        run: Validated job.
-        device: Device of this rank.
-        tokenizer: Tokenizer of the run.
-        loader: Training data.
-        rank: Number of this rank.
     """
     yield _summarize_run(run, device, loader)
     yield describe_compute_dtype(run.job.training.mixed_precision_param, device)

@@ -172,9 +172,6 @@ def compare_computations(before: JobConfig, now: JobConfig, first: int, last: in
         now: Job of the replay.
         first: First of the steps.
         last: Last of the steps.
-
-    Returns:
-        One line per option. Empty if both jobs compute the steps identically.
     """
     ignored_keys = KEYS_WITHOUT_EFFECT
     if _have_same_learning_rates(before, now, first, last):
@@ -251,15 +248,8 @@ class ReplayTrainer(Trainer):
 def replay(run: Run, step: int) -> list[LoggedStep]:
     """Recompute the steps after the newest valid checkpoint before `step`, up to `step`.
 
-    `titanlite replay` calls it to reproduce a step of a run, for example a loss spike. All ranks
-    call it together.
-
-    Args:
-        run: Job in config.toml of the output folder, on the same number of ranks.
-        step: Last step to compute.
-
-    Returns:
-        The metrics of each computed step.
+    `titanlite replay` reproduces a loss spike with it, for example. All ranks call it together, on
+    the same number of ranks as the run. It returns the metrics of each computed step.
 
     Raises:
         UserError: If the run has no step `step`, its history cannot be computed again, or its data

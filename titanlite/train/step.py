@@ -163,14 +163,11 @@ class TrainStep:
         )
 
     def _clip_gradients(self, loss: Tensor, has_request: bool) -> StepSums:
-        """Clip the gradients, after summing the gradient norm, loss and requests over all ranks.
+        """Clip the gradients, and return the gradient norm, loss and requests of all ranks.
 
         Args:
             loss: This rank's part of the loss.
             has_request: Whether this rank has a request for the other ranks, such as a save.
-
-        Returns:
-            The sums over all ranks, as tensors on the device.
         """
         parameters = self.model.parameters()
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]

@@ -322,8 +322,7 @@ class Trainer:
         """Run one optimizer step on this rank's part of the global batch.
 
         Args:
-            has_request: Whether this rank has a request for the other ranks. `train` passes it, and
-                the step counts the ranks with a request; see `RequestExchange`.
+            has_request: Whether this rank has a request for the other ranks; see `RequestExchange`.
 
         Returns:
             The metrics, if this step is logged (metrics.log_freq), which synchronizes with the GPU.
@@ -366,11 +365,6 @@ class Trainer:
         """Collect the metrics since the previous logged step, and pass them to records and hooks.
 
         This reads values from the GPU, so the CPU waits until the step is complete.
-
-        Args:
-            lr: Learning rate of the step.
-            result: Result of the step.
-            num_valid_tokens: Number of valid labels in this rank's sequences.
         """
         step = self.steps_done
         losses = self._reduce_losses(result.loss, num_valid_tokens)
@@ -550,11 +544,8 @@ class Trainer:
     def _collect_request(self, step: int) -> Request:
         """Collect the actions that this rank requests to take after `step`.
 
-        Call this once for each step, because it consumes a received signal to save (SIGUSR2).
-
-        Args:
-            step: Step after which the actions are taken. On a CPU, it is the next step to train. On
-                a GPU, a request is sent one step earlier; see `RequestExchange`.
+        Call this once for each step, because it consumes a received signal to save (SIGUSR2). On a
+        GPU, call it one step earlier; see `RequestExchange`.
         """
         if step > self.job.training.steps:
             return Request()
@@ -642,9 +633,6 @@ class Trainer:
             loss: This rank's part of the loss: the sum over its tokens, divided by the number of
                 valid tokens in the global batch.
             num_valid_tokens: Number of valid labels in this rank's sequences.
-
-        Returns:
-            Both losses in this order, shape (2,), float64, on the device.
         """
         loss_parts, num_tokens = self._sum_losses_by_data_rank(loss, num_valid_tokens)
 
@@ -764,8 +752,7 @@ def train(run: Run, argv: Sequence[str] = ()) -> None:
 
     Args:
         run: Validated job.
-        argv: Command line of the run. If the run ends early, the error quotes it in the command
-            that resumes the run.
+        argv: Command line of the run, for the command that resumes it.
 
     Raises:
         UserError: If the run ends for a reason that the user can correct. Its `exit_code` is the
