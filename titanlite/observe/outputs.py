@@ -189,8 +189,8 @@ class OutputFolder:
     def _archive_all(self, archive: Path) -> None:
         """Move all files of earlier starts to the new folder `archive`.
 
-        Logs that this start has created stay, and so does everything if no earlier start has
-        written metrics.
+        Logs that this start has created stay. Without metrics of an earlier start, nothing is
+        archived.
         """
         has_metrics = any(_file_size(self._folder / name) > 0 for name in JSON_FILES)
         if not has_metrics:

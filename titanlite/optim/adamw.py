@@ -250,9 +250,9 @@ def local_shard(tensor: Tensor) -> Tensor:
 def shard_slices(tensor: DTensor) -> tuple[slice, ...]:
     """Return the part of the whole tensor that this rank holds, as one slice per dimension.
 
-    For example, if the rows of a (10, 4) matrix are sharded over 2 ranks, rank 1 holds (slice(5,
-    10), slice(0, 4)). If two mesh dimensions shard the same tensor dimension, it is divided along
-    the last mesh dimension first, because tensor parallelism is applied before FSDP.
+    For example, if the rows of a (10, 4) matrix are sharded over 2 ranks, rank 1 holds
+    (slice(5, 10), slice(0, 4)). If two mesh dimensions shard the same tensor dimension, it is
+    divided along the last mesh dimension first, because tensor parallelism is applied before FSDP.
     """
     mesh = tensor.device_mesh
     slices = [slice(0, size) for size in tensor.shape]

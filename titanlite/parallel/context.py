@@ -51,8 +51,7 @@ def apply_context_parallel(model: Llama, mesh: DeviceMesh) -> None:
 def local_chunks(x: Tensor, mesh: DeviceMesh, dim: int = 1) -> Tensor:
     """Return the two chunks of a tensor that this context parallel rank holds, concatenated.
 
-    With 2 ranks and the sequence [0 1 2 3 4 5 6 7], rank 0 gets [0 1 6 7], and rank 1 gets [2 3 4
-    5].
+    With 2 ranks and the sequence [0 1 2 3 4 5 6 7], rank 0 gets [0 1 6 7].
 
     Args:
         x: Tensor that is identical on all ranks of the group.
@@ -167,9 +166,13 @@ def context_attention(
     if mask is not None:
         return attention(q, full_k, full_v, mask)
 
+    return _attend_causally(q, full_k, full_v, mesh.get_local_rank())
+
+
+def _attend_causally(q: Tensor, full_k: Tensor, full_v: Tensor, rank: int) -> Tensor:
+    """Attend from each of a rank's two chunks to the keys up to the end of the chunk."""
     # The early chunk is chunk number `rank`, counted from the start of the sequence. The late chunk
-    # has the same number, counted from the end. Read no keys after the end of each chunk.
-    rank = mesh.get_local_rank()
+    # has the same number, counted from the end.
     chunk_size = q.shape[2] // 2
     early_q, late_q = q.chunk(2, dim=2)
     early_end = (rank + 1) * chunk_size

@@ -148,7 +148,7 @@ class ForwardBackward:
         Args:
             microbatches: This rank's sequences of the global batch.
             num_valid_tokens: Number of valid labels in the global batch, a scalar on the device.
-                Its all-reduce may still be in progress, because it is first read by the first loss.
+                The first loss reads it, so its all-reduce may still be in progress.
         """
         total_loss = torch.zeros((), device=self._device)
         for i, microbatch in enumerate(microbatches):
@@ -245,8 +245,7 @@ class PipelineForwardBackward(ForwardBackward):
     def _sum_losses(self, microbatches: Sequence[Microbatch], loss_fn: ScaledLoss) -> Tensor:
         """Return the sum of the losses of all microbatches, a float64 scalar.
 
-        A schedule runs a fixed number of microbatches. If fewer are left, others are added whose
-        labels are ignored.
+        A schedule runs a fixed number of microbatches, so the last ones are padded.
         """
         divisor = torch.ones((), device=self._device)
         total = torch.zeros((), dtype=torch.float64, device=self._device)

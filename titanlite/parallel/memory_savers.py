@@ -102,8 +102,8 @@ def regroup_norm(
     """Separate the final norm from the output projection, so that FSDP can free the latter early.
 
     FSDP frees the weights of a group together. The backward pass does not need the projection, but
-    it reads the weight of the norm. For example, the groups [block 0], [block 1] and [norm,
-    projection] become:
+    it reads the weight of the norm. For example, [block 0], [block 1] and [norm, projection]
+    become:
 
     - [block 0], [block 1, norm] and [projection], which adds no group.
     - [block 0], [block 1], [norm] and [projection], if `reduces_output_first` returns True. A stage

@@ -140,7 +140,7 @@ def _create_group(rank_grid: torch.Tensor, *dims: int) -> dist.ProcessGroup:
     """Create the process group of the ranks that differ from this rank only along some dimensions.
 
     For example, the grid [[0, 1], [2, 3]] has the groups [0, 2] and [1, 3] along dimension 0. All
-    ranks call this together. For a group with all ranks, the existing group is returned.
+    ranks call this together, with the same arguments. A group of all ranks is not created again.
 
     Args:
         rank_grid: Rank numbers, one dimension per parallel dimension.
