@@ -76,10 +76,12 @@ def relative_error(value: Tensor, expected: Tensor, minimum: float = 0.0) -> flo
     expected = expected.masked_fill(are_nan, 0.0)
 
     difference = (value - expected).norm().item()
-    scale = max(expected.norm().item(), minimum)
+    divisor = max(expected.norm().item(), minimum)
     if difference == 0:
         return 0.0
-    return difference / scale if scale else math.inf
+    if divisor == 0:
+        return math.inf
+    return difference / divisor
 
 
 def fraction_of_different(value: Tensor, expected: Tensor) -> float:
@@ -171,9 +173,7 @@ def compare_gradients(
     Returns:
         One check for each parameter.
     """
-    # Errors are relative to the norm of a gradient, or to a minimum if the norm is nearly zero.
-    total_minimum = SMALL_GRADIENT * total_norm(reference.values())
-    num_elements = sum(gradient.numel() for gradient in reference.values())
+    smallest_norms = _smallest_norms(reference)
     checks = []
     for name, expected in reference.items():
         if name not in gradients:
@@ -181,11 +181,23 @@ def compare_gradients(
             checks.append(Check("gradient", step, name, math.inf, 0.0, hint))
             continue
 
-        # A norm grows with the square root of the number of elements, so a parameter with 1% of all
-        # elements gets 10% of the minimum of the whole model.
-        minimum = total_minimum * math.sqrt(expected.numel() / num_elements)
-        error = relative_error(gradients[name], expected, minimum)
-        error_of_one_rank = relative_error(one_rank[name], expected, minimum)
+        smallest_norm = smallest_norms[name]
+        error = relative_error(gradients[name], expected, smallest_norm)
+        error_of_one_rank = relative_error(one_rank[name], expected, smallest_norm)
         tolerance = gradient_tolerance(run, error_of_one_rank)
         checks.append(Check("gradient", step, name, error, tolerance))
     return checks
+
+
+def _smallest_norms(gradients: Tensors) -> dict[str, float]:
+    """Return the norm of each gradient below which its error is divided by this norm instead.
+
+    A norm grows with the square root of the number of elements. For example, a parameter with 1% of
+    all elements gets 10% of the value for the whole model.
+    """
+    smallest_total = SMALL_GRADIENT * total_norm(gradients.values())
+    num_elements = sum(gradient.numel() for gradient in gradients.values())
+    return {
+        name: smallest_total * math.sqrt(gradient.numel() / num_elements)
+        for name, gradient in gradients.items()
+    }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -57,19 +57,36 @@ def explain_ratio(ratio: float, run: Run) -> str:
     if abs(ratio - 1) <= RATIO_TOLERANCE:
         return ""
 
-    # Find the numbers of the layout that equal the factor, or whose square root equals it.
     text = f"{ratio:.4g} times the expected value"
     factor = max(ratio, 1 / ratio)
-    inverse = "1 / " if ratio < 1 else ""
-    for power, label in ((1.0, ""), (0.5, "the square root of ")):
-        matches = [
-            name
-            for name, number in _layout_numbers(run).items()
-            if number > 1 and abs(factor / number**power - 1) < RATIO_TOLERANCE
-        ]
-        if matches:
-            return f"{text} = {inverse}{label}the {' = the '.join(matches)}"
-    return text
+    cause = _name_factor(factor, run)
+    if not cause:
+        return text
+    if ratio < 1:
+        return f"{text} = 1 / {cause}"
+    return f"{text} = {cause}"
+
+
+def _name_factor(factor: float, run: Run) -> str:
+    """Name the parallel degrees that equal a factor, or whose square root equals it.
+
+    For example, "the square root of the number of replicas". If there are none, return "".
+    """
+    equal = []
+    squares = []
+    for name, number in _layout_numbers(run).items():
+        if number == 1:
+            continue
+        if abs(factor / number - 1) < RATIO_TOLERANCE:
+            equal.append(f"the {name}")
+        if abs(factor / math.sqrt(number) - 1) < RATIO_TOLERANCE:
+            squares.append(f"the {name}")
+
+    if equal:
+        return " = ".join(equal)
+    if squares:
+        return f"the square root of {' = '.join(squares)}"
+    return ""
 
 
 def _layout_numbers(run: Run) -> dict[str, int]:
@@ -90,66 +107,62 @@ def _layout_numbers(run: Run) -> dict[str, int]:
 def explain_factor(value: torch.Tensor, expected: torch.Tensor, run: Run) -> str:
     """Describe the factor by which a wrong tensor is scaled, for the message of a failed check.
 
-    Args:
-        value: Wrong tensor.
-        expected: Expected tensor of the same shape.
-        run: The run, whose parallel degrees may explain the error.
-
     Returns:
         A text such as "2 times the expected value", or "" if the tensors do not differ by a factor.
     """
     value = value.double().flatten()
     expected = expected.double().flatten()
-    squared_norm = (expected @ expected).item()
+    squared_norm = expected.dot(expected).item()
     if squared_norm == 0 or not value.isfinite().all():
         return ""
 
     # Fit `value = ratio * expected` by least squares, and check that the fit explains the error.
-    best_ratio = (value @ expected).item() / squared_norm
-    unexplained = (value - best_ratio * expected).norm()
+    ratio = value.dot(expected).item() / squared_norm
+    unexplained = (value - ratio * expected).norm()
     if unexplained > FIT_TOLERANCE * (value - expected).norm():
         return ""
-    return explain_ratio(best_ratio, run)
+    return explain_ratio(ratio, run)
 
 
 def describe_names(failed: Sequence[str], names: Sequence[str], run: Run) -> str:
     """Describe which parameters differ, for the message of a failed check.
 
+    For example, "only parameters of the kind attention.wq.weight differ".
+
     Args:
         failed: Names of the parameters that differ.
         names: Names of all parameters.
         run: The run, which assigns parameters to pipeline stages.
-
-    Returns:
-        A text such as "only parameters of the kind attention.wq.weight differ" or "only the
-        parameters of pipeline stage 1 differ".
     """
     if set(failed) == set(names):
         return "all parameters differ"
 
-    # Check whether the failed parameters are the same one in all blocks.
-    kinds = {kind_of(name) for name in failed}
-    of_same_kinds = {name for name in names if kind_of(name) in kinds}
-    if of_same_kinds == set(failed):
+    # Check whether the same parameters differ in all blocks.
+    kinds = {remove_block_number(name) for name in failed}
+    if set(failed) == {name for name in names if remove_block_number(name) in kinds}:
         return f"only parameters of the kind {', '.join(sorted(kinds))} differ"
 
-    # Check whether they are all parameters of some pipeline stages.
-    stages = {_stage_of(name, run) for name in failed}
-    on_same_stages = {name for name in names if _stage_of(name, run) in stages}
-    if on_same_stages == set(failed) and run.degrees.pipeline > 1:
+    # Check whether all parameters of some pipeline stages differ.
+    stages = {_find_stage(name, run) for name in failed}
+    on_same_stages = {name for name in names if _find_stage(name, run) in stages}
+    if run.degrees.pipeline > 1 and set(failed) == on_same_stages:
         noun = "stage" if len(stages) == 1 else "stages"
         return f"only the parameters of pipeline {noun} {_join(stages)} differ"
 
-    # Otherwise, list the first names.
-    shown = ", ".join(failed[:MAX_NAMES])
-    num_others = len(failed) - MAX_NAMES
-    if num_others > 0:
-        noun = "other" if num_others == 1 else "others"
-        shown += f" and {num_others} {noun}"
-    return f"only {shown} differ"
+    return f"only {_list_first_names(failed)} differ"
 
 
-def kind_of(name: str) -> str:
+def _list_first_names(names: Sequence[str]) -> str:
+    """Return names as text, such as "a, b, c and 2 others"."""
+    text = ", ".join(names[:MAX_NAMES])
+    num_others = len(names) - MAX_NAMES
+    if num_others <= 0:
+        return text
+    noun = "other" if num_others == 1 else "others"
+    return f"{text} and {num_others} {noun}"
+
+
+def remove_block_number(name: str) -> str:
     """Remove the block number from a parameter name.
 
     For example, "layers.3.attention.wq.weight" becomes "attention.wq.weight".
@@ -157,7 +170,8 @@ def kind_of(name: str) -> str:
     return re.sub(r"^layers\.\d+\.", "", name)
 
 
-def _stage_of(name: str, run: Run) -> int:
+def _find_stage(name: str, run: Run) -> int:
+    """Return the pipeline stage of a parameter."""
     match = re.match(r"layers\.(\d+)\.", name)
     if match is None:
         return 0 if "embeddings" in name else len(run.stages) - 1
@@ -175,10 +189,6 @@ def explain_gradient(
 ) -> str:
     """Explain wrong gradients by a factor, by missing sequences, or by a mistake in the model.
 
-    The gradient of a step is the sum of the gradients of its sequences. If a least squares fit with
-    another weight per sequence reproduces the wrong gradients, its weights show which sequences are
-    missing or counted too often.
-
     Args:
         run: The tested run on several ranks.
         failed: Names of the wrong gradients.
@@ -188,46 +198,72 @@ def explain_gradient(
         sequences: Sequences of the step.
         reference: The reference.
     """
-    names = [name for name in failed if name in gradients]
     where = describe_names(failed, list(expected), run)
+    names = [name for name in failed if name in gradients]
     if not names:
         return f"{where}: they have no gradient"
 
-    def flat(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def concatenate(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return torch.cat([tensors[name].double().flatten() for name in names])
 
     def compute(part: Tensors, *indices: slice, **options: Any) -> torch.Tensor:
-        return flat(reference.compute_gradients(weights, part, *indices, **options)[1])
+        _, gradients = reference.compute_gradients(weights, part, *indices, **options)
+        return concatenate(gradients)
 
-    wrong = flat(gradients)
-    right = flat(expected)
+    cause = _find_cause(run, concatenate(gradients), concatenate(expected), sequences, compute)
+    return f"{where}: {cause}"
+
+
+def _find_cause(
+    run: Run,
+    wrong: torch.Tensor,
+    right: torch.Tensor,
+    sequences: Tensors,
+    compute: Callable[..., torch.Tensor],
+) -> str:
+    """Find the mistake that explains a wrong gradient.
+
+    Args:
+        run: The tested run on several ranks.
+        wrong: Gradient of the run.
+        right: Gradient of the reference.
+        sequences: Sequences of the step.
+        compute: Computes the gradient with the arguments of `ReferenceTrainer.compute_gradients`
+            after the weights.
+    """
     if not wrong.isfinite().all():
-        return f"{where}: they are not finite"
+        return "they are not finite"
     factor = explain_factor(wrong, right, run)
     if factor:
-        return f"{where}: {factor}"
+        return factor
 
+    # Check whether the reference computes the wrong gradient when it makes the same mistake.
     largest_residual = FIT_TOLERANCE * (wrong - right).norm()
-    for mistake, (changed, options) in _possible_mistakes(run, sequences).items():
+    for mistake, changed, options in _possible_mistakes(run, sequences):
         if (compute(changed, **options) - wrong).norm() < largest_residual:
-            return f"{where}: {mistake}"
+            return mistake
 
-    indices = range(len(sequences["labels"]))
-    parts = torch.stack([compute(sequences, slice(i, i + 1)) for i in indices], 1)
-    factors = torch.linalg.lstsq(parts, wrong[:, None]).solution[:, 0]
-    if (parts @ factors - wrong).norm() < largest_residual:
-        return f"{where}: {_describe_factors(run, factors.tolist())}"
-    return f"{where}: {_suspects(run)}"
+    # The gradient of a step is the sum of the gradients of its sequences. Fit a factor for each
+    # sequence, which shows the sequences that are missing or counted too often.
+    num_sequences = len(sequences["labels"])
+    parts = [compute(sequences, slice(i, i + 1)) for i in range(num_sequences)]
+    matrix = torch.stack(parts, dim=1)
+    factors = torch.linalg.lstsq(matrix, wrong[:, None]).solution[:, 0]
+    if (matrix @ factors - wrong).norm() < largest_residual:
+        return _describe_factors(run, factors.tolist())
+    return _list_suspects(run)
 
 
-def _possible_mistakes(run: Run, sequences: Tensors) -> dict[str, tuple[Tensors, dict[str, Any]]]:
-    """Return typical mistakes of a layout, and how to make each of them in the reference.
+def _possible_mistakes(
+    run: Run, sequences: Tensors
+) -> Iterator[tuple[str, Tensors, dict[str, Any]]]:
+    """Yield typical mistakes of a layout, and how to make each of them in the reference.
 
-    To find the mistake of a layout, the reference makes each of these mistakes on purpose. The one
-    that reproduces the wrong gradients of the layout is probably its mistake.
+    If the reference makes a mistake on purpose and then computes the wrong gradients of the layout,
+    the layout probably makes the same mistake.
 
-    Returns:
-        Description of the mistake -> wrong sequences and keyword arguments, to be passed to
+    Yields:
+        Description of the mistake, and the sequences and keyword arguments to pass to
         `ReferenceTrainer.compute_gradients`.
     """
     ids = sequences["input_ids"]
@@ -235,29 +271,27 @@ def _possible_mistakes(run: Run, sequences: Tensors) -> dict[str, tuple[Tensors,
     positions = torch.arange(seq_len).expand_as(ids)
 
     # Mistakes in the masks and positions of documents, or of context parallelism.
-    mistakes: dict[str, tuple[Tensors, dict[str, Any]]] = {}
     if "document_ids" in sequences:
         without_ids = {key: value for key, value in sequences.items() if key != "document_ids"}
-        mistakes["tokens attend to other documents"] = (without_ids, {})
+        yield "tokens attend to other documents", without_ids, {}
         wrong = sequences | {"positions": positions}
-        mistakes["positions do not restart at documents"] = (wrong, {})
+        yield "positions do not restart at documents", wrong, {}
     elif run.degrees.context > 1:
         wrong = sequences | {"positions": positions % (seq_len // run.degrees.context)}
-        mistakes["positions restart in each context-parallel rank"] = (wrong, {})
+        yield "positions restart in each context-parallel rank", wrong, {}
 
     # Mistakes in the labels and in the options of the model and the loss.
     if run.microbatches > 1:
         microbatch_size = run.job.training.local_batch_size * run.degrees.data
         wrong = sequences | {"labels": sequences["labels"].roll(microbatch_size, 0)}
-        mistakes["the labels are those of another microbatch"] = (wrong, {})
+        yield "the labels are those of another microbatch", wrong, {}
     if run.arch.sliding_window:
-        mistakes["the sliding window is ignored"] = (sequences, {"window": 0})
+        yield "the sliding window is ignored", sequences, {"window": 0}
     if run.job.training.z_loss:
-        mistakes["the z-loss is left out"] = (sequences, {"z_loss": 0.0})
-    return mistakes
+        yield "the z-loss is left out", sequences, {"z_loss": 0.0}
 
 
-def _suspects(run: Run) -> str:
+def _list_suspects(run: Run) -> str:
     """List the features of the job that may cause an unexplained error in the forward pass.
 
     For example, "look at tensor parallelism, the compiled blocks".

@@ -17,7 +17,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -28,7 +28,7 @@ import torch.distributed as dist
 from titanlite.checkpoint.dcp import AVERAGES, plain
 from titanlite.checkpoint.find import load_newest
 from titanlite.checkpoint.huggingface import checkpoint_weights, export_hf, hf_weights
-from titanlite.config.run import Run
+from titanlite.config.run import Run, with_keys
 from titanlite.hooks.records import describe_code
 from titanlite.load_run import check_run
 from titanlite.model.formats import has_hf_family
@@ -130,8 +130,6 @@ def select(tensors: Tensors, prefix: str) -> Tensors:
 def load_steps(folder: Path, name: str, num_ranks: int) -> dict[int, LayoutStep]:
     """Load the record files of all ranks, and combine the records of each step.
 
-    The combined record has the tensors of the whole model, by name, and the records of all ranks.
-
     Args:
         folder: Folder with files such as "first-0.pt".
         name: Run to load: "first", or "resumed" for the run that resumed from a checkpoint.
@@ -140,20 +138,26 @@ def load_steps(folder: Path, name: str, num_ranks: int) -> dict[int, LayoutStep]
     Returns:
         Combined records by step number. The lowest number is the state before the first step.
     """
-    records_by_rank = [
-        torch.load(folder / f"{name}-{rank}.pt", weights_only=False) for rank in range(num_ranks)
-    ]
-    steps = {}
-    for number in records_by_rank[0]:
-        step = LayoutStep(ranks=[records[number] for records in records_by_rank])
-        # The first rank of each pipeline stage has recorded the unsharded tensors of the stage.
-        # Combine the tensors of all stages. The dictionaries of all other ranks are empty.
-        for record in step.ranks:
-            step.gradients.update(record.gradients.unsharded)
-            step.state.update(record.state.unsharded)
-            step.initial.update(record.initial.unsharded)
-        steps[number] = step
-    return steps
+    paths = [folder / f"{name}-{rank}.pt" for rank in range(num_ranks)]
+    steps_of_ranks = [torch.load(path, weights_only=False) for path in paths]
+    return {
+        number: _combine_records([steps[number] for steps in steps_of_ranks])
+        for number in steps_of_ranks[0]
+    }
+
+
+def _combine_records(records: list[StepRecord]) -> LayoutStep:
+    """Combine the records of all ranks for one step.
+
+    The first rank of each pipeline stage has recorded the unsharded tensors of the stage. The
+    dictionaries of all other ranks are empty.
+    """
+    step = LayoutStep(records)
+    for record in records:
+        step.gradients.update(record.gradients.unsharded)
+        step.state.update(record.state.unsharded)
+        step.initial.update(record.initial.unsharded)
+    return step
 
 
 class SteeredRecorder(Recorder):
@@ -194,25 +198,18 @@ def single_run(run: Run, dump_folder: Path, recompute: bool = False) -> Run:
         dump_folder: Output folder of the returned run.
         recompute: Whether to keep activation checkpointing. By default, it is disabled.
     """
-    # Set all parallel degrees to 1.
-    job = run.job
-    layout: dict[str, object] = {
-        "pipeline_parallel_schedule": "1F1B",
-        "enable_async_tensor_parallel": False,
+    settings: dict[str, object] = {
+        "parallelism.pipeline_parallel_schedule": "1F1B",
+        "parallelism.enable_async_tensor_parallel": False,
+        "compile.enable": False,
+        "job.dump_folder": str(dump_folder),
     }
-    for name, _ in job.parallelism:
+    for name, _ in run.job.parallelism:
         if name.endswith("_degree"):
-            layout[name] = 1
-
-    sections = {
-        "parallelism": job.parallelism.model_copy(update=layout),
-        "compile": job.compile.model_copy(update={"enable": False}),
-        "job": job.job.model_copy(update={"dump_folder": str(dump_folder)}),
-    }
+            settings[f"parallelism.{name}"] = 1
     if not recompute:
-        mode = {"mode": "none"}
-        sections["activation_checkpoint"] = job.activation_checkpoint.model_copy(update=mode)
-    return check_run(job.model_copy(update=sections), world_size=1)
+        settings["activation_checkpoint.mode"] = "none"
+    return check_run(with_keys(run, settings).job, world_size=1)
 
 
 def prove(run: Run, out: Path) -> Proof | None:
@@ -227,20 +224,14 @@ def prove(run: Run, out: Path) -> Proof | None:
     Returns:
         The comparisons on rank 0, and None on all other ranks.
     """
-    with ExitStack() as stack:
-        # Write the output of the trainers to a file.
-        log = stack.enter_context((out / LOG_FILE).open("a", encoding="utf-8"))
-        stack.enter_context(redirect_stdout(log))
-        stack.enter_context(redirect_stderr(log))
-
+    with _write_output_to(out / LOG_FILE), ExitStack() as stack:
         # Train the run on all ranks, and record each step in files.
         with process_group(run.job) as device:
             is_first_rank = dist.get_rank() == 0
             folder = _create_shared_folder(out, stack)
             run = settle_compute_dtype(run, device)  # replaces the dtype "auto"
             run = run.resolve_attention_backend(on_gpu=device.type == "cuda")
-            output = run.job.job.model_copy(update={"dump_folder": str(folder / "layout")})
-            run = Run(run.job.model_copy(update={"job": output}), run.world_size)
+            run = with_keys(run, {"job.dump_folder": str(folder / "layout")})
             save_after = max(1, run.job.training.steps // 2)
             train_in_layout(run, device, save_after, folder)
         if not is_first_rank:
@@ -251,6 +242,13 @@ def prove(run: Run, out: Path) -> Proof | None:
         os.environ.pop(STORE, None)  # the rendezvous file that the launcher created for all ranks
         checks = list(compare(run, folder, save_after))
     return _build_proof(run, checks, device)
+
+
+@contextmanager
+def _write_output_to(path: Path) -> Iterator[None]:
+    """Append the output of the trainers to a file within this context."""
+    with path.open("a", encoding="utf-8") as log, redirect_stdout(log), redirect_stderr(log):
+        yield
 
 
 def _create_shared_folder(parent: Path, stack: ExitStack) -> Path:
@@ -273,42 +271,38 @@ def _create_shared_folder(parent: Path, stack: ExitStack) -> Path:
 def _build_proof(run: Run, checks: list[Check], device: torch.device) -> Proof:
     """Combine the comparisons of a run with what readers must know to judge them.
 
-    This includes the device, the commit, and the properties of the job that were not tested.
-
     Args:
         run: The run that was tested.
         checks: Comparisons of its steps with a reference.
         device: Device of the run.
     """
-    # List what the proof does not cover.
-    not_kept = []
-    if has_random_numbers(run):
-        not_kept.append("Dropout, if the model has any: it is off, except to check recomputation.")
-    is_exported = any(check.name == EXPORTED_WEIGHTS for check in checks)
-    if not is_exported:
-        not_kept.append("Export: transformers has no model with this architecture.")
-
-    has_formula = run.job.optimizer.name in FORMULAS
+    device_name = "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    optimizer_reference = "the same optimizer on one rank"
+    if run.job.optimizer.name in FORMULAS:
+        optimizer_reference = "plain formulas in float64"
     return Proof(
         run,
         checks,
-        device="CPU" if device.type == "cpu" else torch.cuda.get_device_name(device),
-        optimizer_reference=(
-            "plain formulas in float64" if has_formula else "the same optimizer on one rank"
-        ),
+        device=device_name,
+        optimizer_reference=optimizer_reference,
         commit=describe_code().get("commit", ""),
-        not_kept=not_kept,
+        not_kept=_list_untested(run, checks),
     )
+
+
+def _list_untested(run: Run, checks: list[Check]) -> list[str]:
+    """List what the comparisons of a run do not cover, one sentence each."""
+    untested = []
+    if has_random_numbers(run):
+        untested.append("Dropout, if the model has any: it is off, except to check recomputation.")
+    is_exported = any(check.name == EXPORTED_WEIGHTS for check in checks)
+    if not is_exported:
+        untested.append("Export: transformers has no model with this architecture.")
+    return untested
 
 
 def compare(run: Run, folder: Path, save_after: int) -> Iterator[Check]:
     """Yield all comparisons of a run on several ranks with runs on one rank.
-
-    Three trainers compute the same steps:
-
-    - The tested run, on several ranks, has recorded its steps in `folder`.
-    - `recorder` trains on one rank in the precision of the tested run.
-    - `reference` trains on one rank in float64.
 
     Args:
         run: The tested run on several ranks.
@@ -316,35 +310,52 @@ def compare(run: Run, folder: Path, save_after: int) -> Iterator[Check]:
             the run.
         save_after: Step after which the run saved its checkpoint.
     """
-    # Load the records of the run, and of the run that resumed from its checkpoint.
     first = load_steps(folder, "first", run.world_size)
     resumed = load_steps(folder, "resumed", run.world_size)
-
-    # Train the same steps on one rank, and compare each. `first[0]` has the initial weights.
     single = single_run(run, folder / "single")
     with process_group(single.job) as device:
         recorder = SteeredRecorder(first)
-        reference = ReferenceTrainer(single, device)
-        with Trainer(single, device, [recorder]) as trainer:
-            turn_dropout_off(trainer)
-            initial_weights = select(first[0].initial, MODEL)
-            yield from compare_bitwise("initial weights", 0, initial_weights, reference.initial)
-            yield from compare_replicas(run, 0, "replicas of weights", first[0], "state")
-            for step in range(1, run.job.training.steps + 1):
-                recorder.train(step)
-                yield from compare_step(
-                    run, step, first[step - 1], first[step], recorder.steps[step], reference
-                )
-        reference.close()
+        yield from _compare_steps(run, first, single, recorder, device)
 
-        # Check the checkpoint by resuming and by exporting it, and activation checkpointing.
+        # Check the checkpoint, by resuming from it and by exporting it.
         yield from compare_resumed(run, save_after, first, resumed)
         saved = first[save_after]
         resumed_single = single_run(run, folder / "layout")
         next_step = recorder.steps[save_after + 1]
         yield from compare_resumed_on_one_rank(resumed_single, device, saved, next_step)
         yield from compare_export(saved.weights, folder, save_after)
+
         yield from compare_recomputation(run, device, folder)
+
+
+def _compare_steps(
+    run: Run,
+    steps: dict[int, LayoutStep],
+    single: Run,
+    recorder: SteeredRecorder,
+    device: torch.device,
+) -> Iterator[Check]:
+    """Train the same steps on one rank, and yield the comparisons of each step.
+
+    Args:
+        run: The tested run on several ranks.
+        steps: Records of the tested run, by step.
+        single: The job on one rank.
+        recorder: Records the steps of `single` in the precision of the tested run.
+        device: Device of this rank.
+    """
+    reference = ReferenceTrainer(single, device)  # in float64
+    with Trainer(single, device, [recorder]) as trainer:
+        turn_dropout_off(trainer)
+        initial_weights = select(steps[0].initial, MODEL)
+        yield from compare_bitwise("initial weights", 0, initial_weights, reference.initial)
+        yield from compare_replicas(run, 0, "replicas of weights", steps[0], "state")
+        for step in range(1, run.job.training.steps + 1):
+            recorder.train()
+            before = steps[step - 1]
+            after = steps[step]
+            yield from compare_step(run, step, before, after, recorder.steps[step], reference)
+    reference.close()
 
 
 def compare_step(
@@ -420,25 +431,20 @@ def compare_sequences(
     Yields:
         One check for each rank.
     """
-    # With n data-parallel ranks, rank r reads the sequences r, r + n, r + 2n, ...
     num_parts = run.degrees.data
-    parts = [
-        {name: values[data_rank::num_parts] for name, values in sequences.items()}
-        for data_rank in range(num_parts)
-    ]
     for rank, record in enumerate(after.ranks):
+        # With n data-parallel ranks, rank r reads the sequences r, r + n, r + 2n, ...
         data_rank = coordinates(run, rank)["data"]
-        expected = parts[data_rank]
-        errors = [
-            fraction_of_different(values, expected[name])
-            for name, values in record.sequences.items()
-        ]
+        errors = []
+        for name, values in record.sequences.items():
+            expected = sequences[name][data_rank::num_parts]
+            errors.append(fraction_of_different(values, expected))
 
         # If the rank read the part of another rank, name that rank.
         hint = ""
-        for other, part in enumerate(parts):
-            is_equal = torch.equal(record.sequences["input_ids"], part["input_ids"])
-            if other != data_rank and is_equal:
+        for other in range(num_parts):
+            other_ids = sequences["input_ids"][other::num_parts]
+            if other != data_rank and torch.equal(record.sequences["input_ids"], other_ids):
                 hint = f"it read those of data-parallel rank {other} instead of {data_rank}"
         yield Check("sequences", step, f"rank {rank}", max(errors), 0.0, hint)
 
@@ -448,8 +454,6 @@ def compare_replicas(
 ) -> Iterator[Check]:
     """Check that replicated shards are bitwise equal on all ranks that hold them.
 
-    Each shard on a later rank is compared with the copy on the first rank that holds the shard.
-
     Args:
         run: The tested run on several ranks.
         step: Number of the step.
@@ -457,26 +461,45 @@ def compare_replicas(
         after: Records of all ranks.
         kind: Recorded tensors to compare: "gradients" or "state".
     """
-    first_copies: dict[object, tuple[str, int]] = {}  # shard -> digest and rank of the first copy
-    differences: dict[str, str] = {}  # tensor name -> hint
-    num_replicas = 0
-    for rank, record in enumerate(after.ranks):
-        snapshot: Snapshot = getattr(record, kind)
-        for shard, digest in snapshot.digests.items():
-            expected, first_rank = first_copies.setdefault(shard, (digest, rank))
-            if first_rank == rank:
-                continue
-
-            num_replicas += 1
-            if digest != expected:
-                tensor_name, _offsets = shard
-                differences.setdefault(tensor_name, _describe_ranks(run, first_rank, rank))
+    replicas = list(_list_replicas(after, kind))
+    hints: dict[str, str] = {}  # tensor name -> hint, if ranks differ
+    for replica in replicas:
+        if not replica.is_equal and replica.tensor not in hints:
+            hints[replica.tensor] = _describe_ranks(run, replica.first_rank, replica.rank)
 
     # Yield one check for each tensor that differs, or a single one if all replicas are equal.
-    for tensor_name, hint in differences.items():
-        yield Check(name, step, tensor_name, 1.0, 0.0, hint)
-    if num_replicas and not differences:
-        yield Check(name, step, f"{num_replicas} shards", 0.0, 0.0)
+    for tensor, hint in hints.items():
+        yield Check(name, step, tensor, 1.0, 0.0, hint)
+    if replicas and not hints:
+        yield Check(name, step, f"{len(replicas)} shards", 0.0, 0.0)
+
+
+class _Replica(NamedTuple):
+    """A shard on a rank, compared with the same shard on the first rank that holds it.
+
+    Attributes:
+        tensor: Name of the tensor.
+        first_rank: The first rank that holds the shard.
+        rank: Another rank that holds the shard.
+        is_equal: Whether the shards of both ranks are bitwise equal.
+    """
+
+    tensor: str
+    first_rank: int
+    rank: int
+    is_equal: bool
+
+
+def _list_replicas(after: LayoutStep, kind: str) -> Iterator[_Replica]:
+    """Yield all copies of shards on later ranks, in order of the rank."""
+    first_ranks: dict[tuple[str, tuple[int, ...]], int] = {}  # by name and position of the shard
+    for rank, record in enumerate(after.ranks):
+        digests = getattr(record, kind).digests
+        for shard, digest in digests.items():
+            first_rank = first_ranks.setdefault(shard, rank)
+            if first_rank != rank:
+                first_digest = getattr(after.ranks[first_rank], kind).digests[shard]
+                yield _Replica(shard[0], first_rank, rank, digest == first_digest)
 
 
 def _describe_ranks(run: Run, first: int, second: int) -> str:
@@ -627,17 +650,16 @@ def compare_resumed_on_one_rank(
         step = trainer.steps_done
         loaded = recorder.steps[step].state.unsharded  # recorded by the hook after the load
         yield from compare_bitwise("resume on one rank: loaded state", step, loaded, saved.state)
-        recorder.train(step + 1)
+        recorder.train()
 
     record = recorder.steps[step + 1]
     yield from compare_bitwise(
         "resume on one rank: sequences", step + 1, record.sequences, next_step.sequences
     )
+    gradients = record.gradients.unsharded
+    expected_gradients = next_step.gradients.unsharded
     yield from compare_bitwise(
-        "resume on one rank: gradient",
-        step + 1,
-        record.gradients.unsharded,
-        next_step.gradients.unsharded,
+        "resume on one rank: gradient", step + 1, gradients, expected_gradients
     )
 
 
@@ -652,8 +674,8 @@ def compare_export(weights: Tensors, folder: Path, step: int) -> Iterator[Check]
         folder: Folder of the proof. Its subfolder "layout" is the output folder of the run.
         step: Number of the saved step.
     """
-    checkpoint = load_newest(folder / "layout", load=lambda path: path)  # the path
-    saved = checkpoint_weights(checkpoint)
+    checkpoint_path = load_newest(folder / "layout", load=lambda path: path)
+    saved = checkpoint_weights(checkpoint_path)
     if not has_hf_family(saved.arch):
         return
     export_hf(saved, folder / "exported", "float32")
@@ -675,19 +697,19 @@ def compare_recomputation(run: Run, device: torch.device, folder: Path) -> Itera
     if not has_random_numbers(run):
         return
 
-    # Compute the gradients of the first step without and with activation checkpointing.
-    gradients = []
-    for recompute in (False, True):
-        single = single_run(run, folder / f"recompute-{recompute}", recompute)
-        recorder = Recorder()
-        with Trainer(single, device, [recorder]):
-            recorder.amplify_weights()
-            torch.manual_seed(0)  # for equal dropout masks in both runs
-            recorder.train(1)
-        gradients.append(recorder.steps[1].gradients.unsharded)
-
-    expected, recomputed = gradients
-    for name, value in recomputed.items():
+    expected = _train_first_step(single_run(run, folder / "recompute-False"), device)
+    recomputing = single_run(run, folder / "recompute-True", recompute=True)
+    hint = "the backward pass recomputes other activations, for example with another dropout"
+    for name, value in _train_first_step(recomputing, device).items():
         error = relative_error(value, expected[name])
-        hint = "the backward pass recomputes other activations, for example with another dropout"
         yield Check("recomputation", 1, name, error, FLOOR_ROUNDINGS * EPS32, hint)
+
+
+def _train_first_step(run: Run, device: torch.device) -> Tensors:
+    """Train one step with dropout, and return its gradients by parameter name."""
+    recorder = Recorder()
+    with Trainer(run, device, [recorder]):
+        recorder.amplify_weights()
+        torch.manual_seed(0)  # for equal dropout masks in all runs
+        recorder.train()
+    return recorder.steps[1].gradients.unsharded

@@ -137,13 +137,18 @@ class Recorder(Hook):
         }
         self.record.gradients = self._snapshot(gradients)
 
-    def train(self, step: int) -> None:
+    def train(self) -> None:
         """Train one step, then record its loss, its gradient norm and the state after it."""
         entry = self.trainer.step()
         assert entry is not None  # every step is logged
         self.record.loss = entry.loss
         self.record.grad_norm = entry.grad_norm
         self.record.state = self.snapshot_state()
+
+    def train_until(self, last_step: int) -> None:
+        """Train and record all steps up to `last_step`."""
+        while self.trainer.steps_done < last_step:
+            self.train()
 
     def after_step(self, step: int, result: StepResult) -> None:
         """Record the FP8 scales of the new weights."""
@@ -194,18 +199,23 @@ def train_in_layout(run: Run, device: torch.device, save_after: int, folder: Pat
         save_after: Step after which the checkpoint is saved.
         folder: Existing folder that all ranks share.
     """
-    for name in ("first", "resumed"):
-        # The second trainer resumes from the checkpoint of the first one.
-        recorder = Recorder()
-        with Trainer(run, device, [recorder]) as trainer:
-            turn_dropout_off(trainer)
-            if name == "first":
-                recorder.amplify_weights()
-            while trainer.steps_done < run.job.training.steps:
-                recorder.train(trainer.steps_done + 1)
-                if name == "first" and trainer.steps_done == save_after:
-                    trainer.save()
-        torch.save(recorder.steps, folder / f"{name}-{dist.get_rank()}.pt")
+    rank = dist.get_rank()
+    num_steps = run.job.training.steps
+    recorder = Recorder()
+    with Trainer(run, device, [recorder]) as trainer:
+        turn_dropout_off(trainer)
+        recorder.amplify_weights()
+        recorder.train_until(save_after)
+        trainer.save()
+        recorder.train_until(num_steps)
+    torch.save(recorder.steps, folder / f"first-{rank}.pt")
+
+    # This trainer resumes from the checkpoint.
+    recorder = Recorder()
+    with Trainer(run, device, [recorder]) as trainer:
+        turn_dropout_off(trainer)
+        recorder.train_until(num_steps)
+    torch.save(recorder.steps, folder / f"resumed-{rank}.pt")
     dist.barrier()
 
 

@@ -147,17 +147,20 @@ def _plain_mask(sequences: Tensors, window: int) -> Tensor:
         sequences: Token ids and, if sequences contain several documents, document ids, (B, T).
         window: Number of tokens that a token attends to, including itself. 0 means all.
     """
-    document_ids = sequences.get("document_ids")
     length = sequences["input_ids"].shape[1]
+    query_positions = torch.arange(length)[:, None]
+    key_positions = torch.arange(length)
+    distance = query_positions - key_positions  # (T, T)
 
-    # In order: causal, within the sliding window, and within the document.
-    distance = torch.arange(length)[:, None] - torch.arange(length)  # query - key
-    mask = (distance >= 0)[None, None]
+    mask = distance >= 0
     if window:
         mask = mask & (distance < window)
+    mask = mask[None, None]  # (1, 1, T, T)
+
+    document_ids = sequences.get("document_ids")
     if document_ids is not None:
-        same_document = document_ids[:, :, None] == document_ids[:, None, :]
-        mask = mask & same_document[:, None]
+        is_same_document = document_ids[:, :, None] == document_ids[:, None, :]  # (B, T, T)
+        mask = mask & is_same_document[:, None]
     return mask
 
 
@@ -174,27 +177,36 @@ def _loss_head(
         num_valid_tokens: Divisor of the summed loss.
         z_loss: Weight of the z-loss.
     """
-    # The formula of a plugin's loss is unknown, so call the plugin.
-    training = run.job.training
     softcap = run.arch.logit_softcap
-    if training.loss not in ("cross_entropy", "reference"):
+    if run.job.training.loss not in ("cross_entropy", "reference"):
+        # The formula of a plugin's loss is unknown, so call the plugin.
         recipe = LossRecipe(z_loss, compiled=False, tensor=None, softcap=softcap)
         loss = build_loss(run.job, recipe)
         scale = torch.tensor(1 / num_valid_tokens)
         return lambda hidden, weight: loss(hidden, weight, labels, scale)
 
-    def cross_entropy(hidden: Tensor, weight: Tensor) -> Tensor:
-        logits = F.linear(hidden, weight).flatten(0, 1)
+    def compute_loss(hidden: Tensor, weight: Tensor) -> Tensor:
+        logits = F.linear(hidden, weight).flatten(0, 1)  # (B * T, V)
         if softcap:
             logits = softcap * (logits / softcap).tanh()
-        targets = labels.flatten()
-        total = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
-        if z_loss:
-            is_valid = targets != IGNORE_INDEX
-            total = total + z_loss * logits.logsumexp(-1)[is_valid].square().sum()
-        return total / num_valid_tokens
+        return _sum_cross_entropy(logits, labels.flatten(), z_loss) / num_valid_tokens
 
-    return cross_entropy
+    return compute_loss
+
+
+def _sum_cross_entropy(logits: Tensor, targets: Tensor, z_loss: float) -> Tensor:
+    """Add up the cross-entropy of all tokens, and the z-loss with its weight.
+
+    Args:
+        logits: Logits, shape (tokens, V).
+        targets: Labels, shape (tokens,).
+        z_loss: Weight of the z-loss.
+    """
+    total = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
+    if z_loss:
+        log_sums = logits.logsumexp(-1)[targets != IGNORE_INDEX]
+        total = total + z_loss * log_sums.square().sum()
+    return total
 
 
 class Update(NamedTuple):
@@ -269,18 +281,18 @@ def expected_update(
     Returns:
         The expected weight, and the update with the expected moments.
     """
-    # Compute the direction of the step in float64. Moments that the optimizer allocates only in its
-    # first step start at zero.
-    formula = FORMULAS[run.job.optimizer.name]
+    # Moments that the optimizer allocates only in its first step start at zero.
     zeros = torch.zeros_like(weight, dtype=torch.float64)
     old_moments = defaultdict(lambda: zeros)
-    old_moments.update((key, moment.double()) for key, moment in moments.items())
-    update = formula(run, step, weight, grad.double(), old_moments)
+    for key, moment in moments.items():
+        old_moments[key] = moment.double()
 
-    # Apply weight decay, and step against the direction.
+    formula = FORMULAS[run.job.optimizer.name]
+    update = formula(run, step, weight, grad.double(), old_moments)
     lr, weight_decay = _get_lr_and_decay(run, step, name, weight.ndim)
     decayed_weight = weight.double() * (1 - lr * weight_decay)
-    return decayed_weight - lr * update.direction, update
+    new_weight = decayed_weight - lr * update.direction
+    return new_weight, update
 
 
 def _get_lr_and_decay(run: Run, step: int, name: str, ndim: int) -> tuple[float, float]:

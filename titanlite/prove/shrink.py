@@ -71,29 +71,31 @@ class SmallJob(NamedTuple):
 def parse_original(argv: Sequence[str]) -> JobConfig:
     """Parse the job described by `argv`, the options of `titanlite train`.
 
-    This also checks that the parallelism degrees fit the model. The small job cannot check them,
-    because its degrees and its model are smaller.
-
     Raises:
-        UserError: If a value is invalid, or the degrees do not fit the model.
+        UserError: If a value is invalid, or the parallel degrees do not fit the model.
     """
-    # Parse the options, on top of those of the model that `--from` names.
     model, options = split_from_option(argv)
-    build_base = None if model is None else partial(build_job_tables, model)
-    parsed = parse_job(options, build_base=build_base)
+    if model is None:
+        parsed = parse_job(options)
+    else:
+        parsed = parse_job(options, build_base=partial(build_job_tables, model))
     if parsed.mistakes:
         raise parsed.error(parsed.mistakes)
 
-    # Check the degrees with the smallest number of ranks. A degree of -1 then becomes 1.
-    degrees = [value for name, value in parsed.job.parallelism if name.endswith("_degree")]
-    world_size = math.prod(max(degree, 1) for degree in degrees)
-    run = Run(parsed.job, world_size)
+    # The small job cannot check the degrees, because its degrees and its model are smaller.
+    run = Run(parsed.job, _smallest_world_size(parsed.job))
     problems = list(check_tensor_sizes(run))
     if run.degrees.pipeline > 1:
         problems += check_stages(run)
     if problems:
         raise parsed.error([make_mistake(run, problem) for problem in problems])
     return parsed.job
+
+
+def _smallest_world_size(job: JobConfig) -> int:
+    """Return the product of all parallel degrees. A degree of -1 counts as 1."""
+    degrees = [value for name, value in job.parallelism if name.endswith("_degree")]
+    return math.prod(max(degree, 1) for degree in degrees)
 
 
 def shrink(job: JobConfig, world_size: int | None, steps: int, out: Path) -> SmallJob:
@@ -110,23 +112,23 @@ def shrink(job: JobConfig, world_size: int | None, steps: int, out: Path) -> Sma
     Raises:
         UserError: If the job is invalid, or its dimensions do not fit `world_size`.
     """
-    # Shrink the layout, the model and the batches. Collect in `not_kept` what the small job lacks.
+    # Shrink the layout, the model and the batches.
     degrees = shrink_degrees(job, world_size)
     num_ranks = math.prod(degrees.values())
     original = Run(job, num_ranks)
     small = _update(job, "parallelism", **degrees)
-    model, not_kept = shrink_model(original, Run(small, num_ranks))
+    model, lost_properties = shrink_model(original, Run(small, num_ranks))
     small = small.model_copy(update={"model": model})
     small = _shrink_training(small, original)
 
     # Replace the settings that the small job cannot have.
-    small, dropped_names = _drop_missing_names(small)
-    small, changed_data = _shrink_data(small, out)
-    small, dropped_hooks = _shrink_outputs(small, out)
-    not_kept += [*dropped_names, *changed_data, *dropped_hooks]
-
+    small, lost_names = _drop_missing_names(small)
+    small, lost_data = _shrink_data(small, out)
+    small, lost_hooks = _shrink_outputs(small, out)
     small = _update(small, "training", steps=steps, tokens=None, tokens_per_parameter=None)
+
     run = check_run(small, num_ranks)
+    not_kept = [*lost_properties, *lost_names, *lost_data, *lost_hooks]
     return SmallJob(job, run, list_changes(original, run), not_kept)
 
 
@@ -162,21 +164,37 @@ def shrink_degrees(job: JobConfig, world_size: int | None) -> dict[str, int]:
         "pipeline_parallel_degree",
     )
     degrees = {name: min(2, getattr(job.parallelism, name)) for name in names}
-    is_sharded = job.parallelism.data_parallel_shard_degree != 1
-    shard = 2 if is_sharded else 1
-
-    # With a given number of ranks, FSDP uses the ranks that the other dimensions leave.
+    has_fsdp = job.parallelism.data_parallel_shard_degree != 1
     if world_size is not None:
-        others = math.prod(degrees.values())
-        shard, remainder = divmod(world_size, others)
-        is_possible = shard > 0 and remainder == 0 and (is_sharded or shard == 1)
-        if not is_possible:
-            needed = f"a multiple of {others}" if is_sharded else str(others)
-            raise UserError(
-                f"--world-size {world_size}: the small job needs {needed}, 2 ranks along each "
-                "parallel dimension of the job."
-            )
-    return {**degrees, "data_parallel_shard_degree": shard}
+        fsdp_degree = _fill_ranks(world_size, math.prod(degrees.values()), has_fsdp)
+    else:
+        fsdp_degree = 2 if has_fsdp else 1
+    return {**degrees, "data_parallel_shard_degree": fsdp_degree}
+
+
+def _fill_ranks(world_size: int, other_degrees: int, has_fsdp: bool) -> int:
+    """Return the FSDP degree with which the small job uses all ranks.
+
+    Args:
+        world_size: Number of ranks.
+        other_degrees: Product of all other parallel degrees.
+        has_fsdp: Whether the original job has FSDP. If not, the degree is 1.
+
+    Raises:
+        UserError: If no degree uses all ranks.
+    """
+    if has_fsdp:
+        is_possible = world_size > 0 and world_size % other_degrees == 0
+        needed = f"a multiple of {other_degrees}"
+    else:
+        is_possible = world_size == other_degrees
+        needed = str(other_degrees)
+    if not is_possible:
+        raise UserError(
+            f"--world-size {world_size}: the small job needs {needed}, 2 ranks along each "
+            "parallel dimension of the job."
+        )
+    return world_size // other_degrees
 
 
 def shrink_model(original: Run, layout: Run) -> tuple[Model, list[str]]:
@@ -312,18 +330,14 @@ def _drop_missing_names(small: JobConfig) -> tuple[JobConfig, list[str]]:
         )
         small = _update(small, "parallelism", pipeline_parallel_split_points=())
 
-    # Keep only patterns that match a parameter of the small model, and groups with such a pattern.
-    names = list(parameter_shapes(Run(small).arch))
+    parameter_names = list(parameter_shapes(Run(small).arch))
     groups = []
     for group in small.optimizer.groups:
-        kept_patterns = []
-        for pattern in group.params:
-            if fnmatch.filter(names, pattern):
-                kept_patterns.append(pattern)
-            else:
-                notes.append(f"optimizer.groups: {pattern!r} is not in the small model.")
-        if kept_patterns:
-            groups.append(group.model_copy(update={"params": tuple(kept_patterns)}))
+        matching = [x for x in group.params if fnmatch.filter(parameter_names, x)]
+        missing = [x for x in group.params if x not in matching]
+        notes += [f"optimizer.groups: {x!r} is not in the small model." for x in missing]
+        if matching:
+            groups.append(group.model_copy(update={"params": tuple(matching)}))
     return _update(small, "optimizer", groups=tuple(groups)), notes
 
 
@@ -341,25 +355,32 @@ def _shrink_data(small: JobConfig, out: Path) -> tuple[JobConfig, list[str]]:
     notes = []
     if dataset.stages:
         notes.append("dataset.stages: the small job ends before they begin.")
-    changes: dict[str, Any] = {"stages": (), "num_workers": min(1, dataset.num_workers)}
 
-    # Write a toy text, and make it the only source of the small job.
     problem = _find_data_problem(dataset)
     if problem:
         notes.append(f"[dataset]: a toy text is read instead, because {problem}.")
         write_output(out / TOY_TEXT, _make_toy_text().encode())
-        changes |= {"source": "jsonl", "path": str(out / TOY_TEXT), "sources": ()}
-        changes |= {
-            "text_column": "text",
-            "token_dtype": None,
-            "loss_mask_column": None,
-            "max_epochs": 0,
-            "streaming": False,
-            "config": None,
-        }
+        small = _read_only(small, out / TOY_TEXT)
 
-    small = _update(small, "dataset", **changes)
+    small = _update(small, "dataset", stages=(), num_workers=min(1, dataset.num_workers))
     return small.model_copy(update={"tokenizer": TokenizerOptions()}), notes
+
+
+def _read_only(job: JobConfig, path: Path) -> JobConfig:
+    """Make a JSON Lines file the only data source of a job."""
+    return _update(
+        job,
+        "dataset",
+        source="jsonl",
+        path=str(path),
+        sources=(),
+        text_column="text",
+        token_dtype=None,
+        loss_mask_column=None,
+        max_epochs=0,
+        streaming=False,
+        config=None,
+    )
 
 
 def _find_data_problem(dataset: Dataset) -> str:
@@ -408,19 +429,16 @@ def _shrink_outputs(small: JobConfig, out: Path) -> tuple[JobConfig, list[str]]:
         The changed job, and one sentence for each removed hook.
     """
     # Keep hooks that only observe, because the reference has no hooks.
-    hooks = []
-    notes = []
-    for name in small.job.hooks:
-        if getattr(HOOKS[name], "observes_only", False):
-            hooks.append(name)
-        else:
-            notes.append(
-                f"job.hooks: {name} may change weights or gradients (observes_only is false)."
-            )
+    kept = [name for name in small.job.hooks if getattr(HOOKS[name], "observes_only", False)]
+    notes = [
+        f"job.hooks: {name} may change weights or gradients (observes_only is false)."
+        for name in small.job.hooks
+        if name not in kept
+    ]
 
     # Write as little as possible, and save only the checkpoint of the proof.
     small = _update(
-        small, "job", hooks=tuple(hooks), dump_folder=str(out), require_certificate=False
+        small, "job", hooks=tuple(kept), dump_folder=str(out), require_certificate=False
     )
     small = _update(
         small, "metrics", log_freq=1, enable_tensorboard=False, enable_wandb=False, loggers=()

@@ -65,12 +65,11 @@ def make_page(folders: Sequence[Path]) -> str:
     Raises:
         UserError: If a folder is not the output folder of a run.
     """
-    # The Content-Security-Policy of the page has this hash, so browsers run no other script.
     script = _read_static("uPlot.iife.min.js") + _read_static("page.js")
-    script_digest = hashlib.sha256(script.encode()).digest()
     data = json.dumps(page_data(folders), separators=(",", ":"), allow_nan=False)
     contents = {
-        "hash": f"'sha256-{base64.b64encode(script_digest).decode()}'",
+        # The Content-Security-Policy of the page has this hash, so browsers run no other script.
+        "hash": _hash_script(script),
         "style": _read_static("uPlot.min.css") + _read_static("page.css"),
         # Escape "<", so that a "</script>" in a text of a run does not end the script element.
         "data": data.replace("<", "\\u003c"),
@@ -82,6 +81,12 @@ def make_page(folders: Sequence[Path]) -> str:
     return re.sub("@([a-z]+)@", lambda match: contents[match[1]], template)
 
 
+def _hash_script(script: str) -> str:
+    """Return the SHA-256 of a script in the form of a Content-Security-Policy."""
+    digest = hashlib.sha256(script.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"
+
+
 def page_data(folders: Sequence[Path]) -> dict[str, Any]:
     """Return the data that page.js draws, in a form that can be encoded as JSON.
 
@@ -91,14 +96,7 @@ def page_data(folders: Sequence[Path]) -> dict[str, Any]:
         folders: Output folders of the runs.
     """
     runs = [_read_run(folder, len(folders)) for folder in folders]
-
-    # Divide the numbers that fit into the page among the curves of all runs.
-    num_curves = sum(len(run["curves"]) + len(run["validations"]) for run in runs)
-    numbers_per_curve = MAX_NUMBERS // max(1, num_curves)
-    num_points = numbers_per_curve // 3  # Each point has mean, min and max.
-    num_points = max(MIN_POINTS, min(MAX_POINTS, num_points))
-
-    # Name each run by its path in the folder that contains all of them.
+    num_points = _choose_num_points(runs)
     common_folder = os.path.commonpath([run["folder"].parent for run in runs])
     for run in runs:
         run["name"] = os.path.relpath(run["folder"], common_folder)
@@ -118,6 +116,14 @@ def page_data(folders: Sequence[Path]) -> dict[str, Any]:
     return _make_safe(data, max_text_length)
 
 
+def _choose_num_points(runs: Sequence[dict[str, Any]]) -> int:
+    """Return the number of points per curve with which the curves of all runs fit into the page."""
+    num_curves = sum(len(run["curves"]) + len(run["validations"]) for run in runs)
+    numbers_per_curve = MAX_NUMBERS // max(1, num_curves)
+    num_points = numbers_per_curve // 3  # Each point has mean, min and max.
+    return max(MIN_POINTS, min(MAX_POINTS, num_points))
+
+
 def _read_static(name: str) -> str:
     """Return the content of a file that is installed with the page, such as "page.js"."""
     return files("titanlite.report").joinpath("static", name).read_text(encoding="utf-8")
@@ -134,10 +140,8 @@ def _make_safe(value: Any, max_length: int) -> Any:
         max_length: Maximum length of a string, in characters.
     """
     if isinstance(value, dict):
-        return {
-            _make_safe(str(key), max_length): _make_safe(item, max_length)
-            for key, item in list(value.items())[:MAX_KEYS]
-        }
+        items = list(value.items())[:MAX_KEYS]
+        return {_make_safe(str(k), max_length): _make_safe(v, max_length) for k, v in items}
     if isinstance(value, list | tuple):
         return [_make_safe(item, max_length) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
@@ -152,18 +156,18 @@ def _read_run(folder: Path, num_runs: int) -> dict[str, Any]:
 
     Args:
         folder: Output folder of the run.
-        num_runs: Number of runs on the page. They share the limits of the page on the number of
-            events and samples.
+        num_runs: Number of runs on the page, which share its limits on events and samples.
     """
     status = read_status(folder)
     folder = Path(os.path.expanduser(folder)).resolve()
     problems: list[str] = []
-
     metrics = make_columns(read_metrics(folder, problems))
     _remove_equal_curves(metrics)
     validations = make_columns(read_json_lines(folder / "validation.jsonl", problems))
     events = _read_events(read_json_lines(folder / EVENTS_FILE, problems), metrics)
     samples = list(read_json_lines(folder / "samples.jsonl", problems))
+    config = read_config(folder, problems)
+    environment = read_table(folder / "environment.json", json.loads, problems)
 
     # Show an equal share of the limits per run, but at least a few items if there are many runs.
     max_events = max(20, MAX_EVENTS // num_runs)
@@ -182,8 +186,8 @@ def _read_run(folder: Path, num_runs: int) -> dict[str, Any]:
         "events": events[-max_events:],
         "older_events": max(0, len(events) - max_events),
         "samples": samples[-max_samples:],
-        "config": read_config(folder, problems),
-        "environment": read_table(folder / "environment.json", json.loads, problems),
+        "config": config,
+        "environment": environment,
         "problems": list(dict.fromkeys(problems))[:MAX_PROBLEMS],
     }
 
@@ -219,15 +223,18 @@ def make_columns(entries: Iterable[Entry]) -> Columns:
 
         for name, number in _flatten_numbers(entry).items():
             column = columns.setdefault(name, array("d"))
-            # Earlier lines may lack this key.
-            column.extend([math.nan] * (num_rows - len(column)))
+            _pad(column, num_rows)  # for earlier lines without this key
             column.append(number)
         num_rows += 1
 
-    # The last lines may lack some keys.
     for column in columns.values():
-        column.extend([math.nan] * (num_rows - len(column)))
+        _pad(column, num_rows)
     return {name: np.array(column) for name, column in columns.items()}
+
+
+def _pad(column: array[float], length: int) -> None:
+    """Append NaN to a column until it has `length` values."""
+    column.extend([math.nan] * (length - len(column)))
 
 
 def _flatten_numbers(entry: Entry) -> dict[str, float]:
@@ -262,22 +269,25 @@ def downsample(columns: Columns, max_points: int) -> dict[str, Any]:
     # Point i covers the rows from edges[i] up to, but not including, edges[i + 1].
     num_points = min(max_points, num_rows)
     edges = np.linspace(0, num_rows, num_points + 1).astype(np.int64)
-    starts = edges[:-1]
-
-    x = {}
+    axes = {}
     for name, values in _list_axes(columns).items():
         if np.isfinite(values).all():
-            # `reduceat` adds up the rows from each start to the next one.
-            means = np.add.reduceat(values, starts) / np.diff(edges)
-            # Charts need ascending positions, even if the tokens in a file decrease.
-            x[name] = _round(np.maximum.accumulate(means), digits=12)
+            axes[name] = _downsample_axis(values, edges)
 
-    y = {}
+    curves = {}
     for name, values in columns.items():
         is_always_zero = not values[np.isfinite(values)].any()
         if name not in NOT_DRAWN and not is_always_zero:
-            y[name] = _downsample_curve(values, starts)
-    return {"x": x, "y": y}
+            curves[name] = _downsample_curve(values, edges[:-1])
+    return {"x": axes, "y": curves}
+
+
+def _downsample_axis(values: NDArray[np.float64], edges: NDArray[np.int64]) -> list[float]:
+    """Return the mean of the values that each point covers, from edges[i] to edges[i + 1]."""
+    sums = np.add.reduceat(values, edges[:-1])
+    means = sums / np.diff(edges)
+    # Charts need ascending positions, even if the tokens in a file decrease.
+    return _round(np.maximum.accumulate(means), digits=12)
 
 
 def _downsample_curve(
@@ -342,21 +352,24 @@ def _read_events(entries: Iterable[Entry], metrics: Columns) -> list[dict[str, A
     events: list[dict[str, Any]] = []
     is_running = False
     for event, reached_step in _parse_events(entries, metrics):
-        if event["kind"] == "start":
-            # Add the kill of the previous process.
-            if is_running:
-                text = "The run was killed: no end was recorded before the next start."
-                events.append(event | {"kind": "killed", "step": reached_step, "text": text})
-
-            # Mark the events of the steps that this start trains again.
-            for earlier_event in events:
-                if earlier_event["step"] > event["step"]:
-                    earlier_event["undone"] = True
+        is_start = event["kind"] == "start"
+        if is_start and is_running:
+            text = "The run was killed: no end was recorded before the next start."
+            events.append(event | {"kind": "killed", "step": reached_step, "text": text})
+        if is_start:
             is_running = True
+            _mark_undone(events, event["step"])
         elif event["kind"] in ENDS:
             is_running = False
         events.append(event)
     return events
+
+
+def _mark_undone(events: Iterable[dict[str, Any]], start_step: float) -> None:
+    """Mark the events of the steps that a start at `start_step` trains again."""
+    for event in events:
+        if event["step"] > start_step:
+            event["undone"] = True
 
 
 def _parse_events(
@@ -365,11 +378,8 @@ def _parse_events(
     """Yield each event for the page, and the step that the run had reached before the event.
 
     The run had reached the step of the previous event, or a later step that it has logged since
-    then. An event without a step, such as a crash, gets this step. For example, a run starts at
-    step 100, logs step 120 and crashes. The crash then gets step 120.
-
-    The key "undone" of the events is False. `_read_events` sets it when a later start trains the
-    step again.
+    then. For example, if a run starts at step 100, logs step 120 and crashes, it had reached step
+    120 before the crash.
 
     Args:
         entries: Lines of the events file.
@@ -377,22 +387,25 @@ def _parse_events(
     """
     logged_steps = metrics["step"]
     log_times = metrics.get("time", logged_steps)
-    previous_event_step = 0.0
+    previous_step = 0.0  # of an event; lower than the one before it if a start goes back
     for entry in entries:
         unix_time = get_number(entry, "time")
         if unix_time is None:
             continue
 
-        newest_logged_step = float(np.max(logged_steps[log_times <= unix_time], initial=0.0))
-        reached_step = max(previous_event_step, newest_logged_step)
+        earlier_steps = logged_steps[log_times <= unix_time]
+        reached_step = max(previous_step, float(np.max(earlier_steps, initial=0.0)))
         step = get_number(entry, "step")
-        if step is None:
+        if step is None:  # such as a crash
             step = reached_step
-        previous_event_step = step  # a start can go back, so this can be less than `reached_step`
-
-        kind = str(entry.get("event"))
-        text = str(entry.get("text", ""))
-        event = {"time": unix_time, "step": step, "undone": False, "kind": kind, "text": text}
+        previous_step = step
+        event = {
+            "time": unix_time,
+            "step": step,
+            "undone": False,  # `_read_events` may change it
+            "kind": str(entry.get("event")),
+            "text": str(entry.get("text", "")),
+        }
         yield event, reached_step
 
 

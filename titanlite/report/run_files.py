@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
@@ -94,13 +95,7 @@ class RunStatus:
     def to_lines(self) -> list[str]:
         """Return the status as lines of text that are safe to print."""
         numbers = self.numbers
-        progress = f"step {self.step:,}"
-        if self.total_steps is not None:
-            progress += f"/{self.total_steps:,}"
-        if self.state == "running" and "eta" in numbers:
-            progress += f"  {timedelta(seconds=round(numbers['eta']))} left"
-
-        lines = [f"{self.state}  {self.title}", progress]
+        lines = [f"{self.state}  {self.title}", self._format_progress()]
         if "loss" in numbers:
             lines.append(f"loss {numbers['loss']:.4f}  {sparkline(self.losses, 60)}")
         metrics = [
@@ -113,7 +108,17 @@ class RunStatus:
         for unix_time, text in self.events:
             clock = time.strftime("%m-%d %H:%M:%S", time.localtime(unix_time))
             lines.append(f"{clock} {text}")
-        return [one_line(line) for line in (*lines, *self.problems) if line]
+        lines += self.problems
+        return [one_line(line) for line in lines if line]
+
+    def _format_progress(self) -> str:
+        """Return the progress as text, such as "step 300/1,000  0:10:00 left"."""
+        progress = f"step {self.step:,}"
+        if self.total_steps is not None:
+            progress += f"/{self.total_steps:,}"
+        if self.state == "running" and "eta" in self.numbers:
+            progress += f"  {timedelta(seconds=round(self.numbers['eta']))} left"
+        return progress
 
     def to_text(self) -> Text:
         """Return the status as colored text. A terminal cuts its lines instead of wrapping them."""
@@ -135,22 +140,21 @@ def sparkline(values: Sequence[float], width: int) -> str:
     """
     if not values:
         return ""
-    # Each column shows the mean of about equally many neighbors.
-    columns = min(width, len(values))
-    means = []
-    start = 0
-    for column in range(1, columns + 1):
-        end = column * len(values) // columns
-        means.append(fmean(values[start:end]))
-        start = end
 
+    means = _average_neighbors(values, min(width, len(values)))
     low = min(means)
     span = max(means) - low
     if span == 0:
-        return "▄" * columns
+        return "▄" * len(means)
     blocks = "▁▂▃▄▅▆▇█"  # the lowest value is drawn as block 0, and the highest as block 7
     heights = [round((mean - low) / span * 7) for mean in means]
     return "".join(blocks[height] for height in heights)
+
+
+def _average_neighbors(values: Sequence[float], num_means: int) -> list[float]:
+    """Return the means of `num_means` groups of neighbors, of about equally many values each."""
+    ends = [i * len(values) // num_means for i in range(num_means + 1)]
+    return [fmean(values[start:end]) for start, end in pairwise(ends)]
 
 
 def read_json_lines(path: Path, problems: list[str], tail: int | None = None) -> Iterator[Entry]:
@@ -199,8 +203,8 @@ def _read_finished_lines(path: Path, tail: int | None) -> Iterator[bytes]:
             file.seek(size - tail - 1)
             file.readline()  # Skip to the next whole line.
         while line := file.readline(MAX_LINE_BYTES):
-            is_unfinished = not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES
-            if is_unfinished:
+            is_part_of_long_line = len(line) == MAX_LINE_BYTES
+            if not line.endswith(b"\n") and not is_part_of_long_line:
                 return
             yield line
 
@@ -241,11 +245,13 @@ def read_table(path: Path, parse: Callable[[str], Any], problems: list[str]) -> 
     if not path.exists():
         return {}
     try:
-        value = parse(read_file(path, MAX_JOB_FILE_BYTES).decode())
+        content = parse(read_file(path, MAX_JOB_FILE_BYTES).decode())
     except (UserError, ValueError, RecursionError) as error:
         problems.append(f"{path.name} cannot be read: {error}")
         return {}
-    return value if isinstance(value, dict) else {}
+    if not isinstance(content, dict):
+        return {}
+    return content
 
 
 def read_config(folder: Path, problems: list[str]) -> dict[str, Entry]:
@@ -295,10 +301,11 @@ def read_status(folder: Path) -> RunStatus:
     _add_events(status, events)
 
     # Each start logs "data", and then "start" when the model is built.
-    milestones = [event for event in events if event.get("event") in ("start", "data", *ENDS)]
-    if milestones and milestones[-1]["time"] > status.numbers.get("time", 0.0):
+    starts_and_ends = [event for event in events if event.get("event") in ("start", "data", *ENDS)]
+    log_time = status.numbers.get("time", 0.0)
+    if starts_and_ends and starts_and_ends[-1]["time"] > log_time:
         status.numbers.pop("eta", None)  # The last start has not logged a step yet.
-    status.state, status.exit_reason = _find_state(status, events, milestones)
+    status.state, status.exit_reason = _find_state(status, events, starts_and_ends)
     return status
 
 
@@ -362,19 +369,18 @@ def _find_step(status: RunStatus, events: Sequence[Entry]) -> int:
 
 
 def _find_state(
-    status: RunStatus, events: Sequence[Entry], milestones: Sequence[Entry]
+    status: RunStatus, events: Sequence[Entry], starts_and_ends: Sequence[Entry]
 ) -> tuple[State, str]:
     """Return the state of a run, such as running or failed, and the reason for this state.
 
     Args:
         status: Status of the run, except for the state.
         events: Last events of the run.
-        milestones: The starts and ends among the events. A start first logs an event "data", and
-            then "start" when the model is built.
+        starts_and_ends: The starts and ends among the events.
     """
     last_kind = events[-1].get("event") if events else None
     if last_kind in ENDS:
-        return _describe_end(milestones)
+        return _describe_end(starts_and_ends)
 
     # The launcher is starting new processes, so do not look for those of the last start.
     age = time.time() - (status.last_update or 0.0)  # seconds
@@ -382,49 +388,49 @@ def _find_state(
         return "running", "its launcher is restarting it"
 
     # On the node of the run, check whether its process exists.
-    start = milestones[-1] if milestones else {}
+    start = starts_and_ends[-1] if starts_and_ends else {}
     if start.get("host") == socket.gethostname():
         if _is_alive(start.get("process"), start["time"]):
             return "running", ""
         return "crashed", "its process was killed, or the node went down"
 
     # On other nodes, a run is stale after five minutes, or ten slow steps, without an update.
-    if age < max(STALE_SECONDS, 10 * status.numbers.get("step_time", 0.0)):
+    ten_steps = 10 * status.numbers.get("step_time", 0.0)
+    if age < max(STALE_SECONDS, ten_steps):
         return "running", ""
-    last_update = f"the last update was {timedelta(seconds=round(age))} ago"
-    return "stale", f"no end was recorded, and {last_update}"
+    rounded_age = timedelta(seconds=round(age))
+    return "stale", f"no end was recorded, and the last update was {rounded_age} ago"
 
 
-def _describe_end(milestones: Sequence[Entry]) -> tuple[State, str]:
+def _describe_end(starts_and_ends: Sequence[Entry]) -> tuple[State, str]:
     """Return the state of a run that has recorded its end, and the reason why it ended.
 
-    The last event decides the state:
-
-    - finish: "finished".
-    - stop (a signal) or guard (such as too many skipped steps): "stopped".
-    - refusal (an error that the user can fix, such as an invalid option): "failed" if it ended
-      training. Otherwise the start was rejected before it trained: "refused", or "finished" if the
-      run had already finished.
-    - any other end: "crashed".
-
     Args:
-        milestones: Starts and ends of the run, in order of time: "data" when a start begins to load
-            data, "start" when it begins to train, and the kinds of ends above. The last one is an
-            end.
+        starts_and_ends: Starts and ends of the run, in order of time. The last one is an end.
     """
-    reason = _summarize_text(milestones[-1]["text"])
-    *earlier_kinds, last_kind = [event["event"] for event in milestones]
-    if last_kind == "finish":
+    *earlier, end = starts_and_ends
+    reason = _summarize_text(end["text"])
+    if end["event"] == "finish":
         # The text is "Finished after step 90", or "Finished after step 90: <reason>" if a hook
         # finished the run early.
         return "finished", reason.partition(": ")[2]
-    if last_kind in ("stop", "guard"):
+    if end["event"] in ("stop", "guard"):  # a signal, or for example too many skipped steps
         return "stopped", reason
-    if last_kind != "refusal":
-        return "crashed", reason
+    if end["event"] == "refusal":
+        return _describe_refusal(reason, [event["event"] for event in earlier])
+    return "crashed", reason
 
-    # After "start", the refusal ended training.
-    if earlier_kinds and earlier_kinds[-1] == "start":
+
+def _describe_refusal(reason: str, earlier_kinds: Sequence[str]) -> tuple[State, str]:
+    """Return the state of a run that ended with an error that the user can fix.
+
+    Args:
+        reason: The error.
+        earlier_kinds: Kinds of the earlier starts and ends: "data" when a start begins to load
+            data, "start" when it begins to train, and kinds of ends.
+    """
+    is_training = bool(earlier_kinds) and earlier_kinds[-1] == "start"
+    if is_training:
         return "failed", reason
 
     # Otherwise this start has not trained. Look for the last event of an earlier start that did.
@@ -454,20 +460,25 @@ def _is_alive(pid: Any, since: float) -> bool:
     """
     try:
         os.kill(pid, 0)  # Sends no signal, but fails if the process does not exist.
-        # The fields after the program name in parentheses; see proc(5).
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        uptime = float(Path("/proc/uptime").read_text().split()[0])  # seconds since the boot
+        process_state, start_time = _read_process(pid)
     except (PermissionError, FileNotFoundError):  # A process of another user, or no Linux.
         return True
     except (OSError, TypeError, OverflowError):  # No such process, or a damaged `pid`.
         return False
 
-    is_zombie = fields[0] == "Z"  # It has ended, but its parent has not read its exit code.
-    boot_time = time.time() - uptime
-    seconds_after_boot = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # start of the process
-    start_time = boot_time + seconds_after_boot
-    # The tolerance is one second, because the boot time is not exact.
+    is_zombie = process_state == "Z"  # It has ended, but its parent has not read its exit code.
+    # The tolerance is one second, because the start time is not exact.
     return not is_zombie and start_time < since + 1
+
+
+def _read_process(pid: int) -> tuple[str, float]:
+    """Read the state of a process, such as "R" (running), and the Unix time of its start."""
+    # The fields after the program name in parentheses; see proc(5).
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    uptime = float(Path("/proc/uptime").read_text().split()[0])  # seconds since the boot
+    boot_time = time.time() - uptime
+    seconds_after_boot = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return fields[0], boot_time + seconds_after_boot
 
 
 def list_runs(folder: Path) -> list[dict[str, Any]]:
