@@ -107,20 +107,31 @@ def find_largest_batch(run: Run, plan: Forecast, gpu: Gpu, apply: Apply = map) -
     # Memory is linear from this size on, because all chunks of the loss have their full size.
     min_linear_size = math.ceil(TOKENS_OF_FULL_CHUNKS * context / training.seq_len)
 
-    # Trace sizes until the prediction repeats, exceeds the limit, or cannot be traced.
     plans = {training.local_batch_size: plan}
     size = max(2 * training.local_batch_size, min_linear_size)
-    while size not in plans and 0 < size <= max_size and len(plans) < MAX_TRACED_BATCHES:
-        with working(f"Looking for the largest batch that fits: training.local_batch_size {size}"):
-            new_plan = _plan_changed(_set_batch_size(run, size), run, gpu, apply)
+    while len(plans) < MAX_TRACED_BATCHES:
+        if size in plans or not 0 < size <= max_size:
+            break
+        new_plan = _trace_batch_size(run, size, gpu, apply)
         if new_plan is None:
             break
         plans[size] = new_plan
-        note(f"training.local_batch_size {size}: {_format_memory(new_plan)}")
         size = _extrapolate_batch_size(plans, gpu.memory)
 
     fitting_sizes = [size for size, traced in plans.items() if traced.fits]
     return max(fitting_sizes, default=None)
+
+
+def _trace_batch_size(run: Run, size: int, gpu: Gpu, apply: Apply) -> Forecast | None:
+    """Trace a run with another local batch size, and log the memory that it takes.
+
+    Return None if the run cannot be traced with this size.
+    """
+    with working(f"Looking for the largest batch that fits: training.local_batch_size {size}"):
+        plan = _plan_changed(_set_batch_size(run, size), run, gpu, apply)
+    if plan is not None:
+        note(f"training.local_batch_size {size}: {_format_memory(plan)}")
+    return plan
 
 
 def _set_batch_size(run: Run, size: int) -> Settings:
@@ -168,13 +179,10 @@ def find_remedies(run: Run, plan: Forecast, gpu: Gpu, apply: Apply = map) -> tup
     """
     for candidates in (_list_single_remedies(run), _list_combined_remedies(run)):
         text = f"Tracing {len(candidates)} changes that take less memory"
-        # Forecasts of the changed jobs that fit, fastest first.
-        fitting = _plan_all(run, candidates, gpu, apply, text)
-        changes = [
-            _describe_change(settings, new_plan, plan)
-            for settings, new_plan in fitting
-            if new_plan.needs < plan.needs
-        ]
+        changes = []
+        for settings, new_plan in _plan_fitting(run, candidates, gpu, apply, text):
+            if new_plan.needs < plan.needs:
+                changes.append(_describe_change(settings, new_plan, plan))
         if changes:
             return tuple(changes[:MAX_CHANGES])
     return ()
@@ -214,22 +222,21 @@ def search(
         - The number of jobs that were traced.
         - The number of jobs that could have been traced.
     """
-    # The empty settings {} stand for the run itself.
-    candidates: list[Settings] = [{}, *list_layouts(run, gpu)]
+    unchanged: Settings = {}
+    candidates = [unchanged, *list_layouts(run, gpu)]
     traced = candidates[:max_jobs]
     text = f"Tracing {len(traced)} of {len(candidates)} jobs"
+    results = _plan_fitting(run, traced, gpu, apply, text)
 
-    # The forecasts are sorted, fastest first, so all jobs after the run itself are slower.
-    results = []
-    for settings, plan in _plan_all(run, traced, gpu, apply, text):
-        results.append((settings, plan))
-        is_run_itself = not settings
-        if is_run_itself:
-            break
+    # Omit the jobs after the run itself, which are slower.
+    fitting = [settings for settings, _ in results]
+    if unchanged in fitting:
+        num_faster = fitting.index(unchanged)
+        results = results[: num_faster + 1]
     return results, len(traced), len(candidates)
 
 
-def _plan_all(
+def _plan_fitting(
     run: Run, candidates: Sequence[Settings], gpu: Gpu, apply: Apply, text: str
 ) -> list[tuple[Settings, Forecast]]:
     """Trace a run with each of several changes, and return the changes that fit into memory.
@@ -244,21 +251,24 @@ def _plan_all(
     Returns:
         Pairs of changed options and the forecast with them, fastest first.
     """
-    # Log each result as soon as its trace ends.
     fitting: list[tuple[Settings, Forecast]] = []
     with working(text) as update_text:
         plans = apply(partial(_plan_changed, run=run, gpu=gpu), candidates)
-        for num_traced, (settings, plan) in enumerate(zip(candidates, plans, strict=True), start=1):
+        # Log each result as soon as its trace ends.
+        for i, plan in enumerate(plans):
             if plan is not None and plan.fits:
-                fitting.append((settings, plan))
+                fitting.append((candidates[i], plan))
                 speed = f"{plan.tokens_per_second:,.0f} tokens/s per device"
-                note(f"{_describe(settings)}: {_format_memory(plan)}, {speed}")
-            update_text(f"{num_traced} of {len(candidates)} jobs traced")
-    return sorted(fitting, key=lambda item: -item[1].tokens_per_second)
+                note(f"{_describe(candidates[i])}: {_format_memory(plan)}, {speed}")
+            update_text(f"{i + 1} of {len(candidates)} jobs traced")
+    return sorted(fitting, key=lambda pair: -pair[1].tokens_per_second)
 
 
 def _plan_changed(settings: Settings, run: Run, gpu: Gpu, apply: Apply = map) -> Forecast | None:
     """Trace a run with other settings, and return the forecast of its memory and speed.
+
+    Return None if the changed job is invalid, equals the run, or cannot fit. If the trace fails,
+    log the reason and return None, because other settings can still be traced.
 
     Args:
         settings: Changed options, for example {"training.local_batch_size": 4}, or {} for the run
@@ -266,18 +276,10 @@ def _plan_changed(settings: Settings, run: Run, gpu: Gpu, apply: Apply = map) ->
         run: The run to change.
         gpu: GPU of each rank.
         apply: `map`, or the `map` method of a process pool to trace in parallel.
-
-    Returns:
-        The forecast, or None in these cases:
-
-        - The settings break a rule of the configuration or change nothing.
-        - The optimizer state alone does not fit into the GPU, or a CPU would offload it to itself.
-        - The trace fails. The reason is logged, and other settings can still be traced.
     """
     new_run = change_run(run, settings)
     if new_run is None or (settings and new_run.job == run.job):
         return None
-
     if not _has_memory_for_state(new_run, gpu):
         return None
 
@@ -286,9 +288,9 @@ def _plan_changed(settings: Settings, run: Run, gpu: Gpu, apply: Apply = map) ->
     except BrokenExecutor:
         raise  # no further trace can run
     except Exception as error:
-        reason = str(error).strip().partition("\n")[0]
-        text = f"Skipped {_describe(settings)}, which cannot be traced"
-        note(f"{text} ({type(error).__name__}: {reason})")
+        first_line = str(error).strip().partition("\n")[0]
+        reason = f"{type(error).__name__}: {first_line}"
+        note(f"Skipped {_describe(settings)}, which cannot be traced ({reason})")
         return None
 
 
@@ -374,30 +376,45 @@ def list_layouts(run: Run, gpu: Gpu) -> list[Settings]:
     Returns:
         Changed options, in the order of the estimated speed, fastest first.
     """
-    all_degrees = _list_degrees(run, gpu)
-    recipe_name = run.job.float8.recipe_name
-    can_use_float8 = is_supported(recipe_name, gpu.capability, has_float8=gpu.fp8 > 0)
+    can_use_float8 = is_supported(
+        run.job.float8.recipe_name, gpu.capability, has_float8=gpu.fp8 > 0
+    )
     float8_choices = (False, True) if can_use_float8 else (False,)
     modes = ("none", "selective", "full")
 
-    candidates: list[tuple[float, Settings]] = []  # negated speed, for sorting, and options
-    for degrees, has_float8, mode in itertools.product(all_degrees, float8_choices, modes):
-        has_tensor_parallel = degrees["parallelism.tensor_parallel_degree"] > 1
-        gathers_float8 = has_float8 and recipe_name == "tensorwise"
-        layout = {
-            **degrees,
-            "float8.enable": has_float8,
-            "activation_checkpoint.mode": mode,
-            "parallelism.data_parallel_shard_degree": -1,
-            "parallelism.enable_async_tensor_parallel": has_tensor_parallel and not gpu.cpu,
-            "activation_checkpoint.selective_ac_option": "op",
-            "compile.enable": not gpu.cpu or run.job.compile.enable,
-            "float8.enable_fsdp_float8_all_gather": gathers_float8,
-            "float8.precompute_float8_dynamic_scale_for_fsdp": gathers_float8,
-        }
-        candidates += _choose_batch_sizes(run, gpu, layout)
+    candidates: list[tuple[float, Settings]] = []  # estimated speed and options
+    for degrees in _list_degrees(run, gpu):
+        for has_float8, mode in itertools.product(float8_choices, modes):
+            layout = {**degrees, **_list_options(run, gpu, degrees, has_float8, mode)}
+            candidates += _choose_batch_sizes(run, gpu, layout)
     candidates.sort(key=itemgetter(0), reverse=True)
     return [settings for _, settings in candidates]
+
+
+def _list_options(
+    run: Run, gpu: Gpu, degrees: Mapping[str, Any], has_float8: bool, mode: str
+) -> dict[str, Any]:
+    """Return all options of a layout except for its degrees and its batch size.
+
+    Args:
+        run: The run to change.
+        gpu: GPU of each rank.
+        degrees: Options of the parallel degrees.
+        has_float8: Whether matmuls compute in FP8.
+        mode: Mode of activation checkpointing.
+    """
+    has_tensor_parallel = degrees["parallelism.tensor_parallel_degree"] > 1
+    gathers_float8 = has_float8 and run.job.float8.recipe_name == "tensorwise"
+    return {
+        "float8.enable": has_float8,
+        "activation_checkpoint.mode": mode,
+        "parallelism.data_parallel_shard_degree": -1,
+        "parallelism.enable_async_tensor_parallel": has_tensor_parallel and not gpu.cpu,
+        "activation_checkpoint.selective_ac_option": "op",
+        "compile.enable": not gpu.cpu or run.job.compile.enable,
+        "float8.enable_fsdp_float8_all_gather": gathers_float8,
+        "float8.precompute_float8_dynamic_scale_for_fsdp": gathers_float8,
+    }
 
 
 def _list_degrees(run: Run, gpu: Gpu) -> Iterator[dict[str, Any]]:
@@ -412,20 +429,23 @@ def _list_degrees(run: Run, gpu: Gpu) -> Iterator[dict[str, Any]]:
     Yields:
         Changed options, such as {"parallelism.tensor_parallel_degree": 2, ...}.
     """
-    # Try only degrees that can be fast. Tensor parallelism communicates most, so its ranks are on
-    # one node. Replicas (HSDP) and pipelines save traffic between nodes, so they need several
-    # nodes. Each context parallel rank has at least 16384 tokens of a sequence.
+    # Tensor parallelism communicates most, so its ranks are on one node. Replicas (HSDP) and
+    # pipelines save traffic between nodes, so they need several nodes. Each context parallel rank
+    # has at least 16384 tokens of a sequence.
     gpus_per_node = gpu.machine
-    is_multi_node = run.world_size > gpus_per_node
     max_tensor = min(gpus_per_node, run.arch.n_kv_heads)
-    max_pipeline = max(1, run.arch.n_layers // 2) if is_multi_node else 1
     max_context = max(1, run.job.training.seq_len // 16384)
+    max_pipeline = 1
+    replicate_choices = [1]
+    if run.world_size > gpus_per_node:
+        max_pipeline = max(1, run.arch.n_layers // 2)
+        replicate_choices = [1, run.world_size // gpus_per_node]
 
     for tensor, pipeline, context, replicate in itertools.product(
         _powers_of_two(max_tensor),
         _powers_of_two(max_pipeline),
         _powers_of_two(max_context),
-        [1, run.world_size // gpus_per_node] if is_multi_node else [1],
+        replicate_choices,
     ):
         degrees = {
             "parallelism.tensor_parallel_degree": tensor,
@@ -435,9 +455,9 @@ def _list_degrees(run: Run, gpu: Gpu) -> Iterator[dict[str, Any]]:
         }
         if pipeline == 1:
             yield degrees
-            continue
-        for schedule in ("1F1B", "Interleaved1F1B"):
-            yield {**degrees, "parallelism.pipeline_parallel_schedule": schedule}
+        else:
+            yield {**degrees, "parallelism.pipeline_parallel_schedule": "1F1B"}
+            yield {**degrees, "parallelism.pipeline_parallel_schedule": "Interleaved1F1B"}
 
 
 def _powers_of_two(maximum: int) -> list[int]:
@@ -470,12 +490,14 @@ def _choose_batch_sizes(run: Run, gpu: Gpu, layout: dict[str, Any]) -> list[tupl
 
         guess = _guess_plan(new_run, gpu)
         if guess.fits:
-            changes = {
-                key: value for key, value in settings.items() if attrgetter(key)(run.job) != value
-            }
-            choices.append((guess.tokens_per_second, changes))
+            choices.append((guess.tokens_per_second, _keep_changes(settings, run)))
     choices.sort(key=itemgetter(0), reverse=True)
     return choices[:2]
+
+
+def _keep_changes(settings: Settings, run: Run) -> Settings:
+    """Return the settings that differ from the options of a run."""
+    return {key: value for key, value in settings.items() if attrgetter(key)(run.job) != value}
 
 
 def _choose_global_batch_size(run: Run, layout: dict[str, Any], local_size: int) -> int:
@@ -516,97 +538,111 @@ def _guess_plan(run: Run, gpu: Gpu) -> Forecast:
 
 def _guess_peak(run: Run) -> float:
     """Estimate the peak GPU memory of a rank from formulas, in bytes."""
-    arch = run.arch
-    degrees = run.degrees
-    has_pipeline = degrees.pipeline > 1
-    num_layers = arch.n_layers / degrees.pipeline
-    num_weights = _count_weights(run)
+    has_pipeline = run.degrees.pipeline > 1
+    num_layers = _count_layers(run)
 
     # Each block saves a share of its activations in bfloat16, for each microbatch in the pipeline.
     mode = run.job.activation_checkpoint.mode
     saved_share = {"none": 1.0, "full": 0.08}.get(mode, 0.4)
-    values_per_token = activation_values(arch, degrees.tensor)  # of a block
-    saved_microbatches = min(run.microbatches, degrees.pipeline)
+    values_per_token = activation_values(run.arch, run.degrees.tensor)  # of a block
     block_bytes = 2 * values_per_token * saved_share * _microbatch_tokens(run)
+    saved_microbatches = min(run.microbatches, run.degrees.pipeline)
+    activation_bytes = block_bytes * num_layers * saved_microbatches
 
     # Gradients that accumulate are unsharded fp32 values of 4 bytes. The weights of a pipeline
     # stage, or of three blocks without a pipeline, are unsharded bfloat16 values of 2 bytes.
     gradient_bytes = 4 if run.microbatches > 1 else 0
     weight_bytes = 2 if has_pipeline else 6 / num_layers
-    unsharded_bytes = num_weights * (gradient_bytes + weight_bytes)
-    return state_bytes(run) + block_bytes * num_layers * saved_microbatches + unsharded_bytes
+    unsharded_bytes = _count_weights(run) * (gradient_bytes + weight_bytes)
+    return state_bytes(run) + activation_bytes + unsharded_bytes
 
 
 def _guess_work(run: Run) -> tuple[Work, ...]:
     """Estimate the work of a step as a few large kernels and collectives, without a trace."""
-    return (*_guess_kernels(run), *_guess_collectives(run))
+    return (
+        _guess_matmuls(run),
+        _guess_attention(run),
+        _guess_other_kernels(run),
+        _guess_tensor_parallel(run),
+        *_guess_fsdp(run),
+    )
 
 
-def _guess_kernels(run: Run) -> Iterator[Work]:
-    """Yield a matmul, an attention and another kernel with the work of all kernels of a step."""
-    arch = run.arch
-    tensor = run.degrees.tensor
-    num_layers = arch.n_layers / run.degrees.pipeline
-    num_weights = _count_weights(run)
-    step_tokens = run.microbatches * _microbatch_tokens(run)
-    recomputed_share = _recomputed_share(run)
+def _guess_matmuls(run: Run) -> Work:
+    """Estimate the work of all matmuls of a step, as one kernel.
 
-    def kernel(op: str, dtype: str, num_dims: int, flops: float, num_bytes: float = 0) -> Work:
-        shape = (1,) * num_dims  # `roofline` recognizes matmuls and attention by its length
-        return Work("backward", op, dtype, shape, None, 1, int(flops), int(num_bytes))
-
-    # Matmuls take 2 FLOPs per weight and token forward, 4 backward, and 2 if they are recomputed.
-    matmul_dtype = "float8" if run.job.float8.enable else "bfloat16"
-    matmul_flops = (6 + 2 * recomputed_share) * num_weights * step_tokens
-    yield kernel("mm", matmul_dtype, num_dims=3, flops=matmul_flops)
-
-    # In a forward pass of attention, a query takes 2 FLOPs per visible key and dimension for its
-    # scores, and 2 for its output. The backward pass is counted as three forward passes, and
-    # recomputing everything as another one.
-    num_passes = 5 if recomputed_share == 1 else 4
-    visible_keys = arch.attended(run.job.training.seq_len)
-    flops_per_token = 4 * visible_keys * arch.q_dim * num_layers / tensor
-    attention_flops = num_passes * flops_per_token * step_tokens
-    yield kernel("attention", "bfloat16", num_dims=5, flops=attention_flops)
-
-    # Other kernels read and write 20 bytes per value that a block stores.
-    values_per_token = activation_values(arch, tensor)  # of a block
-    other_bytes = 20 * values_per_token * step_tokens * num_layers
-    yield kernel("other", "", num_dims=0, flops=0, num_bytes=other_bytes)
+    They take 2 FLOPs per weight and token forward, 4 backward, and 2 if they are recomputed.
+    """
+    flops_per_weight = 6 + 2 * _recomputed_share(run)
+    flops = flops_per_weight * _count_weights(run) * _step_tokens(run)
+    dtype = "float8" if run.job.float8.enable else "bfloat16"
+    return Work("backward", "mm", dtype, shape=(1, 1, 1), flops=int(flops))
 
 
-def _guess_collectives(run: Run) -> Iterator[Work]:
-    """Yield the work of all collectives of a step, added up by kind."""
-    arch = run.arch
-    degrees = run.degrees
-    num_layers = arch.n_layers / degrees.pipeline
-    num_weights = _count_weights(run)
-    step_tokens = run.microbatches * _microbatch_tokens(run)
+def _guess_attention(run: Run) -> Work:
+    """Estimate the work of attention in a step, as one kernel."""
+    # In a forward pass, a query takes 2 FLOPs per visible key and dimension for its scores, and 2
+    # for its output. The backward pass is counted as three forward passes, and recomputing
+    # everything as another one.
+    visible_keys = run.arch.attended(run.job.training.seq_len)
+    flops_per_token = 4 * visible_keys * run.arch.q_dim * _count_layers(run) / run.degrees.tensor
+    num_passes = 5 if _recomputed_share(run) == 1 else 4
+    flops = num_passes * flops_per_token * _step_tokens(run)
+    return Work("backward", "attention", "bfloat16", shape=(1, 1, 1, 1, 1), flops=int(flops))
 
-    def collectives(op: str, group: Group, count: float, num_bytes: float) -> Work:
-        return Work("backward", op, "", (), group, int(count), 0, int(num_bytes))
 
-    # A block has four tensor parallel collectives of bfloat16 values in each direction, and four
-    # more if it is recomputed.
+def _guess_other_kernels(run: Run) -> Work:
+    """Estimate the traffic of all other kernels: 20 bytes per value that a block stores."""
+    values_per_token = activation_values(run.arch, run.degrees.tensor)  # of a block
+    num_bytes = 20 * values_per_token * _step_tokens(run) * _count_layers(run)
+    return Work("backward", "other", bytes=int(num_bytes))
+
+
+def _guess_tensor_parallel(run: Run) -> Work:
+    """Estimate the traffic of tensor parallelism in a step, as one collective.
+
+    A block has four collectives of bfloat16 values in each direction, and four more if it is
+    recomputed.
+    """
     collectives_per_block = 8 + 4 * _recomputed_share(run)
-    tensor_bytes = collectives_per_block * 2 * arch.dim * step_tokens * num_layers
-    tensor_group = Group("tensor", degrees.tensor, 1)
-    yield collectives("all_gather", tensor_group, 1, tensor_bytes)
+    block_bytes = collectives_per_block * 2 * run.arch.dim * _step_tokens(run)
+    group = Group("tensor", run.degrees.tensor, 1)
+    return Work("backward", "all_gather", group=group, bytes=int(block_bytes * _count_layers(run)))
 
-    # FSDP gathers the weights of each block forward and backward, for each microbatch. With a
-    # pipeline, the weights stay unsharded between microbatches.
+
+def _guess_fsdp(run: Run) -> Iterator[Work]:
+    """Estimate the collectives of FSDP and HSDP in a step."""
+    degrees = run.degrees
     num_shards = degrees.shard * degrees.context
-    fsdp_group = Group("fsdp", num_shards, num_shards * degrees.tensor)
+    shard_group = Group("fsdp", num_shards, num_shards * degrees.tensor)
+    replicate_group = Group("replicate", degrees.replicate, run.world_size)
+    num_layers = _count_layers(run)
+    num_weights = _count_weights(run)
+
+    # The weights of each block are gathered forward and backward, for each microbatch. With a
+    # pipeline, they stay unsharded between microbatches.
     num_gathers = 2 if degrees.pipeline > 1 else 2 * run.microbatches
     weight_bytes = 1 if run.job.float8.enable else 2
-    gathered_bytes = num_gathers * num_weights * weight_bytes
-    yield collectives("all_gather", fsdp_group, num_gathers * num_layers, gathered_bytes)
+    size = int(num_gathers * num_weights * weight_bytes)
+    count = int(num_gathers * num_layers)
+    yield Work("backward", "all_gather", group=shard_group, count=count, bytes=size)
 
-    # FSDP reduces gradients of 4 bytes, and then the shards of the replicas.
-    replicate_group = Group("replicate", degrees.replicate, run.world_size)
-    gradient_bytes = 4 * num_weights
-    yield collectives("reduce_scatter", fsdp_group, num_layers, gradient_bytes)
-    yield collectives("all_reduce", replicate_group, num_layers, gradient_bytes / degrees.shard)
+    # Gradients of 4 bytes are reduced, and then the shards of the replicas.
+    size = int(4 * num_weights)
+    count = int(num_layers)
+    yield Work("backward", "reduce_scatter", group=shard_group, count=count, bytes=size)
+    size = int(4 * num_weights / degrees.shard)
+    yield Work("backward", "all_reduce", group=replicate_group, count=count, bytes=size)
+
+
+def _count_layers(run: Run) -> float:
+    """Return the number of blocks of a rank."""
+    return run.arch.n_layers / run.degrees.pipeline
+
+
+def _step_tokens(run: Run) -> int:
+    """Return the number of tokens of a step on one context parallel rank."""
+    return run.microbatches * _microbatch_tokens(run)
 
 
 def _count_weights(run: Run) -> float:

@@ -10,6 +10,7 @@ blocks are lost to fragmentation.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections import defaultdict
 
@@ -122,20 +123,19 @@ class ReservedSegment:
     def _grow(self, size: int) -> int:
         """Reserve pages until the segment ends with a free block of at least `size` bytes.
 
-        If the segment already ends with a free block, the new pages extend this block. For example,
-        if its last 15 MiB are free, a block of 50 MiB needs two pages of 20 MiB, and the free block
-        then has 55 MiB.
+        For example, if the last 15 MiB are free, a block of 50 MiB needs two pages of 20 MiB, and
+        the free block at the end then has 55 MiB.
 
         Returns:
             Address of the free block at the end.
         """
-        address = self.size
+        end = self.size
+        address = end
         free = 0
-        ends_with_free_block = self.size in self._start_of
-        if ends_with_free_block:
-            address = self._start_of[self.size]
+        if end in self._start_of:  # the segment already ends with a free block
+            address = self._start_of[end]
             free = self._remove(address)
-        num_pages = -(-(size - free) // self._page)  # rounded up
+        num_pages = math.ceil((size - free) / self._page)
         num_bytes = num_pages * self._page
         self.size += num_bytes
         self._insert(address, free + num_bytes)

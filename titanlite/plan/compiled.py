@@ -16,7 +16,6 @@ import inspect
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -269,9 +268,24 @@ def _checkpoint(function: Function, *inputs: Any, context_fn: Any = None, **opti
             options["context_fn"] = context_fn
         return checkpoint(function, *inputs, **options)
 
-    # Without a policy, and with the policy to save nothing, recompute all operators. An empty list
-    # of operators is the policy to save nothing; see `apply_activation_checkpointing`.
+    # Within the forward context, torch marks each node with the decision of the policy. It groups
+    # the nodes by `ac_graph_id`; a graph has only one group.
+    forward_context, _recompute_context = _enter_policy(context_fn)
+    forward_context.ac_graph_id = 0  # since torch 2.13
+    with traceback.preserve_node_meta(), forward_context:
+        traceback.current_meta["ac_graph_id"] = 0
+        return function(*inputs)
+
+
+def _enter_policy(context_fn: Any) -> tuple[Any, Any]:
+    """Return the forward and the recomputation context of a policy.
+
+    Without a policy, and with the policy to save nothing, all operators are recomputed.
+    """
+    # An empty list of operators is this policy; see `apply_activation_checkpointing`.
     saves_nothing = getattr(context_fn, "args", None) == ([],)
+    if context_fn is not None and not saves_nothing:
+        return context_fn()
 
     # The compiler may save what it should only "prefer" to recompute, if that is cheaper.
     def recompute_all(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
@@ -279,16 +293,7 @@ def _checkpoint(function: Function, *inputs: Any, context_fn: Any = None, **opti
             return CheckpointPolicy.MUST_RECOMPUTE
         return CheckpointPolicy.PREFER_RECOMPUTE
 
-    if context_fn is None or saves_nothing:
-        context_fn = partial(create_selective_checkpoint_contexts, recompute_all)
-
-    # Within the forward context, torch marks each node with the decision of the policy. It groups
-    # the nodes by `ac_graph_id`; a graph has only one group.
-    forward_context, _recompute_context = context_fn()
-    forward_context.ac_graph_id = 0  # since torch 2.13
-    with traceback.preserve_node_meta(), forward_context:
-        traceback.current_meta["ac_graph_id"] = 0
-        return function(*inputs)
+    return create_selective_checkpoint_contexts(recompute_all)
 
 
 class _Kernel(NamedTuple):
@@ -324,28 +329,17 @@ def _imitate_kernels(gm: GraphModule, example_inputs: Any) -> Function:
     returned = {bases[node] for node in output.all_input_nodes}
     stored = _find_stored(nodes, bases) | returned | set(inputs)
     kernels = _list_kernels(nodes, bases, stored)
-    freed_after = _find_freed(kernels, bases, kept=returned)
+    freed_after = _find_freed(kernels, bases, returned)
 
     def run(args: list[Any]) -> list[Any]:
         """Run the kernels in order, free each value after its last use, and return the results."""
         values = dict(zip(inputs, args, strict=True))
         args.clear()
         for kernel in kernels:
-            # Allocate the result of the kernel. The planner counts memory and needs no values, so
-            # the result of a generated kernel stays empty.
-            node = kernel.node
-            if _is_copy(node):
-                # The result of an in-place copy is its first argument.
-                values[node] = _evaluate(node.all_input_nodes[0], values, gm)
-            elif kernel.is_generated:
-                values[node] = _empty_like(node.meta["val"])
-            else:
-                values[node] = _evaluate(node, values, gm)
-
-            # Count the traffic of the kernel, and free what no later kernel reads.
+            values[kernel.node] = _run_kernel(kernel, values, gm)
             if kernel.num_bytes:
                 count_generated_kernel(kernel.num_bytes)
-            for freed in freed_after[node]:
+            for freed in freed_after[kernel.node]:
                 values.pop(freed, None)
 
         results: Any = map_arg(output.args[0], lambda node: _evaluate(node, values, gm))
@@ -354,6 +348,24 @@ def _imitate_kernels(gm: GraphModule, example_inputs: Any) -> Function:
     # `aot_function` passes a list that `run` clears, so that inputs can be freed early.
     run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
     return run
+
+
+def _run_kernel(kernel: _Kernel, values: Mapping[Node, Any], gm: GraphModule) -> Any:
+    """Return the result of a kernel.
+
+    The planner counts memory and needs no values, so the result of a generated kernel is empty.
+
+    Args:
+        kernel: Kernel of the graph.
+        values: Node -> value, for the values in memory.
+        gm: Module of the graph.
+    """
+    node = kernel.node
+    if _is_copy(node):  # in place, so the result is the first argument
+        return _evaluate(node.all_input_nodes[0], values, gm)
+    if kernel.is_generated:
+        return _empty_like(node.meta["val"])
+    return _evaluate(node, values, gm)
 
 
 def _evaluate(node: Node, values: Mapping[Node, Any], gm: GraphModule) -> Any:
@@ -418,55 +430,62 @@ def _list_kernels(
         stored: Nodes whose values are written to memory, from `_find_stored`.
     """
     kernels: list[_Kernel] = []
-    sources: dict[Node, set[Node]] = {}  # node -> stored nodes from which its value is computed
     accessed: set[Node] = set()  # by the generated kernels in a row
-    for node in nodes:
-        reads: set[Node] = set()
-        for input_node in node.all_input_nodes:
-            reads |= sources[input_node]
-        # Read a stored value, or a view of one, from memory. Compute any other value from the
-        # stored values that its inputs come from.
-        is_in_memory = bases[node] in stored
-        sources[node] = {bases[node]} if is_in_memory else reads
-
+    for node, reads in _find_reads(nodes, bases, stored).items():
         # A value that is not stored has no kernel: the kernels that use it compute it.
         is_kernel = node.op == "call_function" and (node in stored or _is_copy(node))
         if not is_kernel:
             continue
-
         if _has_own_kernel(node):
             kernels.append(_Kernel(node, reads, is_generated=False, num_bytes=0))
             accessed = set()
-        else:
-            new_values = {node, *reads} - accessed
-            num_bytes = sum(_bytes_of(value) for value in new_values)
-            kernels.append(_Kernel(node, reads, is_generated=True, num_bytes=num_bytes))
-            accessed |= new_values
+            continue
+
+        new_values = {node, *reads} - accessed
+        num_bytes = sum(_bytes_of(value) for value in new_values)
+        kernels.append(_Kernel(node, reads, is_generated=True, num_bytes=num_bytes))
+        accessed |= new_values
     return kernels
 
 
+def _find_reads(
+    nodes: Sequence[Node], bases: Mapping[Node, Node], stored: set[Node]
+) -> dict[Node, set[Node]]:
+    """Map each node to the stored values from which its value is computed.
+
+    For example, if `a` is stored and `b` is not, `c = a + b` reads `a`, and what `b` reads.
+    """
+    reads: dict[Node, set[Node]] = {}
+    for node in nodes:
+        reads[node] = set()
+        for source in node.all_input_nodes:
+            is_in_memory = bases[source] in stored
+            reads[node] |= {bases[source]} if is_in_memory else reads[source]
+    return reads
+
+
 def _find_freed(
-    kernels: Sequence[_Kernel], bases: Mapping[Node, Node], kept: set[Node]
+    kernels: Sequence[_Kernel], bases: Mapping[Node, Node], returned: set[Node]
 ) -> dict[Node, list[Node]]:
     """List the values that can be freed after each kernel, because no later kernel reads them.
 
     Args:
         kernels: Kernels in the order in which they run.
         bases: Node -> node that allocates its memory.
-        kept: Nodes whose values the graph returns, so they are never freed.
+        returned: Nodes whose values the graph returns, so they are never freed.
 
     Returns:
         Node of a kernel -> nodes whose values are freed after this kernel.
     """
-    last_kernel: dict[Node, Node] = {}  # node -> node of the last kernel that uses its value
+    last_uses: dict[Node, Node] = {}  # node of a value -> node of the last kernel that uses it
     for kernel in kernels:
-        for used in (*kernel.reads, bases[kernel.node]):
-            last_kernel[used] = kernel.node
+        for value in (*kernel.reads, bases[kernel.node]):
+            last_uses[value] = kernel.node
 
     freed_after: dict[Node, list[Node]] = {kernel.node: [] for kernel in kernels}
-    for used, node in last_kernel.items():
-        if used not in kept:
-            freed_after[node].append(used)
+    for value, last_use in last_uses.items():
+        if value not in returned:
+            freed_after[last_use].append(value)
     return freed_after
 
 

@@ -126,12 +126,12 @@ class Work(NamedTuple):
 
     phase: str
     op: str
-    dtype: str
-    shape: tuple[int, ...]
-    group: Group | None
-    count: int
-    flops: int
-    bytes: int
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    group: Group | None = None
+    count: int = 1
+    flops: int = 0
+    bytes: int = 0
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -203,7 +203,8 @@ class Counter(TorchDispatchMode):
         self.forward_starts: list[int] = []
         self._recorded_actions: dict[Any, list[LogEntry]] = {}
         self._current_action: Any = None
-        self._action_entries: list[LogEntry] = []  # of the current action, before an inner action
+        # Log entries of the current action from before an inner action.
+        self._entries_before_pause: list[LogEntry] = []
         self._action_start = 0
 
     def mark(
@@ -234,20 +235,21 @@ class Counter(TorchDispatchMode):
             replay: Whether the action is skipped. If so, the log entries of the latest action with
                 this name are copied instead.
         """
-        # Record the log entries of the current action, in case a later microbatch repeats them.
-        # `_action_entries` has those from before an inner action.
-        if self._current_action is not None:
-            entries = self._action_entries + self.log[self._action_start :]
-            self._recorded_actions[self._current_action] = entries
-
+        self._record_action()
         self.location = location
-        self._action_entries = []
+        self._entries_before_pause = []
         self._action_start = len(self.log)
         if replay:
             self._current_action = None
             self.log += self._recorded_actions.get(name, ())
         else:
             self._current_action = name
+
+    def _record_action(self) -> None:
+        """Keep the log entries of the current action, in case a later microbatch repeats them."""
+        if self._current_action is not None:
+            entries = self._entries_before_pause + self.log[self._action_start :]
+            self._recorded_actions[self._current_action] = entries
 
     @contextmanager
     def inner_action(self, name: Any, replay: bool = False) -> Iterator[None]:
@@ -258,7 +260,7 @@ class Counter(TorchDispatchMode):
             replay: Whether the action is skipped. If so, the log entries of the latest action with
                 this name are copied instead.
         """
-        self._action_entries += self.log[self._action_start :]
+        self._entries_before_pause += self.log[self._action_start :]
         start = len(self.log)
         if replay:
             self.log += self._recorded_actions.get(name, ())
@@ -273,7 +275,7 @@ class Counter(TorchDispatchMode):
         Args:
             num_bytes: Number of bytes that the kernel reads and writes.
         """
-        work = Work(self.location.phase, GENERATED, "", (), None, 1, 0, num_bytes)
+        work = Work(self.location.phase, GENERATED, bytes=num_bytes)
         self.log.append((self.location, work))
 
     @contextmanager
@@ -333,22 +335,18 @@ class Counter(TorchDispatchMode):
         if any(kind not in PLAIN_TYPES for kind in types):
             return NotImplemented  # a subclass such as DTensor first calls operators on its parts
 
-        is_fake = bool(args) and isinstance(args[0], FakeTensor)
-        if func is GET_DEVICE and is_fake:  # a shortcut for more than half of all calls
-            return args[0].fake_device
-        if func is GET_SCALAR and is_fake and args[0].constant is None:
-            # The value is unknown. For the flag by which a training step skips the optimizer step,
-            # 0 means that the optimizer step runs, and is counted.
-            return 0
+        if args and isinstance(args[0], FakeTensor):
+            if func is GET_DEVICE:  # a shortcut for more than half of all calls
+                return args[0].fake_device
+            if func is GET_SCALAR and args[0].constant is None:
+                # The value is unknown. For the flag by which a training step skips the optimizer
+                # step, 0 means that the optimizer step runs, and is counted.
+                return 0
 
         kwargs = kwargs or {}
         signature = _signature(func)
         if signature.is_view:
-            # Within a tensor subclass, `to`, `contiguous` and `reshape` arrive as one operator that
-            # returns a view or a copy. Decompose it into operators that this method counts. torch
-            # disables a mode while its __torch_dispatch__ runs, so enable it again.
-            with self:
-                result = func.decompose(*args, **kwargs)
+            result = self._decompose(func, args, kwargs)
             if result is not NotImplemented:
                 return result
 
@@ -359,6 +357,15 @@ class Counter(TorchDispatchMode):
         if signature.is_counted and not self._is_inferring_shapes:
             self._count(func, signature, args, kwargs, result)
         return result
+
+    def _decompose(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run an operator such as `reshape` as several operators, each of which is counted.
+
+        Within a tensor subclass, `to`, `contiguous` and `reshape` arrive as one operator that
+        returns a view or a copy. For operators without a decomposition, return NotImplemented.
+        """
+        with self:  # torch disables a mode while its __torch_dispatch__ runs, so enable it again
+            return func.decompose(*args, **kwargs)
 
     def _count(
         self, func: Any, signature: _Signature, args: Any, kwargs: Mapping[str, Any], result: Any
@@ -381,17 +388,20 @@ class Counter(TorchDispatchMode):
         autograd adds the second one to it in place. Fake tensors never do so. Therefore keep the
         sum as pending until the next operator, and check then whether the first gradient is freed.
         """
-        # Autograd adds gradients in the backward pass with gradients disabled. A recomputed forward
-        # pass enables them.
-        is_backward = self.location.phase == "backward"
-        is_sum_of_gradients = func is ADD and is_backward and not torch.is_grad_enabled()
-        if is_sum_of_gradients:
+        if func is ADD and self._is_adding_gradients():
             first_gradient = args[0].untyped_storage()
             self._pending_sum = id(first_gradient), result
             return
 
         for tensor in _find_tensors(result):
             self._storage_number(tensor)  # logs the allocation if the storage is new
+
+    def _is_adding_gradients(self) -> bool:
+        """Return whether autograd runs the current addition.
+
+        It adds gradients with gradients disabled. A recomputed forward pass enables them.
+        """
+        return self.location.phase == "backward" and not torch.is_grad_enabled()
 
     def _describe_work(
         self, signature: _Signature, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
@@ -408,16 +418,7 @@ class Counter(TorchDispatchMode):
         collective = _collective_name(signature.name)
         if collective is not None:
             num_bytes = max(bytes_of(value) for value in (*args, result))
-            return Work(
-                phase,
-                op=collective,
-                dtype="",
-                shape=(),
-                group=self._find_group(args),
-                count=1,
-                flops=0,
-                bytes=num_bytes,
-            )
+            return Work(phase, collective, group=self._find_group(args), bytes=num_bytes)
 
         op = signature.name.removeprefix("aten::")
         inputs = _find_tensors(args)
@@ -441,8 +442,6 @@ class Counter(TorchDispatchMode):
             op=signature.name.replace("::", "."),
             dtype=str(dtype).removeprefix("torch."),
             shape=shape,
-            group=None,
-            count=1,
             flops=flops,
             bytes=_count_traffic(signature, args, kwargs, result),
         )
@@ -467,17 +466,8 @@ class Counter(TorchDispatchMode):
             number, _ = self._living[id(storage)]
             return number
 
-        # Guess the kind of the memory from the part of the step. `mark` corrects it later for
-        # weights, gradients and optimizer state.
         number = len(self.kinds)
-        phase, name, _ = self.location
-        if (phase, name) == ("forward", "loss"):
-            kind = "loss"
-        elif phase == "optimizer" or name == "start":
-            kind = "other"
-        else:
-            kind = "activations"
-        self.kinds.append(kind)
+        self.kinds.append(_guess_kind(self.location))
         self.streams.append(self._stream)
         self._sizes.append(0)
         self._log_size(number, storage.nbytes())
@@ -519,6 +509,18 @@ class Counter(TorchDispatchMode):
         if change:
             self.log.append((self.location, Allocation(number, change)))
             self._sizes[number] = size
+
+
+def _guess_kind(location: Location) -> str:
+    """Guess the kind of new memory from the part of the step that allocates it.
+
+    `Counter.mark` corrects the kind later for weights, gradients and optimizer state.
+    """
+    if location.phase == "forward" and location.name == "loss":
+        return "loss"
+    if location.phase == "optimizer" or location.name == "start":
+        return "other"
+    return "activations"
 
 
 _active_counters: list[Counter] = []
@@ -624,7 +626,10 @@ def _count_flops(op: str, inputs: Sequence[Tensor], window: int) -> tuple[tuple[
 
     if "_scaled_dot_product" in op:
         is_backward = "backward" in op
-        query, key = inputs[1:3] if is_backward else inputs[:2]
+        if is_backward:
+            _grad_output, query, key, *_ = inputs
+        else:
+            query, key, *_ = inputs
         batch, heads, num_queries, head_dim = query.shape
         shape = (batch, heads, num_queries, key.shape[2], head_dim)
         return shape, _attention_flops(op, shape, window, is_backward)
@@ -654,9 +659,6 @@ def _count_varlen_flops(op: str, args: Sequence[Any]) -> tuple[tuple[int, ...], 
 def _attention_flops(op: str, shape: tuple[int, ...], window: int, is_backward: bool) -> int:
     """Return the FLOPs of causal attention, without scores that the mask hides.
 
-    The result is the FLOPs without a mask, multiplied by the share of the keys that a query sees on
-    average.
-
     Args:
         op: Operator without "aten::".
         shape: (batch, heads, queries, keys, head_dim).
@@ -665,19 +667,18 @@ def _attention_flops(op: str, shape: tuple[int, ...], window: int, is_backward: 
     """
     # Without a mask, each matmul takes 2 FLOPs per element of `shape`. There are two matmuls in the
     # forward pass and five in the backward pass, which recomputes the scores.
+    num_matmuls = 5 if is_backward else 2
+    unmasked_flops = 2 * num_matmuls * math.prod(shape)
     num_queries, num_keys = shape[2:4]
-    unmasked_flops = math.prod(shape) * (10 if is_backward else 4)
 
-    # The Q queries are the last of K tokens, so they see K - Q / 2 keys on average: the first one
-    # sees K - Q keys, and the last one K.
-    # The share of the K keys is (2 K - Q) / (2 K).
+    # The Q queries are the last of K tokens. The first one sees K - Q keys and the last one K, so
+    # the average is K - Q / 2, a share of (2 K - Q) / (2 K).
     if op not in (*FLEX_OPS, *VARLEN_OPS):
         return unmasked_flops * (2 * num_keys - num_queries) // (2 * num_keys)
 
     # In flex attention, which context parallelism uses, the queries of a rank are spread over the
-    # whole sequence. With a window W, the first W queries see W / 2 keys on average, and the other
-    # K - W see W keys. The average is (W * W / 2 + (K - W) * W) / K = (2 K - W) * W / (2 K) keys,
-    # and the share of the K keys is (2 K - W) * W / (2 K * K).
+    # whole sequence. With a window W, the first W of K queries see W / 2 keys on average, and the
+    # others see W keys. The average is a share of (2 K - W) * W / (2 K * K).
     window = min(window or num_keys, num_keys)
     return unmasked_flops * (2 * num_keys - window) * window // (2 * num_keys * num_keys)
 

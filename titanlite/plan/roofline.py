@@ -122,19 +122,19 @@ def this_cpu() -> Gpu:
     num_cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         num_cores = len(os.sched_getaffinity(0))
+    cores = "CPU core" if num_cores == 1 else "CPU cores"
 
     def measure_seconds(statement: str, tensor: Tensor) -> float:
         """Return the shortest measured time of a statement that uses the tensor as `a`."""
         timer = Timer(statement, globals={"a": tensor}, num_threads=num_cores)
         return min(timer.blocked_autorange(min_run_time=0.05).times)
 
-    # A matmul of n x n matrices takes 2 n^3 FLOPs. The copied tensor exceeds the caches.
-    matrix = torch.randn(768, 768)
-    tera_flops = 2 * 768**3 / 1e12
-    data = torch.ones(32 << 20)
+    data = torch.ones(32 << 20)  # exceeds the caches
     copied_gigabytes = 2 * data.nbytes / 1e9  # each byte is read and written
     bandwidth = copied_gigabytes / measure_seconds("a.clone()", data)
-    cores = "CPU core" if num_cores == 1 else "CPU cores"
+
+    matrix = torch.randn(768, 768)
+    tera_flops = 2 * 768**3 / 1e12  # of a matmul of two such matrices
     return Gpu(
         name=f"{num_cores} {cores} (one matmul and one copy, timed now)",
         cpu=True,
@@ -297,36 +297,39 @@ def _matmul_seconds(work: Work, gpu: Gpu) -> float:
 
 
 def _time_collectives(work: Work, group: Group, gpu: Gpu) -> float:
-    """Estimate the seconds of collectives, or of sends between two pipeline ranks.
-
-    Collectives use the ring algorithm: a ring of n ranks moves (n - 1) / n of the tensor over each
-    link. An all-reduce does this twice. In a group that spans several nodes, the ranks of a node
-    share the traffic from other nodes.
-    """
+    """Estimate the seconds of collectives, or of sends between two pipeline ranks."""
     if group.size == 1:
         return 0.0
 
-    # Compute which shares of the bytes cross a link within a node and the network of a rank. For
-    # example, for a ring of 16 ranks on 2 nodes, these are 15/16 and 1/16. A send uses either only
-    # the link or only the network. The processes of a CPU share one node and have no hops.
     num_nodes = 1 if gpu.cpu else math.ceil(group.span / gpu.machine)
-    hop_seconds = 0.0
     if work.op == "send":
-        link_share = 1.0 if num_nodes == 1 else 0.0
-        network_share = 1.0 - link_share
-    else:
-        link_share = (group.size - 1) / group.size
-        network_share = (num_nodes - 1) / group.size
-        if not gpu.cpu:
-            hop_seconds = (group.size - num_nodes) * HOP + (num_nodes - 1) * NETWORK_HOP
+        bandwidth = gpu.link if num_nodes == 1 else gpu.network
+        return _time_transfers(work, 1 / bandwidth, gpu.latency_us * 1e-6)
+    if work.op == "all_reduce":  # a reduce-scatter and an all-gather
+        return 2 * _time_ring(work, group.size, num_nodes, gpu)
+    return _time_ring(work, group.size, num_nodes, gpu)
 
-    # The link and the network work at the same time, so the slower one determines the time. Their
-    # peak bandwidths are in GB/s, of which transfers reach the share `LINK`.
+
+def _time_ring(work: Work, num_ranks: int, num_nodes: int, gpu: Gpu) -> float:
+    """Estimate the seconds of collectives in which each rank sends to the next one in a ring.
+
+    For example, if 16 ranks on 2 nodes gather a tensor, each link within a node carries 15/16 of
+    its bytes. The ranks of a node share the traffic from the other node, which is 1/16 for each.
+    """
+    # The link and the network work at the same time, so the slower one determines the time.
+    link_share = (num_ranks - 1) / num_ranks
+    network_share = (num_nodes - 1) / num_ranks
     seconds_per_gigabyte = max(link_share / gpu.link, network_share / gpu.network)
-    transfer = work.bytes * seconds_per_gigabyte / (LINK * 1e9)
-    latency = work.count * (gpu.latency_us * 1e-6 + hop_seconds)
-    num_passes = 2 if work.op == "all_reduce" else 1
-    return num_passes * (transfer + latency)
+
+    latency = gpu.latency_us * 1e-6
+    if not gpu.cpu:
+        latency += (num_ranks - num_nodes) * HOP + (num_nodes - 1) * NETWORK_HOP
+    return _time_transfers(work, seconds_per_gigabyte, latency)
+
+
+def _time_transfers(work: Work, seconds_per_gigabyte: float, latency: float) -> float:
+    """Add up the seconds of transfers that reach the share `LINK` of the peak bandwidth."""
+    return work.bytes * seconds_per_gigabyte / (LINK * 1e9) + work.count * latency
 
 
 def _bubble_share(run: Run) -> float:

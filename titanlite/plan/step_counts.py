@@ -106,8 +106,8 @@ def count_step(
     with counter.watching():
         _run_steps(counter, allocator, run, sharded, train_step, skipped)
 
-    # The log lacks the skipped microbatches, except with a pipeline: `_follow_pipeline` copies the
-    # log entries of another microbatch for each skipped one.
+    # With a pipeline, `_follow_pipeline` has already copied the log entries of another microbatch
+    # for each skipped one.
     num_missing = len(skipped) if run.degrees.pipeline == 1 else 0
     work = _add_up_work(counter, num_missing)
     peaks = _find_peaks(counter)
@@ -190,25 +190,24 @@ def _skippable_microbatches(run: Run) -> range:
     These follow the second microbatch, or with a pipeline the third, because part of the memory of
     a microbatch is freed while the next one runs. The last microbatch always runs. For example, of
     the microbatches 0 to 7 without a pipeline, 2 to 6 can be skipped.
-
-    A pipeline runs all microbatches if the memory of a microbatch depends on more than its stage:
-
-    - Stages on one rank hand their results to each other (V-shaped schedules).
-    - A rank has so many stages that torch unshards and reshards some while others run.
-    - Stages reshard after each forward pass. Then a backward pass gathers its weights unless it
-      directly follows another one, so its work depends on the position in the schedule.
     """
-    num_ranks = run.degrees.pipeline
-    if num_ranks == 1:
+    if run.degrees.pipeline == 1:
         return range(2, run.microbatches - 1)
-
-    is_v_shaped = run.job.parallelism.pipeline_parallel_schedule in V_SHAPED
-    has_many_stages = len(run.stages) > 3 * num_ranks
-    reshards = run.job.parallelism.fsdp_reshard_after_forward == "always"
-    depends_on_others = is_v_shaped or has_many_stages or reshards
-    if depends_on_others or run.microbatches < MIN_MICROBATCHES:
+    if run.microbatches < MIN_MICROBATCHES or not _has_equal_microbatches(run):
         return range(0)
     return range(3, run.microbatches - 1)
+
+
+def _has_equal_microbatches(run: Run) -> bool:
+    """Return whether the memory of a microbatch in a pipeline depends only on its stage."""
+    # In a V-shaped schedule, stages on one rank hand their results to each other.
+    is_v_shaped = run.job.parallelism.pipeline_parallel_schedule in V_SHAPED
+    # With many stages on a rank, torch unshards and reshards some while others run.
+    has_many_stages = len(run.stages) > 3 * run.degrees.pipeline
+    # If stages reshard after each forward pass, a backward pass gathers its weights unless it
+    # directly follows another one.
+    reshards = run.job.parallelism.fsdp_reshard_after_forward == "always"
+    return not (is_v_shaped or has_many_stages or reshards)
 
 
 def _describe_groups(mesh: Mesh) -> dict[str, Group]:
@@ -223,9 +222,11 @@ def _describe_groups(mesh: Mesh) -> dict[str, Group]:
         submesh = getattr(mesh, name)
         if submesh is not None:
             groups[name] = submesh.get_group()
-    if mesh.fsdp.ndim == 2:
+    if mesh.fsdp.ndim == 2:  # HSDP
         groups["replicate"] = mesh.fsdp.get_group(0)
-    groups["fsdp"] = mesh.fsdp.get_group(mesh.fsdp.ndim - 1)
+        groups["fsdp"] = mesh.fsdp.get_group(1)
+    else:
+        groups["fsdp"] = mesh.fsdp.get_group(0)
 
     descriptions = {}
     for name, group in groups.items():
@@ -250,18 +251,17 @@ def _add_up_work(counter: Counter, num_missing: int) -> dict[tuple[Any, ...], np
     Returns:
         `Work.key` -> array of count, FLOPs and bytes.
     """
-    # A microbatch lasts from the start of its forward pass to the start of the next one.
-    second_microbatch = range(0)
+    multiplied = range(0)  # indices in the log
     if num_missing:
         second_start, third_start = counter.forward_starts[1:3]
-        second_microbatch = range(second_start, third_start)
+        multiplied = range(second_start, third_start)
 
     totals: dict[tuple[Any, ...], np.ndarray] = {}
     for i, (_, entry) in enumerate(counter.log):
-        if not isinstance(entry, Work):
+        if isinstance(entry, Allocation):
             continue
         amounts = np.array(entry.amounts)
-        if i in second_microbatch:
+        if i in multiplied:
             amounts *= 1 + num_missing
         totals[entry.key] = totals.get(entry.key, 0) + amounts
     return totals
@@ -275,22 +275,23 @@ def _find_peaks(counter: Counter) -> dict[Location, np.ndarray]:
         `OFFLOADED`, which is CPU memory, is its maximum over the step.
     """
     allocated = dict.fromkeys(ALL_KINDS, 0)
+    gpu_peaks = defaultdict[Location, int](int)
     peaks: dict[Location, np.ndarray] = {}
-    peak_sizes = defaultdict[Location, int](int)  # of GPU memory
-    peak_offloaded = 0
+    offloaded_peak = 0
     for location, entry in counter.log:
         if isinstance(entry, Work):
             continue
 
-        allocated[counter.kinds[entry.storage]] += entry.change
-        peak_offloaded = max(peak_offloaded, allocated[OFFLOADED])
-        gpu_size = sum(allocated.values()) - allocated[OFFLOADED]
-        if entry.change > 0 and gpu_size > peak_sizes[location]:  # a peak follows an allocation
-            peak_sizes[location] = gpu_size
+        kind = counter.kinds[entry.storage]
+        allocated[kind] += entry.change
+        offloaded_peak = max(offloaded_peak, allocated[OFFLOADED])
+        on_gpu = sum(allocated.values()) - allocated[OFFLOADED]
+        if entry.change > 0 and on_gpu > gpu_peaks[location]:  # a peak follows an allocation
+            gpu_peaks[location] = on_gpu
             peaks[location] = np.array([allocated[kind] for kind in ALL_KINDS])
 
     for sizes in peaks.values():
-        sizes[ALL_KINDS.index(OFFLOADED)] = peak_offloaded
+        sizes[ALL_KINDS.index(OFFLOADED)] = offloaded_peak
     return peaks
 
 
@@ -425,9 +426,6 @@ def _follow_stage(counter: Counter, stage: int, module: Llama) -> None:
 def _follow_loss(counter: Counter, train_step: TrainStep, last_stage: int) -> None:
     """Wrap the loss function, so that its memory and work are counted at the location "loss".
 
-    Module hooks set the location for the other parts of the model; see `_follow_stage`. The loss is
-    a plain function, so it has no hooks.
-
     Args:
         counter: Counter of the step.
         train_step: Training step whose loss function is replaced.
@@ -441,7 +439,6 @@ def _follow_loss(counter: Counter, train_step: TrainStep, last_stage: int) -> No
         hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor
     ) -> Tensor:
         # The memory of `scale` belongs to the loss, but was allocated at an earlier location.
-        # `DEFAULT_KINDS` are the kinds that the counter guesses when memory is allocated.
         counter.mark((scale,), "loss", replaceable=DEFAULT_KINDS)
 
         counter.location = location
@@ -490,11 +487,10 @@ def _follow_pipeline(
     last_loss = torch.zeros(())  # of the last microbatch that ran
 
     def follow_action(stage: PipelineStage, method: str) -> Callable[..., Any]:
-        """Return a function that counts a call of `stage.<method>`, and makes it unless skipped.
+        """Return a function that counts a call of `stage.<method>`.
 
-        In place of a skipped microbatch, the log entries of an earlier one are repeated. The
-        schedule needs a result nevertheless: the loss of the last microbatch that ran, or no
-        communication operations.
+        For a skipped microbatch, it repeats the log entries of an earlier one, and returns what the
+        schedule needs: the loss of the last microbatch that ran, or no communication operations.
         """
         run_action = getattr(stage, method)
         location = Location(PIPELINE_ACTIONS[method], "stage", stage.stage_index)
@@ -505,15 +501,15 @@ def _follow_pipeline(
             nonlocal last_loss
             is_skipped = microbatch in skipped
             counter.start_action((method, stage.stage_index), location, replay=is_skipped)
-            if not is_skipped:
-                result = run_action(microbatch, *args, **kwargs)
-                if has_loss:
-                    last_loss = result.detach()
-                return result
-
-            if has_loss:
+            if is_skipped and has_loss:
                 return last_loss
-            return [] if returns_operations else None
+            if is_skipped:
+                return [] if returns_operations else None
+
+            result = run_action(microbatch, *args, **kwargs)
+            if has_loss:
+                last_loss = result.detach()
+            return result
 
         return follow
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -139,27 +139,28 @@ def _choose_ranks(run: Run, whole: bool) -> list[int]:
         return first_ranks
 
     kinds = _describe_pipeline_ranks(run)
-    return [rank for i, rank in enumerate(first_ranks) if kinds[i] not in kinds[:i]]
+    chosen = []
+    for i, rank in enumerate(first_ranks):
+        earlier_kinds = kinds[:i]
+        if kinds[i] not in earlier_kinds:
+            chosen.append(rank)
+    return chosen
 
 
-def _describe_pipeline_ranks(run: Run) -> list[list[tuple[list[bool], bool, bool]]]:
-    """Describe the stages of each pipeline rank, so that equal descriptions mean equal work.
-
-    A stage is described by the attention of its blocks (full or not), whether it has the embedding,
-    and whether it has the output.
-    """
+def _describe_pipeline_ranks(run: Run) -> list[list[Any]]:
+    """Describe the stages of each pipeline rank, so that equal descriptions mean equal work."""
     num_pipeline_ranks = run.degrees.pipeline
     num_stages = len(run.stages)
     schedule = run.job.parallelism.pipeline_parallel_schedule
-    descriptions: list[list[tuple[list[bool], bool, bool]]] = [
-        [] for _ in range(num_pipeline_ranks)
-    ]
+    descriptions: list[list[Any]] = [[] for _ in range(num_pipeline_ranks)]
     for stage, blocks in enumerate(run.stages):
+        description = {
+            "full attention": [run.arch.is_full_attention(block) for block in blocks],
+            "embedding": stage == 0,
+            "output": stage == num_stages - 1,
+        }
         pipeline_rank = stage_rank(stage, num_stages, num_pipeline_ranks, schedule)
-        has_embedding = stage == 0
-        has_output = stage == num_stages - 1
-        is_full = [run.arch.is_full_attention(block) for block in blocks]
-        descriptions[pipeline_rank].append((is_full, has_embedding, has_output))
+        descriptions[pipeline_rank].append(description)
     return descriptions
 
 
@@ -222,28 +223,38 @@ def _count_rank(run: Run, rank: int, gpu: Gpu | None, whole: bool) -> StepCounts
         gpu: The GPU of each rank. None means a CPU.
         whole: Run all microbatches instead of repeating the counts of one.
     """
-    on_gpu = gpu is not None and not gpu.cpu
     recipe = run.job.float8.recipe_name
     has_float8 = gpu is not None and float8.is_supported(recipe, gpu.capability, gpu.fp8 > 0)
+    with ExitStack() as stack:
+        stack.enter_context(simulate_ranks(run.world_size, rank))
+        if gpu is not None and not gpu.cpu:
+            stack.enter_context(simulate_gpu())
+        if recipe == "mxfp8":
+            stack.enter_context(simulate_mxfp8())
+        stack.enter_context(compiling())
+        return _count_fake_step(run, has_float8, whole)
+
+
+def _count_fake_step(run: Run, has_float8: bool, whole: bool) -> StepCounts:
+    """Build the model of this rank on fake tensors, and count a training step.
+
+    Args:
+        run: The validated job and the number of ranks.
+        has_float8: Whether the device computes in FP8.
+        whole: Run all microbatches instead of repeating the counts of one.
+    """
+    mesh = build_mesh(run.degrees, DEVICE.type)
     meta = torch.device("meta")
+    sharded = build_model(run, mesh, meta, log=lambda _: None, has_float8=has_float8)
     # Fake tensors have shapes and storages, but no values. Operators also accept the weights on the
     # meta device.
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with (
-        simulate_ranks(run.world_size, rank),
-        simulate_gpu() if on_gpu else nullcontext(),
-        simulate_mxfp8() if run.job.float8.recipe_name == "mxfp8" else nullcontext(),
-        compiling(),
-    ):
-        mesh = build_mesh(run.degrees, DEVICE.type)
-        sharded = build_model(run, mesh, meta, log=lambda _: None, has_float8=has_float8)
-        with fake_mode:
-            sharded.whole.to_empty(device=DEVICE)
-        # Outside of fake mode, because AdamW8bit reads the values of tensors that its constructor
-        # creates.
-        train_step = TrainStep(run, mesh, sharded, DEVICE)
-        with fake_mode:
-            return count_step(run, mesh, sharded, train_step, whole)
+    with fake_mode:
+        sharded.whole.to_empty(device=DEVICE)
+    # AdamW8bit reads the values of tensors that its constructor creates, so they cannot be fake.
+    train_step = TrainStep(run, mesh, sharded, DEVICE)
+    with fake_mode:
+        return count_step(run, mesh, sharded, train_step, whole)
 
 
 def _extrapolate(short: StepCounts, longer: StepCounts, num_removed: int) -> StepCounts:
@@ -281,13 +292,12 @@ def _summarize(rank: int, counts: StepCounts, on_gpu: bool, has_replay: bool) ->
             memory is estimated.
     """
     # The sizes are in the order of `ALL_KINDS`: the kinds on the GPU, and last the offloaded bytes.
-    gpu_bytes = {location: sizes[:-1].sum() for location, sizes in counts.peaks.items()}
-    location = max(gpu_bytes, key=lambda location: gpu_bytes[location])
+    location, sizes = max(counts.peaks.items(), key=lambda item: item[1][:-1].sum())
+    *gpu_sizes, offloaded_size = map(int, sizes)
+    peak = sum(gpu_sizes)
     moment = location.name
     if location.name == "block":
         moment = f"{location.phase} of a block"
-    *sizes, offloaded_size = map(int, counts.peaks[location])
-    peak = sum(sizes)
 
     if not on_gpu:
         reserved = peak
@@ -299,7 +309,7 @@ def _summarize(rank: int, counts: StepCounts, on_gpu: bool, has_replay: bool) ->
         rank=rank,
         peak=peak,
         moment=moment,
-        kinds=dict(zip(KINDS, sizes, strict=True)),
+        kinds=dict(zip(KINDS, gpu_sizes, strict=True)),
         host=offloaded_size,
         work=tuple(Work(*key, *map(int, amounts)) for key, amounts in counts.work.items()),
         reserved=reserved,

@@ -33,20 +33,27 @@ def workers() -> Iterator[Executor]:
     pool = ProcessPoolExecutor(NUM_WORKERS, get_context("fork"), _set_up_worker, (os.getpid(),))
     try:
         yield pool
-    except BaseException as error:
-        # Kill the workers instead of waiting for their traces. A wait might never end: a worker
-        # that is killed while it takes a task keeps the lock of the queue, and the others wait for
-        # the lock.
-        for child in active_children():
-            child.kill()
-        if not isinstance(error, BrokenExecutor):
-            raise
+    except BrokenExecutor:
+        _kill_workers()
         raise UserError(
             "A process of the plan was killed, probably because this machine is out of memory. "
             "Free memory, or plan on another machine."
         ) from None
+    except BaseException:
+        _kill_workers()
+        raise
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _kill_workers() -> None:
+    """Kill the workers instead of waiting for their traces.
+
+    A wait might never end: a worker that is killed while it takes a task keeps the lock of the
+    queue, and the others wait for the lock.
+    """
+    for child in active_children():
+        child.kill()
 
 
 def _set_up_worker(parent: int) -> None:
