@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 from titanlite.checkpoint.find import is_saved, resume_hint
 from titanlite.config.errors import StoppedBySignal, UserError, format_count
 from titanlite.config.run import Run
-from titanlite.launch.ranks import FINAL, Ranks
+from titanlite.launch.ranks import FINAL_CODES, Ranks
 from titanlite.runtime.logging import note
 from titanlite.runtime.process import leave, python_command, stop_signals
 
@@ -225,7 +225,7 @@ def run_node_process(folder: Path, ranks: Ranks) -> int:
     )
 
     exit_code = node_ranks.run()
-    if exit_code in FINAL:  # a restart would not help
+    if exit_code in FINAL_CODES:  # a restart would not help
         end_file.write_text(str(exit_code))
         return 0
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
 from pathlib import Path
 
@@ -39,15 +39,12 @@ def run_in_output_folder(run: Run, train: Callable[[], int]) -> int:
     Raises:
         UserError: If `train` raises it, or another run does not release the folder in time.
     """
-    folder = run.dump_folder
-    # The output folder and its parents that do not exist yet, innermost first.
-    new_folders = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
+    new_folders = _missing_folders(run.dump_folder)
     created_files = _wait_for_locks(run)
     if not new_folders:
         return train()
 
-    # Train in a new output folder, and remove it if it is not needed.
-    created_files |= _create_logs(folder)
+    created_files |= _create_logs(run.dump_folder)
     try:
         exit_code = train()
     except UserError as error:
@@ -58,6 +55,11 @@ def run_in_output_folder(run: Run, train: Callable[[], int]) -> int:
     if exit_code in (UserError.exit_code, *UNSAVED_STOPS):
         _remove_unused(run, new_folders, created_files)
     return exit_code
+
+
+def _missing_folders(folder: Path) -> list[Path]:
+    """Return a folder and its parents as far as they do not exist yet, innermost first."""
+    return [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
 
 
 def _wait_for_locks(run: Run) -> dict[Path, FileId]:
@@ -73,14 +75,19 @@ def _wait_for_locks(run: Run) -> dict[Path, FileId]:
     if run.job.checkpoint.enable:
         locked_paths.append(run.checkpoint_folder)
 
-    file_ids: dict[Path, FileId] = {}
+    lock_files: dict[Path, FileId] = {}
     for path in locked_paths:
         descriptor = lock_folder(path, LOCK_TIMEOUT, note)
-        if descriptor is not None:  # None: the file system does not support locks
-            os.close(descriptor)  # releases the lock
+        _release_lock(descriptor)
         file = lock_file(path)
-        file_ids[file] = _file_id(file)
-    return file_ids
+        lock_files[file] = _file_id(file)
+    return lock_files
+
+
+def _release_lock(descriptor: int | None) -> None:
+    """Release a lock that `lock_folder` has returned."""
+    if descriptor is not None:  # None: the file system does not support locks
+        os.close(descriptor)
 
 
 def _create_logs(folder: Path) -> dict[Path, FileId]:
@@ -119,46 +126,41 @@ def _remove_unused(
 
     # Remove the files while this process holds the lock.
     try:
-        unchanged_files = []
-        for path, file_id in created_files.items():
-            if _file_id(path) == file_id:
-                unchanged_files.append(path)
-        _remove_created(run, unchanged_files, new_folders)
+        files = {path for path, file_id in created_files.items() if _file_id(path) == file_id}
+        _remove_created(run, files, new_folders)
     finally:
-        if descriptor is not None:  # None: the file system does not support locks
-            os.close(descriptor)
+        _release_lock(descriptor)
 
 
-def _remove_created(run: Run, files: Sequence[Path], new_folders: Sequence[Path]) -> None:
-    """Remove `files` and the new folders, unless the output folder contains anything else.
+def _remove_created(run: Run, files: Set[Path], new_folders: Sequence[Path]) -> None:
+    """Remove the new folders, unless the output folder contains more than `files`.
 
     Args:
         run: The run that has ended.
-        files: Files to remove if they are in the output folder.
+        files: Files that may be removed.
         new_folders: Folders to remove, innermost first.
     """
-    output_folder = run.dump_folder
+    folders = list(new_folders)
     checkpoints = run.checkpoint_folder
-    removable_paths = set(files)
-    has_empty_checkpoints = checkpoints.is_dir() and not any(checkpoints.iterdir())
-    if has_empty_checkpoints:
-        removable_paths.add(checkpoints)
-    has_other_content = not removable_paths.issuperset(output_folder.iterdir())
+    if checkpoints.parent == run.dump_folder and _is_empty_folder(checkpoints):
+        folders.insert(0, checkpoints)
+
+    content = set(run.dump_folder.iterdir())
+    has_other_content = not content <= {*files, *folders}
     if has_other_content:
         return
 
     # Stop logging, because the error that ends this process would create the log again.
     logging.getLogger(LOGGER_NAME).handlers.clear()
-
-    # Folders must be empty to be removed, so remove the files first.
-    for path in files:
-        if path.parent == output_folder:
-            path.unlink(missing_ok=True)
+    for file in content & files:
+        file.unlink(missing_ok=True)
     with suppress(OSError):  # another process may have put a file into one of the folders
-        if has_empty_checkpoints and checkpoints.parent == output_folder:
-            checkpoints.rmdir()
-        for path in new_folders:
-            path.rmdir()
+        for folder in folders:
+            folder.rmdir()
+
+
+def _is_empty_folder(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
 
 
 def _file_id(path: Path) -> FileId:

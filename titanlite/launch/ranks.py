@@ -70,13 +70,17 @@ END_KINDS = {
 }
 EARLY_EXIT = 256  # code of a rank that exited with 0 but did not record its success
 # Exit codes without a restart: the run has finished, would fail again, or was stopped.
-FINAL = (0, *KNOWN_EXITS, *UNSAVED_STOPS)
+FINAL_CODES = (0, *KNOWN_EXITS, *UNSAVED_STOPS)
 
 
-HangReport = tuple[bool, int, str]
-"""Report of a rank that makes no progress: whether it waits for other ranks, its rank, and a text
-that describes where in the code it is.
-"""
+class HangReport(NamedTuple):
+    """Report of a rank that makes no progress."""
+
+    is_waiting: bool
+    """Whether the rank waits for other ranks."""
+    rank: int
+    text: str
+    """Describes where in the code the rank is."""
 
 
 class RankEnd(NamedTuple):
@@ -125,6 +129,9 @@ class Ranks:
     """The first signal that stops the run, or 0."""
     _processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict, init=False)
     """Process of each rank on this node."""
+    _folder: Path = field(default=Path(), init=False)
+    """Private folder in which the ranks report errors and hangs. Each start has its own."""
+    _is_stall_reported: bool = field(default=False, init=False)
 
     def run(self) -> int:
         """Run the ranks, restart them after crashes, and print why the run ended.
@@ -138,55 +145,34 @@ class Ranks:
 
         restarts_left = self.max_restarts
         while True:
-            # The ranks write their errors and hang reports to this private folder.
-            with tempfile.TemporaryDirectory(prefix="titanlite-launch-") as name:
-                folder = Path(name)
-                code = self._run_once(folder)
-                # FINAL are the codes of a run that has finished, was stopped, or would fail again.
-                if code in FINAL or restarts_left == 0:
-                    return code
+            with tempfile.TemporaryDirectory(prefix="titanlite-launch-") as folder:
+                self._folder = Path(folder)
+                exit_code = self._run_once()
+                if exit_code in FINAL_CODES or restarts_left == 0:
+                    return exit_code
+
                 restarts_left -= 1
-                text = (
-                    f"Starting again from the newest checkpoint (restarts left: {restarts_left})."
+                self._print_and_log(
+                    f"Starting again from the newest checkpoint (restarts left: {restarts_left}).",
+                    "restart",
                 )
-                _print_and_log(text, "restart", folder)
 
-    def _run_once(self, folder: Path) -> int:
+    def _run_once(self) -> int:
         """Start the ranks, wait until all have ended, and print why they ended.
-
-        Args:
-            folder: Private folder in which the ranks report errors and hangs.
 
         Returns:
             Exit code of the launcher.
         """
         try:
-            self._start(folder)
-            failed, killed = self._watch(folder)
-            return self._report(failed, killed, folder)
+            self._start()
+            failed, killed = self._watch()
+            return self._report(failed, killed)
         finally:
             self._kill()
 
-    def _start(self, folder: Path) -> None:
-        """Start the processes of all ranks.
-
-        Args:
-            folder: Private folder in which the ranks report errors and hangs.
-        """
-        num_local_ranks = len(self.ranks)
-        variables = {
-            "WORLD_SIZE": str(self.size),
-            "LOCAL_WORLD_SIZE": str(num_local_ranks),
-            ERROR_FOLDER: str(folder),
-            "PYTHONFAULTHANDLER": "1",  # a crash of native code shows the Python stack
-        }
-        is_single_node = self.size == num_local_ranks
-        if is_single_node:
-            # Use the loopback interface, even if the user has set others for runs on several nodes.
-            variables["GLOO_SOCKET_IFNAME"] = LOOPBACK
-            variables["NCCL_SOCKET_IFNAME"] = f"={LOOPBACK}"
-            variables[STORE] = f"{folder}/store"
-
+    def _start(self) -> None:
+        """Start the processes of all ranks."""
+        variables = self._common_variables()
         self._processes.clear()
         for local_rank, rank in enumerate(self.ranks):
             variables["RANK"] = str(rank)
@@ -197,14 +183,27 @@ class Ranks:
                 ["-u", *self.words], variables, start_new_session=True
             )
 
-    def _watch(self, folder: Path) -> tuple[list[RankEnd], list[int]]:
-        """Wait until the processes of all ranks have ended, and pass signals on to them.
+    def _common_variables(self) -> dict[str, str]:
+        """Return the environment variables that are the same for all ranks of this node."""
+        num_local_ranks = len(self.ranks)
+        variables = {
+            "WORLD_SIZE": str(self.size),
+            "LOCAL_WORLD_SIZE": str(num_local_ranks),
+            ERROR_FOLDER: str(self._folder),
+            "PYTHONFAULTHANDLER": "1",  # a crash of native code shows the Python stack
+        }
+        is_single_node = self.size == num_local_ranks
+        if is_single_node:
+            # Use the loopback interface, even if the user has set others for runs on several nodes.
+            variables["GLOO_SOCKET_IFNAME"] = LOOPBACK
+            variables["NCCL_SOCKET_IFNAME"] = f"={LOOPBACK}"  # = means exactly this name
+            variables[STORE] = f"{self._folder}/store"
+        return variables
 
-        Once a rank has failed or a signal has arrived, the running ranks have a limited time to
-        end. Ranks that are still running after that time are killed.
+    def _watch(self) -> tuple[list[RankEnd], list[int]]:
+        """Wait until all ranks have ended. Meanwhile, pass signals on to them and report stalls.
 
-        Args:
-            folder: Private folder in which the ranks report errors and hangs.
+        After a failure or a signal, kill the ranks that do not end in time.
 
         Returns:
             How the failed ranks ended, sorted by time, and the ranks that were killed.
@@ -213,95 +212,83 @@ class Ranks:
         failed: list[RankEnd] = []
         killed: list[int] = []
         deadline = math.inf
-        is_stall_reported = False
-        last_poll = time.time()
+        previous_poll = time.time()
         while running:
             time.sleep(POLL_SECONDS)
             must_kill = self._pass_on_signals()
 
-            # Collect the ranks that have ended since the last poll.
             this_poll = time.time()
-            for end in self._collect_ends(folder, running, last_poll):
+            for end in self._collect_ends(running, previous_poll):
                 running.remove(end.rank)
                 if end.code != 0:
                     failed.append(end)
-            last_poll = this_poll
+            previous_poll = this_poll
 
-            # Kill the others if they do not end in time. Without a failure or a signal, there is no
-            # deadline. A later failure can only make it earlier.
-            exit_codes = {end.code for end in failed}
-            deadline = min(deadline, time.monotonic() + self._get_patience(exit_codes))
+            # A later failure can make the deadline earlier, but not later.
+            deadline = min(deadline, time.monotonic() + self._get_patience(failed))
             if must_kill or time.monotonic() > deadline:
                 killed += self._kill()
                 running.difference_update(killed)
-
-            # Report a stall once, and again only if the ranks have continued in between.
-            is_stalled = self._is_stalled(folder, running)
-            if is_stalled and not is_stall_reported:
-                self._report_stall(folder)
-            is_stall_reported = is_stalled
+            self._check_stall(running)
 
         return sorted(failed, key=lambda end: end.time), killed
 
-    def _collect_ends(self, folder: Path, running: Set[int], last_poll: float) -> list[RankEnd]:
-        """Return a `RankEnd` for each rank whose process has exited since the last poll.
-
-        A rank that fails writes a report with the time of its failure. A rank that is killed cannot
-        do this, so its time is guessed. The guess must be early: when a rank dies, other ranks lose
-        their connection to it and fail as well, but the dead rank must count as the first failure.
+    def _collect_ends(self, running: Set[int], previous_poll: float) -> list[RankEnd]:
+        """Return a `RankEnd` for each rank whose process has exited since the previous poll.
 
         Args:
-            folder: Private folder in which the ranks report errors and hangs.
-            running: Ranks that were running at the last poll.
-            last_poll: Unix time of the last poll.
+            running: Ranks that were running at the previous poll.
+            previous_poll: Unix time of the previous poll.
         """
-        # Its process still existed at the last poll, but may have closed its connections already.
-        earliest_time = last_poll - DYING_SECONDS
+        # A rank that is killed cannot report the time of its end. Assume the earliest possible one:
+        # other ranks fail as soon as they lose the connection to it, but it must count as first.
+        earliest_time = previous_poll - DYING_SECONDS
         ends = []
         for rank in sorted(running):
             code = self._processes[rank].poll()
             if code is not None:
-                ends.append(_read_end(folder, rank, code, default_time=earliest_time))
+                ends.append(_read_end(self._folder, rank, code, default_time=earliest_time))
         return ends
 
-    def _get_patience(self, exit_codes: Set[int]) -> float:
+    def _get_patience(self, failed: Sequence[RankEnd]) -> float:
         """Return the seconds after which ranks that are still running must be killed.
 
         The result is infinity if no rank has failed and no signal has arrived.
-
-        Args:
-            exit_codes: Exit codes of the ranks that have failed.
         """
+        exit_codes = {end.code for end in failed}
         if exit_codes - KNOWN_EXITS:
             return CRASH_PATIENCE
         if self._stop_signal or StoppedBySignal.exit_code in exit_codes:
             return self.stop_seconds
         return KNOWN_EXIT_PATIENCE if exit_codes else math.inf
 
-    def _is_stalled(self, folder: Path, running: Set[int]) -> bool:
+    def _check_stall(self, running: Set[int]) -> None:
+        """Report a stall once, and again only if the ranks have continued in between."""
+        is_stalled = self._is_stalled(running)
+        if is_stalled and not self._is_stall_reported:
+            self._report_stall()
+        self._is_stall_reported = is_stalled
+
+    def _is_stalled(self, running: Set[int]) -> bool:
         """Return whether no rank of this node can continue by itself.
 
         A rank cannot continue if it has reported that it waits for another rank, or if SIGSTOP or a
         debugger has stopped it. A rank that is busy, for example with a long save, does neither.
-
-        Args:
-            folder: Private folder in which the ranks report hangs.
-            running: Ranks whose processes are running.
         """
-        hangs = _read_hangs(folder)
-        if not hangs or not all(is_waiting for is_waiting, *_ in hangs):
+        hangs = _read_hangs(self._folder)
+        if not hangs or not all(hang.is_waiting for hang in hangs):
             return False
-        silent = running - {rank for _, rank, _ in hangs}
-        return all(_is_stopped(self._processes[rank].pid) for rank in silent)
+        ranks_without_report = running - {hang.rank for hang in hangs}
+        return all(_is_stopped(self._processes[rank].pid) for rank in ranks_without_report)
 
-    def _report_stall(self, folder: Path) -> None:
+    def _report_stall(self) -> None:
         """Print where in the code the ranks wait, and how to continue ranks that are stopped."""
         lines = ["No step has ended for a while, and all ranks of this node wait:"]
-        lines += [text for *_, text in _read_hangs(folder)]
+        lines += [hang.text for hang in _read_hangs(self._folder)]
         for rank, process in self._processes.items():
             if _is_stopped(process.pid):
                 lines.append(f"Rank {rank} is stopped. To continue it: kill -CONT {process.pid}")
-        _print_and_log("\n".join(lines), "stall", folder)
+        self._print_and_log("\n".join(lines), "stall")
 
     def _pass_on_signals(self) -> bool:
         """Pass the signals that the launcher has received on to the ranks.
@@ -317,16 +304,19 @@ class Ranks:
             is_stop = number != signal.SIGUSR2  # SIGUSR2 only requests a save
             if is_stop and self._stop_signal:  # this is not the first one
                 return number == signal.SIGINT
+
             if is_stop:
                 self._stop_signal = number
-                # The live view of rank 0 shows the signal, and another line would break its layout.
-                has_live_view = 0 in self.ranks and is_live_terminal()
-                if not has_live_view:
-                    _print_and_log(f"\n{describe_stop(number)}")
-
+                self._announce_stop()
             for process in self._processes.values():
                 process.send_signal(number)  # does nothing if the process has ended
         return False
+
+    def _announce_stop(self) -> None:
+        """Print which signal stops the run, unless the live view of rank 0 shows it."""
+        has_live_view = 0 in self.ranks and is_live_terminal()
+        if not has_live_view:
+            _print(f"\n{describe_stop(self._stop_signal)}")
 
     def _kill(self) -> list[int]:
         """Kill the running ranks together with the processes that they have started.
@@ -341,60 +331,70 @@ class Ranks:
             self._processes[rank].wait()
         return running
 
-    def _report(self, failed: Sequence[RankEnd], killed: Sequence[int], folder: Path) -> int:
+    def _report(self, failed: Sequence[RankEnd], killed: Sequence[int]) -> int:
         """Print why the ranks ended, and return the exit code of the launcher.
 
         Args:
             failed: How the failed ranks ended, sorted by time.
             killed: Ranks that the launcher has killed.
-            folder: Private folder in which the ranks report errors and hangs.
         """
         if not failed and not killed:
             return 0
-        hangs = _read_hangs(folder)
+        hangs = _read_hangs(self._folder)
         if hangs:
-            _print_and_log("\n".join(text for *_, text in hangs), "hang", folder)
+            self._print_and_log("\n".join(hang.text for hang in hangs), "hang")
 
-        root = _find_root_cause(failed, killed)
-        exit_code = _exit_code(root.code)
-        text = root.reason
-        if not _is_known(root):
-            # The reason is empty or only a traceback, so first describe how the process ended.
-            exit_code, description = self._describe_unknown_end(root, killed)
-            text = f"{description}\n{root.reason}".rstrip("\n")
-        if not root.reason:  # no rank has described how to resume
+        cause = _find_cause(failed, killed)
+        exit_code, text = self._explain_end(cause, killed)
+        has_error_message = cause.reason != ""  # it also explains how to resume
+        if not has_error_message:
             text = f"{text}\n{self.resume_hint()}".strip("\n")
             if is_live_terminal():
                 note("")  # ends the line in which the live view left the cursor
 
-        event = "stop" if self._stop_signal else END_KINDS.get(exit_code, "failure")
-        is_in_log = root.rank == 0 and root.reason != ""  # rank 0 logs its own errors
-        _print_and_log(text, "" if is_in_log else event, folder)
+        if has_error_message and cause.rank == 0:
+            _print(text)  # rank 0 has logged its error itself
+        else:
+            kind = "stop" if self._stop_signal else END_KINDS.get(exit_code, "failure")
+            self._print_and_log(text, kind)
         return exit_code
 
-    def _describe_unknown_end(self, root: RankEnd, killed: Sequence[int]) -> tuple[int, str]:
-        """Describe in one line why the run ended, if no rank ended for a known reason.
+    def _explain_end(self, cause: RankEnd, killed: Sequence[int]) -> tuple[int, str]:
+        """Return the exit code of the launcher, and the reason why the run ended.
 
         Args:
-            root: End of the rank that caused the others to end.
+            cause: End of the rank that caused the others to end.
             killed: Ranks that the launcher has killed.
-
-        Returns:
-            The exit code of the launcher, and the line.
         """
-        was_stopped = root.rank in killed or root.code in UNSAVED_STOPS
+        if _is_known(cause):
+            return _exit_code(cause.code), cause.reason
+
+        was_stopped = cause.rank in killed or cause.code in UNSAVED_STOPS
         if self._stop_signal and was_stopped:
             exit_code = 128 + self._stop_signal
             text = f"Stopped by {signal.Signals(self._stop_signal).name} without a save."
         else:
-            exit_code = _exit_code(root.code)
-            text = f"Rank {root.rank} failed first: {_describe_exit(root.code)}."
+            exit_code = _exit_code(cause.code)
+            text = f"Rank {cause.rank} failed first: {_describe_exit(cause.code)}."
         if killed:
             text += f" Killed, because they did not end: ranks {', '.join(map(str, killed))}."
-        return exit_code, text
+        traceback = cause.reason  # may be empty
+        return exit_code, f"{text}\n{traceback}".rstrip("\n")
+
+    def _print_and_log(self, text: str, kind: str) -> None:
+        """Print a message, and log it as an event in train.log.
+
+        Args:
+            text: The message.
+            kind: Kind of the event, such as "restart" or "failure".
+        """
+        _print(text)
+        with contextlib.suppress(OSError):  # no rank of this machine has opened train.log
+            log_file = Path((self._folder / LOG_FILE).read_text(encoding="utf-8"))
+            log_end(text, kind, log_file=log_file)
 
 
-def _find_root_cause(failed: Sequence[RankEnd], killed: Sequence[int]) -> RankEnd:
+def _find_cause(failed: Sequence[RankEnd], killed: Sequence[int]) -> RankEnd:
     """Return the end of the rank that caused all other ranks to end.
 
     The launcher reports its error and its exit code. A rank that ended for a known reason comes
@@ -459,7 +459,7 @@ def _read_hangs(folder: Path) -> list[HangReport]:
     reports = []
     for file in folder.glob("*.hang.json"):
         with contextlib.suppress(FileNotFoundError):  # the rank has just made progress
-            reports.append(tuple(json.loads(file.read_text(encoding="utf-8"))))
+            reports.append(HangReport(*json.loads(file.read_text(encoding="utf-8"))))
     return sorted(reports)
 
 
@@ -474,18 +474,7 @@ def _describe_exit(code: int) -> str:
     return signal.Signals(-code).name
 
 
-def _print_and_log(text: str, kind: str = "", folder: Path = Path()) -> None:
-    """Print a message, and log it as an event in train.log.
-
-    Args:
-        text: The message.
-        kind: Kind of the event, such as "restart" or "failure". If empty, the message is printed
-            but not logged.
-        folder: Private folder in which rank 0 has recorded the path of train.log.
-    """
+def _print(text: str) -> None:
+    """Print a message to standard error."""
     with contextlib.suppress(OSError):  # a terminal that is gone must not end the run
         note(text)
-    with contextlib.suppress(OSError):  # no rank of this machine has opened train.log
-        if kind:
-            log_file = Path((folder / LOG_FILE).read_text(encoding="utf-8"))
-            log_end(text, kind, log_file=log_file)
