@@ -45,7 +45,6 @@ def build_resumer(trainer: Trainer, job: JobConfig) -> Resumer:
         trainer: Trainer that receives the loaded state.
         job: Job to compare with the jobs stored in the checkpoints.
     """
-    # The state of the trainer that a checkpoint replaces.
     live_state = LiveState(
         model=trainer.model,
         optimizer=trainer.optimizer,
@@ -53,7 +52,6 @@ def build_resumer(trainer: Trainer, job: JobConfig) -> Resumer:
         hook_tensors=partial(hook_tensors, trainer.hooks),
         prepare_hooks=partial(prepare_hooks, trainer.hooks, trainer.warn),
     )
-    # The folder with the checkpoints, and the options for reading and writing them.
     context = CheckpointContext(
         config=job.checkpoint,
         folder=trainer.run.checkpoint_folder,
@@ -115,7 +113,6 @@ class Checkpointer:
                 checkpoint.
             CheckpointError: If there are checkpoints, but none is valid.
         """
-        # Prepare the folder.
         trainer = self._trainer
         self._resumer = build_resumer(trainer, trainer.job)
         context = self._resumer.context
@@ -123,24 +120,24 @@ class Checkpointer:
         context.prepare_folder()
         context.check_free_space(_estimate_bytes(trainer.run))
 
-        # Download a newer checkpoint from the mirror.
         if trainer.job.checkpoint.mirror is not None:
             self._mirror = Mirror(context, self._resumer.check_job)
             self._resources.callback(self._mirror.close)
             self._mirror.restore()
         self._create_saver(context)
-
-        # Load the newest checkpoint. `state` is None if the run starts at step 0.
-        state = self._resumer.load()
-        if state is not None:
-            trainer.load_state_dict(state)
-            self._saver.loaded_step = state["step"]
-            # The link is outdated after checkpoint.load_step, or if the previous start was killed.
-            self._saver.update_best_link()
-
-        # Start copying checkpoints to the mirror in the background.
+        self._load_newest()
         if self._mirror is not None:
-            self._mirror.begin(trainer.steps_done)
+            self._mirror.begin(trainer.steps_done)  # from now on, copy new checkpoints
+
+    def _load_newest(self) -> None:
+        """Load the newest checkpoint into the trainer, if there is one."""
+        state = self._resumer.load()
+        if state is None:  # the run starts at step 0
+            return
+        self._trainer.load_state_dict(state)
+        self._saver.loaded_step = state["step"]
+        # The link is outdated after checkpoint.load_step, or if the previous start was killed.
+        self._saver.update_best_link()
 
     def _create_saver(self, context: CheckpointContext) -> None:
         """Create the `Saver`, and add the hook that makes weight updates wait for async copies."""
@@ -244,22 +241,34 @@ class Checkpointer:
         Returns:
             An error if saving or copying the last step failed, or None.
         """
-        prefix = f"{stopped}. " if stopped else ""
-        self._saver.wait_until_saved()
-        if not self._saver.has_saved(step):
-            return CheckpointError(
-                f"{prefix}Saving the last step, {step}, FAILED; see the log for the reason. "
-                "Fix it and start again to repeat the steps since the newest checkpoint."
-            )
-        if self._mirror is None:
+        problem = self._complete_save(step) or self._complete_mirror()
+        if not problem:
             return None
+        return CheckpointError(f"{stopped}. {problem}" if stopped else problem)
 
+    def _complete_save(self, step: int) -> str:
+        """Wait for the save of the last step. Return an error message if it has failed, or ""."""
+        self._saver.wait_until_saved()
+        if self._saver.has_saved(step):
+            return ""
+        return (
+            f"Saving the last step, {step}, FAILED; see the log for the reason. "
+            "Fix it and start again to repeat the steps since the newest checkpoint."
+        )
+
+    def _complete_mirror(self) -> str:
+        """Wait for the copy of the newest checkpoint to the mirror, if the job has one.
+
+        Return an error message if the copy has failed, or "".
+        """
+        if self._mirror is None:
+            return ""
         is_copied = self._mirror.wait_until_copied(self._trainer.report_progress)
         self._saver.remove_outdated()  # including those that were being copied at the last save
         if is_copied:
-            return None
-        return CheckpointError(
-            f"{prefix}The newest checkpoint is saved, but not copied to "
+            return ""
+        return (
+            "The newest checkpoint is saved, but not copied to "
             f"{self._trainer.job.checkpoint.mirror}. The log has the reason, or "
             "checkpoint.timeout_seconds was too short. Start again to copy it."
         )

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titanlite.checkpoint.manifest import NON_FINITE_GUARD, SPIKE_GUARD
-from titanlite.config.errors import GuardError
+from titanlite.config.errors import GuardError, format_count
 from titanlite.hooks.hook import Hook, Request
 from titanlite.optim.adamw import local_shard
 from titanlite.optim.clip import StepSums, count_replicas
@@ -115,31 +115,34 @@ class NonFiniteGuard(Hook):
     def _read_results(self) -> None:
         """Read the results of recent steps from the GPU, and count and describe skipped steps.
 
-        All ranks must call this together, because they exchange what they know of each skipped
-        step.
+        All ranks must call this together.
         """
         results = self._unread
         self._unread = []
         if not results:
             return
 
-        # Count the skipped steps, in total and in a row.
         skip_flags = torch.stack([result.skipped for _, result in results]).tolist()
         skipped_steps = []
         for (step, result), is_skipped in zip(results, skip_flags, strict=True):
+            self._count(is_skipped)
             if is_skipped:
-                self._num_consecutive += 1
-                self._max_consecutive = max(self._max_consecutive, self._num_consecutive)
                 skipped_steps.append(self._inspect(step, result))
-            else:
-                self._num_consecutive = 0
-        self._num_skipped += len(skipped_steps)
 
         # All ranks skip the same steps, but only some ranks see the cause. So exchange their views.
         if skipped_steps:
             steps_by_rank = gathered(skipped_steps, self._trainer.mesh.world_group)
             for views_of_step in zip(*steps_by_rank, strict=True):
                 self._unreported.append(self._describe(views_of_step))
+
+    def _count(self, is_skipped: bool) -> None:
+        """Count a step: the skipped steps in total, and the longest sequence of them."""
+        if not is_skipped:
+            self._num_consecutive = 0
+            return
+        self._num_skipped += 1
+        self._num_consecutive += 1
+        self._max_consecutive = max(self._max_consecutive, self._num_consecutive)
 
     def _inspect(self, step: int, result: StepResult) -> SkippedStep:
         """Return this rank's view of a skipped step."""
@@ -156,53 +159,51 @@ class NonFiniteGuard(Hook):
         Args:
             views: What each rank knows of the step, in rank order.
         """
-        causes = []
-
-        # Cause 1: The loss on some ranks is not finite.
-        bad_losses = [rank for rank, view in enumerate(views) if not math.isfinite(view.loss)]
-        if bad_losses:
-            loss = views[bad_losses[0]].loss
-            causes.append(f"the loss on {self._describe_ranks(bad_losses, views)} is {loss}")
-
-        # Cause 2: A gradient on some ranks is not finite.
-        bad_gradients = [rank for rank, view in enumerate(views) if view.parameter is not None]
-        if bad_gradients:
-            parameter = views[bad_gradients[0]].parameter
-            ranks = self._describe_ranks(bad_gradients, views)
-            causes.append(f"the gradient of {parameter} on {ranks} is not finite")
-
+        causes = self._find_causes(views)
         if not causes:
-            causes.append("the loss or the gradient norm is a spike, or a hook skipped the step")
+            causes = ["the loss or the gradient norm is a spike, or a hook skipped the step"]
         step = views[0].step
         hint = f"Run `titanlite data show --step {step}` to see its sequences."
         return f"Skipped step {step} without changing the weights: {'; '.join(causes)}. {hint}"
 
+    def _find_causes(self, views: Sequence[SkippedStep]) -> list[str]:
+        """Describe the non-finite loss and the non-finite gradient of a step, if there are any."""
+        causes = []
+        bad_losses = [rank for rank, view in enumerate(views) if not math.isfinite(view.loss)]
+        if bad_losses:
+            ranks = self._describe_ranks(bad_losses, views)
+            loss = views[bad_losses[0]].loss
+            causes.append(f"the loss on {ranks} is {loss}")
+
+        bad_gradients = [rank for rank, view in enumerate(views) if view.parameter is not None]
+        if bad_gradients:
+            ranks = self._describe_ranks(bad_gradients, views)
+            parameter = views[bad_gradients[0]].parameter
+            causes.append(f"the gradient of {parameter} on {ranks} is not finite")
+        return causes
+
     def _describe_ranks(self, ranks: list[int], views: Sequence[SkippedStep]) -> str:
         """Describe the first of the affected ranks in detail, and count the others.
 
-        Args:
-            ranks: The affected ranks.
-            views: What each rank knows of the skipped step, in rank order.
-
-        Returns:
-            For example "rank 3 (node-0, sequences 3, 11) and 2 more ranks".
+        For example: "rank 3 (node-0, sequences 3, 11) and 2 more ranks".
         """
-        # Data-parallel ranks take turns with the sequences of the global batch. For example, with 4
-        # data-parallel ranks, rank 3 trains on the sequences 3, 7, 11, and so on.
         first_rank = ranks[0]
-        view = views[first_rank]
-        batch_size = self._trainer.run.batch_size(view.step - 1)
-        sequences = range(view.data_rank, batch_size, self._trainer.mesh.data_degree)
-        listed = ", ".join(str(sequence) for sequence in sequences[:MAX_REPORTED_SEQUENCES])
-        if len(sequences) > MAX_REPORTED_SEQUENCES:
-            listed += ", ..."
-
-        text = f"rank {first_rank} ({self._trainer.hosts[first_rank]}, sequences {listed})"
+        host = self._trainer.hosts[first_rank]
+        text = f"rank {first_rank} ({host}, sequences {self._list_sequences(views[first_rank])})"
         num_others = len(ranks) - 1
         if num_others > 0:
-            noun = "rank" if num_others == 1 else "ranks"
-            text += f" and {num_others} more {noun}"
+            text += f" and {format_count(num_others, 'more rank')}"
         return text
+
+    def _list_sequences(self, view: SkippedStep) -> str:
+        """List the sequences of the global batch that a rank has trained on."""
+        # Data-parallel ranks take turns. For example, rank 3 of 4 trains on sequences 3, 7, 11, ...
+        batch_size = self._trainer.run.batch_size(view.step - 1)
+        sequences = range(view.data_rank, batch_size, self._trainer.mesh.data_degree)
+        listed = [str(sequence) for sequence in sequences[:MAX_REPORTED_SEQUENCES]]
+        if len(sequences) > MAX_REPORTED_SEQUENCES:
+            listed.append("...")
+        return ", ".join(listed)
 
     def _report(self) -> None:
         """Log the skipped steps that have not been logged yet.
@@ -268,20 +269,16 @@ class SpikeGuard(Hook):
         self._num_roll_backs = 0
         self._needs_roll_back = False
 
-        # Steps whose values the CPU has not read yet, because that would be a host sync. With
-        # "skip", the values of a step are the result of `_compare`. Otherwise, they are its loss,
-        # gradient norm and skip flag.
+        # Step -> values that the CPU has not read yet, because that would be a host sync: with
+        # "skip" the result of `_compare`, otherwise the loss, the gradient norm and the skip flag.
         self._unread: list[tuple[int, Tensor]] = []
 
-        # A ring buffer: loss and gradient norm of step s are in column s % spike_history. NaN marks
-        # missing values. With "skip", the GPU compares, otherwise the CPU.
-        gpu = local_shard(next(trainer.model.parameters())).device
-        self._history = torch.full(
-            (2, self._config.spike_history),
-            torch.nan,
-            dtype=torch.float64,
-            device=gpu if self._should_skip else "cpu",
-        )
+        # Loss and gradient norm of step s are in column s % spike_history. NaN: no value yet.
+        size = self._config.spike_history
+        self._history = torch.full((2, size), torch.nan, dtype=torch.float64)
+        if self._should_skip:  # then the GPU looks for spikes
+            first_parameter = next(trainer.model.parameters())
+            self._history = self._history.to(local_shard(first_parameter).device)
 
     def resize_tensors(self, sizes: Mapping[str, torch.Size]) -> None:
         """Resize the history to its length in the checkpoint, which another job may have chosen.
@@ -318,52 +315,48 @@ class SpikeGuard(Hook):
         With on_spike = "skip", look for a spike now, on the GPU and without a host sync, and set
         `skip` to 1 if the step is one.
         """
-        step_values = torch.stack([sums.loss, sums.grad_norm.double(), skip.double()])
+        values = torch.stack([sums.loss, sums.grad_norm.double()])
         if not self._should_skip:
-            self._unread.append((step, step_values))
+            self._unread.append((step, torch.stack([*values, skip.double()])))
             return
 
-        compared = self._compare(step, step_values)
-        is_skipped = compared[3, 0]  # both columns of this row are equal
-        skip.copy_(is_skipped)
-        self._unread.append((step, compared))
+        comparison = self._compare(values, skip)
+        is_spike = comparison[0]
+        skip.copy_(torch.maximum(skip, is_spike.max()))
+        self._add_to_history(step, values, skip)
+        self._unread.append((step, comparison))
 
-    def _compare(self, step: int, step_values: Tensor) -> Tensor:
-        """Compare the loss and the gradient norm of a step with the history, then add both to it.
-
-        With on_spike = "skip", this runs on the GPU without a host sync.
+    def _compare(self, values: Tensor, skip: Tensor) -> Tensor:
+        """Compare the loss and the gradient norm of a step with the history.
 
         Args:
-            step: Number of the step.
-            step_values: Loss, gradient norm, and whether the step is already skipped, shape (3,).
+            values: Loss and gradient norm, shape (2,).
+            skip: 1 if the step is skipped for another reason, so it is not a spike. Otherwise 0.
 
         Returns:
-            Shape (4, 2). Columns: loss, gradient norm. Rows: whether the value is a spike (0 or 1),
-            the value, its limit, and whether the step is skipped (0 or 1, equal in both columns).
+            Shape (3, 2). Columns: loss, gradient norm. Rows: whether the value is a spike (0 or 1),
+            the value, its limit.
         """
-        values = step_values[:2]
-        skip = step_values[2]
-        history = self._history  # (2, spike_history)
+        limits = self._compute_limits()
+        is_spike = (values > limits) & (skip == 0)
+        return torch.stack([is_spike.double(), values, limits])
 
-        # Limit = median + spike_deviations * deviation. The deviation is an estimate of the
-        # standard deviation that ignores outliers: the median distance to the median, scaled as for
-        # normal samples. A minimum, a share of the median, keeps tiny changes from counting as
-        # spikes. Until the history is full, it contains NaN, so the limit is NaN and nothing is a
-        # spike.
-        median = _row_medians(history)
-        distance = (history - median[:, None]).abs()
-        deviation = NORMAL_SCALE * _row_medians(distance)
-        deviation = torch.maximum(deviation, MIN_RELATIVE_DEVIATION * median.abs())
-        limit = median + self._config.spike_deviations * deviation
+    def _compute_limits(self) -> Tensor:
+        """Return the limits above which a loss and a gradient norm are spikes, shape (2,).
 
-        is_spike = (values > limit) & (skip == 0)
-        if self._should_skip:
-            skip = torch.maximum(skip, is_spike.any().double())
+        Until the history is full, it contains NaN, so the limits are NaN and nothing is a spike.
+        """
+        median = _row_medians(self._history)
+        distances = (self._history - median[:, None]).abs()
+        deviation = NORMAL_SCALE * _row_medians(distances)
+        min_deviation = MIN_RELATIVE_DEVIATION * median.abs()
+        deviation = torch.maximum(deviation, min_deviation)
+        return median + self._config.spike_deviations * deviation
 
-        # Add the values to the history, unless the step is skipped.
-        column = step % self._config.spike_history
-        history[:, column] = torch.where(skip > 0, history[:, column], values)
-        return torch.stack([is_spike.double(), values, limit, skip.expand(2)])
+    def _add_to_history(self, step: int, values: Tensor, skip: Tensor) -> None:
+        """Add the loss and the gradient norm of a step, unless the step is skipped."""
+        column = self._history[:, step % self._config.spike_history]
+        column.copy_(torch.where(skip > 0, column, values))
 
     def numbers(self, step: int) -> Mapping[str, Any]:
         """Return the metrics `spikes` and `roll_backs`, which are counted since step 1."""
@@ -408,24 +401,28 @@ class SpikeGuard(Hook):
         if not unread:
             return
 
-        values_on_cpu = torch.stack([values for _, values in unread]).cpu()
-        for (step, _), values in zip(unread, values_on_cpu, strict=True):
-            # With "skip", `before_update` has already compared the values on the GPU.
-            compared = values if self._should_skip else self._compare(step, values)
-            self._report_spike(step, compared)
+        results = torch.stack([result for _, result in unread]).cpu()
+        for (step, _), result in zip(unread, results, strict=True):
+            if self._should_skip:  # `before_update` has already compared the values
+                comparison = result
+            else:
+                values, skip = result[:2], result[2]
+                comparison = self._compare(values, skip)
+                self._add_to_history(step, values, skip)
+            self._report_spike(step, comparison)
 
-    def _report_spike(self, step: int, compared: Tensor) -> None:
+    def _report_spike(self, step: int, comparison: Tensor) -> None:
         """Log and count a spike. With on_spike = "roll_back", also request a rollback.
 
         Args:
             step: Number of the step. Nothing happens if it is not a spike.
-            compared: Result of `_compare` for this step, shape (4, 2).
+            comparison: Result of `_compare` for this step, shape (3, 2).
         """
-        is_spike, values, limits, _ = compared.tolist()
+        names = ("loss", "gradient norm")
         problems = []
-        for i, name in enumerate(("loss", "gradient norm")):
-            if is_spike[i]:
-                problems.append(f"{name} {values[i]:.4g} is above {limits[i]:.4g}")
+        for name, (is_spike, value, limit) in zip(names, comparison.T.tolist(), strict=True):
+            if is_spike:
+                problems.append(f"{name} {value:.4g} is above {limit:.4g}")
         if not problems:
             return
 
@@ -443,6 +440,25 @@ class SpikeGuard(Hook):
             GuardError: If the run has already rolled back guards.max_roll_backs times.
         """
         self._needs_roll_back = False
+        self._check_roll_backs_left(step)
+        checkpointer = self._trainer.checkpointer
+        restored_step = None if checkpointer is None else checkpointer.roll_back(step)
+        if restored_step is None:
+            self._trainer.log(f"Step {step}: no checkpoint to roll back to. Training continues.")
+            return
+
+        # guards.spike_history may have changed since the save.
+        self._fit_history(restored_step)
+        self._num_roll_backs += 1
+        text = (
+            f"Step {step}: rolled back to the weights of step {restored_step} "
+            f"({self._num_roll_backs} of {self._config.max_roll_backs} rollbacks). "
+            "Training continues with the next data; the steps in between count as done."
+        )
+        self._trainer.log(Event(text, "roll back", step))
+
+    def _check_roll_backs_left(self, step: int) -> None:
+        """Raise a GuardError if the run has rolled back guards.max_roll_backs times."""
         max_roll_backs = self._config.max_roll_backs
         if self._num_roll_backs == max_roll_backs:
             raise GuardError(
@@ -450,24 +466,6 @@ class SpikeGuard(Hook):
                 "The step was not saved. "
                 "Before you restart, lower optimizer.lr or training.max_norm."
             )
-
-        # Restore the checkpoint. It includes the history of this guard, whose length may differ if
-        # guards.spike_history has changed since the save.
-        restored_step = None
-        if self._trainer.checkpointer is not None:
-            restored_step = self._trainer.checkpointer.roll_back(step)
-        if restored_step is None:
-            self._trainer.log(f"Step {step}: no checkpoint to roll back to. Training continues.")
-            return
-        self._fit_history(restored_step)
-
-        self._num_roll_backs += 1
-        text = (
-            f"Step {step}: rolled back to the weights of step {restored_step} "
-            f"({self._num_roll_backs} of {max_roll_backs} rollbacks). "
-            "Training continues with the next data; the steps in between count as done."
-        )
-        self._trainer.log(Event(text, "roll back", step))
 
 
 def _row_medians(values: Tensor) -> Tensor:
@@ -481,6 +479,18 @@ def _row_medians(values: Tensor) -> Tensor:
     return middle + 0 * last  # 0 * NaN is NaN
 
 
+class Shard(NamedTuple):
+    """A part of a parameter. Ranks with equal values of this tuple hold replicas of the same part.
+
+    Attributes:
+        parameter: Name of the parameter.
+        coordinates: Index of the part in each mesh dimension along which the parameter is sharded.
+    """
+
+    parameter: str
+    coordinates: tuple[int, ...]
+
+
 class ReplicaGuard(Hook):
     """Detects silent data corruption by comparing replicas of the same weight between ranks.
 
@@ -492,18 +502,16 @@ class ReplicaGuard(Hook):
         """Find the parameters of which other ranks hold replicas."""
         self._trainer = trainer
         self._interval = trainer.job.guards.compare_every
-        # Keyed by parameter name and coordinates of the shard, which are equal for all replicas.
-        self._replicated: dict[tuple[str, tuple[int, ...]], nn.Parameter] = {}
+        self._replicated: dict[Shard, nn.Parameter] = {}
         for name, parameter in trainer.model.named_parameters():
             if count_replicas(parameter) > 1:
-                self._replicated[name, _shard_coordinates(parameter)] = parameter
+                self._replicated[Shard(name, _shard_coordinates(parameter))] = parameter
 
     def check(self, step: int, request: Request) -> None:
         """Compare the replicated weights every `guards.compare_every` steps."""
         if step % self._interval == 0:
             self.compare(step)
 
-    @torch.no_grad()
     def compare(self, step: int) -> None:
         """Compare the checksums of all replicated weights between the ranks.
 
@@ -516,22 +524,18 @@ class ReplicaGuard(Hook):
         if not self._replicated:  # then no rank has replicated weights, so all ranks return
             return
 
-        # Compute the checksums of this rank with one host sync, and exchange them.
-        sums = [_sum_bits(local_shard(weight)) for weight in self._replicated.values()]
-        checksums = dict(zip(self._replicated, torch.stack(sums).tolist(), strict=True))
-        checksums_by_rank = gathered(checksums, self._trainer.mesh.world_group)
-
-        # Group them by shard: (parameter name, shard coordinates) -> rank -> checksum.
-        checksums_by_shard: dict[tuple[str, tuple[int, ...]], dict[int, int]] = {}
-        for rank, rank_checksums in enumerate(checksums_by_rank):
-            for shard, checksum in rank_checksums.items():
-                checksums_by_shard.setdefault(shard, {})[rank] = checksum
-
-        # All ranks with the same shard must have the same checksum.
-        for (parameter, _), checksum_of_rank in checksums_by_shard.items():
+        checksums_by_rank = gathered(self._compute_checksums(), self._trainer.mesh.world_group)
+        for shard, checksum_of_rank in _group_by_shard(checksums_by_rank).items():
             suspects = _differing_ranks(checksum_of_rank)
             if suspects:
-                raise GuardError(self._describe(step, parameter, list(checksum_of_rank), suspects))
+                ranks = list(checksum_of_rank)
+                raise GuardError(self._describe(step, shard.parameter, ranks, suspects))
+
+    @torch.no_grad()
+    def _compute_checksums(self) -> dict[Shard, int]:
+        """Compute the checksum of each replicated shard of this rank, with one host sync."""
+        sums = [_sum_bits(local_shard(weight)) for weight in self._replicated.values()]
+        return dict(zip(self._replicated, torch.stack(sums).tolist(), strict=True))
 
     def _describe(self, step: int, name: str, ranks: list[int], suspects: list[int]) -> str:
         """Return the error message for a parameter whose replicas differ.
@@ -550,6 +554,15 @@ class ReplicaGuard(Hook):
         )
 
 
+def _group_by_shard(checksums_by_rank: Sequence[dict[Shard, int]]) -> dict[Shard, dict[int, int]]:
+    """Return the checksums of the replicas of each shard: shard -> rank -> checksum."""
+    checksums_by_shard: dict[Shard, dict[int, int]] = {}
+    for rank, checksums in enumerate(checksums_by_rank):
+        for shard, checksum in checksums.items():
+            checksums_by_shard.setdefault(shard, {})[rank] = checksum
+    return checksums_by_shard
+
+
 def _differing_ranks(replicas: dict[int, int]) -> list[int]:
     """Return the ranks whose checksum differs from the majority.
 
@@ -566,10 +579,7 @@ def _differing_ranks(replicas: dict[int, int]) -> list[int]:
 
 
 def _shard_coordinates(parameter: Tensor) -> tuple[int, ...]:
-    """Return this rank's index in each mesh dimension along which `parameter` is sharded.
-
-    Ranks with equal coordinates hold replicas of the same shard.
-    """
+    """Return this rank's index in each mesh dimension along which `parameter` is sharded."""
     assert isinstance(parameter, DTensor)
     coordinates = parameter.device_mesh.get_coordinate()
     assert coordinates is not None

@@ -119,23 +119,24 @@ class HangReport(Hook):
             - A line of text with the node, the step, the collective, and the line of code that
               the main thread executes.
         """
-        # Find the collective in which this rank waits. If it waits in none, it is late itself: the
-        # others wait for it.
-        last, pending = last_collectives() if dist.is_initialized() else ("none", [])
-        activity = f"is LATE: its last collective was {last}"
+        last, pending = last_collectives()
         if pending:
             activity = f"waits in {pending[-1]}"
+        else:  # the other ranks wait for this one
+            activity = f"is LATE: its last collective was {last}"
+        text = (
+            f"Rank {self._rank} ({self._host}), step {self._step + 1}, {activity}, "
+            f"at {self._describe_code()}"
+        )
+        return bool(pending), self._rank, text
 
-        # Find the line of code: the innermost one, and the innermost one in this package.
+    def _describe_code(self) -> str:
+        """Return the lines that the main thread executes: in this package, and innermost."""
         stack = traceback.extract_stack(sys._current_frames()[self._main_thread])
         package = f"{os.sep}titanlite{os.sep}"
         package_frames = [frame for frame in stack if package in frame.filename]
         package_frame = package_frames[-1] if package_frames else stack[-1]
-        text = (
-            f"Rank {self._rank} ({self._host}), step {self._step + 1}, {activity}, "
-            f"at {_describe_frame(package_frame)}, inside of {_describe_frame(stack[-1])}"
-        )
-        return bool(pending), self._rank, text
+        return f"{_describe_frame(package_frame)}, inside of {_describe_frame(stack[-1])}"
 
 
 def _describe_frame(frame: traceback.FrameSummary) -> str:
@@ -146,32 +147,37 @@ def _describe_frame(frame: traceback.FrameSummary) -> str:
 def last_collectives() -> tuple[str, list[str]]:
     """Return the newest collectives of this rank from torch's flight recorder.
 
-    The recorder keeps the collectives of all process groups in a ring buffer. It has no public
-    function to read it from Python, so this calls private functions of torch.
-
     Returns:
         - The last collective that this rank started, for example "gloo:all_reduce number 12", or
           "none".
         - All collectives in which this rank still waits, in the order in which they were started.
     """
-    # Read the tables of Gloo and NCCL, which are separate JSON documents.
-    recorder: Any = _distributed_c10d
-    arguments = (True, False)  # includeCollectives, onlyActive
-    tables = [recorder._dump_fr_trace_json(*arguments)]
-    if dist.is_nccl_available():
-        tables.append(recorder._dump_nccl_trace_json(*arguments))
-
-    # Merge their entries by time.
-    entries: list[dict[str, Any]] = []
-    for table in tables:
-        entries += json.loads(table).get("entries", [])
-    entries.sort(key=lambda entry: entry["time_created_ns"])
+    if not dist.is_initialized():
+        return "none", []
 
     last = "none"
     pending: list[str] = []
-    for entry in entries:
+    for entry in _read_flight_recorder():
         last = f"{entry['profiling_name']} number {entry['collective_seq_id']}"
         is_completed = entry["retired"]
         if not is_completed:
             pending.append(last)
     return last, pending
+
+
+def _read_flight_recorder() -> list[dict[str, Any]]:
+    """Return the newest collectives of all process groups, in the order in which they were created.
+
+    torch has no public function for this, so this calls private functions.
+    """
+    recorder: Any = _distributed_c10d
+    arguments = (True, False)  # includeCollectives, onlyActive
+    # Gloo and NCCL have separate tables.
+    tables = [recorder._dump_fr_trace_json(*arguments)]
+    if dist.is_nccl_available():
+        tables.append(recorder._dump_nccl_trace_json(*arguments))
+
+    entries: list[dict[str, Any]] = []
+    for table in tables:
+        entries += json.loads(table).get("entries", [])
+    return sorted(entries, key=lambda entry: entry["time_created_ns"])

@@ -96,24 +96,29 @@ def prepare_hooks(
         sizes: "<hook name>.<tensor name>" -> size of the saved tensor.
         states: Hook name -> saved `state_dict`.
     """
-    # Group the sizes by hook.
     sizes_by_hook: dict[str, dict[str, torch.Size]] = {}
     for key, size in sizes.items():
         hook_name, _, tensor_name = key.partition(".")
         sizes_by_hook.setdefault(hook_name, {})[tensor_name] = size
     for hook in hooks:
         hook.resize_tensors(sizes_by_hook.get(hook.name, {}))
+    _warn_about_mismatches(hooks, warn, set(sizes_by_hook), states)
 
-    # Warn about saved state of hooks that this run does not have. An empty `state_dict` is no loss.
-    hooks_with_tensors = set(sizes_by_hook)
-    hooks_with_values = {name for name, state in states.items() if state}
-    unknown = (hooks_with_tensors | hooks_with_values) - {hook.name for hook in hooks}
+
+def _warn_about_mismatches(
+    hooks: Sequence[Hook],
+    warn: Callable[[str], None],
+    names_with_tensors: set[str],
+    states: Mapping[str, Any],
+) -> None:
+    """Warn about saved state without a hook in this run, and about hooks without saved state."""
+    names_with_values = {name for name, state in states.items() if state}
+    unknown = (names_with_tensors | names_with_values) - {hook.name for hook in hooks}
     if unknown:
         names = ", ".join(sorted(unknown))
         warn(f"Ignoring the saved state of hooks that this run does not have: {names}")
 
-    # Warn about hooks of this run of which the checkpoint has neither tensors nor a `state_dict`.
-    missing = _hooks_with_state(hooks) - hooks_with_tensors - set(states)
+    missing = _hooks_with_state(hooks) - names_with_tensors - set(states)
     if missing:
         names = ", ".join(sorted(missing))
         warn(f"The checkpoint has no state of these hooks, which start without it: {names}")

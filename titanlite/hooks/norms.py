@@ -7,7 +7,7 @@ layouts. The hook never changes the training state, and causes no host sync betw
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,20 +44,15 @@ class Norms(Hook):
         self._has_updates = "updates" in details
 
         # Number the parameters of the whole model, because pipeline stages hold different ones.
-        index_of_name = {name: i for i, name in enumerate(parameter_shapes(trainer.run.arch))}
+        names = list(parameter_shapes(trainer.run.arch))
+        self._groups = _group_by_name(names)
         self._index_of: dict[nn.Parameter, int] = {}
         for name, parameter in trainer.model.named_parameters():
-            self._index_of[parameter] = index_of_name[name]
-
-        # Group them over the blocks: for example, "attention.wq" has one parameter per block.
-        self._groups: dict[str, list[int]] = {}
-        for name, index in index_of_name.items():
-            self._groups.setdefault(_group_of(name), []).append(index)
+            self._index_of[parameter] = names.index(name)
 
         # One row each for gradients, updates and weights, one column per parameter.
-        first_parameter = next(trainer.model.parameters())
-        device = local_shard(first_parameter).device
-        self._squares = torch.zeros(3, len(index_of_name), dtype=torch.float64, device=device)
+        device = local_shard(next(iter(self._index_of))).device
+        self._squares = torch.zeros(3, len(names), dtype=torch.float64, device=device)
 
     @torch.no_grad()
     def gradients(self, step: int) -> None:
@@ -84,7 +79,7 @@ class Norms(Hook):
                     self._store(WEIGHTS, parameter, local_shard(parameter))
 
     def numbers(self, step: int) -> Mapping[str, Any]:
-        """Sum the squares over all ranks in one all-reduce, and return the norms of each group.
+        """Return the norms of each group of parameters, computed with one all-reduce.
 
         Returns:
             Depending on metrics.details:
@@ -94,24 +89,25 @@ class Norms(Hook):
             - "update_ratios": Norm of the update divided by the norm of the weights, for each
               group. Missing if the step was skipped, because there was no update.
         """
-        # Row GRADIENTS, UPDATES or WEIGHTS -> sum of squares of each parameter. Start a new sum.
+        gradients, updates, weights = self._sum_over_ranks()
+        numbers: dict[str, Any] = {}
+        if self._has_gradients:
+            numbers["grad_norms"] = self._group_norms(gradients)
+            numbers["distributions"] = {"grad_norms": self._block_norms(gradients)}
+        if self._has_updates and not self._skip:
+            weight_norms = self._group_norms(weights)
+            numbers["update_ratios"] = {
+                group: norm / max(weight_norms[group], MIN_NORM)
+                for group, norm in self._group_norms(updates).items()
+            }
+        return numbers
+
+    def _sum_over_ranks(self) -> list[list[float]]:
+        """Return the sums of squares of all gradients, updates and weights, and start new sums."""
         total = self._squares
         self._squares = torch.zeros_like(total)
         dist.all_reduce(total)
-        squares: list[list[float]] = total.tolist()
-
-        numbers: dict[str, Any] = {}
-        if self._has_gradients:
-            numbers["grad_norms"] = self._group_norms(squares[GRADIENTS])
-            numbers["distributions"] = {"grad_norms": self._block_norms(squares[GRADIENTS])}
-        if self._has_updates and not self._skip:
-            update_norms = self._group_norms(squares[UPDATES])
-            weight_norms = self._group_norms(squares[WEIGHTS])
-            numbers["update_ratios"] = {
-                group: norm / max(weight_norms[group], MIN_NORM)
-                for group, norm in update_norms.items()
-            }
-        return numbers
+        return total.tolist()
 
     def _adam_update(self, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
         """Recompute the update of the last Adam step for a parameter, without weight decay.
@@ -179,6 +175,17 @@ class Norms(Hook):
             if len(indices) > 1:
                 norms[group] = [math.sqrt(squares[index]) for index in indices]
         return norms
+
+
+def _group_by_name(names: Sequence[str]) -> dict[str, list[int]]:
+    """Group parameters over the blocks, and return the indices of the parameters in each group.
+
+    For example, the group "attention.wq" has one parameter per block.
+    """
+    groups: dict[str, list[int]] = {}
+    for index, name in enumerate(names):
+        groups.setdefault(_group_of(name), []).append(index)
+    return groups
 
 
 def _group_of(name: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from time import strftime
 from typing import TYPE_CHECKING
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
 from titanlite.config.schema import Profiling
 from titanlite.hooks.hook import Hook
@@ -99,22 +99,9 @@ class Profiler(Hook):
     def _create_profiler(self, step: int) -> profile:
         """Create a profiler that calls `_write` at the end of each cycle of `profile_freq` steps.
 
-        For example, with profile_freq = 100 and 3 warmup and 2 active steps, it waits for 95 steps,
-        warms up for 3, and records the last 2.
-
         Args:
             step: Number of steps completed so far.
         """
-        # Cycles end at multiples of `profile_freq`, so first skip the steps up to the next
-        # multiple. For example, after 130 steps these are -130 % 100 = 70 steps.
-        settings = self._settings
-        schedule = torch.profiler.schedule(
-            skip_first=-step % settings.profile_freq,
-            wait=settings.profile_freq - settings.profiler_warmup - settings.profiler_active,
-            warmup=settings.profiler_warmup,
-            active=settings.profiler_active,
-            repeat=settings.profiler_repeat,
-        )
         activities = [ProfilerActivity.CPU]
         if self._is_cuda:
             activities.append(ProfilerActivity.CUDA)
@@ -123,10 +110,10 @@ class Profiler(Hook):
         warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
         return profile(
             activities=activities,
-            schedule=schedule,
+            schedule=_create_schedule(self._settings, step),
             on_trace_ready=self._write,
             record_shapes=True,
-            profile_memory=settings.enable_memory_snapshot,
+            profile_memory=self._settings.enable_memory_snapshot,
         )
 
     @_log_failures()
@@ -156,21 +143,19 @@ class Profiler(Hook):
         Args:
             profiler: The profiler of torch, which calls this method at the end of each cycle.
         """
-        # Write the trace.
         step = self._first_step + profiler.step_num
         trace = self._make_path(f"step-{step:08d}", "trace.json.gz")
         profiler.export_chrome_trace(trace)
-
-        # Compute the time of each operator, which torch reports in microseconds.
-        averages = profiler.key_averages()
-        time_field = "self_device_time_total" if self._is_cuda else "self_cpu_time_total"
-        table = averages.table(sort_by=time_field, row_limit=10, max_name_column_width=50)
-        operators = {event.key: getattr(event, time_field) / 1e6 for event in averages}
-        self.profiles.append(StepProfile(self._rank, step, trace, table, operators))
-
         text = f"Profiled to step {step} on rank {self._rank}: {trace}"
         LOGGER.info(Event(text, "profile", step))
+
+        time_field = "self_device_time_total" if self._is_cuda else "self_cpu_time_total"
+        averages = profiler.key_averages()
+        table = averages.table(sort_by=time_field, row_limit=10, max_name_column_width=50)
         LOGGER.info(table)
+        seconds = {event.key: getattr(event, time_field) / 1e6 for event in averages}
+        self.profiles.append(StepProfile(self._rank, step, trace, table, operators=seconds))
+
         if self._has_snapshots:
             snapshot = self._make_path(f"step-{step:08d}", "memory.pickle")
             torch.cuda.memory._dump_snapshot(snapshot)
@@ -183,3 +168,24 @@ class Profiler(Hook):
         self._folder.mkdir(parents=True, exist_ok=True)
         time = strftime("%Y%m%d-%H%M%S")
         return str(self._folder / f"{prefix}-rank-{self._rank}-{time}.{suffix}")
+
+
+def _create_schedule(settings: Profiling, step: int) -> Callable[[int], ProfilerAction]:
+    """Create a schedule that records the last steps of each cycle of `profile_freq` steps.
+
+    For example, with profile_freq = 100 and 3 warmup and 2 active steps, it waits for 95 steps,
+    warms up for 3, and records the last 2.
+
+    Args:
+        settings: The section [profiling] of the job.
+        step: Number of steps completed so far.
+    """
+    # A cycle ends after each multiple of profile_freq: after 130 steps, there are 70 left.
+    remaining_steps = -step % settings.profile_freq
+    return torch.profiler.schedule(
+        skip_first=remaining_steps,
+        wait=settings.profile_freq - settings.profiler_warmup - settings.profiler_active,
+        warmup=settings.profiler_warmup,
+        active=settings.profiler_active,
+        repeat=settings.profiler_repeat,
+    )

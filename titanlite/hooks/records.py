@@ -136,8 +136,8 @@ class Records:
 
         Args:
             step: Step of the checkpoint that was loaded, or 0.
-            previous: The environment.json of the previous start, or {}.
-            environment: The environment.json of this start.
+            previous: environment.json of the previous start, or {}.
+            environment: environment.json of this start.
         """
         text = f"Training starts after step {step}" if step else "Training starts from scratch"
         details: dict[str, Any] = {
@@ -151,10 +151,9 @@ class Records:
             changes = find_differences(previous, environment)
             details["changed"] = changes
             # The comparison with the checkpoint has already logged changes of job and data.
-            other_changes = [line for line in changes if not line.startswith(("job.", "data."))]
-            if other_changes:
-                lines = [f"{text}; changed since the previous start:", *other_changes]
-                text = "\n".join(lines)
+            unlogged = [line for line in changes if not line.startswith(("job.", "data."))]
+            if unlogged:
+                text = "\n".join([f"{text}; changed since the previous start:", *unlogged])
         return Event(text, "start", step, details)
 
     def stats(self) -> dict[str, Any]:
@@ -213,28 +212,19 @@ def describe_environment(trainer: Trainer) -> dict[str, Any]:
 
     The next start of the run compares its own environment with the file, and logs what has changed.
     """
-    if trainer.device.type == "cuda":
-        device_name = torch.cuda.get_device_name(trainer.device)
-    else:
-        device_name = platform.processor() or platform.machine()
-
-    # A replay cannot reproduce steps with these plugins.
-    plugins = [
-        hook.name or type(hook).__name__ for hook in trainer.hooks if _may_change_results(hook)
-    ]
     return {
         "run": trainer.run_id,
         "code": describe_code(),
         "python": platform.python_version(),
         "packages": {"titanlite": __version__} | {name: version(name) for name in PACKAGES},
-        "device": device_name,
+        "device": _get_device_name(trainer.device),
         "world_size": trainer.run.world_size,
         "layout": asdict(trainer.run.degrees),
         "threads": torch.get_num_threads(),
         "platform": platform.platform(),
         "hosts": sorted(set(trainer.hosts)),
         "data": _list_fingerprints(trainer),
-        "hooks": plugins,
+        "hooks": _list_plugins(trainer.hooks),
         "job": trainer.run.job.model_dump(mode="json", exclude_defaults=True),
     }
 
@@ -248,13 +238,23 @@ def _list_fingerprints(trainer: Trainer) -> dict[str, str]:
     return fingerprints
 
 
-def _may_change_results(hook: Hook) -> bool:
-    """Return whether a hook is from a plugin and may change weights, optimizer state or gradients.
+def _get_device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return platform.processor() or platform.machine()
+
+
+def _list_plugins(hooks: Sequence[Hook]) -> list[str]:
+    """Return the plugin hooks that may change weights, optimizer state or gradients.
 
     `titanlite replay` runs without plugins, so it cannot reproduce steps with such a hook.
     """
-    is_builtin = type(hook).__module__.startswith("titanlite.")
-    return not is_builtin and not hook.observes_only
+    names = []
+    for hook in hooks:
+        is_builtin = type(hook).__module__.startswith("titanlite.")
+        if not is_builtin and not hook.observes_only:
+            names.append(hook.name or type(hook).__name__)
+    return names
 
 
 def find_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -274,18 +274,14 @@ def find_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
     new = flatten({key: value for key, value in now.items() if key in before})
 
     differences = []
-    new_keys = [key for key in new if key not in old]
-    for key in [*old, *new_keys]:
+    for key in old | new:
         if old.get(key) != new.get(key):
             differences.append(f"{key}: {old.get(key, 'none')} -> {new.get(key, 'none')}")
     return differences
 
 
 def describe_code(package: Path = PACKAGE) -> dict[str, str]:
-    """Identify the version of the code by a hash of its files and its git commit.
-
-    Args:
-        package: Folder of the package.
+    """Identify the version of the code in the folder `package`.
 
     Returns:
         - "files": Hash of the names and contents of all Python files.
@@ -294,7 +290,7 @@ def describe_code(package: Path = PACKAGE) -> dict[str, str]:
     """
     digest = xxhash.xxh3_64()
     for file in sorted(package.rglob("*.py")):
-        if file.is_file():  # not a broken link, as which editors create lock files
+        if file.is_file():  # lock files of editors are broken links
             name = os.fsencode(file.relative_to(package))
             digest.update(name + b"\0" + file.read_bytes())
 
@@ -310,15 +306,20 @@ def _read_git_commit(repository: Path) -> str | None:
 
     Return None if git is not installed, or the folder is not a clone.
     """
-    # Set the folders, so that git ignores GIT_* variables and a repository above this folder.
-    git = ["git", f"--git-dir={repository / '.git'}", f"--work-tree={repository}"]
-    # Start no background process, and take no lock.
-    options = ["-c", "core.fsmonitor=false", "--no-optional-locks"]
-    # Without tags, `git describe` prints the commit.
-    describe = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    command = [
+        "git",
+        # Ignore GIT_* variables, and a repository above this folder.
+        f"--git-dir={repository / '.git'}",
+        f"--work-tree={repository}",
+        # Start no background process, and take no lock.
+        *("-c", "core.fsmonitor=false"),
+        "--no-optional-locks",
+        # Without tags, `git describe` prints the commit.
+        *("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"),
+    ]
     try:
         result = subprocess.run(
-            [*git, *options, *describe],
+            command,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=GIT_SECONDS,

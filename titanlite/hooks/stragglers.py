@@ -65,8 +65,8 @@ class Stragglers(Hook):
         self._times = torch.zeros(trainer.run.world_size, len(PARTS), device=trainer.device)
         # Start and end of each optimizer update since the last logged step.
         self._updates: list[tuple[Any, Any]] = []
-        # For each part: the slowest rank, and its number of consecutive logged steps.
-        self._slow_ranks = [(-1, 0)] * len(PARTS)
+        # For each part: the slow rank, if any, and its number of consecutive logged steps.
+        self._slow_ranks: list[tuple[int | None, int]] = [(None, 0)] * len(PARTS)
 
     def before_update(self, step: int, sums: StepSums, skip: Tensor) -> None:
         """Record the start of the optimizer update."""
@@ -88,22 +88,23 @@ class Stragglers(Hook):
             self._exchange.wait()
             self._compare(step)
 
-        # Compute the mean times of a step since the previous logged step, in seconds. A matrix
-        # product of fixed size shows whether the device itself is slow.
+        # Send the times of this rank. The all-gather writes the times of rank r to row r of
+        # `self._times`, at any time until the next call.
+        times = torch.tensor(self._mean_times(), device=self._device)
+        self._exchange = dist.all_gather(
+            list(self._times), times, self._trainer.mesh.world_group, async_op=True
+        )
+        return {}
+
+    def _mean_times(self) -> list[float]:
+        """Return the mean seconds of each of `PARTS` in a step since the previous logged step."""
         num_steps = len(self._updates)
         product_seconds = self._time_product()
         data_seconds = self._trainer.meter.data_seconds / num_steps
         update_times = [self._seconds_between(start, end) for start, end in self._updates]
         update_seconds = sum(update_times) / num_steps
         self._updates = []
-
-        # Send the times of this rank. The all-gather writes the times of rank r to row r of
-        # `self._times`, at any time until the next call.
-        times = torch.tensor([data_seconds, update_seconds, product_seconds], device=self._device)
-        self._exchange = dist.all_gather(
-            list(self._times), times, self._trainer.mesh.world_group, async_op=True
-        )
-        return {}
+        return [data_seconds, update_seconds, product_seconds]
 
     def ended(self, step: int, stopped: str) -> None:
         """Wait for the exchange of times in progress before its process group is destroyed."""
@@ -151,24 +152,40 @@ class Stragglers(Hook):
         """Log each rank that was by far the slowest in several consecutive logged steps."""
         times_by_part = self._times.cpu().unbind(1)
         for i, (part, times) in enumerate(zip(PARTS, times_by_part, strict=True)):
-            # Compare the slowest rank with the median.
-            slowest = int(times.argmax())
-            seconds = times[slowest].item()
-            median = times.quantile(0.5).item()
-            is_slow = seconds > SLOW_FACTOR * median and seconds > median + part.min_difference
-            if not is_slow:
-                self._slow_ranks[i] = (-1, 0)  # no rank
-                continue
+            slow_rank = _find_slow_rank(part, times)
+            previous_slow_rank, count = self._slow_ranks[i]
+            count = count + 1 if slow_rank == previous_slow_rank else 1
+            self._slow_ranks[i] = (slow_rank, count)
+            if slow_rank is not None and count == STEPS_UNTIL_REPORT:
+                self._report(step, part, times, slow_rank)
 
-            # Count for how many logged steps this rank has been the slowest.
-            previous_slowest, count = self._slow_ranks[i]
-            count = count + 1 if slowest == previous_slowest else 1
-            self._slow_ranks[i] = (slowest, count)
+    def _report(self, step: int, part: TimedPart, times: Tensor, rank: int) -> None:
+        """Log that a rank is slow.
 
-            if count == STEPS_UNTIL_REPORT:
-                text = (
-                    f"Rank {slowest} ({self._trainer.hosts[slowest]}) "
-                    f"{part.description.format(seconds)}; the median of the ranks is "
-                    f"{median:.3g} s: it makes the others wait."
-                )
-                self._trainer.log(Event(text, "straggler", step))
+        Args:
+            step: Number of the step.
+            part: Part of the step in which the rank is slow.
+            times: Seconds of each rank in this part.
+            rank: The slow rank.
+        """
+        seconds = times[rank].item()
+        median = times.quantile(0.5).item()
+        text = (
+            f"Rank {rank} ({self._trainer.hosts[rank]}) {part.description.format(seconds)}; "
+            f"the median of the ranks is {median:.3g} s: it makes the others wait."
+        )
+        self._trainer.log(Event(text, "straggler", step))
+
+
+def _find_slow_rank(part: TimedPart, times: Tensor) -> int | None:
+    """Return the slowest rank if it needs much more than the median of all ranks, else None.
+
+    Args:
+        part: Part of the step.
+        times: Seconds of each rank in this part.
+    """
+    rank = int(times.argmax())
+    seconds = times[rank].item()
+    median = times.quantile(0.5).item()
+    is_slow = seconds > SLOW_FACTOR * median and seconds > median + part.min_difference
+    return rank if is_slow else None
