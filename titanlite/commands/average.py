@@ -38,9 +38,6 @@ class Average(Options):
 def main(argv: Sequence[str]) -> None:
     """Run `titanlite average`: write a checkpoint with the mean of several checkpoints' weights.
 
-    Args:
-        argv: Arguments after the name of the command.
-
     Raises:
         UserError: If an option is invalid, or the checkpoints have different models or tokenizers.
         CheckpointError: If a checkpoint is damaged or missing.

@@ -44,25 +44,15 @@ def main(argv: Sequence[str]) -> None:
     Raises:
         UserError: If the job, its data or an option is invalid.
     """
-    # Check the keys of the job, and its memory. With --world-size, it may run on other nodes.
     options, words = parse_options_and_job(CheckOptions, argv, "check")
     world_size = options.world_size or read_world_size()
     run = load_run(words, world_size)
     check_memory(run, elsewhere=options.world_size is not None)
-
-    # Check whether the job can resume from its checkpoints, if there are any.
-    condition = ""
-    if is_saved(run):
-        _check_changes(run)
-        # Only the start of a run compares the data position in the checkpoint.
-        condition = f", if {run.checkpoint_folder} has the same data, seq_len and tokenizer"
-
-    # Check the data, and whether it is too small to train a useful model (a toy run).
+    condition = _check_resume(run)
     tokenizer = load_tokenizer(run.tokenizer_path, run.job)
     data = inspect_data(run, tokenizer)
     toy_note = explain_toy_run(run, tokenizer, data)
 
-    # Print the result.
     name = run.job.job.config_file or "the job"
     ranks = format_count(world_size, "rank")
     print(printable(f"OK: {name} can start on {ranks}{condition}."))
@@ -75,17 +65,24 @@ def main(argv: Sequence[str]) -> None:
         print(f"\n{plot_schedule(run, width)}")
 
 
-def _check_changes(run: Run) -> None:
-    """Check that the job can resume from its newest checkpoint.
+def _check_resume(run: Run) -> str:
+    """Check that the job can resume from its newest checkpoint, if there is one.
+
+    Returns:
+        A condition of the resume that is not checked, or "".
 
     Raises:
         UserError: If a key has changed that must stay the same when a run resumes.
     """
+    if not is_saved(run):
+        return ""
     saved_job = read_newest_job(run.checkpoint_folder)
     before = saved_job.model_dump(mode="json") | {"model": asdict(Run(saved_job).arch)}
     now = run.job.model_dump(mode="json") | {"model": asdict(run.arch)}
     changes = compare_jobs(before, now, ([], []))
     report_changes(run.checkpoint_folder, changes, log=lambda line: None)
+    # Only the start of a run compares the data position in the checkpoint.
+    return f", if {run.checkpoint_folder} has the same data, seq_len and tokenizer"
 
 
 def plot_schedule(run: Run, width: int) -> str:
@@ -98,7 +95,7 @@ def plot_schedule(run: Run, width: int) -> str:
         run: The validated run.
         width: Maximum number of characters per line.
     """
-    # Choose the step of each column. For example, 3 columns show the steps 0, 33 and 66 of 100.
+    # For example, 3 columns show the steps 0, 33 and 66 of 100.
     num_steps = run.job.training.steps
     num_columns = min(num_steps, max(_MARGIN, width - _MARGIN))
     steps = [column * num_steps // num_columns for column in range(num_columns)]
@@ -107,17 +104,25 @@ def plot_schedule(run: Run, width: int) -> str:
     lines = _plot_curve("learning rate", learning_rates, "{:.2e}", height=8)
     batch_sizes = [run.batch_size(step) for step in steps]
     lines += _plot_curve("global batch size", batch_sizes, "{:,}", height=4)
-    shares_by_step = [source_shares(run.job.dataset, step).tolist() for step in steps]
-    for index, source in enumerate(source_specs(run.job.dataset)):
-        name = f"share of {source.source} {source.path or ''}"
-        shares = [step_shares[index] for step_shares in shares_by_step]
-        lines += _plot_curve(name, shares, "{:.0%}", height=2)
+    lines += _plot_shares(run, steps)
 
     # Label the horizontal axis with the first and the last step.
     axis_label = "step".rjust(_MARGIN - 2)
     last_step = f"{num_steps:,}".rjust(max(6, num_columns - 1))
     lines.append(f"{axis_label}  1{last_step}")
     return "\n".join(line[:width] for line in lines)
+
+
+def _plot_shares(run: Run, steps: Sequence[int]) -> list[str]:
+    """Plot the share of each data source in the given steps."""
+    dataset = run.job.dataset
+    shares_by_step = [source_shares(dataset, step).tolist() for step in steps]
+    lines = []
+    for index, source in enumerate(source_specs(dataset)):
+        name = f"share of {source.source} {source.path or ''}"
+        shares = [step_shares[index] for step_shares in shares_by_step]
+        lines += _plot_curve(name, shares, "{:.0%}", height=2)
+    return lines
 
 
 def _plot_curve(name: str, values: Sequence[float], label_format: str, *, height: int) -> list[str]:
@@ -134,16 +139,23 @@ def _plot_curve(name: str, values: Sequence[float], label_format: str, *, height
     if min(values) == maximum:
         return [f"{title}: {label_format.format(maximum)} in each step"]
 
-    # Row 0 is at the bottom. Its label is 0. The label of the top row is the maximum.
+    # The top row is labeled with the maximum, and the bottom row, row 0, with 0.
     labels = {height - 1: label_format.format(maximum), 0: "0"}
+    bar_heights = [value / maximum * height for value in values]
     lines = [title]
     for row in reversed(range(height)):
-        bars = ""
-        for value in values:
-            # A character is filled in steps of 1/8. For example, a bar of 2.5 rows fills rows 0
-            # and 1 completely, and row 2 by 4/8.
-            filled_eighths = round(8 * (value / maximum * height - row))
-            bars += _BARS[max(0, min(8, filled_eighths))]
         label = labels.get(row, "").rjust(_MARGIN - 2)
-        lines.append(f"{label} |{bars}".rstrip())
+        lines.append(f"{label} |{_draw_row(row, bar_heights)}".rstrip())
     return lines
+
+
+def _draw_row(row: int, bar_heights: Sequence[float]) -> str:
+    """Draw one row of a bar chart. A character can be filled in steps of 1/8.
+
+    For example, a bar of height 2.5 fills rows 0 and 1 completely, and row 2 by 4/8.
+    """
+    characters = []
+    for bar_height in bar_heights:
+        filled_eighths = round(8 * (bar_height - row))
+        characters.append(_BARS[max(0, min(8, filled_eighths))])
+    return "".join(characters)

@@ -46,9 +46,6 @@ class Eval(Scoring, TextModelOptions):
 def main(argv: Sequence[str]) -> None:
     """Run `titanlite eval`: print the perplexity and bits per byte of a checkpoint on texts.
 
-    Args:
-        argv: Arguments after the name of the command.
-
     Raises:
         UserError: If an option is invalid, or a file does not exist or cannot be read.
         CheckpointError: If no checkpoint can be used, or its output is not finite.

@@ -42,9 +42,6 @@ class Export(CheckpointOptions):
 def main(argv: Sequence[str]) -> None:
     """Run `titanlite export`: convert a checkpoint to a Hugging Face model and print its size.
 
-    Args:
-        argv: Arguments after the name of the command.
-
     Raises:
         UserError: If an option is invalid, the output folder exists or cannot be created, or no
             tokenizer is known.

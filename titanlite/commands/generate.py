@@ -24,7 +24,7 @@ from titanlite.observe.flops import num_params
 from titanlite.runtime.logging import note
 
 if TYPE_CHECKING:
-    from titanlite.completion import Completion
+    from titanlite.completion import Completion, LoadedCheckpoint
 
 _MAX_BYTES = 1 << 28  # maximum size of a file of prompts
 
@@ -52,9 +52,6 @@ class Generate(Generation, TextModelOptions):
 def main(argv: Sequence[str]) -> None:
     """Run `titanlite generate`: complete prompts with a checkpoint and print the completions.
 
-    Args:
-        argv: Arguments after the name of the command.
-
     Raises:
         UserError: If an option is invalid, a file does not exist, or a prompt does not fit the
             model.
@@ -69,23 +66,26 @@ def main(argv: Sequence[str]) -> None:
     # Importing torch is slow, so invalid options are reported first.
     from titanlite.completion import generate, generate_many, load_checkpoint
 
-    # Load the model, and print its size, dtype and device.
     loaded = load_checkpoint(options.checkpoint, ema=options.ema, tokenizer=options.tokenizer_path)
-    weight = loaded.model.get_parameter("tok_embeddings.weight")
-    dtype = str(weight.dtype).removeprefix("torch.")
-    size = num_params(loaded.model.arch)
-    note(f"{loaded.folder}: {size:,} parameters, {dtype} on {weight.device.type}")
-
-    # Print a single completion while it is generated, and other completions when they end.
+    note(_describe_model(loaded))
     settings = options.model_dump(include=set(Generation.model_fields))  # such as temperature
     start = time.perf_counter()
-    if options.prompts is None and not options.as_json:
+    is_printed_while_generated = options.prompts is None and not options.as_json
+    if is_printed_while_generated:
         _write(options.prompt)
         num_tokens = _write_pieces(generate(loaded, options.prompt, **settings))
     else:
         num_tokens = _write_results(generate_many(loaded, prompts, **settings), options.as_json)
     speed = num_tokens / (time.perf_counter() - start)
     note(f"{num_tokens} tokens, {speed:,.1f} tokens/s")
+
+
+def _describe_model(loaded: LoadedCheckpoint) -> str:
+    """Return the folder, size, dtype and device of a model as a line of text."""
+    weight = loaded.model.get_parameter("tok_embeddings.weight")
+    dtype = str(weight.dtype).removeprefix("torch.")
+    size = num_params(loaded.model.arch)
+    return f"{loaded.folder}: {size:,} parameters, {dtype} on {weight.device.type}"
 
 
 def _write_pieces(pieces: Iterable[str]) -> int:
@@ -124,20 +124,16 @@ def read_prompts(path: Path) -> list[str]:
     """
     content = sys.stdin.buffer.read() if str(path) == "-" else read_file(path, _MAX_BYTES)
     is_json = path.suffix == ".jsonl"
-    prompts = []
     try:
-        for line in content.decode().split("\n"):
-            if line.strip():
-                prompts.append(_parse_prompt(line, is_json))
-    except (ValueError, RecursionError):  # not UTF-8, or an invalid line
-        prompts = []
-
-    # An invalid file and a file without prompts give the same error.
-    if not prompts:
+        lines = content.decode().split("\n")
+        prompts = [_parse_prompt(line, is_json) for line in lines if line.strip()]
+        if not prompts:
+            raise ValueError("the file has no prompt")
+    except (ValueError, RecursionError):  # not UTF-8, an invalid line, or no prompt
         raise UserError(
             f"--prompts {path}: must contain one prompt per line in UTF-8. In a .jsonl file, each "
             'line must be a JSON string, or an object with a string "prompt".'
-        )
+        ) from None
     return prompts
 
 

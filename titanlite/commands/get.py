@@ -41,9 +41,6 @@ class Get(Options):
 def main(argv: Sequence[str]) -> None:
     """Run `titanlite get`: download a tokenizer or data, and print the job lines that use it.
 
-    Args:
-        argv: Arguments after the name of the command.
-
     Raises:
         UserError: If the name is unknown, or the files cannot be downloaded or used.
     """
@@ -63,16 +60,25 @@ def main(argv: Sequence[str]) -> None:
         print(printable(f"Not downloaded: {total}."))
         return
 
-    # Download them, and print the lines of a job file that use them.
     files.fetch(out)
-    if options.kind == "tokenizer":
-        path = out / next(iter(files.sizes))
-        lines = format_job_lines(path, load_tokenizer(path).vocab_size)
-    else:
-        source = SUFFIXES["data"][files.suffix]
-        pattern = format_value(f"{out}/**/*{files.suffix}")
-        lines = f'[dataset]\nsource = "{source}"\npath = {pattern}'
+    lines = _format_job_lines(options.kind, files, out)
     print(printable(f"{total}. To use them, add these lines to a job file:\n\n{lines}"))
+
+
+def _format_job_lines(kind: str, files: HubFiles, out: Path) -> str:
+    """Return the lines of a job file that use the downloaded tokenizer or data.
+
+    Args:
+        kind: "tokenizer" or "data".
+        files: The downloaded files.
+        out: Folder that contains them.
+    """
+    if kind == "tokenizer":
+        path = out / next(iter(files.sizes))
+        return format_job_lines(path, load_tokenizer(path).vocab_size)
+    source = SUFFIXES["data"][files.suffix]
+    pattern = format_value(f"{out}/**/*{files.suffix}")
+    return f'[dataset]\nsource = "{source}"\npath = {pattern}'
 
 
 def _default_folder(options: Get, files: HubFiles) -> Path:

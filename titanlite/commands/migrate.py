@@ -36,14 +36,10 @@ class Migrate(Options):
 def main(argv: Sequence[str]) -> None:
     """Run `titanlite migrate`: convert a torchtitan job file, and report the converted keys.
 
-    Args:
-        argv: Arguments after the name of the command.
-
     Raises:
         UserError: If the file is not a torchtitan job for a supported model or has invalid values,
             or if the file --out exists.
     """
-    # Report an existing output file before the conversion.
     options = parse_options(Migrate, argv, "migrate")
     out = options.out
     if out is not None and os.path.lexists(out) and not options.overwrite:
@@ -67,26 +63,28 @@ def main(argv: Sequence[str]) -> None:
 
 def _format_report(migration: Migration, options: Migrate) -> str:
     """Format the report of a conversion: which keys of the job were renamed, added and left out."""
-    # Start with a summary.
     name = f"Wrote {options.out}" if options.out else "This job"
     is_scaled = migration.rope_scaling_factor != 1.0
     scaling = "are scaled as in Llama 3.1" if is_scaled else "are not scaled"
-    lines = [
+    summary = (
         f"{name}: {migration.carried} keys unchanged; comments stay in {options.file}. The file "
         f"was read as a job for torchtitan {migration.version}, where rotary frequencies {scaling}."
-    ]
-
-    # List the keys that are different in the new file.
-    renamed = [f"{old} -> {new}" for old, new in migration.renamed.items()]
-    lines += _format_section("Renamed:", renamed)
-    added = [f"{key}  ({reason})" for key, reason in migration.added.items()]
-    lines += _format_section("Added to keep the run the same:", added)
-    omitted = [f"{', '.join(keys)}\n      {reason}" for reason, keys in migration.lost.items()]
-    lines += _format_section("Left out:", omitted)
-
+    )
     job_file = options.out or "NEW.toml"
-    lines += ["", f"Next: titanlite check --job.config_file {job_file} --world-size N"]
-    return "\n".join(lines)
+    next_step = f"Next: titanlite check --job.config_file {job_file} --world-size N"
+    return "\n".join([summary, *_format_changes(migration), "", next_step])
+
+
+def _format_changes(migration: Migration) -> list[str]:
+    """List the keys that are different in the new file."""
+    renamed = [f"{old} -> {new}" for old, new in migration.renamed.items()]
+    added = [f"{key}  ({reason})" for key, reason in migration.added.items()]
+    omitted = [f"{', '.join(keys)}\n      {reason}" for reason, keys in migration.lost.items()]
+    return [
+        *_format_section("Renamed:", renamed),
+        *_format_section("Added to keep the run the same:", added),
+        *_format_section("Left out:", omitted),
+    ]
 
 
 def _format_section(heading: str, items: Sequence[str]) -> list[str]:

@@ -7,9 +7,9 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 from pydantic import Field
 
@@ -31,6 +31,9 @@ from titanlite.observe.forecast import Forecast, TrainingTime
 from titanlite.observe.gpus import GIB, MIB, MOST_GIB, Gpu, device_memory, find_gpu, gpu_of_device
 from titanlite.plan.workers import workers
 from titanlite.runtime.logging import note
+
+if TYPE_CHECKING:
+    from titanlite.plan.advice import Apply
 
 _MAX_LISTED = 10  # number of search results to print
 
@@ -90,7 +93,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _plan_or_search(options: Plan, run: Run, tokens: int | None, out: TextIO) -> str:
-    """Choose the device and the worker processes, and run `_search` or `_plan`.
+    """Estimate a job with `_plan`, or search for faster jobs with `_search`.
 
     Args:
         options: Options of the command.
@@ -100,30 +103,21 @@ def _plan_or_search(options: Plan, run: Run, tokens: int | None, out: TextIO) ->
 
     Returns:
         Text to print at the end.
-
-    Raises:
-        UserError: If the device is unknown or does not fit the options, or no job fits.
     """
-    gpu = _choose_gpu(options.gpu)
-    if gpu.cpu and tokens is not None:
-        problem = "needs a GPU, because its interval comes from measurements on GPUs."
-        raise UserError(f"--tokens {problem} Choose one with --gpu.")
-    if options.memory is not None:
-        gpu = gpu.model_copy(update={"memory_gib": options.memory})
-    gpu = gpu.of_rank(run.world_size)  # the ranks of a CPU share its cores and memory
-
     from titanlite.plan import advice  # imports torch, which is slow
 
-    # A search traces many jobs, and a long pipeline many stages, so processes share this work.
+    gpu = _choose_device(options, run.world_size)
+    if gpu.cpu:  # CPU offload saves no memory there
+        run = advice.with_keys(run, {"training.enable_cpu_offload": False})
+
     is_search = options.search or options.write is not None
-    has_many_traces = is_search or run.degrees.pipeline > 2
-    with workers() if has_many_traces else contextlib.nullcontext() as pool:
-        apply = pool.map if pool else map
-        if gpu.cpu:  # CPU offload saves no memory there
-            run = advice.with_keys(run, {"training.enable_cpu_offload": False})
-        if is_search:
-            return _search(options, run, gpu, apply, tokens)
-        return _plan(options, run, gpu, apply, tokens, out)
+    if is_search:
+        with workers() as pool:
+            return _search(options, run, gpu, pool.map, tokens)
+    if run.degrees.pipeline > 2:  # a long pipeline has many stages to trace
+        with workers() as pool:
+            return _plan(options, run, gpu, pool.map, tokens, out)
+    return _plan(options, run, gpu, map, tokens, out)
 
 
 def _parse_tokens(text: str) -> int:
@@ -155,26 +149,17 @@ def _plan(
     options: Plan,
     run: Run,
     gpu: Gpu,
-    apply: Callable[..., Any],
+    apply: Apply,
     tokens: int | None,
     out: TextIO,
 ) -> str:
     """Estimate the memory and step time of a job, and search for changes that improve it.
 
-    Without --json, print the estimate as soon as it is known, and return only the advice, because
-    the search for advice takes longer. With --json, print nothing and return both.
-
-    Args:
-        options: Options of the command.
-        run: The run to estimate.
-        gpu: The device of each rank.
-        apply: `map`, or the `map` method of a process pool to trace several jobs in parallel.
-        tokens: Number of tokens of the whole training run, from --tokens.
-        out: Stream for the estimate.
+    The search takes longer, so the estimate is printed to `out` first, unless --json is set.
 
     Returns:
-        The advice: changes that make the job fit into memory, or the largest batch size if it fits.
-        With --json, the estimate and the advice as one JSON object.
+        The changes that make the job fit into memory, or the largest batch size if it fits. With
+        --json, the estimate and these changes as one JSON object.
     """
     from titanlite.plan import advice
 
@@ -182,7 +167,6 @@ def _plan(
         if not options.as_json:
             print(_format_plan(run, _add_training_time(plan, tokens)), file=out, flush=True)
 
-    # `make_plan` passes the estimate to `show` before it searches for advice.
     plan = advice.make_plan(
         run, gpu, options.quick, options.remedies, show=print_estimate, apply=apply
     )
@@ -209,19 +193,10 @@ def _format_advice(run: Run, plan: Forecast) -> str:
     return f"Largest training.local_batch_size that fits: {largest} (now {current})."
 
 
-def _search(
-    options: Plan, run: Run, gpu: Gpu, apply: Callable[..., Any], tokens: int | None
-) -> str:
+def _search(options: Plan, run: Run, gpu: Gpu, apply: Apply, tokens: int | None) -> str:
     """Search for the fastest variants of a job that fit into memory.
 
     With --write, also write the fastest variant as a job file.
-
-    Args:
-        options: Options of the command.
-        run: The run to vary.
-        gpu: The device of each rank.
-        apply: `map`, or a parallel version of it, which traces several jobs.
-        tokens: Number of tokens of the whole training run, from --tokens.
 
     Returns:
         The 10 fastest variants as a table, or as JSON with --json.
@@ -249,12 +224,7 @@ def _search(
 
     devices = f"{best[0]['world_size']} x {best[0]['gpu']}"
     title = f"Fastest of {num_traced} traced jobs (of {num_candidates} candidates) on {devices}"
-    columns = ["tokens/s", "MFU (causal)", "MFU (full)", "peak GiB", "job"]
-    if tokens is not None:
-        columns.insert(1, "days (90% interval)")
-    rows = [_format_result(plan) for plan in best]
-    table = format_table(columns, rows)
-    return f"{title}\n\n{table}"
+    return f"{title}\n\n{_format_results(best)}"
 
 
 def _add_training_time(plan: Forecast, tokens: int | None) -> Forecast:
@@ -267,12 +237,26 @@ def _add_training_time(plan: Forecast, tokens: int | None) -> Forecast:
     return plan.model_copy(update={"training": estimate_training(plan, tokens)})
 
 
+def _choose_device(options: Plan, world_size: int) -> Gpu:
+    """Return the device of each rank, as --gpu and --memory describe it.
+
+    Raises:
+        UserError: If --gpu is invalid, or --tokens is set without a GPU.
+    """
+    gpu = _choose_gpu(options.gpu)
+    if gpu.cpu and options.tokens is not None:
+        problem = "needs a GPU, because its interval comes from measurements on GPUs."
+        raise UserError(f"--tokens {problem} Choose one with --gpu.")
+    if options.memory is not None:
+        gpu = gpu.model_copy(update={"memory_gib": options.memory})
+    return gpu.of_rank(world_size)  # the ranks of a CPU share its cores and memory
+
+
 def _choose_gpu(name: str | None) -> Gpu:
-    """Return the device for which `titanlite plan` estimates memory and time.
+    """Return the device that --gpu describes, or the GPU of this node if the option is not set.
 
     Args:
-        name: Value of the option --gpu: "cpu", the name of a GPU, or the path of a TOML file. None
-            selects the GPU of this node, or an H100 if the node has no GPU.
+        name: "cpu", the name of a GPU, or the path of a TOML file.
 
     Raises:
         UserError: If the name or the file is invalid, or the GPU of this node is not in the table.
@@ -284,32 +268,25 @@ def _choose_gpu(name: str | None) -> Gpu:
     if name is not None:
         return find_gpu(name)
 
+    # Use the GPU of this node.
     device_name, num_bytes = device_memory()
     if device_name is None:
         note("This node has no GPU, so the plan is for H100. To choose another, pass --gpu.")
         return find_gpu("H100")
     gpu = gpu_of_device(device_name)
     if gpu is None:
-        problem = f"The GPU of this node, {device_name}, is not in the table."
-        raise UserError(f"{problem} Pass a similar one with --gpu.")
+        raise UserError(
+            f"The GPU of this node, {device_name}, is not in the table. "
+            "Pass a similar one with --gpu."
+        )
     return gpu.model_copy(update={"memory_gib": num_bytes / GIB})
 
 
 def _format_plan(run: Run, plan: Forecast) -> str:
     """Format the estimate of a job as two tables: peak memory in GiB and step time in seconds."""
     lines = [f"{plan.job} on {plan.world_size} x {plan.gpu}", ""]
-    lines += _format_memory(plan)
+    lines += [*_format_memory(plan), "", *_format_step_time(plan)]
 
-    # List the time of each kind of work, such as matmuls, and of the whole step.
-    lines += ["", f"Step time, s (roofline of {plan.gpu}, accurate to about a third)"]
-    times = dict(plan.parts)
-    times["(hidden communication)"] = plan.hidden_seconds
-    times["step"] = plan.step_seconds
-    for name, seconds in times.items():
-        share = seconds / plan.step_seconds
-        lines.append(f"  {name:<36}{seconds:>10.4f}{share:>7.0%}")
-
-    # Add the speed, and the model FLOPs utilization (MFU).
     days = plan.step_seconds * run.job.training.steps / 86400
     speed = f"{plan.tokens_per_second:,.0f} tokens/s per device"
     lines.append(f"  {speed}, {days:,.2f} days for all steps")
@@ -318,6 +295,19 @@ def _format_plan(run: Run, plan: Forecast) -> str:
     if plan.training is not None:
         lines += _format_training_time(plan.training)
     return "\n".join([*lines, ""])
+
+
+def _format_step_time(plan: Forecast) -> list[str]:
+    """Format the time of each kind of work, such as matmuls, and of the whole step."""
+    times = dict(plan.parts)
+    times["(hidden communication)"] = plan.hidden_seconds
+    times["step"] = plan.step_seconds
+
+    lines = [f"Step time, s (roofline of {plan.gpu}, accurate to about a third)"]
+    for name, seconds in times.items():
+        share = seconds / plan.step_seconds
+        lines.append(f"  {name:<36}{seconds:>10.4f}{share:>7.0%}")
+    return lines
 
 
 def _format_training_time(time: TrainingTime) -> list[str]:
@@ -350,22 +340,24 @@ def _format_memory(plan: Forecast) -> list[str]:
     return lines
 
 
-def _format_result(plan: Mapping[str, Any]) -> list[str]:
-    """Format one result of a search as the cells of a table row.
+def _format_results(plans: Sequence[Mapping[str, Any]]) -> str:
+    """Format the results of a search as a table. With --tokens, it has a column for the days."""
+    columns = ["tokens/s", "MFU (causal)", "MFU (full)", "peak GiB", "job"]
+    rows = []
+    for plan in plans:
+        cells = [
+            f"{plan['tokens_per_second']:,.0f}",
+            f"{plan['mfu']:.1%}",
+            f"{plan['mfu_full_attention']:.1%}",
+            f"{plan['peak'] / GIB:.1f}",
+            " ".join(plan["options"]) or "(unchanged)",
+        ]
+        time = plan["training"]
+        if time is not None:
+            days = f"{time['days']:,.2f} ({time['days_low']:,.2f} to {time['days_high']:,.2f})"
+            cells.insert(1, days)
+        rows.append(cells)
 
-    Returns:
-        Tokens per second, MFU with causal and with full attention, peak memory in GiB, and the
-        options that differ from the job. With --tokens, days and their interval come second.
-    """
-    cells = [
-        f"{plan['tokens_per_second']:,.0f}",
-        f"{plan['mfu']:.1%}",
-        f"{plan['mfu_full_attention']:.1%}",
-        f"{plan['peak'] / GIB:.1f}",
-        " ".join(plan["options"]) or "(unchanged)",
-    ]
-    time = plan["training"]
-    if time is not None:
-        days = f"{time['days']:,.2f} ({time['days_low']:,.2f} to {time['days_high']:,.2f})"
-        cells.insert(1, days)
-    return cells
+    if plans[0]["training"] is not None:
+        columns.insert(1, "days (90% interval)")
+    return format_table(columns, rows)

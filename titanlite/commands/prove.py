@@ -126,7 +126,7 @@ def choose_world_size(option: int | None) -> int | None:
     # A launcher has already started the ranks.
     if "WORLD_SIZE" in os.environ:
         world_size = read_world_size()
-        if option not in (None, world_size):
+        if option is not None and option != world_size:
             raise UserError(
                 f"--world-size {option}: the launcher has started {world_size} ranks. "
                 "Leave the option out."

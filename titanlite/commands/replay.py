@@ -12,6 +12,7 @@ from pydantic import PositiveInt
 from titanlite.commands.common import print_result, start_ranks
 from titanlite.config.errors import UserError
 from titanlite.config.options import AsJson, Options, PositionalPath, parse_options_and_job
+from titanlite.config.run import Run
 from titanlite.load_run import load_run, read_world_size
 from titanlite.observe.logged_step import json_line
 
@@ -35,9 +36,6 @@ class Replay(Options):
 def main(argv: Sequence[str]) -> None:
     """Run `titanlite replay`: compute a step again and compare its loss with the logged one.
 
-    Args:
-        argv: Arguments after the name of the command.
-
     Raises:
         UserError: If the run or the step does not exist, or the job cannot run on this node.
     """
@@ -50,21 +48,23 @@ def main(argv: Sequence[str]) -> None:
         )
     start_ranks("replay", argv)
 
-    # Load the job of the run. Its output folder may have been moved since.
+    # The output folder may have been moved since the run.
     job_words = ["--job.config_file", str(config), "--job.dump_folder", str(options.dir), *words]
     run = load_run(job_words, read_world_size(), trusted=False, trains=False)
     logged = _read_logged_step(options.dir / "metrics.jsonl", options.step)
-
-    from titanlite.train.replay import replay  # slow, because it imports torch
-
-    # Compute the steps from the last checkpoint to this step. To compare it with the logged
-    # numbers, convert it to a line of metrics.jsonl and back.
-    metrics = replay(run, options.step)[-1]
-    now = _select_numbers(json.loads(json_line(metrics.model_dump())))
+    now = _compute_step(run, options.step)
 
     text = f"step {options.step}  {_format_numbers(now)}, {_describe_difference(logged, now)}"
     result = {"step": options.step, "now": now, "logged": logged}
     print_result(result, text, options.as_json)
+
+
+def _compute_step(run: Run, step: int) -> dict[str, Any]:
+    """Compute a step again, and return its loss and gradient norm as in metrics.jsonl."""
+    from titanlite.train.replay import replay  # slow, because it imports torch
+
+    metrics = replay(run, step)[-1]
+    return _select_numbers(json.loads(json_line(metrics.model_dump())))
 
 
 def _describe_difference(logged: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str:

@@ -34,9 +34,6 @@ class Report(Options):
 def main(argv: Sequence[str]) -> None:
     """Run `titanlite report`: write an HTML page about one or more runs.
 
-    Args:
-        argv: Arguments after the name of the command.
-
     Raises:
         UserError: If a folder contains no run, or the page cannot be written.
     """

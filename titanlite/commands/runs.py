@@ -32,9 +32,6 @@ class Runs(Options):
 def main(argv: Sequence[str]) -> None:
     """Run `titanlite runs`: print a table of the runs in a folder.
 
-    Args:
-        argv: Arguments after the name of the command.
-
     Raises:
         UserError: If the folder does not exist or contains no run.
     """

@@ -23,9 +23,6 @@ class Verify(Options):
 def main(argv: Sequence[str]) -> None:
     """Run `titanlite verify`: read all checkpoints in a folder and print which are damaged.
 
-    Args:
-        argv: Arguments after the name of the command.
-
     Raises:
         CheckpointError: If there is no checkpoint, or one is damaged or cannot be read. The report
             is printed first.

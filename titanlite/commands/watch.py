@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from titanlite.config.options import Options, PositionalPath, parse_options
-from titanlite.report.run_files import read_status
+from titanlite.report.run_files import RunStatus, read_status
 from titanlite.runtime.logging import is_live_terminal
 
 
@@ -26,29 +26,33 @@ def main(argv: Sequence[str]) -> None:
 
     A terminal shows a live view. Otherwise, only lines that have changed are printed.
 
-    Args:
-        argv: Arguments after the name of the command.
-
     Raises:
         UserError: If the folder contains no run.
     """
     from titanlite.report.view import View
 
     folder = parse_options(Watch, argv, "watch").dir
-    previous_lines: list[str] = []
-    with View(auto_refresh=False) if is_live_terminal() else nullcontext() as view:
-        while True:
-            status = read_status(folder)
-            if view is not None:
+    if is_live_terminal():
+        with View(auto_refresh=False) as view:
+            for status in _follow(folder):
                 view.update(status.to_text(), refresh=True)
-            else:  # the output is not a terminal: print only lines that have changed
-                lines = status.to_lines()
-                for line in lines:
-                    if line not in previous_lines:
-                        print(line)
-                previous_lines = lines
+        return
 
-            has_ended = status.state not in ("running", "stale")
-            if has_ended:
-                return
-            time.sleep(1.0)
+    previous_lines: list[str] = []
+    for status in _follow(folder):
+        lines = status.to_lines()
+        for line in lines:
+            if line not in previous_lines:
+                print(line)
+        previous_lines = lines
+
+
+def _follow(folder: Path) -> Iterator[RunStatus]:
+    """Yield the status of a run every second until the run ends."""
+    while True:
+        status = read_status(folder)
+        yield status
+        has_ended = status.state not in ("running", "stale")
+        if has_ended:
+            return
+        time.sleep(1.0)

@@ -96,32 +96,30 @@ def prepare_hooks(
         sizes: "<hook name>.<tensor name>" -> size of the saved tensor.
         states: Hook name -> saved `state_dict`.
     """
-    sizes_by_hook: dict[str, dict[str, torch.Size]] = {}
-    for key, size in sizes.items():
-        hook_name, _, tensor_name = key.partition(".")
-        sizes_by_hook.setdefault(hook_name, {})[tensor_name] = size
+    sizes_by_hook = _group_by_hook(sizes)
     for hook in hooks:
         hook.resize_tensors(sizes_by_hook.get(hook.name, {}))
-    _warn_about_mismatches(hooks, warn, set(sizes_by_hook), states)
 
-
-def _warn_about_mismatches(
-    hooks: Sequence[Hook],
-    warn: Callable[[str], None],
-    names_with_tensors: set[str],
-    states: Mapping[str, Any],
-) -> None:
-    """Warn about saved state without a hook in this run, and about hooks without saved state."""
-    names_with_values = {name for name, state in states.items() if state}
-    unknown = (names_with_tensors | names_with_values) - {hook.name for hook in hooks}
+    # An empty `state_dict` is no loss.
+    names_with_content = {*sizes_by_hook, *(name for name, state in states.items() if state)}
+    unknown = names_with_content - {hook.name for hook in hooks}
     if unknown:
         names = ", ".join(sorted(unknown))
         warn(f"Ignoring the saved state of hooks that this run does not have: {names}")
 
-    missing = _hooks_with_state(hooks) - names_with_tensors - set(states)
+    missing = _hooks_with_state(hooks) - {*sizes_by_hook, *states}
     if missing:
         names = ", ".join(sorted(missing))
         warn(f"The checkpoint has no state of these hooks, which start without it: {names}")
+
+
+def _group_by_hook(sizes: Mapping[str, torch.Size]) -> dict[str, dict[str, torch.Size]]:
+    """Group the sizes of saved tensors: hook name -> tensor name -> size."""
+    sizes_by_hook: dict[str, dict[str, torch.Size]] = {}
+    for key, size in sizes.items():
+        hook_name, _, tensor_name = key.partition(".")
+        sizes_by_hook.setdefault(hook_name, {})[tensor_name] = size
+    return sizes_by_hook
 
 
 def _hooks_with_state(hooks: Sequence[Hook]) -> set[str]:

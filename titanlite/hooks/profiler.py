@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from time import strftime
 from typing import TYPE_CHECKING
 
 import torch
-from torch.profiler import ProfilerAction, ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile
 
 from titanlite.config.schema import Profiling
 from titanlite.hooks.hook import Hook
@@ -99,9 +99,21 @@ class Profiler(Hook):
     def _create_profiler(self, step: int) -> profile:
         """Create a profiler that calls `_write` at the end of each cycle of `profile_freq` steps.
 
+        For example, with profile_freq = 100 and 3 warmup and 2 active steps, it waits for 95 steps,
+        warms up for 3, and records the last 2.
+
         Args:
             step: Number of steps completed so far.
         """
+        settings = self._settings
+        schedule = torch.profiler.schedule(
+            # Cycles end at multiples of profile_freq: after step 130, 70 steps of a cycle are left.
+            skip_first=-step % settings.profile_freq,
+            wait=settings.profile_freq - settings.profiler_warmup - settings.profiler_active,
+            warmup=settings.profiler_warmup,
+            active=settings.profiler_active,
+            repeat=settings.profiler_repeat,
+        )
         activities = [ProfilerActivity.CPU]
         if self._is_cuda:
             activities.append(ProfilerActivity.CUDA)
@@ -110,10 +122,10 @@ class Profiler(Hook):
         warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
         return profile(
             activities=activities,
-            schedule=_create_schedule(self._settings, step),
+            schedule=schedule,
             on_trace_ready=self._write,
             record_shapes=True,
-            profile_memory=self._settings.enable_memory_snapshot,
+            profile_memory=settings.enable_memory_snapshot,
         )
 
     @_log_failures()
@@ -168,24 +180,3 @@ class Profiler(Hook):
         self._folder.mkdir(parents=True, exist_ok=True)
         time = strftime("%Y%m%d-%H%M%S")
         return str(self._folder / f"{prefix}-rank-{self._rank}-{time}.{suffix}")
-
-
-def _create_schedule(settings: Profiling, step: int) -> Callable[[int], ProfilerAction]:
-    """Create a schedule that records the last steps of each cycle of `profile_freq` steps.
-
-    For example, with profile_freq = 100 and 3 warmup and 2 active steps, it waits for 95 steps,
-    warms up for 3, and records the last 2.
-
-    Args:
-        settings: The section [profiling] of the job.
-        step: Number of steps completed so far.
-    """
-    # A cycle ends after each multiple of profile_freq: after 130 steps, there are 70 left.
-    remaining_steps = -step % settings.profile_freq
-    return torch.profiler.schedule(
-        skip_first=remaining_steps,
-        wait=settings.profile_freq - settings.profiler_warmup - settings.profiler_active,
-        warmup=settings.profiler_warmup,
-        active=settings.profiler_active,
-        repeat=settings.profiler_repeat,
-    )

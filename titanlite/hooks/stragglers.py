@@ -152,40 +152,19 @@ class Stragglers(Hook):
         """Log each rank that was by far the slowest in several consecutive logged steps."""
         times_by_part = self._times.cpu().unbind(1)
         for i, (part, times) in enumerate(zip(PARTS, times_by_part, strict=True)):
-            slow_rank = _find_slow_rank(part, times)
+            slowest = int(times.argmax())
+            seconds = times[slowest].item()
+            median = times.quantile(0.5).item()
+            is_slow = seconds > SLOW_FACTOR * median and seconds > median + part.min_difference
+            slow_rank = slowest if is_slow else None
+
             previous_slow_rank, count = self._slow_ranks[i]
             count = count + 1 if slow_rank == previous_slow_rank else 1
             self._slow_ranks[i] = (slow_rank, count)
-            if slow_rank is not None and count == STEPS_UNTIL_REPORT:
-                self._report(step, part, times, slow_rank)
-
-    def _report(self, step: int, part: TimedPart, times: Tensor, rank: int) -> None:
-        """Log that a rank is slow.
-
-        Args:
-            step: Number of the step.
-            part: Part of the step in which the rank is slow.
-            times: Seconds of each rank in this part.
-            rank: The slow rank.
-        """
-        seconds = times[rank].item()
-        median = times.quantile(0.5).item()
-        text = (
-            f"Rank {rank} ({self._trainer.hosts[rank]}) {part.description.format(seconds)}; "
-            f"the median of the ranks is {median:.3g} s: it makes the others wait."
-        )
-        self._trainer.log(Event(text, "straggler", step))
-
-
-def _find_slow_rank(part: TimedPart, times: Tensor) -> int | None:
-    """Return the slowest rank if it needs much more than the median of all ranks, else None.
-
-    Args:
-        part: Part of the step.
-        times: Seconds of each rank in this part.
-    """
-    rank = int(times.argmax())
-    seconds = times[rank].item()
-    median = times.quantile(0.5).item()
-    is_slow = seconds > SLOW_FACTOR * median and seconds > median + part.min_difference
-    return rank if is_slow else None
+            if is_slow and count == STEPS_UNTIL_REPORT:
+                text = (
+                    f"Rank {slowest} ({self._trainer.hosts[slowest]}) "
+                    f"{part.description.format(seconds)}; the median of the ranks is "
+                    f"{median:.3g} s: it makes the others wait."
+                )
+                self._trainer.log(Event(text, "straggler", step))

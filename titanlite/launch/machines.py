@@ -43,6 +43,8 @@ PROCESS_FILE = "process"  # process id of the node process
 END_FILE = "code"  # exit code of a run that has ended for a known reason
 CRASH_FILE = "crash"  # exit code of a crash that is not restarted
 
+# An example address of RFC 5737, to look up the default route of this node. Nothing is sent there.
+DEFAULT_ROUTE = ("192.0.2.1", 9)
 SIOCGIFADDR = 0x8915  # request of netdevice(7): the address of an interface
 MEET_SECONDS = 900  # seconds to wait until all nodes, or lost nodes, have connected
 SILENT_SECONDS = 10.0  # seconds until a waiting node logs what is missing
@@ -332,24 +334,22 @@ def _choose_address(store: tuple[str, int]) -> str | None:
     loopback address.
 
     Args:
-        store: Address and port of the first node. The route to it determines the address.
+        store: Address and port of the first node.
     """
-    # The address from which this node reaches the first node is usually the one that others reach.
+    # Other nodes usually reach the address from which this node reaches the first node.
     address = _source_address(store)
     if address is None:
         return None
 
     # On the first node, its own name may lead to a loopback address, which no other node reaches.
-    # Use the default route instead, here to an example address of RFC 5737. Nothing is sent there.
-    is_loopback = ipaddress.ip_address(address).is_loopback
-    if is_loopback and not _names_loopback(store[0]):
-        address = _source_address(("192.0.2.1", 9)) or address
+    if _is_loopback(address) and not _is_loopback(store[0]):
+        address = _source_address(DEFAULT_ROUTE) or address
     _set_interface(address)
     return address
 
 
-def _names_loopback(host: str) -> bool:
-    """Return whether `host` is a loopback address, as in a run on this node only."""
+def _is_loopback(host: str) -> bool:
+    """Return whether a host is given as a loopback address, as in a run on this node only."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:  # a name
