@@ -154,21 +154,20 @@ def tokenizer(argv: Sequence[str]) -> None:
     Raises:
         UserError: If an option is invalid, or the text cannot be read or is too small.
     """
-    # Read the options, without the optional word "train".
     argv = argv[1:] if argv[:1] == ["train"] else argv
     options, words = parse_options_and_job(Train, argv, "tokenizer train")
     from titanlite.data.tokenizer_files import train_tokenizer
 
-    # Train the tokenizer.
     job = load_data_job(words)
     vocab_size = options.vocab_size
     trained = train_tokenizer(job.dataset, options.out, vocab_size, options.max_bytes, job)
 
-    # Print the files, on how much text it was trained, and how to use it.
     documents = format_count(trained.documents, "document")
-    amount = f"{documents} ({trained.num_bytes:,} bytes, {trained.bytes_per_token:.2f} per token)"
-    files = f"{trained.tiktoken} and {trained.json}"
-    print(printable(f"Wrote {files}: {vocab_size:,} ids, trained on {amount}."))
+    report = (
+        f"Wrote {trained.tiktoken} and {trained.json}: {vocab_size:,} ids, trained on {documents} "
+        f"({trained.num_bytes:,} bytes, {trained.bytes_per_token:.2f} per token)."
+    )
+    print(printable(report))
     lines = format_job_lines(trained.json, vocab_size)
     print(printable(f"To use it, add these lines to a job file:\n\n{lines}"))
 

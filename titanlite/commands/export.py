@@ -126,8 +126,10 @@ def _load_saved_tokenizer(step_folder: Path) -> Tokenizer:
     try:
         job = read_job(step_folder)
     except NoTokenizerError:
-        problem = f"{step_folder} has no tokenizer, because it was imported without one"
-        raise UserError(f"{problem}. Pass --tokenizer FILE.") from None
+        raise UserError(
+            f"{step_folder} has no tokenizer, because it was imported without one. "
+            "Pass --tokenizer FILE."
+        ) from None
     except CheckpointError as error:
         raise UserError(f"{error} Or pass --tokenizer FILE to export.") from None
     return load_tokenizer(Run(job).tokenizer_path, job)

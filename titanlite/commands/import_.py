@@ -118,7 +118,7 @@ def _load_tokenizer(
         file: Tokenizer file, or None for the default tokenizer.
         origin: Folder of the weights, which may contain the default tokenizer.
         job: Job that describes the model. If it sets a tokenizer, that is the default.
-        vocab_size: Maximum number of tokens: the number of rows of the embedding.
+        vocab_size: Number of rows of the embedding.
 
     Returns:
         The tokenizer, or None if there is no usable default tokenizer. The reason is then logged.
@@ -162,12 +162,7 @@ def _find_default_tokenizer(origin: Path, job: JobConfig) -> Path:
 
 
 def _load_fitting_tokenizer(path: Path, job: JobConfig, vocab_size: int) -> Tokenizer:
-    """Load a tokenizer, and check that the model has an embedding for each of its tokens.
-
-    Args:
-        path: Path of the tokenizer file.
-        job: Job that describes the model.
-        vocab_size: Number of rows of the embedding.
+    """Load a tokenizer, and check that the embedding of the model has enough rows (`vocab_size`).
 
     Raises:
         UserError: If the tokenizer cannot be loaded, or has more than `vocab_size` tokens.
@@ -176,6 +171,7 @@ def _load_fitting_tokenizer(path: Path, job: JobConfig, vocab_size: int) -> Toke
 
     tokenizer = load_tokenizer(path, job)
     if tokenizer.vocab_size > vocab_size:
-        sizes = f"{tokenizer.vocab_size} tokens, but the embedding has {vocab_size} rows"
-        raise UserError(f"{path} has {sizes}.")
+        raise UserError(
+            f"{path} has {tokenizer.vocab_size} tokens, but the embedding has {vocab_size} rows."
+        )
     return tokenizer

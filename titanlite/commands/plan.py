@@ -104,9 +104,10 @@ def _plan_or_search(options: Plan, run: Run, tokens: int | None, out: TextIO) ->
     Returns:
         Text to print at the end.
     """
+    gpu = _choose_device(options, run.world_size)
+
     from titanlite.plan import advice  # imports torch, which is slow
 
-    gpu = _choose_device(options, run.world_size)
     if gpu.cpu:  # CPU offload saves no memory there
         run = advice.with_keys(run, {"training.enable_cpu_offload": False})
 
@@ -208,8 +209,9 @@ def _search(options: Plan, run: Run, gpu: Gpu, apply: Apply, tokens: int | None)
 
     results, num_traced, num_candidates = advice.search(run, gpu, apply)
     if not results:
-        remedy = "Use more or larger devices, or a smaller model."
-        raise UserError(f"None of {num_traced} jobs fits. {remedy}")
+        raise UserError(
+            f"None of {num_traced} jobs fits. Use more or larger devices, or a smaller model."
+        )
     if options.write:
         fastest_settings, _ = results[0]
         fastest_job = advice.with_keys(run, fastest_settings).job
@@ -245,8 +247,10 @@ def _choose_device(options: Plan, world_size: int) -> Gpu:
     """
     gpu = _choose_gpu(options.gpu)
     if gpu.cpu and options.tokens is not None:
-        problem = "needs a GPU, because its interval comes from measurements on GPUs."
-        raise UserError(f"--tokens {problem} Choose one with --gpu.")
+        raise UserError(
+            "--tokens needs a GPU, because its interval comes from measurements on GPUs. "
+            "Choose one with --gpu."
+        )
     if options.memory is not None:
         gpu = gpu.model_copy(update={"memory_gib": options.memory})
     return gpu.of_rank(world_size)  # the ranks of a CPU share its cores and memory

@@ -114,20 +114,20 @@ class Records:
         if trainer.rank != 0:
             return
 
-        # Read the description of the previous start before it is replaced.
-        previous = self._outputs.environment()
+        # `begin` replaces the file with the environment of the previous start.
+        previous_environment = self._outputs.environment()
         environment = describe_environment(trainer)
         resumed_step = step if trainer.resumed else None
         try:
-            archived = self._outputs.begin(run.job, environment, resumed_step)
-            if archived:
-                trainer.log(archived)
+            archive_note = self._outputs.begin(run.job, environment, resumed_step)
+            if archive_note:
+                trainer.log(archive_note)
             self._metrics_loggers = open_metrics_loggers(RunStart(run, step, environment))
         except OSError as error:
             raise UserError(f"{run.dump_folder}: cannot write the output files: {error}") from None
 
         # Log the start last, because a metrics logger that cannot start ends the run.
-        trainer.log(self._describe_start(step, previous, environment))
+        trainer.log(self._describe_start(step, previous_environment, environment))
 
     def _describe_start(
         self, step: int, previous: Mapping[str, Any], environment: Mapping[str, Any]

@@ -149,15 +149,18 @@ def read_variables() -> tuple[Variables, dict[str, str]]:
             set_variables[name] = os.environ[name]
 
     num_gpus = count_gpus()
-    values = {"NGPU": num_gpus or 1, **set_variables}
+    defaults = {"NGPU": num_gpus or 1}
     try:
-        variables = Variables.model_validate(values)
+        variables = Variables.model_validate(defaults | set_variables)
     except ValidationError as error:
         raise UserError(_describe_invalid_variable(error)) from None
 
-    if 0 < num_gpus < variables.NGPU:
-        remedy = "Set CUDA_VISIBLE_DEVICES= to train on the CPU."
-        raise UserError(f"NGPU={variables.NGPU}: this machine has {num_gpus}. {remedy}")
+    has_too_few_gpus = 0 < num_gpus < variables.NGPU  # without a GPU, ranks use the CPU
+    if has_too_few_gpus:
+        raise UserError(
+            f"NGPU={variables.NGPU}: this machine has {num_gpus}. "
+            "Set CUDA_VISIBLE_DEVICES= to train on the CPU."
+        )
     return variables, set_variables
 
 

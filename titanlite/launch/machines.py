@@ -290,8 +290,10 @@ def _log_missing_nodes(folder: Path, store: tuple[str, int], is_host: bool) -> N
             socket.create_connection(store, timeout=SILENT_SECONDS).close()
             reason = f"{where} answers, but other nodes have not joined."
         except OSError as error:
-            remedy = "Start the node that has this address, or set NODE_RANK=0 on the first node."
-            reason = f"nothing answers at {where} ({error.strerror or error}). {remedy}"
+            reason = (
+                f"nothing answers at {where} ({error.strerror or error}). "
+                "Start the node that has this address, or set NODE_RANK=0 on the first node."
+            )
     note(f"Still waiting after {SILENT_SECONDS:.0f} s: {reason}")
 
 
@@ -305,8 +307,10 @@ def _resolve(store: tuple[str, int]) -> list[str]:
         answers = socket.getaddrinfo(*store, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         why = getattr(error, "strerror", None) or error
-        remedy = "Use an address or a name of the first node that all nodes can resolve."
-        raise UserError(f"MASTER_ADDR={store[0]} cannot be resolved: {why}. {remedy}") from None
+        raise UserError(
+            f"MASTER_ADDR={store[0]} cannot be resolved: {why}. "
+            "Use an address or a name of the first node that all nodes can resolve."
+        ) from None
     return [str(answer[4][0]) for answer in answers]
 
 
