@@ -38,9 +38,6 @@ class CheckOptions(Options):
 def main(argv: Sequence[str]) -> None:
     """Run `titanlite check`: validate a job and its data without starting it, and print OK.
 
-    Args:
-        argv: Arguments after the name of the command: options, and overrides of the job.
-
     Raises:
         UserError: If the job, its data or an option is invalid.
     """
@@ -88,12 +85,8 @@ def _check_resume(run: Run) -> str:
 def plot_schedule(run: Run, width: int) -> str:
     """Plot the learning rate, the batch size and the share of each data source as text.
 
-    The columns of the plot are steps, from the first to the last step of the run. A value that
-    never changes takes only one line.
-
-    Args:
-        run: The validated run.
-        width: Maximum number of characters per line.
+    Each column is a step. A value that never changes takes only one line. Lines have at most
+    `width` characters.
     """
     # For example, 3 columns show the steps 0, 33 and 66 of 100.
     num_steps = run.job.training.steps

@@ -23,13 +23,9 @@ def is_first_rank() -> bool:
 
 
 def print_result(value: Mapping[str, Any], text: str, as_json: bool) -> None:
-    """Print the result of a command on rank 0, as text or as one line of JSON.
+    """Print the result of a command on rank 0, as `text` or, with `as_json`, as one line of JSON.
 
-    Args:
-        value: The result as a dictionary. JSON has no infinite and NaN numbers, so they are printed
-            as strings.
-        text: The result as text.
-        as_json: Whether to print `value` as JSON instead of `text`.
+    JSON has no infinite and NaN numbers, so they are printed as strings.
     """
     if not is_first_rank():
         return
@@ -47,11 +43,8 @@ def print_result(value: Mapping[str, Any], text: str, as_json: bool) -> None:
 def format_table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Format rows of cells as a plain text table with aligned columns.
 
-    If the output is a terminal, cells are cropped to its width.
-
-    Args:
-        names: Title of each column. The title line is omitted if all titles are empty.
-        rows: Rows with one cell per column.
+    Cells are cropped to the width of the terminal. If all column names are empty, the table has no
+    title line.
     """
     from rich.console import Console
     from rich.table import Table

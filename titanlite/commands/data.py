@@ -32,9 +32,6 @@ class Prepare(Options):
 def prepare(argv: Sequence[str]) -> None:
     """Run `titanlite prepare`: tokenize the data of a job and write it as shards.
 
-    Args:
-        argv: Arguments after the name of the command: options, and overrides of the job.
-
     Raises:
         UserError: If the job or an option is invalid, or the shards cannot be written.
     """

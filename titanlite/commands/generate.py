@@ -64,20 +64,25 @@ def main(argv: Sequence[str]) -> None:
     find_checkpoints(options.checkpoint)  # raises an error if no checkpoint exists
 
     # Importing torch is slow, so invalid options are reported first.
-    from titanlite.completion import generate, generate_many, load_checkpoint
+    from titanlite.completion import load_checkpoint
 
     loaded = load_checkpoint(options.checkpoint, ema=options.ema, tokenizer=options.tokenizer_path)
     note(_describe_model(loaded))
-    settings = options.model_dump(include=set(Generation.model_fields))  # such as temperature
     start = time.perf_counter()
-    is_printed_while_generated = options.prompts is None and not options.as_json
-    if is_printed_while_generated:
-        _write(options.prompt)
-        num_tokens = _write_pieces(generate(loaded, options.prompt, **settings))
-    else:
-        num_tokens = _write_results(generate_many(loaded, prompts, **settings), options.as_json)
+    num_tokens = _write_completions(loaded, options, prompts)
     speed = num_tokens / (time.perf_counter() - start)
     note(f"{num_tokens} tokens, {speed:,.1f} tokens/s")
+
+
+def _write_completions(loaded: LoadedCheckpoint, options: Generate, prompts: Sequence[str]) -> int:
+    """Complete the prompts, print the completions, and return the number of generated tokens."""
+    from titanlite.completion import generate, generate_many
+
+    settings = options.model_dump(include=set(Generation.model_fields))  # such as temperature
+    if options.prompts is None and not options.as_json:
+        _write(options.prompt)
+        return _write_pieces(generate(loaded, options.prompt, **settings))
+    return _write_results(generate_many(loaded, prompts, **settings), options.as_json)
 
 
 def _describe_model(loaded: LoadedCheckpoint) -> str:

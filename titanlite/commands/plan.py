@@ -71,9 +71,6 @@ class Plan(Options):
 def main(argv: Sequence[str]) -> None:
     """Run `titanlite plan`: estimate the memory and step time of a job, or search faster jobs.
 
-    Args:
-        argv: Arguments after the name of the command: options, and overrides of the job.
-
     Raises:
         UserError: If the job or an option is invalid, or no job fits.
     """

@@ -34,9 +34,6 @@ class Profile(Options):
 def main(argv: Sequence[str]) -> None:
     """Run `titanlite profile`: train a few steps, and print their slowest operations.
 
-    Args:
-        argv: Arguments after the name of the command: options, and overrides of the job.
-
     Raises:
         UserError: If the job or an option is invalid.
     """

@@ -61,9 +61,6 @@ class NotProven(UserError):
 def main(argv: Sequence[str]) -> None:
     """Run `titanlite prove`: compare a small version of a job with a reference.
 
-    Args:
-        argv: Arguments after the name of the command: options, and overrides of the job.
-
     Raises:
         UserError: If the job or an option is invalid.
         NotProven: If a number differs by more than its tolerance.
@@ -117,8 +114,8 @@ def choose_world_size(option: int | None) -> int | None:
         option: Value of the option --world-size, or None if it is not set.
 
     Returns:
-        The number of ranks that a launcher such as torchrun has started. Without a launcher,
-        `option` or the environment variable NGPU. None if none of them is set.
+        The number of ranks that a launcher such as torchrun has started, or else `option`, the
+        environment variable NGPU, or None.
 
     Raises:
         UserError: If a launcher has started another number of ranks than `option`.

@@ -39,11 +39,7 @@ def build_resumer(trainer: Trainer, job: JobConfig) -> Resumer:
     """Create the `Resumer` that loads checkpoints into the model, optimizer and hooks of a trainer.
 
     No checkpoint is read yet. The caller must close the process group `context.ranks` of the result
-    when it has loaded its last checkpoint.
-
-    Args:
-        trainer: Trainer that receives the loaded state.
-        job: Job to compare with the jobs stored in the checkpoints.
+    when it has loaded its last checkpoint. `job` is compared with the jobs stored in checkpoints.
     """
     live_state = LiveState(
         model=trainer.model,
@@ -177,14 +173,11 @@ class Checkpointer:
         """Restore weights, optimizer state and hook tensors from the newest valid checkpoint.
 
         The spike guard calls this after a loss spike. The step count and the data position do not
-        change. The trainer then saves the restored state as a checkpoint of `step`.
-
-        Args:
-            step: The step that has just been completed. It has not been saved yet.
+        change. The trainer then saves the restored state as a checkpoint of `step`, which has just
+        been completed.
 
         Returns:
-            The step of the loaded checkpoint. None if there is no checkpoint, and nothing has
-            changed.
+            The step of the loaded checkpoint, or None if there is no checkpoint.
         """
         self._saver.wait_until_saved()
         with self._trainer.evaluation_mode():

@@ -110,17 +110,14 @@ class Norms(Hook):
         return total.tolist()
 
     def _adam_update(self, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
-        """Recompute the update of the last Adam step for a parameter, without weight decay.
+        """Recompute the update of the last Adam step for this rank's shard of a parameter.
 
-        With the bias-corrected moments m and v, the update is lr * m / (sqrt(v) + eps), which Adam
-        subtracts from the parameter.
+        Weight decay is left out. With the bias-corrected moments m and v, the update is
+        lr * m / (sqrt(v) + eps), which Adam subtracts from the parameter.
 
         Args:
             parameter: Parameter, possibly sharded.
             group: Its parameter group in the optimizer, with "betas", "eps" and "lr".
-
-        Returns:
-            This rank's shard of the update.
         """
         state = self._optimizer.state[parameter]
         step = state["step"]

@@ -47,12 +47,8 @@ GIT_SECONDS = 5.0
 def lock_folders(run: Run, log: Callable[[str], None], resources: ExitStack) -> str:
     """Lock the output folder and the checkpoint folder, so that no other run writes to them.
 
-    Rank 0 takes the locks. All ranks call this together, before anything is written.
-
-    Args:
-        run: Run that will use the folders.
-        log: Function that logs a line.
-        resources: Exit stack of the caller. It releases the locks when it closes.
+    All ranks call this together, before anything is written. Rank 0 takes the locks, and
+    `resources` releases them when it closes.
 
     Returns:
         A new random ID for the run, the same on all ranks.
@@ -258,16 +254,10 @@ def _list_plugins(hooks: Sequence[Hook]) -> list[str]:
 
 
 def find_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """List the differences between the environments of two starts of a run.
+    """List what has changed in environment.json since the previous start of a run.
 
-    Top-level keys that only `now` has are ignored, because older versions did not write them.
-
-    Args:
-        before: The environment.json of the previous start.
-        now: The environment.json of this start.
-
-    Returns:
-        One line per difference, for example "packages.torch: 2.12.0 -> 2.13.0".
+    Each change is a line such as "packages.torch: 2.12.0 -> 2.13.0". Top-level keys that only `now`
+    has are ignored, because older versions did not write them.
     """
     # Convert nested tables to keys such as "packages.torch".
     old = flatten(before)

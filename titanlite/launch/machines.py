@@ -169,9 +169,6 @@ def _configure_agent(
 def _start_threads(folder: Path, store: tuple[str, int], is_host: bool) -> None:
     """Start the background threads of the process that runs the torch agent.
 
-    One thread passes signals on to the node process, which runs the ranks. One logs which nodes are
-    missing, and one limits the time that the agent takes to end after a crash.
-
     Args:
         folder: Folder of the files that the node process writes.
         store: Address and port of the store, through which the nodes connect.

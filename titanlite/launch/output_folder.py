@@ -116,8 +116,8 @@ def _remove_unused(
     Args:
         run: The run that has ended.
         new_folders: Folders that this process has created, innermost first.
-        created_files: Files that this process has created -> their IDs. A file whose ID has changed
-            belongs to another process, and is kept.
+        created_files: Files that this process has created -> their IDs. If the ID has changed, the
+            file belongs to another process.
     """
     try:
         descriptor = lock_folder(run.dump_folder / "run", timeout=0.0, log=note)
@@ -133,13 +133,7 @@ def _remove_unused(
 
 
 def _remove_created(run: Run, files: Set[Path], new_folders: Sequence[Path]) -> None:
-    """Remove the new folders, unless the output folder contains more than `files`.
-
-    Args:
-        run: The run that has ended.
-        files: Files that may be removed.
-        new_folders: Folders to remove, innermost first.
-    """
+    """Remove the new folders (innermost first), unless there is more in them than `files`."""
     folders = list(new_folders)
     checkpoints = run.checkpoint_folder
     if checkpoints.parent == run.dump_folder and _is_empty_folder(checkpoints):
