@@ -166,8 +166,8 @@ class Muon(torch.optim.Optimizer):
         Returns:
             The all-to-all in progress. Its result holds this rank's shards, ordered by owner.
         """
-        momenta = _assemble_owned(plan, gathered)
-        directions = [orthogonalize(momentum) for momentum in momenta]
+        # Do not keep the momenta: they take as much memory as the directions.
+        directions = [orthogonalize(momentum) for momentum in _assemble_owned(plan, gathered)]
         shards: list[Tensor] = []
         for rank in range(len(plan.numel_to_ranks)):
             for direction, matrix in zip(directions, plan.owned, strict=True):
