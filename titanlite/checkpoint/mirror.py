@@ -105,8 +105,8 @@ class Mirror:
         # The result of the last `_list_mirror`: all files, and manifests of complete checkpoints.
         self._files: dict[str, Any] = {}
         self._manifests: dict[str, dict[str, Any]] = {}
-        self._ignored = set[str]()  # names of steps with unusable manifests
-        self._foreign = set[str]()  # names of steps of other programs
+        self._logged_as_damaged = set[str]()  # names of checkpoints with unusable manifests
+        self._foreign = set[str]()  # names of checkpoints of other programs
 
         self._thread = ThreadPoolExecutor(1, "mirror")
         self._last_update = Future[None]()  # of the last `notify`; never done before the first one
@@ -172,19 +172,19 @@ class Mirror:
         timeout = self._config.timeout_seconds
         deadline = time.monotonic() + timeout
 
-        def wait_briefly() -> bool:
-            """Wait for the copy, and return whether it has ended or is too late."""
+        def wait_a_few_seconds() -> bool:
+            """Wait for the copy, and return whether it has ended or takes too long."""
             wait([self._last_update], min(_POLL_SECONDS, timeout / 4))
             return self._last_update.done() or time.monotonic() > deadline
 
-        def is_newest_copied() -> bool:
-            checkpoints = self._list_local()
-            return not checkpoints or self._get_name(checkpoints[-1]) in self._copied
-
         # Only rank 0 copies, so the other ranks get its results.
-        while not self._run_on_rank0(wait_briefly):
+        while not self._run_on_rank0(wait_a_few_seconds):
             report_alive()
-        return self._run_on_rank0(is_newest_copied)
+        return self._run_on_rank0(self._is_newest_copied)
+
+    def _is_newest_copied(self) -> bool:
+        checkpoints = self._list_local()
+        return not checkpoints or self._get_name(checkpoints[-1]) in self._copied
 
     def close(self) -> None:
         """Abort the copy in progress. The next start repeats it."""
@@ -202,45 +202,43 @@ class Mirror:
     # Files at the mirror and in the folder
 
     def _list_mirror(self) -> dict[int, str]:
-        """List the files at the mirror, and read the manifests of complete checkpoints.
+        """Update `_files` and `_manifests`, and return the complete checkpoints at the mirror.
 
-        The results are kept in `_files` and `_manifests`. Checkpoints with a damaged manifest are
-        ignored.
+        Checkpoints with a damaged manifest are ignored.
 
         Returns:
             Step -> name of each complete checkpoint, sorted by step, without those in `final`.
         """
         self._files = list_files(self._storage, self._root)
-        names = find_checkpoints(self._files)
+        step_names = find_checkpoints(self._files)
         final_names = find_checkpoints(self._files, "final/")
 
-        # Read only the manifests that the last call has not read.
-        known_manifests = self._manifests
-        self._manifests = {}
-        for name in (*names, *final_names):
-            manifest = known_manifests.get(name) or self._read_manifest(name)
+        manifests = {}
+        for name in (*step_names, *final_names):
+            # A manifest never changes, so read only those that the last call has not read.
+            manifest = self._manifests.get(name) or self._read_manifest(name)
             if manifest is not None:
-                self._manifests[name] = manifest
-        return {get_step(Path(name)): name for name in names if name in self._manifests}
+                manifests[name] = manifest
+        self._manifests = manifests
+        return {get_step(Path(name)): name for name in step_names if name in manifests}
 
     def _read_manifest(self, name: str) -> dict[str, Any] | None:
-        """Return the manifest of a checkpoint at the mirror. If it is damaged, log it once.
+        """Return the manifest of a checkpoint at the mirror, or None if it is damaged.
 
-        A damaged manifest is not renamed, because another program may have written it.
-
-        Returns:
-            The manifest, or None if it is damaged.
+        A damaged manifest is logged once. It is not renamed, because another program may have
+        written it.
         """
         path = f"{self._root}/{name}/{MANIFEST}"
         content = self._storage.cat_file(path)
         try:
             return parse_manifest(content, path)
         except Damage as damage:
-            if name not in self._ignored:
+            is_foreign = content != b"" and not is_titanlite_manifest(content)
+            if is_foreign:
+                self._foreign.add(name)
+            if name not in self._logged_as_damaged:
+                self._logged_as_damaged.add(name)
                 self._log(f"Ignoring {self._url}/{name}: {damage}")
-            self._ignored.add(name)
-            if content and not is_titanlite_manifest(content):
-                self._foreign.add(name)  # another program wrote it
             return None
 
     def _list_local(self) -> list[Path]:
@@ -304,25 +302,37 @@ class Mirror:
         self._check_run(self._find_run_id())
         has_mirrored_checkpoints = self._has_checkpoints()
 
-        # The run resumes from the newest checkpoint.
         newest_local_step = get_step(local_checkpoints[-1]) if local_checkpoints else -1
-        is_downloaded = self._download_newest(names, newest_local_step)
-
-        # The options `load_step` and `keep_best` need other checkpoints, if the mirror has them.
-        needed_names = {names.get(self._config.load_step)}
-        if self._config.keep_best:
-            needed_names.add(self._find_best())
-        for name in needed_names - {None}:
-            # Checkpoints that turned out to be damaged are no longer in `_manifests`.
-            if name in self._manifests and not self._get_path(name).exists():
-                is_downloaded |= self._download(name)
+        is_newest_downloaded = self._download_newest(names, newest_local_step)
+        is_selected_downloaded = self._download_selected(names)
 
         # Never start from scratch if the mirror has checkpoints, but all of them are unusable.
-        if has_mirrored_checkpoints and not local_checkpoints and not is_downloaded:
+        has_usable = local_checkpoints or is_newest_downloaded or is_selected_downloaded
+        if has_mirrored_checkpoints and not has_usable:
             raise CheckpointError(
                 f"{self._url} has no valid checkpoint. Each has a damaged {MANIFEST}, or one that "
                 f"was renamed to {MANIFEST}.damaged or {MANIFEST}.archived."
             )
+
+    def _download_selected(self, names: dict[int, str]) -> bool:
+        """Download the checkpoints that `load_step` and `keep_best` need, unless they are local.
+
+        Args:
+            names: Names of the checkpoints at the mirror by step.
+
+        Returns:
+            Whether a checkpoint was downloaded.
+        """
+        selected = [names.get(self._config.load_step)]
+        if self._config.keep_best:
+            selected.append(self._find_best())
+
+        is_downloaded = False
+        for name in selected:
+            # Checkpoints that turned out to be damaged are no longer in `_manifests`.
+            if name in self._manifests and not self._get_path(name).exists():
+                is_downloaded |= self._download(name)
+        return is_downloaded
 
     def _download_newest(self, names: dict[int, str], local_step: int) -> bool:
         """Download the newest valid checkpoint if it is newer than those in the local folder.
@@ -375,21 +385,11 @@ class Mirror:
         Raises:
             UserError: If the job cannot resume from the checkpoint. Nothing is downloaded then.
         """
-        manifest = self._manifests[name]
-        self._check_job(RemotePath(f"{self._url}/{name}"), manifest)
+        self._check_job(RemotePath(f"{self._url}/{name}"), self._manifests[name])
         started = time.perf_counter()
         tmp_folder = self._folder / f"{TMP_PREFIX}mirror-{self._context.token}"
         shutil.rmtree(tmp_folder, ignore_errors=True)  # left by a damaged checkpoint
-
-        # Download the files that exist to a temporary folder. `check_checkpoint` then reports those
-        # that are missing.
-        sizes = {}  # path relative to the mirror -> bytes
-        for file in (MANIFEST, *manifest["files"]):
-            path = f"{name}/{file}"
-            if path in self._files:
-                sizes[path] = self._files[path]["size"]
-        (tmp_folder / name).mkdir(parents=True)
-        download_files(self._storage, self._root, sizes, tmp_folder)
+        self._download_files(name, tmp_folder)
         try:
             check_checkpoint(tmp_folder / name)
         except Damage as damage:
@@ -397,8 +397,6 @@ class Mirror:
             return False
 
         # Move the valid checkpoint to the folder of the run.
-        for path in sizes:
-            sync(tmp_folder / path)
         target = self._get_path(name)
         target.parent.mkdir(exist_ok=True)
         publish_folder(tmp_folder / name, target)
@@ -406,6 +404,22 @@ class Mirror:
         seconds = time.perf_counter() - started
         self._log(f"Downloaded {name} from {self._url} in {seconds:.1f} s")
         return True
+
+    def _download_files(self, name: str, tmp_folder: Path) -> None:
+        """Download the files of a checkpoint to `tmp_folder / name`, and sync them to disk.
+
+        Files that are missing at the mirror are skipped.
+        """
+        sizes = {}  # path relative to the mirror -> bytes
+        for file in (MANIFEST, *self._manifests[name]["files"]):
+            path = f"{name}/{file}"
+            if path in self._files:
+                sizes[path] = self._files[path]["size"]
+
+        (tmp_folder / name).mkdir(parents=True)
+        download_files(self._storage, self._root, sizes, tmp_folder)
+        for path in sizes:
+            sync(tmp_folder / path)
 
     def _set_aside(self, name: str, reason: str, damage: str = "") -> None:
         """Rename the manifest of a checkpoint at the mirror, so that no reader finds it.
@@ -444,25 +458,20 @@ class Mirror:
         self.sending = None
 
     def _send(self, path: Path) -> None:
-        """Copy a checkpoint to the mirror with retries, and log a failure.
-
-        Args:
-            path: The local step folder.
-        """
+        """Copy a local checkpoint to the mirror, with retries if the storage fails."""
         name = self._get_name(path)
-        for pause in (*_RETRY_PAUSES, None):
-            error = self._try_to_send(path, name)
-            is_removed = not (path / MANIFEST).is_file()  # by the run, which no longer needs it
-            # An error after `close` is no failure of the storage, because it aborts the copy.
-            if error is None or is_removed or self._is_ending.is_set():
-                return
-
-            # Try again after a pause if the storage failed, unless the run ends during the pause.
-            # Other errors need the user.
+        error = self._try_to_send(path, name)
+        for pause in _RETRY_PAUSES:
             is_storage_failure = isinstance(error, CheckpointError)
-            if pause is None or not is_storage_failure or self._is_ending.wait(pause):
+            if not is_storage_failure:
                 break
+            has_run_ended = self._is_ending.wait(pause)
+            if has_run_ended:
+                break
+            error = self._try_to_send(path, name)
 
+        if error is None:
+            return
         if name not in self.failed:
             text = f"Copying {name} to the mirror FAILED ({error})"
             self._log(Event(text, "failed mirror", get_step(path)))
@@ -471,14 +480,13 @@ class Mirror:
     def _try_to_send(self, path: Path, name: str) -> UserError | None:
         """Try once to copy a checkpoint, and then remove outdated checkpoints at the mirror.
 
-        Errors are returned, so that the caller decides whether to try again.
-
         Args:
             path: The local step folder.
             name: Name of the checkpoint at the mirror.
 
         Returns:
-            The error, or None after a success. If the storage failed, it is a `CheckpointError`.
+            The error: a `CheckpointError` if the storage failed. None after a success, or if the
+            copy is no longer needed.
         """
         url = f"{self._url}/{name}"
         started = time.perf_counter()
@@ -492,7 +500,10 @@ class Mirror:
                 self._copied.add(name)
                 self._remove_outdated()
         except UserError as error:
-            return error
+            # The run may remove a checkpoint during its copy. `close` aborts the copy.
+            is_removed = not (path / MANIFEST).is_file()
+            if not is_removed and not self._is_ending.is_set():
+                return error
         return None
 
     def _copy(self, path: Path, name: str) -> bool:
@@ -566,11 +577,11 @@ class Mirror:
             files: Names of the files to write.
             run_id: ID of this run.
         """
-        exists = any(f"{name}/{file}" in self._files for file in (MANIFEST, *files))
-        if not exists:
-            return True
+        targets = [f"{name}/{file}" for file in (MANIFEST, *files)]
+        if self._files.keys().isdisjoint(targets):
+            return True  # nothing is overwritten
 
-        # A manifest of this run shows that the run wrote the files. It may have been renamed, for
+        # If there is a manifest of this run, the run wrote the files. It may have been renamed, for
         # example to "manifest.json.damaged".
         for path in self._files:
             if path.startswith(f"{name}/{MANIFEST}"):
@@ -594,27 +605,36 @@ class Mirror:
         part_md5s: list[bytes] = []
         with (
             open_file(path) as file,
-            self._storage.open(target, "wb", block_size=_BLOCK_SIZE) as out,
+            self._storage.open(target, "wb", block_size=_BLOCK_SIZE) as copy,
         ):
             while block := file.read(_BLOCK_SIZE):
                 self._throttle(len(block))
                 checksum.update(block)
                 part_md5s.append(md5(block, usedforsecurity=False).digest())
-                out.write(block)
+                copy.write(block)
 
-        # The local file must have been read correctly, and the copy must be complete.
-        expected = entry["xxh3_128"]
-        info = self._storage.info(target)
-        is_intact = info["size"] == entry["size"] and checksum.hexdigest() == expected
-
-        # The ETag of S3 is a hash of what it received. For other storage, read the copy back.
-        etag = (info.get("ETag") or "").strip('"')
-        is_verified = etag in _possible_etags(part_md5s)
-        if is_intact and not is_verified:
-            with self._storage.open(target, "rb", block_size=_BLOCK_SIZE) as copy:
-                is_intact = file_digest(copy, xxhash.xxh3_128).hexdigest() == expected
-        if not is_intact:
+        was_read_correctly = checksum.hexdigest() == entry["xxh3_128"]
+        if not was_read_correctly or not self._is_intact(target, entry, part_md5s):
             raise OSError(f"the copy of {path.name} differs from the checkpoint")
+
+    def _is_intact(self, target: str, entry: Entry, part_md5s: list[bytes]) -> bool:
+        """Return whether a file at the mirror has the size and the content of its manifest entry.
+
+        Args:
+            target: Path of the file in the storage.
+            entry: Manifest entry of the file.
+            part_md5s: MD5 of each part that was sent.
+        """
+        info = self._storage.info(target)
+        if info["size"] != entry["size"]:
+            return False
+
+        # S3 returns a hash of the received bytes as ETag. From other storage, read the copy back.
+        etag = (info.get("ETag") or "").strip('"')
+        if etag in _possible_etags(part_md5s):
+            return True
+        with self._storage.open(target, "rb", block_size=_BLOCK_SIZE) as copy:
+            return file_digest(copy, xxhash.xxh3_128).hexdigest() == entry["xxh3_128"]
 
     def _throttle(self, size: int) -> None:
         """Wait until `size` bytes may be sent without exceeding `checkpoint.mirror_mbps`.
@@ -641,20 +661,26 @@ class Mirror:
         for step, name in self._list_mirror().items():
             if belongs_to_run(self._manifests[name], run_id):
                 names_by_step[step] = name
+        self._remove_leftovers(run_id)
 
         best = self._find_best() if self._config.keep_best else None
-        removed = []
         for step in select_outdated(list(names_by_step), self._config):
             name = names_by_step[step]
             if name != best:
                 self._remove(name)
-                removed.append(name)
 
-        # Delete the leftovers. The files were listed before the removals above, so skip these.
-        local_names = {self._get_name(path) for path in self._list_local()}
+    def _remove_leftovers(self, run_id: str | None) -> None:
+        """Delete the files that interrupted copies and removals of this run left at the mirror."""
+        local_names = [self._get_name(path) for path in self._list_local()]
         for name in self._list_incomplete():
-            if name not in removed:
-                self._clean_up(name, run_id, is_local=name in local_names)
+            path = f"{self._root}/{name}/{INCOMPLETE}"
+            if name in self._manifests:  # interrupted at the end of a copy
+                self._storage.rm_file(path)
+            elif name not in local_names:  # otherwise it will be copied again
+                with suppress(Damage):
+                    manifest = parse_manifest(self._storage.cat_file(path), path)
+                    if belongs_to_run(manifest, run_id):
+                        self._delete(name, manifest["files"])
 
     def _list_incomplete(self) -> list[str]:
         """Return the names of the checkpoints at the mirror whose copy or removal is incomplete."""
@@ -662,28 +688,10 @@ class Mirror:
         matches = [pattern.fullmatch(path) for path in self._files]
         return [match[1] for match in matches if match is not None]
 
-    def _clean_up(self, name: str, run_id: str | None, *, is_local: bool) -> None:
-        """Delete the files that an interrupted copy or removal of a checkpoint left at the mirror.
-
-        Args:
-            name: Name of the checkpoint.
-            run_id: ID of this run. Files of other runs stay.
-            is_local: Whether the checkpoint exists locally. If so, its files stay, because they
-                will be copied again.
-        """
-        path = f"{self._root}/{name}/{INCOMPLETE}"
-        if name in self._manifests:  # interrupted at the end of a copy
-            self._storage.rm_file(path)
-        elif not is_local:  # otherwise it will be copied again
-            with suppress(Damage):
-                manifest = parse_manifest(self._storage.cat_file(path), path)
-                if belongs_to_run(manifest, run_id):
-                    self._delete(name, manifest["files"])
-
     def _remove(self, name: str) -> None:
         """Remove a complete checkpoint from the mirror, its manifest first.
 
-        If the removal is interrupted, a later call of `_clean_up` completes it.
+        If the removal is interrupted, a later call of `_remove_leftovers` completes it.
         """
         files = self._manifests[name]["files"]
         self._rename_manifest(name, INCOMPLETE)
