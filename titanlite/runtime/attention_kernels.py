@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
@@ -32,10 +32,6 @@ def attention_kernels(job: JobConfig, device: torch.device) -> Iterator[None]:
 
     Enter the context once, around the whole run.
 
-    Args:
-        job: Job that names the backend.
-        device: Device of this rank.
-
     Raises:
         UserError: If the device or a missing package does not allow the backend.
     """
@@ -51,18 +47,25 @@ def attention_kernels(job: JobConfig, device: torch.device) -> Iterator[None]:
         # Importing it now defines the operator before activation checkpointing looks for it.
         importlib.import_module("torch.nn.attention.varlen")
     uses_flash_package = backend in FLASH_VERSIONS
-    if uses_flash_package:
-        try:
-            activate_flash_attention_impl(FLASH_VERSIONS[backend][0])
-        except (ImportError, RuntimeError) as error:
-            text = f"cannot load its kernels ({error}). {FLASH_PACKAGES[backend]}"
-            raise UserError(f'model.attention_backend = "{backend}" {text}') from None
+    flash_package = _flash_package(backend) if uses_flash_package else nullcontext()
+    with flash_package, backend_order(device, prefers_flash=uses_flash_package):
+        yield
+
+
+@contextmanager
+def _flash_package(backend: str) -> Iterator[None]:
+    """Use the kernels of a FlashAttention package, "fa3" or "fa4", within this context."""
     try:
-        with backend_order(device, prefers_flash=uses_flash_package):
-            yield
+        activate_flash_attention_impl(FLASH_VERSIONS[backend][0])
+    except (ImportError, RuntimeError) as error:
+        raise UserError(
+            f'model.attention_backend = "{backend}" cannot load its kernels ({error}). '
+            f"{FLASH_PACKAGES[backend]}"
+        ) from None
+    try:
+        yield
     finally:
-        if uses_flash_package:
-            restore_flash_attention_impl()
+        restore_flash_attention_impl()
 
 
 def _find_device_problem(job: JobConfig, device: torch.device) -> str:
@@ -71,24 +74,24 @@ def _find_device_problem(job: JobConfig, device: torch.device) -> str:
     The text continues a sentence that starts with the key. On a CPU, "varlen" computes the same
     values with other kernels.
     """
-    backend = job.model.attention_backend
-    if device.type == "cpu":
-        if backend in ("flex", "fa3", "fa4"):
-            return 'needs a GPU. Set it to "auto" to train on a CPU.'
+    is_cpu = device.type == "cpu"
+    if is_cpu and job.model.attention_backend in ("flex", "fa3", "fa4"):
+        return 'needs a GPU. Set it to "auto" to train on a CPU.'
+    if is_cpu or not job.model.uses_document_bounds:
         return ""
-    if not job.model.uses_document_bounds:
-        return ""
-
     if job.training.mixed_precision_param == "float32":
         return 'needs training.mixed_precision_param = "bfloat16". Change one of them.'
+    return _find_gpu_problem(job.model.attention_backend, device)
 
+
+def _find_gpu_problem(backend: str, device: torch.device) -> str:
+    """Return why a GPU lacks the kernels of "varlen", "fa3" or "fa4", or "" if it has them."""
     name = torch.cuda.get_device_name(device)
     major, _ = torch.cuda.get_device_capability(device)
-    if backend == "varlen":
-        if major < 8:
-            return f"needs an Ampere GPU (compute capability 8.0) or newer, not {name}."
-        return ""
-    _, supported, description = FLASH_VERSIONS[backend]
-    if major not in supported:
-        return f'needs {description}, not {name}. Set it to "auto".'
+    if backend == "varlen" and major < 8:
+        return f"needs an Ampere GPU (compute capability 8.0) or newer, not {name}."
+    if backend in FLASH_VERSIONS:
+        _, supported, description = FLASH_VERSIONS[backend]
+        if major not in supported:
+            return f'needs {description}, not {name}. Set it to "auto".'
     return ""

@@ -56,8 +56,10 @@ def lock_folder(folder: Path, timeout: float, log: Callable[[str], None]) -> int
             owner = os.pread(descriptor, 300, 0).decode(errors="replace") or "another run"
             os.close(descriptor)
             if error.errno not in (errno.EAGAIN, errno.EACCES):
-                problem = f"cannot lock {folder}: {error.strerror}"
-                log(f"{problem}. A second run in this folder would not be noticed")
+                log(
+                    f"cannot lock {folder}: {error.strerror}. "
+                    "A second run in this folder would not be noticed"
+                )
                 return None
         else:
             is_removed = os.fstat(descriptor).st_nlink == 0  # another run removed its empty folder
@@ -71,8 +73,10 @@ def lock_folder(folder: Path, timeout: float, log: Callable[[str], None]) -> int
             continue
 
         if time.monotonic() > deadline:
-            fix = "Stop that run, or choose another job.dump_folder."
-            raise UserError(f"{folder.parent} is in use by {owner}. {fix}")
+            raise UserError(
+                f"{folder.parent} is in use by {owner}. "
+                "Stop that run, or choose another job.dump_folder."
+            )
         if not is_waiting:
             log(f"{folder.parent} is in use by {owner}; waiting up to {timeout:.0f} s for its end")
             is_waiting = True

@@ -157,11 +157,11 @@ def setup_logging(rank: int, log_file: Path | None) -> logging.Logger:
     Raises:
         UserError: If LOG_RANK is not a list of ranks.
     """
-    # Lines show the rank if lines of several ranks can appear on the terminal.
     ranks = logged_ranks()
     is_logged = rank in ranks
-    has_several_ranks = len(ranks) > 1 or not is_logged
-    prefix = f"[rank {rank}] " if has_several_ranks else ""
+    # Show the rank if lines of several ranks can appear on the terminal.
+    shows_rank = len(ranks) > 1 or not is_logged
+    prefix = f"[rank {rank}] " if shows_rank else ""
 
     terminal = LogHandler(None, _LineFormatter(prefix, "%H:%M:%S"))
     if not is_logged:
@@ -171,9 +171,12 @@ def setup_logging(rank: int, log_file: Path | None) -> logging.Logger:
     if rank == 0 and log_file is not None:
         log_file.parent.mkdir(parents=True, exist_ok=True)
         handlers += _file_handlers(log_file, prefix)
+    return _install_handlers(handlers)
 
-    # Send warnings to a logger. Otherwise every rank prints its warnings on the terminal.
-    logging.captureWarnings(True)
+
+def _install_handlers(handlers: list[LogHandler]) -> logging.Logger:
+    """Let handlers receive Python's warnings and the lines of the logger "titanlite"."""
+    logging.captureWarnings(True)  # otherwise every rank prints its warnings on the terminal
     logger = logging.getLogger(LOGGER_NAME)
     for target in (logger, logging.getLogger("py.warnings")):
         target.handlers[:] = handlers
@@ -274,9 +277,8 @@ def log_end(text: str, kind: str, step: int | None = None, log_file: Path | None
         handlers = logging.getLogger(LOGGER_NAME).handlers
 
     level = LEVEL_OF_END.get(kind, logging.ERROR)
-    event = Event(text, kind, step)
-    record = logging.LogRecord(
-        LOGGER_NAME, level, pathname="", lineno=0, msg=event, args=None, exc_info=None
+    record = logging.getLogger(LOGGER_NAME).makeRecord(
+        LOGGER_NAME, level, fn="", lno=0, msg=Event(text, kind, step), args=(), exc_info=None
     )
     for handler in handlers:
         writes_to_file = isinstance(handler, LogHandler) and handler.file is not None
@@ -308,12 +310,7 @@ class LogHandler(logging.Handler):
         line = f"{self.format(record)}\n"
         terminal = sys.stdout if self.level < logging.ERROR else sys.stderr
         try:
-            if self.file is None:
-                terminal.write(line)
-                terminal.flush()
-            else:
-                with open(self.file, "a", encoding="utf-8", opener=_open_no_follow) as file:
-                    file.write(line)
+            self._write(line, terminal)
         except (OSError, ValueError) as error:  # ValueError: the stream is closed
             self.failed_writes += 1
             if self.failed_writes == 1:
@@ -322,6 +319,14 @@ class LogHandler(logging.Handler):
                 logging.getLogger(record.name).warning(text)
             if self.file is None:
                 drop_output(terminal)
+
+    def _write(self, line: str, terminal: IO[str]) -> None:
+        if self.file is None:
+            terminal.write(line)
+            terminal.flush()
+        else:
+            with open(self.file, "a", encoding="utf-8", opener=_open_no_follow) as file:
+                file.write(line)
 
 
 def _open_no_follow(path: str, flags: int) -> int:

@@ -44,9 +44,6 @@ def start_python(
             a variable.
         options: Options of `subprocess.Popen`.
 
-    Returns:
-        The running process.
-
     Raises:
         OSError: If the system cannot start another process.
     """
@@ -155,15 +152,20 @@ def _make_private_cache() -> str:
     with contextlib.suppress(OSError):  # the home directory is missing or read-only
         if os.path.isabs(folder):
             os.makedirs(folder, mode=0o700, exist_ok=True)
-            status = os.lstat(folder)
-            is_own_folder = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
-            others_can_enter = status.st_mode & 0o077
-            if is_own_folder and not others_can_enter:
+            if _is_private_folder(folder):
                 return folder
 
     import tempfile  # only here, because the import would delay the start of each command
 
     return tempfile.mkdtemp(prefix="titanlite-compiler-")
+
+
+def _is_private_folder(path: str) -> bool:
+    """Return whether a path is a folder of this user that others cannot enter."""
+    status = os.lstat(path)
+    is_own_folder = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+    others_can_enter = status.st_mode & 0o077
+    return is_own_folder and not others_can_enter
 
 
 def leave(code: int) -> NoReturn:

@@ -62,8 +62,7 @@ class RankGroup:
         Raises:
             UserError: On all ranks, if `function` raised a UserError, OSError or ValueError on any
                 rank. The error is `Damage` (a file with wrong content) only if all failing ranks
-                raised `Damage`. A failure to read a file takes precedence, because the file may be
-                intact.
+                raised `Damage`. After another error, the file may be intact.
         """
         # Keep the error of this rank until all ranks have called the function.
         result = None
@@ -76,9 +75,11 @@ class RankGroup:
             error_here = UserError(f"{type(error).__name__}: {error}")
 
         errors = [error for error in self.gather(error_here) if error is not None]
+        for error in errors:
+            if not isinstance(error, Damage):
+                raise error
         if errors:
-            other_errors = [error for error in errors if not isinstance(error, Damage)]
-            raise (other_errors or errors)[0]
+            raise errors[0]
         return cast(T, result)
 
     def run_on_rank0(self, function: Callable[[], T]) -> T:

@@ -96,12 +96,10 @@ _worlds = count()
 
 @cache
 def _rendezvous(world_size: int, timeout: timedelta, file: str | None) -> Store:
-    """Return the store through which the ranks find each other to initialize a process group.
-
-    The store is cached and serves all process groups of this process.
+    """Return the store through which the ranks find each other, for all process groups.
 
     Args:
-        world_size: Number of ranks. A single process uses a store in its memory.
+        world_size: Number of ranks.
         timeout: Longest time to wait for the other ranks.
         file: File of the store on a single node, which the titanlite launcher chooses. If None, use
             the address in the environment variables of torchrun.
@@ -190,19 +188,8 @@ def _read_variable(name: str, default: int) -> int:
 
 
 def _configure_torch(job: JobConfig, device: torch.device, local_world_size: int) -> None:
-    """Configure the threads, memory allocator and determinism of torch in this process.
-
-    Args:
-        job: The job.
-        device: Device of this rank.
-        local_world_size: Number of ranks on this node, which share its CPU cores.
-    """
-    # Divide the cores of the node among its ranks, unless the user has set a number of threads.
-    if job.training.num_threads:
-        torch.set_num_threads(job.training.num_threads)
-    elif "OMP_NUM_THREADS" not in os.environ:
-        cores = os.cpu_count() or 1
-        torch.set_num_threads(max(1, cores // local_world_size))
+    """Configure the threads, memory allocator and determinism of torch in this process."""
+    _set_num_threads(job.training.num_threads, local_world_size)
     if device.type == "cpu":
         keep_freed_memory()
 
@@ -213,6 +200,15 @@ def _configure_torch(job: JobConfig, device: torch.device, local_world_size: int
         # cuBLAS is deterministic only with a fixed workspace.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+
+
+def _set_num_threads(num_threads: int, local_world_size: int) -> None:
+    """Divide the CPU cores of the node among its ranks, unless the user has set a number."""
+    if num_threads:
+        torch.set_num_threads(num_threads)
+    elif "OMP_NUM_THREADS" not in os.environ:
+        cores = os.cpu_count() or 1
+        torch.set_num_threads(max(1, cores // local_world_size))
 
 
 def _configure_communication() -> None:
