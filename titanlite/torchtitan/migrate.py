@@ -203,16 +203,12 @@ class Migration:
         new_flavor = self._convert_flavor(flavor)
         self._set_default("model.flavor", new_flavor, DEFAULT)
 
-        # Set the sizes that differ. The vocabulary and the context length depend on other keys.
         why = f"torchtitan's {flavor}"
-        sizes = asdict(TORCHTITAN_FLAVORS[self.model][flavor])
-        sizes["rope_scaling_factor"] = self.rope_scaling_factor
-        sizes |= self._sizes
-        for key, size in asdict(FLAVORS[new_flavor]).items():
-            if key in ("vocab_size", "max_seq_len", "head_dim"):
-                continue
-            if sizes[key] != size:
-                self._set_default(f"model.{key}", sizes[key], why)
+        old_sizes = self._get_torchtitan_sizes(flavor)
+        for key, new_size in asdict(FLAVORS[new_flavor]).items():
+            depends_on_other_keys = key in ("vocab_size", "max_seq_len", "head_dim")
+            if not depends_on_other_keys and old_sizes[key] != new_size:
+                self._set_default(f"model.{key}", old_sizes[key], why)
 
         # torchtitan sets the context length of the model to the sequence length.
         seq_len = self._get_integer("training.seq_len", 2048)
@@ -220,6 +216,12 @@ class Migration:
             self._set_default("model.max_seq_len", seq_len, "training.seq_len")
         if self.model == "llama3" and flavor in tables.FLAVORS_WITH_DOCUMENT_MASK:
             self._set_default("dataset.document_mask", True, why)
+
+    def _get_torchtitan_sizes(self, flavor: str) -> dict[str, Any]:
+        """Return the sizes of a torchtitan flavor, replaced by those in a resolved config."""
+        sizes = asdict(TORCHTITAN_FLAVORS[self.model][flavor])
+        sizes["rope_scaling_factor"] = self.rope_scaling_factor
+        return sizes | self._sizes
 
     def _convert_json_model(self) -> None:
         """Convert what only the JSON configs of torchtitan 0.3 imply."""
@@ -259,25 +261,16 @@ class Migration:
         path_key = f"{old_section}.dataset_path"
         name = self._old.get(name_key, default)
         is_c4 = name in ("c4", "c4_validation")  # two splits of the same dataset
-        if path_key in self._old:
-            # The dataset is in a local folder, or on the Hugging Face Hub.
+        if path_key in self._old:  # a local folder, or a name on the Hugging Face Hub
             self._carry_over(f"{section}.source", "huggingface", name_key)
             self._carry_over(f"{section}.path", self._old[path_key], path_key)
             if is_c4:
                 self._set_default(f"{section}.config", "en")
                 self._set_default(f"{section}.streaming", True)
         elif is_c4:
-            # The dataset is C4 on the Hub, which is a built-in source of titanlite.
             self._carry_over(f"{section}.source", "c4", name_key)
         elif name == "c4_test":
-            # The dataset is a small part of C4 for tests, which titanlite does not include.
-            self._set_default(f"{section}.source", "python_stdlib")
-            self._report_lost(
-                name_key,
-                "c4_test is a file of the torchtitan repository. The new job trains on "
-                'python_stdlib instead. To train on c4_test, set source = "jsonl" and path = '
-                '".../tests/assets/c4_test/data.json".',
-            )
+            self._replace_c4_test(section, name_key)
         else:
             raise UserError(
                 f"{name_key} = {format_value(name)}: torchtitan has c4, c4_test and c4_validation. "
@@ -286,6 +279,16 @@ class Migration:
 
         if name == "c4_validation":
             self._set_default(f"{section}.split", "validation")
+
+    def _replace_c4_test(self, section: str, name_key: str) -> None:
+        """Replace a small part of C4 for tests, which titanlite does not include."""
+        self._set_default(f"{section}.source", "python_stdlib")
+        self._report_lost(
+            name_key,
+            "c4_test is a file of the torchtitan repository. The new job trains on python_stdlib "
+            'instead. To train on c4_test, set source = "jsonl" and path = '
+            '".../tests/assets/c4_test/data.json".',
+        )
 
     def _shorten_warmup(self) -> None:
         """Shorten a warmup that is longer than the schedule, as torchtitan does."""
@@ -317,14 +320,9 @@ class Migration:
         has_global_size = self._get_integer(global_key, -1) != -1
         if has_global_size:
             return
-
-        # Set the global batch. Its torchtitan default is local_size times the number of
-        # data-parallel ranks. The old file determines this number unless the shard degree is -1,
-        # which uses all ranks that the other degrees leave.
-        num_shards = self._get_integer("parallelism.data_parallel_shard_degree", -1)
-        if num_shards > 0:
-            num_replicas = self._get_integer("parallelism.data_parallel_replicate_degree", 1)
-            self._set(global_key, local_size * num_shards * num_replicas, local_key)
+        num_ranks = self._find_num_data_parallel_ranks()
+        if num_ranks is not None:
+            self._set(global_key, local_size * num_ranks, local_key)
         else:
             self._report_lost(
                 local_key,
@@ -332,6 +330,13 @@ class Migration:
                 f"microbatches of {microbatch_size}. Set {global_key} to {local_size} times the "
                 "number of data-parallel ranks.",
             )
+
+    def _find_num_data_parallel_ranks(self) -> int | None:
+        """Return the number of data-parallel ranks, or None if it depends on the world size."""
+        num_shards = self._get_integer("parallelism.data_parallel_shard_degree", -1)
+        if num_shards <= 0:
+            return None
+        return num_shards * self._get_integer("parallelism.data_parallel_replicate_degree", 1)
 
     def _get_microbatch_size(self, local_size: int, num_stages: int) -> int:
         """Return the number of sequences per pipeline microbatch in the old file.
@@ -358,29 +363,33 @@ class Migration:
         if self._new.get("float8.enable") is not True:
             return
 
-        # Decide whether to convert small layers. filter_fqns lists the layers that stay in high
-        # precision. Its full name depends on the torchtitan version.
-        section = "mx" if _has_mxfp8(self._old.get("model.converters", [])) else "float8"
-        old_filter = self._old.get(f"{section}.filter_fqns", [])
-        old_filter = self._old.get(f"quantize.linear.{section}.filter_fqns", old_filter)
-        filtered_names = _parse_names(old_filter)
-        if section == "mx":
+        is_mxfp8 = _has_mxfp8(self._old.get("model.converters", []))
+        names_to_skip = self._get_layers_to_skip("mx" if is_mxfp8 else "float8")
+        if is_mxfp8:
             self._set("float8.recipe_name", "mxfp8", "model.converters")
-            self._set("float8.filter_fqns", filtered_names, "the filter of MXFP8")
-        min_features = 1024 if SMALL_LAYERS in filtered_names else 0
+            self._set("float8.filter_fqns", names_to_skip, "the filter of MXFP8")
+        min_features = 1024 if SMALL_LAYERS in names_to_skip else 0
         why = f"torchtitan keeps small layers in high precision only with {SMALL_LAYERS}"
         self._set_default("float8.min_features", min_features, why)
 
-        # Report that the output layer is not converted, unless a filter names it. Filters are parts
-        # of names, so "out" also filters the layer "output".
+        self._report_output_layer(names_to_skip)
+
+    def _report_output_layer(self, names_to_skip: list[Any]) -> None:
+        """Report that the output layer is not converted to FP8, if torchtitan converts it."""
+        # A part of a name is enough: "out" also skips the layer "output".
+        skips_output = any(str(name) in "output" for name in names_to_skip)
         is_older_than_01 = "float8.enable_float8_linear" in self._old
-        filters_output = any(str(name) in "output" for name in filtered_names)
-        if not is_older_than_01 and not filters_output:
+        if not skips_output and not is_older_than_01:
             self._report_lost(
                 "the output projection in FP8",
                 "torchtitan converts it unless filter_fqns names it. titanlite always keeps it in "
                 "high precision, because its logits are computed in chunks.",
             )
+
+    def _get_layers_to_skip(self, section: str) -> list[Any]:
+        """Return the names in filter_fqns, whose section depends on the torchtitan version."""
+        names = self._old.get(f"{section}.filter_fqns", [])
+        return _parse_names(self._old.get(f"quantize.linear.{section}.filter_fqns", names))
 
     def _add_defaults(self) -> None:
         """Set missing keys whose torchtitan default differs from the titanlite default."""
@@ -393,30 +402,27 @@ class Migration:
 
     def _convert_initial_weights(self) -> None:
         """Keep initial weights from Hugging Face, and report a torchtitan checkpoint as lost."""
-        # By default, torchtitan loads Hugging Face weights from the folder of the tokenizer.
         key = "checkpoint.initial_load_path"
         if self._old.get("checkpoint.initial_load_in_hf") is True:
+            # By default, torchtitan loads Hugging Face weights from the folder of the tokenizer.
             folder = self._old.get("model.hf_assets_path", "./tests/assets/tokenizer")
             self._set_default(key, folder, f"{DEFAULT}: model.hf_assets_path")
-            return
+        elif key in self._new:
+            command = self._get_import_command(self._new.pop(key))
+            reason = f"It is a torchtitan checkpoint. To convert its weights, run {command}."
+            self._report_lost(key, reason)
 
-        path = self._new.pop(key, None)
-        if path is None:
-            return
-
-        # Report a torchtitan checkpoint. Only those of Llama can be imported directly.
-        if self.model == "llama3" and not self._sizes:
-            command = (
+    def _get_import_command(self, path: Any) -> str:
+        """Return the command that imports a torchtitan checkpoint of the model."""
+        can_import_directly = self.model == "llama3" and not self._sizes
+        if can_import_directly:
+            return (
                 f"`titanlite import --torchtitan {format_value(path)} --out FOLDER "
                 "--job.config_file NEW.toml`"
             )
-        else:
-            command = (
-                "the torchtitan script convert_to_hf.py and then `titanlite import --hf FOLDER "
-                "--out FOLDER`"
-            )
-        self._report_lost(
-            key, f"It is a torchtitan checkpoint. To convert its weights, run {command}."
+        return (
+            "the torchtitan script convert_to_hf.py and then `titanlite import --hf FOLDER "
+            "--out FOLDER`"
         )
 
     def _format_job_file(self) -> str:

@@ -22,25 +22,19 @@ def read_config(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]
     try:
         return _read_sections(config), _read_sizes(config["model_spec"]["model"])
     except (LookupError, TypeError, ValueError) as error:
-        problem = "this is no torchtitan 0.3 config of a dense Llama or Qwen3 model"
-        raise UserError(f"{problem}: {error!r}.") from None
+        raise UserError(
+            f"this is no torchtitan 0.3 config of a dense Llama or Qwen3 model: {error!r}."
+        ) from None
 
 
 def _read_sections(config: dict[str, Any]) -> dict[str, Any]:
     """Return a resolved config without its model, in the form of a torchtitan job file."""
     spec = config["model_spec"]
     policy = config["activation_checkpoint"]
-    optimizer = dict(config["optimizer"])
-    groups = optimizer.pop("param_groups")
-    if len(groups) > 1:
-        raise UserError("optimizer.param_groups: must be one group. Remove the others.")
-    arguments = ADAMW_DEFAULTS | groups[0]["optimizer_kwargs"]
-    beta1, beta2 = arguments.pop("betas")
-    names = {"name": groups[0]["optimizer_name"], "beta1": beta1, "beta2": beta2}
     sections = {
         **config,
         "model_spec": {"name": spec["name"], "flavor": spec["flavor"]},
-        "optimizer": optimizer | arguments | names,
+        "optimizer": _read_optimizer(config["optimizer"]),
         "activation_checkpoint": {
             **(policy or {}),
             "mode": _find_checkpoint_mode(policy),
@@ -51,6 +45,18 @@ def _read_sections(config: dict[str, Any]) -> dict[str, Any]:
     if not config["validator"]["enable"]:
         del sections["validator"]
     return sections
+
+
+def _read_optimizer(optimizer: dict[str, Any]) -> dict[str, Any]:
+    """Return the section [optimizer], with the arguments of the only parameter group."""
+    groups = optimizer["param_groups"]
+    if len(groups) > 1:
+        raise UserError("optimizer.param_groups: must be one group. Remove the others.")
+    group = groups[0]
+    section = {**optimizer, **ADAMW_DEFAULTS, **group["optimizer_kwargs"]}
+    del section["param_groups"]
+    beta1, beta2 = section.pop("betas")
+    return {**section, "name": group["optimizer_name"], "beta1": beta1, "beta2": beta2}
 
 
 def _find_checkpoint_mode(policy: dict[str, Any] | None) -> str:

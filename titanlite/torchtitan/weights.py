@@ -56,17 +56,15 @@ def torchtitan_weights(path: Path, model: Model) -> Weights:
     reader, names = _open_checkpoint(path)
     prefix = "model." if any(name.startswith("model.") for name in reader.index) else ""
     tensors = {
-        name.removeprefix(prefix): (entry.size, entry.properties.dtype)
+        name.removeprefix(prefix): TensorInfo(entry.size, entry.properties.dtype)
         for name, entry in reader.index.items()
     }
     rotary_frequencies = tensors.pop("freqs_cis", None)  # (max_seq_len, head_dim / 2), only in 0.1
 
     embedding = tensors.get("tok_embeddings.weight")
     is_fitted = model.vocab_size is None and model.flavor in FITTED_TO_TOKENIZER
-    if is_fitted and embedding is not None:
-        shape, _ = embedding
-        if len(shape) == 2:
-            arch = dataclasses.replace(arch, vocab_size=shape[0])
+    if is_fitted and embedding is not None and len(embedding.shape) == 2:
+        arch = dataclasses.replace(arch, vocab_size=embedding.shape[0])
     check_tensors(path, arch, tensors, _DESCRIBED_BY)
     if rotary_frequencies is not None:
         _check_head_dim(path, arch, rotary_frequencies)
@@ -96,23 +94,21 @@ def _open_checkpoint(path: Path) -> tuple[SafeReader, list[str]]:
             f"{path} is a titanlite checkpoint. Pass it to checkpoint.initial_load_path."
         )
 
-    # The reader keeps only the tensors of the model. The names of all tensors, which include those
-    # of the optimizer, show which version of torchtitan wrote the checkpoint.
+    # The reader calls this for each tensor, but keeps only the weights.
     names: list[str] = []
 
-    def is_weight(name: str) -> bool:
-        """Record the name of a tensor, and return whether to read the tensor.
-
-        The reader calls this for each tensor of the checkpoint.
-        """
+    def record_name(name: str) -> bool:
         names.append(name)
-        return _WEIGHT.fullmatch(name) is not None
+        is_weight = _WEIGHT.fullmatch(name) is not None
+        return is_weight
 
     try:
-        reader = SafeReader(path, {}, is_weight)
+        reader = SafeReader(path, {}, is_wanted=record_name)
     except CheckpointError as error:
-        remedy = "Pass the folder of one torchtitan step, which contains .metadata and *.distcp"
-        raise UserError(f"{path}: {error}. {remedy} files.") from None
+        raise UserError(
+            f"{path}: {error}. "
+            "Pass the folder of one torchtitan step, which contains .metadata and *.distcp files."
+        ) from None
     # FP8 jobs of torchtitan save the weight wrapper of torchao. This import registers it as a type
     # that is safe to load, before the caller reads weights.
     import torchao.float8  # noqa: F401
@@ -126,8 +122,7 @@ def _check_head_dim(path: Path, arch: Architecture, rotary_frequencies: TensorIn
     The shapes of the weights do not show the head dimension, but those of the rotary frequencies
     do: there is one frequency for every two channels of a head.
     """
-    shape, _ = rotary_frequencies
-    if tuple(shape[-1:]) != (arch.head_dim // 2,):
+    if tuple(rotary_frequencies.shape[-1:]) != (arch.head_dim // 2,):
         raise UserError(
             f"{path}: its attention heads are not {arch.head_dim} wide, as in this job. Set "
             "model.n_heads."
