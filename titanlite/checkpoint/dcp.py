@@ -10,6 +10,7 @@ import io
 import math
 import os
 import pickle
+import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -17,11 +18,10 @@ from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint.metadata as dcp_metadata
 import xxhash
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -31,6 +31,14 @@ from torch.distributed.checkpoint.filesystem import (
     FileSystemReader,
     FileSystemWriter,
     _StorageInfo,
+)
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
@@ -76,8 +84,9 @@ WEIGHTS = ("model.", AVERAGES)
 _CHECKSUM = "xxh3_128"
 """Attribute of DCP's `_StorageInfo` with the checksum of a chunk. Other readers ignore it."""
 
-Index = dict[str, dcp_metadata.TensorStorageMetadata]
+Index = dict[str, TensorStorageMetadata]
 """The tensors of a checkpoint by name."""
+T = TypeVar("T")
 
 
 # Tensors of a run
@@ -125,10 +134,17 @@ class LiveState:
             for name, tensor in self.hook_tensors().items():
                 tensors[f"hooks.{name}"] = plain(tensor)
         if rng:
-            tensors[f"rng.cpu.{dist.get_rank()}"] = torch.get_rng_state()
-            if torch.cuda.is_available():
-                tensors[f"rng.cuda.{dist.get_rank()}"] = torch.cuda.get_rng_state()
+            tensors |= _random_states()
         return tensors
+
+
+def _random_states() -> dict[str, Tensor]:
+    """Return the states of this rank's random generators, such as "rng.cpu.0"."""
+    rank = dist.get_rank()
+    states = {f"rng.cpu.{rank}": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states[f"rng.cuda.{rank}"] = torch.cuda.get_rng_state()
+    return states
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -166,10 +182,6 @@ def _split_quantized(name: str, tensor: Tensor) -> dict[str, Tensor]:
     torchao stores such a state as a code of 8 bits for each value, and a scale for each block of
     values.
 
-    Args:
-        name: Name of the state in a checkpoint.
-        tensor: The state.
-
     Returns:
         "<name>.codes" and "<name>.scale" for an 8-bit state; `name` for any other state.
     """
@@ -178,22 +190,26 @@ def _split_quantized(name: str, tensor: Tensor) -> dict[str, Tensor]:
     if not is_quantized or not isinstance(tensor, DTensor):
         return {name: plain(tensor)}
 
-    # Each row has its own scales, so both tensors can be sharded by rows like the state. For
-    # example, a matrix with 8 rows and 512 columns has codes of shape (8, 512), and with blocks of
-    # 256 values scales of shape (8, 2).
+    # Each row has its own scales. For example, a matrix with 8 rows and 512 columns has codes of
+    # shape (8, 512), and with blocks of 256 values scales of shape (8, 2).
     num_rows = shard.shape[0]
-    local_parts = {"codes": shard.codes, "scale": shard.scale.view(num_rows, -1)}
-    tensors: dict[str, Tensor] = {}
-    for key, part in local_parts.items():
-        tensors[f"{name}.{key}"] = DTensor.from_local(
-            part,
-            tensor.device_mesh,
-            tensor.placements,
-            run_check=False,
-            shape=torch.Size((tensor.shape[0], part.shape[1])),
-            stride=part.stride(),
-        )
-    return tensors
+    scale = shard.scale.view(num_rows, -1)
+    return {
+        f"{name}.codes": _shard_rows_like(tensor, shard.codes),
+        f"{name}.scale": _shard_rows_like(tensor, scale),
+    }
+
+
+def _shard_rows_like(tensor: DTensor, shard: Tensor) -> DTensor:
+    """Return the matrix of which this rank has `shard`, if its rows are sharded like `tensor`."""
+    return DTensor.from_local(
+        shard,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=torch.Size((tensor.shape[0], shard.shape[1])),
+        stride=shard.stride(),
+    )
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -230,10 +246,6 @@ def manifest_info(arch: Architecture, train_state: dict[str, Any], **extra: Any)
         arch: Architecture of the model.
         train_state: Training state that is not a tensor, such as step and data position.
         extra: Further keys, which override the defaults.
-
-    Returns:
-        A dictionary with the keys "train_state", "job", "layout", "versions" and "architecture",
-        and the keys of `extra`.
     """
     info = {
         "train_state": train_state,
@@ -258,7 +270,7 @@ def library_versions() -> dict[str, str]:
 # Positions of shards
 
 
-def _shard_chunk(tensor: DTensor) -> dcp_metadata.ChunkStorageMetadata:
+def _shard_chunk(tensor: DTensor) -> ChunkStorageMetadata:
     """Return the position and the size of this rank's shard in the whole tensor.
 
     By default, DCP computes them itself. Up to torch 2.15, it computes wrong ones if tensor
@@ -266,7 +278,7 @@ def _shard_chunk(tensor: DTensor) -> dcp_metadata.ChunkStorageMetadata:
     vocabulary with an odd size. It then can neither save nor load the tensor.
     """
     slices = shard_slices(tensor)
-    return dcp_metadata.ChunkStorageMetadata(
+    return ChunkStorageMetadata(
         offsets=torch.Size(part.start for part in slices),
         sizes=torch.Size(part.stop - part.start for part in slices),
     )
@@ -290,7 +302,7 @@ class ShardSavePlanner(DefaultSavePlanner):
             chunk = _shard_chunk(tensor)
             if 0 in chunk.sizes:
                 continue
-            index = dcp_metadata.MetadataIndex(item.index.fqn, chunk.offsets)
+            index = MetadataIndex(item.index.fqn, chunk.offsets)
             assert item.tensor_data is not None
             data = dataclasses.replace(item.tensor_data, chunk=chunk)
             items.append(dataclasses.replace(item, index=index, tensor_data=data))
@@ -314,7 +326,7 @@ class ShardLoadPlanner(DefaultLoadPlanner):
         for name, tensor in self.state_dict.items():
             if isinstance(tensor, DTensor):
                 saved = self.metadata.state_dict_metadata[name]
-                assert isinstance(saved, dcp_metadata.TensorStorageMetadata)
+                assert isinstance(saved, TensorStorageMetadata)
                 items += create_read_items_for_chunk_list(name, saved, [_shard_chunk(tensor)])
         return dataclasses.replace(plan, items=items)
 
@@ -333,9 +345,13 @@ class CheckpointWriter(FileSystemWriter):
         step: The step to save.
         token: Part of the name of the temporary folder, the same on all ranks.
         info: JSON value to store in the manifest.
+
+    Attributes:
+        started: Time of the creation, by `time.perf_counter`.
     """
 
     def __init__(self, folder: Path, step: int, token: str, info: dict[str, Any]) -> None:
+        self.started = time.perf_counter()
         name = step_folder_name(step)
         self.tmp_folder = folder / f"{TMP_PREFIX}{name}-{token}"
         super().__init__(self.tmp_folder)
@@ -360,13 +376,9 @@ class CheckpointWriter(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's tensors to one file, or to one file per tensor.
 
-        Args:
-            plan: DCP's list of the tensors and shards that this rank writes.
-            planner: Returns the data of each of them.
-
         Returns:
-            A completed future of the position and checksum of each tensor, and the size and
-            checksum of each file. DCP sends them to `finish` on rank 0.
+            The position and checksum of each tensor, and the size and checksum of each file. DCP
+            sends them to `finish` on rank 0.
         """
         if self.single_file_per_rank:
             items_of_files = [plan.items] if plan.items else []
@@ -381,13 +393,9 @@ class CheckpointWriter(FileSystemWriter):
 
         # `finish` needs the size and the checksum of each file for the manifest.
         for file_name, entry in self.fs.written.items():
-            key = dcp_metadata.MetadataIndex(file_name)
+            key = MetadataIndex(file_name)
             results.append(_FileResult(key, entry["size"], entry))
-
-        # DCP requires a future, although all data is already written.
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
-        return future
+        return _completed_future(results)
 
     def _write_file(
         self, name: str, items: list[WriteItem], planner: SavePlanner
@@ -396,19 +404,13 @@ class CheckpointWriter(FileSystemWriter):
         results: list[WriteResult] = []
         with self.fs.create_stream(self.tmp_folder / name, "wb") as file:
             for item in items:
-                tensor = cast(Tensor, planner.resolve_data(item)).detach().cpu()
-                is_view = tensor.untyped_storage().nbytes() != tensor.nbytes
-                if is_view:
-                    tensor = tensor.clone()  # torch.save would write the whole storage of a view
-                torch.save(tensor, file)
-                offset, length, checksum = file.end_chunk()
-                info = _StorageInfo(name, offset, length)
-                vars(info)[_CHECKSUM] = checksum  # the dataclass is frozen and lacks this field
-                results.append(WriteResult(item.index, length, info))
+                tensor = cast(Tensor, planner.resolve_data(item))
+                position = _write_tensor(file, name, tensor)
+                results.append(WriteResult(item.index, position.length, position))
             os.fsync(file.fileno())
         return results
 
-    def finish(self, metadata: dcp_metadata.Metadata, results: list[list[WriteResult]]) -> None:
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the index and the manifest, and publish the step folder. Runs on rank 0.
 
         Args:
@@ -431,9 +433,29 @@ class CheckpointWriter(FileSystemWriter):
         entries[INDEX] = self.fs.written[INDEX]
         publish_checkpoint(self.tmp_folder, self.step, entries, self.info)
 
-    def storage_meta(self) -> dcp_metadata.StorageMeta:
+    def storage_meta(self) -> StorageMeta:
         """Return DCP's description of the storage, without a path, so that folders can be moved."""
-        return dcp_metadata.StorageMeta(save_id=self.save_id)
+        return StorageMeta(save_id=self.save_id)
+
+
+def _write_tensor(file: HashingFile, file_name: str, tensor: Tensor) -> _StorageInfo:
+    """Append a tensor to a file, and return its position and checksum."""
+    tensor = tensor.detach().cpu()
+    is_view = tensor.untyped_storage().nbytes() != tensor.nbytes
+    if is_view:
+        tensor = tensor.clone()  # torch.save would write the whole storage of a view
+    torch.save(tensor, file)
+    offset, length, checksum = file.end_chunk()
+    position = _StorageInfo(file_name, offset, length)
+    vars(position)[_CHECKSUM] = checksum  # the dataclass is frozen and lacks this field
+    return position
+
+
+def _completed_future(result: T) -> Future[T]:
+    """Return a future with a result. DCP requires one, although all data is already processed."""
+    future: Future[T] = Future()
+    future.set_result(result)
+    return future
 
 
 class _FileResult(WriteResult):
@@ -507,57 +529,61 @@ class SafeReader(FileSystemReader):
             raise CheckpointError(f"cannot read {path / INDEX}: {problem}") from None
         self.index = cast(Index, self._metadata.state_dict_metadata)
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp_metadata.Metadata:
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the index of the tensors to load. DCP calls this before it reads any data."""
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Load the parts of tensors that this rank needs into its tensors in memory.
 
-        Each chunk (a saved tensor or shard) is read once, and verified in memory.
-
         Args:
-            plan: DCP's list of the parts to load.
+            plan: DCP's list of the parts to load. Each is a part of a chunk (a saved tensor or
+                shard). Each chunk is read once.
             planner: Returns the target of each part.
 
         Raises:
             Damage: If the checksum of a chunk differs.
         """
-        # Several items may be parts of the same chunk. Group them, and then the chunks by file.
-        items_by_chunk: dict[dcp_metadata.MetadataIndex, list[ReadItem]] = defaultdict(list)
-        for item in plan.items:
-            items_by_chunk[item.storage_index].append(item)
-        chunks_by_file: dict[str, list[dcp_metadata.MetadataIndex]] = defaultdict(list)
-        for chunk in items_by_chunk:
-            file_name = self.storage_data[chunk].relative_path
-            chunks_by_file[file_name].append(chunk)
+        parts_by_chunk: dict[MetadataIndex, list[ReadItem]] = defaultdict(list)
+        for part in plan.items:
+            parts_by_chunk[part.storage_index].append(part)
 
-        for file_name, chunks in chunks_by_file.items():
-            chunks.sort(key=lambda chunk: self.storage_data[chunk].offset)  # read sequentially
+        for file_name, chunks in self._group_by_file(parts_by_chunk).items():
             with open_file(self._folder / file_name) as file:
                 for chunk in chunks:
-                    position = self.storage_data[chunk]
-                    _load_chunk(file, position, items_by_chunk[chunk], planner)
+                    _load_chunk(file, self.storage_data[chunk], parts_by_chunk[chunk], planner)
+        return _completed_future(None)
 
-        # DCP requires a future, although all data is already loaded.
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
+    def _group_by_file(self, chunks: Iterable[MetadataIndex]) -> dict[str, list[MetadataIndex]]:
+        """Return the chunks of each file in the order of their positions, to read sequentially."""
+        chunks_by_file = defaultdict(list)
+        for chunk in sorted(chunks, key=lambda chunk: self.storage_data[chunk].offset):
+            chunks_by_file[self.storage_data[chunk].relative_path].append(chunk)
+        return chunks_by_file
 
 
 def _load_chunk(
-    file: BinaryIO, position: _StorageInfo, items: Iterable[ReadItem], planner: LoadPlanner
+    file: BinaryIO, position: _StorageInfo, parts: Iterable[ReadItem], planner: LoadPlanner
 ) -> None:
     """Read one chunk (a saved tensor or shard), and copy the requested parts to their targets.
 
-    Args:
-        file: The file that contains the chunk.
-        position: Position and checksum of the chunk.
-        items: The parts to copy.
-        planner: Returns the target of each part.
-
     Raises:
         Damage: If the checksum of the chunk differs.
+    """
+    content = _read_chunk(file, position)
+    chunk = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    for part in parts:
+        values = slice_tensor(chunk, part.storage_offsets, part.lengths)
+        target = planner.resolve_tensor(part).detach()
+        target.copy_(values)
+        planner.commit_tensor(part, target)
+
+
+def _read_chunk(file: BinaryIO, position: _StorageInfo) -> bytes:
+    """Read the bytes of a chunk and verify their checksum.
+
+    Raises:
+        Damage: If the checksum differs.
     """
     start = position.offset
     file.seek(start)
@@ -566,13 +592,7 @@ def _load_chunk(
     if expected is not None and xxhash.xxh3_128_digest(content) != expected:
         end = start + position.length
         raise Damage(f"{position.relative_path}: checksum of bytes {start:,} to {end:,} differs")
-
-    chunk = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    for item in items:
-        part = slice_tensor(chunk, item.storage_offsets, item.lengths)
-        target = planner.resolve_tensor(item).detach()
-        target.copy_(part)
-        planner.commit_tensor(item, target)
+    return content
 
 
 def slice_tensor(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
@@ -592,10 +612,9 @@ def slice_tensor(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -
 def load_tensors(
     reader: SafeReader, tensors: dict[str, Tensor], group: dist.ProcessGroup | None = None
 ) -> None:
-    """Load values of a checkpoint into tensors in place.
+    """Load values of a checkpoint into tensors in place. The layout may differ from the save.
 
-    Each rank reads only the parts that its shards need, so the layout may differ from the layout of
-    the save. After an error, some tensors may have been overwritten.
+    After an error, some tensors may have been overwritten.
 
     Args:
         reader: Reader of the checkpoint.
@@ -614,9 +633,9 @@ def load_tensors(
             process_group=group,
             no_dist=group is None,
         )
-    except CheckpointException as error:  # it contains the exceptions of all ranks
-        causes = [cause for cause, _ in error.failures.values()]
-        if all(isinstance(cause, Damage) for cause in causes):
+    except CheckpointException as error:
+        causes_of_ranks = [cause for cause, _ in error.failures.values()]
+        if all(isinstance(cause, Damage) for cause in causes_of_ranks):
             raise Damage(describe_error(error)) from None
         raise CheckpointError(f"cannot load {reader.path}: {describe_error(error)}") from None
 
@@ -634,9 +653,10 @@ def get_weight_prefix(reader: SafeReader, averaged: bool) -> str:
     if not averaged:
         return "model."
     if not any(name.startswith(AVERAGES) for name in reader.index):
-        problem = f"{reader.path} has no averaged weights"
-        reason = "ema.decay was 0, or it is an average of checkpoints"
-        raise UserError(f"{problem}: {reason}. Leave out --ema.")
+        raise UserError(
+            f"{reader.path} has no averaged weights: ema.decay was 0, or it is an average of "
+            "checkpoints. Leave out --ema."
+        )
     return AVERAGES
 
 
@@ -689,39 +709,41 @@ class _IndexUnpickler(pickle.Unpickler):
         return type(name, (_Record,), {})
 
 
-def _parse_index(raw: bytes, is_wanted: Callable[[str], bool]) -> dcp_metadata.Metadata:
+def _parse_index(raw: bytes, is_wanted: Callable[[str], bool]) -> Metadata:
     """Parse the pickled index of a checkpoint without running code from it.
 
     Args:
         raw: Bytes of the index file. Invalid bytes raise any kind of exception.
         is_wanted: Returns whether to keep the tensor with a given name.
 
-    Returns:
-        Description of each wanted tensor, and the position of each chunk in the files.
-
     Raises:
         CheckpointError: If the index contains a name that is not allowed, or a file outside of the
             folder.
     """
     # Each object is unpickled as a placeholder, whose attribute `state` contains its fields.
-    root = _IndexUnpickler(io.BytesIO(raw)).load().state
-
-    tensors: Index = {}
-    for saved_name, tensor_record in root["state_dict_metadata"].items():
+    index = _IndexUnpickler(io.BytesIO(raw)).load().state
+    tensors = {}
+    for saved_name, record in index["state_dict_metadata"].items():
         name = _current_tensor_name(saved_name)
         if is_wanted(name):
-            tensors[name] = _parse_tensor(name, tensor_record)
+            tensors[name] = _parse_tensor(name, record)
 
-    chunks: dict[dcp_metadata.MetadataIndex, _StorageInfo] = {}
-    for chunk_record, position_record in root["storage_data"].items():
+    positions = _parse_chunk_positions(index["storage_data"], is_wanted)
+    return Metadata(tensors, storage_data=positions, storage_meta=StorageMeta())
+
+
+def _parse_chunk_positions(
+    records: Mapping[_Record, _Record], is_wanted: Callable[[str], bool]
+) -> dict[MetadataIndex, _StorageInfo]:
+    """Return the position in the files of each chunk (a saved tensor or shard)."""
+    positions = {}
+    for chunk_record, position_record in records.items():
         name = _current_tensor_name(chunk_record.state["fqn"])
         if is_wanted(name):
             offset = _to_size(chunk_record.state["offset"])
-            chunk = dcp_metadata.MetadataIndex(name, offset)
-            chunks[chunk] = _parse_chunk_position(position_record)
-    return dcp_metadata.Metadata(
-        dict(tensors), storage_data=chunks, storage_meta=dcp_metadata.StorageMeta()
-    )
+            chunk = MetadataIndex(name, offset)
+            positions[chunk] = _parse_chunk_position(position_record)
+    return positions
 
 
 def _parse_chunk_position(record: _Record) -> _StorageInfo:
@@ -739,7 +761,7 @@ def _parse_chunk_position(record: _Record) -> _StorageInfo:
     return info
 
 
-def _parse_tensor(name: str, record: _Record) -> dcp_metadata.TensorStorageMetadata:
+def _parse_tensor(name: str, record: _Record) -> TensorStorageMetadata:
     """Convert an unpickled description of a tensor (size, dtype and chunks) to DCP's class.
 
     Raises:
@@ -754,13 +776,13 @@ def _parse_tensor(name: str, record: _Record) -> dcp_metadata.TensorStorageMetad
     for chunk in record.state["chunks"]:
         chunk_offsets = _to_size(chunk.state["offsets"])
         chunk_size = _to_size(chunk.state["sizes"])
-        chunks.append(dcp_metadata.ChunkStorageMetadata(chunk_offsets, chunk_size))
+        chunks.append(ChunkStorageMetadata(chunk_offsets, chunk_size))
         num_elements += math.prod(chunk_size)
     if num_elements != math.prod(size):
         raise CheckpointError(f"the chunks of {name} do not add up to its size")
 
-    properties = dcp_metadata.TensorProperties(dtype=dtype)
-    return dcp_metadata.TensorStorageMetadata(properties, size, chunks)
+    properties = TensorProperties(dtype=dtype)
+    return TensorStorageMetadata(properties, size, chunks)
 
 
 def _to_size(record: _Record) -> torch.Size:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -55,6 +55,8 @@ from titanlite.checkpoint.manifest import (
 from titanlite.checkpoint.mirror import Mirror
 from titanlite.config.errors import CheckpointError, Damage, UserError
 from titanlite.runtime.logging import Event
+
+T = TypeVar("T")
 
 
 class Saver:
@@ -111,8 +113,9 @@ class Saver:
         self._stager: DefaultStager | None = None
         self._is_pinned = self._config.async_mode == "async_with_pinned_mem"
         if self._is_pinned and not torch.cuda.is_available():
-            problem = 'checkpoint.async_mode = "async_with_pinned_mem" needs a GPU'
-            raise UserError(f'{problem}. Use "async" on a CPU.')
+            raise UserError(
+                'checkpoint.async_mode = "async_with_pinned_mem" needs a GPU. Use "async" on a CPU.'
+            )
         if self._config.async_mode != "disabled":
             self._stager = self._new_stager()
         library_versions()  # fill its cache now, because it opens files
@@ -132,10 +135,9 @@ class Saver:
         self.wait_until_saved()  # one save at a time
         self._run_id = train_state.get("run")
 
-        # Choose the path. If the last save contains only the weights, a run cannot resume from it,
-        # so it is in `final` instead of the folder of checkpoints.
         weights_only = is_last and self._config.last_save_model_only
         if weights_only:
+            # A run cannot resume from weights, so they are not in the folder of checkpoints.
             path = self._folder.parent / "final" / step_folder_name(step)
             is_needed = self._ranks.run_on_rank0(lambda: self._prepare_output_path(path, step))
         else:
@@ -143,24 +145,11 @@ class Saver:
             is_needed = not self.has_saved(step)
 
         if is_needed:
-            info = manifest_info(
-                self._live.model.arch,
-                train_state,
-                job=self._context.job,
-                layout={"world_size": self._ranks.size},
-            )
-            if weights_only:
-                info["weights_only"] = True
+            info = self._get_manifest_info(train_state, weights_only)
             writer = CheckpointWriter(path.parent, step, self._new_token(), info)
             self._start_save(writer, self._get_tensors(weights_only))
-
         if is_last:
-            self.wait_until_saved()
-            self.remove_outdated()
-            if self._config.last_save_in_hf and step != self._failed_step:
-                is_exported = self._ranks.run_on_rank0(lambda: self._export(path, step))
-                if not is_exported:
-                    self._count_failure(step)
+            self._finish_last_save(path, step)
 
     def has_saved(self, step: int) -> bool:
         """Return whether the state after a step is on disk, because it was loaded or saved.
@@ -224,6 +213,18 @@ class Saver:
 
     # One save
 
+    def _get_manifest_info(self, train_state: dict[str, Any], weights_only: bool) -> dict[str, Any]:
+        """Return the description of the model and the run to store in the manifest."""
+        info = manifest_info(
+            self._live.model.arch,
+            train_state,
+            job=self._context.job,
+            layout={"world_size": self._ranks.size},
+        )
+        if weights_only:
+            info["weights_only"] = True
+        return info
+
     def _get_tensors(self, weights_only: bool) -> dict[str, Tensor]:
         """Return the tensors to save, by name. They share memory with the model."""
         if not weights_only:
@@ -244,29 +245,29 @@ class Saver:
         """Write a checkpoint in the background thread, or in this thread if saves are synchronous.
 
         If this rank cannot save in the background, it also saves in this thread.
-
-        Args:
-            writer: Writer of the checkpoint.
-            tensors: The state to save, by name.
         """
-        started = time.perf_counter()
         if self._stager is None:  # saves are synchronous
-            self._save_now(writer, tensors, started)
+            self._save_now(writer, tensors)
             self.wait_until_saved()
             return
 
-        # Copy the state to CPU memory, and let the thread write the copies.
         try:
-            copies = self._stage(self._stager, tensors)
-            waited = time.perf_counter() - started
-            result = self._thread.submit(self._write_and_publish, writer, copies, started, waited)
-            self._pending = writer.step, result
+            self._save_in_background(writer, self._stager, tensors)
         except Exception as error:  # for example, too little memory for the copies or a thread
             # The other ranks wait for this rank's part of the checkpoint, so write it here instead.
             text = f"Saving step {writer.step} while training waits ({describe_error(error)})"
             self._log(Event(text, "foreground", writer.step))
             self._replace_thread()
-            self._save_now(writer, tensors, started)
+            self._save_now(writer, tensors)
+
+    def _save_in_background(
+        self, writer: CheckpointWriter, stager: DefaultStager, tensors: dict[str, Tensor]
+    ) -> None:
+        """Copy the tensors to CPU memory, and let the background thread write the copies."""
+        copies = self._stage(stager, tensors)
+        waited = time.perf_counter() - writer.started
+        result = self._thread.submit(self._write_and_publish, writer, copies, waited)
+        self._pending = writer.step, result
 
     def _replace_thread(self) -> None:
         """Replace the background thread after it could not take a save.
@@ -277,26 +278,22 @@ class Saver:
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._thread = ThreadPoolExecutor(1, "checkpoint")
 
-    def _save_now(
-        self, writer: CheckpointWriter, tensors: dict[str, Tensor], started: float
-    ) -> None:
+    def _save_now(self, writer: CheckpointWriter, tensors: dict[str, Tensor]) -> None:
         """Write a checkpoint in this thread, and keep the result for `wait_until_saved`.
 
         Meanwhile, other ranks may write their parts in their background threads. Collectives match
         nevertheless, because each rank calls the same ones in the same order.
         """
-        result = Future[bool]()
-        result.set_result(self._write_and_publish(writer, tensors, started))
-        self._pending = writer.step, result
+        is_complete = self._write_and_publish(writer, _completed_future(tensors))
+        self._pending = writer.step, _completed_future(is_complete)
 
     def _stage(
         self, stager: DefaultStager, tensors: dict[str, Tensor]
-    ) -> dict[str, Tensor] | Future[dict[str, Tensor]]:
+    ) -> Future[dict[str, Tensor]]:
         """Copy tensors to CPU memory, so that training can change the originals during the save.
 
         Returns:
-            The copies by name. Copies to pinned memory are made in the background, and the result
-            is a future of them.
+            The copies by name. Only copies to pinned memory are made in the background.
         """
         if self._is_pinned:
             torch.cuda.current_stream().synchronize()  # the stager copies on another stream
@@ -304,14 +301,15 @@ class Saver:
             stager.close()
             stager = self._stager = self._new_stager()
         copies = stager.stage(tensors)
-        self._copies = copies if isinstance(copies, Future) else None
+        if not isinstance(copies, Future):
+            return _completed_future(copies)
+        self._copies = copies
         return copies
 
     def _write_and_publish(
         self,
         writer: CheckpointWriter,
-        tensors: dict[str, Tensor] | Future[dict[str, Tensor]],
-        started: float,
+        copies: Future[dict[str, Tensor]],
         waited: float | None = None,
     ) -> bool:
         """Write and publish a checkpoint, log the result, and remove outdated checkpoints.
@@ -320,31 +318,24 @@ class Saver:
 
         Args:
             writer: Writer of the checkpoint.
-            tensors: The state, or a future of its copies.
-            started: Start of the save, by `time.perf_counter`.
+            copies: The state to save, by name.
             waited: Seconds for which training waited; None if it waits for the whole save.
 
         Returns:
             Whether the checkpoint is complete. It is incomplete if any rank failed.
         """
         try:
-            state = self._wait_for_state(tensors)
+            state = self._wait_for_state(copies)
             group = self._ranks.group
             # DCP calls `writer.write_data` on each rank. When all ranks have written their files,
             # it calls `writer.finish` on rank 0, which publishes the checkpoint.
             dcp_save(state, storage_writer=writer, planner=ShardSavePlanner(), process_group=group)
         except (Exception, CheckpointException) as error:  # the latter is a BaseException
             if self._ranks.rank == 0:
-                text = f"Saving step {writer.step} FAILED ({describe_error(error)})"
-                self._log(Event(text, "failed save", writer.step))
-                shutil.rmtree(writer.tmp_folder, ignore_errors=True)
+                self._discard_failed_save(writer, error)
             return False
 
-        # Log the success, and remove the checkpoints that it makes outdated.
-        seconds = time.perf_counter() - started
-        note = "" if waited is None else f", of which training waited {waited:.2f} s"
-        text = f"Saved step {writer.step} to {writer.target} in {seconds:.1f} s{note}"
-        self._log(Event(text, "save", writer.step))
+        self._log_success(writer, waited)
         if self._ranks.rank == 0:
             self._is_from_this_run[writer.target] = True
             self._remove_outdated()
@@ -352,28 +343,32 @@ class Saver:
                 self._mirror.notify()
         return True
 
-    def _wait_for_state(
-        self, tensors: dict[str, Tensor] | Future[dict[str, Tensor]]
-    ) -> dict[str, Tensor]:
-        """Return the tensors to write. If they are copied asynchronously, wait for the copies.
+    def _discard_failed_save(self, writer: CheckpointWriter, error: BaseException) -> None:
+        """Log why a save failed, and delete its temporary folder."""
+        text = f"Saving step {writer.step} FAILED ({describe_error(error)})"
+        self._log(Event(text, "failed save", writer.step))
+        shutil.rmtree(writer.tmp_folder, ignore_errors=True)
 
-        Args:
-            tensors: The state itself, or a future of its copies.
+    def _log_success(self, writer: CheckpointWriter, waited: float | None) -> None:
+        seconds = time.perf_counter() - writer.started
+        text = f"Saved step {writer.step} to {writer.target} in {seconds:.1f} s"
+        if waited is not None:
+            text += f", of which training waited {waited:.2f} s"
+        self._log(Event(text, "save", writer.step))
+
+    def _wait_for_state(self, copies: Future[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Wait until the state is copied on all ranks, and return the copies of this rank.
 
         Raises:
             CheckpointError: On all ranks, if copying failed on any rank.
         """
-        problem = ""
-        if isinstance(tensors, Future):
-            error = tensors.exception()  # waits for the copies
-            if error is not None:
-                problem = f"copying the state failed: {describe_error(error)}"
-
+        error = copies.exception()  # waits for the copies
+        problem = f"copying the state failed: {describe_error(error)}" if error else ""
         # Raise the error on all ranks, because the others would otherwise wait for this rank.
         problems = [text for text in self._ranks.gather(problem) if text]
         if problems:
             raise CheckpointError(problems[0])
-        return tensors.result() if isinstance(tensors, Future) else tensors
+        return copies.result()
 
     # Old checkpoints and the best one
 
@@ -494,6 +489,20 @@ class Saver:
 
     # Outputs of the last save
 
+    def _finish_last_save(self, path: Path, step: int) -> None:
+        """Wait for the last save, remove outdated checkpoints, and export the weights if requested.
+
+        Args:
+            path: Step folder of the last save.
+            step: The last step.
+        """
+        self.wait_until_saved()
+        self.remove_outdated()
+        if self._config.last_save_in_hf and step != self._failed_step:
+            is_exported = self._ranks.run_on_rank0(lambda: self._export(path, step))
+            if not is_exported:
+                self._count_failure(step)
+
     def _prepare_output_path(self, path: Path, step: int) -> bool:
         """Prepare the path of a final output, and return whether the run must write it.
 
@@ -520,31 +529,38 @@ class Saver:
     def _export(self, path: Path, step: int) -> bool:
         """Export the last checkpoint to `final_hf` in Hugging Face format. Runs on rank 0.
 
-        The weights are read from disk, so no rank has to gather them in memory.
-
-        Args:
-            path: Step folder of the last checkpoint.
-            step: The last step.
-
         Returns:
             Whether the export succeeded. A failure is logged.
         """
         out = path.parents[1] / "final_hf"
-
-        def write_small_files(folder: Path) -> dict[str, int | None]:
-            marker = {"run": self._run_id, "step": step}
-            (folder / EXPORT_MARKER).write_text(json.dumps(marker) + "\n")
-            return self._write_tokenizer(folder)
-
         try:
             if self._prepare_output_path(out, step):
-                # Damage that this does not find is found when the weights are read.
-                check_checkpoint(path, verified_on_load=True)
-                dtype = self._config.export_dtype
-                weights = checkpoint_weights(path)
-                export_hf(weights, out, dtype, write_small_files, token=self._context.token)
-                self._log(f"Exported step {step} to {out} in Hugging Face format ({dtype})")
+                self._write_export(path, step, out)
         except (OSError, UserError) as error:
             self._log(f"Writing {out} FAILED ({error})")
             return False
         return True
+
+    def _write_export(self, path: Path, step: int, out: Path) -> None:
+        """Write the weights of a checkpoint to the folder `out` in Hugging Face format.
+
+        The weights are read from disk, so no rank has to gather them in memory.
+        """
+
+        def write_marker_and_tokenizer(folder: Path) -> dict[str, int | None]:
+            marker = {"run": self._run_id, "step": step}
+            (folder / EXPORT_MARKER).write_text(json.dumps(marker) + "\n")
+            return self._write_tokenizer(folder)
+
+        # Damage that this does not find is found when the weights are read.
+        check_checkpoint(path, verified_on_load=True)
+        weights = checkpoint_weights(path)
+        dtype = self._config.export_dtype
+        export_hf(weights, out, dtype, write_marker_and_tokenizer, token=self._context.token)
+        self._log(f"Exported step {step} to {out} in Hugging Face format ({dtype})")
+
+
+def _completed_future(result: T) -> Future[T]:
+    future = Future[T]()
+    future.set_result(result)
+    return future
