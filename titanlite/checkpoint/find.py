@@ -54,17 +54,22 @@ def find_checkpoints(path: Path) -> list[Path]:
     path = resolve_url(path)
     if not os.path.isdir(path):  # unlike Path.is_dir, it accepts names of any length
         problem = "is a file" if os.path.isfile(path) else "does not exist"
-        fix = "Pass a step folder, a checkpoint folder, or the output folder of a run."
-        raise UserError(f"{path} {problem}. {fix}")
+        raise UserError(
+            f"{path} {problem}. "
+            "Pass a step folder, a checkpoint folder, or the output folder of a run."
+        )
 
     path = path.resolve()
-    if get_step(path) >= 0:
+    is_step_folder = get_step(path) >= 0
+    if is_step_folder:
         return [path]
     # An output folder has the step folders in its subfolders, for example in "checkpoint".
-    checkpoints = list_checkpoints(path) or list_checkpoints(*path.glob("*"))
+    subfolders = path.glob("*")
+    checkpoints = list_checkpoints(path) or list_checkpoints(*subfolders)
     if not checkpoints:
-        fix = "A run saves one every checkpoint.interval steps."
-        raise CheckpointError(f"{path} contains no checkpoint. {fix}")
+        raise CheckpointError(
+            f"{path} contains no checkpoint. A run saves one every checkpoint.interval steps."
+        )
     return checkpoints
 
 
@@ -110,28 +115,25 @@ def load_newest(
 
     Args:
         path: A path or URL that `find_checkpoints` accepts.
-        load: Loads a step folder. It raises `Damage` if the checkpoint is damaged.
+        load: Loads a step folder, or raises `Damage`. Its result is returned.
         check: Called before `load`. It raises `Damage` if the checkpoint is damaged.
         list_paths: Returns the step folders at the path, sorted by step. If several ranks load
             together, it must list them on one rank only, because a run may add checkpoints.
         log: Called with one line of text for each damaged checkpoint.
-
-    Returns:
-        The result of `load`.
 
     Raises:
         UserError: If the folder does not exist.
         CheckpointError: If there is no valid checkpoint, or one cannot be read now.
     """
     problems: list[str] = []
-    for candidate in reversed(list_paths(path)):
+    for step_folder in reversed(list_paths(path)):
         if problems:
             log(f"{problems[-1]}; trying an older one")
         try:
-            check(candidate)
-            return load(candidate)
+            check(step_folder)
+            return load(step_folder)
         except Damage as damage:
-            problems.append(f"{candidate} is damaged: {damage}")
+            problems.append(f"{step_folder} is damaged: {damage}")
     raise CheckpointError("\n".join(problems))
 
 
@@ -172,22 +174,14 @@ def verify(folder: Path) -> dict[str, Any]:
         UserError: If the folder does not exist.
         CheckpointError: If it contains no checkpoint.
     """
-    root = resolve_url(folder).resolve()
-    paths = find_checkpoints(root)
-    is_step_folder = paths == [root]
-
-    checkpoints = []
-    for path in paths:
-        name = path.name if is_step_folder else os.path.relpath(path, root)
-        report = {"name": name, **_verify_step_folder(path)}
-        # Leave out a checkpoint that its run has removed in the meantime.
-        if path in list_checkpoints(path.parent):
-            checkpoints.append(report)
+    local_folder = resolve_url(folder).resolve()
+    step_folders = find_checkpoints(local_folder)
+    checkpoints = _verify_step_folders(step_folders, local_folder)
 
     # Leftovers belong to a checkpoint folder, so there are none for a single step folder.
     unfinished: list[str] = []
     set_aside: list[str] = []
-    checkpoint_folders = set() if is_step_folder else {path.parent for path in paths}
+    checkpoint_folders = {path.parent for path in step_folders if path != local_folder}
     for checkpoint_folder in sorted(checkpoint_folders):
         unfinished += [path.name for path in list_unfinished(checkpoint_folder)]
         set_aside += [path.name for path in list_set_aside(checkpoint_folder)]
@@ -197,6 +191,18 @@ def verify(folder: Path) -> dict[str, Any]:
         "unfinished": unfinished,
         "set_aside": set_aside,
     }
+
+
+def _verify_step_folders(paths: Sequence[Path], folder: Path) -> list[dict[str, Any]]:
+    """Verify checkpoints, and return the report of each with its name relative to `folder`."""
+    reports = []
+    for path in paths:
+        name = path.name if path == folder else os.path.relpath(path, folder)
+        report = {"name": name, **_verify_step_folder(path)}
+        # Leave out a checkpoint that its run has removed in the meantime.
+        if path in list_checkpoints(path.parent):
+            reports.append(report)
+    return reports
 
 
 def _verify_step_folder(path: Path) -> dict[str, Any]:
@@ -253,15 +259,15 @@ def read_job(step_folder: Path, tokenizer_path: Path | None = None) -> JobConfig
             _require_tokenizer(step_folder, info)
         job = _read_saved_job(step_folder, info["job"])
 
-    # Set the path of the tokenizer, unless the job names a file outside of the checkpoint.
-    saved_path = job.tokenizer.path
-    if tokenizer_path is not None:
-        new_path = tokenizer_path
-    elif saved_path in manifest["files"]:  # the name of a file in the checkpoint
-        new_path = step_folder / saved_path
-    else:
-        return job
-    tokenizer = job.tokenizer.model_copy(update={"path": str(new_path)})
+    is_in_checkpoint = job.tokenizer.path in manifest["files"]
+    if tokenizer_path is None and is_in_checkpoint:
+        tokenizer_path = step_folder / job.tokenizer.path
+    return job if tokenizer_path is None else set_tokenizer_path(job, tokenizer_path)
+
+
+def set_tokenizer_path(job: JobConfig, path: str | Path) -> JobConfig:
+    """Return a copy of a job with another tokenizer file."""
+    tokenizer = job.tokenizer.model_copy(update={"path": str(path)})
     return job.model_copy(update={"tokenizer": tokenizer})
 
 
@@ -272,11 +278,11 @@ def _require_tokenizer(step_folder: Path, info: dict[str, Any]) -> None:
         step_folder: The checkpoint.
         info: Entry "info" of its manifest.
     """
-    data_state = info["train_state"].get("data") or {}
-    if info.get("weights_only") and data_state.get("tokenizer") is None:
-        problem = f"{step_folder} has no tokenizer, because its weights were imported without one"
-        remedy = "Add --tokenizer.path FILE, or import them again with --tokenizer FILE."
-        raise NoTokenizerError(f"{problem}. {remedy}")
+    if info.get("weights_only") and get_data_state(info).get("tokenizer") is None:
+        raise NoTokenizerError(
+            f"{step_folder} has no tokenizer, because its weights were imported without one. "
+            "Add --tokenizer.path FILE, or import them again with --tokenizer FILE."
+        )
 
 
 def _read_saved_job(step_folder: Path, sections: dict[str, Any]) -> JobConfig:
@@ -313,9 +319,10 @@ def _read_job_of_old_import(step_folder: Path) -> JobConfig:
     """
     config = step_folder.parents[1] / "config.toml"
     if not config.is_file():
-        problem = f"{step_folder} was imported by a version that did not record model and tokenizer"
-        fix = f"Import the weights again, or write their job to {config}."
-        raise CheckpointError(f"{problem}. {fix}")
+        raise CheckpointError(
+            f"{step_folder} was imported by a version that did not record model and tokenizer. "
+            f"Import the weights again, or write their job to {config}."
+        )
     return load_job(["--job.config_file", str(config)], trusted=False)
 
 
@@ -328,13 +335,11 @@ def read_compute_dtype(run: Run) -> ComputeDtype | None:
     if not run.job.checkpoint.enable:
         return None
 
-    # A run without a local checkpoint resumes from its mirror.
     manifest: dict[str, Any] = {}
     mirror = run.job.checkpoint.mirror
     with suppress(UserError):  # loading the checkpoint later raises the error
         if is_saved(run):
-            folder = run.checkpoint_folder
-            manifest = read_newest_manifest(folder)
+            manifest = read_newest_manifest(run.checkpoint_folder)
         elif mirror is not None:
             manifest = _read_newest_manifest_at(mirror)
 
@@ -361,35 +366,33 @@ class Progress(NamedTuple):
 def read_progress(run: Run) -> Progress:
     """Return the progress of a run, from the checkpoints in its output folder.
 
-    This reads the newest checkpoint, or the one that `checkpoint.load_step` selects. If it cannot
-    be read, the run starts from step 0.
+    If there is no readable checkpoint, the run starts from step 0.
     """
     if not is_saved(run):
         return Progress()
+    try:
+        info = _read_manifest_to_resume(run)["info"]
+    except UserError:  # loading the checkpoint later raises the error
+        return Progress()
+
+    job = info["job"] or {}  # imported weights may have none
+    warmup_steps = job.get("lr_scheduler", {}).get("warmup_steps")
+    schedule = get_data_state(info).get("schedule")
+    if not schedule:  # the checkpoint contains only weights
+        return Progress(warmup_steps=warmup_steps)
+    num_sequences = sum(schedule["rows"])  # of all sources of data
+    return Progress(schedule["step"], num_sequences, warmup_steps)
+
+
+def _read_manifest_to_resume(run: Run) -> dict[str, Any]:
+    """Return the newest manifest of a run, or that of `checkpoint.load_step` if it exists."""
 
     def list_candidates(folder: Path) -> list[Path]:
-        """List the checkpoint that `checkpoint.load_step` selects, or all if it does not exist."""
         paths = list_checkpoints(folder)
         selected = [path for path in paths if get_step(path) == run.job.checkpoint.load_step]
         return selected or paths
 
-    try:
-        manifest = read_newest_manifest(run.checkpoint_folder, list_candidates)
-    except UserError:  # loading the checkpoint later raises the error
-        return Progress()
-
-    # Imported weights may have no job.
-    info = manifest["info"]
-    job = info["job"] or {}
-    warmup_steps = job.get("lr_scheduler", {}).get("warmup_steps")
-
-    # A checkpoint with weights only has no data position.
-    data_state = info["train_state"].get("data") or {}
-    schedule = data_state.get("schedule")
-    if not schedule:
-        return Progress(warmup_steps=warmup_steps)
-    sequences_by_source = schedule["rows"]
-    return Progress(schedule["step"], sum(sequences_by_source), warmup_steps)
+    return read_newest_manifest(run.checkpoint_folder, list_candidates)
 
 
 def _read_newest_manifest_at(url: str) -> dict[str, Any]:
@@ -412,14 +415,16 @@ def get_checkpoint_keys(info: dict[str, Any]) -> dict[str, Any]:
     return (info["job"] or {}).get("checkpoint", {})
 
 
+def get_data_state(info: dict[str, Any]) -> dict[str, Any]:
+    """Return the data position in the entry "info" of a manifest, or {} if it has none."""
+    return info["train_state"].get("data") or {}
+
+
 def has_gone_back(checkpoints: Sequence[Path], step: int) -> bool:
     """Return whether a run has already gone back to the step that `checkpoint.load_step` selects.
 
     For example, a run with `load_step` = 100 loads the checkpoint of step 100 and trains up to
     step 200. If it is restarted, it must not go back again, but resume from step 200.
-
-    The run has gone back if its newest readable checkpoint is of a later step than `load_step`, and
-    was saved by a job with the same `load_step`.
 
     Args:
         checkpoints: Step folders of the run, sorted by step.
@@ -430,8 +435,8 @@ def has_gone_back(checkpoints: Sequence[Path], step: int) -> bool:
             info = read_manifest(path)["info"]
         except Damage:
             continue  # look at the next older checkpoint
-        saved_load_step = get_checkpoint_keys(info).get("load_step")
-        return get_step(path) > step and saved_load_step == step
+        had_same_load_step = get_checkpoint_keys(info).get("load_step") == step
+        return had_same_load_step and get_step(path) > step
     return False
 
 

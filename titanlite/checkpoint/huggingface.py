@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import torch
 from pydantic import Field
@@ -36,6 +36,7 @@ from titanlite.checkpoint.dcp import (
     manifest_info,
     model_tensors,
 )
+from titanlite.checkpoint.find import set_tokenizer_path
 from titanlite.checkpoint.manifest import (
     TMP_PREFIX,
     publish_folder,
@@ -72,9 +73,6 @@ _TOKENIZER_CONFIG = "tokenizer_config.json"
 _MAX_JSON_BYTES = 1 << 24  # the index of Llama 405B takes about 100 kB
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-TensorInfo = tuple[Sequence[int], torch.dtype]
-"""Shape and dtype of a tensor in a file."""
-
 
 @dataclass(frozen=True)
 class Weights:
@@ -92,10 +90,17 @@ class Weights:
     read: Callable[[str], Tensor]
 
 
+class TensorInfo(NamedTuple):
+    """Shape and dtype of a tensor in a file."""
+
+    shape: Sequence[int]
+    dtype: torch.dtype
+
+
 def check_tensors(
     folder: Path,
     arch: Architecture,
-    tensors: Mapping[str, TensorInfo],
+    tensors: Mapping[str, Tensor | TensorInfo],
     described_by: str,
     to_stored_name: Callable[[str], str] = str,
 ) -> dict[str, torch.dtype]:
@@ -104,12 +109,9 @@ def check_tensors(
     Args:
         folder: The folder, for the message.
         arch: Architecture of the model.
-        tensors: Shape and dtype of all tensors in the folder, by their stored names.
+        tensors: All tensors in the folder, by their stored names.
         described_by: File or section that describes the architecture, for the message.
         to_stored_name: Converts the titanlite name of a parameter to its stored name.
-
-    Returns:
-        Dtype of each parameter, by its titanlite name.
 
     Raises:
         UserError: If the width cannot be divided into heads, or if tensors are missing, unexpected,
@@ -117,23 +119,17 @@ def check_tensors(
     """
     _check_heads(folder, arch)
 
-    # Compare the names, shapes and dtypes, and list all differences in one error.
     shapes = parameter_shapes(arch)
     expected_shapes = {to_stored_name(name): shape for name, shape in shapes.items()}
-    stored_shapes = {name: tuple(shape) for name, (shape, _) in tensors.items()}
+    stored_shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     problems = formats.compare_shapes(expected_shapes, stored_shapes)
-    for stored_name, (_, dtype) in tensors.items():
-        if dtype not in _DTYPES:
-            problems.append(f"{shorten(stored_name)}: {dtype} is not supported")
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _DTYPES:
+            problems.append(f"{shorten(name)}: {tensor.dtype} is not supported")
     if problems:
         listed = join_lines(problems, 20)
         raise UserError(f"{folder}: the tensors do not match {described_by}:\n  {listed}")
-
-    dtypes = {}
-    for name in shapes:
-        _, dtype = tensors[to_stored_name(name)]
-        dtypes[name] = dtype
-    return dtypes
+    return {name: tensors[to_stored_name(name)].dtype for name in shapes}
 
 
 def _check_heads(folder: Path, arch: Architecture) -> None:
@@ -159,18 +155,19 @@ def checkpoint_weights(path: Path, averaged: bool = False) -> Weights:
         CheckpointError: If it does not describe its architecture.
     """
     manifest = read_manifest(path)
-    fields = manifest["info"]["architecture"]
-    if fields is None:
+    sizes = manifest["info"]["architecture"]
+    if sizes is None:
         raise CheckpointError(f"{path} does not describe the architecture of its weights")
-    name = fields.get("architecture", "llama")
+    name = sizes.get("architecture", "llama")
     if name not in list(ARCHITECTURES):
-        fix = "Load the plugin that registers it."
-        raise UserError(f"{path} contains a model with the architecture {name}. {fix}")
-    arch = ARCHITECTURES[name](**fields)
+        raise UserError(
+            f"{path} contains a model with the architecture {name}. "
+            "Load the plugin that registers it."
+        )
+    arch = ARCHITECTURES[name](**sizes)
 
     reader = SafeReader(path, manifest["files"])
-    prefix = get_weight_prefix(reader, averaged)
-    return dcp_weights(reader, arch, prefix)
+    return dcp_weights(reader, arch, get_weight_prefix(reader, averaged))
 
 
 def dcp_weights(reader: SafeReader, arch: Architecture, prefix: str) -> Weights:
@@ -263,8 +260,9 @@ def export_hf(
     except BaseException as error:
         shutil.rmtree(tmp_folder, ignore_errors=True)
         if isinstance(error, OSError | SafetensorError):
-            fix = "Choose another folder, or free some space."
-            raise UserError(f"cannot write {out}: {error}. {fix}") from None
+            raise UserError(
+                f"cannot write {out}: {error}. Choose another folder, or free some space."
+            ) from None
         raise
 
 
@@ -279,31 +277,37 @@ def hf_weights(folder: Path) -> Weights:
             transformers for this model. The message lists all reasons.
     """
     if exists(folder / _ADAPTER_CONFIG):
-        problem = f"{folder} contains an adapter ({_ADAPTER_CONFIG}), which would be ignored"
-        raise UserError(f"{problem}. Merge it into the model first.")
+        raise UserError(
+            f"{folder} contains an adapter ({_ADAPTER_CONFIG}), which would be ignored. "
+            "Merge it into the model first."
+        )
     config = read_json_object(find_file_inside(folder, "config.json"), _MAX_JSON_BYTES)
     arch = formats.architecture_from_hf(config)
 
-    # Leave out tensors that are not parameters: a copy of a tied embedding, and tensors that follow
-    # from config.json, such as rotary angles.
+    def to_hf_name(name: str) -> str:
+        return hf_name(arch, name)
+
     tensors = _open_safetensors(folder)
     tied_output = tensors.pop(HF_OUTPUT, None) if arch.tied_embeddings else None
-    infos: dict[str, TensorInfo] = {}
-    for name, tensor in tensors.items():
-        is_derived = formats.HF_DERIVED.fullmatch(name)
-        if not is_derived:
-            infos[name] = (tensor.shape, tensor.dtype)
-    dtypes = check_tensors(folder, arch, infos, "config.json", lambda name: hf_name(arch, name))
+    dtypes = check_tensors(folder, arch, tensors, "config.json", to_hf_name)
+    if tied_output is not None:
+        _check_tied_output(folder, tied_output, tensors[HF_EMBEDDING])
+    return Weights(arch, dtypes, lambda name: tensors[to_hf_name(name)])
 
-    if tied_output is not None and not _are_equal(tied_output, tensors[HF_EMBEDDING]):
-        problem = f"config.json ties the embeddings, but {HF_OUTPUT} differs from {HF_EMBEDDING}"
-        fix = f"Set tie_word_embeddings to false, or remove {HF_OUTPUT}."
-        raise UserError(f"{folder}: {problem}. {fix}")
-    return Weights(arch, dtypes, lambda name: tensors[hf_name(arch, name)])
+
+def _check_tied_output(folder: Path, output: Tensor, embedding: Tensor) -> None:
+    """Raise UserError if the output layer of a tied model is not a copy of the embedding."""
+    if not _are_equal(output, embedding):
+        raise UserError(
+            f"{folder}: config.json ties the embeddings, but {HF_OUTPUT} differs from "
+            f"{HF_EMBEDDING}. Set tie_word_embeddings to false, or remove {HF_OUTPUT}."
+        )
 
 
 def _open_safetensors(folder: Path) -> dict[str, Tensor]:
     """Memory-map the tensors of a Hugging Face model, and return them by name.
+
+    Tensors that follow from config.json, such as rotary angles, are left out.
 
     Raises:
         UserError: If a file is missing or damaged.
@@ -313,7 +317,8 @@ def _open_safetensors(folder: Path) -> dict[str, Tensor]:
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 - not a dict
-                    tensors[name] = file.get_tensor(name)
+                    if not formats.HF_DERIVED.fullmatch(name):
+                        tensors[name] = file.get_tensor(name)
         except (OSError, SafetensorError, ValueError) as error:
             raise UserError(f"cannot read {path}: {shorten(str(error))}") from None
     return tensors
@@ -356,19 +361,22 @@ def load_hf_weights(folder: Path, model: Llama) -> None:
         UserError: If titanlite does not support the Hugging Face model, or its architecture differs
             from that of `model`. The message lists the differences.
     """
-    # Compare all fields except the context length, which does not change the weights.
     source = hf_weights(folder)
-    saved = asdict(source.arch)
+    _check_same_model(folder, source.arch, model.arch)
+    for name, tensor in model_tensors(model).items():
+        keep_shard(tensor, source.read(name))
+
+
+def _check_same_model(folder: Path, saved_arch: Architecture, arch: Architecture) -> None:
+    """Raise UserError if architectures differ in more than the context length."""
+    saved_sizes = asdict(saved_arch)
     differences = []
-    for key, value in asdict(model.arch).items():
-        if key != "max_seq_len" and saved[key] != value:
-            differences.append(f"{key}: {saved[key]} there, {value} in this job")
+    for key, size in asdict(arch).items():
+        if key != "max_seq_len" and saved_sizes[key] != size:
+            differences.append(f"{key}: {saved_sizes[key]} there, {size} in this job")
     if differences:
         listed = "\n  ".join(differences)
         raise UserError(f"{folder} is another model. Set these keys of [model]:\n  {listed}")
-
-    for name, tensor in model_tensors(model).items():
-        keep_shard(tensor, source.read(name))
 
 
 # Meta
@@ -398,11 +406,13 @@ def meta_weights(folder: Path) -> Weights:
         num_rows, width = shapes[0][embedding]
         ffn_dim, _ = shapes[0][feed_forward]
     except (IndexError, KeyError, ValueError):
-        problem = f"has no consolidated.*.pth, or they lack {embedding} or {feed_forward}"
-        raise UserError(f"{folder} {problem}.") from None
+        raise UserError(
+            f"{folder} has no consolidated.*.pth, or they lack {embedding} or {feed_forward}."
+        ) from None
     if any(other != shapes[0] for other in shapes):
-        problem = "the consolidated.*.pth files have tensors with different names or shapes"
-        raise UserError(f"{folder}: {problem}.")
+        raise UserError(
+            f"{folder}: the consolidated.*.pth files have tensors with different names or shapes."
+        )
 
     names = list(shapes[0])
     is_tied = output in names and all(_are_equal(file[output], file[embedding]) for file in files)
@@ -426,11 +436,8 @@ def meta_weights(folder: Path) -> Weights:
     def read(name: str) -> Tensor:
         return formats.from_meta_rotary(name, join(name), arch.head_dim)
 
-    infos: dict[str, TensorInfo] = {}
-    for name in names:
-        whole = join(name, "meta")
-        infos[name] = (whole.shape, whole.dtype)
-    dtypes = check_tensors(folder, arch, infos, "params.json")
+    whole_tensors = {name: join(name, "meta") for name in names}
+    dtypes = check_tensors(folder, arch, whole_tensors, "params.json")
     return Weights(arch, dtypes, read)
 
 
@@ -464,20 +471,19 @@ def average_weights(
     Each mean is computed in float64 when it is read, and returned in float32.
 
     Args:
-        paths: Path of each checkpoint, for the message.
+        paths: Path of each checkpoint, for messages.
         sources: Weights of each checkpoint.
         factors: Factor of each checkpoint. The factors are divided by their sum.
 
     Raises:
         UserError: If the checkpoints contain different models.
     """
-    # All checkpoints must have the weights of the first one.
     first = sources[0]
     shapes = parameter_shapes(first.arch)
     for path, source in zip(paths, sources, strict=True):
-        lines = formats.compare_shapes(shapes, parameter_shapes(source.arch))
-        if lines:
-            listed = join_lines(lines)
+        differences = formats.compare_shapes(shapes, parameter_shapes(source.arch))
+        if differences:
+            listed = join_lines(differences)
             raise UserError(f"{path} contains a different model from {paths[0]}:\n  {listed}")
     total_factor = sum(factors)
 
@@ -531,8 +537,7 @@ def import_weights(
         tokenizer_fingerprint = tokenizer.fingerprint
         files = _tokenizer_files(tokenizer)
         if files:
-            path_in_checkpoint = job.tokenizer.model_copy(update={"path": next(iter(files))})
-            job = job.model_copy(update={"tokenizer": path_in_checkpoint})
+            job = set_tokenizer_path(job, next(iter(files)))
 
     info = manifest_info(
         source.arch,

@@ -28,6 +28,7 @@ from titanlite.checkpoint.dcp import (
 from titanlite.checkpoint.find import (
     find_checkpoints,
     get_checkpoint_keys,
+    get_data_state,
     has_gone_back,
     load_newest,
     resolve_url,
@@ -50,6 +51,7 @@ from titanlite.config.job_diff import (
     AFFECTS_TRAINING,
     INCOMPATIBLE,
     DataChanges,
+    Effect,
     compare_jobs,
     report_changes,
 )
@@ -150,12 +152,9 @@ class Resumer:
         return None
 
     def load_before(self, step: int) -> dict[str, Any] | None:
-        """Load the newest valid checkpoint of an earlier step, for a rollback or a replay.
+        """Load the newest valid checkpoint before `step`, for a rollback or a replay.
 
         Unlike `load`, this never renames a damaged checkpoint.
-
-        Args:
-            step: Only checkpoints before this step are loaded.
 
         Returns:
             The training state that was saved. None if there is no earlier checkpoint, and nothing
@@ -169,18 +168,17 @@ class Resumer:
         folder = self.context.folder
         checkpoints = self._ranks.run_on_rank0(lambda: list_checkpoints(folder))
         earlier = [path for path in checkpoints if get_step(path) < step]
-        problems: list[str] = []
+        lines = [f"{folder}: no valid checkpoint before step {step}."]
         for path in reversed(earlier):
             try:
                 return self._load(path)
             except Damage as damage:
                 problem = f"{path.name} is damaged: {damage}"
-                problems.append(problem)
                 self._log(problem)
+                lines.append(problem)
 
-        if problems:
-            listed = "\n  ".join([f"{folder}: no valid checkpoint before step {step}.", *problems])
-            raise CheckpointError(listed)
+        if earlier:
+            raise CheckpointError("\n  ".join(lines))
         return None
 
     def load_initial_weights(self) -> None:
@@ -194,26 +192,32 @@ class Resumer:
         if self._config.initial_load_path is None:
             return
         path_or_url = Path(self._config.initial_load_path)
-        model = self._live.model
-        ranks = self._ranks
-
-        # `run_together` raises an error of any rank on all ranks, so that no rank waits for others.
         if self._config.initial_load_in_hf:
-            path = ranks.run_together(lambda: get_local_copy(path_or_url))
-            load_hf_weights(path, model)
-            weights = self._live.tensors(optimizer=False, hooks=False)
-            ranks.run_together(lambda: _check_finite(path, weights))
+            path = self._load_hf_model(path_or_url)
         else:
-            # Rank 0 lists the checkpoints, because a running job may add or remove some meanwhile.
-            folder = ranks.run_together(lambda: resolve_url(path_or_url))
-            path = load_newest(
-                folder,
-                load=lambda step_folder: load_weights(step_folder, model, ranks),
-                check=lambda step_folder: check_on_all_ranks(step_folder, ranks),
-                list_paths=lambda path: ranks.run_on_rank0(lambda: find_checkpoints(path)),
-                log=self._log,
-            )
+            path = self._load_newest_weights(path_or_url)
         self._log(f"Starting from the weights in {path}")
+
+    def _load_hf_model(self, path_or_url: Path) -> Path:
+        """Load the weights of a Hugging Face model, and return its local path."""
+        path = self._ranks.run_together(lambda: get_local_copy(path_or_url))
+        load_hf_weights(path, self._live.model)
+        weights = self._live.tensors(optimizer=False, hooks=False)
+        self._ranks.run_together(lambda: _check_finite(path, weights))
+        return path
+
+    def _load_newest_weights(self, path_or_url: Path) -> Path:
+        """Load the weights of the newest valid checkpoint at a path, and return its step folder."""
+        ranks = self._ranks
+        folder = ranks.run_together(lambda: resolve_url(path_or_url))
+        return load_newest(
+            folder,
+            load=lambda step_folder: load_weights(step_folder, self._live.model, ranks),
+            check=lambda step_folder: check_on_all_ranks(step_folder, ranks),
+            # A running job may add or remove checkpoints meanwhile, so only rank 0 lists them.
+            list_paths=lambda path: ranks.run_on_rank0(lambda: find_checkpoints(path)),
+            log=self._log,
+        )
 
     def check_job(self, path: PurePath, manifest: dict[str, Any]) -> None:
         """Compare the job of the run with the job that saved a checkpoint, and log differences.
@@ -230,15 +234,9 @@ class Resumer:
         if job is None or info["job"] is None:
             return
 
-        # Compare the architectures in place of the [model] tables, because different keys can
-        # describe the same model.
-        arch = self._live.model.arch
-        saved_job = info["job"] | {"model": _complete_architecture(info["architecture"], arch)}
-        current_job = job | {"model": asdict(arch)}
-        changes = compare_jobs(saved_job, current_job, self._find_data_changes(info))
-
+        changes = self._compare_with_saved_job(job, info)
         # The path of a tokenizer can stay the same although the file has changed.
-        data_state = _get_data_state(info)
+        data_state = get_data_state(info)
         if "tokenizer" in data_state and not self._is_same_tokenizer(data_state["tokenizer"]):
             description = f"tokenizer.path: {job['tokenizer']['path']} has other token IDs"
             changes.append((INCOMPATIBLE, description))
@@ -246,6 +244,19 @@ class Resumer:
         if manifest["format"] == 1 and job["lr_scheduler"]["decay_ratio"] != 0:
             changes.append((AFFECTS_TRAINING, _NEW_SCHEDULE))
         report_changes(path, changes, self._log)
+
+    def _compare_with_saved_job(
+        self, job: dict[str, Any], info: dict[str, Any]
+    ) -> list[tuple[Effect, str]]:
+        """Compare the options, the architecture and the data of a job with those of a checkpoint.
+
+        Different keys of [model] can describe the same model, so the architectures are compared
+        instead.
+        """
+        arch = self._live.model.arch
+        saved_job = info["job"] | {"model": _complete_architecture(info["architecture"], arch)}
+        current_job = job | {"model": asdict(arch)}
+        return compare_jobs(saved_job, current_job, self._find_data_changes(info))
 
     def _rename(self, path: Path, description: str, suffix: str) -> None:
         """Rename a checkpoint so that no later start loads it, and log why.
@@ -268,11 +279,8 @@ class Resumer:
     def _load(self, path: Path) -> dict[str, Any]:
         """Load one checkpoint into the model, the optimizer and the hooks.
 
-        Args:
-            path: The step folder.
-
         Returns:
-            The training state, without the keys in `exclude_from_loading`.
+            The training state, without the parts in `exclude_from_loading`.
 
         Raises:
             Damage: On all ranks, if the checkpoint is damaged. The previous weights and optimizer
@@ -281,51 +289,51 @@ class Resumer:
         manifest = check_on_all_ranks(path, self._ranks)
         info = manifest["info"]
         _check_train_state(path, info)
-        excluded = self._get_excluded(info)
-        self._log_exclusions(path, excluded)
+        parts_to_reset = self._find_parts_to_reset(info)
+        self._log_parts_to_reset(path, parts_to_reset)
         self.check_job(path, manifest)
 
         reader = self._ranks.run_together(lambda: SafeReader(path, manifest["files"]))
         try:
-            self._load_tensors(reader, info, excluded)
+            self._load_tensors(reader, info, parts_to_reset)
         except Damage:
-            _erase(self._live)  # otherwise training could continue with damaged values
+            _fill_live_state_with_nan(self._live)  # instead of training with damaged values
             raise
 
         state = info["train_state"]
         self._log(f"Resumed after step {state['step']} of {path}: {state['tokens']:,} tokens seen")
-        return {key: value for key, value in state.items() if key not in excluded}
+        return {part: value for part, value in state.items() if part not in parts_to_reset}
 
-    def _load_tensors(self, reader: SafeReader, info: dict[str, Any], excluded: set[str]) -> None:
-        """Load the tensors of a checkpoint into model, optimizer, hooks and random generators.
+    def _load_tensors(
+        self, reader: SafeReader, info: dict[str, Any], parts_to_reset: set[str]
+    ) -> None:
+        """Load the tensors of a checkpoint, and reset the state that is not loaded."""
+        tensors = self._prepare_tensors(reader, info, parts_to_reset)
+        self._reset_hook_tensors(except_for=tensors)
+        _load_and_check(tensors, self._live.model.arch, reader, self._ranks)
+        _set_random_state(tensors)
 
-        Args:
-            reader: Reader of the checkpoint.
-            info: Entry "info" of the manifest, with the training state and the layout.
-            excluded: Parts of the state to reset instead of loading them, such as "optimizer".
-        """
-        # Create the tensors of hooks and optimizer into which the saved values are loaded.
+    def _prepare_tensors(
+        self, reader: SafeReader, info: dict[str, Any], parts_to_reset: set[str]
+    ) -> dict[str, Tensor]:
+        """Create or reset the state of hooks and optimizer, and return the tensors to load into."""
         saved_names = reader.index.keys()
-        loads_hooks = "hooks" not in excluded
+        loads_hooks = "hooks" not in parts_to_reset
         if loads_hooks:
             self._prepare_hooks(reader, info["train_state"])
         has_optimizer = any(name.startswith("optimizer.") for name in saved_names)
-        loads_optimizer = has_optimizer and "optimizer" not in excluded
+        loads_optimizer = has_optimizer and "optimizer" not in parts_to_reset
         self._prepare_optimizer(loads_optimizer)
-
         # Random states are saved by rank, so only the same number of ranks can restore them.
         has_same_size = info["layout"]["world_size"] == self._ranks.size
-        loads_rng = has_same_size and "rng" not in excluded
+        loads_rng = has_same_size and "rng" not in parts_to_reset
+
         tensors = self._live.tensors(optimizer=loads_optimizer, hooks=loads_hooks, rng=loads_rng)
         # A checkpoint may lack hooks that the job has added, and generators of GPUs.
         for name in tensors.keys() - saved_names:
             if name.startswith(("rng.cuda.", "hooks.")):
                 del tensors[name]
-
-        # Load the values, and reset all that is not loaded.
-        self._reset_hook_tensors(except_for=tensors)
-        _load_and_check(tensors, self._live.model.arch, reader, self._ranks)
-        _set_random_state(tensors)
+        return tensors
 
     def _prepare_hooks(self, reader: SafeReader, train_state: dict[str, Any]) -> None:
         """Let the hooks create tensors of the sizes in a checkpoint, to load values into them."""
@@ -370,19 +378,14 @@ class Resumer:
             _create_optimizer_state(optimizer)
             set_mode(optimizer, "eval")
 
-    def _log_exclusions(self, path: Path, excluded: set[str]) -> None:
-        """Log how the option `checkpoint.exclude_from_loading` applies to a checkpoint.
-
-        Args:
-            path: The step folder.
-            excluded: Parts of the state, such as "optimizer", that are not loaded from it.
-        """
-        if excluded:
-            names = ", ".join(sorted(excluded))
+    def _log_parts_to_reset(self, path: Path, parts_to_reset: set[str]) -> None:
+        """Log how the option `checkpoint.exclude_from_loading` applies to a checkpoint."""
+        if parts_to_reset:
+            names = ", ".join(sorted(parts_to_reset))
             self._log(f"Not loaded from {path.name}: {names} (checkpoint.exclude_from_loading)")
-        included = set(self._config.exclude_from_loading) - excluded
-        if included:
-            names = ", ".join(sorted(included))
+        reset_before = set(self._config.exclude_from_loading) - parts_to_reset
+        if reset_before:
+            names = ", ".join(sorted(reset_before))
             self._log(f"{path.name} was saved after {names} had started fresh, so they are loaded")
 
     def _find_data_changes(self, info: dict[str, Any]) -> DataChanges | None:
@@ -391,12 +394,14 @@ class Resumer:
         Returns:
             The differences, or None if the run does not continue at the saved data position.
         """
-        data_state = _get_data_state(info)
-        if not data_state or self._compare_data is None or "data" in self._get_excluded(info):
+        data_state = get_data_state(info)
+        if self._compare_data is None or not data_state:
+            return None
+        if "data" in self._find_parts_to_reset(info):
             return None
         return self._compare_data(data_state)
 
-    def _get_excluded(self, info: dict[str, Any]) -> set[str]:
+    def _find_parts_to_reset(self, info: dict[str, Any]) -> set[str]:
         """Return the parts of the state, such as "optimizer", that are reset instead of loaded.
 
         These are the parts in `checkpoint.exclude_from_loading`, unless the run that saved the
@@ -405,13 +410,8 @@ class Resumer:
         Args:
             info: Entry "info" of the manifest.
         """
-        excluded_before = get_checkpoint_keys(info).get("exclude_from_loading", ())
-        return {part for part in self._config.exclude_from_loading if part not in excluded_before}
-
-
-def _get_data_state(info: dict[str, Any]) -> dict[str, Any]:
-    """Return the data position in the entry "info" of a manifest, or {} if it has none."""
-    return info["train_state"].get("data") or {}
+        reset_before = get_checkpoint_keys(info).get("exclude_from_loading", ())
+        return {part for part in self._config.exclude_from_loading if part not in reset_before}
 
 
 def check_on_all_ranks(path: Path, ranks: RankGroup) -> dict[str, Any]:
@@ -427,18 +427,14 @@ def check_on_all_ranks(path: Path, ranks: RankGroup) -> dict[str, Any]:
         Damage: On all ranks, if any rank found damage.
         CheckpointError: On all ranks, if any rank cannot read a file now.
     """
-
-    def select_share(names: list[str]) -> list[str]:
-        """Return this rank's names. For example, rank 1 of 4 has names[1], names[5], names[9]..."""
-        return names[ranks.rank :: ranks.size]
-
-    return ranks.run_together(lambda: check_checkpoint(path, select_share, verified_on_load=True))
+    share = (ranks.rank, ranks.size)
+    return ranks.run_together(lambda: check_checkpoint(path, verified_on_load=True, share=share))
 
 
 def load_weights(
     path: Path, model: Llama, ranks: RankGroup = _THIS_PROCESS, averaged: bool = False
 ) -> Path:
-    """Load the weights of a checkpoint into a model, without any other training state.
+    """Load the weights of a checkpoint into a model, and return the step folder.
 
     Args:
         path: A step folder that has passed `check_checkpoint`.
@@ -446,17 +442,17 @@ def load_weights(
         ranks: The ranks that hold the model together. All of them must call this.
         averaged: Whether to load the averages of the weights (EMA).
 
-    Returns:
-        The step folder.
-
     Raises:
         UserError: If the checkpoint contains another model, or no averages.
         Damage: If the weights are damaged. The weights of `model` are then unusable.
         CheckpointError: If the weights are not finite, or cannot be read now.
     """
-    files = ranks.run_together(lambda: read_manifest(path)["files"])
-    reader = ranks.run_together(lambda: SafeReader(path, files))
-    prefix = ranks.run_together(lambda: get_weight_prefix(reader, averaged))
+
+    def open_checkpoint() -> tuple[SafeReader, str]:
+        reader = SafeReader(path, read_manifest(path)["files"])
+        return reader, get_weight_prefix(reader, averaged)
+
+    reader, prefix = ranks.run_together(open_checkpoint)
     tensors = {f"{prefix}{name}": tensor for name, tensor in model_tensors(model).items()}
     _load_and_check(tensors, model.arch, reader, ranks)
     return path
@@ -469,23 +465,24 @@ def check_tokenizer(path: Path, tokenizer: Tokenizer, name: object, num_embeddin
         path: The step folder.
         tokenizer: The tokenizer.
         name: Name of the tokenizer for the message, for example its path.
-        num_embeddings: Number of rows of the model's embedding.
+        num_embeddings: Number of tokens that the model has an embedding for.
 
     Raises:
-        CheckpointError: If the token IDs differ, or exceed the rows of the embedding.
+        CheckpointError: If the token IDs differ, or exceed the embeddings.
     """
-    data_state = _get_data_state(read_manifest(path)["info"])
-    fingerprint = data_state.get("tokenizer")
-    is_other = fingerprint is not None and not tokenizer.is_known_as(fingerprint)
-    if is_other or tokenizer.vocab_size > num_embeddings:
-        problem = f"{path} was trained with another tokenizer than {name}, or the file has changed"
-        raise CheckpointError(f"{problem}. Use the original file.")
+    saved_fingerprint = get_data_state(read_manifest(path)["info"]).get("tokenizer")
+    is_same = saved_fingerprint is None or tokenizer.is_known_as(saved_fingerprint)
+    if not is_same or tokenizer.vocab_size > num_embeddings:
+        raise CheckpointError(
+            f"{path} was trained with another tokenizer than {name}, or the file has changed. "
+            "Use the original file."
+        )
 
 
 def _load_and_check(
     tensors: dict[str, Tensor], arch: Architecture, reader: SafeReader, ranks: RankGroup
 ) -> None:
-    """Load tensors in place, after a check of their shapes, and check that weights are finite.
+    """Check the shapes of the saved tensors, load them in place, and check that they are finite.
 
     All ranks call this together, and raise errors together.
 
@@ -494,12 +491,6 @@ def _load_and_check(
         arch: Architecture of the model.
         reader: Reader of the checkpoint.
         ranks: The ranks that load together.
-
-    Raises:
-        UserError: If the checkpoint contains another model, or a tensor is missing or has another
-            shape.
-        Damage: If a tensor is damaged. Other tensors may have been overwritten.
-        CheckpointError: If a tensor cannot be read, or weights are not finite.
     """
     ranks.run_together(lambda: _check_shapes(tensors, arch, reader))
     load_tensors(reader, tensors, ranks.group)
@@ -519,20 +510,17 @@ def _check_train_state(path: Path, info: dict[str, Any]) -> None:
     """
     state = info["train_state"]
     if info.get("weights_only") or "step" not in state:
-        problem = f"{path} contains weights only, so a run cannot resume from it"
-        fix = f'another checkpoint.folder and checkpoint.initial_load_path = "{path}"'
-        raise CheckpointError(f"{problem}. Start a new run with {fix}.")
+        raise CheckpointError(
+            f"{path} contains weights only, so a run cannot resume from it. Start a new run with "
+            f'another checkpoint.folder and checkpoint.initial_load_path = "{path}".'
+        )
 
-    data_state = state.get("data") or {}
-    schedule = data_state.get("schedule")
+    schedule = get_data_state(info).get("schedule")
     if schedule is None:
         return
-
-    # "rows" is the number of sequences read so far, for each source of data. Each sequence has at
-    # least one token to train on.
     is_step_too_late = schedule["step"] > state["step"]
-    num_sequences = sum(schedule["rows"])
-    has_too_many_sequences = num_sequences > state["tokens"]
+    num_sequences = sum(schedule["rows"])  # read so far, of all sources of data
+    has_too_many_sequences = num_sequences > state["tokens"]  # each has at least one token
     if is_step_too_late or has_too_many_sequences:
         raise Damage(f"{MANIFEST}: no run can reach this data position")
 
@@ -548,18 +536,7 @@ def _check_shapes(tensors: dict[str, Tensor], arch: Architecture, reader: SafeRe
     Raises:
         UserError: If names or shapes differ. The message lists the differences.
     """
-    # Expect the weights of all ranks, and all other tensors to load.
-    expected = {f"model.{name}": shape for name, shape in parameter_shapes(arch).items()}
-    for name, tensor in tensors.items():
-        expected[name] = tuple(tensor.shape)
-
-    # Tensors that are not loaded, such as optimizer state, may exist. Other weights may not.
-    saved = {}
-    for name, entry in reader.index.items():
-        if name in expected or name.startswith("model."):
-            saved[name] = tuple(entry.size)
-
-    differences = compare_shapes(expected, saved)
+    differences = _compare_with_saved_shapes(tensors, arch, reader)
     if not differences:
         return
     if all(difference.startswith("hooks.") for difference in differences):
@@ -569,6 +546,25 @@ def _check_shapes(tensors: dict[str, Tensor], arch: Architecture, reader: SafeRe
         problem = "does not fit this model"
         fix = "Restore the keys of [model]."
     raise UserError(f"{reader.path} {problem}:\n  {join_lines(differences)}\n{fix}")
+
+
+def _compare_with_saved_shapes(
+    tensors: dict[str, Tensor], arch: Architecture, reader: SafeReader
+) -> list[str]:
+    """Describe the differences of names and shapes between a checkpoint and the expected tensors.
+
+    All weights of the model, and all tensors to load, are expected. Other tensors in the
+    checkpoint, such as optimizer state, are ignored.
+    """
+    expected = {f"model.{name}": shape for name, shape in parameter_shapes(arch).items()}
+    for name, tensor in tensors.items():
+        expected[name] = tuple(tensor.shape)
+
+    saved = {}
+    for name, description in reader.index.items():
+        if name in expected or name.startswith("model."):
+            saved[name] = tuple(description.size)
+    return compare_shapes(expected, saved)
 
 
 def _check_finite(path: object, tensors: dict[str, Tensor]) -> None:
@@ -632,7 +628,7 @@ def _copy_hook_tensors(live: LiveState) -> dict[str, Tensor]:
     return copies
 
 
-def _erase(live: LiveState) -> None:
+def _fill_live_state_with_nan(live: LiveState) -> None:
     """Fill all tensors with NaN and reset the optimizer, after a damaged checkpoint was loaded.
 
     This keeps training from silently using damaged values.

@@ -168,9 +168,10 @@ def open_file(path: Path) -> Iterator[io.BufferedReader[Any]]:
 
 def _unreadable(path: Path, error: OSError) -> CheckpointError:
     """Return the error for a file that cannot be read now, for example on failing storage."""
-    problem = f"cannot read {path}: {type(error).__name__}: {error.strerror}"
-    fix = "Its content may be intact. Fix the cause, or move this checkpoint away."
-    return CheckpointError(f"{problem}. {fix}")
+    return CheckpointError(
+        f"cannot read {path}: {type(error).__name__}: {error.strerror}. Its content may be intact. "
+        "Fix the cause, or move this checkpoint away."
+    )
 
 
 def step_folder_name(step: int) -> str:
@@ -216,31 +217,22 @@ def _list_half_removed(folder: Path) -> list[Path]:
 def publish_checkpoint(
     tmp_folder: Path, step: int, files: dict[str, Entry], info: dict[str, Any]
 ) -> Path:
-    """Write the manifest of a checkpoint, and give its temporary folder the final name.
+    """Write the manifest of a checkpoint, rename its folder to the final name, and return the path.
 
     Call this on rank 0 when all ranks have written and synced their files.
 
     Args:
         tmp_folder: The temporary folder.
         step: The step of the checkpoint.
-        files: Manifest entries of all files in the folder.
+        files: Manifest entry of each file, by name.
         info: JSON value to store in the manifest.
-
-    Returns:
-        The step folder.
 
     Raises:
         FileExistsError: If the step folder exists.
         OSError: If the disk fails, or a file is missing or has another size, for example because
             the nodes do not share the folder.
     """
-    # Check that this node sees the complete files that other nodes have written.
-    for name, entry in files.items():
-        path = tmp_folder / name
-        if not path.is_file() or path.stat().st_size != entry["size"]:
-            problem = f"{path} is incomplete on the first rank"
-            raise OSError(f"{problem}; do all nodes share this folder?")
-
+    _check_complete(tmp_folder, files)
     body = {
         "format": FORMAT_VERSION,
         "step": step,
@@ -254,6 +246,16 @@ def publish_checkpoint(
     target = tmp_folder.with_name(step_folder_name(step))
     publish_folder(tmp_folder, target)
     return target
+
+
+def _check_complete(folder: Path, files: dict[str, Entry]) -> None:
+    """Raise OSError if this node does not see the complete files that other nodes have written."""
+    for name, entry in files.items():
+        path = folder / name
+        if not path.is_file() or path.stat().st_size != entry["size"]:
+            raise OSError(
+                f"{path} is incomplete on the first rank; do all nodes share this folder?"
+            )
 
 
 def publish_folder(tmp_folder: Path, target: Path) -> None:
@@ -274,8 +276,10 @@ def publish_folder(tmp_folder: Path, target: Path) -> None:
     try:
         sync(target.parent)  # otherwise a power failure may undo the rename
     except OSError as error:
-        problem = f"{target} is complete, but may be lost in a power failure"
-        logging.getLogger(LOGGER_NAME).warning(f"{problem}, because fsync failed: {error}")
+        logging.getLogger(LOGGER_NAME).warning(
+            f"{target} is complete, but may be lost in a power failure, because fsync failed: "
+            f"{error}"
+        )
 
 
 def sync(path: Path) -> None:
@@ -322,9 +326,6 @@ def parse_manifest(content: bytes, path: object) -> dict[str, Any]:
         content: Content of the manifest file.
         path: Path or URL of the manifest, for messages.
 
-    Returns:
-        The manifest; see `read_manifest`.
-
     Raises:
         Damage: If the manifest is altered, or names files outside of the folder.
         CheckpointError: If it has a newer format.
@@ -333,19 +334,23 @@ def parse_manifest(content: bytes, path: object) -> dict[str, Any]:
     if body is None:
         raise Damage(f"{MANIFEST}: altered or truncated ({len(content)} bytes)")
     if body["format"] > FORMAT_VERSION:
-        problem = f"format {body['format']} is unknown to this version of titanlite"
-        fix = f"It reads formats up to {FORMAT_VERSION}; upgrade titanlite."
-        raise CheckpointError(f"{path}: {problem}. {fix}")
+        raise CheckpointError(
+            f"{path}: format {body['format']} is unknown to this version of titanlite. "
+            f"It reads formats up to {FORMAT_VERSION}; upgrade titanlite."
+        )
     for name in body["files"]:
         if Path(name).name != name or name == "..":
             raise Damage(f"{MANIFEST}: files outside of the folder")
 
-    # Rename the hook states of earlier versions, for example "Ema" to "ema".
-    hook_states = body["info"]["train_state"].get("hooks", {})
+    _rename_old_hooks(body["info"]["train_state"].get("hooks", {}))
+    return body
+
+
+def _rename_old_hooks(hook_states: dict[str, Any]) -> None:
+    """Rename the hook states of earlier versions, for example "Ema" to "ema"."""
     for old_name, new_name in OLD_HOOK_NAMES.items():
         if old_name in hook_states:
             hook_states[new_name] = hook_states.pop(old_name)
-    return body
 
 
 def _decode_manifest(content: bytes) -> dict[str, Any] | None:
@@ -356,21 +361,21 @@ def _decode_manifest(content: bytes) -> dict[str, Any] | None:
     """
     try:
         body = json.loads(content)
-        # Encode it again, which computes the checksum, and compare all bytes, so that altered
-        # whitespace is found as well.
+        # Encoding the other keys computes the checksum again.
         del body["checksum"]
         is_intact = content == encode_manifest(body)
-
-        # Check that all keys exist that are read later.
-        has_keys = body.keys() >= {"format", "step"}
-        if not body["info"].keys() >= {"job", "architecture", "train_state"}:
-            has_keys = False
-        for entry in body["files"].values():
-            if not entry.keys() >= {"size", "xxh3_128"}:
-                has_keys = False
+        return body if is_intact and _has_required_keys(body) else None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None  # not JSON, or JSON of another form
-    return body if is_intact and has_keys else None
+
+
+def _has_required_keys(body: dict[str, Any]) -> bool:
+    """Return whether a manifest has all keys that are read later."""
+    for entry in body["files"].values():
+        if not entry.keys() >= {"size", "xxh3_128"}:
+            return False
+    has_info = body["info"].keys() >= {"job", "architecture", "train_state"}
+    return has_info and body.keys() >= {"format", "step"}
 
 
 def get_run_id(manifest: dict[str, Any]) -> str | None:
@@ -450,18 +455,14 @@ def select_outdated(steps: list[int], config: schema.Checkpoint) -> list[int]:
 
 
 def check_checkpoint(
-    path: Path,
-    select: Callable[[list[str]], list[str]] = lambda names: names,
-    *,
-    verified_on_load: bool = False,
+    path: Path, *, verified_on_load: bool = False, share: tuple[int, int] = (0, 1)
 ) -> dict[str, Any]:
     """Verify the files of a checkpoint against its manifest, and return the manifest.
 
     Args:
         path: The step folder.
-        select: Selects the names of the files to check, so that ranks can share the work.
         verified_on_load: Whether to skip checksums that are verified again when tensors are loaded.
-            The sizes of all files are always checked.
+        share: Part of the files to check. For example, (1, 4) checks the files 1, 5, 9...
 
     Raises:
         Damage: If the manifest is altered, or a file is missing or has another size or checksum.
@@ -472,7 +473,8 @@ def check_checkpoint(
     if manifest["step"] != get_step(path):
         raise Damage(f"{MANIFEST}: belongs to step {manifest['step']}")
 
-    for name in select(sorted(manifest["files"])):
+    first, stride = share
+    for name in sorted(manifest["files"])[first::stride]:
         entry = manifest["files"][name]
         # Loading verifies the index, and each tensor of a file with chunk checksums.
         loading_verifies = name == INDEX or bool(entry.get("chunk_checksums"))
@@ -498,17 +500,17 @@ def _check_file(folder: Path, name: str, entry: dict[str, Any], *, only_size: bo
         raise Damage(f"{name}: checksum differs ({size} bytes)")
 
 
-def remove_unfinished(folder: Path, owner: str, log: Callable[[str], None]) -> None:
-    """Delete the temporary files that interrupted saves left behind.
+def remove_unfinished(folder: Path, path_hash: str, log: Callable[[str], None]) -> None:
+    """Delete the temporary files that interrupted saves left in a folder.
 
     Files that cannot be deleted, for example because they are open on another node, are logged.
 
     Args:
         folder: The folder to clean up.
-        owner: Hash of the checkpoint folder, which is part of the names of its temporary files.
+        path_hash: Part of the names of the files, which identifies their checkpoint folder.
         log: Called with one line of text for each file.
     """
-    for path in folder.glob(f"{TMP_PREFIX}*{owner}*"):
+    for path in folder.glob(f"{TMP_PREFIX}*{path_hash}*"):
         try:
             if path.is_dir():
                 shutil.rmtree(path)
@@ -614,8 +616,7 @@ class CheckpointContext:
         Raises:
             UserError: On all ranks, if the folder is not writable, or the nodes do not share it.
         """
-        # Rank 0 creates a probe file, which all ranks must see in the folder. Network storage shows
-        # the files of other nodes with a delay of some seconds, so wait for up to 10 s.
+        # Rank 0 creates a probe file. Network storage shows it to other nodes after some seconds.
         self.token = self.ranks.run_on_rank0(self._clean_up_and_create_probe)
         probe = self.folder / f"{TMP_PREFIX}{self.token}"
         deadline = time.monotonic() + 10
@@ -624,8 +625,10 @@ class CheckpointContext:
 
         is_visible_on_ranks = self.ranks.gather(probe.exists())
         if not all(is_visible_on_ranks):
-            problem = f"{self.folder} is not the same folder on all nodes"
-            raise UserError(f"{problem}. Put it on storage that they share.")
+            raise UserError(
+                f"{self.folder} is not the same folder on all nodes. "
+                "Put it on storage that they share."
+            )
         self.ranks.run_on_rank0(probe.unlink)
 
     def check_free_space(self, size: int) -> None:
@@ -639,9 +642,10 @@ class CheckpointContext:
         """
         free = self.ranks.run_on_rank0(lambda: shutil.disk_usage(self.folder).free)
         if free < size:
-            problem = f"a checkpoint takes about {size / 1e9:.2f} GB, {free / 1e9:.2f} GB are free"
-            fix = "Free some space, or choose another checkpoint.folder."
-            raise UserError(f"{self.folder}: {problem}. {fix}")
+            raise UserError(
+                f"{self.folder}: a checkpoint takes about {size / 1e9:.2f} GB, {free / 1e9:.2f} GB "
+                "are free. Free some space, or choose another checkpoint.folder."
+            )
 
     def _clean_up_and_create_probe(self) -> str:
         """Remove leftovers of earlier starts, and create a file that all nodes must see.
@@ -653,14 +657,14 @@ class CheckpointContext:
             starts recognize leftovers, and a random part.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        owner = xxhash.xxh3_64_hexdigest(os.fsencode(self.folder.resolve()))
+        path_hash = xxhash.xxh3_64_hexdigest(os.fsencode(self.folder.resolve()))
         # Exports and weights of the last step are also written under temporary names.
         output_folder = self.folder.parent
         for folder in (self.folder, output_folder / "final", output_folder):
-            remove_unfinished(folder, owner, self.log)
+            remove_unfinished(folder, path_hash, self.log)
         finish_removals(self.folder, self.log)
 
-        token = f"{owner}-{secrets.token_hex(4)}"
+        token = f"{path_hash}-{secrets.token_hex(4)}"
         probe = self.folder / f"{TMP_PREFIX}{token}"
         probe.touch(exist_ok=False)
         return token

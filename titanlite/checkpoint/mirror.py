@@ -278,9 +278,10 @@ class Mirror:
             return
         for name, manifest in self._manifests.items():
             if get_run_id(manifest) not in (None, run_id):
-                problem = f"{self._url} has checkpoints of another run than {self._folder}"
-                fix = "Choose another checkpoint.mirror, or another job.dump_folder."
-                raise UserError(f"{problem}, such as {name}. {fix}")
+                raise UserError(
+                    f"{self._url} has checkpoints of another run than {self._folder}, such as "
+                    f"{name}. Choose another checkpoint.mirror, or another job.dump_folder."
+                )
 
     def _find_best(self) -> str | None:
         """Return the name of the checkpoint with the lowest validation loss, or None."""
@@ -317,11 +318,7 @@ class Mirror:
     def _download_selected(self, names: dict[int, str]) -> bool:
         """Download the checkpoints that `load_step` and `keep_best` need, unless they are local.
 
-        Args:
-            names: Names of the checkpoints at the mirror by step.
-
-        Returns:
-            Whether a checkpoint was downloaded.
+        Return whether a checkpoint was downloaded.
         """
         selected = [names.get(self._config.load_step)]
         if self._config.keep_best:
@@ -335,9 +332,7 @@ class Mirror:
         return is_downloaded
 
     def _download_newest(self, names: dict[int, str], local_step: int) -> bool:
-        """Download the newest valid checkpoint if it is newer than those in the local folder.
-
-        If a checkpoint is damaged, the next older one is tried.
+        """Download the newest valid checkpoint at the mirror that is newer than `local_step`.
 
         Args:
             names: Names of the checkpoints at the mirror by step, in ascending order.
@@ -347,17 +342,18 @@ class Mirror:
             Whether a checkpoint was downloaded.
 
         Raises:
-            UserError: If no run can resume from the checkpoint, because it contains imported
-                weights.
+            UserError: If the checkpoint contains imported weights, so no run can resume from it.
         """
         for step, name in reversed(names.items()):
             if step <= local_step:
                 return False
             if not holds_run_state(self._manifests[name]):
                 url = f"{self._url}/{name}"
-                problem = f"{url} contains imported weights, not a checkpoint of a run"
-                fix = f'To start from it, set checkpoint.initial_load_path = "{url}"'
-                raise UserError(f"{problem}. Choose another checkpoint.mirror. {fix}.")
+                raise UserError(
+                    f"{url} contains imported weights, not a checkpoint of a run. "
+                    "Choose another checkpoint.mirror. "
+                    f'To start from it, set checkpoint.initial_load_path = "{url}".'
+                )
             if self._download(name):
                 return True
         return False
@@ -372,12 +368,9 @@ class Mirror:
         return False
 
     def _download(self, name: str) -> bool:
-        """Download a checkpoint to the local folder and verify it.
+        """Download a checkpoint, such as "step-00000100", to the local folder, and verify it.
 
-        If the checkpoint is damaged, it is renamed at the mirror.
-
-        Args:
-            name: Name of the checkpoint at the mirror, such as "step-00000100".
+        If it is damaged, rename it at the mirror.
 
         Returns:
             Whether the checkpoint is valid and now in the local folder.
@@ -570,13 +563,7 @@ class Mirror:
             copy.result()  # raises the error of a copy that failed
 
     def _may_write(self, name: str, files: Iterable[str], run_id: str | None) -> bool:
-        """Return whether a copy of a checkpoint to the mirror only overwrites files of this run.
-
-        Args:
-            name: Name of the checkpoint at the mirror.
-            files: Names of the files to write.
-            run_id: ID of this run.
-        """
+        """Return whether a copy of a checkpoint to the mirror only overwrites files of this run."""
         targets = [f"{name}/{file}" for file in (MANIFEST, *files)]
         if self._files.keys().isdisjoint(targets):
             return True  # nothing is overwritten
@@ -591,12 +578,7 @@ class Mirror:
         return False
 
     def _copy_file(self, path: Path, target: str, entry: Entry) -> None:
-        """Copy a file to the mirror, and verify the copy.
-
-        Args:
-            path: The local file.
-            target: Path of the copy in the storage.
-            entry: Manifest entry of the file, with its size and checksum.
+        """Copy a file to the path `target` of the storage, and verify the copy.
 
         Raises:
             OSError: If the copy differs from the manifest.
@@ -622,7 +604,7 @@ class Mirror:
 
         Args:
             target: Path of the file in the storage.
-            entry: Manifest entry of the file.
+            entry: Its manifest entry.
             part_md5s: MD5 of each part that was sent.
         """
         info = self._storage.info(target)
@@ -652,10 +634,7 @@ class Mirror:
     # Removals, in the thread
 
     def _remove_outdated(self) -> None:
-        """Remove outdated checkpoints of this run, and leftovers of interrupted copies.
-
-        Outdated are those that the retention options of the job do not keep.
-        """
+        """Remove the checkpoints of this run that its options do not keep, and any leftovers."""
         run_id = self._find_run_id()
         names_by_step = {}
         for step, name in self._list_mirror().items():
