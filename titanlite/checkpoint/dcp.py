@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
 import math
 import os
 import pickle
@@ -120,12 +121,7 @@ class LiveState:
 
         The names, such as "optimizer.layers.3.attention.wq.weight.exp_avg", do not depend on the
         parallel layout. The tensors share memory with the model, the optimizer and the hooks, so
-        that a load changes these in place. Random states are copies.
-
-        Args:
-            optimizer: Whether to include the optimizer state, "optimizer.*".
-            hooks: Whether to include the tensors of hooks, "hooks.*".
-            rng: Whether to include the states of this rank's random generators, "rng.*".
+        that a load changes these in place. The states of the random generators are copies.
         """
         tensors = {f"model.{name}": tensor for name, tensor in model_tensors(self.model).items()}
         if optimizer and self.optimizer is not None:
@@ -245,7 +241,7 @@ def manifest_info(arch: Architecture, train_state: dict[str, Any], **extra: Any)
     Args:
         arch: Architecture of the model.
         train_state: Training state that is not a tensor, such as step and data position.
-        extra: Further keys, which override the defaults.
+        extra: Further keys, or other values of the keys below.
     """
     info = {
         "train_state": train_state,
@@ -393,8 +389,7 @@ class CheckpointWriter(FileSystemWriter):
 
         # `finish` needs the size and the checksum of each file for the manifest.
         for file_name, entry in self.fs.written.items():
-            key = MetadataIndex(file_name)
-            results.append(_FileResult(key, entry["size"], entry))
+            results.append(_FileResult(MetadataIndex(file_name), entry["size"], entry))
         return _completed_future(results)
 
     def _write_file(
@@ -417,19 +412,12 @@ class CheckpointWriter(FileSystemWriter):
             metadata: DCP's description of all tensors.
             results: Results of `write_data` on each rank.
         """
-        # Separate the results for files, which `write_data` has added with the file name as index,
-        # from the results for tensors, which DCP expects.
-        entries: dict[str, Entry] = {}
-        tensor_results = []
-        for rank_results in results:
-            for result in rank_results:
-                if isinstance(result, _FileResult):
-                    file_name = result.index.fqn
-                    entries[file_name] = result.storage_data
-                else:
-                    tensor_results.append(result)
-
+        all_results = list(itertools.chain.from_iterable(results))
+        tensor_results = [item for item in all_results if not isinstance(item, _FileResult)]
         super().finish(metadata, [tensor_results])  # writes the index
+
+        file_results = [item for item in all_results if isinstance(item, _FileResult)]
+        entries = {result.index.fqn: result.storage_data for result in file_results}
         entries[INDEX] = self.fs.written[INDEX]
         publish_checkpoint(self.tmp_folder, self.step, entries, self.info)
 
@@ -619,7 +607,7 @@ def load_tensors(
     Args:
         reader: Reader of the checkpoint.
         tensors: Tensors to fill, by their names in the checkpoint.
-        group: The ranks that load together. None: this process alone.
+        group: The ranks that load together, or None for this process alone.
 
     Raises:
         Damage: On all ranks, if any rank has read damaged bytes.

@@ -241,7 +241,7 @@ def read_job(step_folder: Path, tokenizer_path: Path | None = None) -> JobConfig
     """Return the job of a checkpoint, from which its model and tokenizer can be built.
 
     Args:
-        step_folder: The checkpoint.
+        step_folder: Folder of the checkpoint.
         tokenizer_path: Tokenizer file to use instead of the one in the checkpoint.
 
     Raises:
@@ -288,10 +288,6 @@ def _require_tokenizer(step_folder: Path, info: dict[str, Any]) -> None:
 def _read_saved_job(step_folder: Path, sections: dict[str, Any]) -> JobConfig:
     """Validate the job in the manifest of a checkpoint, and return it.
 
-    Args:
-        step_folder: The checkpoint.
-        sections: Sections of the job, such as "model".
-
     Raises:
         UserError: If the job needs a plugin that is not loaded.
         CheckpointError: If the job has keys that this version does not know.
@@ -301,10 +297,10 @@ def _read_saved_job(step_folder: Path, sections: dict[str, Any]) -> JobConfig:
 
     # Ignore keys of an earlier version ("gone") and names that it offered as the value of a key
     # ("literal_error"), because they do not change the model.
-    ignored = ("gone", "literal_error")
-    unreadable = [mistake.name for mistake in mistakes if mistake.kind not in ignored]
-    if unreadable:
-        keys = "; ".join(unreadable)
+    ignored_kinds = ("gone", "literal_error")
+    unreadable_keys = [mistake.name for mistake in mistakes if mistake.kind not in ignored_kinds]
+    if unreadable_keys:
+        keys = "; ".join(unreadable_keys)
         raise CheckpointError(f"{step_folder}: this version cannot read keys of its job: {keys}")
     return job
 

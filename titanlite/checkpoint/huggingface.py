@@ -109,7 +109,7 @@ def check_tensors(
     Args:
         folder: The folder, for the message.
         arch: Architecture of the model.
-        tensors: All tensors in the folder, by their stored names.
+        tensors: The tensors in the folder, by their stored names.
         described_by: File or section that describes the architecture, for the message.
         to_stored_name: Converts the titanlite name of a parameter to its stored name.
 
@@ -173,13 +173,12 @@ def checkpoint_weights(path: Path, averaged: bool = False) -> Weights:
 def dcp_weights(reader: SafeReader, arch: Architecture, prefix: str) -> Weights:
     """Open the weights in the files of torch.distributed.checkpoint (DCP).
 
+    `Weights.read` raises `Damage` if a weight is damaged.
+
     Args:
         reader: Reader of the checkpoint.
         arch: Architecture of the model.
         prefix: Prefix of the parameter names in the checkpoint, for example "model.".
-
-    Returns:
-        The weights. `Weights.read` raises `Damage` if a weight is damaged.
     """
     shapes = parameter_shapes(arch)
     dtypes = {name: reader.index[f"{prefix}{name}"].properties.dtype for name in shapes}
@@ -267,10 +266,7 @@ def export_hf(
 
 
 def hf_weights(folder: Path) -> Weights:
-    """Open the weights of a Hugging Face model, whose files are memory-mapped.
-
-    Args:
-        folder: Folder with config.json and safetensors files.
+    """Open the weights of a Hugging Face model. Its safetensors files are memory-mapped.
 
     Raises:
         UserError: If the folder contains no model, or if titanlite would compute other results than

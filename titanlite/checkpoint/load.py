@@ -132,23 +132,28 @@ class Resumer:
             names = ", ".join(path.name for path in checkpoints) or "none"
             problems = [f"checkpoint.load_step = {step}; available: {names}"]
 
-        for path in reversed(candidates):
-            try:
-                state = self._load(path)
-            except Damage as damage:
-                problems.append(f"{path.name}: {damage}")
-                self._rename(path, f"Checkpoint {path.name} is DAMAGED ({damage})", "damaged")
-                continue
-            for later_path in later:
-                reason = f"Going back to step {step}: {later_path.name}"
-                self._rename(later_path, reason, "archived")
+        state = self._load_newest_valid(candidates, problems)
+        if state is not None:
+            for path in later:
+                self._rename(path, f"Going back to step {step}: {path.name}", "archived")
             return state
-
         if problems:
             listed = "\n  ".join([f"{folder}: there is no valid checkpoint.", *problems])
             fix = "To start from scratch, move them away or choose another checkpoint.folder."
             raise CheckpointError(f"{listed}\n{fix}")
         self.load_initial_weights()
+        return None
+
+    def _load_newest_valid(
+        self, checkpoints: list[Path], problems: list[str]
+    ) -> dict[str, Any] | None:
+        """Load the newest valid checkpoint. Rename damaged ones, and add them to `problems`."""
+        for path in reversed(checkpoints):
+            try:
+                return self._load(path)
+            except Damage as damage:
+                problems.append(f"{path.name}: {damage}")
+                self._rename(path, f"Checkpoint {path.name} is DAMAGED ({damage})", "damaged")
         return None
 
     def load_before(self, step: int) -> dict[str, Any] | None:
@@ -221,10 +226,6 @@ class Resumer:
 
     def check_job(self, path: PurePath, manifest: dict[str, Any]) -> None:
         """Compare the job of the run with the job that saved a checkpoint, and log differences.
-
-        Args:
-            path: Path of the checkpoint, for messages.
-            manifest: Manifest of the checkpoint.
 
         Raises:
             UserError: If the job cannot resume from the checkpoint.
@@ -500,10 +501,6 @@ def _load_and_check(
 def _check_train_state(path: Path, info: dict[str, Any]) -> None:
     """Check that a checkpoint has the state that a run needs to resume.
 
-    Args:
-        path: The step folder, for messages.
-        info: Entry "info" of the manifest.
-
     Raises:
         CheckpointError: If the checkpoint contains only weights.
         Damage: If the step, the number of tokens and the data position contradict each other.
@@ -530,7 +527,7 @@ def _check_shapes(tensors: dict[str, Tensor], arch: Architecture, reader: SafeRe
 
     Args:
         tensors: This rank's tensors to load, by their names in the checkpoint.
-        arch: Architecture of the whole model, of which a pipeline rank has only a part.
+        arch: Architecture of the model, of which a pipeline rank has only a part.
         reader: Reader of the checkpoint.
 
     Raises:

@@ -259,11 +259,7 @@ def _check_complete(folder: Path, files: dict[str, Entry]) -> None:
 
 
 def publish_folder(tmp_folder: Path, target: Path) -> None:
-    """Rename a complete temporary folder to its final name, so that readers see it.
-
-    Args:
-        tmp_folder: The temporary folder, whose files are synced to disk.
-        target: The new path, on the same file system.
+    """Rename a complete temporary folder, whose files are synced, so that readers see it.
 
     Raises:
         FileExistsError: If `target` exists.
@@ -320,11 +316,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def parse_manifest(content: bytes, path: object) -> dict[str, Any]:
-    """Check and decode the bytes of a manifest.
-
-    Args:
-        content: Content of the manifest file.
-        path: Path or URL of the manifest, for messages.
+    """Check and decode the content of a manifest. The path or URL is used in messages.
 
     Raises:
         Damage: If the manifest is altered, or names files outside of the folder.

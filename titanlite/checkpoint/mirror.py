@@ -473,10 +473,6 @@ class Mirror:
     def _try_to_send(self, path: Path, name: str) -> UserError | None:
         """Try once to copy a checkpoint, and then remove outdated checkpoints at the mirror.
 
-        Args:
-            path: The local step folder.
-            name: Name of the checkpoint at the mirror.
-
         Returns:
             The error: a `CheckpointError` if the storage failed. None after a success, or if the
             copy is no longer needed.

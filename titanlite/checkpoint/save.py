@@ -511,7 +511,7 @@ class Saver:
         to write it. Runs on rank 0.
 
         Args:
-            path: Path of the output: a step folder in `final`, or `final_hf`.
+            path: A step folder in `final`, or `final_hf`.
             step: The last step.
         """
         if not path.exists():

@@ -45,11 +45,7 @@ def lock_folder(folder: Path, timeout: float, log: Callable[[str], None]) -> int
     deadline = time.monotonic() + timeout
     is_waiting = False
     while True:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_symlink():
-            raise UserError(f"{path} is a symbolic link, so a run cannot lock it. Remove the link.")
-
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        descriptor = _open_lock_file(path)
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -64,10 +60,7 @@ def lock_folder(folder: Path, timeout: float, log: Callable[[str], None]) -> int
         else:
             is_removed = os.fstat(descriptor).st_nlink == 0  # another run removed its empty folder
             if not is_removed:
-                with suppress(OSError):  # a full disk
-                    os.ftruncate(descriptor, 0)
-                    name = f"process {os.getpid()} on {socket.gethostname()}"
-                    os.write(descriptor, name.encode())
+                _write_owner(descriptor)
                 return descriptor
             os.close(descriptor)
             continue
@@ -81,3 +74,18 @@ def lock_folder(folder: Path, timeout: float, log: Callable[[str], None]) -> int
             log(f"{folder.parent} is in use by {owner}; waiting up to {timeout:.0f} s for its end")
             is_waiting = True
         time.sleep(0.1)
+
+
+def _open_lock_file(path: Path) -> int:
+    """Open a lock file, which is created with its folder, and return its file descriptor."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_symlink():
+        raise UserError(f"{path} is a symbolic link, so a run cannot lock it. Remove the link.")
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+
+
+def _write_owner(descriptor: int) -> None:
+    """Write the name of this process to its lock file, for the message of other runs."""
+    with suppress(OSError):  # a full disk
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())

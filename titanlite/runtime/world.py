@@ -101,7 +101,7 @@ def _rendezvous(world_size: int, timeout: timedelta, file: str | None) -> Store:
     Args:
         world_size: Number of ranks.
         timeout: Longest time to wait for the other ranks.
-        file: File of the store on a single node, which the titanlite launcher chooses. If None, use
+        file: File of the store, which the titanlite launcher chooses on a single node. If None, use
             the address in the environment variables of torchrun.
 
     Raises:
