@@ -48,17 +48,18 @@ class TokenCounter(NamedTuple):
         They are the last steps of the schedule for a decay, the largest steps for an interval, and
         otherwise the first steps.
         """
-        job = self.run.job
         if key in INTERVALS:
-            batches = self.run.count_sequences(job.training.steps)
-            largest_batch = max(self.run.batch_size(first_step) for first_step, _ in batches)
-            return steps * largest_batch * job.training.seq_len
+            return steps * self.run.largest_batch_size * self.run.job.training.seq_len
         if key == DECAY:
-            total = job.lr_scheduler.total_steps or job.training.steps
-            missing = max(0, steps - total)  # `titanlite.rules` reports a decay that is too long
-            last = self._count_first(total) - self._count_first(total - steps + missing)
-            return last + self._count_first(missing)
+            return self._count_last(steps)
         return self._count_first(steps)
+
+    def _count_last(self, steps: int) -> int:
+        job = self.run.job
+        total = job.lr_scheduler.total_steps or job.training.steps
+        missing = max(0, steps - total)  # `titanlite.rules` reports a decay that is too long
+        last = self._count_first(total) - self._count_first(total - steps + missing)
+        return last + self._count_first(missing)
 
     def _count_first(self, steps: int) -> int:
         num_sequences = sum(count for _, count in self.run.count_sequences(steps))
@@ -85,41 +86,46 @@ def resolve_lengths(run: Run) -> tuple[Run, list[Problem]]:
     for key, num_tokens in lengths.items():
         counter = TokenCounter(run, progress)
         steps = _find_num_steps(counter, key, num_tokens)
+        if key == WARMUP:
+            steps = _keep_completed_warmup(counter, steps)
         if not 1 <= steps <= MAX_STEPS:
-            limits = f"Lengths must have 1 to {MAX_STEPS:,} steps."
-            text = f"makes {steps:,} steps of {counter.count(key, 1):,} tokens. {limits}"
-            problems.append(Problem(key, text))
+            problems.append(_describe_bad_length(counter, key, steps))
             steps = 1
-
-        # Most keys accept tokens or steps. `training.tokens` and `training.tokens_per_parameter`
-        # accept only tokens, and set `training.steps`.
-        if key in KEYS:
-            run = with_keys(run, {key: steps})
-        else:
-            run = with_keys(run, {"training.steps": steps, key: None})
+        run = _set_length(run, key, steps)
     return run, problems
 
 
 def _find_num_steps(counter: TokenCounter, key: str, num_tokens: int) -> int:
-    """Return the largest number of steps that take at most `num_tokens` tokens.
-
-    The exception is the warmup of a resumed run with other batch sizes: if it has been completed,
-    its recorded length is returned, so that the learning rate does not jump.
-
-    Args:
-        counter: Counts the tokens of a number of steps.
-        key: Key of the length, such as "lr_scheduler.warmup_steps".
-        num_tokens: Length in tokens.
-    """
-    # More steps take more tokens, so a binary search finds the first number of steps that takes
-    # more than `num_tokens`. Each step takes at least a token, so `MAX_TOKENS` limits the search.
+    """Return the largest number of steps of the length `key` that take at most `num_tokens`."""
+    # Binary search for the first number of steps that takes more tokens. A step takes at least one.
     too_many_steps = bisect_right(range(MAX_TOKENS), num_tokens, key=partial(counter.count, key))
-    steps = too_many_steps - 1
+    return too_many_steps - 1
 
+
+def _keep_completed_warmup(counter: TokenCounter, steps: int) -> int:
+    """Return the length of the warmup in steps: `steps`, or the recorded length if it is over.
+
+    If the batch sizes have changed since then, another length would make the learning rate jump.
+    """
     progress = counter.progress
-    if key == WARMUP and counter.extra_sequences and steps <= progress.steps:
+    if counter.extra_sequences and steps <= progress.steps:
         return progress.warmup_steps or steps
     return steps
+
+
+def _describe_bad_length(counter: TokenCounter, key: str, steps: int) -> Problem:
+    """Return the problem of a length with no steps or too many steps."""
+    tokens_per_step = counter.count(key, 1)
+    limits = f"Lengths must have 1 to {MAX_STEPS:,} steps."
+    return Problem(key, f"makes {steps:,} steps of {tokens_per_step:,} tokens. {limits}")
+
+
+def _set_length(run: Run, key: str, steps: int) -> Run:
+    """Return a run in which the length `key` has `steps` steps instead of tokens."""
+    if key in KEYS:
+        return with_keys(run, {key: steps})
+    # `training.tokens` and `training.tokens_per_parameter` accept only tokens.
+    return with_keys(run, {"training.steps": steps, key: None})
 
 
 def _list_lengths(run: Run) -> Iterator[tuple[str, int]]:

@@ -107,37 +107,33 @@ class Architecture:
     def mup_factors(self, name: str, ndim: int) -> tuple[float, float]:
         """Return the factors of muP for the initial values and the learning rate of a parameter.
 
-        This is muP for Adam in the form of table 3 of Tensor Programs V
-        (https://arxiv.org/abs/2203.03466), relative to a base model. For a model that is m times
-        wider than the base, the factors are:
-
-        - matrices of blocks: 1 / sqrt(m) and 1 / m
-        - output matrix: 1 / m and 1 / m
-        - embedding, norms and biases: 1 and 1
-
-        The paper has two more multipliers, of activations: attention scores are multiplied by
-        sqrt(base head_dim) / head_dim, and the output by 1 / m if the embedding is tied. This
-        function applies the first one to the query weights and the second one to the final norm,
-        as a factor of both the initial values and the learning rate. Adam then trains the same
-        function, and the forward pass does not depend on muP.
+        docs/guides/mup.md lists the factors. Without muP, both are 1.
 
         Args:
             name: Name of the parameter, for example "layers.3.attention.wo.weight".
             ndim: Number of dimensions of the parameter.
         """
-        width_ratio = (self.mup_base_dim or self.dim) / self.dim  # 1 / m
+        width_ratio = (self.mup_base_dim or self.dim) / self.dim
         head_ratio = (self.mup_base_head_dim or self.head_dim) / self.head_dim
-        # A norm of the queries would undo a factor of the query weights, so it gets the factor.
-        queries = "attention.wq." if self.qk_norm == "none" else "attention.q_norm."
         output = "norm.weight" if self.tied_embeddings else "output.weight"
+        is_block_matrix = name.startswith("layers.") and ndim >= 2
 
-        # 1 / m for matrices of blocks and for the output, whose initial factors differ.
-        is_hidden = ndim >= 2 and name.startswith("layers.")
-        lr_factor = width_ratio if is_hidden or name == output else 1.0
-        if queries in name:
+        lr_factor = 1.0
+        if is_block_matrix or name == output:
+            lr_factor = width_ratio
+        if self._scales_queries(name):
             lr_factor *= math.sqrt(head_ratio)
-        init_factor = lr_factor / math.sqrt(width_ratio) if is_hidden else lr_factor
+
+        init_factor = lr_factor
+        if is_block_matrix:
+            init_factor /= math.sqrt(width_ratio)
         return init_factor, lr_factor
+
+    def _scales_queries(self, name: str) -> bool:
+        """Return whether the parameter `name` determines the scale of the queries."""
+        if self.qk_norm == "none":
+            return "attention.wq." in name
+        return "attention.q_norm." in name  # this norm undoes any factor of wq
 
     def is_full_attention(self, layer: int) -> bool:
         """Return whether `full_attention_interval` exempts block `layer` from the window."""
@@ -276,22 +272,26 @@ def find_flavor(name: str) -> str:
     Raises:
         ValueError: If the name is unknown. The message suggests the most similar flavor.
     """
-    # List all names in lower case, for example "8b", "meta-llama/llama-3.1-8b" and "llama-3.1-8b".
-    flavor_of_name = {flavor: flavor for flavor in FLAVORS}
-    for hub_name, flavor in HUB_NAMES.items():
-        model_name = hub_name.rpartition("/")[2]
-        flavor_of_name[hub_name.lower()] = flavor
-        flavor_of_name[model_name.lower()] = flavor
-
-    # Look up the name with and without its suffix.
+    flavor_of_name = _list_names()
     lower_name = name.lower()
-    base_name = re.sub(r"-(instruct|base|hf)$", "", lower_name)
-    for candidate in (lower_name, base_name):
-        if candidate in flavor_of_name:
-            return flavor_of_name[candidate]
+    if lower_name in flavor_of_name:
+        return flavor_of_name[lower_name]
 
-    # The name is unknown. Suggest the most similar one.
-    base_model_name = base_name.rpartition("/")[2]
-    similar = difflib.get_close_matches(base_model_name, flavor_of_name, n=1)
+    name_without_suffix = re.sub(r"-(instruct|base|hf)$", "", lower_name)
+    if name_without_suffix in flavor_of_name:
+        return flavor_of_name[name_without_suffix]
+
+    name_without_owner = name_without_suffix.rpartition("/")[2]
+    similar = difflib.get_close_matches(name_without_owner, flavor_of_name, n=1)
     suggestion = f" Did you mean {flavor_of_name[similar[0]]}?" if similar else ""
     raise ValueError(f"is not the name of a flavor.{suggestion} Flavors are {', '.join(FLAVORS)}")
+
+
+def _list_names() -> dict[str, str]:
+    """Return the flavor of each name, such as "8b", "meta-llama/llama-3.1-8b", "llama-3.1-8b"."""
+    flavor_of_name = {flavor: flavor for flavor in FLAVORS}
+    for hub_name, flavor in HUB_NAMES.items():
+        name_without_owner = hub_name.rpartition("/")[2]
+        flavor_of_name[hub_name.lower()] = flavor
+        flavor_of_name[name_without_owner.lower()] = flavor
+    return flavor_of_name

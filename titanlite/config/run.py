@@ -117,24 +117,19 @@ class Run:
     def stages(self) -> list[range]:
         """Block indices of each pipeline stage, for example [range(0, 3), range(3, 6)].
 
-        Unless the job sets `pipeline_parallel_split_points`, the slowest stage is made as fast as
-        possible. Without pipeline parallelism, one stage contains all blocks.
+        Without pipeline parallelism, one stage contains all blocks.
         """
-        num_layers = self.arch.n_layers
-        num_ranks = self.degrees.pipeline
-        if num_ranks == 1:
-            return [range(num_layers)]
-
-        # Find the first block of each stage but the first, such as [3] for two stages.
-        cuts = self.pipeline_cuts
-        if not cuts:
-            num_stages = num_ranks * self.stages_per_rank
-            times = piece_times(self.arch, self.job.training.seq_len)
-            cuts = balanced_cuts(times, stage_memory(self, num_stages), num_layers)
-
-        # Convert the boundaries [0, 3, 6] to the stages [range(0, 3), range(3, 6)].
-        boundaries = [0, *cuts, num_layers]
+        cuts = []
+        if self.degrees.pipeline > 1:
+            cuts = self.pipeline_cuts or self._choose_cuts()
+        boundaries = [0, *cuts, self.arch.n_layers]
         return [range(first, end) for first, end in pairwise(boundaries)]
+
+    def _choose_cuts(self) -> list[int]:
+        """Return the first block of stages 1, 2, ..., so that the slowest stage is fast."""
+        num_stages = self.degrees.pipeline * self.stages_per_rank
+        times = piece_times(self.arch, self.job.training.seq_len)
+        return balanced_cuts(times, stage_memory(self, num_stages), self.arch.n_layers)
 
     @property
     def stages_per_rank(self) -> int:
@@ -186,6 +181,11 @@ class Run:
         return [(start, (end - start) * self.batch_size(start)) for start, end in stages]
 
     @property
+    def largest_batch_size(self) -> int:
+        """Largest global batch size of any step of the run."""
+        return max(self.batch_size(first_step) for first_step, _ in self.sequence_counts)
+
+    @property
     def microbatches(self) -> int:
         """Number of microbatches (forward passes) per optimizer step on each data-parallel rank."""
         return self.global_batch_size // (self.job.training.local_batch_size * self.degrees.data)
@@ -195,30 +195,34 @@ class Run:
         """When gradients are reduced: once per optimizer step, or after each microbatch.
 
         Reducing once per step saves communication, but each rank keeps unsharded gradients until
-        the last microbatch. By default, they are only reduced after each microbatch if unsharded
-        gradients would take much memory.
+        the last microbatch. "auto" therefore selects "step" unless these gradients are large.
         """
         setting = self.job.parallelism.fsdp_reduce
         if setting != "auto":
             return setting
-
-        # Reducing after each microbatch does not work with a pipeline, and saves no memory without
-        # shards. If the dtypes differ, it would round the sum after each microbatch.
-        training = self.job.training
-        is_sharded = self.degrees.shard * self.degrees.context > 1 or training.enable_cpu_offload
-        would_round = training.dtype != training.mixed_precision_reduce
-        if self.degrees.pipeline > 1 or not is_sharded or would_round:
-            return "step"
-
-        # Compute the bytes of the unsharded gradients, in fp32.
-        largest_batch = max(self.batch_size(first_step) for first_step, _ in self.sequence_counts)
-        has_microbatches = largest_batch > training.local_batch_size * self.degrees.data
-        matrices = self.arch.n_layers * self.arch.block_matrices
-        embeddings = 2 * self.arch.vocab_size * self.arch.dim
-        gradient_bytes = 4 * (matrices + embeddings) // self.degrees.tensor
-        if has_microbatches and gradient_bytes > SMALL_GRADIENTS:
+        if self._can_reduce_microbatches() and self._gradient_bytes() > SMALL_GRADIENTS:
             return "microbatch"
         return "step"
+
+    def _can_reduce_microbatches(self) -> bool:
+        """Return whether reducing gradients after each microbatch is exact and saves memory."""
+        if self.degrees.pipeline > 1:  # not supported
+            return False
+
+        training = self.job.training
+        if training.dtype != training.mixed_precision_reduce:  # each reduction would round the sum
+            return False
+
+        is_sharded = self.degrees.shard * self.degrees.context > 1 or training.enable_cpu_offload
+        microbatch_size = training.local_batch_size * self.degrees.data
+        has_microbatches = self.largest_batch_size > microbatch_size
+        return is_sharded and has_microbatches
+
+    def _gradient_bytes(self) -> int:
+        """Return the size of the unsharded gradients on a rank, in fp32."""
+        matrices = self.arch.n_layers * self.arch.block_matrices
+        embeddings = 2 * self.arch.vocab_size * self.arch.dim
+        return 4 * (matrices + embeddings) // self.degrees.tensor
 
     @property
     def data_seed(self) -> int:
@@ -330,43 +334,28 @@ def sequence_divisor(degree: Degrees) -> int:
 
 
 def stage_memory(run: Run, num_stages: int) -> list[PieceCosts]:
-    """Estimate the memory of the embedding, a block and the output, for each pipeline stage.
+    """Estimate the bytes of the embedding, of one block and of the output, for each stage.
 
     Args:
         run: Run that determines the model, the degrees and the dtypes.
         num_stages: Total number of pipeline stages.
-
-    Returns:
-        Bytes of the embedding, of one block and of the output layer, for each stage.
     """
     arch = run.arch
-    degrees = run.degrees
-    training = run.job.training
-
-    # Compute the bytes for the parameters of a block, and of the embedding. The output layer has as
-    # many parameters as the embedding.
     bytes_per_parameter = _bytes_per_parameter(run)
     block_bytes = arch.block_matrices * bytes_per_parameter
     embedding_bytes = arch.vocab_size * arch.dim * bytes_per_parameter
 
-    # Compute the bytes of a microbatch for the activations of a block in bf16, and for logits. The
-    # loss computes the logits of at most LOSS_TOKENS tokens at a time.
-    num_tokens = training.local_batch_size * training.seq_len / degrees.context
-    activation_bytes = 2 * _kept_activations(run) * num_tokens
-    logit_bytes = LOGIT_BYTES * min(num_tokens, LOSS_TOKENS) * arch.vocab_size / degrees.tensor
+    training = run.job.training
+    num_tokens = training.local_batch_size * training.seq_len / run.degrees.context
+    activation_bytes = 2 * _kept_activations(run) * num_tokens  # of one microbatch, in bf16
+    num_logits = min(num_tokens, LOSS_TOKENS) * arch.vocab_size / run.degrees.tensor
+    output_bytes = embedding_bytes + LOGIT_BYTES * num_logits
 
-    # A microbatch keeps its activations from its forward pass to its backward pass. Early stages
-    # have more such microbatches than late ones.
     memory = []
     for stage in range(num_stages):
         num_microbatches = _microbatches_in_flight(run, stage)
-        memory.append(
-            PieceCosts(
-                embedding_bytes,
-                block=block_bytes + num_microbatches * activation_bytes,
-                output=embedding_bytes + logit_bytes,
-            )
-        )
+        block_memory = block_bytes + num_microbatches * activation_bytes
+        memory.append(PieceCosts(embedding_bytes, block_memory, output_bytes))
     return memory
 
 
@@ -427,24 +416,21 @@ def build_architecture(model: schema.Model, job: schema.JobConfig | None = None)
 
     Args:
         model: The [model] section.
-        job: Job that contains the section of a plugin architecture, whose keys are passed to the
-            architecture as well. Can be None for built-in architectures.
+        job: Job with the section of a plugin architecture. Not needed for built-in architectures.
     """
     flavor = FLAVORS[model.flavor]
     values = asdict(flavor)
     if flavor.q_dim == flavor.dim:
-        values["head_dim"] = 0  # becomes dim / n_heads of the overridden values
+        values["head_dim"] = 0  # becomes dim / n_heads, also if [model] overrides these
 
-    # Apply the keys of [model] that the job sets, and the keys of a plugin.
-    for field in fields(Architecture):
-        override = getattr(model, field.name)
+    for name in asdict(flavor):
+        override = getattr(model, name)
         if override is not None:
-            values[field.name] = override
+            values[name] = override
 
-    if job is not None:
+    if job is not None and job.model_extra:
         # Do not use getattr: the job may have an attribute of this name, such as `dropped`.
-        plugin_sections = job.model_extra or {}
-        values |= dict(plugin_sections.get(model.architecture, ()))
+        values |= dict(job.model_extra.get(model.architecture, ()))
     architecture_class = ARCHITECTURES[model.architecture]
     return architecture_class(**values)
 

@@ -122,25 +122,41 @@ def balanced_cuts(times: PieceCosts, memory: list[PieceCosts], num_layers: int) 
     assert num_stages <= num_layers
     memory_limit = _max_memory_of_even_split(memory, num_layers)
 
-    # Dynamic programming over the stages: best_splits[n] is the best way to distribute the first n
-    # blocks over the stages so far. At first there are no stages, and no blocks in them.
+    # Dynamic programming: best_splits[n] is the best split of the first n blocks into the stages so
+    # far. At first there are no stages, and no blocks in them.
     best_splits = {0: _Split(0.0, 0.0, [])}
     for stage in range(num_stages):
-        last_end = num_layers - (num_stages - 1 - stage)  # later stages need a block each
-        # Extend each split by this stage, with 1, 2, ... blocks. Keep the best result for each end.
-        longer_splits: dict[int, _Split] = {}
-        for start, split in best_splits.items():
-            for end in range(start + 1, last_end + 1):
-                num_blocks = end - start
-                if memory[stage].of_stage(stage, num_stages, num_blocks) > memory_limit:
-                    break  # even more blocks do not fit either
-                candidate = split.add_stage(times.of_stage(stage, num_stages, num_blocks), end)
-                if end not in longer_splits or candidate.is_better_than(longer_splits[end]):
-                    longer_splits[end] = candidate
-        best_splits = longer_splits
+        stage_times: dict[int, float] = {}  # by the number of blocks in the stage
+        for num_blocks in range(1, num_layers + 1):
+            if memory[stage].of_stage(stage, num_stages, num_blocks) <= memory_limit:
+                stage_times[num_blocks] = times.of_stage(stage, num_stages, num_blocks)
+        num_later_stages = num_stages - 1 - stage  # each of them needs a block
+        best_splits = _add_stage(best_splits, stage_times, num_layers - num_later_stages)
 
     # The end of each stage is the start of the next stage. The last stage has no next one.
     return best_splits[num_layers].ends[:-1]
+
+
+def _add_stage(
+    best_splits: dict[int, _Split], stage_times: dict[int, float], last_end: int
+) -> dict[int, _Split]:
+    """Extend splits by another stage, and return the best result for each number of blocks.
+
+    Args:
+        best_splits: Number of blocks -> best split of these blocks into the stages so far.
+        stage_times: Number of blocks in the new stage -> its time.
+        last_end: Maximum number of blocks in the result.
+    """
+    longer_splits: dict[int, _Split] = {}
+    for start, split in best_splits.items():
+        for num_blocks, time in stage_times.items():
+            end = start + num_blocks
+            if end > last_end:
+                break
+            candidate = split.add_stage(time, end)
+            if end not in longer_splits or candidate.is_better_than(longer_splits[end]):
+                longer_splits[end] = candidate
+    return longer_splits
 
 
 def _max_memory_of_even_split(memory: list[PieceCosts], num_layers: int) -> float:
@@ -160,20 +176,13 @@ def even_cuts(layers: int, stages: int) -> list[int]:
     The embedding and the output count as one block each. For example, 7 blocks in 3 stages give
     [2, 5]: the embedding and 2 blocks, then 3 blocks, then 2 blocks and the output.
 
-    Args:
-        layers: Number of blocks of the model.
-        stages: Number of pipeline stages.
-
     Returns:
         Index of the first block of stages 1, 2, ...
     """
     size, surplus = divmod(layers + 2, stages)  # the first `surplus` stages have one block more
     cuts = []
     for stage in range(1, stages):
-        # The stages before the cut contain this many blocks, without the embedding.
-        cut = stage * size + min(stage, surplus) - 1
-        # If there are few blocks, shift the cut so that each stage has at least one.
-        first_possible = stage
-        last_possible = layers - stages + stage
-        cuts.append(min(max(cut, first_possible), last_possible))
+        num_before = stage * size + min(stage, surplus)  # the embedding and the blocks before
+        num_later_stages = stages - stage  # each of them needs a block
+        cuts.append(min(num_before - 1, layers - num_later_stages))
     return cuts
