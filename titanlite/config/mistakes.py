@@ -142,26 +142,19 @@ def build_mistake(root: type[BaseModel], error: Any) -> Mistake:
     name = ".".join(location)
     if hasattr(root, "name_on_command_line"):
         name = root.name_on_command_line(location[0])  # type: ignore[attr-defined]
+
     kind = error["type"]
     value = "" if kind == "missing" else format_value(error["input"])
-
-    # The name is unknown.
     table, unknown_path = _find_unknown_name(root, location)
     if kind == "extra_forbidden" and unknown_path:
-        # Explain a key of an earlier version. `dropped` lists such keys of a table.
-        unknown_name = unknown_path[-1]
         removed_keys = getattr(table, "dropped", {})
-        if unknown_name in removed_keys:
-            _, problem = removed_keys[unknown_name]
+        if unknown_path[-1] in removed_keys:
+            _, problem = removed_keys[unknown_path[-1]]
             return Mistake(key, name, value, problem, "gone")
-
-        # A table is shown as in a job file: [modle].
         if isinstance(error["input"], dict):
             name = f"[{key}]"
-        problem = _explain_unknown_name(root, table, unknown_path, location[-1])
-        return Mistake(key, name, "", problem, kind)
+        return Mistake(key, name, "", _explain_unknown_name(root, location), kind)
 
-    # Otherwise the value is invalid.
     problem = _rephrase(error["msg"])
     hint = _suggest_value(problem, error["input"], location)
     return Mistake(key, name, value, f"{problem}.{hint}", kind)
@@ -181,10 +174,13 @@ def _find_unknown_name(
     """
     table = root
     for depth, name in enumerate(location, start=1):
-        if name in table.model_fields or _is_job_section(table, name):
-            table = _get_inner_model(table, name)
-        elif not name.isdecimal():  # a number is the index of an item in a list
+        is_list_index = name.isdecimal()
+        if is_list_index:
+            continue
+        inner_table = _get_inner_table(table, name)
+        if inner_table is None:
             return table, location[:depth]
+        table = inner_table
     return table, []
 
 
@@ -196,19 +192,17 @@ def _rephrase(message: str) -> str:
     return text
 
 
-def _is_job_section(model: type[BaseModel], name: str) -> bool:
-    """Return whether `model` is the job itself, and `name` is a section of a job or of a plugin."""
-    return model.model_config.get("extra") == "allow" and name in SECTIONS
+def _get_inner_table(table: type[BaseModel], name: str) -> type[BaseModel] | None:
+    """Return the model of the table, or list of tables, called `name` in another table.
 
-
-def _get_inner_model(model: type[BaseModel], name: str) -> type[BaseModel]:
-    """Return the model of the field `name`, if it is a table or a list of tables.
-
-    For any other field, return `model` itself.
+    Return None if the name is unknown, and `table` itself if it is a key with a plain value.
     """
-    if _is_job_section(model, name):
+    is_job = table.model_config.get("extra") == "allow"
+    if is_job and name in SECTIONS:
         return SECTIONS[name]
-    return find_table_model(model.model_fields[name].annotation) or model
+    if name not in table.model_fields:
+        return None
+    return find_table_model(table.model_fields[name].annotation) or table
 
 
 def _suggest_value(problem: str, value: object, location: Sequence[str]) -> str:
@@ -219,21 +213,23 @@ def _suggest_value(problem: str, value: object, location: Sequence[str]) -> str:
         value: Invalid value.
         location: Names of the sections and keys that lead to the value.
     """
-    # The value is 10.0 instead of 10.
     if isinstance(value, float) and "integer" in problem and value.is_integer():
-        return f" Write {value:.0f}."
+        return f" Write {value:.0f}."  # 10 instead of 10.0
     if not isinstance(value, str):
         return ""
 
-    # The value is a whole list, such as "0,1" or "[0, 1]", in a single item.
     is_list_item = bool(location) and location[-1].isdecimal()
     if is_list_item and "," in value:
-        items = re.findall(r"[^\s,\[\]]+", value)
-        on_command_line = " ".join(items)
-        in_file = ", ".join(items)
-        return f" Write a list as {on_command_line} on the command line, and [{in_file}] in a file."
-
+        return _suggest_list(value)
     return _suggest_choice(problem, value)
+
+
+def _suggest_list(text: str) -> str:
+    """Return a sentence that shows how to write a list such as "0,1" or "[0, 1]"."""
+    items = re.findall(r"[^\s,\[\]]+", text)
+    on_command_line = " ".join(items)
+    in_file = ", ".join(items)
+    return f" Write a list as {on_command_line} on the command line, and [{in_file}] in a file."
 
 
 def _suggest_choice(problem: str, value: str) -> str:
@@ -293,42 +289,38 @@ def wrap_text(text: str, indent: int = 0) -> str:
     return "\n\n".join(wrapper.fill(paragraph) for paragraph in paragraphs)
 
 
-def _explain_unknown_name(
-    root: type[BaseModel], model: type[BaseModel], location: list[str], key: str
-) -> str:
+def _explain_unknown_name(root: type[BaseModel], location: list[str]) -> str:
     """Return an error message for an unknown name, with a known name that the user may have meant.
 
-    Names from other trainers come first, then similar names in the same table, then the same name
-    in other tables.
-
-    For example, `--training.stepz` gives "is unknown. Did you mean training.steps?". In
-    `--trainng.steps`, the first unknown name is `trainng`, and the key is `steps`.
+    For example, `--training.stepz` gives "is unknown. Did you mean training.steps?".
 
     Args:
         root: Model of the whole job.
-        model: Model of the table that lacks the unknown name.
-        location: Path up to the first unknown name, such as ["dataset", "sources", "0", "pth"] or
-            ["trainng"].
-        key: Last part of the name that the user wrote, such as "pth" or "steps".
+        location: Path that the user wrote, such as ["training", "stepz"]. The first unknown name
+            can also be a section, as in ["trainng", "steps"].
     """
+    key = location[-1]
     tables = _list_tables(root)
-    known_names = [field.alias or name for name, field in model.model_fields.items()]
-    if model is root:
+    table, unknown_path = _find_unknown_name(root, location)
+    known_names = [field.alias or name for name, field in table.model_fields.items()]
+    if table is root:
         known_names += [name for name in tables if name not in known_names]
 
-    # Look for the name of another trainer.
-    candidates = _find_synonyms(key, {*root.model_fields, *tables})
-    if not candidates:  # look for a typing error, such as "training.stepz"
-        *parents, unknown_name = location
-        similar = difflib.get_close_matches(unknown_name, known_names, n=1)
-        candidates = [".".join([*parents, name]) for name in similar]
-    if not candidates:  # look in other tables, such as "training.lr" instead of "optimizer.lr"
-        candidates = [
-            f"{name}.{key}" for name, table in tables.items() if key in table.model_fields
-        ]
-    if candidates:
-        return f"is unknown. Did you mean {' or '.join(candidates[:3])}?"
+    suggestions = (
+        _find_synonyms(key, {*root.model_fields, *tables})  # of other trainers
+        or _find_similar_paths(unknown_path, known_names)
+        or [f"{name}.{key}" for name, table in tables.items() if key in table.model_fields]
+    )
+    if suggestions:
+        return f"is unknown. Did you mean {' or '.join(suggestions[:3])}?"
     return f"is unknown. Known names are {', '.join(known_names)}."
+
+
+def _find_similar_paths(path: list[str], known_names: list[str]) -> list[str]:
+    """Return the path with its last name corrected: ["training", "stepz"] -> ["training.steps"]."""
+    *parents, unknown_name = path
+    similar = difflib.get_close_matches(unknown_name, known_names, n=1)
+    return [".".join([*parents, name]) for name in similar]
 
 
 def _list_tables(root: type[BaseModel]) -> dict[str, type[BaseModel]]:

@@ -123,17 +123,16 @@ def parse_options_and_job(
     Raises:
         UserError: If an option is missing, invalid or misspelled.
     """
-    # Check the options first, because the messages of tyro are less clear.
     prog = f"titanlite {command}"
     if "-h" in argv or "--help" in argv:
-        # tyro would print the description in one long line.
-        print(wrap_text(f"{options.__doc__}\n\n{keys}".strip()), end="\n\n")
+        description = f"{options.__doc__}\n\n{keys}"
+        print(wrap_text(description.strip()), end="\n\n")  # tyro would not wrap it
     else:
         _check_required(options, argv, prog)
     _check_repeated_or_dropped(options, argv)
     _check_numbers(options, argv)
 
-    # tyro prints the rest of the help and exits, or parses the options.
+    # With --help, tyro prints the options and exits.
     parsed, words = tyro.cli(
         options, args=[*argv], prog=prog, description="", config=_STYLE, return_unknown_args=True
     )
@@ -178,24 +177,21 @@ def _check_repeated_or_dropped(options: type[Options], argv: Sequence[str]) -> N
 
 
 def _check_misspelled(options: type[Options], words: Sequence[str], prog: str) -> None:
-    """Check that no unknown option resembles a known one.
-
-    Keys of a job contain a dot, so only options without a dot are checked.
+    """Check that no unknown option resembles a known one, and raise a `UserError` otherwise.
 
     Args:
         options: Class of the options.
         words: Words of the command line that tyro has not parsed.
         prog: Name of the command for the error message, such as "titanlite plan".
-
-    Raises:
-        UserError: If an option is misspelled. The message suggests the known option.
     """
     flags = _list_flags(options)
     for word in words:
-        if word.startswith("--") and "." not in word:
-            similar = difflib.get_close_matches(word.partition("=")[0], flags, n=1)
-            if similar:
-                raise UserError(f"{word}: unknown option of `{prog}`. Did you mean {similar[0]}?")
+        is_job_key = "." in word
+        if is_job_key or not word.startswith("--"):
+            continue
+        similar = difflib.get_close_matches(word.partition("=")[0], flags, n=1)
+        if similar:
+            raise UserError(f"{word}: unknown option of `{prog}`. Did you mean {similar[0]}?")
 
 
 def _check_numbers(options: type[Options], argv: Sequence[str]) -> None:
@@ -205,20 +201,30 @@ def _check_numbers(options: type[Options], argv: Sequence[str]) -> None:
         UserError: If a value is not a number. tyro's own message would be less clear.
     """
     fields = _list_flags(options)
-    # Look at each word and the next one. "--" marks the end, because the last word has no next one.
+    for flag, value in _list_values(argv):
+        field = fields.get(_normalize_flag(flag))
+        if field is None:
+            continue
+        types = find_types(field.annotation)
+        if float in types and not _is_number(value, float):
+            raise UserError(f"{flag} {value}: must be a number.")
+        if int in types and not _is_number(value, int):
+            raise UserError(f"{flag} {value}: must be an integer.")
+
+
+def _list_values(argv: Sequence[str]) -> list[tuple[str, str]]:
+    """Return each option that has a value, and the first word of its value.
+
+    Both `--steps 5` and `--steps=5` give ("--steps", "5").
+    """
+    values = []
     for word, next_word in pairwise([*argv, "--"]):
         flag, has_value, value = word.partition("=")
-        if not has_value:  # "--steps 5" instead of "--steps=5"
+        if not has_value:
             value = next_word
-        field = fields.get(_normalize_flag(flag))
-        has_no_value = value.startswith("--")
-        if field is None or has_no_value:
-            continue
-
-        types = find_types(field.annotation)
-        for number_type, name in ((float, "a number"), (int, "an integer")):
-            if number_type in types and not _is_number(value, number_type):
-                raise UserError(f"{flag} {value}: must be {name}.")
+        if flag.startswith("--") and not value.startswith("--"):
+            values.append((flag, value))
+    return values
 
 
 def _is_number(text: str, number_type: type[int] | type[float]) -> bool:

@@ -28,15 +28,20 @@ def parse_toml(content: bytes) -> dict[str, Any]:
         text = content.decode("utf-8-sig")
         return tomli.loads(text)
     except tomli.TOMLDecodeError as error:
-        line = text.split("\n")[error.lineno - 1].strip()
-        remedy = _correct_line(line) or f"{error.msg}, in column {error.colno}"
-        problem = f"line {error.lineno}: {shorten(line)} is not valid TOML. {remedy}."
+        problem = _explain_syntax_error(text, error)
     except (ValueError, RecursionError) as error:
         # Not UTF-8, a number with thousands of digits, or lists that are nested too deeply.
         problem = f"not valid TOML in UTF-8: {error}."
 
     # If the whole file is in another format, explaining this helps more than the first wrong line.
     raise ValueError(explain_other_format(content) or problem)
+
+
+def _explain_syntax_error(text: str, error: tomli.TOMLDecodeError) -> str:
+    """Return an error message with the number of the invalid line, and how to fix the line."""
+    line = text.split("\n")[error.lineno - 1].strip()
+    remedy = _correct_line(line) or f"{error.msg}, in column {error.colno}"
+    return f"line {error.lineno}: {shorten(line)} is not valid TOML. {remedy}."
 
 
 def _correct_line(line: str) -> str:
@@ -55,47 +60,36 @@ def _correct_line(line: str) -> str:
     if assignment is None or _is_toml(line):
         return ""
 
-    # Handle YAML tables and missing values, which are not written as "key = value" in TOML.
     key, sign, value, _ = assignment.groups()
-    is_yaml_table = sign == ":" and not value
-    if is_yaml_table:
+    if sign == ":" and not value:
         return f"Write [{key}]"
     if value.lower() in ("none", "null"):
         return f"TOML has no {value}. Leave {key} out"
 
-    # Correct the sign and the value, and check whether this makes the line valid. A flavor is
-    # always text, even if it looks like a number, such as 8b.
-    is_flavor = key.rpartition(".")[2] == "flavor"
-    corrected = f"{key} = {_correct_value(value, is_flavor)}"
-    if _is_toml(corrected):
-        return f"Write {corrected}"
-    is_text_without_quotes = re.fullmatch(r"[^'\"]*[A-Za-z][^'\"]*", value)
-    if is_text_without_quotes:
+    corrected_line = f"{key} = {_correct_value(key, value)}"
+    if _is_toml(corrected_line):
+        return f"Write {corrected_line}"
+    has_letters_but_no_quotes = re.fullmatch(r"[^'\"]*[A-Za-z][^'\"]*", value)
+    if has_letters_but_no_quotes:
         return "Put text in quotation marks, and write numbers with digits only"
     return ""
 
 
-def _correct_value(value: str, is_flavor: bool) -> str:
-    """Convert a value to the syntax of TOML, for example True to true, or llama to "llama".
+def _correct_value(key: str, value: str) -> str:
+    r"""Convert a value to the syntax of TOML, for example True to true, or llama to "llama".
 
-    Args:
-        value: Text after the equals sign.
-        is_flavor: Whether the value is the name of a model flavor, which may start with a digit.
+    In TOML, backslashes are literal only between single quotes: "C:\data" becomes 'C:\data'.
     """
     text = value.strip("\u2018\u2019\u201c\u201d ")  # curly quotation marks of word processors
     if text.lower() in ("true", "false"):
         return text.lower()
 
-    # In TOML, backslashes are literal only between single quotes: "C:\data" becomes 'C:\data'.
-    has_backslash = "\\" in text
-    if has_backslash and text.startswith('"'):
+    quote = "'" if "\\" in text else '"'
+    if quote == "'" and text.startswith('"'):
         return "'" + text.strip('"') + "'"
-
-    # Add missing quotation marks. Text that starts with a digit or a sign may be a number.
-    is_bare_text = _BARE_WORD.fullmatch(text)
-    is_bare_flavor = is_flavor and re.fullmatch(r"[\w.-]+", text)
-    if is_bare_text or is_bare_flavor:
-        return f"'{text}'" if has_backslash else f'"{text}"'
+    is_flavor = key.rpartition(".")[2] == "flavor"  # can start with a digit, as in 8b
+    if _BARE_WORD.fullmatch(text) or (is_flavor and re.fullmatch(r"[\w.-]+", text)):
+        return f"{quote}{text}{quote}"
     return text
 
 
@@ -117,20 +111,23 @@ def explain_other_format(content: bytes) -> str | None:
     table = parse_json(content)
     if table is not None:
         return _explain_json(table)
-
-    # Recognize Python code that defines or imports anything.
-    text = content.decode("utf-8-sig", errors="replace")
-    try:
-        statements = ast.parse(text).body  # does not execute the code
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # not Python
-        return None
-    if not any(isinstance(statement, _PYTHON_STATEMENTS) for statement in statements):
+    if not _is_python(content):
         return None
     return (
         "this is Python code, which titanlite does not run. To convert a config of torchtitan 0.3, "
         "see docs/reference/from_torchtitan.md. Otherwise, copy a job file from train_configs/ and "
         "set the same values in it; `titanlite train --help` explains the keys."
     )
+
+
+def _is_python(content: bytes) -> bool:
+    """Return whether a file is Python code that defines or imports anything."""
+    text = content.decode("utf-8-sig", errors="replace")
+    try:
+        statements = ast.parse(text).body  # does not execute the code
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return any(isinstance(statement, _PYTHON_STATEMENTS) for statement in statements)
 
 
 def parse_json(content: bytes) -> dict[str, Any] | None:

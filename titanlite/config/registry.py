@@ -89,11 +89,7 @@ class Registry:
         if name in self._entries:
             raise ValueError(f"{name} is registered already: {self._entries[name]}")
         if section is not None:
-            if name in SECTIONS:
-                raise ValueError(f"[{name}] is a table of a job already")
-            if not name.isidentifier():
-                raise ValueError(f"[{name}] is not a valid name of a table")
-            SECTIONS[name] = section
+            _add_section(name, section)
             self._names_with_section.add(name)
         self._entries[name] = entry
 
@@ -113,6 +109,15 @@ class Registry:
     ) -> core_schema.CoreSchema:
         """Let pydantic accept only registered names in fields that this registry annotates."""
         return core_schema.no_info_after_validator_function(self.check_name, handler(source))
+
+
+def _add_section(name: str, section: type[Section]) -> None:
+    """Add a section to the schema of a job. Raises ValueError if this is not possible."""
+    if name in SECTIONS:
+        raise ValueError(f"[{name}] is a table of a job already")
+    if not name.isidentifier():
+        raise ValueError(f"[{name}] is not a valid name of a table")
+    SECTIONS[name] = section
 
 
 ARCHITECTURES = Registry(llama="titanlite.config.flavors:Architecture")
@@ -247,8 +252,7 @@ def require_plugins(names: Iterable[str], source: object) -> None:
 
     Args:
         names: Names of the plugins that are needed.
-        source: Path of the checkpoint, or another name of what needs the plugins, for the error
-            message.
+        source: Path of the checkpoint, for the error message.
 
     Raises:
         UserError: If a plugin has not been loaded.
@@ -256,9 +260,10 @@ def require_plugins(names: Iterable[str], source: object) -> None:
     missing = [name for name in names if name not in _loaded]
     if not missing:
         return
-    plural = "s" if len(missing) > 1 else ""
-    pronoun = "them" if len(missing) > 1 else "it"
+    is_one = len(missing) == 1
+    plugins = "plugin" if is_one else "plugins"
+    pronoun = "it" if is_one else "them"
     raise UserError(
-        f"{source} needs the plugin{plural} {', '.join(missing)}, but never loads plugins itself. "
+        f"{source} needs the {plugins} {', '.join(missing)}, but never loads plugins itself. "
         f"If you trust {pronoun}, add --job.plugins {' '.join(missing)} (in Python: load_plugins)."
     )

@@ -1000,16 +1000,14 @@ def rename_keys(tables: dict[str, Any]) -> list[str]:
     renamed = []
     for former_key, key in RENAMED_KEYS.items():
         section, former_name = former_key.split(".")
-        _, name = key.split(".")
+        name = key.removeprefix(f"{section}.")
         table = tables.get(section)
         if not isinstance(table, dict) or former_name not in table or name in table:
             continue
 
-        # Change a copy of the section, because the caller may still use the section.
-        new_table = dict(table)
-        value = new_table.pop(former_name)
-        new_table[name] = value
-        tables[section] = new_table
+        value = table[former_name]
+        other_keys = {key: table[key] for key in table if key != former_name}
+        tables[section] = {**other_keys, name: value}  # a copy: the caller may use the section
         if value:
             renamed.append(former_key)
     return renamed
@@ -1048,27 +1046,19 @@ class JobConfig(Whole):
     @model_validator(mode="wrap")
     @classmethod
     def _raise_config_error(cls, values: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
-        """Validate a job including the sections of plugins, and reject unknown sections.
+        """Validate a job, and raise all errors as one `ConfigError`.
 
-        Pydantic calls this instead of its own validation of a job, `validate`, which knows only the
-        built-in sections.
-
-        Raises:
-            ConfigError: If a value is invalid. The message lists all mistakes.
+        Pydantic's own validation, `validate`, knows only the built-in sections. The sections of
+        plugins are validated separately.
         """
-        # Take the sections of plugins out of `values`, and validate them. List unknown sections in
-        # the same form as pydantic does.
-        errors: list[Any] = []
         plugin_sections: dict[str, Section] = {}
-        if isinstance(values, dict | cls):  # otherwise pydantic reports the wrong type below
+        errors: list[Any] = []
+        if isinstance(values, dict | cls):  # `validate` reports any other type
             values = cls.without_dropped_defaults(dict(values))
             rename_keys(values)
             plugin_sections, errors = cls._take_plugin_sections(values)
-            for name, table in values.items():
-                if isinstance(name, str) and name not in cls.model_fields:
-                    errors.append({"type": "extra_forbidden", "loc": (name,), "input": table})
+            errors += cls._find_unknown_sections(values)
 
-        # Validate the built-in sections, also if there are errors already, to report all of them.
         job = None
         try:
             job = validate(values)
@@ -1078,8 +1068,7 @@ class JobConfig(Whole):
             mistakes = [build_mistake(cls, error) for error in errors]
             raise ConfigError(mistakes, cls.source)
 
-        # Attach the validated sections of plugins, so that `job.<section>` works for them as well.
-        job.__pydantic_extra__ = plugin_sections
+        job.__pydantic_extra__ = plugin_sections  # makes them attributes of the job
         return job
 
     @classmethod
@@ -1102,6 +1091,15 @@ class JobConfig(Whole):
                     error["loc"] = (name, *error["loc"])  # ("lr",) -> ("my_section", "lr")
                     errors.append(error)
         return sections, errors
+
+    @classmethod
+    def _find_unknown_sections(cls, values: dict[str, Any]) -> list[Any]:
+        """Return an error like those of pydantic for each section that does not exist."""
+        errors: list[Any] = []
+        for name, table in values.items():
+            if isinstance(name, str) and name not in cls.model_fields:
+                errors.append({"type": "extra_forbidden", "loc": (name,), "input": table})
+        return errors
 
     @classmethod
     def read(cls, tables: dict[str, Any]) -> tuple[Self, Sequence[Mistake]]:
