@@ -123,23 +123,22 @@ def hash_job(job: JobConfig) -> str:
     library versions and the source code of titanlite and of plugins, but not of modules that a
     plugin imports.
     """
-    # Collect the sections that determine a step, without the keys that do not.
     values = job.model_dump(mode="json")
-    hashed = {name: values[name] for name in PROVEN_SECTIONS}
+    hashed = {section: values[section] for section in PROVEN_SECTIONS}
     for section, keys in UNPROVEN_KEYS.items():
         for key in keys:
             hashed[section].pop(key)
 
-    # Add single keys of other sections, and the sections of plugins.
-    hashed["hooks"] = values["job"]["hooks"]
-    hashed["dataset"] = [values["dataset"]["document_mask"], values["dataset"]["packing"]]
-    hashed["plugin_sections"] = {name: values[name] for name in values.keys() - SECTIONS.keys()}
-
-    # Add the code.
-    hashed["versions"] = read_versions()
-    hashed["plugins"] = {name: _hash_module(name) for name in job.job.plugins}
-    hashed["titanlite"] = _hash_module("titanlite")
-
+    dataset = values["dataset"]
+    plugin_sections = values.keys() - SECTIONS.keys()
+    hashed |= {
+        "hooks": values["job"]["hooks"],
+        "dataset": [dataset["document_mask"], dataset["packing"]],
+        "plugin_sections": {section: values[section] for section in plugin_sections},
+        "versions": read_versions(),
+        "plugins": {name: _hash_module(name) for name in job.job.plugins},
+        "titanlite": _hash_module("titanlite"),
+    }
     text = json.dumps(hashed, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -172,13 +171,12 @@ def find_certificate(run: Run) -> tuple[Path, Certificate] | None:
     Returns:
         The path of the file and the certificate, or None if there is no such certificate.
     """
-    # The file names contain the time, so the newest certificate comes first.
-    paths = sorted(Path(run.dump_folder, FOLDER).glob("certificate-*.json"), reverse=True)
+    paths = list(Path(run.dump_folder, FOLDER).glob("certificate-*.json"))
     if not paths:
         return None
 
     job_hash = hash_job(run.job)
-    for path in paths:
+    for path in sorted(paths, reverse=True):  # the names contain the time, so the newest is first
         try:
             certificate = Certificate.model_validate_json(path.read_bytes())
         except (OSError, ValueError):

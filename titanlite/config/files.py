@@ -65,29 +65,30 @@ def read_file(path: Path, limit: int) -> bytes:
 def find_write_problem(folder: Path) -> str | None:
     """Return why a command must not create files in `folder`, or None if it can.
 
-    Folders inside of a checkpoint are rejected, because checkpoints must not change. Others are
-    tested by creating a temporary folder, because permission bits do not show whether the disk is
-    full, or whether root may write to a network file system.
-
-    Args:
-        folder: Folder to check. If it does not exist, its nearest existing parent is checked.
+    If the folder does not exist, its nearest existing parent is checked.
     """
-    # Find the nearest folder that exists.
     parents = (folder, *folder.parents)
     existing_parent = next(parent for parent in parents if os.path.lexists(parent))
+    checkpoint = _find_checkpoint_around(existing_parent)
+    if checkpoint is not None:
+        return f"{checkpoint} is a checkpoint, which must not change. Choose another folder."
 
-    # Reject folders inside of a checkpoint.
-    real_path = Path(os.path.realpath(existing_parent))
-    for parent in (real_path, *real_path.parents):
-        is_checkpoint = STEP_FOLDER.fullmatch(parent.name) and os.path.lexists(parent / MANIFEST)
-        if is_checkpoint:
-            return f"{parent} is a checkpoint, which must not change. Choose another folder."
-
+    # Create a folder as a test, because permission bits do not show whether the disk is full, or
+    # whether root may write to a network file system.
     try:
         temporary_folder = tempfile.mkdtemp(prefix=".titanlite-", dir=existing_parent)
         os.rmdir(temporary_folder)
     except OSError as error:
         return f"{existing_parent} is not writable: {error.strerror}. Choose another folder."
+    return None
+
+
+def _find_checkpoint_around(folder: Path) -> Path | None:
+    """Return the checkpoint that `folder` is, or is inside of, or None."""
+    real_path = Path(os.path.realpath(folder))
+    for parent in (real_path, *real_path.parents):
+        if STEP_FOLDER.fullmatch(parent.name) and os.path.lexists(parent / MANIFEST):
+            return parent
     return None
 
 
@@ -164,9 +165,6 @@ def read_json_object(path: Path, limit: int) -> dict[str, Any]:
 def find_file_inside(folder: Path, name: str) -> Path:
     """Return the path of a file in a folder, and reject links that lead out of the folder.
 
-    In a Hugging Face cache, the files in snapshots/REVISION are links to the folder "blobs". Such
-    links are allowed.
-
     Args:
         folder: Folder that must contain the file.
         name: File name, which may come from an untrusted file.
@@ -175,23 +173,26 @@ def find_file_inside(folder: Path, name: str) -> Path:
         UserError: If `name` is not a plain file name, the link leads out of the folder, or there is
             no such regular file.
     """
-    # Reject paths, and names that no file system accepts.
     is_special_name = name in ("", ".", "..")
     if is_special_name or "/" in name or "\0" in name or len(name) > 255:
         text = f"{shorten(repr(name))} is not the name of a file in this folder."
         raise UserError(f"{folder}: {text}")
 
-    # Reject links to other folders.
     path = folder / name
     target = Path(os.path.realpath(path))
-    real_folder = folder.resolve()
-    is_in_folder = target.is_relative_to(real_folder)
-    is_in_hugging_face_cache = (
-        real_folder.parent.name == "snapshots"
-        and target.parent == real_folder.parent.parent / "blobs"
-    )
-    if not is_in_folder and not is_in_hugging_face_cache:
+    if not _may_link_to(folder.resolve(), target):
         remedy = "Use the folder that contains the files, or copy them."
         raise UserError(f"{path} is a link to {target}, outside of its folder. {remedy}")
     check_regular(path)
     return path
+
+
+def _may_link_to(folder: Path, target: Path) -> bool:
+    """Return whether a file in `folder` may be a link to `target`.
+
+    In a Hugging Face cache, the files in snapshots/REVISION are links to the folder "blobs".
+    """
+    if target.is_relative_to(folder):
+        return True
+    snapshots = folder.parent
+    return snapshots.name == "snapshots" and target.parent == snapshots.parent / "blobs"

@@ -119,25 +119,19 @@ def compare_jobs(
     new = flatten(now)
     data_effect = INCOMPATIBLE if new["dataset.on_change"] == "error" else AFFECTS_TRAINING
     changes: list[tuple[Effect, str]] = []
-
-    # Compare the keys that both versions of titanlite have. The keys of the tokenizer are skipped,
-    # because the token IDs are compared instead.
-    for key in (old.keys() & new.keys()) - {"tokenizer.path", "tokenizer.name"}:
-        if old[key] == new[key]:
+    for key in old.keys() & new.keys():
+        is_tokenizer = key in ("tokenizer.path", "tokenizer.name")  # token IDs are compared instead
+        if is_tokenizer or old[key] == new[key]:
             continue
         effect = _classify(key, old, new, data, data_effect)
         if effect is not None:
             change = f"{key}: {shorten(str(old[key]))} -> {shorten(str(new[key]))}"
             changes.append((effect, change))
 
-    # Add the changes that the data loader has found.
     if data is not None:
         position_changes, content_changes = data
-        for description in position_changes:
-            changes.append((INCOMPATIBLE, description))
-        for description in content_changes:
-            changes.append((data_effect, description))
-
+        changes += [(INCOMPATIBLE, description) for description in position_changes]
+        changes += [(data_effect, description) for description in content_changes]
     return sorted(changes, key=lambda change: (_ORDER.index(change[0]), change[1]))
 
 

@@ -238,7 +238,6 @@ def download_files(storage: Any, root: str, sizes: Mapping[str, int], to: Path) 
         if path.startswith("/") or ".." in path.split("/"):
             raise ValueError(f"{path} leaves the folder")
 
-    # A file gets its final name only when it is complete.
     def download(path: str) -> None:
         target = to / path
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -287,20 +286,26 @@ def read_block(url: str, version: tuple[int, str], number: int) -> bytes:
     folder = make_folder(_get_cache_folder() / "blocks" / str(cache_id % _NUM_FOLDERS))
     cached_file = folder / str(cache_id)
 
-    # With the lock, only one process of the node downloads the block.
-    with storage_errors(url), _locked(folder):
-        cached_block = _read_cached_block(cached_file, end - start)
-        if cached_block is not None:
-            return cached_block
+    with storage_errors(url), _locked(folder):  # only one process of the node downloads the block
+        block = _read_cached_block(cached_file, end - start)
+        if block is None:
+            block = _download_block(url, version, start, end)
+            _make_room(folder)
+            write_output(cached_file, block)
+    return block
 
-        # Download the block, and make sure that it is from the expected version of the file.
-        storage, path = open_storage(url)
-        block = storage.cat_file(path, start=start, end=end)
-        if file_version(storage.info(path)) != version:  # checked last, to cover the download
-            remedy = "Start again: dataset.on_change decides what to do."
-            raise UserError(f"{url} changed while it was read. {remedy}")
-        _make_room(folder)
-        write_output(cached_file, block)
+
+def _download_block(url: str, version: tuple[int, str], start: int, end: int) -> bytes:
+    """Download the bytes from `start` to `end` of a file.
+
+    Raises:
+        UserError: If the file does not have the expected version.
+    """
+    storage, path = open_storage(url)
+    block = storage.cat_file(path, start=start, end=end)
+    if file_version(storage.info(path)) != version:  # checked last, to cover the download
+        remedy = "Start again: dataset.on_change decides what to do."
+        raise UserError(f"{url} changed while it was read. {remedy}")
     return block
 
 
@@ -356,19 +361,18 @@ def get_local_copy(path: str | Path, beside: str = "", *, deep: bool = False) ->
         return Path(path)
 
     with storage_errors(url):
-        # List the files to download: one file and perhaps the file beside it, or a folder.
-        storage, root = open_storage(url)
-        if storage.isfile(root):
-            folder, name = os.path.split(root)
-            files = {name: storage.info(root)}
-            if beside and storage.exists(f"{folder}/{beside}"):
-                files[beside] = storage.info(f"{folder}/{beside}")
-        else:
-            folder, name = root, ""
-            files = list_files(storage, folder, deep)
-        if not files:
-            raise FileNotFoundError("no files")
-        return _download_to_cache(url, storage, folder, files) / name  # "" gives the folder
+        storage, remote_path = open_storage(url)
+        if not storage.isfile(remote_path):
+            files = list_files(storage, remote_path, deep)
+            if not files:
+                raise FileNotFoundError("no files")
+            return _download_to_cache(url, storage, remote_path, files)
+
+        folder, name = os.path.split(remote_path)
+        files = {name: storage.info(remote_path)}
+        if beside and storage.exists(f"{folder}/{beside}"):
+            files[beside] = storage.info(f"{folder}/{beside}")
+        return _download_to_cache(url, storage, folder, files) / name
 
 
 def _download_to_cache(
@@ -382,18 +386,19 @@ def _download_to_cache(
         folder: Path of the folder in the storage.
         files: Path of each file relative to `folder` -> its metadata from fsspec.
     """
-    # The name of the cache folder depends on the versions of the files, so that a changed file is
-    # downloaded again.
+    # Changed files have other versions, so they are downloaded to another folder of the cache.
     versions = sorted((file, *file_version(info)) for file, info in files.items())
     key = xxhash.xxh3_64_hexdigest(repr([url, *versions]).encode())
     cache_folder = make_folder(_get_cache_folder() / key)
-    copy = cache_folder / folder.rpartition("/")[2]
+    local_folder = cache_folder / folder.rpartition("/")[2]
 
     with _locked(cache_folder):  # only one process of the node downloads the files
-        missing = [file for file in files if not (copy / file).exists()]
-        missing_sizes = {file: files[file]["size"] for file in missing}
+        missing_sizes = {
+            file: info["size"] for file, info in files.items() if not (local_folder / file).exists()
+        }
         if missing_sizes:
-            amount = f"{len(missing_sizes)} files, {sum(missing_sizes.values()) / 1e9:.3f} GB"
-            logging.getLogger("titanlite").info(f"Copying {amount} from {url} to {copy}")
-            download_files(storage, folder, missing_sizes, copy)
-    return copy
+            gigabytes = sum(missing_sizes.values()) / 1e9
+            amount = f"{len(missing_sizes)} files, {gigabytes:.3f} GB"
+            logging.getLogger("titanlite").info(f"Copying {amount} from {url} to {local_folder}")
+            download_files(storage, folder, missing_sizes, local_folder)
+    return local_folder
