@@ -108,26 +108,13 @@ def build_run(parsed: ParsedJob, world_size: int, *, check_outputs: bool = True)
     Raises:
         ConfigError: If anything is invalid. The message lists all mistakes.
     """
-    run = Run(parsed.job, world_size)
-    problems: list[Problem] = []
-    try:
-        tokenizer = load_tokenizer(run.tokenizer_path, run.job)
-    except UserError as error:
-        text = f"cannot be used: {str(error).rstrip('.')}{suggest_tokenizer(run)}."
-        problems.append(Problem("tokenizer.path", text))
-    else:
-        run = Run(fit_vocab_size(run.job, tokenizer), world_size)
-        problems += check_tokenizer(run, tokenizer)
-    unresolved_run = run
-    run, length_problems = resolve_lengths(run)
+    mistakes = [*parsed.mistakes, *_check_environment()]
+    unresolved_run, problems = _fit_to_tokenizer(Run(parsed.job, world_size))
+    run, length_problems = resolve_lengths(unresolved_run)
 
     # Skip rules that read a section with an invalid value. The default in its place could break a
     # rule, and the report would then contain a mistake that the user did not make.
-    invalid_sections = set()
-    for mistake in parsed.mistakes:
-        if mistake.kind not in ("extra_forbidden", "gone"):
-            invalid_sections.add(mistake.key.partition(".")[0])
-    mistakes = [*parsed.mistakes, *_check_environment()]
+    invalid_sections = _find_invalid_sections(parsed.mistakes)
     if invalid_sections.isdisjoint(("model", "training", "parallelism", "dataset")):
         mistakes += [make_mistake(unresolved_run, problem) for problem in length_problems]
     invalid_sections |= {problem.key.partition(".")[0] for problem in length_problems}
@@ -145,6 +132,31 @@ def build_run(parsed: ParsedJob, world_size: int, *, check_outputs: bool = True)
         origins = {**parsed.origins, THREADS: "environment variable"}
         raise parsed._replace(origins=origins).error(mistakes)
     return run
+
+
+def _fit_to_tokenizer(run: Run) -> tuple[Run, list[Problem]]:
+    """Load the tokenizer, and fit the vocabulary size of a small test model to it.
+
+    Returns:
+        The run, and the problems of its tokenizer.
+    """
+    try:
+        tokenizer = load_tokenizer(run.tokenizer_path, run.job)
+    except UserError as error:
+        text = f"cannot be used: {str(error).rstrip('.')}{suggest_tokenizer(run)}."
+        return run, [Problem("tokenizer.path", text)]
+    run = Run(fit_vocab_size(run.job, tokenizer), run.world_size)
+    return run, list(check_tokenizer(run, tokenizer))
+
+
+def _find_invalid_sections(mistakes: Sequence[Mistake]) -> set[str]:
+    """Return the sections in which an invalid value was replaced by its default."""
+    sections = set()
+    for mistake in mistakes:
+        is_unknown_key = mistake.kind in ("extra_forbidden", "gone")
+        if not is_unknown_key:
+            sections.add(mistake.key.partition(".")[0])
+    return sections
 
 
 def fit_vocab_size(job: JobConfig, tokenizer: Tokenizer) -> JobConfig:

@@ -36,7 +36,6 @@ def split_from_option(argv: Sequence[str]) -> tuple[str | None, list[str]]:
     Raises:
         UserError: If `--from` has no value, or occurs twice.
     """
-    # Split `--from=MODEL` into two words.
     words: list[str] = []
     for word in argv:
         if word.startswith(f"{FROM}="):
@@ -46,23 +45,17 @@ def split_from_option(argv: Sequence[str]) -> tuple[str | None, list[str]]:
     if FROM not in words:
         return None, words
 
-    # The word after `--from` is its value.
     position = words.index(FROM)
-    words_before = words[:position]
-    words_after = words[position + 1 :]
-    if not words_after or words_after[0].startswith("--") or FROM in words_after:
+    value = words[position + 1 : position + 2]  # empty if there is no next word
+    if not value or value[0].startswith("--") or words.count(FROM) > 1:
         raise UserError(
             f"{FROM}: takes one folder, or OWNER/NAME of a model on the Hugging Face Hub."
         )
-    model, *other_words = words_after
-    return model, words_before + other_words
+    return value[0], words[:position] + words[position + 2 :]
 
 
 def _find_folder(name: str) -> Path:
-    """Return the local folder of a model, downloading it from the Hub if needed.
-
-    The model is downloaded to models/OWNER/NAME. Its config is checked first, so that the weights
-    of an unsupported model are not downloaded.
+    """Return the local folder of a model, downloading it to models/OWNER/NAME if needed.
 
     Args:
         name: Folder, or OWNER/NAME on the Hugging Face Hub.
@@ -70,27 +63,36 @@ def _find_folder(name: str) -> Path:
     Raises:
         UserError: If the model is not available or not supported.
     """
-    # Use a folder of the user, or the result of an earlier download.
     local_folder = Path(name).expanduser()
     if local_folder.exists():
         return local_folder
-    folder = Path("models", name)
-    is_downloaded = (folder / CONFIG).is_file()  # the config is the last file of a download
-    if is_downloaded:
-        return folder
 
-    # Download the model.
+    download_folder = Path("models", name)
+    is_downloaded = (download_folder / CONFIG).is_file()  # the last file of a download
+    if not is_downloaded:
+        _download_model(name, download_folder)
+    return download_folder
+
+
+def _download_model(name: str, folder: Path) -> None:
+    """Download the model OWNER/NAME from the Hugging Face Hub.
+
+    The config is downloaded and checked first, before the weights, which can be large.
+
+    Raises:
+        UserError: If the model is not available or not supported.
+    """
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         text = "is not a folder, nor OWNER/NAME of a model on the Hugging Face Hub."
         raise UserError(f"{FROM} {name} {text}")
-    files = HubFiles("model", name, None, None)
+    files = HubFiles("model", name, origin=None, include=None)
     if CONFIG not in files.sizes:
         raise UserError(f"{FROM} {name}: this repository has no {CONFIG} of a model.")
+
     config_folder = folder / ".config"
     files.fetch(config_folder, [CONFIG])
     _read_architecture(config_folder / CONFIG)  # raises UserError if it is not supported
     files.fetch(folder)
-    return folder
 
 
 def _read_architecture(path: Path) -> Architecture:
@@ -116,22 +118,28 @@ def build_job_tables(name: str) -> dict[str, dict[str, Any]]:
     if is_hf_folder:
         arch = _read_architecture(folder / CONFIG)
         tokenizer = {"path": str(_find_tokenizer(folder))}
-        # The folder and its parent, such as "my_run-final_hf", because many are called final_hf.
-        output_name = "-".join(folder.resolve().parts[-2:])
     else:
         run = Run(_read_job(folder))
         arch = run.arch
         tokenizer = {"path": str(run.tokenizer_path), "name": run.job.tokenizer.name}
-        output_name = f"{folder.resolve().name}-continued"
 
     return {
         **model_tables(arch),
         "tokenizer": tokenizer,
-        "job": {"dump_folder": f"outputs/{output_name}"},
+        "job": {"dump_folder": _choose_output_folder(folder, is_hf_folder)},
         "training": {"seq_len": min(arch.max_seq_len, LONGEST_DEFAULT_SEQUENCE)},
         "optimizer": {"lr": _choose_learning_rate(num_params(arch))},
         "checkpoint": {"initial_load_path": str(folder), "initial_load_in_hf": is_hf_folder},
     }
+
+
+def _choose_output_folder(model_folder: Path, is_hf_folder: bool) -> str:
+    """Return the default output folder of a run that starts from the model in `model_folder`."""
+    path = model_folder.resolve()
+    if not is_hf_folder:
+        return f"outputs/{path.name}-continued"
+    # Many Hugging Face folders are called final_hf, so add the parent: "my_run-final_hf".
+    return f"outputs/{'-'.join(path.parts[-2:])}"
 
 
 def _choose_learning_rate(num_parameters: int) -> float:

@@ -6,6 +6,7 @@ import typing
 from collections.abc import Sequence
 from typing import Any
 
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
@@ -50,20 +51,22 @@ def print_help(job: JobConfig, topics: Sequence[str]) -> None:
         _print_overview()
         return
 
-    # A topic can be a section, a key, or both: "training", "steps" or "training.steps".
-    known_names = ["all"]
-    for full_name in list_keys():
-        section, key = full_name.split(".")
-        known_names += [section, key, full_name]
-
     # Options can be topics as well: "--training.local-batch-size".
     names = {topic.removeprefix("--").replace("-", "_") for topic in topics}
+    known_names = _list_topics()
     for name in sorted(names):
         if name not in known_names:
             raise UserError(describe_unknown_name(JobConfig, name).describe())
-
     for section in SECTIONS:
         _print_section(job, section, names)
+
+
+def _list_topics() -> list[str]:
+    """Return all topics of the help, such as "training", "training.steps" and "steps"."""
+    topics = ["all"]
+    for full_name in list_keys():
+        topics += [full_name, *full_name.split(".")]
+    return topics
 
 
 def _print_overview() -> None:
@@ -87,27 +90,30 @@ def _print_section(job: JobConfig, section: str, names: set[str]) -> None:
         names: Names of sections and keys to print, or "all".
     """
     model = SECTIONS[section]
-    prints_all_keys = "all" in names or section in names
-    if prints_all_keys:
-        print(wrap_text(f"[{section}] {model.__doc__}"), end="\n\n")
-
-    # Print the advanced keys last. If all keys are printed, a heading comes before them.
     common_keys = [key for key in model.model_fields if key not in model.advanced]
+    if "all" not in names and section not in names:
+        keys = [*common_keys, *model.advanced]
+        selected = [key for key in keys if key in names or f"{section}.{key}" in names]
+        _print_keys(job, section, selected)
+        return
+
+    print(wrap_text(f"[{section}] {model.__doc__}"), end="\n\n")
+    _print_keys(job, section, common_keys)
+    if model.advanced:
+        print(f"Advanced keys of [{section}]:\n")
+        _print_keys(job, section, model.advanced)
+
+
+def _print_keys(job: JobConfig, section: str, keys: Sequence[str]) -> None:
+    """Print the help on some keys of a section."""
+    fields = SECTIONS[section].model_fields
     values = dict(job)[section]
-    for key in (*common_keys, *model.advanced):
-        is_first_advanced_key = key in model.advanced[:1]
-        if prints_all_keys and is_first_advanced_key:
-            print(f"Advanced keys of [{section}]:\n")
-        full_name = f"{section}.{key}"
-        if prints_all_keys or key in names or full_name in names:
-            value = getattr(values, key)
-            _print_key(full_name, model.model_fields[key], value, "--")
+    for key in keys:
+        _print_key(f"{section}.{key}", fields[key], getattr(values, key), "--")
 
 
 def _print_key(key: str, field: FieldInfo, value: Any, prefix: str) -> None:
     """Print a key of a job with its type, description and default value.
-
-    If the key is a list of tables, also print the keys of these tables.
 
     Args:
         key: Full name of the key, such as "training.steps".
@@ -115,24 +121,26 @@ def _print_key(key: str, field: FieldInfo, value: Any, prefix: str) -> None:
         value: Value to show as the default. PydanticUndefined means that the key is required.
         prefix: "--", or "" for keys that can only be set in a job file.
     """
-    # Print a list of tables, such as [[dataset.sources]].
     table = find_table_model(field.annotation)
     if table is not None:
-        print(f"[[{key}]] (job file only)")
-        print(wrap_text(field.description or "", 6), end="\n\n")
-        for name, inner_field in table.model_fields.items():
-            _print_key(f"{key}.{name}", inner_field, inner_field.default, "")
+        _print_table_list(key, field, table)
         return
 
-    # Print the name and the type, such as "--training.steps <integer>".
     type_name = describe_type(field)
     if prefix and type_name == "<boolean>":
         negated_key = key.replace(".", ".no-")
         print(f"--{key}, --{negated_key}")
     else:
         print(f"{prefix}{key} {type_name}")
-
     print(wrap_text(f"{field.description} ({_describe_default(value)})", 6), end="\n\n")
+
+
+def _print_table_list(key: str, field: FieldInfo, table: type[BaseModel]) -> None:
+    """Print a list of tables, such as [[dataset.sources]], and the keys of these tables."""
+    print(f"[[{key}]] (job file only)")
+    print(wrap_text(field.description or "", 6), end="\n\n")
+    for name, inner_field in table.model_fields.items():
+        _print_key(f"{key}.{name}", inner_field, inner_field.default, "")
 
 
 def _describe_default(value: Any) -> str:
@@ -157,24 +165,20 @@ def describe_type(field: FieldInfo) -> str:
 def _list_types(annotation: Any) -> list[str]:
     """Return the names of the types in an annotation for the help text.
 
-    For example, `int | None` gives ["<integer>"], and `Literal["a", "b"]` gives ["a|b"].
+    For example, `int | None` gives ["<integer>"], and `Literal["a", "b"]` gives ["a|b"]. A registry
+    of names, such as OPTIMIZERS, is treated like a literal.
     """
-    # A registry, such as OPTIMIZERS, contains the allowed values.
     if isinstance(annotation, Registry):
-        registered_names = "|".join(annotation)
-        return [registered_names or "<string>"]
+        return ["|".join(annotation) or "<string>"]
 
-    # Plain types, such as `int`, have a name in the help. Others, such as `None`, are left out.
     arguments = typing.get_args(annotation)
+    if typing.get_origin(annotation) is typing.Literal:
+        return ["|".join(map(str, arguments))]
     if not arguments:
         type_name = _TYPE_NAMES.get(annotation)
         return [type_name] if type_name else []
 
-    if typing.get_origin(annotation) is typing.Literal:
-        return ["|".join(map(str, arguments))]
-
-    # Collect the names in a union or a list. In Annotated[str, REGISTRY], the registry replaces the
-    # type.
+    # In Annotated[str, REGISTRY], the registry replaces the type.
     registries = [argument for argument in arguments if isinstance(argument, Registry)]
     names: list[str] = []
     for argument in registries or arguments:

@@ -169,16 +169,7 @@ def parse_job(
         print_help(job, arguments.help_topics)
         sys.exit(0)
 
-    # A length on the command line replaces the length in the file, in steps or in tokens.
-    lengths = [arguments.values.get(f"training.{name}") for name in LENGTH_KEYS]
-    training = tables.get("training", {})
-    if any(length is not None for length in lengths) and isinstance(training, dict):
-        tables["training"] = {key: training[key] for key in training if key not in LENGTH_KEYS}
-    for key, value in arguments.values.items():
-        section, name = key.split(".")
-        table = tables.setdefault(section, {})
-        if key != CONFIG_FILE and isinstance(table, dict):  # otherwise `read` reports a mistake
-            table[name] = value
+    _set_values(tables, arguments.values)
     job, mistakes = JobConfig.read(tables)
     return ParsedJob(job, [*arguments.mistakes, *mistakes], origins, lines, source)
 
@@ -212,6 +203,23 @@ def _add_defaults(tables: Tables, defaults: Mapping[str, Tables]) -> None:
             tables[section] = table | current
 
 
+def _set_values(tables: Tables, values: Mapping[str, Any]) -> None:
+    """Set the values of the command line in `tables`, in place.
+
+    A length on the command line replaces the length in the job file, in steps or in tokens.
+    """
+    sets_length = any(values.get(f"training.{name}") is not None for name in LENGTH_KEYS)
+    training = tables.get("training")
+    if sets_length and isinstance(training, dict):
+        tables["training"] = {key: training[key] for key in training if key not in LENGTH_KEYS}
+
+    for key, value in values.items():
+        section, name = key.split(".")
+        table = tables.setdefault(section, {})
+        if key != CONFIG_FILE and isinstance(table, dict):  # otherwise `read` reports a mistake
+            table[name] = value
+
+
 def _load_plugins_of(tables: Tables, values: Mapping[str, Any], trusted: bool, source: str) -> None:
     """Import the plugins that a job lists, or check that they were imported already.
 
@@ -223,25 +231,25 @@ def _load_plugins_of(tables: Tables, values: Mapping[str, Any], trusted: bool, s
         values: Values from the command line, by "section.key".
         trusted: Whether the plugins in the job file may be imported.
         source: Name of the job file for error messages.
-
-    Raises:
-        UserError: If a plugin cannot be imported, or an untrusted job needs one that has not been
-            imported.
     """
     if PLUGINS in values:
         load_plugins(values[PLUGINS])
-        return
+    elif trusted:
+        load_plugins(_get_plugin_names(tables))
+    else:
+        require_plugins(_get_plugin_names(tables), source)
 
-    # Skip anything but a list of names. Validation reports this mistake later.
+
+def _get_plugin_names(tables: Tables) -> list[str]:
+    """Return the value of job.plugins, or an empty list if it is missing or invalid.
+
+    Validation reports invalid values later.
+    """
     job_section = tables.get("job")
     names = job_section.get("plugins") if isinstance(job_section, dict) else None
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        return
-
-    if trusted:
-        load_plugins(names)
-    else:
-        require_plugins(names, source)
+        return []
+    return names
 
 
 def find_job_file(name: str) -> Path:
@@ -290,22 +298,21 @@ def find_key_lines(text: str) -> dict[str, int]:
     """
     lines: dict[str, int] = {}
     list_lengths: Counter[str] = Counter()  # number of [[table]] headers so far, by name
-    table = ""  # name of the current table
+    table_prefix = ""  # of the current table, such as "dataset.sources.0."
     for number, line in enumerate(text.splitlines(), start=1):
         header = re.match(r"\s*(\[\[?)\s*([\w.-]+)\s*\]", line)  # [table] or [[table]]
         assignment = re.match(r"\s*([\w.-]+)\s*=", line)  # key = value
         if header:
-            brackets, name = header.groups()
-            table = name
-            lines.setdefault(name, number)
-            if brackets == "[[":  # an item of a list
-                table = f"{name}.{list_lengths[name]}"
-                list_lengths[name] += 1
+            brackets, table = header.groups()
+            lines.setdefault(table, number)
+            if brackets == "[[":
+                index = list_lengths[table]
+                list_lengths[table] += 1
+                table = f"{table}.{index}"
                 lines[table] = number
+            table_prefix = f"{table}."
         elif assignment:
-            key = assignment[1]
-            full_name = f"{table}.{key}" if table else key
-            lines.setdefault(full_name, number)
+            lines.setdefault(table_prefix + assignment[1], number)
     return lines
 
 
@@ -377,18 +384,17 @@ def _find_key(flag: str, keys: Mapping[str, Any]) -> tuple[str, bool]:
         The full name of the key, which may not exist, and whether the flag negates it. For example,
         both "--no-compile.enable" and "--compile.no-enable" give ("compile.enable", True).
     """
-    # Normalize the name.
     name = _flag_to_name(flag)
-    if name == "config":  # otherwise dataset.config would be suggested
-        name = "config_file"
     name = RENAMED_KEYS.get(name, name)
-    if name.startswith("no_"):  # "no_compile.enable" -> "compile.no_enable"
-        name = name.removeprefix("no_").replace(".", ".no_", 1)
     if name in keys:
         return name, False
+    if name == "config":  # otherwise dataset.config would be suggested
+        return "config_file", False
 
-    # Remove the negation: "compile.no_enable" -> "compile.enable".
-    positive_name = name.replace(".no_", ".", 1)
+    if name.startswith("no_"):
+        positive_name = name.removeprefix("no_")
+    else:
+        positive_name = name.replace(".no_", ".", 1)
     is_negated = positive_name != name
     return positive_name, is_negated
 
@@ -412,17 +418,15 @@ def _parse_option(flag: str, words: list[str], keys: Mapping[str, Any]) -> tuple
     if key not in keys:
         raise ValueError(describe_unknown_name(JobConfig, key).problem)
 
-    # A boolean key takes no value: --compile.enable sets true, --compile.no-enable sets false.
     annotation = keys[key].annotation
-    if bool in find_types(annotation):
-        if words:
-            off = key.replace(".", ".no-")
-            raise ValueError(f"takes no value. Write --{key} or --{off}.")
+    negated_key = key.replace(".", ".no-")
+    is_boolean = bool in find_types(annotation)
+    if is_boolean and words:
+        raise ValueError(f"takes no value. Write --{key} or --{negated_key}.")
+    if is_boolean:
         return key, not is_negated
     if is_negated:
-        name = key.replace(".", ".no_", 1)
-        raise ValueError(describe_unknown_name(JobConfig, name).problem)
-
+        raise ValueError(describe_unknown_name(JobConfig, _flag_to_name(negated_key)).problem)
     if find_table_model(annotation):
         raise ValueError(f"is a list of tables. Write [[{key}]] in a job file.")
     return key, _parse_words(words, annotation)
