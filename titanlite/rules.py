@@ -250,29 +250,23 @@ def check_batch_sizes(run: Run) -> Problems:
 
 
 def check_stages(run: Run) -> Problems:
-    """Check that the model can be split into pipeline stages, and the job works with a pipeline.
-
-    Each stage needs a block, and each rank needs the number of stages that the schedule requires.
-    Tied embeddings and a gradient reduction after every microbatch do not work with a pipeline.
-    """
+    """Check that the model can be split into pipeline stages, and the job works with a pipeline."""
     num_layers = run.arch.n_layers
     num_ranks = run.degrees.pipeline
-    cuts = run.pipeline_cuts  # empty if the job does not set pipeline_parallel_split_points
-    num_stages = len(cuts) + 1 if cuts else run.stages_per_rank * num_ranks
-
-    if cuts and not _are_valid_cuts(run):
-        yield Problem(
-            "parallelism.pipeline_parallel_split_points",
-            f"must rise up to at most layers.{num_layers - 1} and make {run.stages_per_rank} "
-            f"stages for each of {num_ranks} ranks.",
-        )
+    num_stages = run.stages_per_rank * num_ranks
+    if run.pipeline_cuts:
+        if not _are_valid_cuts(run):
+            yield Problem(
+                "parallelism.pipeline_parallel_split_points",
+                f"must rise up to at most layers.{num_layers - 1} and make {run.stages_per_rank} "
+                f"stages for each of {num_ranks} ranks.",
+            )
     elif num_stages > num_layers:
         yield Problem(
             "parallelism.pipeline_parallel_degree",
             f"makes {num_stages} stages, but the model has only {num_layers} blocks.",
         )
 
-    # Check the features that do not work with a pipeline.
     if run.arch.tied_embeddings:
         yield Problem(
             "model.tied_embeddings",
@@ -299,61 +293,72 @@ def _are_valid_cuts(run: Run) -> bool:
 
 
 def check_pipeline_schedule(run: Run) -> Problems:
-    """Check that the job is compatible with a zero-bubble schedule, which splits the backward pass.
+    """Check that the job is compatible with a schedule that splits the backward pass.
 
-    These schedules compute the gradients of the weights in a second pass. Compiled blocks, and
-    blocks that recompute only some operators, fail there, because the first pass frees buffers that
-    the second one needs. FP8, V-shaped schedules and variable-length attention need torch 2.13.
+    These zero-bubble schedules compute the gradients of the weights in a second pass.
     """
+    key = "parallelism.pipeline_parallel_schedule"
     schedule = run.job.parallelism.pipeline_parallel_schedule
     if schedule not in SPLIT_BACKWARD:
         return
-
-    # Find blocks whose second pass would need buffers that the first pass has freed. If compiled
-    # blocks keep these buffers ("donated buffers" disabled), they run, but the loss is off by
-    # 1.4e-3 after ten steps in fp32 (torch 2.13).
-    checkpointing = run.job.activation_checkpoint
-    recomputes_operators = (
-        checkpointing.mode == "selective" and checkpointing.selective_ac_option == "op"
-    )
-    key = "parallelism.pipeline_parallel_schedule"
-    if run.compiles("model") or recomputes_operators:
+    if _frees_buffers_early(run):
         yield Problem(
             key, 'needs compile.enable = false and activation_checkpoint.mode "full" or "none".'
         )
 
-    needs_new_torch = (
-        schedule in V_SHAPED or run.job.float8.enable or run.job.model.uses_document_bounds
-    )
-    torch_version = version("torch").split(".")  # such as ["2", "12", "1+cu130"]
-    if needs_new_torch and tuple(map(int, torch_version[:2])) < (2, 13):
+    model = run.job.model
+    needs_new_torch = schedule in V_SHAPED or run.job.float8.enable or model.uses_document_bounds
+    major, minor, *_ = version("torch").split(".")
+    if needs_new_torch and (int(major), int(minor)) < (2, 13):
         yield Problem(key, "needs torch 2.13 for FP8, variable-length attention or ZBVZeroBubble.")
+
+
+def _frees_buffers_early(run: Run) -> bool:
+    """Return whether the first backward pass frees buffers that a second one would need.
+
+    This is the case for compiled blocks, and for blocks that recompute only some operators. If
+    compiled blocks keep these buffers ("donated buffers" disabled), they run, but the loss is off
+    by 1.4e-3 after ten steps in fp32 (torch 2.13).
+    """
+    checkpointing = run.job.activation_checkpoint
+    recomputes_operators = (
+        checkpointing.mode == "selective" and checkpointing.selective_ac_option == "op"
+    )
+    return run.compiles("model") or recomputes_operators
 
 
 def check_microbatches(run: Run) -> Problems:
     """Check that each global batch size makes a number of microbatches that the pipeline can run.
 
-    There must be at least one microbatch per pipeline rank. Interleaved schedules also divide
-    `count` microbatches into `count // num_ranks` equal rounds. For example, 4 ranks run 10
-    microbatches in 2 rounds of 5, but they cannot divide 9 microbatches into 2 rounds.
+    The problem recommends a multiple of the number of ranks, which every schedule can run.
     """
     num_ranks = run.degrees.pipeline
-    schedule = run.job.parallelism.pipeline_parallel_schedule
-    is_interleaved = schedule in ("Interleaved1F1B", "InterleavedZeroBubble")
     sequences_per_microbatch = run.job.training.local_batch_size * run.degrees.data
     for key, size in _list_batch_sizes(run):
         count = size // sequences_per_microbatch
-        num_rounds = count // num_ranks
-        is_too_small = num_rounds == 0
-        if is_too_small or (is_interleaved and count % num_rounds):
-            # Recommend a multiple of the number of ranks, which every schedule can run.
+        if not _can_run_microbatches(run, count):
             nearest = _nearest_multiples(size, num_ranks * sequences_per_microbatch)
-            plural = "" if count == 1 else "es"
+            microbatches = "1 microbatch" if count == 1 else f"{count} microbatches"
             yield Problem(
                 key,
-                f"makes {count} microbatch{plural}, but the pipeline needs a multiple of "
-                f"{num_ranks}. Nearest: {nearest}.",
+                f"makes {microbatches}, but the pipeline needs a multiple of {num_ranks}. "
+                f"Nearest: {nearest}.",
             )
+
+
+def _can_run_microbatches(run: Run, count: int) -> bool:
+    """Return whether the pipeline schedule can run `count` microbatches per step.
+
+    Each pipeline rank needs a microbatch. Interleaved schedules also divide the microbatches into
+    equal rounds. For example, 4 ranks run 10 microbatches in 2 rounds of 5, but cannot run 9.
+    """
+    num_rounds = count // run.degrees.pipeline
+    if num_rounds == 0:
+        return False
+    schedule = run.job.parallelism.pipeline_parallel_schedule
+    if schedule in ("Interleaved1F1B", "InterleavedZeroBubble"):
+        return count % num_rounds == 0
+    return True
 
 
 def _list_batch_sizes(run: Run) -> list[tuple[str, int]]:
@@ -395,23 +400,28 @@ def check_warmup(run: Run, *, is_preview: bool = False) -> Problems:
             decay may be longer than the run.
     """
     schedule = run.job.lr_scheduler
-    total = schedule.total_steps or run.job.training.steps
-    warmup = schedule.warmup_steps or 0
     if schedule.decay_steps is not None and schedule.decay_ratio is not None:
         yield Problem(
             "lr_scheduler.decay_ratio",
             "is not used with lr_scheduler.decay_steps. Remove one of them.",
         )
-    if is_preview:
-        return
+    if not is_preview:
+        yield from _check_schedule_length(run)
 
+
+def _check_schedule_length(run: Run) -> Problems:
+    """Check that warmup and decay together are not longer than the schedule."""
+    schedule = run.job.lr_scheduler
+    total = schedule.total_steps or run.job.training.steps
+    warmup = schedule.warmup_steps or 0
+    decay = schedule.decay_steps or 0
     if warmup > total:
         yield Problem(
             "lr_scheduler.warmup_steps",
             f"must be at most training.steps = {total}, or the learning rate never reaches its "
             "peak.",
         )
-    elif warmup + (schedule.decay_steps or 0) > total:
+    elif warmup + decay > total:
         yield Problem(
             "lr_scheduler.decay_steps",
             f"must be at most {total - warmup}, the number of steps after warmup.",
@@ -526,10 +536,7 @@ def _summarize(names: list[str]) -> str:
 
 
 def check_float8(run: Run) -> Problems:
-    """Check that FP8 applies to at least one layer, and that the sizes of its matmuls fit.
-
-    The sizes must be multiples of 16, or of 32 with MXFP8.
-    """
+    """Check that FP8 applies to at least one layer, and that the sizes of its matmuls fit."""
     float8 = run.job.float8
     if not float8.enable:
         return
@@ -541,23 +548,28 @@ def check_float8(run: Run) -> Problems:
             f"converts no layer, because model.dim = {dim} is less than float8.min_features. "
             "Set that to 0.",
         )
-        return
+    else:
+        yield from _check_float8_sizes(run)
 
-    # Tensor parallelism splits the sizes of the layers.
+
+def _check_float8_sizes(run: Run) -> Problems:
+    """Check that the sizes of FP8 matmuls are multiples of 16, or of 32 with MXFP8."""
+    float8 = run.job.float8
+    multiple = float8.size_multiple
     layer_sizes = _list_float8_sizes(run)
     shard_sizes = [size // run.degrees.tensor for size in layer_sizes]
-    multiple = float8.size_multiple
     if any(size % multiple for size in shard_sizes):
         yield Problem(
             "parallelism.tensor_parallel_degree",
             f"must divide the sizes of FP8 layers, {layer_sizes}, into multiples of {multiple}.",
         )
 
-    # The matmul of the weight gradient sums over the tokens.
+    # The matmul of the weight gradient sums over the tokens. This recipe computes it in bf16.
+    if float8.recipe_name == "rowwise_with_gw_hp":
+        return
     training = run.job.training
     num_tokens = training.local_batch_size * training.seq_len // run.degrees.context
-    has_fp8_weight_gradients = float8.recipe_name != "rowwise_with_gw_hp"
-    if has_fp8_weight_gradients and num_tokens % multiple:
+    if num_tokens % multiple:
         yield Problem(
             "training.seq_len",
             f"makes {num_tokens} tokens per microbatch, but FP8 matmuls need multiples of "
@@ -692,14 +704,17 @@ def check_tokenizer(run: Run, tokenizer: Tokenizer) -> Problems:
             "model.vocab_size",
             f"must be at least {vocab_size}, the vocabulary size of {run.job.tokenizer.path}.",
         )
+    if run.job.samples.freq:
+        yield from _check_sample_prompts(run, tokenizer)
 
-    if not run.job.samples.freq:
-        return
+
+def _check_sample_prompts(run: Run, tokenizer: Tokenizer) -> Problems:
+    """Check that each sample prompt has at least one token, and fits into a sequence."""
     seq_len = run.job.training.seq_len
-    num_bos_tokens = 0 if tokenizer.bos_id is None else 1
     for prompt in run.job.samples.prompts:
-        # An empty prompt is possible only with a BOS token, from which the model can continue.
-        num_tokens = num_bos_tokens + len(tokenizer.encode(prompt))
+        num_tokens = len(tokenizer.encode(prompt))
+        if tokenizer.bos_id is not None:
+            num_tokens += 1
         if not 0 < num_tokens < seq_len:
             yield Problem(
                 "samples.prompts",
@@ -711,33 +726,31 @@ def check_tokenizer(run: Run, tokenizer: Tokenizer) -> Problems:
 def suggest_tokenizer(run: Run) -> str:
     """Return a hint on how to get a missing tokenizer, to append to an error message.
 
-    The hint proposes, for example, to download or to train a tokenizer. It is empty if the
-    tokenizer file exists, or if its path is a URL.
+    The hint is empty if the tokenizer file exists, or if its path is a URL.
     """
     path = run.job.tokenizer.path
     if storage.as_url(path) or os.path.isfile(run.tokenizer_path):
         return ""
-
-    # The tokenizer probably exists elsewhere.
     if run.job.checkpoint.initial_load_in_hf:
         return "; copy the tokenizer of the model there, or set tokenizer.path"
     if os.path.isdir(run.tokenizer_path):
         return f"; set a file in this folder, such as {os.path.join(path, 'tokenizer.json')}"
 
-    # The path names a tokenizer that can be downloaded, for example assets/tokenizer/gpt2.
-    vocab_size = run.arch.vocab_size
-    download = propose_download("tokenizer", path, vocab_size)
-    if download:
-        return download
+    # Some tokenizers can be downloaded, for example assets/tokenizer/gpt2.
+    download = propose_download("tokenizer", path, run.arch.vocab_size)
+    return download or _suggest_training_tokenizer(run)
 
-    # Otherwise train a tokenizer into the folder of the path. For example, my/tokenizer.json and
-    # my.json both give the folder "my".
+
+def _suggest_training_tokenizer(run: Run) -> str:
+    """Return a hint with the command that trains a tokenizer at the path of the missing one."""
+    # Both my/tokenizer.json and my.json give the folder "my".
+    path = run.job.tokenizer.path
     folder, name = os.path.split(path)
     if name not in ("tokenizer.json", "tokenizer.model"):
         folder, _ = os.path.splitext(path)
     command = (
         f"titanlite tokenizer train --job.config_file {run.job.job.config_file} "
-        f"--vocab-size {vocab_size} --out {folder}"
+        f"--vocab-size {run.arch.vocab_size} --out {folder}"
     )
     return f"; `{command}` trains {folder}/tokenizer.json on the data of this job"
 
@@ -807,8 +820,8 @@ def _check_source(table: str, source: TextSource) -> Problems:
         table: Full name of the table of the source, such as "dataset.sources.0".
         source: The source.
     """
-    # These sources have fixed files.
-    if source.path is not None and source.source in ("python_stdlib", "c4"):
+    has_fixed_files = source.source in ("python_stdlib", "c4")
+    if source.path is not None and has_fixed_files:
         yield Problem(
             f"{table}.path",
             f'is not used with {table}.source = "{source.source}". Set that too, for example to '
@@ -818,13 +831,13 @@ def _check_source(table: str, source: TextSource) -> Problems:
     if source.loss_mask_column is not None and source.source not in ("jsonl", "parquet"):
         yield Problem(f"{table}.loss_mask_column", 'needs source "jsonl" or "parquet".')
 
-    # The error names keys of [dataset]. Replace them with the keys of this table.
     try:
         find_files(source)
     except UserError as error:
         if source.path is None:
             yield Problem(f"{table}.source", f"needs {table}.path.")
         else:
+            # The error names keys of [dataset] instead of this table.
             text = str(error).rstrip(".").replace("dataset.", f"{table}.")
             yield Problem(f"{table}.path", f"{text}.")
 
@@ -834,37 +847,41 @@ def _check_source(table: str, source: TextSource) -> Problems:
 
 def check_output_folders(run: Run) -> Problems:
     """Check that the output folders are writable, and contain no files of other programs."""
+    yield from _check_writable(run)
+
     folder = run.dump_folder.absolute()
-    checkpoint_folder = _get_checkpoint_folder(run)
-    checkpoint = run.job.checkpoint
-
-    # Check that files can be written, and first in the output folder, which contains the others.
-    write_problem = find_write_problem(folder)
-    overwrite_problem = find_overwrite_problem(folder)
-    if write_problem:
-        yield Problem("job.dump_folder", f"cannot be used: {write_problem}")
-    elif overwrite_problem:
-        yield Problem("job.dump_folder", f"{overwrite_problem}, or choose another folder.")
-    elif checkpoint.enable:
-        checkpoint_problem = find_write_problem(checkpoint_folder)
-        if checkpoint_problem:
-            yield Problem("checkpoint.folder", f"cannot be used: {checkpoint_problem}")
-
-    # Check that checkpoints have a folder of their own.
     other_outputs = [folder / name for name in ("final", "final_hf", *FILES)]
-    if checkpoint_folder in (folder, *other_outputs):
+    if _get_checkpoint_folder(run) in (folder, *other_outputs):
         yield Problem(
             "checkpoint.folder",
             "is used for other outputs. Choose a folder for the checkpoints alone.",
         )
 
-    # Check that the export at the end of training replaces only an earlier export.
+    # The export at the end of training replaces an earlier export, but no other folder.
+    checkpoint = run.job.checkpoint
     foreign_export = find_foreign_export(folder)
     if foreign_export is not None and checkpoint.enable and checkpoint.last_save_in_hf:
         yield Problem(
             "checkpoint.last_save_in_hf",
             f"cannot replace {foreign_export}, which no run has written. Move it.",
         )
+
+
+def _check_writable(run: Run) -> Problems:
+    """Check that files can be written to the output folder, and then to the checkpoint folder."""
+    folder = run.dump_folder.absolute()
+    write_problem = find_write_problem(folder)
+    if write_problem:
+        yield Problem("job.dump_folder", f"cannot be used: {write_problem}")
+        return
+    overwrite_problem = find_overwrite_problem(folder)
+    if overwrite_problem:
+        yield Problem("job.dump_folder", f"{overwrite_problem}, or choose another folder.")
+        return
+    if run.job.checkpoint.enable:
+        checkpoint_problem = find_write_problem(_get_checkpoint_folder(run))
+        if checkpoint_problem:
+            yield Problem("checkpoint.folder", f"cannot be used: {checkpoint_problem}")
 
 
 def check_urls(run: Run) -> Problems:
@@ -906,31 +923,36 @@ def check_mirror(run: Run) -> Problems:
 
 
 def check_checkpoints(run: Run) -> Problems:
-    """Check that the initial weights exist, and the checkpoint that `checkpoint.load_step` selects.
-
-    A run with checkpoints resumes from them, and needs no initial weights.
-    """
+    """Check that the initial weights or the checkpoint that the run loads exist."""
     checkpoint = run.job.checkpoint
     if not checkpoint.enable:
         return
+
     saved = _list_saved(run)
-    if checkpoint.initial_load_path is not None and not saved:
+    is_new_run = not saved
+    if is_new_run and checkpoint.initial_load_path is not None:
         yield from _check_initial_weights(checkpoint.initial_load_path, checkpoint)
 
-    # -1 selects the newest checkpoint, if there is one. The mirror may have any other step.
-    step = checkpoint.load_step
-    if step == -1 or checkpoint.mirror:
+    selects_newest = checkpoint.load_step == -1
+    if not selects_newest and not checkpoint.mirror:  # the mirror may have any step
+        yield from _check_load_step(run, saved)
+
+
+def _check_load_step(run: Run, saved: list[Path]) -> Problems:
+    """Check that the checkpoint of step `checkpoint.load_step` is among the saved ones."""
+    step = run.job.checkpoint.load_step
+    if step in [get_step(folder) for folder in saved]:
         return
 
     # `load_step` applies only once. For example, a run with `load_step` = 100 that has meanwhile
     # saved step 200 has gone back: a restart resumes from step 200, and step 100 may be deleted.
-    saved_steps = [get_step(folder) for folder in saved]
-    if step not in saved_steps and not has_gone_back(saved, step):
-        names = ", ".join(folder.name for folder in saved) or "none"
-        yield Problem(
-            "checkpoint.load_step",
-            f"is not in {_get_checkpoint_folder(run)}. Checkpoints there: {names}.",
-        )
+    if has_gone_back(saved, step):
+        return
+    names = ", ".join(folder.name for folder in saved) or "none"
+    yield Problem(
+        "checkpoint.load_step",
+        f"is not in {_get_checkpoint_folder(run)}. Checkpoints there: {names}.",
+    )
 
 
 def _check_initial_weights(path: str, checkpoint: Checkpoint) -> Problems:
@@ -1052,16 +1074,21 @@ def find_suspicious_values(run: Run) -> list[str]:
         text = f"is unusually high for {optimizer.name}. Typical learning rates are 1e-4 to 1e-2."
         warnings.append(f"optimizer.lr = {format_value(optimizer.lr)} {text}")
 
-    # Find markup in all plain text, for training and for validation. A section without a list of
-    # sources is a source itself.
-    validation = run.job.validation
-    sources: list[TextSource] = [*(run.job.dataset.sources or (run.job.dataset,))]
-    if validation.freq and validation.holdout == 0:
-        sources += validation.sources or (validation,)
-    for source in sources:
+    for source in _list_sources(run):
         if source.source != "text":
             continue
         markup = find_markup(find_files(source))
         if markup:
             warnings.append(f"{source.path}: {markup}")
     return warnings
+
+
+def _list_sources(run: Run) -> list[TextSource]:
+    """Return all sources of training and validation data."""
+    dataset = run.job.dataset
+    validation = run.job.validation
+    # A section without a list of sources is a source itself.
+    sources: list[TextSource] = [*(dataset.sources or [dataset])]
+    if validation.freq and validation.holdout == 0:
+        sources += validation.sources or [validation]
+    return sources
