@@ -33,6 +33,8 @@ from titanlite.runtime.logging import note
 # Prompt tokens per forward pass. This limits the memory of the logits, of which only those of the
 # last token are used.
 PREFILL_CHUNK = 512
+# Without cuDNN's kernel, which builds a new execution plan for each length of the cache.
+_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass(frozen=True)
@@ -88,19 +90,20 @@ def _load_step(
     job = read_job(step_folder, tokenizer_path)
     run = Run(job)
     tokenizer = load_tokenizer(run.tokenizer_path, job)
+    model = _create_model(run, device)
+    load_weights(step_folder, model, averaged=ema)
+    check_tokenizer(step_folder, tokenizer, job.tokenizer.path, run.arch.vocab_size)
+    return LoadedCheckpoint(step_folder, job, tokenizer, model.eval())
 
-    # Create the model without memory for its weights (device "meta"), so that only the final dtype
-    # takes memory on the device.
-    with torch.device("meta"):
+
+def _create_model(run: Run, device: torch.device) -> Llama:
+    """Create a model with uninitialized weights, in float32 on a CPU."""
+    with torch.device("meta"):  # without memory until the dtype is final
         model: Llama = resolve(run.arch.model)(run.arch)
     if device.type == "cuda":
         training = run.resolve_compute_dtype(on_gpu=True).job.training
         model.to(getattr(torch, training.mixed_precision_param))  # such as torch.bfloat16
-    model.to_empty(device=device)
-
-    load_weights(step_folder, model, averaged=ema)
-    check_tokenizer(step_folder, tokenizer, job.tokenizer.path, run.arch.vocab_size)
-    return LoadedCheckpoint(step_folder, job, tokenizer, model.eval())
+    return model.to_empty(device=device)
 
 
 @dataclass(frozen=True)
@@ -270,43 +273,60 @@ def _generate_tokens(
 ) -> Iterator[None]:
     """Generate tokens for a batch of prompts, and yield after each step.
 
-    Each step appends one token to every unfinished completion in `decodings`. Shorter prompts are
-    padded at the front with positions that no token attends to. For example, the prompts [7, 8, 9]
-    and [5] become [7, 8, 9] and [0, 0, 5].
-
-    Args:
-        checkpoint: Model and tokenizer.
-        decodings: Prompts to complete, which are updated in place.
-        options: Sampling settings.
+    Each step appends one token to every unfinished completion in `decodings`.
     """
-    # Create a cache that is long enough for the longest prompt and completion.
-    model = checkpoint.model
-    lengths = [len(decoding.ids) for decoding in decodings]
-    longest = max(lengths)
+    inputs, padding = _pad_prompts(decodings)
     max_new_tokens = max(decoding.limit - len(decoding.ids) for decoding in decodings)
-    cache = _create_cache(model, len(decodings), longest + max_new_tokens)
+    cache = _create_cache(checkpoint.model, len(decodings), len(inputs[0]) + max_new_tokens)
     # Sample on the CPU, so that a seed gives the same random numbers for any device.
     generators = [torch.Generator().manual_seed(options.seed) for _ in decodings]
 
     # The first step processes all tokens of the prompts, and the other steps one token each.
-    padding = [longest - length for length in lengths]
-    inputs = []
-    for decoding, num_padded in zip(decodings, padding, strict=True):
-        inputs.append([0] * num_padded + decoding.ids)
     while any(decoding.is_unfinished for decoding in decodings):
-        logits = _next_logits(model, inputs, cache, padding)  # (B, V)
+        logits = _next_logits(checkpoint.model, inputs, cache, padding)  # (B, V)
         # The embedding can have more rows than the tokenizer has tokens. Never sample those.
         logits = logits[:, : checkpoint.tokenizer.vocab_size]
-
-        inputs = [[0] for _ in decodings]
-        for index, decoding in enumerate(decodings):
-            if decoding.is_unfinished:
-                token = sample_token(
-                    logits[index], options.temperature, options.top_k, generators[index]
-                )
-                decoding.push(token)
-                inputs[index] = [token]
+        inputs = _append_tokens(decodings, logits, options, generators)
         yield
+
+
+def _pad_prompts(decodings: Sequence[Decoding]) -> tuple[list[list[int]], list[int]]:
+    """Pad prompts at the front to the same length. No token attends to the padding.
+
+    For example, the prompts [7, 8, 9] and [5] become [7, 8, 9] and [0, 0, 5].
+
+    Returns:
+        The padded prompts, shape (B, T), and the number of padding positions in each of them.
+    """
+    longest = max(len(decoding.ids) for decoding in decodings)
+    padding = [longest - len(decoding.ids) for decoding in decodings]
+    inputs = []
+    for num_padded, decoding in zip(padding, decodings, strict=True):
+        inputs.append([0] * num_padded + decoding.ids)
+    return inputs, padding
+
+
+def _append_tokens(
+    decodings: Sequence[Decoding],
+    logits: Tensor,
+    options: Generation,
+    generators: Sequence[torch.Generator],
+) -> list[list[int]]:
+    """Append a sampled token to each unfinished completion.
+
+    Returns:
+        The new token of each completion, shape (B, 1), or 0 for finished completions.
+    """
+    new_tokens = []
+    for index, decoding in enumerate(decodings):
+        token = 0
+        if decoding.is_unfinished:
+            token = sample_token(
+                logits[index], options.temperature, options.top_k, generators[index]
+            )
+            decoding.push(token)
+        new_tokens.append([token])
+    return new_tokens
 
 
 def _create_cache(model: Llama, batch_size: int, max_length: int) -> list[LayerCache]:
@@ -322,9 +342,6 @@ def _next_logits(
 ) -> Tensor:
     """Run the model on new tokens, add them to the cache, and return the logits of the next token.
 
-    Shapes are suffixes of names: B sequences, T new tokens (queries), and S new and cached tokens
-    (keys).
-
     Args:
         model: Model.
         inputs: Token IDs that follow the tokens in `cache`: B lists of equal length.
@@ -337,29 +354,36 @@ def _next_logits(
     device = model.get_parameter("tok_embeddings.weight").device
     tokens_BT = torch.tensor(inputs, device=device)
     padding_B = torch.tensor(padding, device=device)
-    # Exclude cuDNN's kernel, which builds a new execution plan for each length of the cache.
-    kernels = sdpa_kernel(
-        [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    )
 
     # Process long prompts in chunks, to limit the memory of the logits.
     chunk_length = max(1, PREFILL_CHUNK // len(inputs))
-    with torch.inference_mode(), kernels:
+    with torch.inference_mode(), sdpa_kernel(_KERNELS):
         for chunk_BT in tokens_BT.split(chunk_length, dim=1):
-            # The new tokens follow the cached ones. For example, 2 new tokens after 3 cached ones
-            # have the indices [3, 4], and attend to the indices [0, 1, 2, 3, 4].
-            num_cached = cache[0].length
-            index_S = torch.arange(num_cached + chunk_BT.shape[1], device=device)
-            index_T = index_S[num_cached:]
-            window = model.arch.sliding_window
-            mask_BTS = _attention_mask(index_T, index_S, padding_B, window)
-            full_mask_BTS = _attention_mask(index_T, index_S, padding_B, sliding_window=0)
-            # Positions for RoPE start after the padding.
-            positions_BT = (index_T - padding_B[:, None]).clamp(min=0)
-            logits_BTV = model(
-                chunk_BT, positions_BT, mask_BTS[:, None], cache, full_mask=full_mask_BTS[:, None]
-            )
+            logits_BTV = _forward(model, chunk_BT, cache, padding_B)
     return logits_BTV[:, -1].float().cpu()
+
+
+def _forward(
+    model: Llama, tokens_BT: Tensor, cache: Sequence[LayerCache], padding_B: Tensor
+) -> Tensor:
+    """Run the model on new tokens, add them to the cache, and return all logits, shape (B, T, V).
+
+    Shapes are suffixes of names: B sequences, T new tokens (queries), and S cached and new tokens
+    (keys).
+    """
+    # For example, 2 new tokens after 3 cached ones have the indices [3, 4], and attend to the
+    # indices [0, 1, 2, 3, 4].
+    num_cached = cache[0].length
+    index_S = torch.arange(num_cached + tokens_BT.shape[1], device=tokens_BT.device)
+    index_T = index_S[num_cached:]
+
+    window = model.arch.sliding_window
+    mask_BTS = _attention_mask(index_T, index_S, padding_B, window)
+    full_mask_BTS = _attention_mask(index_T, index_S, padding_B, sliding_window=0)
+    positions_BT = (index_T - padding_B[:, None]).clamp(min=0)  # for RoPE
+    return model(
+        tokens_BT, positions_BT, mask_BTS[:, None], cache, full_mask=full_mask_BTS[:, None]
+    )
 
 
 def _attention_mask(
