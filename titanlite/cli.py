@@ -75,14 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(words: list[str]) -> object:
-    """Run the subcommand that a command line selects.
-
-    Args:
-        words: Name of the subcommand, followed by its arguments.
-
-    Returns:
-        The exit code, or whatever the function of the subcommand returns.
-    """
+    """Run the subcommand that a command line selects, and return its result."""
     if not words:
         print(format_usage())
         return 2
@@ -217,14 +210,7 @@ def _set_up_streams() -> None:
 
 
 def _report_error(error: Exception) -> int:
-    """Print the error that ended the command, record it for `titanlite runs`, and return its code.
-
-    Args:
-        error: A `UserError`, which is printed without a traceback, or any other exception.
-
-    Returns:
-        Exit code of the process.
-    """
+    """Print and record the error that ended the command, and return the exit code."""
     # The disk of standard output is full, for example with `titanlite check > /dev/full`. For other
     # files, the error has a file name.
     if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
@@ -255,9 +241,6 @@ def train(argv: Sequence[str]) -> None:
 
     The process is the only rank, or one of several ranks that a launcher has started with the
     environment variables RANK and WORLD_SIZE.
-
-    Args:
-        argv: Options of `titanlite train`.
 
     Raises:
         UserError: If the job is invalid, or training ends because of an error that the user can

@@ -391,11 +391,8 @@ def _attention_mask(
 ) -> Tensor:
     """Return a boolean mask of the keys that each query attends to, shape (B, T, S).
 
-    Args:
-        index_T: Positions of the queries in the padded sequence.
-        index_S: Positions of the keys in the padded sequence.
-        padding_B: Number of padding positions at the front of each sequence.
-        sliding_window: Number of latest positions that a query attends to. 0: all.
+    Indices count from the start of the padded sequences. With a sliding window, a query attends
+    only to the latest positions.
     """
     # Attend to the token itself and to earlier ones, but not to padding.
     distance_TS = index_T[:, None] - index_S

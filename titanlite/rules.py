@@ -394,10 +394,7 @@ def check_total_steps(run: Run) -> Problems:
 def check_warmup(run: Run, *, is_preview: bool = False) -> Problems:
     """Check that warmup and decay fit into the learning rate schedule.
 
-    Args:
-        run: Run to check.
-        is_preview: Whether the run trains only the first steps of a longer run. Its warmup and its
-            decay may be longer than the run.
+    They may be longer in a preview, which trains only the first steps of a longer run.
     """
     schedule = run.job.lr_scheduler
     if schedule.decay_steps is not None and schedule.decay_ratio is not None:
@@ -788,11 +785,9 @@ def check_validation(run: Run) -> Problems:
 
 
 def _check_sources(section: str, dataset: Dataset | Validation) -> Problems:
-    """Check the keys of the data sources in a section, and that their files exist.
+    """Check the keys of the data sources in [dataset] or [validation], and that their files exist.
 
-    Args:
-        section: Name of the section, "dataset" or "validation".
-        dataset: The section. Without a list of sources, it describes a single source itself.
+    Without a list of sources, the section describes a single source itself.
     """
     if not dataset.sources:
         yield from _check_source(section, dataset)
@@ -814,12 +809,7 @@ def _check_sources(section: str, dataset: Dataset | Validation) -> Problems:
 
 
 def _check_source(table: str, source: TextSource) -> Problems:
-    """Check the keys of one data source, and that its files exist.
-
-    Args:
-        table: Full name of the table of the source, such as "dataset.sources.0".
-        source: The source.
-    """
+    """Check the keys of a data source in a table such as "dataset.sources.0", and its files."""
     has_fixed_files = source.source in ("python_stdlib", "c4")
     if source.path is not None and has_fixed_files:
         yield Problem(
@@ -912,14 +902,19 @@ def check_mirror(run: Run) -> Problems:
             "checkpoint.mirror",
             "must be a URL, such as s3://bucket/my_run or file:///mnt/copies/my_run.",
         )
-        return
-    scheme, _, path = mirror.partition("://")
-    is_inside = Path(path).resolve().is_relative_to(run.dump_folder.resolve())
-    if scheme == "memory" or (scheme == "file" and is_inside):
+    elif not _outlives_run(mirror, run):
         yield Problem(
             "checkpoint.mirror",
             "must outlive the run. Choose a URL outside of memory and of job.dump_folder.",
         )
+
+
+def _outlives_run(url: str, run: Run) -> bool:
+    """Return whether the files at a URL remain after the run and without its output folder."""
+    scheme, _, path = url.partition("://")
+    if scheme == "file":
+        return not Path(path).resolve().is_relative_to(run.dump_folder.resolve())
+    return scheme != "memory"
 
 
 def check_checkpoints(run: Run) -> Problems:

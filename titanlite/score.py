@@ -22,7 +22,7 @@ from titanlite.checkpoint.load import check_on_all_ranks, check_tokenizer, load_
 from titanlite.config.errors import CheckpointError, UserError
 from titanlite.config.mistakes import ConfigError
 from titanlite.config.options import Scoring
-from titanlite.config.run import Run, sequence_divisor
+from titanlite.config.run import Degrees, Run, sequence_divisor
 from titanlite.config.schema import JobConfig, Parallelism
 from titanlite.data.sources.files import describe_file, open_source
 from titanlite.data.tokenizer import load_tokenizer
@@ -159,12 +159,6 @@ def make_score(total: float, tokens: int, num_bytes: int) -> Score:
 def _build_run(saved: JobConfig, options: Scoring, window: int, parallelism: Parallelism) -> Run:
     """Build the run that evaluates a saved model on all ranks, and check its options.
 
-    Args:
-        saved: Job that trained the model.
-        options: Settings of the evaluation.
-        window: Number of tokens per sequence.
-        parallelism: Layout of the ranks.
-
     Raises:
         UserError: If the window exceeds the maximum sequence length of the model, or the layout is
             invalid.
@@ -173,30 +167,33 @@ def _build_run(saved: JobConfig, options: Scoring, window: int, parallelism: Par
     if window > max_window:
         raise UserError(f"--window {window}: must be at most model.max_seq_len = {max_window}.")
 
-    # `_make_job` needs the parallel degrees, which a run with default settings computes.
-    layout = Run(JobConfig(parallelism=parallelism), read_world_size())
-    run = Run(_make_job(saved, options, window, layout), layout.world_size)
+    world_size = read_world_size()
+    degrees = Run(JobConfig(parallelism=parallelism), world_size).degrees
+    training = _make_training_section(saved, options, window, degrees)
+    run = Run(_make_job(saved, parallelism, training), world_size)
     problems = list(check_layout(run))
     if problems:
         raise ConfigError([make_mistake(run, problem) for problem in problems], "eval")
     return run
 
 
-def _make_job(saved: JobConfig, options: Scoring, window: int, layout: Run) -> JobConfig:
-    """Return the job of an evaluation: the model of a saved job, without the way it was trained.
-
-    Args:
-        saved: Job that trained the model.
-        options: Settings of the evaluation.
-        window: Number of tokens per sequence, which the layout may round up.
-        layout: A run with the layout of the ranks. Its model and batch size are not used.
-    """
+def _make_job(saved: JobConfig, parallelism: Parallelism, training: dict[str, Any]) -> JobConfig:
+    """Return the job of an evaluation: the model of a saved job, without the way it was trained."""
     # Keep only the sections that describe the model, its tokenizer and their plugins.
     plugin_sections = {saved.model.architecture, saved.tokenizer.name or ""}
     tables = saved.model_dump(include={"job", "model", "tokenizer", "comm", *plugin_sections})
+    tables["model"] = saved.model.model_copy(update={"attention_backend": "auto"})
+    tables["parallelism"] = parallelism
+    tables["activation_checkpoint"] = {"mode": "none"}
+    tables["training"] = training
+    return JobConfig.model_validate(tables)
 
+
+def _make_training_section(
+    saved: JobConfig, options: Scoring, window: int, degrees: Degrees
+) -> dict[str, Any]:
+    """Return the sizes of sequences and batches, and the dtype, of an evaluation."""
     # Context and tensor parallel ranks divide each sequence, so round up its length.
-    degrees = layout.degrees
     divisor = sequence_divisor(degrees)
     sequence_length = math.ceil(window / divisor) * divisor
 
@@ -205,10 +202,7 @@ def _make_job(saved: JobConfig, options: Scoring, window: int, layout: Run) -> J
     global_batch_size = options.batch_size * degrees.data * degrees.pipeline
 
     dtype = options.dtype or _default_dtype(saved)
-    tables["model"] = saved.model.model_copy(update={"attention_backend": "auto"})
-    tables["parallelism"] = layout.job.parallelism
-    tables["activation_checkpoint"] = {"mode": "none"}
-    tables["training"] = {
+    return {
         "seq_len": sequence_length,
         "local_batch_size": options.batch_size,
         "global_batch_size": global_batch_size,
@@ -216,7 +210,6 @@ def _make_job(saved: JobConfig, options: Scoring, window: int, layout: Run) -> J
         "dtype": dtype,
         "num_threads": saved.training.num_threads,
     }
-    return JobConfig.model_validate(tables)
 
 
 def _default_dtype(saved: JobConfig) -> str:

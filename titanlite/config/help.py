@@ -84,10 +84,7 @@ def _print_overview() -> None:
 def _print_section(job: JobConfig, section: str, names: set[str]) -> None:
     """Print the help on those keys of a section that the user has asked for, advanced keys last.
 
-    Args:
-        job: Job whose values are shown as the defaults.
-        section: Name of the section.
-        names: Names of sections and keys to print, or "all".
+    `names` are sections and keys, or "all". The values of `job` are shown as the defaults.
     """
     model = SECTIONS[section]
     common_keys = [key for key in model.model_fields if key not in model.advanced]
@@ -118,7 +115,7 @@ def _print_key(key: str, field: FieldInfo, value: Any, prefix: str) -> None:
     Args:
         key: Full name of the key, such as "training.steps".
         field: Field of the schema.
-        value: Value to show as the default. PydanticUndefined means that the key is required.
+        value: Default value. PydanticUndefined means that the key is required.
         prefix: "--", or "" for keys that can only be set in a job file.
     """
     table = find_table_model(field.annotation)

@@ -138,12 +138,7 @@ def compare_jobs(
 def report_changes(
     path: PurePath, changes: Sequence[tuple[Effect, str]], log: Callable[[str], None]
 ) -> None:
-    """Log how a job differs from the checkpoint that it resumes from, or raise an error.
-
-    Args:
-        path: Path of the checkpoint.
-        changes: Effect and description of each difference, from `compare_jobs`.
-        log: Receives one line for each difference with which the run can resume.
+    """Log the differences between a checkpoint and the job that resumes from it.
 
     Raises:
         UserError: If the run cannot resume with some of the differences. The message lists them.
@@ -166,10 +161,6 @@ def flatten(table: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
 
     Dictionaries in a list are numbered. For example, {"sources": [{"path": "a"}]} becomes
     {"sources": "1 tables", "sources.0.path": "a"}.
-
-    Args:
-        table: Nested dictionaries.
-        prefix: Prefix of all keys in the result, such as "dataset.".
     """
     flat: dict[str, Any] = {}
     for key, value in table.items():

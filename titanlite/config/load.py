@@ -224,13 +224,7 @@ def _load_plugins_of(tables: Tables, values: Mapping[str, Any], trusted: bool, s
     """Import the plugins that a job lists, or check that they were imported already.
 
     An untrusted job, such as one from a checkpoint, cannot trigger an import, because that runs
-    code. Plugins on the command line are always imported.
-
-    Args:
-        tables: Sections of the job file.
-        values: Values from the command line, by "section.key".
-        trusted: Whether the plugins in the job file may be imported.
-        source: Name of the job file for error messages.
+    code. Plugins on the command line, in `values`, are always imported.
     """
     if PLUGINS in values:
         load_plugins(values[PLUGINS])
@@ -293,8 +287,7 @@ def find_key_lines(text: str) -> dict[str, int]:
     """Return the line number of each key and table in a TOML text, for error messages.
 
     Tables in a list are numbered. For example, "[[dataset.sources]]" in line 7 and "path = 1" in
-    line 8 give {"dataset.sources": 7, "dataset.sources.0": 7, "dataset.sources.0.path": 8}. Quoted
-    keys are left out.
+    line 8 give {"dataset.sources": 7, "dataset.sources.0": 7, "dataset.sources.0.path": 8}.
     """
     lines: dict[str, int] = {}
     list_lengths: Counter[str] = Counter()  # number of [[table]] headers so far, by name
@@ -321,40 +314,34 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
 
     Invalid options are collected in the result instead of raising an error.
     """
-    values: dict[str, Any] = {}
-    help_topics = None
     mistakes: list[Mistake] = []
-    renamed: list[str] = []
-
-    # Report words before the first option.
     stray_words, options = _split_options(argv)
     for word in stray_words:
         problem = f"is not an option. To pass a job file, write --{CONFIG_FILE} {word}."
         mistakes.append(Mistake(word, word, "", problem))
 
-    # Convert each option to a key and its value.
     keys = list_keys()
+    values: dict[str, Any] = {}
+    help_topics = None
     for flag, words in options:
         if flag in ("-h", "--help"):
             help_topics = words
             continue
-        name = _flag_to_name(flag)
-        if name in RENAMED_KEYS:
-            renamed.append(name)
         try:
             key, value = _parse_option(flag, words, keys)
             values[key] = value
         except ValueError as error:
             mistakes.append(Mistake(flag, flag, "", str(error)))
+
+    names = [_flag_to_name(flag) for flag, _ in options]
+    renamed = [name for name in names if name in RENAMED_KEYS]
     return Arguments(values, help_topics, mistakes, renamed)
 
 
 def _split_options(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, list[str]]]]:
-    """Split a command line into options and their values.
+    """Split a command line into the words before the first option, and the options.
 
-    Returns:
-        The words before the first option, and a pair of flag and values for each option. Both
-        `--a.b=1` and `--a.b 1` give ("--a.b", ["1"]).
+    An option is a pair of flag and values: `--a.b=1` and `--a.b 1` both give ("--a.b", ["1"]).
     """
     stray_words: list[str] = []
     options: list[tuple[str, list[str]]] = []
@@ -378,11 +365,9 @@ def _flag_to_name(flag: str) -> str:
 
 
 def _find_key(flag: str, keys: Mapping[str, Any]) -> tuple[str, bool]:
-    """Find the key that a flag of the command line sets.
+    """Find the key that a flag sets, which may not exist, and whether the flag negates it.
 
-    Returns:
-        The full name of the key, which may not exist, and whether the flag negates it. For example,
-        both "--no-compile.enable" and "--compile.no-enable" give ("compile.enable", True).
+    For example, "--no-compile.enable" and "--compile.no-enable" give ("compile.enable", True).
     """
     name = _flag_to_name(flag)
     name = RENAMED_KEYS.get(name, name)
@@ -400,16 +385,15 @@ def _find_key(flag: str, keys: Mapping[str, Any]) -> tuple[str, bool]:
 
 
 def _parse_option(flag: str, words: list[str], keys: Mapping[str, Any]) -> tuple[str, Any]:
-    """Convert one option of the command line to a key of a job and its value.
+    """Convert an option such as "--training.steps" and its value to a key of a job and its value.
 
     Args:
-        flag: The option as written, such as "--training.steps".
+        flag: The option as written.
         words: Words that follow the option.
         keys: Schema of all keys of a job, by their full names.
 
     Raises:
-        ValueError: If the option is invalid. The message is the rest of a sentence that starts with
-            the flag, such as "is unknown."
+        ValueError: If the option is invalid. The message follows the flag: "is unknown."
     """
     key, is_negated = _find_key(flag, keys)
     if key in SECTIONS:

@@ -127,13 +127,10 @@ def format_value(value: object) -> str:
 
 
 def build_mistake(root: type[BaseModel], error: Any) -> Mistake:
-    """Convert a pydantic error to a `Mistake` with a clearer message.
+    """Convert an item of `ValidationError.errors()` to a `Mistake` with a clearer message.
 
-    For unknown names and values, the message suggests the most similar valid one.
-
-    Args:
-        root: Model that was validated: a job, the options of a command, or the content of a file.
-        error: One of the errors in `ValidationError.errors()`.
+    `root` is the model that was validated: a job, the options of a command, or the content of a
+    file.
     """
     # For example, the location ["dataset", "sources", "0", "pth"] gives the key "dataset.sources",
     # by which the line in the job file is found, and the full name "dataset.sources.0.pth".
@@ -165,12 +162,8 @@ def _find_unknown_name(
 ) -> tuple[type[BaseModel], list[str]]:
     """Follow a location from table to table, up to the first name that is unknown.
 
-    For example, ["dataset", "sorces", "0", "path"] gives the model of [dataset] and
-    ["dataset", "sorces"].
-
-    Returns:
-        Model of the table that lacks the name, and the path of the name. The path is empty if all
-        names are known.
+    For example, ["dataset", "sorces", "0", "path"] gives the model of [dataset], which lacks the
+    name, and ["dataset", "sorces"]. The path is empty if all names are known.
     """
     table = root
     for depth, name in enumerate(location, start=1):
@@ -292,12 +285,8 @@ def wrap_text(text: str, indent: int = 0) -> str:
 def _explain_unknown_name(root: type[BaseModel], location: list[str]) -> str:
     """Return an error message for an unknown name, with a known name that the user may have meant.
 
-    For example, `--training.stepz` gives "is unknown. Did you mean training.steps?".
-
-    Args:
-        root: Model of the whole job.
-        location: Path that the user wrote, such as ["training", "stepz"]. The first unknown name
-            can also be a section, as in ["trainng", "steps"].
+    For example, ["training", "stepz"] gives "is unknown. Did you mean training.steps?". The first
+    unknown name can also be a section, as in ["trainng", "steps"].
     """
     key = location[-1]
     tables = _list_tables(root)

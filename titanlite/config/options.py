@@ -108,14 +108,8 @@ def parse_options_and_job(
 ) -> tuple[AnyOptions, list[str]]:
     """Parse the options of a command that also accepts the keys of a job as options.
 
-    Also load the plugins that the options name, because they add keys. With --help, print the help
-    and exit.
-
-    Args:
-        options: Class of the options.
-        argv: Words of the command line after the command.
-        command: Name of the command, such as "plan".
-        keys: Text for the help that explains the keys of a job.
+    With --help, print the help and exit. `keys` is the paragraph of the help about these keys.
+    Plugins that the options name are loaded, because they add keys.
 
     Returns:
         The options, and the remaining words, which set keys of a job.

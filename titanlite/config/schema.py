@@ -991,9 +991,6 @@ def rename_keys(tables: dict[str, Any]) -> list[str]:
 
     If a job sets a key under both names, both are kept, and validation reports the former one.
 
-    Args:
-        tables: Sections of a job: section -> key -> value.
-
     Returns:
         Former names of the replaced keys. Keys with an empty value are left out.
     """
@@ -1105,14 +1102,8 @@ class JobConfig(Whole):
     def read(cls, tables: dict[str, Any]) -> tuple[Self, Sequence[Mistake]]:
         """Validate the sections of a job, and replace invalid values by their defaults.
 
-        Unlike `model_validate`, this returns the mistakes instead of raising an error, so that they
-        can be reported together with those that later checks find.
-
-        Args:
-            tables: Sections of the job: section -> key -> value.
-
-        Returns:
-            The job, and the mistakes in `tables`.
+        Return the job and the mistakes, which can then be reported together with later ones. Use
+        `model_validate` to raise an error instead.
         """
         try:
             return cls.model_validate(tables), ()

@@ -115,8 +115,7 @@ def balanced_cuts(times: PieceCosts, memory: list[PieceCosts], num_layers: int) 
         num_layers: Number of blocks of the model.
 
     Returns:
-        Index of the first block of stages 1, 2, ... For example, [3, 6] means that stage 1 begins
-        with block 3 and stage 2 with block 6.
+        First block of stages 1, 2, ... For example, [3, 6] means that stage 1 begins with block 3.
     """
     num_stages = len(memory)
     assert num_stages <= num_layers
@@ -140,12 +139,10 @@ def balanced_cuts(times: PieceCosts, memory: list[PieceCosts], num_layers: int) 
 def _add_stage(
     best_splits: dict[int, _Split], stage_times: dict[int, float], last_end: int
 ) -> dict[int, _Split]:
-    """Extend splits by another stage, and return the best result for each number of blocks.
+    """Extend splits by a stage of up to `last_end` blocks in total, and return the best results.
 
-    Args:
-        best_splits: Number of blocks -> best split of these blocks into the stages so far.
-        stage_times: Number of blocks in the new stage -> its time.
-        last_end: Maximum number of blocks in the result.
+    Splits are listed by their total number of blocks, and the possible times of the new stage by
+    its number of blocks.
     """
     longer_splits: dict[int, _Split] = {}
     for start, split in best_splits.items():
@@ -171,13 +168,10 @@ def _max_memory_of_even_split(memory: list[PieceCosts], num_layers: int) -> floa
 
 
 def even_cuts(layers: int, stages: int) -> list[int]:
-    """Split the blocks of a model evenly into pipeline stages.
+    """Return the first block of stages 1, 2, ... if a model is split evenly.
 
     The embedding and the output count as one block each. For example, 7 blocks in 3 stages give
     [2, 5]: the embedding and 2 blocks, then 3 blocks, then 2 blocks and the output.
-
-    Returns:
-        Index of the first block of stages 1, 2, ...
     """
     size, surplus = divmod(layers + 2, stages)  # the first `surplus` stages have one block more
     cuts = []

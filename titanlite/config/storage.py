@@ -86,9 +86,6 @@ def storage_errors(url: str, error_class: type[UserError] = UserError) -> Iterat
     Args:
         url: URL for the message.
         error_class: Class of the error to raise, `UserError` or a subclass.
-
-    Raises:
-        UserError: If the storage fails or a local file cannot be accessed.
     """
     try:
         yield
@@ -142,9 +139,7 @@ def file_version(info: Mapping[str, Any]) -> tuple[int, str]:
 def find_storage_problem(url: str, *, write: bool = False) -> str | None:
     """Return why a URL cannot be accessed, or None if it can be accessed.
 
-    Args:
-        url: URL of a file or folder.
-        write: Whether to write and delete a small test file instead of reading metadata.
+    Read the metadata of the URL or, with `write`, write and delete a small test file.
     """
     try:
         with storage_errors(url):
@@ -378,13 +373,12 @@ def get_local_copy(path: str | Path, beside: str = "", *, deep: bool = False) ->
 def _download_to_cache(
     url: str, storage: Any, folder: str, files: Mapping[str, Mapping[str, Any]]
 ) -> Path:
-    """Download the files at a URL that the cache lacks, and return their folder in the cache.
+    """Download those files in a folder of a storage that the cache lacks.
 
-    Args:
-        url: URL of the file or folder, as the user has written it.
-        storage: File system of fsspec.
-        folder: Path of the folder in the storage.
-        files: Path of each file relative to `folder` -> its metadata from fsspec.
+    `files` has the path of each file relative to the folder, and its metadata from fsspec.
+
+    Returns:
+        Folder of the files in the cache.
     """
     # Changed files have other versions, so they are downloaded to another folder of the cache.
     versions = sorted((file, *file_version(info)) for file, info in files.items())
