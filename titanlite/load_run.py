@@ -41,14 +41,10 @@ THREADS = "OMP_NUM_THREADS"
 def load_run(
     argv: Sequence[str], world_size: int, *, trusted: bool = True, trains: bool = True
 ) -> Run:
-    """Load and validate the run described by `argv`.
+    """Load and validate the run that `argv`, the options of `titanlite train`, describes.
 
-    Args:
-        argv: Options of `titanlite train`, for example `["--job.config_file", "llama_8b.toml"]`.
-        world_size: Number of ranks, over all nodes.
-        trusted: Whether to import the plugins that the job file lists.
-        trains: Whether the run will train, so that the output folder and the initial weights are
-            checked as well.
+    The job file of an untrusted run cannot import plugins. The output folder and the initial
+    weights are checked only if the run trains.
 
     Raises:
         UserError: If anything is invalid (the message lists all mistakes), or the model that
@@ -97,13 +93,8 @@ def load_data_job(argv: Sequence[str]) -> JobConfig:
 def build_run(parsed: ParsedJob, world_size: int, *, check_outputs: bool = True) -> Run:
     """Validate a parsed job for `world_size` ranks, and return the resulting run.
 
-    This loads the tokenizer, converts lengths in tokens to steps, applies all rules of
-    `titanlite.rules`, and combines their problems with the mistakes that were found while parsing.
-
-    Args:
-        parsed: The job, and the mistakes in its single values.
-        world_size: Number of ranks, over all nodes.
-        check_outputs: Whether to check the output folder and the initial weights as well.
+    This loads the tokenizer, converts lengths in tokens to steps, and applies all rules of
+    `titanlite.rules`. The output folder and the initial weights are checked on request.
 
     Raises:
         ConfigError: If anything is invalid. The message lists all mistakes.
@@ -118,12 +109,7 @@ def build_run(parsed: ParsedJob, world_size: int, *, check_outputs: bool = True)
     if invalid_sections.isdisjoint(("model", "training", "parallelism", "dataset")):
         mistakes += [make_mistake(unresolved_run, problem) for problem in length_problems]
     invalid_sections |= {problem.key.partition(".")[0] for problem in length_problems}
-    rules = [*KEY_RULES, *DATA_RULES]
-    if check_outputs:
-        rules += OUTPUT_RULES
-    for rule in rules:
-        if invalid_sections.isdisjoint(rule.sections):
-            problems += rule.check(run)
+    problems += _apply_rules(run, invalid_sections, check_outputs)
     if invalid_sections.isdisjoint(("training", "lr_scheduler")):
         problems += check_warmup(run, is_preview=_is_preview(parsed.job, parsed.origins))
 
@@ -157,6 +143,18 @@ def _find_invalid_sections(mistakes: Sequence[Mistake]) -> set[str]:
         if not is_unknown_key:
             sections.add(mistake.key.partition(".")[0])
     return sections
+
+
+def _apply_rules(run: Run, invalid_sections: set[str], check_outputs: bool) -> list[Problem]:
+    """Return the problems of a run, except those of rules that read an invalid section."""
+    rules = [*KEY_RULES, *DATA_RULES]
+    if check_outputs:
+        rules += OUTPUT_RULES
+    problems: list[Problem] = []
+    for rule in rules:
+        if invalid_sections.isdisjoint(rule.sections):
+            problems += rule.check(run)
+    return problems
 
 
 def fit_vocab_size(job: JobConfig, tokenizer: Tokenizer) -> JobConfig:

@@ -134,13 +134,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def parse_json(path: Path, content: bytes, model: type[AnyModel], kind: str = "") -> AnyModel:
-    """Parse and validate the content of a JSON file.
-
-    Args:
-        path: Path of the file, for the error message.
-        content: JSON text.
-        model: Pydantic model of the expected content.
-        kind: Kind of file for the error message, such as "a manifest".
+    """Parse and validate the content of a JSON file, such as "a manifest" (`kind`).
 
     Raises:
         UserError: If the content is not JSON or does not fit `model`. The message lists up to ten
@@ -165,9 +159,7 @@ def read_json_object(path: Path, limit: int) -> dict[str, Any]:
 def find_file_inside(folder: Path, name: str) -> Path:
     """Return the path of a file in a folder, and reject links that lead out of the folder.
 
-    Args:
-        folder: Folder that must contain the file.
-        name: File name, which may come from an untrusted file.
+    The name may come from an untrusted file.
 
     Raises:
         UserError: If `name` is not a plain file name, the link leads out of the folder, or there is

@@ -37,12 +37,9 @@ _TYPE_NAMES = {str: "<string>", int: "<integer>", float: "<float>", bool: "<bool
 
 
 def print_help(job: JobConfig, topics: Sequence[str]) -> None:
-    """Print the help on sections and keys of a job.
+    """Print the help on topics such as "training", "training.steps", "steps" or "all".
 
-    Args:
-        job: Job whose values are shown as the defaults.
-        topics: Sections and keys to explain, such as "training", "training.steps" or "steps". "all"
-            explains everything. If empty, only the names of all keys are printed.
+    Without topics, print only the names of all keys. The values of `job` are shown as the defaults.
 
     Raises:
         UserError: If there is no such section or key.

@@ -104,12 +104,7 @@ def load_job(argv: Sequence[str], trusted: bool = True) -> JobConfig:
     """Load the job described by a command line such as `["--job.config_file", "llama_8b.toml"]`.
 
     This validates each value on its own. `titanlite.load_run.load_run` also applies the rules that
-    involve several keys, the number of ranks or files.
-
-    Args:
-        argv: Words of the command line. Numbers are converted to text.
-        trusted: Whether to import the plugins that the job file lists. Plugins on the command line
-            are always imported.
+    involve several keys, the number of ranks or files. An untrusted job file cannot import plugins.
 
     Raises:
         UserError: If a value is invalid (the message lists all mistakes), the job file cannot be

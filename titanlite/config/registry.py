@@ -250,12 +250,9 @@ def require_plugins(names: Iterable[str], source: object) -> None:
 
     The plugins are not imported, because the content of a checkpoint must not run code.
 
-    Args:
-        names: Names of the plugins that are needed.
-        source: Path of the checkpoint, for the error message.
-
     Raises:
-        UserError: If a plugin has not been loaded.
+        UserError: If a plugin has not been loaded. The message begins with `source`, the path of
+            the checkpoint.
     """
     missing = [name for name in names if name not in _loaded]
     if not missing:

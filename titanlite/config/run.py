@@ -334,12 +334,7 @@ def sequence_divisor(degree: Degrees) -> int:
 
 
 def stage_memory(run: Run, num_stages: int) -> list[PieceCosts]:
-    """Estimate the bytes of the embedding, of one block and of the output, for each stage.
-
-    Args:
-        run: Run that determines the model, the degrees and the dtypes.
-        num_stages: Total number of pipeline stages.
-    """
+    """Estimate the bytes of the embedding, of one block and of the output, for each stage."""
     arch = run.arch
     bytes_per_parameter = _bytes_per_parameter(run)
     block_bytes = arch.block_matrices * bytes_per_parameter

@@ -81,11 +81,7 @@ def storage_errors(url: str, error_class: type[UserError] = UserError) -> Iterat
     """Convert any exception in the `with` block to a `UserError` that names the URL.
 
     For example, the message is "s3://bucket/run does not exist (...)." A `UserError` in the block
-    is not changed.
-
-    Args:
-        url: URL for the message.
-        error_class: Class of the error to raise, `UserError` or a subclass.
+    is not changed. `error_class` can be a subclass of `UserError`.
     """
     try:
         yield
@@ -217,7 +213,7 @@ def find_checkpoints(files: Iterable[str], prefix: str = "") -> list[str]:
 
 
 def download_files(storage: Any, root: str, sizes: Mapping[str, int], to: Path) -> None:
-    """Download files from a folder of a storage, each of them atomically.
+    """Download files from a folder of a storage to a local folder, each of them atomically.
 
     Args:
         storage: File system of fsspec.
