@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_args
@@ -330,14 +329,10 @@ def read_compute_dtype(run: Run) -> ComputeDtype | None:
     """
     if not run.job.checkpoint.enable:
         return None
-
-    manifest: dict[str, Any] = {}
-    mirror = run.job.checkpoint.mirror
-    with suppress(UserError):  # loading the checkpoint later raises the error
-        if is_saved(run):
-            manifest = read_newest_manifest(run.checkpoint_folder)
-        elif mirror is not None:
-            manifest = _read_newest_manifest_at(mirror)
+    try:
+        manifest = _read_newest_manifest_of(run)
+    except UserError:  # loading the checkpoint later raises the error
+        return None
 
     # The saved job has not been validated, and imported weights may have none.
     job = manifest.get("info", {}).get("job") or {}
@@ -389,6 +384,14 @@ def _read_manifest_to_resume(run: Run) -> dict[str, Any]:
         return selected or paths
 
     return read_newest_manifest(run.checkpoint_folder, list_candidates)
+
+
+def _read_newest_manifest_of(run: Run) -> dict[str, Any]:
+    """Return the newest manifest in the folder of a run, or else at its mirror, or else {}."""
+    if is_saved(run):
+        return read_newest_manifest(run.checkpoint_folder)
+    mirror = run.job.checkpoint.mirror
+    return {} if mirror is None else _read_newest_manifest_at(mirror)
 
 
 def _read_newest_manifest_at(url: str) -> dict[str, Any]:

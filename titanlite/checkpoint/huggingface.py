@@ -155,7 +155,13 @@ def checkpoint_weights(path: Path, averaged: bool = False) -> Weights:
         CheckpointError: If it does not describe its architecture.
     """
     manifest = read_manifest(path)
-    sizes = manifest["info"]["architecture"]
+    arch = _build_architecture(path, manifest["info"]["architecture"])
+    reader = SafeReader(path, manifest["files"])
+    return dcp_weights(reader, arch, get_weight_prefix(reader, averaged))
+
+
+def _build_architecture(path: Path, sizes: dict[str, Any] | None) -> Architecture:
+    """Return the architecture with the sizes in the manifest of the checkpoint at `path`."""
     if sizes is None:
         raise CheckpointError(f"{path} does not describe the architecture of its weights")
     name = sizes.get("architecture", "llama")
@@ -164,10 +170,7 @@ def checkpoint_weights(path: Path, averaged: bool = False) -> Weights:
             f"{path} contains a model with the architecture {name}. "
             "Load the plugin that registers it."
         )
-    arch = ARCHITECTURES[name](**sizes)
-
-    reader = SafeReader(path, manifest["files"])
-    return dcp_weights(reader, arch, get_weight_prefix(reader, averaged))
+    return ARCHITECTURES[name](**sizes)
 
 
 def dcp_weights(reader: SafeReader, arch: Architecture, prefix: str) -> Weights:

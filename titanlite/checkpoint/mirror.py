@@ -141,15 +141,17 @@ class Mirror:
         """
 
         def begin_on_rank0() -> None:
-            # Rename the manifests of later steps, so that no start loads these checkpoints.
-            run_id = self._find_run_id()
-            for mirrored_step, name in self._list_mirror().items():
-                is_from_this_run = belongs_to_run(self._manifests[name], run_id)
-                if mirrored_step > step and is_from_this_run:
-                    self._set_aside(name, "archived")
+            self._archive_checkpoints_after(step)
             self.notify()  # starts copying
 
         self._run_on_rank0(begin_on_rank0)
+
+    def _archive_checkpoints_after(self, step: int) -> None:
+        """Rename the manifests of later checkpoints of this run, so that no start loads them."""
+        run_id = self._find_run_id()
+        for mirrored_step, name in self._list_mirror().items():
+            if mirrored_step > step and belongs_to_run(self._manifests[name], run_id):
+                self._set_aside(name, "archived")
 
     def notify(self) -> None:
         """Let the background thread copy all checkpoints that the mirror lacks.

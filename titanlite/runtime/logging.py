@@ -108,6 +108,11 @@ def working(text: str) -> Iterator[Callable[[str], None]]:
         return
 
     note(text)
+    yield _note_at_intervals()
+
+
+def _note_at_intervals() -> Callable[[str], None]:
+    """Return a function that prints messages, but skips those that come too soon."""
     last_time = time.monotonic()
 
     def update(text: str) -> None:
@@ -116,7 +121,7 @@ def working(text: str) -> Iterator[Callable[[str], None]]:
             last_time = time.monotonic()
             note(text)
 
-    yield update
+    return update
 
 
 def logged_ranks(world_size: int = MAX_WORLD_SIZE) -> list[int]:
