@@ -139,10 +139,8 @@ def concat(read_documents: ReadDocuments, length: int, start: StreamPosition) ->
 def best_fit(read_documents: ReadDocuments, length: int, start: StreamPosition) -> PackedSegments:
     """Pack documents without cutting those that fit into one sequence.
 
-    Longer documents are cut into full sequences and a remainder. The packer reads a window of
-    documents at a time, and puts each segment, the longest first, into the sequence with the least
-    sufficient space (best-fit-decreasing, as in "Fewer Truncations Improve Language Modeling", Ding
-    et al., 2024). Sequences can be shorter than `length`; the caller pads them.
+    Documents are packed in windows of about 64 sequences. Only longer documents are cut. Sequences
+    can be shorter than `length`; the caller pads them.
 
     Args:
         read_documents: Reads the documents of the stream from a position.
@@ -154,47 +152,41 @@ def best_fit(read_documents: ReadDocuments, length: int, start: StreamPosition) 
     Yields:
         The segments of a sequence, and the position at which the next sequence begins.
     """
-    num_sequences, position, first_index = start
-    documents = read_documents(position)
-    while True:
-        window = _read_window(documents, BEST_FIT_WINDOW * length)
-        num_tokens = sum(len(document.tokens) for document in window)
-        if num_tokens == 0:
-            return  # the source has ended
-
-        # Pack the documents of the window, and shuffle the sequences.
-        segments: list[Segment] = []
-        for document in window:
-            segments += _cut(document, length)
-        sequences = _place_segments(segments, length)
-        order = _shuffle_window(len(sequences), position, num_tokens)
-
-        # Yield the sequences. After a resume, the first ones have been read already.
+    num_sequences, window_start, first_index = start
+    documents = read_documents(window_start)
+    while window := _read_window(documents, BEST_FIT_WINDOW * length):
+        sequences = _pack_window(window, window_start, length)
+        window_end = window[-1].next_position
         for i in range(first_index, len(sequences)):
             num_sequences += 1
-            next_start = StreamPosition(num_sequences, position, i + 1)
-            is_last = i + 1 == len(sequences)
-            if is_last:
-                next_start = StreamPosition(num_sequences, window[-1].next_position)
-            yield sequences[order[i]], next_start
-        position = window[-1].next_position
+            next_start = StreamPosition(num_sequences, window_start, i + 1)
+            if i + 1 == len(sequences):
+                next_start = StreamPosition(num_sequences, window_end)
+            yield sequences[i], next_start
+
+        # Only the first window may begin in the middle, after a resume.
+        window_start = window_end
         first_index = 0
 
 
-def _shuffle_window(num_sequences: int, position: DocumentPosition, num_tokens: int) -> list[int]:
-    """Return a random order of the sequences of a window.
+def _pack_window(
+    window: list[Document], window_start: DocumentPosition, length: int
+) -> list[list[Segment]]:
+    """Pack the documents of a window into sequences of at most `length` tokens, in random order.
 
-    Without it, the fullest sequences would come first, and batches would differ in size.
-
-    Args:
-        num_sequences: Number of sequences in the window.
-        position: Position of the first document of the window, which seeds the order.
-        num_tokens: Number of tokens of the window, which also seeds the order.
+    Without shuffling, the fullest sequences would come first, and batches would differ in size.
     """
-    turn, window, index = position
+    segments: list[Segment] = []
+    for document in window:
+        segments += _cut(document, length)
+    sequences = _place_segments(segments, length)
+
     # Do not change the key, because it determines the data order of existing runs.
-    key = f"rows Place(turn={turn}, window={window}, index={index}) {num_tokens}"
-    return permuted(np.arange(num_sequences), num_sequences, key).tolist()
+    turn, first_record, index = window_start
+    num_tokens = sum(len(document.tokens) for document in window)
+    key = f"rows Place(turn={turn}, window={first_record}, index={index}) {num_tokens}"
+    order = permuted(np.arange(len(sequences)), len(sequences), key)
+    return [sequences[i] for i in order]
 
 
 def _read_window(documents: Iterator[Document], num_tokens: int) -> list[Document]:
@@ -225,11 +217,9 @@ def _cut(document: Document, length: int) -> list[Segment]:
 def _place_segments(segments: list[Segment], length: int) -> list[list[Segment]]:
     """Distribute segments over sequences of at most `length` tokens by best-fit-decreasing.
 
-    For example, segments of 2, 5, 3 and 6 tokens become sequences of 6 + 2 and 5 + 3 tokens if the
-    length is 8.
-
-    Returns:
-        For each sequence, its segments in order of decreasing length.
+    Put each segment, the longest first, into the sequence with the least sufficient space. For
+    example, segments of 2, 5, 3 and 6 tokens become sequences of 6 + 2 and 5 + 3 tokens if the
+    length is 8. See "Fewer Truncations Improve Language Modeling" (Ding et al., 2024).
     """
     sequences: list[list[Segment]] = []
     free_space: list[tuple[int, int]] = []  # (free tokens, index of the sequence), sorted

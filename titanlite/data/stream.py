@@ -109,6 +109,19 @@ class ReaderShard(NamedTuple):
 WHOLE_BATCH = ReaderShard()
 
 
+class _Unit(NamedTuple):
+    """What a stream reads at random: a document, or a part of a sequential source."""
+
+    index: int
+    """Index in the source."""
+    position: int
+    """Position in the shuffled order of the source, counted over all epochs."""
+    turn: int
+    """Index in the stream, counted over all epochs."""
+    is_repeated: bool
+    """Whether the unit was read in an earlier epoch."""
+
+
 class PackedDataset:
     """The opened sources of a job, and the data position of the next global batch.
 
@@ -225,19 +238,13 @@ class SequenceReader:
                 the same step.
             UserError: If a record cannot be read.
         """
-        rank, num_ranks, worker, num_workers = self._shard
+        shard = self._shard
         sequences = []
         for index_in_batch, (source, index_in_source) in enumerate(self._mixture.next_batch()):
-            # A stream has the same worker index on all ranks. If there is a single source, rank r
-            # reads the streams r, r + num_ranks, r + 2 * num_ranks, ... and its workers take turns.
-            # With several sources, a rank may read any stream, and sources start at different
-            # workers.
-            stream = index_in_source % len(self._data.positions[source])
-            stream_worker = (source + stream // num_ranks) % num_workers
-            if stream_worker != worker:
+            if self._choose_worker(source, index_in_source) != shard.worker:
                 continue
 
-            belongs_to_rank = index_in_batch % num_ranks == rank
+            belongs_to_rank = index_in_batch % shard.num_ranks == shard.rank
             has_end = bool(self._data.specs[source].max_epochs)
             if belongs_to_rank:
                 sequences.append(self.read(source, index_in_source, index_in_batch))
@@ -245,6 +252,15 @@ class SequenceReader:
                 # All ranks read all sequences of this source, so that all of them find its end.
                 self.read(source, index_in_source, index_in_batch)
         return sequences
+
+    def _choose_worker(self, source: int, index_in_source: int) -> int:
+        """Return the index of the data worker that reads a sequence of a source.
+
+        All sequences of a stream have the same worker. If there is a single source, rank r reads
+        the streams r, r + num_ranks, r + 2 * num_ranks, ... and its workers take turns.
+        """
+        stream = index_in_source % len(self._data.positions[source])
+        return (source + stream // self._shard.num_ranks) % self._shard.num_workers
 
     def read(self, source: int, index_in_source: int, index_in_batch: int) -> PackedSequence:
         """Read one sequence of a source.
@@ -261,33 +277,47 @@ class SequenceReader:
             OutOfData: If the last epoch of the source has ended.
             UserError: If a record cannot be read.
         """
+        self._progress[0] = source  # for the report of a read that hangs
         # Streams take turns: with 4 streams, sequence 9 of the source is sequence 2 of stream 1.
-        data = self._data
-        index_in_stream, stream = divmod(index_in_source, len(data.positions[source]))
+        num_streams = len(self._data.positions[source])
+        stream = index_in_source % num_streams
+        segments, position, skipped = self._read_stream(
+            source, stream, index_in_source // num_streams
+        )
+        return PackedSequence(
+            index=index_in_batch,
+            tokens=self._join(segments),
+            segments=np.array([segment.origin for segment in segments], dtype=np.int64),
+            source=source,
+            stream=stream,
+            position=position,
+            skipped=skipped,
+        )
+
+    def _read_stream(
+        self, source: int, stream: int, index_in_stream: int
+    ) -> tuple[list[Segment], StreamPosition, list[str]]:
+        """Read a stream up to sequence `index_in_stream`.
+
+        Returns:
+            The segments of this sequence, the position after it, and the reasons why records were
+            skipped. Records before earlier sequences are reported by the ranks that train on them.
+
+        Raises:
+            OutOfData: If the last epoch of the source has ended.
+        """
         if (source, stream) not in self._streams:
             self._streams[source, stream] = self._open_stream(source, stream)
 
-        # Read the stream up to this sequence. Reading adds bad records to `skipped`. Drop the
-        # records of earlier sequences, because the ranks that train on these sequences report them.
-        self._progress[0] = source  # for the report of a read that hangs
-        skipped = data.documents.skipped
+        skipped = self._data.documents.skipped  # reading the stream adds to this list
         skipped.clear()
         for segments, position in self._streams[source, stream]:
-            is_requested = position.sequence > index_in_stream
-            if is_requested:
-                return PackedSequence(
-                    index=index_in_batch,
-                    tokens=self._join(segments),
-                    segments=np.array([segment.origin for segment in segments], dtype=np.int64),
-                    source=source,
-                    stream=stream,
-                    position=position,
-                    skipped=skipped.copy(),
-                )
+            if position.sequence > index_in_stream:
+                return segments, position, skipped.copy()
             skipped.clear()
 
-        name = data.sources[source].name
-        epochs = data.specs[source].max_epochs
+        name = self._data.sources[source].name
+        epochs = self._data.specs[source].max_epochs
         raise OutOfData(f"{name} has no more sequences (dataset.max_epochs = {epochs})")
 
     def _open_stream(self, source: int, stream: int) -> PackedSegments:
@@ -317,100 +347,84 @@ class SequenceReader:
             stream: Index of the stream in the source.
             start: Position of the first document to yield.
         """
-        data = self._data
-        source = data.sources[source_index]
-        num_streams = len(data.positions[source_index])
-        # A unit is what a source reads at random: a document, or a part such as a file. `position`
-        # counts the units of the source over all epochs, and `turn` the units of this stream.
-        for position, unit in self._list_units(source_index, stream, start.turn):
-            turn = position // num_streams
-            is_repeated = position >= source.num_units  # read in an earlier epoch
+        source = self._data.sources[source_index]
+        for unit in self._list_units(source_index, stream, start.turn):
             if isinstance(source, RandomAccess):
-                # The unit is a document.
-                self._progress[2] = unit
-                tokens = data.documents.encode(source.record(unit), is_repeated=is_repeated)
-                yield Document(DocumentPosition(turn), DocumentPosition(turn + 1), 0, unit, tokens)
+                yield self._read_document(source, unit)
             else:
-                # The unit is a part, such as a file. The first one may begin in the middle.
                 assert isinstance(source, Sequential)
-                part_start = start if turn == start.turn else DocumentPosition(turn)
-                key = f"{data.seed} position {position}"
-                yield from self._read_part(source, unit, part_start, key, is_repeated)
+                # Only the first part may begin in the middle.
+                part_start = start if unit.turn == start.turn else DocumentPosition(unit.turn)
+                yield from self._read_part(source, unit, part_start)
 
-    def _list_units(
-        self, source_index: int, stream: int, first_turn: int
-    ) -> Iterator[tuple[int, int]]:
-        """Yield the units of a stream in the shuffled order of each epoch.
+    def _list_units(self, source_index: int, stream: int, first_turn: int) -> Iterator[_Unit]:
+        """Yield the units of a stream, from index `first_turn` on, in the order of each epoch.
 
-        A unit is a document of a source with random access, or a part of a sequential source. The
-        streams of a source take turns: for example, stream 1 of 4 has the units at positions 1, 5,
-        9, ... of the shuffled order.
-
-        Args:
-            source_index: Index of the source.
-            stream: Index of the stream in the source.
-            first_turn: Index in the stream of the first unit to yield.
-
-        Yields:
-            The position of a unit, counted over all epochs, and its index in the source.
+        The streams of a source take turns: for example, stream 1 of 4 has the units at positions 1,
+        5, 9, ... of the shuffled order.
         """
         num_units = self._data.sources[source_index].num_units
         num_streams = len(self._data.positions[source_index])
         max_epochs = self._data.specs[source_index].max_epochs
         end = max_epochs * num_units if max_epochs else NEVER
+        positions = range(stream, end, num_streams)[first_turn:]
 
         # Compute the order of many units at once, because each numpy call has a fixed cost. Usually
         # this is the stream's share of an epoch, but at least 8 and at most 256 units.
-        units_per_block = max(8, min(256, num_units // num_streams))
-        block_size = num_streams * units_per_block
-        start = first_turn * num_streams + stream
-        while start < end:
-            positions = np.arange(start, min(start + block_size, end), num_streams)
-            units = epoch_order(num_units, self._data.seed, positions)
-            yield from zip(positions.tolist(), units.tolist(), strict=True)
-            start += block_size
+        block_size = max(8, min(256, num_units // num_streams))
+        for start in range(0, len(positions), block_size):
+            block = positions[start : start + block_size]
+            indices = epoch_order(num_units, self._data.seed, np.array(block))
+            for position, index in zip(block, indices.tolist(), strict=True):
+                is_repeated = position >= num_units
+                yield _Unit(index, position, position // num_streams, is_repeated)
+
+    def _read_document(self, source: RandomAccess, unit: _Unit) -> Document:
+        """Read and tokenize a document of a source with random access."""
+        self._progress[2] = unit.index  # for the report of a read that hangs
+        record = source.record(unit.index)
+        tokens = self._data.documents.encode(record, is_repeated=unit.is_repeated)
+        position = DocumentPosition(unit.turn)
+        next_position = DocumentPosition(unit.turn + 1)
+        return Document(position, next_position, 0, unit.index, tokens)
 
     def _read_part(
-        self, source: Sequential, part: int, start: DocumentPosition, key: str, is_repeated: bool
+        self, source: Sequential, part: _Unit, start: DocumentPosition
     ) -> Iterator[Document]:
         """Yield the tokenized documents of a part of a source, shuffled within windows.
 
         Args:
             source: Source that can only be read from front to back.
-            part: Index of the part in the source.
+            part: The part to read.
             start: Position of the first document to yield.
-            key: Prefix of the shuffling seeds. It differs between epochs.
-            is_repeated: Whether the part was read in an earlier epoch.
         """
-        turn, window_start, first_index = start
-        for window in self._read_windows(source, part, window_start):
-            # Shuffle the window, which contains records `window_start` to `window_end` of the part.
+        first_index = start.index
+        for window_start, window in self._read_windows(source, part.index, start.window):
             size = len(window)
-            window_end = window_start + size
-            order = permuted(np.arange(size), size, f"{key} window {window_start}").tolist()
+            key = f"{self._data.seed} position {part.position} window {window_start}"
+            order = permuted(np.arange(size), size, key).tolist()
+            positions = [DocumentPosition(part.turn, window_start, i) for i in range(size)]
+            positions.append(DocumentPosition(part.turn, window_start + size))  # the next window
 
             for i in range(first_index, size):
-                tokens = self._data.documents.encode(window[order[i]], is_repeated=is_repeated)
-                position = DocumentPosition(turn, window_start, i)
-                next_position = DocumentPosition(turn, window_start, i + 1)
-                is_last = i + 1 == size
-                if is_last:
-                    next_position = DocumentPosition(turn, window_end)
-                yield Document(position, next_position, part, window_start + order[i], tokens)
+                record = window[order[i]]
+                tokens = self._data.documents.encode(record, is_repeated=part.is_repeated)
+                number = window_start + order[i]
+                yield Document(positions[i], positions[i + 1], part.index, number, tokens)
+            first_index = 0  # only the first window may begin in the middle
 
-            # Only the first window may begin in the middle.
-            window_start = window_end
-            first_index = 0
-
-    def _read_windows(self, source: Sequential, part: int, start: int) -> Iterator[list[Record]]:
+    def _read_windows(
+        self, source: Sequential, part: int, start: int
+    ) -> Iterator[tuple[int, list[Record]]]:
         """Divide the records of a part, from record `start` on, into windows to shuffle in memory.
 
-        A window ends at `WINDOW_DOCUMENTS` records or `WINDOW_CHARACTERS` characters.
+        A window ends at `WINDOW_DOCUMENTS` records or `WINDOW_CHARACTERS` characters. Each one is
+        yielded with the index of its first record in the part.
         """
         window: list[Record] = []
         num_characters = 0
         for number, record in enumerate(source.read(part, start)):
-            # For reports of a reader that hangs; see the class.
+            # For the report of a read that hangs.
             self._progress[1] = part
             self._progress[2] = number
             if record is not None:  # None stands for a record before `start`
@@ -418,8 +432,9 @@ class SequenceReader:
             if isinstance(record, str):
                 num_characters += len(record)
             if len(window) == WINDOW_DOCUMENTS or num_characters >= WINDOW_CHARACTERS:
-                yield window
+                yield start, window
+                start += len(window)
                 window = []
                 num_characters = 0
         if window:
-            yield window
+            yield start, window
