@@ -51,13 +51,12 @@ def make_microbatch(
     arrays = {"input_ids": tokens[:, :-1], "labels": labels}
 
     # Mask the padding at the end of each sequence.
-    sizes = [int(sequence.segment_sizes.sum()) for sequence in sequences]  # without padding
-    for i, size in enumerate(sizes):
-        first_padding_label = max(0, size - 1)
+    for i, sequence in enumerate(sequences):
+        first_padding_label = max(0, int(sequence.segment_sizes.sum()) - 1)
         labels[i, first_padding_label:] = IGNORE_INDEX
 
     if job.dataset.document_mask:
-        document_ids, positions = _compute_documents(sequences, sizes)
+        document_ids, positions = _compute_documents(sequences)
         # Mask the first token of each document.
         labels[positions[:, 1:] == 0] = IGNORE_INDEX
         arrays["document_ids"] = document_ids[:, :-1]
@@ -77,34 +76,24 @@ def make_microbatch(
     return Microbatch(**tensors), labels
 
 
-def _compute_documents(
-    sequences: list[PackedSequence], sizes: list[int]
-) -> tuple[np.ndarray, np.ndarray]:
+def _compute_documents(sequences: list[PackedSequence]) -> tuple[np.ndarray, np.ndarray]:
     """Compute the document of each token, and the position of the token in that document.
 
     For example, documents of 3 and 2 tokens and 1 token of padding get the document ids
     [0, 0, 0, 1, 1, 2] and the positions [0, 1, 2, 0, 1, 0].
 
-    Args:
-        sequences: B sequences of T + 1 tokens.
-        sizes: Number of tokens of each sequence before the padding.
-
     Returns:
         Document ids (int32) and positions (int64), each of shape (B, T + 1).
     """
-    length = len(sequences[0].tokens)
-    shape = (len(sequences), length)
-    document_ids = np.empty(shape, dtype=np.int32)
-    positions = np.empty(shape, dtype=np.int64)
-    for i, (sequence, size) in enumerate(zip(sequences, sizes, strict=True)):
+    document_ids = []
+    positions = []
+    for sequence in sequences:
         # The padding counts as one more document.
-        document_lengths = np.append(sequence.segment_sizes, length - size)
-        document_ids[i] = np.repeat(np.arange(len(document_lengths)), document_lengths)
-
-        # Subtract the start of its document from the index of each token.
-        starts = np.cumsum(document_lengths) - document_lengths
-        positions[i] = np.arange(length) - np.repeat(starts, document_lengths)
-    return document_ids, positions
+        num_padding = len(sequence.tokens) - sequence.segment_sizes.sum()
+        lengths = np.append(sequence.segment_sizes, num_padding)
+        document_ids.append(np.repeat(np.arange(len(lengths)), lengths))
+        positions.append(np.concatenate([np.arange(length) for length in lengths]))
+    return np.array(document_ids, dtype=np.int32), np.array(positions, dtype=np.int64)
 
 
 class Window(NamedTuple):

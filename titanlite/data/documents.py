@@ -89,9 +89,9 @@ class DocumentTokenizer:
             if not is_repeated:
                 self.skipped.append(str(record))
             return self._no_tokens
-
         if not self._is_selected(record):
             return self._no_tokens
+
         if isinstance(record, Prepared):
             return record.tokens
         if isinstance(record, MaskedText):
@@ -190,24 +190,29 @@ def inspect_source(source: Source, documents: DocumentTokenizer, seq_len: int) -
     if isinstance(source, TokenSource):
         source.check(documents.tokenizer, documents.holdout)
 
-    # A source can be read any number of times. If all of its first records are bad, then skipping
-    # bad records is no remedy that an error message may propose.
-    first_records = islice(source, _SAMPLE_DOCUMENTS)
-    has_good_records = any(not isinstance(record, BadRecord) for record in first_records)
     # The copy has a list of skipped records of its own, because training reports them again.
-    sample_tokenizer = replace(documents, can_skip=has_good_records)
+    sample_tokenizer = replace(documents, can_skip=_has_good_record(source))
 
+    # Read documents from the beginning of the source.
     num_tokens = _count_tokens(source, sample_tokenizer, seq_len)
     if num_tokens <= seq_len:
         raise UserError(_explain_too_little_text(source, sample_tokenizer, num_tokens, seq_len))
 
-    # The documents counted above are the first ones. Also read some from the whole source.
+    # Read documents from all over the source.
     if isinstance(source, RandomAccess):
         for index in source.sample():
             record = source.record(index)
             if isinstance(record, BadRecord):
-                # Report it as training would: raise an error, unless the job skips bad records.
-                sample_tokenizer.encode(record)
+                sample_tokenizer.encode(record)  # raises, unless the job skips bad records
+
+
+def _has_good_record(source: Source) -> bool:
+    """Return whether any of the first 64 records can be read.
+
+    Otherwise, skipping bad records is no remedy that an error message may propose.
+    """
+    first_records = islice(source, _SAMPLE_DOCUMENTS)
+    return any(not isinstance(record, BadRecord) for record in first_records)
 
 
 def _count_tokens(source: Source, documents: DocumentTokenizer, limit: int) -> int:
@@ -227,35 +232,26 @@ def _explain_too_little_text(
 ) -> str:
     """Return an error message for a source with fewer tokens than one sequence needs.
 
-    The remedy in the message depends on the cause.
-
     Args:
         source: The source.
-        documents: Tokenizes records, and counts the skipped ones.
+        documents: Tokenizer, which has collected the skipped records.
         num_tokens: Number of tokens that the source has.
         seq_len: Number of tokens that the source must exceed.
     """
-    # Cause 1: All records are bad.
-    if documents.skipped and num_tokens == 0:
-        return (
-            f"{source.name}: all {len(documents.skipped):,} records are skipped. "
-            f"The first one: {documents.skipped[0]}."
-        )
-
-    # Cause 2: All documents are empty.
+    skipped = documents.skipped
+    if skipped and num_tokens == 0:
+        problem = f"all {len(skipped):,} records are skipped"
+        return f"{source.name}: {problem}. The first one: {skipped[0]}."
     if num_tokens == 0 and not documents.is_validation:
         return f"{source.name}: the documents contain no text. Choose other files."
 
-    # Cause 3: The holdout is too small, or the source is.
-    selected = "documents"
-    remedy = "Lower training.seq_len or add text."
+    limit = f"fewer than one sequence (training.seq_len = {seq_len:,})"
     if documents.is_validation:
-        selected = "held-out documents"
         remedy = _propose_holdout(source, documents, seq_len)
-    return (
-        f"{source.name}: the {selected} contain {num_tokens:,} tokens, fewer than one sequence "
-        f"(training.seq_len = {seq_len:,}). {remedy}"
-    )
+        text = f"the held-out documents contain {num_tokens:,} tokens"
+        return f"{source.name}: {text}, {limit}. {remedy}"
+    remedy = "Lower training.seq_len or add text."
+    return f"{source.name}: the documents contain {num_tokens:,} tokens, {limit}. {remedy}"
 
 
 def _propose_holdout(source: Source, documents: DocumentTokenizer, seq_len: int) -> str:

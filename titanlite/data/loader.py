@@ -173,6 +173,7 @@ class Loader:
         if error is not None:
             raise error
         sequences = self._prefetched.popleft()
+        batch = self._make_batch(sequences)
 
         # Advance the data position, which `state_dict` returns.
         self._data.mixture.next_batch()
@@ -182,7 +183,13 @@ class Loader:
             self._unreported_skips += sequence.skipped
             num_skipped += len(sequence.skipped)
 
-        # Divide the sequences into microbatches.
+        # Add to the counts since the process started, for `stats`.
+        num_tokens = len(sequences) * self._data.seq_len
+        self._counts += (batch.num_valid_tokens, num_tokens, num_skipped)
+        return batch
+
+    def _make_batch(self, sequences: list[PackedSequence]) -> GlobalBatch:
+        """Divide sequences into microbatches on the device."""
         batch_size = self._job.training.local_batch_size
         microbatches = []
         num_valid_tokens = 0
@@ -191,10 +198,6 @@ class Loader:
             microbatch, labels = make_microbatch(chunk, self._job, self._device)
             microbatches.append(microbatch)
             num_valid_tokens += int((labels != IGNORE_INDEX).sum())
-
-        # Add to the counts since the process started, for `stats`.
-        num_tokens = len(sequences) * self._data.seq_len
-        self._counts += (num_valid_tokens, num_tokens, num_skipped)
         return GlobalBatch(microbatches, num_valid_tokens)
 
     def prefetch(self, num_batches: int) -> Exception | None:
@@ -212,14 +215,14 @@ class Loader:
             errors.
         """
         self.start()
-        while len(self._prefetched) < num_batches and self._read_error is None:
+        while len(self._prefetched) < num_batches:
+            if self._read_error is not None:
+                return self._read_error
             try:
                 self._prefetched.append(self._read_batch())
             except Exception as error:
                 self._read_error = error
-
-        is_complete = len(self._prefetched) >= num_batches
-        return None if is_complete else self._read_error
+        return None
 
     def _read_batch(self) -> list[PackedSequence]:
         """Return this rank's sequences of one global batch, in ascending order of their index."""
@@ -232,26 +235,14 @@ class Loader:
         """Return statistics of the data that all ranks have read, for the metrics.
 
         All ranks of the data-parallel group must call this together, because they exchange their
-        counts. The first rank then logs newly skipped records (in `_synchronize`), and warns of
-        sources that have been read too often.
+        counts. The first rank also warns of sources that have been read too often.
 
         Returns:
-            A dictionary with these keys:
-
-            - "token_utilization": fraction of positions with a valid label, since this process
-              started
-            - "skipped_records": number of skipped records, since this process started
-            - "source_tokens": number of tokens by source name, since step 1 of the run
-            - "source_epochs": number of epochs by source name, since step 1 of the run
+            The fraction of positions with a valid label and the number of skipped records since
+            this process started, and the number of tokens and epochs of each source since step 1.
         """
         num_valid, num_tokens, num_skipped = self._synchronize()
-
-        # Each stream reads some of the documents of a source. Its turn is the number of documents
-        # that it has read, over all epochs. Sequential sources count parts, such as files, instead.
-        epochs = []
-        for source, positions in zip(self.sources, self._data.positions, strict=True):
-            num_read = sum(position.document.turn for position in positions)
-            epochs.append(num_read / source.num_units)
+        epochs = self._count_epochs()
         if self._dp_rank == 0:
             self._warn_of_repetition(epochs)
 
@@ -263,6 +254,18 @@ class Loader:
             "source_tokens": dict(zip(names, tokens, strict=True)),
             "source_epochs": dict(zip(names, epochs, strict=True)),
         }
+
+    def _count_epochs(self) -> list[float]:
+        """Return how often each source has been read since step 1.
+
+        For sequential sources, count the parts (such as files) that have been read.
+        """
+        epochs = []
+        for source, positions in zip(self.sources, self._data.positions, strict=True):
+            # Each stream reads some of the documents, and `turn` counts them over all epochs.
+            num_read = sum(position.document.turn for position in positions)
+            epochs.append(num_read / source.num_units)
+        return epochs
 
     def _unique_names(self) -> list[str]:
         """Return the names of the sources. Duplicate names get an index, such as "c4 (1)"."""
@@ -297,7 +300,7 @@ class Loader:
         self._synchronize()
         sources = []
         for source, positions in zip(self.sources, self._data.positions, strict=True):
-            # [turn, window, index, offset] of each stream, which `_restore_positions` explains
+            # [turn, window, index, offset] of each stream; see `StreamPosition`
             streams = [[*position.document, position.offset] for position in positions]
             sources.append(
                 {"name": source.name, "fingerprint": source.fingerprint, "streams": streams}
@@ -324,7 +327,26 @@ class Loader:
             UserError: If the data, its settings or the tokenizer do not match the state.
             CheckpointError: If the state has a version that this loader cannot read.
         """
-        # Reject a state of other data. Changed contents are an error only if the job says so.
+        self._reject_other_data(state)
+
+        # Discard what was read ahead from the old position.
+        self.close()
+        self._new_positions = {}
+
+        self._data.mixture.load_state_dict(state["schedule"])
+        counts = self._data.mixture.counts  # sequences read from each source
+        positions = []
+        for source, saved, count in zip(self.sources, state["sources"], counts, strict=True):
+            positions.append(_restore_positions(source, saved, count))
+        self._data.positions = positions
+
+    def _reject_other_data(self, state: dict[str, Any]) -> None:
+        """Check that a saved data position belongs to the data of this loader.
+
+        Raises:
+            UserError: If the data, its settings or the tokenizer differ. Changed contents of a
+                source are allowed if dataset.on_change is "warn".
+        """
         incompatible, changed = self.compare(state)
         if not self._data.documents.tokenizer.is_known_as(state["tokenizer"]):
             incompatible.append("the tokenizer has changed")
@@ -332,17 +354,6 @@ class Loader:
         if incompatible or (changed and rejects_changes):
             differences = "; ".join([*incompatible, *changed])
             raise UserError(f"Cannot resume from the checkpoint's data position: {differences}")
-
-        # Discard what was read ahead from the old position.
-        self.close()
-        self._new_positions = {}
-
-        # Restore the schedule of the sources, and the position in each source.
-        self._data.mixture.load_state_dict(state["schedule"])
-        counts = self._data.mixture.counts  # sequences read from each source
-        saved_sources = zip(self.sources, state["sources"], counts, strict=True)
-        for i, (source, saved, num_sequences) in enumerate(saved_sources):
-            self._data.positions[i] = _restore_positions(source, saved, num_sequences)
 
     def describe(self) -> str:
         """Describe the name and the size of each source in one line, for the log."""
@@ -385,16 +396,7 @@ class Loader:
                 f"{STATE_VERSION}."
             )
 
-        incompatible = []
-        names = {
-            "seed": "the seed of the data order",
-            "seq_len": "training.seq_len",
-            "packing": "dataset.packing",
-            "holdout": "validation.holdout",
-        }
-        for key, name in names.items():
-            if state[key] != self._order[key]:
-                incompatible.append(f"{name} was {state[key]} and is now {self._order[key]}")
+        incompatible = self._compare_settings(state)
         num_before = len(state["sources"])
         if num_before != len(self.sources):
             incompatible.append(f"there were {num_before} sources and are now {len(self.sources)}")
@@ -420,6 +422,20 @@ class Loader:
                 )
         return incompatible, changed
 
+    def _compare_settings(self, state: dict[str, Any]) -> list[str]:
+        """List the settings that determine the data order and differ from a saved state."""
+        names = {
+            "seed": "the seed of the data order",
+            "seq_len": "training.seq_len",
+            "packing": "dataset.packing",
+            "holdout": "validation.holdout",
+        }
+        differences = []
+        for key, name in names.items():
+            if state[key] != self._order[key]:
+                differences.append(f"{name} was {state[key]} and is now {self._order[key]}")
+        return differences
+
     def _synchronize(self) -> list[int]:
         """Exchange stream positions, token counts and skipped records between all ranks.
 
@@ -430,22 +446,26 @@ class Loader:
             The number of valid labels, of all labels, and of skipped records over all ranks, since
             the process started.
         """
-        # Send all news of this rank, but limit the skipped records. The next call sends more.
+        # The next call reports more skipped records if there are too many.
         reported_skips = self._unreported_skips[:MAX_REPORTED]
         self._unreported_skips = self._unreported_skips[MAX_REPORTED:]
-        news_by_rank = self._gather((self._counts, reported_skips, self._new_positions))
+        reports = self._gather((self._counts, reported_skips, self._new_positions))
         self._new_positions = {}
 
         totals = np.zeros_like(self._counts)
-        for counts, skips, new_positions in news_by_rank:
+        for counts, skips, positions in reports:
             totals += counts
+            self._update_positions(positions)
             if self._dp_rank == 0:
                 log_skipped_records(skips)
-            for (source, stream), position in new_positions.items():
-                # Several ranks may have read the stream. The largest position is the newest.
-                known_positions = self._data.positions[source]
-                known_positions[stream] = max(position, known_positions[stream])
         return totals.tolist()
+
+    def _update_positions(self, positions: dict[tuple[int, int], StreamPosition]) -> None:
+        """Store the positions of (source, stream) that a rank has reported."""
+        for (source, stream), position in positions.items():
+            # Several ranks may have read the stream. The largest position is the newest.
+            known_positions = self._data.positions[source]
+            known_positions[stream] = max(position, known_positions[stream])
 
     def _gather(self, value: Any) -> list[Any]:
         """Return the `value` of each rank of the data-parallel group, in the order of the ranks."""
@@ -457,15 +477,6 @@ def _restore_positions(
 ) -> list[StreamPosition]:
     """Return the position of each stream of a source, as stored in a checkpoint.
 
-    The checkpoint stores four numbers per stream:
-
-    - turn: document that was being read (or part, such as a file, of a sequential source)
-    - window and index: place within this part
-    - offset: place within this document, or within a window of documents that are packed together
-
-    If the contents of the source have changed, only the turn has a meaning. The stream then
-    continues at the beginning of the document or part.
-
     Args:
         source: The source, whose contents may have changed since the checkpoint was saved.
         saved: Entry of the source in the saved data position.
@@ -475,12 +486,13 @@ def _restore_positions(
     num_streams = len(saved["streams"])
     positions = []
     for stream, (turn, window, index, offset) in enumerate(saved["streams"]):
-        # Each stream yields one sequence in turn. For example, of 10 sequences from 4 streams, the
-        # streams have yielded 3, 3, 2 and 2.
-        num_read = math.ceil((num_sequences - stream) / num_streams)
+        document = DocumentPosition(turn, window, index)
         if has_changed:
-            positions.append(StreamPosition(num_read, DocumentPosition(turn)))
-        else:
-            document = DocumentPosition(turn, window, index)
-            positions.append(StreamPosition(num_read, document, offset))
+            # Continue at the beginning of the document or part that was being read.
+            document = DocumentPosition(turn)
+            offset = 0
+
+        # Streams take turns: of 10 sequences, 4 streams have yielded 3, 3, 2 and 2.
+        num_read = math.ceil((num_sequences - stream) / num_streams)
+        positions.append(StreamPosition(num_read, document, offset))
     return positions

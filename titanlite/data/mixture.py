@@ -71,34 +71,31 @@ class Mixture:
         """Return the index of the source for the next sequence, by Tijdeman's algorithm.
 
         The lag of a source is the number of sequences that its weight entitles it to so far,
-        including the next one, minus the number that it has got. The algorithm keeps every lag
-        below 1 - 1/m, where m = 2n - 2 for n sources:
+        including the next one, minus the number that it has got. With m = 2n - 2 for n sources:
 
         1. Candidates are the sources with a lag of at least 1/m.
         2. The candidate whose lag would be the first to reach 1 - 1/m gets the next sequence.
 
-        For example, weights of 3 and 1 give the sources 0, 0, 1, 0, and so on. See Tijdeman, "The
-        chairman assignment problem", 1980.
+        For example, weights of 3 and 1 give the sources 0, 0, 1, 0, and so on.
         """
+        # Multiply all lags by m * total_weight, so that they are exact integers.
         m = 2 * len(self.counts) - 2
         total_weight = sum(self.weights)
-        num_sequences = sum(self.stage_counts) + 1  # including the next one
-        common_multiple = math.lcm(*(weight for weight in self.weights if weight))
-
-        # Multiply all lags by m * total_weight, so that they are exact integers.
         min_lag = total_weight
         max_lag = (m - 1) * total_weight
-        candidates = []
-        for source, weight in enumerate(self.weights):
-            if weight == 0:
-                continue
-            lag = m * (weight * num_sequences - self.stage_counts[source] * total_weight)
-            if lag >= min_lag:
-                # A lag grows in proportion to the weight, so this divides the rest by the weight.
-                time_until_max_lag = (max_lag - lag) * (common_multiple // weight)
-                candidates.append((time_until_max_lag, source))
-        _, source = min(candidates)
-        return source
+
+        num_sequences = sum(self.stage_counts) + 1  # including the next one
+        lags = []
+        for weight, count in zip(self.weights, self.stage_counts, strict=True):
+            lags.append(m * (weight * num_sequences - count * total_weight))
+        candidates = [source for source, lag in enumerate(lags) if lag >= min_lag]
+        common_multiple = math.lcm(*(self.weights[source] for source in candidates))
+
+        def time_until_max_lag(source: int) -> int:
+            # A lag grows in proportion to the weight. Dividing by the weight would round.
+            return (max_lag - lags[source]) * (common_multiple // self.weights[source])
+
+        return min(candidates, key=time_until_max_lag)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the progress of the mixture as JSON values, to save in a checkpoint.
