@@ -16,7 +16,7 @@ import re
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import filter as filter_names
 from functools import cache
@@ -89,8 +89,10 @@ def propose_download(kind: str, path: str, vocab_size: int = 0) -> str:
     proposal = f"; `titanlite get {target}` downloads it"
     # For large datasets, also propose the options that download a part, for example "--include
     # 'sample/10BT/000*' 2 GB of it".
-    part = load_presets().get(target, {}).get("part")
-    return f"{proposal}, and {part}" if part else proposal
+    preset = load_presets().get(target, {})
+    if "part" in preset:
+        proposal += f", and {preset['part']}"
+    return proposal
 
 
 def _find_target(kind: str, path: str, vocab_size: int) -> str:
@@ -210,15 +212,7 @@ class HubFiles:
         matching = sorted(filter_names(entries, pattern), key=lambda name: (name.count("/"), name))
         self.suffix = _choose_suffix(kind, matching)
         if not self.suffix:
-            suffixes = ", ".join(SUFFIXES[kind])
-            existing = shorten(", ".join(entries)) or "no files"
-            remedy = ""
-            if kind == "data":
-                remedy = ' With source = "huggingface", `datasets` can read other formats.'
-            raise UserError(
-                f"{self.repo} has no file that matches {pattern} and ends with {suffixes}. It has "
-                f"{existing}.{remedy}"
-            )
+            raise UserError(f"{self.repo} {_explain_no_match(kind, pattern, entries)}")
 
         names = [name for name in matching if name.endswith(self.suffix)]
         if kind == "tokenizer":  # the topmost file, and the file with its BOS and EOS tokens
@@ -263,37 +257,28 @@ class HubFiles:
             UserError: If `target` is a different file, the download fails, or the downloaded file
                 does not match its checksum.
         """
-        # Keep an identical file, and never overwrite a different one.
-        name = entry.path
         if entry.matches(target):
             return
         if os.path.lexists(target):
-            problem = f"{target} differs from {name} in {self.repo}"
+            problem = f"{target} differs from {entry.path} in {self.repo}"
             raise UserError(f"{problem}. Move it away, or choose another folder with --out.")
 
-        # Copy or download it to the temporary folder.
-        note(f"{name} ({entry.size:,} bytes)")
+        note(f"{entry.path} ({entry.size:,} bytes)")
         if self._folder is not None:
-            path = Path(shutil.copyfile(self._folder / name, unfinished / "file"))
+            path = Path(shutil.copyfile(self._folder / entry.path, unfinished / "file"))
         else:
             path = self._download(entry, unfinished)
-            if not entry.checksum:
-                note(f"{name}: the Hub states no checksum, so only the size was verified.")
 
-        # Verify it before it gets its final path.
         if not entry.matches(path):
             raise UserError(
-                f"{self.repo}: {name} does not have the size ({entry.size:,} bytes) and checksum "
-                f"that the Hub states, and was discarded. {self._remedy}"
+                f"{self.repo}: {entry.path} does not have the size ({entry.size:,} bytes) and "
+                f"checksum that the Hub states, and was discarded. {self._remedy}"
             )
         target.parent.mkdir(parents=True, exist_ok=True)
         os.rename(path, target)
 
     def _list_hub(self) -> dict[str, TreeEntry]:
-        """List the files of the newest revision of the repository on the Hub.
-
-        Returns:
-            The files, keyed by their path in the repository.
+        """List the files of the newest revision of the repository on the Hub, by their path.
 
         Raises:
             UserError: If the Hub cannot be reached, denies access or returns a malformed list.
@@ -304,8 +289,8 @@ class HubFiles:
             api = HfApi(endpoint=self._origin)
             revision = api.repo_info(self.repo, **self._repo_options).sha or "main"
             self._repo_options["revision"] = revision  # for the downloads
-            kind = self._repo_options["repo_type"]
-            url = f"{api.endpoint}/api/{kind}s/{self.repo}/tree/{revision}"
+            repo_type = self._repo_options["repo_type"]
+            url = f"{api.endpoint}/api/{repo_type}s/{self.repo}/tree/{revision}"
             entries = self._read_pages(url)
             return {entry.path: entry for entry in entries if entry.type == "file"}
 
@@ -318,8 +303,6 @@ class HubFiles:
         Raises:
             UserError: If a page is malformed, or the list does not end.
         """
-        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
-
         query = "recursive=true"
         previous_queries: set[str] = set()
         while query:
@@ -327,20 +310,29 @@ class HubFiles:
             if query in previous_queries or len(previous_queries) == _MAX_PAGES:
                 raise UserError(f"{url}: the list of files does not end. {self._remedy}")
             previous_queries.add(query)
+            entries, query = self._request_page(url, query)
+            yield from entries
 
-            # Request and parse a page.
-            response = http_backoff("GET", f"{url}?{query}", headers=build_hf_headers())
-            hf_raise_for_status(response)
-            try:
-                yield from _parse_page(response.content)
-            except ValueError as error:
-                problem = f"{url}: the list of files is malformed: {error}"
-                raise UserError(f"{problem}. {self._remedy}") from None
+    def _request_page(self, url: str, query: str) -> tuple[list[TreeEntry], str]:
+        """Request a page of the list at `url`.
 
-            # Use only the query of the next link, so that it cannot lead to another host. The last
-            # page has no link.
-            next_link = response.links.get("next", {}).get("url", "")
-            query = urlsplit(next_link).query
+        Returns:
+            The files and folders on the page, and the query of the next page. The query is empty
+            for the last page.
+        """
+        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
+
+        response = http_backoff("GET", f"{url}?{query}", headers=build_hf_headers())
+        hf_raise_for_status(response)
+        try:
+            entries = _parse_page(response.content)
+        except ValueError as error:
+            problem = f"{url}: the list of files is malformed: {error}"
+            raise UserError(f"{problem}. {self._remedy}") from None
+
+        # Use only the query of the next link, so that it cannot lead to another host.
+        next_link = response.links.get("next", {}).get("url", "")
+        return entries, urlsplit(next_link).query
 
     def _download(self, entry: TreeEntry, folder: Path) -> Path:
         """Download a file into `folder`, and return its path.
@@ -353,8 +345,7 @@ class HubFiles:
         from huggingface_hub import hf_hub_download
         from huggingface_hub.utils import tqdm
 
-        problem = f"{self.repo}: {entry.path} is longer than {entry.size:,} bytes"
-        remedy = self._remedy
+        problem = f"{self.repo}: {entry.path} is longer than {entry.size:,} bytes. {self._remedy}"
 
         # The library cannot limit the size of a download. But it reports the received bytes to a
         # progress bar, and an exception of the progress bar ends the download.
@@ -366,7 +357,7 @@ class HubFiles:
             def update(self, n: float | None = 1) -> bool | None:
                 self.received += n or 0
                 if self.received > entry.size:
-                    raise UserError(f"{problem}. {remedy}")
+                    raise UserError(problem)
                 return super().update(n)
 
         path = hf_hub_download(
@@ -377,6 +368,8 @@ class HubFiles:
             tqdm_class=LimitedBar,
             **self._repo_options,
         )
+        if not entry.checksum:
+            note(f"{entry.path}: the Hub states no checksum, so only the size was verified.")
         return Path(path)
 
     @contextmanager
@@ -424,11 +417,18 @@ def _choose_suffix(kind: str, names: Sequence[str]) -> str:
     return ""
 
 
-def _list_folder(folder: Path) -> dict[str, TreeEntry]:
-    """List the files with a suffix in a local copy of a repository.
+def _explain_no_match(kind: str, pattern: str, names: Iterable[str]) -> str:
+    """Explain that none of the files `names` matches a pattern and has a suffix of this kind."""
+    suffixes = ", ".join(SUFFIXES[kind])
+    existing = shorten(", ".join(names)) or "no files"
+    problem = f"has no file that matches {pattern} and ends with {suffixes}. It has {existing}."
+    if kind == "data":
+        return f'{problem} With source = "huggingface", `datasets` can read other formats.'
+    return problem
 
-    Returns:
-        The files, keyed by their path relative to `folder`.
+
+def _list_folder(folder: Path) -> dict[str, TreeEntry]:
+    """List the files in a local copy of a repository, by their path relative to `folder`.
 
     Raises:
         UserError: If `folder` is not a folder.
@@ -463,14 +463,11 @@ def _parse_page(content: bytes) -> list[TreeEntry]:
 
 
 def _find_preset(kind: str, name: str) -> Mapping[str, Any]:
-    """Find the repository that `name` refers to.
+    """Return the entry of hub.toml for a repository, or a new entry with only the key "repo".
 
     Args:
         kind: "tokenizer", "data" or "model".
         name: Name in hub.toml, OWNER/NAME of a repository, or the URL of its page.
-
-    Returns:
-        The entry of hub.toml, or a new entry with only the key "repo".
 
     Raises:
         UserError: If `name` is none of them. The message proposes a similar name.
@@ -479,7 +476,7 @@ def _find_preset(kind: str, name: str) -> Mapping[str, Any]:
     if preset is not None:
         return preset
 
-    # Remove the parts of a URL around OWNER/NAME.
+    # Reduce a URL such as https://huggingface.co/datasets/OWNER/NAME/tree/main to OWNER/NAME.
     repo = re.sub("^https?://[^/]+/(datasets/)?|/(tree|blob)/.*", "", name)
     if _REPOSITORY.fullmatch(repo):
         return {"repo": repo}

@@ -14,7 +14,7 @@ import json
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -146,17 +146,13 @@ def _prepare_source(
     else:
         write_atomically(progress, json.dumps({**header, "shards": []}).encode())
 
-    dtype = np.dtype(header["dtype"]).newbyteorder("<")
-    units = _divide(source.documents(sum(shard["documents"] for shard in shards)))
-    with ThreadPoolExecutor(workers) as pool:
-        tokenize = partial(_tokenize, documents, dtype)
-        futures = (pool.submit(tokenize, unit) for unit in units)
-        results = _read_in_order(futures, max_pending=2 * workers)
-        while group := list(islice(results, _UNITS_PER_SHARD)):
-            shards.append(_write_shard(folder, len(shards), group))
-            write_atomically(progress, json.dumps({**header, "shards": shards}).encode())
-            num_tokens = sum(shard["tokens"] for shard in shards)
-            print(f"{folder}: shards: {len(shards)}, tokens: {num_tokens:,}", flush=True)
+    records = source.documents(sum(shard["documents"] for shard in shards))
+    units = _tokenize_in_order(records, documents, np.dtype(header["dtype"]), workers)
+    while group := list(islice(units, _UNITS_PER_SHARD)):
+        shards.append(_write_shard(folder, len(shards), _join(group)))
+        write_atomically(progress, json.dumps({**header, "shards": shards}).encode())
+        num_tokens = sum(shard["tokens"] for shard in shards)
+        print(f"{folder}: shards: {len(shards)}, tokens: {num_tokens:,}", flush=True)
 
     write_atomically(manifest, json.dumps({**header, "shards": shards}, indent=1).encode())
     progress.unlink()
@@ -183,20 +179,26 @@ def _read_shards(path: Path, header: dict[str, Any], tokenizer: Tokenizer) -> li
     # The manifest can contain the fingerprint that an older version of titanlite computed.
     if tokenizer.is_known_as(manifest.get("tokenizer", "")):
         manifest["tokenizer"] = tokenizer.fingerprint
-
-    # Check that the shards were made from the same source in the same way.
-    different_fields = []
-    for key, value in header.items():
-        if manifest.get(key) != value:
-            different_fields.append(key.replace("_", " "))
-    if different_fields:
-        listed = ", another ".join(different_fields)
-        problem = f"{path.parent} contains shards made with another {listed}"
-        raise UserError(f"{problem}. Choose another --out, or remove the folder.")
+    _check_header(path.parent, manifest, header)
 
     # Check the types of all fields last, because a manifest of another format has other fields.
     parse_json(path, content, Manifest, "what titanlite prepare wrote; it is damaged")
     return list(manifest["shards"])
+
+
+def _check_header(folder: Path, manifest: dict[str, Any], header: dict[str, Any]) -> None:
+    """Check that the shards in `folder` were made from the same source in the same way.
+
+    Raises:
+        UserError: If `manifest` differs from `header`. The message lists the different fields.
+    """
+    different_fields = []
+    for key, value in header.items():
+        if manifest.get(key) != value:
+            different_fields.append(f"another {key.replace('_', ' ')}")
+    if different_fields:
+        problem = f"{folder} contains shards made with {', '.join(different_fields)}"
+        raise UserError(f"{problem}. Choose another --out, or remove the folder.")
 
 
 def _divide(documents: Iterator[Record]) -> Iterator[list[Record]]:
@@ -217,17 +219,20 @@ def _divide(documents: Iterator[Record]) -> Iterator[list[Record]]:
         yield unit
 
 
-def _read_in_order(futures: Iterator[Future[_Unit]], max_pending: int) -> Iterator[_Unit]:
-    """Yield the results of futures in order, with at most `max_pending` of them in progress.
+def _tokenize_in_order(
+    records: Iterator[Record], documents: DocumentTokenizer, dtype: np.dtype, workers: int
+) -> Iterator[_Unit]:
+    """Tokenize documents in `workers` threads, and yield units in the order of the documents.
 
-    Args:
-        futures: Iterator that submits a task to a thread pool for each item.
-        max_pending: Number of tasks to submit ahead, which limits memory.
+    At most two units per thread are in memory.
     """
-    pending = deque(islice(futures, max_pending))
-    while pending:
-        yield pending.popleft().result()
-        pending.extend(islice(futures, 1))
+    tokenize = partial(_tokenize, documents, dtype.newbyteorder("<"))
+    with ThreadPoolExecutor(workers) as pool:
+        futures = (pool.submit(tokenize, unit) for unit in _divide(records))
+        pending = deque(islice(futures, 2 * workers))
+        while pending:
+            yield pending.popleft().result()
+            pending.extend(islice(futures, 1))
 
 
 def _tokenize(documents: DocumentTokenizer, dtype: np.dtype, records: list[Record]) -> _Unit:
@@ -239,19 +244,8 @@ def _tokenize(documents: DocumentTokenizer, dtype: np.dtype, records: list[Recor
     return _Unit(np.concatenate(tokens).astype(dtype).tobytes(), lengths, hashes, documents.skipped)
 
 
-def _write_shard(folder: Path, number: int, units: list[_Unit]) -> dict[str, Any]:
-    """Write the .bin, .idx and .hash files of a shard, and flush them to disk.
-
-    Args:
-        folder: Output folder.
-        number: Index of the shard, which determines its name.
-        units: The documents of the shard.
-
-    Returns:
-        The entry of the shard in the manifest.
-    """
-    # Join the units.
-    tokens = b"".join(unit.tokens for unit in units)
+def _join(units: list[_Unit]) -> _Unit:
+    """Concatenate the documents of several units."""
     lengths: list[int] = []
     hashes: list[int] = []
     skipped: list[str] = []
@@ -259,24 +253,30 @@ def _write_shard(folder: Path, number: int, units: list[_Unit]) -> dict[str, Any
         lengths += unit.lengths
         hashes += unit.hashes
         skipped += unit.skipped
+    return _Unit(b"".join(unit.tokens for unit in units), lengths, hashes, skipped)
 
-    # Write the files.
+
+def _write_shard(folder: Path, number: int, documents: _Unit) -> dict[str, Any]:
+    """Write the .bin, .idx and .hash files of a shard, and flush them to disk.
+
+    Return the entry of the shard in the manifest.
+    """
     name = f"shard-{number:05d}"
-    ends = np.cumsum(lengths, dtype="<u8")  # index of the token after each document
-    index_bytes = ends.tobytes() + block_checksums(tokens).tobytes()
-    hash_bytes = np.array(hashes, dtype="<u8").tobytes()
-    write_atomically(folder / f"{name}.bin", tokens)
+    ends = np.cumsum(documents.lengths, dtype="<u8")  # index of the token after each document
+    index_bytes = ends.tobytes() + block_checksums(documents.tokens).tobytes()
+    hash_bytes = np.array(documents.hashes, dtype="<u8").tobytes()
+    write_atomically(folder / f"{name}.bin", documents.tokens)
     write_atomically(folder / f"{name}.idx", index_bytes)
     write_atomically(folder / f"{name}.hash", hash_bytes)
     os.sync()  # the files must be on disk before the manifest that lists them
 
-    for reason in skipped:
+    for reason in documents.skipped:
         print(f"skipped a record: {reason}")
     return {
         "name": name,
-        "documents": len(lengths),
-        "tokens": sum(lengths),
-        "skipped": len(skipped),
+        "documents": len(documents.lengths),
+        "tokens": sum(documents.lengths),
+        "skipped": len(documents.skipped),
         "index_checksum": xxhash.xxh3_64_hexdigest(index_bytes),
         "hash_checksum": xxhash.xxh3_64_hexdigest(hash_bytes),
     }
