@@ -10,7 +10,8 @@ from __future__ import annotations
 import io
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from pathlib import Path
@@ -97,9 +98,7 @@ class File:
         if self._version is None:
             self._version = version
         if version != self._version:
-            old_size, _ = self._version
-            new_size, _ = version
-            sizes = f"from {old_size:,} to {new_size:,} bytes"
+            sizes = f"from {self._version[0]:,} to {version[0]:,} bytes"
             raise UserError(f"{self.path} has changed while it was read ({sizes}). {self._remedy}")
         return version
 
@@ -342,23 +341,18 @@ class Sequential(Source):
             UserError: If the part is damaged or has changed.
         """
         file, number = self.parts[part]
-        if file is None:
-            files = self.files
-            location = f"the beginning of {self.name}"
-        else:
-            files = [file]
-            location = f"the beginning of {file.path}"
-
-        # `location` is that of the last record that was read, for the error message.
+        files = self.files if file is None else [file]
+        last_location = f"the beginning of {self.name if file is None else file.path}"
         try:
             for i, (location, raw) in enumerate(self.raw(file, number)):
+                last_location = location
                 if i < start:
                     yield None
                 else:
                     yield parse_record(raw, self.column, location, self.mask_column)
         except Exception as error:  # each library has its own exception types
             _check_all(files)  # a file that has changed is the more likely cause
-            problem = f"cannot read past {location}: {error!r}"
+            problem = f"cannot read past {last_location}: {error!r}"
             raise UserError(f"{problem}. If the file is damaged, copy it again.") from None
         _check_all(files)
 
@@ -380,6 +374,22 @@ def _check_all(files: Iterable[File]) -> None:
     """
     for file in files:
         file.check()
+
+
+def locate_document(
+    index: int, first: Sequence[int], ends: Sequence[np.ndarray]
+) -> tuple[int, int, int]:
+    """Return the index of the file that contains a document, and the document's start and end.
+
+    Args:
+        index: Index of the document in the source.
+        first: Index in the source of the first document of each file.
+        ends: For each file, the end of each document in bytes or tokens.
+    """
+    file = bisect_right(first, index) - 1
+    index_in_file = index - first[file]
+    start = int(ends[file][index_in_file - 1]) if index_in_file else 0
+    return file, start, int(ends[file][index_in_file])
 
 
 def hash_samples(files: list[File], column: str) -> str:

@@ -15,6 +15,7 @@ import sys
 import sysconfig
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -34,6 +35,7 @@ from titanlite.data.sources.base import (
     Source,
     add_column,
     hash_samples,
+    locate_document,
 )
 from titanlite.data.sources.records import (
     MAX_LINE_BYTES,
@@ -109,8 +111,8 @@ class FileSpans(RandomAccess):
                 self._ends.append(np.fromiter(ends, dtype=np.int64))
 
         # Index of the first document of each file.
-        self._first = np.cumsum([0, *(len(ends) for ends in self._ends)])
-        self.num_documents = self.num_units = int(self._first[-1])
+        self._first = list(accumulate(map(len, self._ends), initial=0))
+        self.num_documents = self.num_units = self._first[-1]
         self.fingerprint = digest.hexdigest()
         if self._is_json:
             self.fingerprint = add_column(self.fingerprint, self.column)
@@ -144,11 +146,8 @@ class FileSpans(RandomAccess):
 
     def _locate(self, index: int) -> tuple[File, int, int]:
         """Return the file that contains a document, its first byte, and the byte after its end."""
-        number = int(np.searchsorted(self._first, index, side="right")) - 1
-        ends = self._ends[number]
-        local = index - int(self._first[number])
-        start = int(ends[local - 1]) if local else 0
-        return self.files[number], start, int(ends[local])
+        file, start, end = locate_document(index, self._first, self._ends)
+        return self.files[file], start, end
 
 
 def _find_line_ends(stream: BinaryIO, digest: xxhash.xxh3_128) -> Iterator[int]:
@@ -186,28 +185,30 @@ def _find_text_ends(stream: BinaryIO, digest: xxhash.xxh3_128, max_bytes: int) -
         digest: Hash to which the content is added.
         max_bytes: Maximum size of a document.
     """
-    start = 0
-    while True:
-        # Read one byte more than a document can have. The file ends if there are fewer.
-        block = stream.read(max_bytes + 1)
-        if len(block) <= max_bytes:
-            break
+    end = 0
+    # Read one byte more than a document can have. The file ends if there are fewer.
+    while block := stream.read(max_bytes + 1):
+        if len(block) > max_bytes:
+            block = block[: _find_cut(block, max_bytes)]
+        digest.update(block)
+        end += len(block)
+        yield end
+        stream.seek(end)
 
-        # Cut after the last line end. If the line is too long, cut before a character, which has at
-        # most four bytes. Do not search further in bytes that are not UTF-8.
-        size = block.rfind(b"\n", 0, max_bytes) + 1
-        if size == 0:
-            size = max_bytes
-            while _is_utf8_continuation(block[size]) and max_bytes - size < 4:
-                size -= 1
-        digest.update(block[:size])
-        start += size
-        yield start
-        stream.seek(start)
 
-    digest.update(block)
-    if block:
-        yield start + len(block)
+def _find_cut(block: bytes, max_bytes: int) -> int:
+    """Return where to cut a block of text: at most `max_bytes` bytes, after the last line end.
+
+    If the line is too long, cut before a character of UTF-8, which has at most four bytes. Other
+    text is cut anywhere.
+    """
+    after_line_end = block.rfind(b"\n", 0, max_bytes) + 1
+    if after_line_end > 0:
+        return after_line_end
+    cut = max_bytes
+    while _is_utf8_continuation(block[cut]) and max_bytes - cut < 4:
+        cut -= 1
+    return cut
 
 
 def _is_utf8_continuation(byte: int) -> bool:
@@ -487,24 +488,27 @@ def find_files(spec: TextSource) -> list[Path]:
     if spec.source == "huggingface":  # the path is the name of a repository
         return []
 
-    # If the path is a folder, read a certain file in it, such as manifest.json.
-    pattern = spec.path
-    is_url = storage.as_url(spec.path) is not None
-    if spec.source in _FILE_IN_FOLDER:
-        folder = spec.path if is_url else glob.escape(spec.path)
-        pattern = os.path.join(folder, _FILE_IN_FOLDER[spec.source])
-
-    # List the files that match. A plugin may accept any files.
-    files: list[Any] = list(storage.glob_files(pattern)) if is_url else _find_local_files(pattern)
-    if is_builtin:
+    pattern = _choose_pattern(spec.path, spec.source)
+    files = _find_matching_files(pattern)
+    if is_builtin:  # a plugin may accept any files
         if not files:
             raise UserError(_explain_no_match(pattern, spec.source))
         _check_suffixes(files, spec.source)
     return files
 
 
-def _find_local_files(pattern: str) -> list[Path]:
-    """Return the local files that match a pattern, sorted by path."""
+def _choose_pattern(path: str, source: str) -> str:
+    """Return `path`, or the file in this folder that a source such as "shards" reads."""
+    if source not in _FILE_IN_FOLDER:
+        return path
+    folder = path if storage.as_url(path) else glob.escape(path)
+    return os.path.join(folder, _FILE_IN_FOLDER[source])
+
+
+def _find_matching_files(pattern: str) -> list[Any]:
+    """Return the local or remote files that match a pattern, sorted by path."""
+    if storage.as_url(pattern):
+        return list(storage.glob_files(pattern))
     if os.path.isfile(pattern):  # The name of an existing file can contain glob characters.
         return [Path(pattern)]
     return [

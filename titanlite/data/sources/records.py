@@ -7,7 +7,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterable, Iterator
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TypeGuard
 
 import numpy as np
 
@@ -127,11 +127,11 @@ def extract_text(raw: object, column: str, mask_column: str | None = None) -> st
     if not isinstance(text, str):
         raise ValueError(_explain_missing_text(record, column))
     text.encode()  # raises for half of a surrogate pair, which a JSON escape can contain
-    if mask_column is None:
-        return text
-    masked_text = MaskedText(text)
-    masked_text.trained = _parse_mask(record.get(mask_column), mask_column, len(text))
-    return masked_text
+    if mask_column is not None:
+        trained = _parse_mask(record.get(mask_column), mask_column, len(text))
+        text = MaskedText(text)
+        text.trained = trained
+    return text
 
 
 def _parse_mask(mask: object, column: str, length: int) -> list[tuple[int, int]]:
@@ -147,16 +147,25 @@ def _parse_mask(mask: object, column: str, length: int) -> list[tuple[int, int]]
     """
     ranges = []
     last_end = 0
-    for item in mask if isinstance(mask, list) else [mask]:
-        match item:
-            case [int(start), int(end)] if last_end <= start <= end <= length:
-                ranges.append((start, end))
-                last_end = end
-            case _:
-                problem = f"field {column!r} (loss_mask_column) must be a list of [start, end]"
-                limit = f"in ascending order, within the {length:,} characters of the text"
-                raise ValueError(f"{problem} {limit}; it contains {shorten(repr(item))}")
+    items = mask if isinstance(mask, list) else [mask]
+    for item in items:
+        if not _is_pair_of_integers(item) or not last_end <= item[0] <= item[1] <= length:
+            raise ValueError(
+                f"field {column!r} (loss_mask_column) must be a list of [start, end] in ascending "
+                f"order, within the {length:,} characters of the text; it contains "
+                f"{shorten(repr(item))}"
+            )
+        start, end = item
+        ranges.append((start, end))
+        last_end = end
     return ranges
+
+
+def _is_pair_of_integers(item: object) -> TypeGuard[tuple[int, int]]:
+    """Return whether `item` is a list such as [5, 9]."""
+    if not isinstance(item, list | tuple) or len(item) != 2:
+        return False
+    return isinstance(item[0], int) and isinstance(item[1], int)
 
 
 def _parse_line(line: bytes) -> object:
@@ -231,11 +240,7 @@ def _explain_missing_field(column: str, fields: Iterable[str], key: str = "text_
 
 
 def _explain_missing_text(record: dict[str, Any], column: str) -> str:
-    """Explain that a record has no text in `column`, and propose what to do.
-
-    The proposal depends on the record: a jq command that converts chat messages, another
-    text_column, or a jq command that joins several fields.
-    """
+    """Explain that a record has no text in `column`, and propose what to do."""
     problem = _explain_missing_field(column, record)
     if column in record:
         json_type = type(record[column]).__name__.replace("NoneType", "null")
@@ -246,19 +251,28 @@ def _explain_missing_text(record: dict[str, Any], column: str) -> str:
             command = _convert_conversation(name, value[0])
             return f"{problem}. To convert conversations to text: {command}"
 
+    if column in record:  # the name is right, and only the value is wrong
+        return problem
+    return problem + _propose_text_column(record)
+
+
+def _propose_text_column(record: dict[str, Any]) -> str:
+    """Propose fields of a record for text_column, or return "" if none of them contains text.
+
+    If there are several text fields, also propose a jq command that joins them.
+    """
     text_fields = [name for name, value in record.items() if isinstance(value, str)]
     filled_fields = [name for name in text_fields if record[name].strip()]
-    # If the record has the column, its name is right, and only the value is wrong.
-    if column in record or not filled_fields:
-        return problem
+    if not filled_fields:
+        return ""
 
     # Propose at most `_MAX_FIELDS` fields, so that the message stays short.
     columns = " or ".join(map(repr, filled_fields[:_MAX_FIELDS]))
-    remedy = f"Set text_column to {columns}"
+    proposal = f". Set text_column to {columns}"
     if len(text_fields) > 1:
         parts = ", ".join(f".{_quote_for_jq(name)}" for name in text_fields[:_MAX_FIELDS])
-        remedy += f", or join fields: {_join_with_jq(parts)}"
-    return f"{problem}. {remedy}"
+        proposal += f", or join fields: {_join_with_jq(parts)}"
+    return proposal
 
 
 def _convert_conversation(name: str, message: dict[str, Any]) -> str:

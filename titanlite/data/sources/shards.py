@@ -190,17 +190,22 @@ class Shards(TokenSource):
             UserError: If the checksum of a block that contains the document does not match.
         """
         shard = bisect_right(self._first, index) - 1
-        local = index - self._first[shard]
-        # The index contains the end of each document, where the next document begins.
-        if local:
-            start, end = self._indexes[shard].read(local - 1, 2).tolist()
-        else:
-            start, end = 0, int(self._indexes[shard].read(0, 1)[0])
+        index_in_shard = index - self._first[shard]
+        start, end = self._read_bounds(shard, index_in_shard)
         width = self._dtype.itemsize
         content = self._read_token_bytes(shard, start * width, end * width)
-        tokens = np.frombuffer(content, self._dtype)
-        text_hash = int(self._hashes[shard].read(local, 1)[0]) if self._hashes else -1
-        return Prepared(tokens, text_hash)
+        text_hash = -1
+        if self._hashes:
+            text_hash = int(self._hashes[shard].read(index_in_shard, 1)[0])
+        return Prepared(np.frombuffer(content, self._dtype), text_hash)
+
+    def _read_bounds(self, shard: int, index_in_shard: int) -> list[int]:
+        """Return the first token of a document, and the token after its end."""
+        # The index contains the end of each document, where the next document begins.
+        ends = self._indexes[shard]
+        if index_in_shard == 0:
+            return [0, int(ends.read(0, 1)[0])]
+        return ends.read(index_in_shard - 1, 2).tolist()
 
     def _read_token_bytes(self, shard: int, start: int, end: int) -> bytes:
         """Read a range of bytes from a .bin file, and verify the blocks that contain it.

@@ -23,18 +23,24 @@ from __future__ import annotations
 import logging
 import os
 import struct
-from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import xxhash
 
 from titanlite.config.errors import UserError
 from titanlite.config.schema import TextSource
-from titanlite.data.sources.base import File, TokenSource, hash_samples, make_file
+from titanlite.data.sources.base import (
+    File,
+    TokenSource,
+    hash_samples,
+    locate_document,
+    make_file,
+)
 from titanlite.data.sources.records import Prepared, hash_bytes
 from titanlite.data.tokenizer import Tokenizer
 
@@ -108,20 +114,25 @@ class TokenFile:
         if self.num_tokens == 0:
             return np.array([], dtype=np.int64)
 
-        # Scan the file in blocks. `position` is the number of ids before the block.
-        ends = []
-        position = 0
+        ends = self._find_token(tokenizer.eos_id) + 1
+        if len(ends) == 0:
+            problem = f"{self.file.path} does not contain the id {tokenizer.eos_id}"
+            raise UserError(f"{problem}, with which {tokenizer.path} ends documents. {_REMEDY}")
+        if ends[-1] < self.num_tokens:  # the last document has no EOS
+            ends = np.append(ends, self.num_tokens)
+        return ends
+
+    def _find_token(self, token: int) -> np.ndarray:
+        """Read the whole file in blocks, and return the indices at which `token` occurs."""
+        indices = []
+        num_read = 0
         with self.file.open(_SCAN_BYTES) as stream:
             stream.seek(self.offset)
             while block := stream.read(_SCAN_BYTES):
                 ids = np.frombuffer(block, self.dtype)
-                ends.append(np.flatnonzero(ids == tokenizer.eos_id) + position + 1)
-                position += len(ids)
-        if not any(map(len, ends)):
-            problem = f"{self.file.path} does not contain the id {tokenizer.eos_id}"
-            raise UserError(f"{problem}, with which {tokenizer.path} ends documents. {_REMEDY}")
-        # The last document may have no EOS.
-        return np.union1d(np.concatenate(ends), position)
+                indices.append(num_read + np.flatnonzero(ids == token))
+                num_read += len(ids)
+        return np.concatenate(indices)
 
 
 class TokenFiles(TokenSource):
@@ -158,18 +169,22 @@ class TokenFiles(TokenSource):
         self._vocab_size = tokenizer.vocab_size
         self._tokenizer_path = tokenizer.path
         self._has_holdout = holdout > 0
-
-        # Find the documents. The fingerprint covers their ends and samples of their ids.
-        digest = xxhash.xxh3_128(hash_samples(self.files, self.column).encode())
         self._ends = [tokens.find_ends(tokenizer) for tokens in self._token_files]
-        for tokens, ends in zip(self._token_files, self._ends, strict=True):
-            digest.update(tokens.dtype.str.encode() + ends.tobytes())
-        self.fingerprint = digest.hexdigest()
         # Index of the first document of each file.
         self._first = list(accumulate(map(len, self._ends), initial=0))
         self.num_documents = self.num_units = self._first[-1]
+        self.fingerprint = self._compute_fingerprint()
+        self._check_sample(tokenizer)
 
-        # Read a sample, which also checks its ids. Warn if none of its documents ends with EOS.
+    def _compute_fingerprint(self) -> str:
+        """Hash the ends of all documents, and samples of their ids."""
+        digest = xxhash.xxh3_128(hash_samples(self.files, self.column).encode())
+        for tokens, ends in zip(self._token_files, self._ends, strict=True):
+            digest.update(tokens.dtype.str.encode() + ends.tobytes())
+        return digest.hexdigest()
+
+    def _check_sample(self, tokenizer: Tokenizer) -> None:
+        """Read a sample, which checks its ids. Warn if none of its documents ends with EOS."""
         last_ids = [self.record(index).tokens[-1:] for index in self.sample()]
         if tokenizer.eos_id not in np.concatenate(last_ids):
             problem = f"No document in a sample of {self.name} ends with the id {tokenizer.eos_id}"
@@ -201,11 +216,8 @@ class TokenFiles(TokenSource):
 
     def _locate(self, index: int) -> tuple[TokenFile, int, int]:
         """Return the file of a document, its first token, and the token after its end."""
-        number = bisect_right(self._first, index) - 1
-        ends = self._ends[number]
-        local = index - self._first[number]
-        start = int(ends[local - 1]) if local else 0
-        return self._token_files[number], start, int(ends[local])
+        file, start, end = locate_document(index, self._first, self._ends)
+        return self._token_files[file], start, end
 
 
 def _open_token_file(file: File, dtype: str | None) -> TokenFile:
@@ -236,53 +248,69 @@ def _open_token_file(file: File, dtype: str | None) -> TokenFile:
 
 def _open_megatron(file: File, dtype: str | None) -> TokenFile:
     """Open a .bin file of Megatron, whose .idx file contains the documents and the data type."""
-    # The index has a header, the lengths of all sequences (4 bytes each), their positions in the
-    # .bin file (8 bytes), and the number of sequences before each document (8 bytes).
     index = make_file(file.path.with_suffix(".idx"))
-    raw = index.read()
-    if not raw.startswith(_MEGATRON_START) or len(raw) < _MEGATRON_HEADER_BYTES:
-        raise ValueError(f"{index.path} is not an index of Megatron's MMapIndexedDataset")
-
-    code, num_sequences, num_bounds = struct.unpack_from("<BQQ", raw, len(_MEGATRON_START))
-    if code not in _MEGATRON_DTYPES:
-        raise ValueError(f"{index.path} has the data type code {code}, which is not for token ids")
-    bounds_start = _MEGATRON_HEADER_BYTES + 12 * num_sequences
-    if len(raw) < bounds_start + 8 * num_bounds:
-        raise ValueError(f"{index.path} is truncated")
-    lengths = np.frombuffer(raw, "<i4", num_sequences, _MEGATRON_HEADER_BYTES)
-    bounds = np.frombuffer(raw, "<i8", num_bounds, bounds_start)
-
+    stored_dtype, lengths, bounds = _read_megatron_index(index)
     # Join the sequences of each document, such as its sentences. For example, with sequences of 3,
     # 4 and 5 tokens and the bounds 0, 2 and 3, the documents end after 7 and 12 tokens.
     sequence_ends = np.cumsum(np.append(0, lengths), dtype=np.int64)
-    ends = sequence_ends[bounds[1:].clip(0, num_sequences)]
-    return TokenFile(file, np.dtype(_MEGATRON_DTYPES[code]), index=index, ends=ends)
+    ends = sequence_ends[bounds[1:].clip(0, len(lengths))]
+    return TokenFile(file, stored_dtype, index=index, ends=ends)
+
+
+def _read_megatron_index(file: File) -> tuple[np.dtype, np.ndarray, np.ndarray]:
+    """Read an .idx file of Megatron.
+
+    It has a header, the lengths of all sequences (4 bytes each), their positions in the .bin file
+    (8 bytes each), and the number of sequences before each document (8 bytes each).
+
+    Returns:
+        The data type of the ids, the lengths of the sequences, and the numbers of sequences.
+    """
+    raw = file.read()
+    if not raw.startswith(_MEGATRON_START) or len(raw) < _MEGATRON_HEADER_BYTES:
+        raise ValueError(f"{file.path} is not an index of Megatron's MMapIndexedDataset")
+
+    code, num_sequences, num_bounds = struct.unpack_from("<BQQ", raw, len(_MEGATRON_START))
+    if code not in _MEGATRON_DTYPES:
+        raise ValueError(f"{file.path} has the data type code {code}, which is not for token ids")
+    bounds_start = _MEGATRON_HEADER_BYTES + 12 * num_sequences
+    if len(raw) < bounds_start + 8 * num_bounds:
+        raise ValueError(f"{file.path} is truncated")
+    lengths = np.frombuffer(raw, "<i4", num_sequences, _MEGATRON_HEADER_BYTES)
+    bounds = np.frombuffer(raw, "<i8", num_bounds, bounds_start)
+    return np.dtype(_MEGATRON_DTYPES[code]), lengths, bounds
 
 
 def _open_npy(file: File, dtype: str | None) -> TokenFile:
     """Open a .npy file of OLMo, which contains only ids, or of NumPy, which has a header."""
     with file.open() as stream:
-        has_header = stream.read(6) == b"\x93NUMPY"
-        if has_header:
+        if stream.read(6) == b"\x93NUMPY":
             stream.seek(0)
-            try:
-                np.lib.format.read_magic(stream)
-                shape, _, stored_dtype = np.lib.format.read_array_header_1_0(stream)
-            except Exception:  # NumPy parses Python code, which raises many types
-                raise ValueError("its NumPy header is damaged") from None
-
-            is_integer = stored_dtype.kind in "iu"
-            if is_integer:
-                tokens = TokenFile(file, stored_dtype, stream.tell())
-                if shape == (tokens.num_tokens,):
-                    return tokens
-            content = f"{stored_dtype} of shape {shape}"
-            raise ValueError(f"its header describes {content}, which is not a list of ids")
+            return _open_numpy_array(file, stream)
 
     if dtype is None:
         problem = "it does not contain the data type of its ids. Set dataset.token_dtype"
         raise ValueError(f'{problem}, for example to "uint16" or "uint32"')
     return TokenFile(file, np.dtype(dtype))
+
+
+def _open_numpy_array(file: File, stream: BinaryIO) -> TokenFile:
+    """Read the header of a .npy file of NumPy from its `stream`.
+
+    Raises:
+        ValueError: If the file does not contain a list of integers.
+    """
+    try:
+        np.lib.format.read_magic(stream)
+        shape, _, dtype = np.lib.format.read_array_header_1_0(stream)
+    except Exception:  # NumPy parses Python code, which raises many types
+        raise ValueError("its NumPy header is damaged") from None
+
+    if dtype.kind in "iu":
+        tokens = TokenFile(file, dtype, stream.tell())
+        if shape == (tokens.num_tokens,):
+            return tokens
+    raise ValueError(f"its header describes {dtype} of shape {shape}, which is not a list of ids")
 
 
 def _open_datatrove(file: File, dtype: str | None) -> TokenFile:
