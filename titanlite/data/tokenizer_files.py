@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -119,9 +120,7 @@ def train_tokenizer(
 def _read_texts(
     trained: TrainedTokenizer, source: Source, max_bytes: int, skip_bad: bool
 ) -> Iterator[str]:
-    """Yield documents of a source until their total size reaches `max_bytes`.
-
-    Documents are read in random order if the source supports random access.
+    """Yield documents of a source, in random order if possible, until they reach `max_bytes`.
 
     Args:
         trained: Statistics, to which the number and the bytes of the documents are added.
@@ -133,8 +132,7 @@ def _read_texts(
         UserError: If the source contains tokens instead of text.
         BadRecord: If a record cannot be read and `skip_bad` is False.
     """
-    # `trained` also counts the sources that were read before.
-    end = trained.num_bytes + max_bytes
+    end = trained.num_bytes + max_bytes  # `trained` also counts the sources before this one
     records = _read_shuffled(source) if isinstance(source, RandomAccess) else iter(source)
     for record in records:
         if trained.num_bytes >= end:
@@ -203,20 +201,12 @@ def convert_tiktoken(source: TiktokenTokenizer) -> Any:
     from tokenizers import AddedToken, Tokenizer, decoders, models, processors
 
     # Write the bytes of each token as visible characters, which tokenizer.json requires.
-    symbol_of = {byte: symbol for symbol, byte in byte_level_symbols().items()}
-    tokens_as_bytes = sorted(source.ranks, key=source.ranks.__getitem__)
-    tokens = ["".join(symbol_of[byte] for byte in token) for token in tokens_as_bytes]
-    ids = {token: i for i, token in enumerate(tokens)}
+    symbols = {byte: symbol for symbol, byte in byte_level_symbols().items()}
+    ids = {}
+    for token, rank in sorted(source.ranks.items(), key=itemgetter(1)):
+        ids["".join(symbols[byte] for byte in token)] = rank
 
-    # tiktoken merges any neighbors whose bytes form a token; tokenizers merges listed pairs only.
-    # So list all pairs: for "the", these are ("t", "he") and ("th", "e") if "he" and "th" exist.
-    merges = []
-    for token in tokens:
-        for cut in range(1, len(token)):
-            if token[:cut] in ids and token[cut:] in ids:
-                merges.append((token[:cut], token[cut:]))
-
-    result: Any = Tokenizer(models.BPE(ids, merges, ignore_merges=True))
+    result: Any = Tokenizer(models.BPE(ids, _list_merges(ids), ignore_merges=True))
     result.pre_tokenizer = _create_pre_tokenizer()
     result.decoder = decoders.ByteLevel()
     special_names = llama3_special_tokens()
@@ -224,10 +214,26 @@ def convert_tiktoken(source: TiktokenTokenizer) -> Any:
 
     # Add BOS, the first special token, before each text ($A) or pair of texts ($A and $B).
     bos = special_names[0]
-    bos_id = len(tokens)
+    bos_id = source.bos_id
     add_bos = processors.TemplateProcessing(f"{bos} $A", f"{bos} $A {bos} $B", [(bos, bos_id)])
     result.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), add_bos])
     return result
+
+
+def _list_merges(ids: dict[str, int]) -> list[tuple[str, str]]:
+    """List all pairs of tokens that form a token of the vocabulary, in the order of the vocabulary.
+
+    tiktoken merges all of them; tokenizers merges only listed pairs. For example, "the" can be
+    merged from ("t", "he") and ("th", "e").
+    """
+    merges = []
+    for token in ids:
+        for cut in range(1, len(token)):
+            left = token[:cut]
+            right = token[cut:]
+            if left in ids and right in ids:
+                merges.append((left, right))
+    return merges
 
 
 def write_tokenizer(tokenizer: Tokenizer, out: Path, max_seq_len: int) -> dict[str, int | None]:
@@ -241,7 +247,6 @@ def write_tokenizer(tokenizer: Tokenizer, out: Path, max_seq_len: int) -> dict[s
     Returns:
         The entries "bos_token_id" and "eos_token_id" for the configuration of the model.
     """
-    # Write tokenizer.json, and read the settings that belong to it, such as a chat template.
     path = tokenizer.path
     ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
     config: dict[str, Any] = {}
@@ -249,19 +254,25 @@ def write_tokenizer(tokenizer: Tokenizer, out: Path, max_seq_len: int) -> dict[s
         convert_tiktoken(tokenizer).save(str(out / "tokenizer.json"), pretty=False)
     elif isinstance(tokenizer, HuggingFaceTokenizer):
         shutil.copyfile(path, out / "tokenizer.json")
-        config = formats.read_config(path)
+        config = formats.read_config(path)  # with more settings, such as a chat template
     else:
         # Copy the file of a plugin's tokenizer unchanged. transformers cannot load it.
         shutil.copyfile(path, out / path.name)
         return ids
 
-    # Write tokenizer_config.json.
-    if not config:
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_seq_len}
-        for key, token in ids.items():
-            if token is not None:
-                config[key.removesuffix("_id")] = tokenizer.decode([token])
+    config = config or _create_config(tokenizer, ids, max_seq_len)
     # Text that looks like a special token is encoded as ordinary text, as in training.
     config["split_special_tokens"] = True
     (out / formats.CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     return ids
+
+
+def _create_config(
+    tokenizer: Tokenizer, ids: dict[str, int | None], max_seq_len: int
+) -> dict[str, Any]:
+    """Return the content of a tokenizer_config.json with the names of the BOS and EOS tokens."""
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_seq_len}
+    for key, token in ids.items():
+        if token is not None:
+            config[key.removesuffix("_id")] = tokenizer.decode([token])
+    return config

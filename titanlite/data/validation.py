@@ -8,7 +8,7 @@ the same number of microbatches, because a rank with more would wait for the oth
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -228,24 +228,26 @@ def window_batches(
         A list of microbatches of rank `dp_rank`, and for each of them the indices of its windows in
         `windows`. All ranks get the same number of microbatches, of the same shapes.
     """
-    batch_size = run.job.training.local_batch_size
-    num_ranks = run.degrees.data
-    global_size = batch_size * num_ranks  # windows in one microbatch of all ranks
+    batch_size = run.job.training.local_batch_size * run.degrees.data  # of all ranks
     numbered_windows = enumerate(windows)
-    while chunk := list(islice(numbered_windows, SORTED_BATCHES * global_size)):
+    while chunk := list(islice(numbered_windows, SORTED_BATCHES * batch_size)):
         # Sort the windows of several microbatches by length, the longest first.
         chunk.sort(key=lambda numbered: len(numbered[1].tokens), reverse=True)
-        microbatches: list[Microbatch] = []
-        indices: list[list[int]] = []
-        for start in range(0, len(chunk), global_size):
-            # Pad the windows of all ranks to the longest one, the first.
-            global_batch = chunk[start : start + global_size]
-            _, longest_window = global_batch[0]
-            length = padded_length(run, len(longest_window.tokens) - 1)
-
-            # Ranks take turns with the windows.
-            local_batch = global_batch[dp_rank::num_ranks]
+        microbatches = []
+        indices = []
+        for start in range(0, len(chunk), batch_size):
+            global_batch = chunk[start : start + batch_size]
+            local_batch = global_batch[dp_rank :: run.degrees.data]  # ranks take turns
+            longest = global_batch[0][1]
             local_windows = [window for _, window in local_batch]
-            microbatches.append(padded_microbatch(local_windows, batch_size, length, device))
+            microbatches.append(_pad_windows(local_windows, longest, run, device))
             indices.append([index for index, _ in local_batch])
         yield microbatches, indices
+
+
+def _pad_windows(
+    windows: Sequence[Window], longest: Window, run: Run, device: torch.device
+) -> Microbatch:
+    """Create a microbatch of `windows`, padded to the longest window of all ranks."""
+    length = padded_length(run, len(longest.tokens) - 1)
+    return padded_microbatch(windows, run.job.training.local_batch_size, length, device)
