@@ -260,8 +260,10 @@ class HubFiles:
         if entry.matches(target):
             return
         if os.path.lexists(target):
-            problem = f"{target} differs from {entry.path} in {self.repo}"
-            raise UserError(f"{problem}. Move it away, or choose another folder with --out.")
+            raise UserError(
+                f"{target} differs from {entry.path} in {self.repo}. "
+                "Move it away, or choose another folder with --out."
+            )
 
         note(f"{entry.path} ({entry.size:,} bytes)")
         if self._folder is not None:
@@ -327,8 +329,9 @@ class HubFiles:
         try:
             entries = _parse_page(response.content)
         except ValueError as error:
-            problem = f"{url}: the list of files is malformed: {error}"
-            raise UserError(f"{problem}. {self._remedy}") from None
+            raise UserError(
+                f"{url}: the list of files is malformed: {error}. {self._remedy}"
+            ) from None
 
         # Use only the query of the next link, so that it cannot lead to another host.
         next_link = response.links.get("next", {}).get("url", "")
@@ -481,8 +484,10 @@ def _find_preset(kind: str, name: str) -> Mapping[str, Any]:
     if _REPOSITORY.fullmatch(repo):
         return {"repo": repo}
 
-    problem = f"titanlite get {kind} {repo}: unknown name; {_propose_name(kind, repo)}"
-    raise UserError(f"{problem} You can also pass the OWNER/NAME of any repository on the Hub.")
+    raise UserError(
+        f"titanlite get {kind} {repo}: unknown name; {_propose_name(kind, repo)} "
+        "You can also pass the OWNER/NAME of any repository on the Hub."
+    )
 
 
 def _propose_name(kind: str, name: str) -> str:

@@ -155,9 +155,10 @@ def stage_weights(dataset: Dataset) -> list[tuple[int, list[int]]]:
 
     for start_step, weights in stages:
         if len(weights) != len(initial) or not any(weights):
-            problem = f"dataset.stages: start_step = {start_step} has weights = {weights}"
-            expected = f"{len(initial)} weights (one per source), at least one above 0"
-            raise UserError(f"{problem}; expected {expected}.")
+            raise UserError(
+                f"dataset.stages: start_step = {start_step} has weights = {weights}; expected "
+                f"{len(initial)} weights (one per source), at least one above 0."
+            )
 
     stages.sort(key=lambda stage: stage[0])
     return [(start_step, _to_integers(weights)) for start_step, weights in stages]

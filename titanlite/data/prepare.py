@@ -197,8 +197,10 @@ def _check_header(folder: Path, manifest: dict[str, Any], header: dict[str, Any]
         if manifest.get(key) != value:
             different_fields.append(f"another {key.replace('_', ' ')}")
     if different_fields:
-        problem = f"{folder} contains shards made with {', '.join(different_fields)}"
-        raise UserError(f"{problem}. Choose another --out, or remove the folder.")
+        raise UserError(
+            f"{folder} contains shards made with {', '.join(different_fields)}. "
+            "Choose another --out, or remove the folder."
+        )
 
 
 def _divide(documents: Iterator[Record]) -> Iterator[list[Record]]:

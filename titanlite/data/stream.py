@@ -34,7 +34,6 @@ from titanlite.data.mixture import Mixture
 from titanlite.data.packing import (
     Document,
     DocumentPosition,
-    PackedSegments,
     Segment,
     StreamPosition,
     best_fit,
@@ -66,8 +65,6 @@ class OutOfData(Exception):
 class PackedSequence(NamedTuple):
     """A training sequence, with the documents in it and the data position after it."""
 
-    index: int
-    """Index in the global batch."""
     tokens: np.ndarray
     """(T + 1,) int32. The first T are inputs, the last T are labels. An id t that does not count in
     the loss is stored as ~t. Padding follows the segments."""
@@ -82,6 +79,8 @@ class PackedSequence(NamedTuple):
     """Position of the stream after this sequence."""
     skipped: list[str]
     """Reasons why records were skipped before or within this sequence, in the first epoch only."""
+    index: int = 0
+    """Index in the global batch."""
 
     @property
     def segment_sizes(self) -> np.ndarray:
@@ -228,7 +227,7 @@ class SequenceReader:
         self._progress = [0, 0, 0] if progress is None else progress
         # A copy, because a reader runs ahead of the training step.
         self._mixture = copy.deepcopy(data.mixture)
-        self._streams: dict[tuple[int, int], PackedSegments] = {}
+        self._streams: dict[tuple[int, int], Iterator[PackedSequence]] = {}
 
     def next_batch(self) -> list[PackedSequence]:
         """Read this shard's sequences of the next global batch, in ascending order of their index.
@@ -277,55 +276,41 @@ class SequenceReader:
             OutOfData: If the last epoch of the source has ended.
             UserError: If a record cannot be read.
         """
-        self._progress[0] = source  # for the report of a read that hangs
         # Streams take turns: with 4 streams, sequence 9 of the source is sequence 2 of stream 1.
         num_streams = len(self._data.positions[source])
         stream = index_in_source % num_streams
-        segments, position, skipped = self._read_stream(
-            source, stream, index_in_source // num_streams
-        )
-        return PackedSequence(
-            index=index_in_batch,
-            tokens=self._join(segments),
-            segments=np.array([segment.origin for segment in segments], dtype=np.int64),
-            source=source,
-            stream=stream,
-            position=position,
-            skipped=skipped,
-        )
-
-    def _read_stream(
-        self, source: int, stream: int, index_in_stream: int
-    ) -> tuple[list[Segment], StreamPosition, list[str]]:
-        """Read a stream up to sequence `index_in_stream`.
-
-        Returns:
-            The segments of this sequence, the position after it, and the reasons why records were
-            skipped. Records before earlier sequences are reported by the ranks that train on them.
-
-        Raises:
-            OutOfData: If the last epoch of the source has ended.
-        """
+        index_in_stream = index_in_source // num_streams
         if (source, stream) not in self._streams:
-            self._streams[source, stream] = self._open_stream(source, stream)
+            self._streams[source, stream] = self._read_stream(source, stream)
 
-        skipped = self._data.documents.skipped  # reading the stream adds to this list
-        skipped.clear()
-        for segments, position in self._streams[source, stream]:
-            if position.sequence > index_in_stream:
-                return segments, position, skipped.copy()
-            skipped.clear()
+        self._progress[0] = source  # for the report of a read that hangs
+        for sequence in self._streams[source, stream]:
+            if sequence.position.sequence > index_in_stream:
+                return sequence._replace(index=index_in_batch)
 
         name = self._data.sources[source].name
         epochs = self._data.specs[source].max_epochs
         raise OutOfData(f"{name} has no more sequences (dataset.max_epochs = {epochs})")
 
-    def _open_stream(self, source: int, stream: int) -> PackedSegments:
-        """Return an iterator over the sequences of a stream, from its saved position on."""
+    def _read_stream(self, source: int, stream: int) -> Iterator[PackedSequence]:
+        """Yield the sequences of a stream, from its saved position on."""
         data = self._data
         pack = best_fit if data.packing == "best_fit" else concat
         read_documents = partial(self._read_documents, source, stream)
-        return pack(read_documents, data.seq_len + 1, data.positions[source][stream])
+        start = data.positions[source][stream]
+
+        skipped = data.documents.skipped  # reading documents adds to this list
+        skipped.clear()
+        for segments, position in pack(read_documents, data.seq_len + 1, start):
+            yield PackedSequence(
+                tokens=self._join(segments),
+                segments=np.array([segment.origin for segment in segments], dtype=np.int64),
+                source=source,
+                stream=stream,
+                position=position,
+                skipped=skipped.copy(),
+            )
+            skipped.clear()
 
     def _join(self, segments: list[Segment]) -> np.ndarray:
         """Concatenate segments, and pad the result with EOS to seq_len + 1 tokens (int32)."""

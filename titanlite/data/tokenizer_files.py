@@ -138,8 +138,9 @@ def _read_texts(
         if trained.num_bytes >= end:
             return
         if isinstance(record, Prepared):
-            problem = f"{source.name} contains tokens instead of text"
-            raise UserError(f"{problem}. Choose the text that was prepared.")
+            raise UserError(
+                f"{source.name} contains tokens instead of text. Choose the text that was prepared."
+            )
         if isinstance(record, str):
             trained.documents += 1
             trained.num_bytes += len(record.encode())

@@ -352,8 +352,10 @@ class Sequential(Source):
                     yield parse_record(raw, self.column, location, self.mask_column)
         except Exception as error:  # each library has its own exception types
             _check_all(files)  # a file that has changed is the more likely cause
-            problem = f"cannot read past {last_location}: {error!r}"
-            raise UserError(f"{problem}. If the file is damaged, copy it again.") from None
+            raise UserError(
+                f"cannot read past {last_location}: {error!r}. "
+                "If the file is damaged, copy it again."
+            ) from None
         _check_all(files)
 
     def documents(self, start: int = 0) -> Iterator[Record]:

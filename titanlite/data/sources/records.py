@@ -186,8 +186,9 @@ def _parse_line(line: bytes) -> object:
     except UnicodeDecodeError as error:
         raise ValueError(explain_encoding(error)) from None
     except json.JSONDecodeError as error:
-        problem = f"not valid JSON in column {error.colno}: {error.msg}"
-        raise ValueError(f"{problem}{_propose_conversion(line, error)}") from None
+        raise ValueError(
+            f"not valid JSON in column {error.colno}: {error.msg}{_propose_conversion(line, error)}"
+        ) from None
 
 
 def _propose_conversion(line: bytes, error: json.JSONDecodeError) -> str:
@@ -230,8 +231,9 @@ def check_column(
     """
     columns = list(columns)
     if column not in columns:
-        problem = f"{name}: {_explain_missing_field(column, columns, key)}"
-        raise UserError(f"{problem}. Set {key} to one of them.")
+        raise UserError(
+            f"{name}: {_explain_missing_field(column, columns, key)}. Set {key} to one of them."
+        )
 
 
 def _explain_missing_field(column: str, fields: Iterable[str], key: str = "text_column") -> str:

@@ -169,17 +169,19 @@ class Shards(TokenSource):
             UserError: If the shards do not match, or a file is damaged.
         """
         if not tokenizer.is_known_as(self._manifest.tokenizer):
-            other = self._manifest.tokenizer_path
-            problem = f"{self.name} was made with another tokenizer ({other}) than {tokenizer.path}"
-            fix = "Set tokenizer.path to that tokenizer, or run titanlite prepare again."
-            raise UserError(f"{problem}. {fix}")
+            raise UserError(
+                f"{self.name} was made with another tokenizer ({self._manifest.tokenizer_path}) "
+                f"than {tokenizer.path}. Set tokenizer.path to that tokenizer, or run titanlite "
+                "prepare again."
+            )
         if holdout == 0:
             return
 
         if self._manifest.format == 1:
-            problem = f"{self.name} was prepared by an older titanlite without the hashes"
-            fix = "Prepare it again, or set a source in [validation]."
-            raise UserError(f"{problem} that validation.holdout needs. {fix}")
+            raise UserError(
+                f"{self.name} was prepared by an older titanlite without the hashes that "
+                "validation.holdout needs. Prepare it again, or set a source in [validation]."
+            )
         checksums = [entry.hash_checksum for entry in self._manifest.shards]
         self._hashes = self._open_indexes("hash", checksums)
 

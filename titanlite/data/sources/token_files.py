@@ -116,8 +116,10 @@ class TokenFile:
 
         ends = self._find_token(tokenizer.eos_id) + 1
         if len(ends) == 0:
-            problem = f"{self.file.path} does not contain the id {tokenizer.eos_id}"
-            raise UserError(f"{problem}, with which {tokenizer.path} ends documents. {_REMEDY}")
+            raise UserError(
+                f"{self.file.path} does not contain the id {tokenizer.eos_id}, "
+                f"with which {tokenizer.path} ends documents. {_REMEDY}"
+            )
         if ends[-1] < self.num_tokens:  # the last document has no EOS
             ends = np.append(ends, self.num_tokens)
         return ends
@@ -187,9 +189,10 @@ class TokenFiles(TokenSource):
         """Read a sample, which checks its ids. Warn if none of its documents ends with EOS."""
         last_ids = [self.record(index).tokens[-1:] for index in self.sample()]
         if tokenizer.eos_id not in np.concatenate(last_ids):
-            problem = f"No document in a sample of {self.name} ends with the id {tokenizer.eos_id}"
-            remedy = f"Check that {tokenizer.path} is the tokenizer of these files."
-            logging.getLogger("titanlite").warning(f"{problem} (EOS). {remedy}")
+            logging.getLogger("titanlite").warning(
+                f"No document in a sample of {self.name} ends with the id {tokenizer.eos_id} "
+                f"(EOS). Check that {tokenizer.path} is the tokenizer of these files."
+            )
 
     def where(self, part: int, number: int) -> str:
         """Return the file and the range of tokens of a document, for messages."""
@@ -207,9 +210,10 @@ class TokenFiles(TokenSource):
         is_outside = (ids < 0) | (ids >= self._vocab_size)
         if is_outside.any():
             first = int(is_outside.argmax())
-            problem = f"{tokens.file.path}: token {start + first} is the id {ids[first]}"
-            limit = f"{self._tokenizer_path} has the ids 0 to {self._vocab_size - 1}"
-            raise UserError(f"{problem}, but {limit}. {_REMEDY}")
+            raise UserError(
+                f"{tokens.file.path}: token {start + first} is the id {ids[first]}, but "
+                f"{self._tokenizer_path} has the ids 0 to {self._vocab_size - 1}. {_REMEDY}"
+            )
 
         ids = ids.astype(np.int32)
         return Prepared(ids, hash_bytes(ids.tobytes()) if self._has_holdout else -1)
@@ -241,8 +245,10 @@ def _open_token_file(file: File, dtype: str | None) -> TokenFile:
     except ValueError as error:
         raise UserError(f"cannot read {file.path}: {error}") from None
     if dtype is not None and tokens.dtype != np.dtype(dtype):
-        problem = f"{file.path} contains ids of type {tokens.dtype}"
-        raise UserError(f"{problem}. Remove dataset.token_dtype, which is {dtype}.")
+        raise UserError(
+            f"{file.path} contains ids of type {tokens.dtype}. "
+            f"Remove dataset.token_dtype, which is {dtype}."
+        )
     return tokens
 
 
@@ -289,8 +295,10 @@ def _open_npy(file: File, dtype: str | None) -> TokenFile:
             return _open_numpy_array(file, stream)
 
     if dtype is None:
-        problem = "it does not contain the data type of its ids. Set dataset.token_dtype"
-        raise ValueError(f'{problem}, for example to "uint16" or "uint32"')
+        raise ValueError(
+            "it does not contain the data type of its ids. Set dataset.token_dtype, "
+            'for example to "uint16" or "uint32"'
+        )
     return TokenFile(file, np.dtype(dtype))
 
 
