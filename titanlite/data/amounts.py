@@ -20,7 +20,7 @@ from titanlite.data.documents import DocumentTokenizer, inspect_source, source_s
 from titanlite.data.hub import load_presets
 from titanlite.data.mixture import source_shares
 from titanlite.data.sources.base import File, RandomAccess, RemoteFile, Source
-from titanlite.data.sources.files import COMPRESSIONS, find_files, open_quickly
+from titanlite.data.sources.files import find_files, has_compressed, open_quickly
 from titanlite.data.tokenizer import Tokenizer
 
 # Up to this many epochs, repeated text teaches almost as much as new text: "Scaling
@@ -52,21 +52,23 @@ def measure_source(source: Source, tokenizer: Tokenizer) -> SourceSize:
     if source.num_tokens:
         return SourceSize(source.describe(), source.num_tokens)
 
-    # Read a sample, from all over the source if possible.
+    texts = _read_sample(source)
+    _warn_of_lost_characters(source, tokenizer, texts)
+    text_tokens = sum(len(tokenizer.encode_array(text)) for text in texts)
+    num_bytes = sum(len(text.encode()) for text in texts)
+    bytes_per_token = num_bytes / max(1, text_tokens)
+    sample_tokens = text_tokens + 2 * len(texts)  # with BOS and EOS
+    num_tokens = _extrapolate(source, texts, sample_tokens)
+    return SourceSize(source.describe(), num_tokens, bytes_per_token)
+
+
+def _read_sample(source: Source) -> list[str]:
+    """Read up to 64 documents, from all over the source if possible. Leave out bad records."""
     if isinstance(source, RandomAccess):
         records = [source.record(index) for index in source.sample()]
     else:
         records = list(islice(source, _SAMPLE_DOCUMENTS))
-    texts = [record for record in records if isinstance(record, str)]  # without bad records
-    _warn_of_lost_characters(source, tokenizer, texts)
-
-    # Count its tokens and bytes, and extrapolate to the whole source.
-    text_tokens = sum(len(tokenizer.encode_array(text)) for text in texts)
-    num_bytes = sum(len(text.encode()) for text in texts)
-    sample_tokens = text_tokens + 2 * len(texts)  # with BOS and EOS
-    num_tokens = _extrapolate(source, texts, sample_tokens)
-    bytes_per_token = num_bytes / max(1, text_tokens)
-    return SourceSize(source.describe(), num_tokens, bytes_per_token)
+    return [record for record in records if isinstance(record, str)]
 
 
 def _extrapolate(source: Source, texts: list[str], sample_tokens: int) -> int | None:
@@ -74,24 +76,21 @@ def _extrapolate(source: Source, texts: list[str], sample_tokens: int) -> int | 
 
     For example, if the sample has 100 tokens and a fiftieth of the documents, return 5,000. Return
     None if the size of the source is unknown.
-
-    Args:
-        source: The source.
-        texts: Texts in the sample.
-        sample_tokens: Number of tokens in the sample.
     """
-    # By size if it is known, or else by number of documents, or else by number of characters.
+    # Compare the sizes of the sample and the source, if documents have known sizes.
     if isinstance(source, RandomAccess):
         sizes = source.sizes()
         sample_size = int(sizes[source.sample()].sum())
         return sample_tokens * int(sizes.sum()) // sample_size
+
+    # Otherwise compare their numbers of documents or characters.
     if source.num_documents is not None:
         return sample_tokens * source.num_documents // max(1, len(texts))
-    sample_characters = max(1, sum(len(text) for text in texts))
     source_characters = _count_characters(source)
     if source_characters == 0:
         return None
-    return source_characters * sample_tokens // sample_characters
+    sample_characters = max(1, sum(len(text) for text in texts))
+    return sample_tokens * source_characters // sample_characters
 
 
 def _warn_of_lost_characters(source: Source, tokenizer: Tokenizer, texts: list[str]) -> None:
@@ -134,28 +133,17 @@ def _guess_size(spec: TextSource, tokenizer: Tokenizer) -> SourceSize:
 
     This is a fallback for sources that take too long to open. The number stays unknown for
     compressed files, remote files and other formats.
-
-    Args:
-        spec: Table of the job file that describes the source.
-        tokenizer: Tokenizer of the run.
-
-    Raises:
-        UserError: If a file cannot be read.
     """
     name = f"{spec.source} {spec.path or ''}".rstrip()
     files = find_files(spec)
     is_text = spec.source in ("python_stdlib", "text", "jsonl")
-    is_compressed = any(file.suffix in COMPRESSIONS for file in files)
-    is_remote = as_url(spec.path) is not None
-    if not is_text or is_compressed or is_remote:
-        return SourceSize(name, tokens=None)
+    if not is_text or has_compressed(files) or as_url(spec.path):
+        return SourceSize(name)
 
-    # Tokenize the first block of the middle file.
     middle_file = files[len(files) // 2]
     with File(middle_file).open() as stream:
         block = stream.read(_SAMPLE_BYTES)
-    text = block.decode(errors="ignore")
-    block_tokens = len(tokenizer.encode_array(text))
+    block_tokens = len(tokenizer.encode_array(block.decode(errors="ignore")))
 
     # Assume as many tokens per byte in all files. For JSON Lines, the block also contains keys and
     # values that are not read, so the result is too high.
@@ -207,31 +195,22 @@ def _inspect_sources(run: Run, documents: DocumentTokenizer) -> list[SourceSize]
 def _compute_epochs(run: Run, sizes: Sequence[SourceSize]) -> list[tuple[float, float]]:
     """Compute how much of the training data each source supplies, and how often it is read.
 
-    Args:
-        run: The run, with the weights of the sources and the number of steps.
-        sizes: Sizes of the training sources.
-
     Returns:
         One pair per source: its share of all training sequences (0 to 1), and the number of epochs,
         which is 0 if the size is unknown.
     """
     # Add up the sequences of each source over the stages of the run.
     sequences = np.zeros(len(sizes))
-    total_sequences = 0
     for start_step, stage_sequences in run.sequence_counts:
         sequences += stage_sequences * source_shares(run.job.dataset, start_step)
-        total_sequences += stage_sequences
-    shares = sequences / total_sequences
+    shares = sequences / sequences.sum()
 
-    # Held-out documents are part of each epoch, but not of the training sequences.
-    trained_fraction = 1 - run.job.validation.holdout
-    num_tokens = total_sequences * run.job.training.seq_len / trained_fraction
-
-    result = []
-    for share, size in zip(shares.tolist(), sizes, strict=True):
-        epochs = share * num_tokens / size.tokens if size.tokens else 0.0
-        result.append((share, epochs))
-    return result
+    # An epoch also contains the documents that are held out, and thus not trained on.
+    tokens = sequences * run.job.training.seq_len / (1 - run.job.validation.holdout)
+    epochs = []
+    for num_tokens, size in zip(tokens.tolist(), sizes, strict=True):
+        epochs.append(num_tokens / size.tokens if size.tokens else 0.0)
+    return list(zip(shares.tolist(), epochs, strict=True))
 
 
 def describe_sources(run: Run, sizes: Sequence[SourceSize]) -> str:

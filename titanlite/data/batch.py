@@ -159,19 +159,14 @@ def blank_microbatch(job: JobConfig, device: torch.device) -> Microbatch:
         job: Determines the shape. With `dataset.document_mask`, each sequence is one document.
         device: Device of the tensors.
     """
-    batch_size, seq_len = job.training.local_batch_size, job.training.seq_len
-    document_mask = job.dataset.document_mask
-
-    def zeros(dtype: torch.dtype) -> Tensor:
-        return torch.zeros((batch_size, seq_len), dtype=dtype, device=device)
-
-    cu_seqlens = None
-    if document_mask and job.model.uses_document_bounds:
-        cu_seqlens = equal_bounds(batch_size, seq_len, device)
-    return Microbatch(
-        input_ids=zeros(torch.int64),
-        labels=zeros(torch.int64),
-        document_ids=zeros(torch.int32) if document_mask else None,
-        positions=zeros(torch.int64) if document_mask else None,
-        cu_seqlens=cu_seqlens,
-    )
+    shape = (job.training.local_batch_size, job.training.seq_len)
+    tensors = {
+        "input_ids": torch.zeros(shape, dtype=torch.int64, device=device),
+        "labels": torch.zeros(shape, dtype=torch.int64, device=device),
+    }
+    if job.dataset.document_mask:
+        tensors["document_ids"] = torch.zeros(shape, dtype=torch.int32, device=device)
+        tensors["positions"] = torch.zeros(shape, dtype=torch.int64, device=device)
+        if job.model.uses_document_bounds:
+            tensors["cu_seqlens"] = equal_bounds(*shape, device)
+    return Microbatch(**tensors)

@@ -127,7 +127,7 @@ class Tokenizer(ABC):
             # A JSON escape can contain half of a surrogate pair. Replace it with U+FFFD.
             utf16 = text.encode("utf-16", "surrogatepass")
             return self.encode_array(utf16.decode("utf-16", "replace"))
-        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        return np.concatenate(pieces)
 
     @abstractmethod
     def _encode_piece(self, text: str) -> np.ndarray:

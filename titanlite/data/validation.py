@@ -8,7 +8,7 @@ the same number of microbatches, because a rank with more would wait for the oth
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -237,17 +237,22 @@ def window_batches(
         indices = []
         for start in range(0, len(chunk), batch_size):
             global_batch = chunk[start : start + batch_size]
-            local_batch = global_batch[dp_rank :: run.degrees.data]  # ranks take turns
-            longest = global_batch[0][1]
-            local_windows = [window for _, window in local_batch]
-            microbatches.append(_pad_windows(local_windows, longest, run, device))
-            indices.append([index for index, _ in local_batch])
+            microbatch, local_indices = _make_local_batch(global_batch, run, dp_rank, device)
+            microbatches.append(microbatch)
+            indices.append(local_indices)
         yield microbatches, indices
 
 
-def _pad_windows(
-    windows: Sequence[Window], longest: Window, run: Run, device: torch.device
-) -> Microbatch:
-    """Create a microbatch of `windows`, padded to the longest window of all ranks."""
+def _make_local_batch(
+    global_batch: list[tuple[int, Window]], run: Run, dp_rank: int, device: torch.device
+) -> tuple[Microbatch, list[int]]:
+    """Return this rank's part of a batch of windows, and the indices of the windows in it.
+
+    All ranks pad their windows to the longest one, which is the first of the global batch.
+    """
+    _, longest = global_batch[0]
     length = padded_length(run, len(longest.tokens) - 1)
-    return padded_microbatch(windows, run.job.training.local_batch_size, length, device)
+    local_batch = global_batch[dp_rank :: run.degrees.data]  # ranks take turns
+    windows = [window for _, window in local_batch]
+    microbatch = padded_microbatch(windows, run.job.training.local_batch_size, length, device)
+    return microbatch, [index for index, _ in local_batch]

@@ -418,7 +418,7 @@ def open_source(spec: TextSource, job: JobConfig | None = None) -> Source:
         prefix = "" if spec.path is None else f"dataset.path = {spec.path!r} "
         raise UserError(f"{prefix}{error}") from None
 
-    if spec.source == "jsonl" and _has_compressed(files):
+    if spec.source == "jsonl" and has_compressed(files):
         source: Source = CompressedLines(spec, files)
     else:
         source = SOURCES.make(spec.source, job, spec, files)
@@ -537,13 +537,13 @@ def _check_suffixes(files: list[Path], source: str) -> None:
     tables = [file for file in files if file.suffix.lower() in _TABLES]
     if tables and source in ("jsonl", "parquet"):
         raise UserError(f"names a table of text. {_convert_table(tables[0])}")
-    if source == "text" and _has_compressed(files):
+    if source == "text" and has_compressed(files):
         raise UserError(
             'names a compressed file, but source "text" reads plain files only; decompress it'
         )
 
 
-def _has_compressed(files: list[Path]) -> bool:
+def has_compressed(files: list[Path]) -> bool:
     """Return whether any of the files ends with .gz or .zst."""
     return any(file.suffix in COMPRESSIONS for file in files)
 
