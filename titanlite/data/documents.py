@@ -76,9 +76,8 @@ class DocumentTokenizer:
                 reported a second time.
 
         Returns:
-            Token ids, shape (n,), int32. The id t of a token that does not count in the loss is
-            stored as its complement, ~t, which is negative. Empty if the record is skipped, or not
-            selected because of the holdout.
+            Token ids, shape (n,), int32. Those that do not count in the loss are stored as their
+            complement ~id. Empty if the record is skipped or not selected by the holdout.
 
         Raises:
             BadRecord: If the record cannot be read and `skip_bad` is False.
@@ -152,19 +151,13 @@ def source_specs(dataset: Dataset) -> tuple[DataSource | Dataset, ...]:
 def open_sources(
     dataset: Dataset, documents: DocumentTokenizer, seq_len: int, job: JobConfig
 ) -> list[Source]:
-    """Open all sources of a dataset, and check a sample of each one.
-
-    This reports mistakes, such as a wrong column or a corrupt file, at startup instead of hours
-    later.
+    """Open all sources of a dataset in the order of the job file, and check a sample of each one.
 
     Args:
         dataset: Section that describes the sources.
         documents: Tokenizes the records of the sample.
         seq_len: Number of tokens that each source must exceed.
         job: The job, whose sections configure the sources of plugins.
-
-    Returns:
-        The sources, in the order of the job file.
 
     Raises:
         UserError: If a source cannot be opened, has too little text for one sequence, or contains a

@@ -98,12 +98,9 @@ def propose_download(kind: str, path: str, vocab_size: int = 0) -> str:
 def _find_target(kind: str, path: str, vocab_size: int) -> str:
     """Return the arguments of `titanlite get` that download a missing file, "" if none are known.
 
-    Args:
-        kind: "tokenizer" or "data".
-        path: Path of the missing file.
-        vocab_size: Number of ids of the tokenizer to propose if `path` contains no known name.
+    For example, "data/c4/*.jsonl" gives "data c4". See `propose_download`.
     """
-    # A folder with a known name, such as "c4" in "data/c4/*.jsonl".
+    # A folder with a known name.
     presets = load_presets()
     for folder in Path(path).parts:
         target = f"{kind} {folder}"
@@ -251,7 +248,7 @@ class HubFiles:
         Args:
             entry: The file in the repository.
             target: Final path of the file.
-            unfinished: Temporary folder on the same file system as `target`.
+            unfinished: Temporary folder for the download.
 
         Raises:
             UserError: If `target` is a different file, the download fails, or the downloaded file
@@ -319,8 +316,7 @@ class HubFiles:
         """Request a page of the list at `url`.
 
         Returns:
-            The files and folders on the page, and the query of the next page. The query is empty
-            for the last page.
+            The entries of the page, and the query of the next page. The last page has the query "".
         """
         from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
 

@@ -146,8 +146,7 @@ def best_fit(read_documents: ReadDocuments, length: int, start: StreamPosition) 
         read_documents: Reads the documents of the stream from a position.
         length: Maximum number of tokens per sequence: training.seq_len + 1, because labels are
             shifted by one.
-        start: Position of the first sequence to yield: the position of its window in the stream,
-            and its index among the sequences of the window.
+        start: Position of the first sequence to yield: the window, and the index in the window.
 
     Yields:
         The segments of a sequence, and the position at which the next sequence begins.

@@ -186,15 +186,9 @@ def _count_streams(source: Source, max_epochs: int, holdout: float) -> int:
     The result is a power of two, at most `MAX_STREAMS` and at most the number of documents (or
     parts, for a sequential source). It determines the data order, so it must not depend on the
     number of ranks.
-
-    Args:
-        source: The opened source.
-        max_epochs: Option of the source. If it is set, the result is 1, so that all ranks find the
-            end of the source at the same step.
-        holdout: Fraction of the documents that is held out for validation.
     """
     if max_epochs:
-        return 1
+        return 1  # so that all ranks find the end of the source at the same step
 
     num_units = source.num_units
     if holdout and isinstance(source, RandomAccess):
@@ -325,13 +319,7 @@ class SequenceReader:
     def _read_documents(
         self, source_index: int, stream: int, start: DocumentPosition
     ) -> Iterator[Document]:
-        """Yield the tokenized documents of a stream in the shuffled order of each epoch.
-
-        Args:
-            source_index: Index of the source.
-            stream: Index of the stream in the source.
-            start: Position of the first document to yield.
-        """
+        """Yield the tokenized documents of a stream, from position `start` on."""
         source = self._data.sources[source_index]
         for unit in self._list_units(source_index, stream, start.turn):
             if isinstance(source, RandomAccess):
@@ -376,13 +364,7 @@ class SequenceReader:
     def _read_part(
         self, source: Sequential, part: _Unit, start: DocumentPosition
     ) -> Iterator[Document]:
-        """Yield the tokenized documents of a part of a source, shuffled within windows.
-
-        Args:
-            source: Source that can only be read from front to back.
-            part: The part to read.
-            start: Position of the first document to yield.
-        """
+        """Yield the tokenized documents of a part, shuffled within windows, from `start` on."""
         first_index = start.index
         for window_start, window in self._read_windows(source, part.index, start.window):
             size = len(window)

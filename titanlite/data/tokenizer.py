@@ -113,9 +113,7 @@ class Tokenizer(ABC):
         """Return the token ids of a text as an array, without BOS and EOS.
 
         Names of special tokens, such as "<|end_of_text|>", are encoded as ordinary characters.
-
-        Returns:
-            Token ids, shape (n,), uint32.
+        The result has the shape (n,) and the type uint32.
 
         Raises:
             UserError: If a Hugging Face tokenizer has no token for a part of the text.
@@ -432,8 +430,6 @@ def _hash_ranks(
     eos_id: int,
 ) -> str:
     """Return the fingerprint of a byte-level BPE tokenizer with the merge rule of tiktoken.
-
-    The rule first merges the neighbors whose bytes form the token with the lowest rank.
 
     Args:
         pattern: Regular expression that splits texts.

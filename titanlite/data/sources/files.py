@@ -406,7 +406,7 @@ def open_source(spec: TextSource, job: JobConfig | None = None) -> Source:
     """Open the source that a table of the job file describes.
 
     Args:
-        spec: Table with the keys source, path and text_column.
+        spec: The table.
         job: The job, whose sections configure the sources of plugins.
 
     Raises:
@@ -574,8 +574,7 @@ def _find_stdlib_files() -> list[Path]:
 def find_markup(files: Sequence[Path]) -> str:
     """Return a warning if most of the text files contain JSON, HTML or tables, otherwise "".
 
-    A run with source = "text" would train on their braces, tags or separators. This inspects up to
-    16 local files. The warning begins with a verb, such as "contains"; the caller adds the path.
+    This inspects up to 16 local files. The warning begins with a verb, such as "contains".
     """
     step = max(1, len(files) // _SAMPLE_FILES)
     local_files = [file for file in files[::step] if isinstance(file, Path)]
@@ -586,16 +585,18 @@ def find_markup(files: Sequence[Path]) -> str:
     counts = Counter(_detect_markup(file) for file in local_files)
     markup, count = counts.most_common(1)[0]
     is_majority = count > len(local_files) / 2
-    if not is_majority:
-        return ""
+    return _explain_markup(markup, local_files) if is_majority else ""
 
+
+def _explain_markup(markup: str, files: list[Path]) -> str:
+    """Explain how `markup` ("JSON", "HTML", "table" or "") in `files` affects source "text"."""
     if markup == "JSON":
         problem = 'contains JSON records, and source "text" trains on their braces and keys.'
         return f'{problem} Set source = "jsonl".'
     if markup == "HTML":
         return 'contains HTML, and source "text" trains on its tags. Extract the text first.'
     if markup == "table":
-        table = next(file for file in local_files if file.suffix.lower() in _TABLES)
+        table = next(file for file in files if file.suffix.lower() in _TABLES)
         problem = 'is a table, and source "text" trains on its separators and all columns.'
         return f"{problem} {_convert_table(table)}."
     return ""
