@@ -388,6 +388,7 @@ class SequenceReader:
         A window ends at `WINDOW_DOCUMENTS` records or `WINDOW_CHARACTERS` characters. Each one is
         yielded with the index of its first record in the part.
         """
+        window_start = start
         window: list[Record] = []
         num_characters = 0
         for number, record in enumerate(source.read(part, start)):
@@ -399,9 +400,9 @@ class SequenceReader:
             if isinstance(record, str):
                 num_characters += len(record)
             if len(window) == WINDOW_DOCUMENTS or num_characters >= WINDOW_CHARACTERS:
-                yield start, window
-                start += len(window)
+                yield window_start, window
+                window_start += len(window)
                 window = []
                 num_characters = 0
         if window:
-            yield start, window
+            yield window_start, window
