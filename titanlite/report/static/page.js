@@ -62,7 +62,7 @@ function described(key) {
 function chartSpecs() {
   const keys = new Set(D.runs.flatMap((run) => Object.keys(run.curves.y)));
   const validated = new Set(D.runs.flatMap((run) => Object.keys(run.validations.y)));
-  const about = "What happened, and when. Pale: trained again after a return to an earlier step.";
+  const about = "Starts, stops, saves and other events. Pale events were repeated after a rollback or resume.";
   const names = Object.keys(D.tags);
   const rank = (key) => (names.includes(key.split("/")[0]) ? names.indexOf(key.split("/")[0]) : names.length);
   const last = rank("loss_max_rank"); // events and validations come after the losses
