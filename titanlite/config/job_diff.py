@@ -130,8 +130,10 @@ def compare_jobs(
 
     if data is not None:
         position_changes, content_changes = data
-        changes += [(INCOMPATIBLE, description) for description in position_changes]
-        changes += [(data_effect, description) for description in content_changes]
+        for description in position_changes:
+            changes.append((INCOMPATIBLE, description))
+        for description in content_changes:
+            changes.append((data_effect, description))
     return sorted(changes, key=lambda change: (_ORDER.index(change[0]), change[1]))
 
 
