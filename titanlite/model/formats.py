@@ -164,21 +164,22 @@ def architecture_from_hf(config: dict[str, Any]) -> Architecture:
     parsed = _parse_hf_config(config)
     family = type(parsed)
 
-    # Convert the RoPE settings. transformers 5 writes rope_parameters, and earlier versions write
+    # transformers 5 writes the RoPE settings to rope_parameters, and earlier versions to
     # rope_scaling. Some files have both, which must then be equal.
-    rope = _rope_fields(parsed.rope_parameters or parsed.rope_scaling or _DefaultRope(), parsed)
+    rope_settings = parsed.rope_parameters or parsed.rope_scaling or _DefaultRope()
+    rope = _rope_fields(rope_settings, parsed)
     if parsed.rope_scaling is not None and _rope_fields(parsed.rope_scaling, parsed) != rope:
         raise UserError(
             "config.json: rope_scaling and rope_parameters differ. Remove the one that is wrong."
         )
 
     # Convert all other fields, with 0 for null. The options of the family override the file.
-    fields = dict(family.switches)
+    fields: dict[str, Any] = {}
     for name in _aliases(family):
         value = getattr(parsed, name)
-        fields.setdefault(name, 0 if value is None else value)
+        fields[name] = 0 if value is None else value
     fields["n_kv_heads"] = parsed.n_kv_heads or parsed.n_heads
-    return family.architecture(**fields, **rope)
+    return family.architecture(**fields | family.switches, **rope)
 
 
 def _parse_hf_config(config: dict[str, Any]) -> HFConfig:

@@ -206,19 +206,17 @@ def muon(groups: Groups, recipe: Recipe) -> torch.optim.Optimizer:
 
     The other parameters are norms, biases, the embedding and the output projection.
     """
+
+    def is_block_matrix(parameter: nn.Parameter) -> bool:
+        return parameter.ndim == 2 and recipe.names[parameter].startswith("layers.")
+
     # Divide each parameter group into a group for Muon and a group for AdamW.
     matrix_groups: list[dict[str, Any]] = []
     other_groups: list[dict[str, Any]] = []
     for group in groups:
-        block_matrices: list[nn.Parameter] = []
-        other_parameters: list[nn.Parameter] = []
-        for parameter in group["params"]:
-            is_in_block = recipe.names[parameter].startswith("layers.")
-            if parameter.ndim == 2 and is_in_block:
-                block_matrices.append(parameter)
-            else:
-                other_parameters.append(parameter)
-
+        parameters = group["params"]
+        block_matrices = [parameter for parameter in parameters if is_block_matrix(parameter)]
+        other_parameters = [parameter for parameter in parameters if not is_block_matrix(parameter)]
         if block_matrices:
             matrix_groups.append({**group, "params": block_matrices})
         if other_parameters:

@@ -154,11 +154,9 @@ class LogitsLoss(Loss):
     def _sum_token_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the summed loss of all tokens that have a label, including the z-loss.
 
-        Tokens whose label is IGNORE_INDEX do not count.
-
         Args:
             logits: Logits in any dtype, shape (N, V).
-            labels: Token ids, shape (N,).
+            labels: Token ids, shape (N,). Tokens with the label IGNORE_INDEX do not count.
 
         Raises:
             UserError: If `token_losses` does not return one loss per token.
@@ -166,9 +164,11 @@ class LogitsLoss(Loss):
         logits = soft_cap(logits.float(), self.recipe.softcap)
         losses = self.token_losses(logits, labels)
         if losses.shape != labels.shape:  # broadcasting would scale the loss without an error
-            problem = f"{type(self).__name__}.token_losses returned shape {tuple(losses.shape)}"
-            expected = f"must return one loss per token, shape {tuple(labels.shape)}"
-            raise UserError(f'training.loss: {problem}, but {expected}. Use reduction="none".')
+            raise UserError(
+                f"training.loss: {type(self).__name__}.token_losses returned shape "
+                f"{tuple(losses.shape)}, but must return one loss per token, shape "
+                f'{tuple(labels.shape)}. Use reduction="none".'
+            )
 
         if self.recipe.z_loss:
             losses = losses + self.recipe.z_loss * logits.logsumexp(-1).square()

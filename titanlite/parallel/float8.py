@@ -59,11 +59,12 @@ def check_mxfp8_gpu(gpu_name: str, capability: float, has_float8: bool) -> None:
     """
     if is_supported("mxfp8", capability, has_float8):
         return
-    kind = f"compute capability {capability}" if capability else "no CUDA compute capability"
+
+    actual = f"compute capability {capability}" if capability else "no CUDA compute capability"
     alternative = 'float8.recipe_name = "rowwise"' if has_float8 else "float8.enable = false"
     raise UserError(
         f'float8.recipe_name = "mxfp8" requires a GPU of compute capability 10.x (B200, GB200, '
-        f"B300 or GB300), but {gpu_name} has {kind}. Use {alternative}, or set "
+        f"B300 or GB300), but {gpu_name} has {actual}. Use {alternative}, or set "
         "float8.emulate = true to test the values of MXFP8 without its speed."
     )
 
