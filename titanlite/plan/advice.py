@@ -92,12 +92,6 @@ def find_largest_batch(run: Run, plan: Forecast, gpu: Gpu, apply: Apply = map) -
     predicts the size to trace next, until a size repeats. For example, if sizes 1 and 4 take 20 and
     50 of 80 GiB, the next size is 7.
 
-    Args:
-        run: The validated job and the number of ranks.
-        plan: Forecast of the run with its own batch size.
-        gpu: GPU of each rank.
-        apply: `map`, or the `map` method of a process pool to trace in parallel.
-
     Returns:
         The largest size whose trace fits, or None if none fits.
     """
@@ -166,12 +160,6 @@ def find_remedies(run: Run, plan: Forecast, gpu: Gpu, apply: Apply = map) -> tup
     """Find changes of the job that make a run fit into GPU memory.
 
     Combinations of changes are traced only if no single change is sufficient.
-
-    Args:
-        run: The validated job and the number of ranks.
-        plan: Forecast of the run without changes.
-        gpu: GPU of each rank.
-        apply: `map`, or the `map` method of a process pool to trace in parallel.
 
     Returns:
         At most `MAX_CHANGES` descriptions, fastest change first, such as
@@ -369,10 +357,6 @@ def list_layouts(run: Run, gpu: Gpu) -> list[Settings]:
     size, all layouts keep it. Layouts that break a rule of the configuration or do not seem to fit
     into memory are omitted.
 
-    Args:
-        run: The validated job and the number of ranks.
-        gpu: GPU of each rank.
-
     Returns:
         Changed options, in the order of the estimated speed, fastest first.
     """
@@ -422,10 +406,6 @@ def _list_degrees(run: Run, gpu: Gpu) -> Iterator[dict[str, Any]]:
 
     With pipeline parallelism, each combination of degrees is yielded once per pipeline schedule.
 
-    Args:
-        run: The validated job and the number of ranks.
-        gpu: GPU of each rank.
-
     Yields:
         Changed options, such as {"parallelism.tensor_parallel_degree": 2, ...}.
     """
@@ -467,11 +447,6 @@ def _powers_of_two(maximum: int) -> list[int]:
 
 def _choose_batch_sizes(run: Run, gpu: Gpu, layout: dict[str, Any]) -> list[tuple[float, Settings]]:
     """Choose the two local batch sizes that seem to be fastest with a layout.
-
-    Args:
-        run: The run to change.
-        gpu: GPU of each rank.
-        layout: Options of the layout, such as the parallel degrees.
 
     Returns:
         At most two pairs of tokens per second and the options to change, fastest first. Batch sizes

@@ -354,11 +354,6 @@ def _run_kernel(kernel: _Kernel, values: Mapping[Node, Any], gm: GraphModule) ->
     """Return the result of a kernel.
 
     The planner counts memory and needs no values, so the result of a generated kernel is empty.
-
-    Args:
-        kernel: Kernel of the graph.
-        values: Node -> value, for the values in memory.
-        gm: Module of the graph.
     """
     node = kernel.node
     if _is_copy(node):  # in place, so the result is the first argument

@@ -270,11 +270,7 @@ class Counter(TorchDispatchMode):
         self._action_start = len(self.log)
 
     def add_generated_kernel(self, num_bytes: int) -> None:
-        """Count one kernel that the compiler would generate.
-
-        Args:
-            num_bytes: Number of bytes that the kernel reads and writes.
-        """
+        """Count one kernel that the compiler would generate."""
         work = Work(self.location.phase, GENERATED, bytes=num_bytes)
         self.log.append((self.location, work))
 
@@ -406,14 +402,7 @@ class Counter(TorchDispatchMode):
     def _describe_work(
         self, signature: _Signature, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
     ) -> Work:
-        """Return the work of one operator call: its shape, FLOPs and bytes.
-
-        Args:
-            signature: Properties of the operator.
-            args: Positional arguments of the call.
-            kwargs: Keyword arguments of the call.
-            result: Result of the call.
-        """
+        """Return the work of one operator call: its shape, FLOPs and bytes."""
         phase = self.location.phase
         collective = _collective_name(signature.name)
         if collective is not None:
@@ -527,11 +516,7 @@ _active_counters: list[Counter] = []
 
 
 def count_generated_kernel(num_bytes: int) -> None:
-    """Count a compiled kernel in the active counter, if there is one.
-
-    Args:
-        num_bytes: Number of bytes that the kernel reads and writes.
-    """
+    """Count a compiled kernel in the active counter, if there is one."""
     for counter in _active_counters:
         counter.add_generated_kernel(num_bytes)
 

@@ -184,10 +184,6 @@ def simulate_ranks(world_size: int, rank: int) -> Iterator[None]:
 
     Collectives return immediately, without other ranks. As in training, the garbage collector of
     Python is disabled. On exit, the simulated process group is destroyed.
-
-    Args:
-        world_size: Number of simulated ranks.
-        rank: Rank of this process.
     """
     assert not dist.is_initialized()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)

@@ -379,11 +379,6 @@ def _follow_stage(counter: Counter, stage: int, module: Llama) -> None:
 
     The counter then assigns memory and work to the embedding, the blocks, the final norm or the
     output, forward or backward. The hooks also mark unsharded parameters and gradients.
-
-    Args:
-        counter: Counter of the step.
-        stage: Index of the pipeline stage.
-        module: Module of the stage.
     """
     start = Location("forward", "forward", stage)
     has_hook = set[int]()  # identities of parameters

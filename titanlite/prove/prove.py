@@ -269,13 +269,7 @@ def _create_shared_folder(parent: Path, stack: ExitStack) -> Path:
 
 
 def _build_proof(run: Run, checks: list[Check], device: torch.device) -> Proof:
-    """Combine the comparisons of a run with what readers must know to judge them.
-
-    Args:
-        run: The run that was tested.
-        checks: Comparisons of its steps with a reference.
-        device: Device of the run.
-    """
+    """Combine the comparisons of a run with what readers must know to judge them."""
     device_name = "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
     optimizer_reference = "the same optimizer on one rank"
     if run.job.optimizer.name in FORMULAS:
@@ -463,9 +457,9 @@ def compare_replicas(
     """
     replicas = list(_list_replicas(after, kind))
     hints: dict[str, str] = {}  # tensor name -> hint, if ranks differ
-    for replica in replicas:
-        if not replica.is_equal and replica.tensor not in hints:
-            hints[replica.tensor] = _describe_ranks(run, replica.first_rank, replica.rank)
+    for tensor, first_rank, rank, is_equal in replicas:
+        if not is_equal and tensor not in hints:
+            hints[tensor] = _describe_ranks(run, first_rank, rank)
 
     # Yield one check for each tensor that differs, or a single one if all replicas are equal.
     for tensor, hint in hints.items():
@@ -474,32 +468,21 @@ def compare_replicas(
         yield Check(name, step, f"{len(replicas)} shards", 0.0, 0.0)
 
 
-class _Replica(NamedTuple):
-    """A shard on a rank, compared with the same shard on the first rank that holds it.
+def _list_replicas(after: LayoutStep, kind: str) -> Iterator[tuple[str, int, int, bool]]:
+    """Compare each replicated shard with the same shard on the first rank that holds it.
 
-    Attributes:
-        tensor: Name of the tensor.
-        first_rank: The first rank that holds the shard.
-        rank: Another rank that holds the shard.
-        is_equal: Whether the shards of both ranks are bitwise equal.
+    Yields:
+        Name of the tensor, the first rank that holds the shard, another rank that holds it, and
+        whether both are bitwise equal.
     """
-
-    tensor: str
-    first_rank: int
-    rank: int
-    is_equal: bool
-
-
-def _list_replicas(after: LayoutStep, kind: str) -> Iterator[_Replica]:
-    """Yield all copies of shards on later ranks, in order of the rank."""
     first_ranks: dict[tuple[str, tuple[int, ...]], int] = {}  # by name and position of the shard
-    for rank, record in enumerate(after.ranks):
-        digests = getattr(record, kind).digests
+    digests_of_ranks = [getattr(record, kind).digests for record in after.ranks]
+    for rank, digests in enumerate(digests_of_ranks):
         for shard, digest in digests.items():
             first_rank = first_ranks.setdefault(shard, rank)
             if first_rank != rank:
-                first_digest = getattr(after.ranks[first_rank], kind).digests[shard]
-                yield _Replica(shard[0], first_rank, rank, digest == first_digest)
+                is_equal = digest == digests_of_ranks[first_rank][shard]
+                yield shard[0], first_rank, rank, is_equal
 
 
 def _describe_ranks(run: Run, first: int, second: int) -> str:

@@ -59,9 +59,6 @@ NOT_DRAWN = {"step", "time", "tokens", "elapsed"}
 def make_page(folders: Sequence[Path]) -> str:
     """Return an HTML page with the curves, events and samples of several runs.
 
-    Args:
-        folders: Output folders of the runs.
-
     Raises:
         UserError: If a folder is not the output folder of a run.
     """
@@ -91,9 +88,6 @@ def page_data(folders: Sequence[Path]) -> dict[str, Any]:
     """Return the data that page.js draws, in a form that can be encoded as JSON.
 
     The runs share the limits of the page, so each run has fewer points if there are many runs.
-
-    Args:
-        folders: Output folders of the runs.
     """
     runs = [_read_run(folder, len(folders)) for folder in folders]
     num_points = _choose_num_points(runs)

@@ -283,9 +283,6 @@ def get_numbers(entry: Entry) -> dict[str, float]:
 def read_status(folder: Path) -> RunStatus:
     """Return the status of a run, derived from the last lines of its files.
 
-    Args:
-        folder: Output folder of the run.
-
     Raises:
         UserError: If the folder is not the output folder of a run.
     """
@@ -483,9 +480,6 @@ def _read_process(pid: int) -> tuple[str, float]:
 
 def list_runs(folder: Path) -> list[dict[str, Any]]:
     """Return the runs in `folder` and up to three levels below, most recently updated first.
-
-    Args:
-        folder: Folder that contains output folders.
 
     Returns:
         For each run "run" (path), "state", "exit_reason", "step", "total_steps", "loss", "tps",
