@@ -1,15 +1,19 @@
 #!/usr/bin/env bash
-# Train: set up .venv if it is needed (without a network if python3 has all packages already), then launch one process
-# for each GPU, or one on the CPU.
+# Set up .venv if necessary (without a network if python3 has all packages), then launch training
+# with one process
+# for each GPU, or one process on a CPU.
 #
 #   ./run_train.sh                                        the debug model, on the CPU or all GPUs
 #   ./run_train.sh --job.config_file llama_8b.toml        a file here or in train_configs/
-#   ./run_train.sh --help                                 the keys of a job file; each is an option, too
+#   ./run_train.sh --help                                 the keys of a job file, which are also
+# options
 #
-# Variables: NGPU (processes on this machine), NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT (more machines),
+# Variables: NGPU (processes on this node), NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT (several
+# nodes),
 # LOG_RANK (ranks that write to the terminal, default 0), PYTHON and TITANLITE_CONSTRAINTS (see scripts/setup.sh).
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 "$here/scripts/setup.sh" .
-export TITANLITE_COMMAND="$0" # for the last lines of a run that ends early
+# The message of a stopped run shows this command, which resumes it.
+export TITANLITE_COMMAND="$0"
 exec "$here/.venv/bin/python" -P -m titanlite launch "$@"

@@ -101,7 +101,9 @@ def measure(training: Training, mode: str, folder: Path) -> Row:
     context.prepare_folder()
     saver = Saver(context)
     alone = statistics.median(training.step() for _ in range(8))
-    blocked, published, meanwhile = [], [], []
+    blocked = []
+    published = []
+    meanwhile = []
     for save in range(SAVES + 1):
         started = time.perf_counter()
         saver.save(save, {"step": save, "tokens": 0})
@@ -141,7 +143,8 @@ def measure_load(training: Training, folder: Path) -> tuple[int, float, float, f
     verify = statistics.median(seconds(lambda: check_checkpoint(path)) for _ in range(SAVES))
     context.ranks.close()
     size = sum(file.stat().st_size for file in path.iterdir())
-    source, target = torch.ones(size // 4), torch.ones(size // 4)
+    source = torch.ones(size // 4)
+    target = torch.ones(size // 4)
     copy = statistics.median(seconds(lambda: target.copy_(source)) for _ in range(SAVES))
     return size, copy, load, verify
 

@@ -38,13 +38,13 @@ from runs import (
 )
 
 LARGE_VOCABULARY = Work(n_layers=2, vocab_size=128256, compile=True, steps=5)
-# So small a model that a step is latency: what the framework adds to it shows here.
+# In such a small model, the overhead of the framework dominates the time of a step.
 TINY = Work(64, 2, 2, 1, 128, seq_len=64, batch_size=4, steps=200, window=20, threads=1, fsdp=True)
 TWO_RANKS = Work(ranks=2, threads=1)
 CASES = {
     "fp32": Work(),
     "bf16": Work(dtype="bf16"),
-    # Medians of 3 seconds vary by 5%.
+    # Short compiled runs need more steps: medians over 3 seconds vary by 5%.
     "bf16 compiled": Work(dtype="bf16", compile=True, steps=64),
     "fp32, 2 ranks": TWO_RANKS,
     "bf16, 2 ranks": replace(TWO_RANKS, dtype="bf16"),
@@ -54,7 +54,7 @@ CASES = {
     "tiny model, FSDP2": TINY,
     "tiny model, FSDP2, 2 ranks": replace(TINY, ranks=2),
 }
-# torchtitan has no FSDP2 on one rank; the tiny model is there to see FSDP2.
+# The tiny model measures FSDP2, which torchtitan does not use on one rank.
 BESIDE_TORCHTITAN = {name: work for name, work in CASES.items() if not work.fsdp} | {
     "232 million parameters, bf16 compiled": Work(
         640,
@@ -197,7 +197,7 @@ def compare(
     """Measure one case."""
     sides = {"titanlite": run_titanlite, other.name: other.run}
     number = list(other.cases).index(case)
-    # No blanks: inductor does not quote.
+    # inductor does not quote paths, so folder names must not contain spaces.
     caches = {side: folder / f"{side}-{number}" for side in sides}
     cold = None
     if work.compile:
@@ -253,7 +253,7 @@ def start_up(folder: Path, repeats: int) -> dict[str, Any]:
     }
 
 
-# A process that times another one, so that waiting for it is not measured in steps of the sleep.
+# This process times another one without polling, which would round the time to the poll interval.
 TIMED = """
 import subprocess, sys, time
 start = time.perf_counter()

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# titanlite against a plain PyTorch loop or torchtitan on CPU ranks, then the page docs/internals/performance.md. Arguments as in
-# benchmarks/cpu.py. Wants an idle machine.
+# Compare titanlite with a plain PyTorch loop or torchtitan on CPU ranks, then generate
+# docs/internals/performance.md.
+# Arguments are passed to benchmarks/cpu.py. Run it on an idle machine.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 .venv/bin/python benchmarks/cpu.py "$@"

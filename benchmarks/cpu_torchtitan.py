@@ -43,11 +43,11 @@ def sum_gradients(self: FSDPModule, factor: float) -> None:
 
 
 shape = json.loads(os.environ["MODEL"])
-# The width of the feed-forward layers is a quarter of the dimension, rounded up to a multiple of
-# what it shall be.
+# torchtitan rounds the width of feed-forward layers up to a multiple of `multiple_of`. The small
+# multiplier makes this multiple, the requested width, the result.
 shape |= {"multiple_of": shape.pop("ffn_dim"), "ffn_dim_multiplier": 0.1}
 llama3_args["measured"] = TransformerModelArgs(**shape)
-# Its barrier names devices, which gloo refuses.
+# The barrier in this function passes device IDs, which gloo rejects.
 utils.set_pg_timeouts = lambda **_: None
 FSDPModule.set_gradient_divide_factor = sum_gradients
 os.environ["LOCAL_RANK"] = "0"  # there is one CPU

@@ -101,7 +101,9 @@ def tokenizing(
         dataset=Dataset(source="jsonl", path=str(file)),
         tokenizer=TokenizerOptions(path=str(TOKENIZER)),
     )
-    ours, theirs, tokens = [], [], 0
+    ours = []
+    theirs = []
+    tokens = 0
     for _ in range(repeats):
         start = time.perf_counter()
         batch = tokenizer.encoding.encode_ordinary_batch(texts, num_threads=processes)
@@ -139,7 +141,8 @@ def reading(tokenizer: TiktokenTokenizer, shards: Path, repeats: int) -> list[st
         loader = make_loader(dataset, tokenizer, seq_len, 2**18 // seq_len)
         rates = []
         for _ in range(repeats + 1):
-            start, tokens = time.process_time(), 0
+            start = time.process_time()
+            tokens = 0
             while tokens < 8e6:
                 tokens += sum(m.input_ids.numel() for m in loader.next_global_batch().microbatches)
             rates.append(tokens / (time.process_time() - start) / 1e6)
@@ -176,7 +179,9 @@ def stepping(tokenizer: TiktokenTokenizer, steps: int) -> list[str]:
         optimizer.step()
         optimizer.zero_grad()
 
-    alone, beside, waits = [], [], []
+    alone = []
+    beside = []
+    waits = []
     for step in range(steps + 2):
         start = time.perf_counter()
         train(fixed)

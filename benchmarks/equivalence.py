@@ -30,13 +30,12 @@ def main() -> None:
     """Compare all rows."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--write", type=Path)
-    rows, results = all_rows(), run(all_rows())
+    rows = all_rows()
+    results = run(all_rows())
     file = parser.parse_args().write
-    table, misses, found = (
-        [["layout", "ranks", "loss", "gradient norm", "mean weight", "largest weight"]],
-        [],
-        {},
-    )
+    table = [["layout", "ranks", "loss", "gradient norm", "mean weight", "largest weight"]]
+    misses = []
+    found = {}
     for row in rows:
         if row.name == row.reference:
             continue

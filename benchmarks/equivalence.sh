@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# Ten steps in every layout beside one process, on CPU ranks: prints the table, fails if a row misses its tolerance.
-# `benchmarks/equivalence.sh --write docs/internals/equivalence.md` also puts the tables into the page. Takes 10 minutes on two cores.
+# Compare ten steps of every layout with one process on CPU ranks. Print the table, and fail if a
+# row exceeds its tolerance.
+# `benchmarks/equivalence.sh --write docs/internals/equivalence.md` also updates the tables of the
+# page. It takes 10 minutes on two cores.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 git describe --always --dirty # the commit that is measured

@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# The debug model, 300 steps in bf16 and in tensorwise float8 (emulated where there is no FP8), scored on held-out text:
-# prints both losses, fails if they are more than 1% apart. Arguments go to both runs.
+# Train the debug model for 300 steps in bf16 and in tensorwise float8 (emulated without FP8
+# hardware), and score held-out
+# text. Print both losses, and fail if they differ by more than 1%. Arguments are passed to both
+# runs.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 git describe --always --dirty # the commit that is measured

@@ -68,7 +68,7 @@ def _work(**changes: Any) -> Work:
     return Work(**{**defaults, **changes})
 
 
-# Flavors with tied embeddings in torchtitan.
+# torchtitan ties the embeddings of these flavors.
 TIED = ("1b", "3b")
 ROWS = {
     "compiled": Row(_work()),
@@ -103,15 +103,19 @@ def run_titanlite(row: Row, folder: Path, text: Path, keys: Sequence[str]) -> No
     from titanlite.load_run import load_run
     from titanlite.train.trainer import Trainer
 
-    words = [*titanlite_options(row.work, folder, text, own=False), "--metrics.log_freq", "1"]
-    words += [f"--training.global_batch_size={row.global_batch_size}"]
-    words += [f"--parallelism.{name}={value}" for name, value in row.layout.items()]
+    options = [
+        *titanlite_options(row.work, folder, text, extra_features=False),
+        "--metrics.log_freq",
+        "1",
+    ]
+    options += [f"--training.global_batch_size={row.global_batch_size}"]
+    options += [f"--parallelism.{name}={value}" for name, value in row.layout.items()]
     if row.work.precision == "float8":
-        words += ["--float8.recipe_name", "rowwise"]  # the recipe of torchtitan
+        options += ["--float8.recipe_name", "rowwise"]  # the recipe of torchtitan
     if row.work.flavor in TIED:
-        words.remove("--model.no-tied_embeddings")
-    words += [f"--{key}" for key in keys]
-    with Trainer(load_run(words, world_size=RANKS)) as trainer:
+        options.remove("--model.no-tied_embeddings")
+    options += [f"--{key}" for key in keys]
+    with Trainer(load_run(options, world_size=RANKS)) as trainer:
         for _ in range(WARM_STEPS):
             trainer.step()
         measured(trainer.step)()
@@ -147,7 +151,7 @@ def torchtitan_config(row: Row, folder: Path, text: Path) -> Any:
     config.metrics.log_freq = 1
     config.debug.enable_structured_logging = False
     config.lr_scheduler.warmup_steps = 1
-    # The name of a loader of local files.
+    # With this name, torchtitan loads local files.
     config.dataloader.dataset = "c4_test"
     config.dataloader.dataset_path = str(text)
 
@@ -185,7 +189,7 @@ def run_torchtitan(row: Row, folder: Path, text: Path, _keys: Sequence[str]) -> 
 
     import torchtitan.trainer as torchtitan  # pyright: ignore[reportMissingImports]
 
-    # Losses on the ghost GPU are meaningless.
+    # Losses on the ghost GPU are meaningless, so they must not stop the run.
     torchtitan.math.isfinite = lambda _: True
     declare_stage_shapes(row.work)
     step = torchtitan.Trainer.train_step
@@ -238,7 +242,7 @@ def be_rank_0_alone() -> None:
     import torch.distributed as dist
     from torch.testing._internal.distributed import fake_pg  # pyright: ignore[reportMissingImports]  # noqa: F401
 
-    # Torchtitan calls it with each line of its log.
+    # torchtitan calls this function at each log step.
     torch.cuda.reset_peak_memory_stats = lambda *_: None
     os.environ |= {
         "RANK": "0",
@@ -247,19 +251,22 @@ def be_rank_0_alone() -> None:
         "LOCAL_WORLD_SIZE": f"{RANKS}",
     }
     os.environ["TITANLITE_STORE"] = tempfile.mktemp()
-    begin, group = dist.init_process_group, dist.new_group
+    begin = dist.init_process_group
+    group = dist.new_group
 
     def init_process_group(*_: Any, **__: Any) -> None:
         begin("cpu:fake,cuda:nccl", store=dist.HashStore(), rank=0, world_size=RANKS)  # pyright: ignore
 
-    def new_group(*ranks: Any, backend: str | None = None, **how: Any) -> Any:
-        return group(*ranks, backend="fake" if backend == "gloo" else backend, **how)
+    def new_group(*ranks: Any, backend: str | None = None, **options: Any) -> Any:
+        return group(*ranks, backend="fake" if backend == "gloo" else backend, **options)
 
     def recv(tensor: torch.Tensor, *_: Any, **__: Any) -> None:
         """Receive the vote of the other pipeline stages for the declared shapes."""
         tensor.fill_(1)
 
-    dist.init_process_group, dist.new_group, dist.recv = init_process_group, new_group, recv
+    dist.init_process_group = init_process_group
+    dist.new_group = new_group
+    dist.recv = recv
     dist.ProcessGroup.set_timeout = lambda *_: None  # pyright: ignore  # fake ones have none
 
 

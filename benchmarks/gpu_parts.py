@@ -1,4 +1,4 @@
-"""titanlite on one GPU, part by part; beside torchtitan; and where the time of a step goes.
+"""Measure titanlite on one GPU, compare it with torchtitan, and profile a step.
 
     benchmarks/gpu.sh PART [--out DIR] [--only TEXT ...] [--seconds 520] [--pairs 2] [--cache DIR] [--device cpu]
 
@@ -44,7 +44,7 @@ from gpu_works import AC_MODES, COMPARED, WORKS, Work, titanlite_options, torcht
 from runs import RESULTS, ROOT, commit, read_parts, write_text
 
 CHECKS = ("tests/gpu", "tests/checkpoint/test_save_gpu.py", "tests/optim/test_clip.py")
-# Of one program: a hang does not take the time of the other cases.
+# Time limit of one program, so that a hang leaves time for the other cases.
 RUN_SECONDS = 180.0
 
 
@@ -60,13 +60,16 @@ class Part:
     """Time limit, folders and files of one part."""
 
     def __init__(self, name: str, options: argparse.Namespace, work_folder: Path) -> None:
-        self.name, self.options, self.folder = name, options, work_folder
+        self.name = name
+        self.options = options
+        self.folder = work_folder
         self.cpu = options.device == "cpu"
         self.deadline = time.monotonic() + options.seconds
         self.out: Path = options.out
         self.out.mkdir(parents=True, exist_ok=True)
         self.cache: Path = (options.cache or work_folder / "cache").resolve()
-        self.path, self.log = self.out / f"gpu_{name}.json", self.out / f"gpu_{name}.txt"
+        self.path = self.out / f"gpu_{name}.json"
+        self.log = self.out / f"gpu_{name}.txt"
         self.cases = read_parts(self.out, self.path.stem)
         self.about = about(self.cpu)
         self.text = write_text(work_folder).parent
@@ -80,7 +83,7 @@ class Part:
         self.cases[case] = result
         try:
             run(result)
-        # Whatever it is, the other cases are measured.
+        # Any error must leave the other cases to be measured.
         except Exception as error:
             result["error"] = str(error) if isinstance(error, Failed) else traceback.format_exc()
             self.failed.append(case)
@@ -108,7 +111,7 @@ class Part:
         )
         if left < 1:
             raise over
-        words = [str(word) for word in command]
+        arguments = [str(argument) for argument in command]
         values = {"PYTHONPATH": f"{ROOT}/benchmarks:{os.environ.get('PYTHONPATH', '')}".rstrip(":")}
         values |= {
             "HF_HUB_OFFLINE": "1",
@@ -118,14 +121,15 @@ class Part:
         values |= {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "NGPU": "1"}
         values |= {"CUDA_VISIBLE_DEVICES": ""} if self.cpu else {}
         values |= {name: str(value) for name, value in variables.items()}
-        start, begin = time.monotonic(), self.log.stat().st_size if self.log.exists() else 0
+        start = time.monotonic()
+        begin = self.log.stat().st_size if self.log.exists() else 0
         with self.log.open("ab") as log:
-            log.write(f"\n$ {' '.join(words)}\n".encode())
+            log.write(f"\n$ {' '.join(arguments)}\n".encode())
             log.flush()
-            # A process group ends with all that was started in it; a session of its own would
-            # outlive this one.
+            # Killing the process group ends all processes that the program started. A new session
+            # would outlive this process.
             process = subprocess.Popen(
-                words,
+                arguments,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=ROOT,
@@ -247,7 +251,7 @@ def checks(part: Part) -> None:
 
     def tests(result: dict[str, Any]) -> None:
         try:
-            # Test by test, so that the text says how far it came.
+            # The output names each test, so it shows the last test that ran.
             pytest = [
                 sys.executable,
                 "-m",
@@ -260,16 +264,16 @@ def checks(part: Part) -> None:
             ]
             result["seconds"], _ = part.run(pytest, limit=part.options.seconds)
         finally:
-            said = part.log.read_text(errors="replace").rpartition("\n$ ")[2]
-            found = re.findall(
-                r"^tests/(\S+\.py::\S+) (PASSED|FAILED|ERROR|SKIPPED)", said, re.MULTILINE
-            )
-            result["tests"] = dict(found)
-            for outcome in ("PASSED", "FAILED", "ERROR", "SKIPPED"):
-                result[outcome.lower()] = sum(each == outcome for _, each in found)
+            output = part.log.read_text(errors="replace").rpartition("\n$ ")[2]
+            pattern = r"^tests/(\S+\.py::\S+) (PASSED|FAILED|ERROR|SKIPPED)"
+            tests = re.findall(pattern, output, re.MULTILINE)
+            outcomes = [outcome for _, outcome in tests]
+            result["tests"] = dict(tests)
+            for name in ("PASSED", "FAILED", "ERROR", "SKIPPED"):
+                result[name.lower()] = outcomes.count(name)
 
     def loss(result: dict[str, Any]) -> None:
-        words = [
+        options = [
             "--device",
             part.options.device,
             "--dtype",
@@ -281,7 +285,7 @@ def checks(part: Part) -> None:
         command = [
             sys.executable,
             "benchmarks/loss.py",
-            *words,
+            *options,
             *(tiny if part.cpu else ("--calls", 20)),
         ]
         result["seconds"], text = part.run(command, limit=part.options.seconds)
@@ -299,7 +303,7 @@ def titanlite(part: Part) -> None:
         )  # from disk into memory
 
     def alone(work: Work, cache: Path, result: dict[str, Any]) -> None:
-        # A run of one step fills the cache.
+        # A run of one step fills the compiler cache.
         if work.compile:
             shutil.rmtree(cache, ignore_errors=True)
             result["first step, cold cache"] = run_titanlite(
@@ -317,13 +321,16 @@ def torchtitan(part: Part) -> None:
     def both(work: Work, cache: Path, result: dict[str, Any]) -> None:
         if part.cpu or importlib.util.find_spec("torchtitan") is None:
             raise Failed("torchtitan needs a GPU" if part.cpu else "torchtitan is not installed")
-        sides = {"titanlite": partial(run_titanlite, own=False), "torchtitan": run_torchtitan}
+        sides = {
+            "titanlite": partial(run_titanlite, extra_features=False),
+            "torchtitan": run_torchtitan,
+        }
         runs = result["runs"] = {side: [] for side in sides}
         for pair in range(part.options.pairs):
             for side in sorted(
                 sides,
+                # torchtitan runs first, because it may need a mode with less memory.
                 reverse=pair % 2 == 0,
-                # Torchtitan, which may need a smaller mode, first.
             ):
                 runs[side].append(sides[side](part, work, cache / side))
             for name in ("tokens/s", "memory reserved, GiB"):
@@ -368,7 +375,7 @@ def run_torchtitan(part: Part, work: Work, cache: Path) -> dict[str, Any]:
     folder = Path(tempfile.mkdtemp(dir=part.folder))
     job = folder / "job.toml"
     job.write_text(tomlkit.dumps(torchtitan_job(work, folder, part.text)))
-    # Without torchrun, which asks for the host's name where there may be no network.
+    # torchrun would resolve the host name, which can fail without a network.
     world = {
         "RANK": 0,
         "LOCAL_RANK": 0,
@@ -397,10 +404,10 @@ def torchtitan_steps(output: str) -> list[dict[str, float]]:
     ]
 
 
-def run_titanlite(part: Part, work: Work, cache: Path, own: bool) -> dict[str, Any]:
+def run_titanlite(part: Part, work: Work, cache: Path, extra_features: bool) -> dict[str, Any]:
     """Measure titanlite with its metrics.jsonl."""
     folder = Path(tempfile.mkdtemp(dir=part.folder))
-    options = titanlite_options(work, folder, part.text, own)
+    options = titanlite_options(work, folder, part.text, extra_features)
     launched = time.time()
     part.run([sys.executable, "-P", "-m", "titanlite", "train", *options], **caches(cache))
     lines = read_lines(folder / "metrics.jsonl")
@@ -432,14 +439,15 @@ def profile(part: Part) -> None:
 
     def traced(case: str, work: Work, cache: Path, result: dict[str, Any]) -> None:
         folder = Path(tempfile.mkdtemp(dir=part.folder))
-        found, trace = (
-            folder / "found.json",
-            part.out / f"gpu_profile_{case.replace(' ', '-')}.json.gz",
-        )
+        found = folder / "found.json"
+        trace = part.out / f"gpu_profile_{case.replace(' ', '-')}.json.gz"
         command = [sys.executable, "-P", ROOT / "benchmarks/gpu_profile.py", found, trace]
         try:
             part.run(
-                [*command, *titanlite_options(work, folder / "run", part.text, own=True)],
+                [
+                    *command,
+                    *titanlite_options(work, folder / "run", part.text, extra_features=True),
+                ],
                 **caches(cache),
             )
         finally:
@@ -447,7 +455,7 @@ def profile(part: Part) -> None:
 
     for case, work in part.works(WORKS):
         if work.compile:
-            # Of the schedule; a dozen are run.
+            # This sets the length of the schedule. Only a dozen steps run.
             work = replace(work, steps=1000)
             part.measure(
                 case, partial(first_that_fits, part, case, work, AC_MODES, partial(traced, case))

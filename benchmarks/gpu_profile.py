@@ -246,9 +246,11 @@ def summarize_kernels(events: list[dict[str, Any]], device: str) -> dict[str, An
 
 def measure_rates(device: torch.device) -> dict[str, float]:
     """Measure FLOP/s of a large matmul in bf16 and FP8, and bytes/s of a large copy."""
-    size, copied_bytes = 512, 2**24
+    size = 512
+    copied_bytes = 2**24
     if device.type == "cuda":
-        size, copied_bytes = 8192, 2**30
+        size = 8192
+        copied_bytes = 2**30
     matmul_flops = 2 * size**3
 
     a = torch.randn(size, size, device=device).bfloat16()

@@ -8,7 +8,7 @@ from typing import Any
 
 from runs import ROOT
 
-# From the fastest to the smallest: the first one that fits is measured.
+# Sorted by speed. Benchmarks measure the first mode that fits into memory.
 AC_MODES = (
     "none",
     "selective",
@@ -39,7 +39,7 @@ class Work:
         return max(1, self.steps // 4)
 
 
-# Those that count most come first: time may not suffice for all.
+# The most important cases come first, because the time may not suffice for all.
 WORKS = {
     "8b bf16 compiled": Work(),
     "8b float8 compiled": Work(precision="float8"),
@@ -65,14 +65,14 @@ TINY_MODEL = {
 }
 
 
-def titanlite_options(work: Work, folder: Path, text: Path, own: bool) -> list[str]:
+def titanlite_options(work: Work, folder: Path, text: Path, extra_features: bool) -> list[str]:
     """Return the command line of a job.
 
     Args:
-        own: Also use features that torchtitan lacks: stochastic rounding of bf16 weights, and a
-            compiled optimizer and clipping.
+        extra_features: Also use features that torchtitan lacks: stochastic rounding of bf16
+            weights, and a compiled optimizer and clipping.
     """
-    options: dict[str, object] = {
+    keys: dict[str, object] = {
         "job.dump_folder": folder,
         "tokenizer.path": ROOT / "assets/tokenizer/tokenizer.json",
         "dataset.source": "jsonl",
@@ -89,23 +89,28 @@ def titanlite_options(work: Work, folder: Path, text: Path, own: bool) -> list[s
         "metrics.log_freq": work.window,
     }
     if work.tiny:
-        options |= {f"model.{name}": value for name, value in TINY_MODEL.items()} | {
-            "float8.min_features": 0
-        }
-    words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
-    words += [
+        keys["float8.min_features"] = 0
+        for name, value in TINY_MODEL.items():
+            keys[f"model.{name}"] = value
+
+    options = []
+    for key, value in keys.items():
+        options += [f"--{key}", str(value)]
+    options += [
         "--checkpoint.no-enable",
         "--metrics.no-enable_tensorboard",
         "--model.no-tied_embeddings",
     ]
     if work.compile:
-        words.append("--compile.enable")
-        words += ["--compile.components", "model", "loss", *(("optimizer", "clip") if own else ())]
-        words += ["--optimizer.stochastic_rounding"] * (own and work.dtype == "bfloat16")
+        options += ["--compile.enable", "--compile.components", "model", "loss"]
+        if extra_features:
+            options += ["optimizer", "clip"]
+            if work.dtype == "bfloat16":
+                options.append("--optimizer.stochastic_rounding")
     if work.precision == "float8":
-        # One GPU gathers nothing; torchtitan leaves the FP8 all-gather out by itself.
-        words.append("--float8.enable")
-    return words
+        # A single GPU gathers nothing, and torchtitan then disables the FP8 all-gather itself.
+        options.append("--float8.enable")
+    return options
 
 
 def torchtitan_job(work: Work, folder: Path, text: Path) -> dict[str, Any]:
@@ -124,7 +129,7 @@ def torchtitan_job(work: Work, folder: Path, text: Path) -> dict[str, Any]:
         "optimizer": {"name": "AdamW", "lr": 3e-4, "weight_decay": 0.1, "implementation": "fused"},
         "lr_scheduler": {"warmup_steps": 1},
         "training": {
-            # The name of a loader of local files.
+            # With this name, torchtitan loads local files.
             "dataset": "c4_test",
             "dataset_path": str(text),
             "seq_len": work.seq_len,
@@ -133,7 +138,8 @@ def torchtitan_job(work: Work, folder: Path, text: Path) -> dict[str, Any]:
             "dtype": work.dtype,
             "mixed_precision_param": "bfloat16",
         },
-        # Recomputation ends with what the backward pass needs, as in titanlite.
+        # As in titanlite, recomputation stops after the last activation that the backward pass
+        # needs.
         "activation_checkpoint": {
             "mode": work.activation_checkpoint,
             "selective_ac_option": "op",

@@ -19,7 +19,7 @@ import numpy as np
 from runs import MIB, RESULTS, Work, prepare_tokens, read_parts, run_titanlite, table, write_part
 
 BASE = Work(dim=256, n_layers=2, batch_size=8, steps=10)
-# X -> factors of the coefficients.
+# Maps x to the factors of the coefficients.
 Model = Callable[[float], tuple[float, ...]]
 
 

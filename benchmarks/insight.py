@@ -23,7 +23,7 @@ from titanlite.runtime.world import process_group
 from titanlite.train.trainer import Trainer
 
 JOB = ["--job.config_file", "debug_model", "--checkpoint.no-enable", "--training.steps", "100000"]
-# The first step alone is logged.
+# Only the first step is logged.
 OFF = [
     "--metrics.log_freq",
     "1000000",

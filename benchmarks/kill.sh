@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Kill training at every point of a save on each layout (one rank and two, synchronous and asynchronous saves) and
-# at N random moments spread over them; then check that every bit and every loss equals those of an
-# undisturbed run. Then kill the launcher 100 times, and send it 100 signals, spread over the first two seconds of a run
-# on two ranks: no process and no file may be left, and only documented exit codes are allowed.
+# Kill training at every point of a save in each layout (one and two ranks, synchronous and asynchronous saves) and at N
+# random times in all layouts. Check that all weights and losses are bitwise equal to those of an undisturbed run. Then
+# kill the launcher 100 times, and send it 100 signals, during the first two seconds of a run on two ranks. Check that
+# no process and no file is left, and that all exit codes are documented.
 #
 #     benchmarks/kill.sh N [SEED]
 set -euo pipefail

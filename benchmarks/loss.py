@@ -28,7 +28,9 @@ from torch.nn import functional as F
 from titanlite.optim.losses import linear_cross_entropy_sum
 from titanlite.runtime.world import keep_freed_memory
 
-TOKENS, VOCABULARY, CALLS = 4096, 128256, 3
+TOKENS = 4096
+VOCABULARY = 128256
+CALLS = 3
 MAX_ERROR_TOKENS = 512  # float64 takes minutes for more
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 INTRO = """\
@@ -285,7 +287,8 @@ def tables(parts: dict[str, Any]) -> list[str]:
 def table_row(variant: str, costs: dict[str, Any]) -> list[str]:
     """Return the cells of a variant, in which missed targets of the fused variants are bold."""
     base_name = "materialized, compiled" if variant.endswith("compiled") else "materialized"
-    cost, base = costs[variant], costs[base_name]
+    cost = costs[variant]
+    base = costs[base_name]
     has_targets = variant.startswith("fused")
 
     def cell(value: float, target: float, form: str) -> str:

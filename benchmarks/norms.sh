@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The gradient norms of the first steps of flavor 150m on 1, 2 and 4 ranks, in fp32: prints them with their largest
-# relative difference, and ends with 1 if that is above 1e-6. Takes a few minutes and 8 GiB on two cores.
+# Print the gradient norms of the first steps of flavor 150m on 1, 2 and 4 ranks in fp32, and their largest relative
+# difference. Fail if it exceeds 1e-6. This takes a few minutes and 8 GiB on two cores.
 #
 #     benchmarks/norms.sh
 set -euo pipefail

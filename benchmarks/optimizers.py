@@ -19,7 +19,8 @@ from typing import NamedTuple
 
 from runs import ROOT, table
 
-FIRST_RATE, PARTS = 3e-3, 4
+FIRST_RATE = 3e-3
+PARTS = 4
 TOKENS = {"training.seq_len": 128, "training.local_batch_size": 16}  # 2,048 tokens a step
 
 
@@ -53,11 +54,10 @@ def losses(
 
     `factor` scales the learning rate of block matrices.
     """
-    model, out = (
-        MODELS[name],
-        folder / f"{name}-{optimizer}-{rate:g}{f'x{factor:g}' * (factor != 1)}-{seed}",
-    )
-    metrics, job = out / "metrics.jsonl", out.with_suffix(f"{out.suffix}.toml")
+    model = MODELS[name]
+    out = folder / f"{name}-{optimizer}-{rate:g}{f'x{factor:g}' * (factor != 1)}-{seed}"
+    metrics = out / "metrics.jsonl"
+    job = out.with_suffix(f"{out.suffix}.toml")
     if not metrics.exists() or len(metrics.read_text().splitlines()) < model.steps:
         keys = {f"model.{key}": value for key, value in model.keys.items()} | TOKENS
         keys |= {
@@ -71,15 +71,17 @@ def losses(
             "job.dump_folder": out,
             "metrics.log_freq": 1,
         }
-        words = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
+        options = []
+        for key, value in keys.items():
+            options += [f"--{key}", str(value)]
         folder.mkdir(parents=True, exist_ok=True)
         job.write_text(
             (ROOT / "train_configs" / "debug_model.toml").read_text()
             + GROUPS.format(factor) * (factor != 1)
         )
-        words += ["--job.config_file", str(job), "--checkpoint.no-enable"]
+        options += ["--job.config_file", str(job), "--checkpoint.no-enable"]
         subprocess.run(
-            [sys.executable, "-m", "titanlite", "train", *words],
+            [sys.executable, "-m", "titanlite", "train", *options],
             cwd=ROOT,
             check=True,
             capture_output=True,
@@ -107,7 +109,9 @@ def tuned(folder: Path, name: str, seed: int) -> float:
 
 def compare(folder: Path, name: str, seeds: list[int], factor: float) -> list[list[str]]:
     """Return table rows: mean losses at the end of each quarter and of the run."""
-    rate, rows, gains = tuned(folder, name, seeds[0]), [], []
+    rate = tuned(folder, name, seeds[0])
+    rows = []
+    gains = []
     for seed in seeds:
         curves = {"AdamW": losses(folder, name, "AdamW", rate, seed)}
         curves[f"Muon x {factor:g}"] = muon = losses(folder, name, "Muon", rate, seed, factor)

@@ -53,10 +53,8 @@ def gpu_tables(cases: dict[str, Any]) -> list[str]:
         ]
         for part, times in result.get("parts", {}).items():
             rows += [[f"{part}: {name}", f"{value:,.3f}"] for name, value in times.items()]
-        rows += [
-            [f"kernel `{each['name']}`", f"{each['share']:.1%}"]
-            for each in result.get("kernels", ())
-        ]
+        for kernel in result.get("kernels", ()):
+            rows.append([f"kernel `{kernel['name']}`", f"{kernel['share']:.1%}"])
         lines += table([case, ""], rows)
         lines += (
             [f"Not finished: {result['error'].strip().splitlines()[-1]}", ""]

@@ -85,7 +85,7 @@ class Llama(nn.Module):
 
         frequencies = 10000.0 ** -torch.arange(0, 1, 2 * options.n_heads / options.dim)
         angles = torch.arange(options.seq_len)[:, None, None] * frequencies  # (T, 1, D / 2)
-        # Plain attributes instead of buffers, so that they stay fp32.
+        # Plain attributes stay in fp32. Buffers would be cast with the model.
         self.cos = angles.cos()
         self.sin = angles.sin()
 

@@ -81,7 +81,7 @@ LARGE = {
 }
 ROWS = {"seq_len": 256, "local_batch_size": 4}
 LONG = {"seq_len": 1024, "local_batch_size": 1}
-# A group of FSDP for each block, as large models have.
+# Each block is its own FSDP group, as in large models.
 EACH_BLOCK = {"fsdp_min_num_params": 0}
 
 
@@ -181,7 +181,7 @@ GHOST_CASES: dict[str, tuple[int, Sections]] = {
     "3b, 4,096 tokens, FSDP, full": (4, _short("3b", "full")),
     "1b": (1, _gpu_job("1b", 2)),
     "1b, compiled, nothing recomputed": (1, _gpu_job("1b", 2, "none", **COMPILED)),
-    # 5 GB of CPU memory; on one rank 20.
+    # This case takes 5 GB of CPU memory per rank. On one rank, it would take 20 GB.
     "1b, offload, 4 microbatches": (
         4,
         _gpu_job("1b", 2, "full", training={"enable_cpu_offload": True, "global_batch_size": 32}),
@@ -418,7 +418,7 @@ def _lowest_peak(run: Run, device: torch.device, shim: ctypes.CDLL) -> int:
     peaks: list[int] = []
     _train(run, device, 9, lambda _: peaks.append(shim.bytes_most()))
     peaks.append(shim.bytes_most())
-    # Peaks[0] is of building the model, peaks[1] of step 1.
+    # peaks[0] belongs to building the model, and peaks[1] to the first step.
     peaks_after_first_step = peaks[2:]
     return min(peaks_after_first_step)
 
@@ -440,7 +440,8 @@ def _train(
     train_step.precompute_scales()
 
     training = run.job.training
-    batch_size, seq_len = training.local_batch_size, training.seq_len
+    batch_size = training.local_batch_size
+    seq_len = training.seq_len
     microbatches = [blank_microbatch(run.job, device) for _ in range(run.microbatches)]
     num_tokens = len(microbatches) * batch_size * seq_len
     for step in range(num_steps):
@@ -452,7 +453,7 @@ def compare_on_ghost(name: str) -> Result:
     """Plan a case, and measure it on one rank of the ghost GPU."""
     num_ranks, sections = GHOST_CASES[name]
     run = Run(JobConfig.model_validate(sections), num_ranks)
-    # Configures the allocator as the launcher does.
+    # The launcher configures the allocator in the same way.
     set_up_torch()
 
     # Processes of a multiprocessing.Pool could not start processes, as the planner does.
@@ -487,7 +488,7 @@ class _OneRankStore(dist.Store):  # pyright: ignore[reportPrivateImportUsage]
         return amount
 
     def check(self, keys: Sequence[str]) -> bool:
-        # True would tell the NCCL watchdog that another rank has failed.
+        # With True, the NCCL watchdog would report that another rank has failed.
         return False
 
     def wait(self, *_: Any) -> None:
@@ -501,7 +502,7 @@ def _measure_ghost_rank(rank: int, num_ranks: int, sections: Sections) -> tuple[
     run = Run(JobConfig.model_validate(sections), num_ranks).resolve_compute_dtype(on_gpu=True)
     gc.disable()  # as in training
     torch.cuda.set_device(device)
-    # A variable, because the process group does not keep it alive.
+    # The process group does not keep the store alive, so a variable does.
     store = _OneRankStore()
     dist.init_process_group("cpu:fake,cuda:nccl", store=store, rank=rank, world_size=num_ranks)
 

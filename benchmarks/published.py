@@ -242,9 +242,13 @@ def list_torchtitan_async_tp() -> Iterator[Measurement]:
         "8b": [(4378, 4809.4), (5078.1, 5570.1), (3708.5, 3914.9)],
     }
     for flavor, pairs in speeds.items():
-        num_gpus, batch_size, recompute = (256, 16, "full")
+        num_gpus = 256
+        batch_size = 16
+        recompute = "full"
         if flavor == "8b":
-            num_gpus, batch_size, recompute = (64, 12, "selective")
+            num_gpus = 64
+            batch_size = 12
+            recompute = "selective"
         for (suffix, float8), (plain, asynchronous) in zip(recipes, pairs, strict=True):
             for layout, figure in (("TP 8", plain), ("async TP 8", asynchronous)):
                 job = make_job(
@@ -348,7 +352,7 @@ def trace_measurement(
     run = Run(JobConfig.model_validate(measurement.job), measurement.num_gpus)
     settings: dict[str, Any] = {"parallelism.enable_async_tensor_parallel": False}
     is_torchtitan = measurement.framework == "torchtitan"
-    # Its optimizer was not fused by default.
+    # The optimizer of torchtitan was not fused by default.
     if is_torchtitan:
         settings["optimizer.implementation"] = "foreach"
     traced_run = with_keys(run, settings)
@@ -480,7 +484,7 @@ def compare_plans(only: str) -> None:
     If `only` is empty, also print `PLAN_TO_PUBLISHED` and the coverage of the interval.
     """
     rows: list[list[str]] = []
-    # Framework -> planned / published speeds.
+    # Maps frameworks to ratios of planned and published speeds.
     ratios: dict[str, list[float]] = defaultdict(list)
     traces: dict[str, tuple[RankTrace, ...]] = {}
     for measurement in list_measurements():

@@ -256,10 +256,10 @@ def run_torchtitan(work: Work, text: Path, cache: Path) -> Measured:
 
 def to_options(settings: dict[str, object]) -> list[object]:
     """Turn settings into command line options."""
-    words: list[object] = []
+    options: list[object] = []
     for name, value in settings.items():
-        words += [f"--{name}", value]
-    return words
+        options += [f"--{name}", value]
+    return options
 
 
 def torchrun_options(num_ranks: int) -> list[str]:
@@ -319,7 +319,7 @@ def run_command(
     Raises:
         RuntimeError: If the command fails.
     """
-    words = [str(word) for word in command]
+    arguments = [str(word) for word in command]
     python_path = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
     full_environment = {**os.environ, "PYTHONPATH": python_path, **variables}
     out = folder / "stdout.txt"
@@ -328,7 +328,7 @@ def run_command(
     with out.open("w") as output, err.open("w") as errors:
         launched = time.time()
         process = subprocess.Popen(
-            words, stdout=output, stderr=errors, cwd=ROOT, env=full_environment
+            arguments, stdout=output, stderr=errors, cwd=ROOT, env=full_environment
         )
         total_pss = 0
         pid = 0
@@ -341,7 +341,7 @@ def run_command(
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode != 0:
         last_errors = err.read_text()[-4000:]
-        raise RuntimeError(f"{' '.join(words)} ended with {process.returncode}\n{last_errors}")
+        raise RuntimeError(f"{' '.join(arguments)} ended with {process.returncode}\n{last_errors}")
     # ru_maxrss is the largest resident set of the process and of the children it waited for.
     return Process(launched, usage.ru_maxrss * 1024, total_pss, out.read_text())
 
@@ -395,8 +395,8 @@ def cpu_name() -> str:
 def commit() -> str:
     """Return the commit of this repository, and whether titanlite has uncommitted changes."""
 
-    def git(*words: str) -> str:
-        command = ["git", "-C", str(ROOT), *words]
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(ROOT), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
     name = git("rev-parse", "--short", "HEAD") or "unknown"

@@ -53,12 +53,18 @@ def main() -> None:
 def train_titanlite(
     theirs: torch.nn.Module, folder: Path, steps: int
 ) -> tuple[list[float], list[Any]]:
-    """The loss of each step, and the microbatch of each."""
+    """Train, and return the loss and the microbatch of each step."""
     save(theirs.state_dict(), checkpoint_id=str(folder / "theirs"))
     sizes = SHAPE | {"ffn_dim": 640, "max_seq_len": 131072, "rope_scaling_factor": 8}
     model = [word for key, value in sizes.items() for word in (f"--model.{key}", str(value))]
-    words = ["import", "--torchtitan", str(folder / "theirs"), "--out", str(folder / "imported")]
-    assert command([*words, *model]) == 0
+    import_options = [
+        "import",
+        "--torchtitan",
+        str(folder / "theirs"),
+        "--out",
+        str(folder / "imported"),
+    ]
+    assert command([*import_options, *model]) == 0
     settings = {
         "job.dump_folder": folder / "run",
         "checkpoint.initial_load_path": folder / "imported",
@@ -71,9 +77,12 @@ def train_titanlite(
         "optimizer.weight_decay": ADAMW["weight_decay"],
         "metrics.log_freq": 1,
     }
-    losses, rows = [], []
-    words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
-    with titanlite.Trainer(titanlite.load_job([*model, *words])) as trainer:
+    losses = []
+    rows = []
+    options = []
+    for key, value in settings.items():
+        options += [f"--{key}", str(value)]
+    with titanlite.Trainer(titanlite.load_job([*model, *options])) as trainer:
         read = trainer.loader.next_global_batch
 
         def keep() -> Any:
@@ -90,7 +99,7 @@ def train_titanlite(
 
 
 def train_torchtitan(model: Any, rows: list[Any], steps: int) -> list[float]:
-    """The loss of each step, as the torchtitan train_step computes it."""
+    """Train like the torchtitan train_step, and return the loss of each step."""
     optimizers = OptimizersContainer([model], torch.optim.AdamW, ADAMW)
     schedulers = build_lr_schedulers(optimizers, job_config.LRScheduler(warmup_steps=2), steps)
     losses = []

@@ -1,17 +1,18 @@
 #!/usr/bin/env bash
-# ghost.sh COMMAND...: run a command on GPUs that are not there, with the Python of .venv-ghost (docs/internals/ghost.md).
+# ghost.sh COMMAND...: run a command on simulated GPUs, with the Python of .venv-ghost
+# (docs/internals/ghost.md).
 #
 # Memory, launches, copies, waits, collectives and errors match a real GPU. Computed values are meaningless. Variables:
-#   GHOST_GPUS=1                              GPUs of this machine
+#   GHOST_GPUS=1                              number of GPUs
 #   GHOST_GIB=79.1                            memory of each
 #   GHOST_NAME="NVIDIA H100 80GB HBM3"        its name
-#   GHOST_LOG=FILE                            each process writes what it asked of its GPU to FILE.PID
-#   GHOST_RACE=FILE                           each process writes the races that it has to FILE.PID
+#   GHOST_LOG=FILE                            each process writes its GPU calls to FILE.PID
+#   GHOST_RACE=FILE                           each process writes its races to FILE.PID
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$root/.venv-ghost
 if [[ ! -e $venv/ghost/libcuda.so.1 ]]; then
-    echo "There is no ghost yet: tests/ghost/build.sh installs the torch CUDA wheel (4.7 GB) and builds it." >&2
+    echo "The ghost GPU is not built yet. Run tests/ghost/build.sh, which also installs the torch CUDA wheel (4.7 GB)." >&2
     exit 2
 fi
 libraries=$venv/ghost

@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# Run the tests with each torch and each Python that titanlite promises, and print a table.
+# Run the tests with each supported version of torch and Python, and print a table.
 #
 #     scripts/matrix.sh FOLDER [--torch "2.13.0 2.15.0"] [--python "3.11 /opt/python3.13"] [PYTEST ARGUMENT ...]
 #
-# FOLDER gets an environment for each pair (4 to 6 GB with a CUDA build of torch) and the log of its tests. An existing
-# environment is used again. A Python is a version, looked up as python3.11, or a path. Exit code 1: some pair failed.
+# FOLDER receives a virtual environment (4 to 6 GB with a CUDA build of torch) and a log for each
+# pair. Existing
+# environments are reused. A Python is a version, such as 3.11 for python3.11, or a path. The exit
+# code is 1 if a pair failed.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 folder="${1:?usage: scripts/matrix.sh FOLDER [--torch VERSIONS] [--python VERSIONS] [PYTEST ARGUMENT ...]}"
@@ -19,8 +21,10 @@ folder="$(cd "$folder" && pwd)"
 grep -v "^torch==" constraints.txt >"$folder/constraints.txt"
 
 making=""
-trap '[[ -z "$making" ]] || rm -r "$making"' EXIT # so that a half-made environment is not used
-make() { # where, Python, torch
+# An incomplete environment must not be reused.
+trap '[[ -z "$making" ]] || rm -r "$making"' EXIT
+# Create an environment. Arguments: folder, Python, torch version.
+make() {
     making="$1"
     "$2" -m venv "$1" && "$1/bin/python" -m pip install --quiet --constraint "$folder/constraints.txt" "torch==$3" --editable '.[dev]' ||
         return
@@ -35,7 +39,7 @@ for python in $pythons; do
         name="py$version-torch$torch" said="not installed"
         echo "$name: its log is $folder/$name.log" >&2
         if [[ -x "$folder/$name/bin/python" ]] || make "$folder/$name" "$python" "$torch" >"$folder/$name.log" 2>&1; then
-            # No GPU, so that all pairs run the same tests.
+            # GPUs are hidden, so that all pairs run the same tests.
             CUDA_VISIBLE_DEVICES="" PYTHONPATH="$PWD" PATH="$folder/$name/bin:$PATH" "$folder/$name/bin/python" \
                 -m pytest -n 2 --dist loadgroup --no-loadscope-reorder "$@" >"$folder/$name.log" 2>&1 || failed=1
             said="$(tail -n 1 "$folder/$name.log")"

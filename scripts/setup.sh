@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
-# Create .venv and install titanlite into it with the package versions of constraints.txt, unless that was
-# done for this pyproject.toml. Argument: what pip installs, "." or ".[dev]".
+# Create .venv and install titanlite into it with the package versions of constraints.txt, unless this was
+# already done for this pyproject.toml. The argument is the target of pip install, "." or ".[dev]".
 #
 # Variables: PYTHON (for .venv, default python3), TITANLITE_CONSTRAINTS (another file of package versions,
-# relative to this repository, or empty for the versions that pip chooses).
+# relative to this repository, or empty to let pip choose the versions).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 wanted="$1"
 constraints="${TITANLITE_CONSTRAINTS-constraints.txt}"
-state="$(cat pyproject.toml ${constraints:+"$constraints"} | cksum) $PWD" # an editable installation holds the path
+# An editable installation contains the path of the clone.
+state="$(cat pyproject.toml ${constraints:+"$constraints"} | cksum) $PWD"
 installed() {
     for stamp in ".venv/installed$wanted" ".venv/installed.[dev]"; do # dev includes the rest
         [[ -f "$stamp" && "$(<"$stamp")" == "$state" ]] && return
@@ -16,7 +17,8 @@ installed() {
     return 1
 }
 installed && exit
-if command -v flock >/dev/null; then # machines that share the folder: one installs, the others wait for it
+# If several nodes share the folder, one of them installs, and the others wait.
+if command -v flock >/dev/null; then
     exec 9>>pyproject.toml
     flock 9
     installed && exit
@@ -32,7 +34,7 @@ if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
         exit 2
     fi
     echo "Creating .venv with $("$python" --version)" >&2
-    "$python" -m venv --clear .venv || "$python" -m venv --clear --without-pip .venv # Debian's lacks ensurepip
+    "$python" -m venv --clear .venv || "$python" -m venv --clear --without-pip .venv # Debian's Python lacks ensurepip
     new=yes
 fi
 log=.venv/install.log
@@ -72,7 +74,7 @@ echo "Installing titanlite and its dependencies into .venv (once; PyTorch is lar
 show_downloads >&2 &
 trap 'kill $! 2>/dev/null || true' EXIT
 if ! install; then
-    # Without a network: a Python that has all of them lends them, whatever they in turn would like to have.
+    # Without a network, use the packages of a Python that has all direct dependencies.
     [[ -n "$new" ]] && "$python" -c '
 import sys, tomllib
 from importlib.metadata import version
@@ -88,4 +90,5 @@ for wanted in map(Requirement, project["dependencies"] + extra + build):
     install --no-index --no-deps --no-build-isolation || { rm -r .venv && exit 1; }
     echo "Using the packages of $("$python" -c 'import sys; print(sys.prefix)')" >&2
 fi
-echo "$state" >".venv/installed$wanted" # only now: an interrupted installation is done again
+# The stamp is written last, so that an interrupted installation is repeated.
+echo "$state" >".venv/installed$wanted"

@@ -10,45 +10,46 @@ from pathlib import Path
 
 import pytest
 
-# The checks of a GPU need few packages.
+# The tests in tests/gpu also run without hypothesis.
 with suppress(ImportError):
     from hypothesis import settings
 
-    # An example is slow where the machine has other work.
+    # Examples exceed any deadline when the machine is busy.
     settings.register_profile("patient", deadline=None)
     settings.load_profile("patient")
-# Before torch is imported: tests run beside each other and their ranks.
+# This must precede the import of torch. Tests run at the same time as other tests and their ranks.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# No helpers that import torch once more in each rank.
+# Compiler processes would import torch once more for each rank.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 GHOST = Path(__file__).parents[1] / ".venv-ghost/ghost/libcuda.so.1"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--long", action="store_true", help="run the tests marked long, too")
+    parser.addoption("--long", action="store_true", help="also run the tests marked as long")
     parser.addoption(
         "--ghost",
         action="store_true",
-        help="run the tests on the ghost GPU, all of them, and no others",
+        help="run all tests on the ghost GPU, and no other tests",
     )
 
 
-# Before pytest-xdist looks for the groups.
+# This must run before pytest-xdist reads the groups.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    only_ghost, has_ghost = config.getoption("--ghost"), GHOST.exists()
+    only_ghost = config.getoption("--ghost")
+    has_ghost = GHOST.exists()
     if only_ghost:
         items[:] = [item for item in items if item.get_closest_marker("ghost")]
     for item in items:
         if item.get_closest_marker("ghost") and not has_ghost and not only_ghost:
-            item.add_marker(pytest.mark.skip(reason="there is no ghost: tests/ghost/build.sh"))
+            item.add_marker(pytest.mark.skip(reason="needs the ghost GPU: tests/ghost/build.sh"))
         if item.get_closest_marker("long") and not only_ghost and not config.getoption("--long"):
             item.add_marker(pytest.mark.skip(reason="takes long: ./run_tests.sh --long"))
         if not item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.xdist_group(str(item.path)))
-    # Stable: the rest keeps its order.
-    items.sort(key=order)
+    # The sort is stable, so tests with the same key keep their order.
+    items.sort(key=sort_key)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -63,14 +64,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
             if item.get_closest_marker("xdist_group") and "@" not in item.nodeid
         ]
         assert not lost, (
-            f"{lost[0].nodeid} is in no group: this pytest and this pytest-xdist do not fit together"
+            f"{lost[0].nodeid} is in no group: pytest and pytest-xdist have incompatible versions"
         )
     gc.collect()
-    # torch and all modules of tests are loaded, and stay: no collection needs to look at them again
+    # torch and all test modules stay loaded, so garbage collections need not traverse them again.
     gc.freeze()
 
 
-def order(item: pytest.Item) -> int:
+def sort_key(item: pytest.Item) -> int:
     """Return the sort key of a test: fast tests, then slow groups, then single slow tests.
 
     Single slow tests come last because they can fill the remaining time of either worker.
@@ -81,30 +82,32 @@ def order(item: pytest.Item) -> int:
 
 
 def _has_process_group() -> bool:
-    # Not imported for tests that need no torch.
+    # Tests without torch should not import it.
     distributed = sys.modules.get("torch.distributed")
     return distributed is not None and distributed.is_initialized()
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_behind() -> Iterator[None]:
+def restore_process_state() -> Iterator[None]:
     """Restore environment variables, loggers and process groups after each test.
 
     Commands that run in this process change them, including the level of the handlers of torch,
     among which are those of pytest: without this fixture, `caplog` would miss later warnings.
     """
-    environment, had_group = dict(os.environ), _has_process_group()
+    environment = dict(os.environ)
+    had_group = _has_process_group()
     loggers = [logging.getLogger(name) for name in ("titanlite", "py.warnings")]
     before = [(logger.propagate, logger.level, list(logger.handlers)) for logger in loggers]
     levels = {handler: handler.level for handler in logging.getLogger("torch").handlers}
     yield
-    # Of a test that has failed.
+    # A failed test may leave ranks running.
     for world in [*getattr(sys.modules.get("ranks"), "OPEN", ())]:
         world.close()
     if _has_process_group() and not had_group:
         sys.modules["torch.distributed"].destroy_process_group()
     for logger, (propagate, level, handlers) in zip(loggers, before, strict=True):
-        logger.propagate, logger.handlers = propagate, handlers
+        logger.propagate = propagate
+        logger.handlers = handlers
         logger.setLevel(level)
     for handler, level in levels.items():
         handler.setLevel(level)
@@ -134,7 +137,7 @@ def cpu_seconds() -> Callable[[Callable[[], object]], float]:
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Initialize a process group with one rank, as a run on one process has."""
-    # Not by tests that need no torch.
+    # Tests without torch should not import it.
     import torch.distributed as dist
 
     rendezvous = tmp_path_factory.mktemp("rendezvous") / "file"

@@ -143,7 +143,7 @@ SWITCHES = {  # features of other model families
         "model.no_rope_interval = 2",
     ),
 }
-# When and where something is computed, not what.
+# These options change when and where tensors are computed, but not the results.
 SCHEDULING: dict[str, dict[str, Any]] = {
     "accumulation 2": options("training.local_batch_size = 2"),
     "accumulation 4": options("training.local_batch_size = 1"),
@@ -165,7 +165,7 @@ SCHEDULING: dict[str, dict[str, Any]] = {
     "no memory savers": options("parallelism.memory_savers = 'none'"),
     "all memory savers": options("parallelism.memory_savers = 'all'"),
     "two blocks a group": options("parallelism.fsdp_min_num_params = 60_000"),
-    # The default: such a small model is one group.
+    # By default, such a small model is a single FSDP group.
     "one group": options("parallelism.fsdp_min_num_params = 1_000_000"),
     "reshard never": options("parallelism.fsdp_reshard_after_forward = 'never'"),
     "reshard always": options("parallelism.fsdp_reshard_after_forward = 'always'"),
@@ -352,7 +352,8 @@ def compare(result: dict[str, Any], reference: dict[str, Any]) -> Difference:
         pairs = zip(result[name], reference[name], strict=True)
         return max(abs(a - b) / abs(b) for a, b in pairs)
 
-    weights, expected = result["weights"], reference["weights"]
+    weights = result["weights"]
+    expected = reference["weights"]
     assert weights.keys() == expected.keys()
     changes = [(weights[name] - expected[name]).flatten() for name in weights]
     updates = torch.cat(changes).abs() / RATE

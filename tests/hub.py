@@ -15,30 +15,33 @@ class Hub(ThreadingHTTPServer):
     """Serves `files`: {"models/OWNER/NAME" or "datasets/OWNER/NAME": {path: bytes}}.
 
     Attributes:
-        gated: repositories whose files are refused.
-        asked: the files that were asked for, each with the first byte.
-        cut: a file of which half is sent before the connection ends; once.
-        held: a file of which half is sent, and no more. `waits` says that it has come so far.
-        endless: a file that is sent again and again, up to 64 MB.
-        instead: the content that is sent for a file, in place of the one that is listed.
-        tree: what is answered in place of the list of files.
-        link: the page that each page of the list names as the next one.
-        sent: bytes of content that were sent.
+        gated: Repositories that reject requests for files.
+        requests: Name and first byte of each requested file.
+        cut: File whose connection closes after half of the content, once.
+        held: File whose connection stalls after half of the content. `stalled` is set then.
+        endless: File that is sent repeatedly, up to 64 MB.
+        replaced: Content to send for a file in place of the listed content.
+        tree: Response in place of the list of files.
+        link: URL of the next page, which each page of the list contains.
+        sent: Number of sent bytes of the endless file.
     """
 
     daemon_threads = True
 
     def __init__(self, files: dict[str, dict[str, bytes]]) -> None:
-        super().__init__(("127.0.0.1", 0), Answers)
-        self.files, self.gated, self.asked = files, set[str](), list[tuple[str, int]]()
-        self.cut, self.held, self.waits, self.ended = "", "", threading.Event(), threading.Event()
-        self.endless, self.instead, self.tree, self.link, self.sent = (
-            "",
-            dict[str, bytes](),
-            b"",
-            "",
-            0,
-        )
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.files = files
+        self.gated = set[str]()
+        self.requests = list[tuple[str, int]]()
+        self.cut = ""
+        self.held = ""
+        self.stalled = threading.Event()
+        self.ended = threading.Event()
+        self.endless = ""
+        self.replaced = dict[str, bytes]()
+        self.tree = b""
+        self.link = ""
+        self.sent = 0
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
 
     def __enter__(self) -> Self:
@@ -51,14 +54,14 @@ class Hub(ThreadingHTTPServer):
         self.server_close()
 
 
-class Answers(BaseHTTPRequestHandler):
+class Handler(BaseHTTPRequestHandler):
     server: Hub
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *_: object) -> None:
         pass
 
-    def answer(self, code: int, body: bytes = b"", **headers: str) -> None:
+    def respond(self, code: int, body: bytes = b"", **headers: str) -> None:
         self.send_response(code)
         for name, value in {
             "Content-Length": f"{len(body)}",
@@ -72,57 +75,65 @@ class Answers(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         api = re.match(r"/api/((?:models|datasets)/[^/]+/[^/?]+)(/tree/)?", self.path)
         file = re.match(r"/((?:datasets/)?[^/]+/[^/]+)/resolve/\w+/([^?]+)", self.path)
-        repo = api[1] if api else re.sub("^(?!datasets/)", "models/", file[1]) if file else ""
-        if (files := self.server.files.get(repo)) is None:
-            self.answer(404, X_Error_Code="RepoNotFound")
-        elif api:
-            about = {
-                "id": repo.partition("/")[2],
-                "sha": REVISION,
-                "siblings": [],
-                "private": False,
-                "tags": [],
-            }
-            tree = (
-                self.server.tree
-                or json.dumps([listed(path, files[path]) for path in files]).encode()
-            )
-            links = {"Link": f'<{self.server.link}>; rel="next"'} if self.server.link else {}
-            self.answer(
-                200,
-                tree if api[2] else json.dumps(about).encode(),
-                Content_Type="application/json",
-                **links,
-            )
-        elif repo in self.server.gated:
-            self.answer(401, X_Error_Code="GatedRepo")
+        repo = ""
+        if api:
+            repo = api[1]
         elif file:
-            self.file(file[2], self.server.instead.get(file[2], files[file[2]]))
+            repo = re.sub("^(?!datasets/)", "models/", file[1])
+        files = self.server.files.get(repo)
+
+        if files is None:
+            self.respond(404, X_Error_Code="RepoNotFound")
+        elif api and api[2]:
+            self.send_file_list(files)
+        elif api:
+            about = {"id": repo.partition("/")[2], "sha": REVISION, "private": False}
+            about |= {"siblings": [], "tags": []}
+            self.respond(200, json.dumps(about).encode(), Content_Type="application/json")
+        elif repo in self.server.gated:
+            self.respond(401, X_Error_Code="GatedRepo")
+        elif file:
+            name = file[2]
+            self.send_file(name, self.server.replaced.get(name, files[name]))
 
     do_HEAD = do_GET
 
-    def file(self, name: str, content: bytes) -> None:
-        start = int((re.match(r"bytes=(\d+)-", self.headers.get("Range", "")) or "00")[1])
-        tag, part = (
-            f'"{hashlib.sha1(content).hexdigest()}"',
-            f"bytes {start}-{len(content) - 1}/{len(content)}",
-        )
+    def send_file_list(self, files: dict[str, bytes]) -> None:
+        tree = json.dumps([list_file(path, files[path]) for path in files]).encode()
+        headers = {"Content-Type": "application/json"}
+        if self.server.link:
+            headers["Link"] = f'<{self.server.link}>; rel="next"'
+        self.respond(200, self.server.tree or tree, **headers)
+
+    def send_file(self, name: str, content: bytes) -> None:
+        """Send a file from the requested first byte, or fail as the server is configured."""
+        requested_range = re.match(r"bytes=(\d+)-", self.headers.get("Range", ""))
+        start = int(requested_range[1]) if requested_range else 0
         if self.command == "GET":
-            self.server.asked.append((name, start))
-        if self.command == "GET" and name == self.server.endless:
-            return self.send_again_and_again(content)
-        if self.command == "HEAD" or name not in (self.server.cut, self.server.held):
-            return self.answer(206 if start else 200, content[start:], ETag=tag, Content_Range=part)
+            self.server.requests.append((name, start))
+            if name == self.server.endless:
+                return self.send_repeatedly(content)
+            if name in (self.server.cut, self.server.held):
+                return self.send_half(name, content)
+
+        tag = f'"{hashlib.sha1(content).hexdigest()}"'
+        part = f"bytes {start}-{len(content) - 1}/{len(content)}"
+        code = 206 if start else 200
+        self.respond(code, content[start:], ETag=tag, Content_Range=part)
+
+    def send_half(self, name: str, content: bytes) -> None:
+        """Send half of a file, then close the connection, or stall until the server ends."""
         self.send_response(200)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         self.wfile.write(content[: len(content) // 2])
         if name == self.server.held:
-            self.server.waits.set()
+            self.server.stalled.set()
             self.server.ended.wait()
-        self.server.cut, self.close_connection = "", True
+        self.server.cut = ""
+        self.close_connection = True
 
-    def send_again_and_again(self, content: bytes) -> None:
+    def send_repeatedly(self, content: bytes) -> None:
         self.close_connection = True
         self.send_response(200)
         self.end_headers()
@@ -131,7 +142,7 @@ class Answers(BaseHTTPRequestHandler):
                 self.server.sent += self.wfile.write(content)
 
 
-def listed(path: str, content: bytes) -> dict[str, Any]:
+def list_file(path: str, content: bytes) -> dict[str, Any]:
     """Return the listing of a file: with a Git hash, or with SHA-256 if it is large."""
     entry: dict[str, Any] = {"type": "file", "path": path, "size": len(content)}
     if len(content) > 1000:

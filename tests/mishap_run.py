@@ -25,25 +25,24 @@ from unittest.mock import patch
 from titanlite.runtime import process
 
 RANK = int(os.environ.get("RANK", "0"))
-late = RANK == 1
+is_rank_1 = RANK == 1
 
 
-def launch(count: int, *words: str) -> int:
+def launch(count: int, *options: str) -> int:
     from titanlite.launch.ranks import Ranks
 
-    seconds, restarts = (
-        float(os.environ.get("STOP_SECONDS", "60")),
-        int(os.environ.get("MAX_RESTARTS", "0")),
-    )
-    hint = "To go on: outputs/\x1b]0;mine\x07"
-    return Ranks([__file__, *words], range(count), count, seconds, restarts, lambda: hint).run()
+    seconds = float(os.environ.get("STOP_SECONDS", "60"))
+    restarts = int(os.environ.get("MAX_RESTARTS", "0"))
+    hint = "To resume: outputs/\x1b]0;mine\x07"
+    return Ranks([__file__, *options], range(count), count, seconds, restarts, lambda: hint).run()
 
 
 def ready(handler: Any = None) -> None:
+    """Install a signal handler, wait until both ranks have done so, and print "ready"."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if handler else ():
         signal.signal(number, handler)
     both = folder / "ready"
-    if late:
+    if is_rank_1:
         both.touch()
     else:
         while not both.exists():
@@ -51,51 +50,57 @@ def ready(handler: Any = None) -> None:
         print("ready", flush=True)
 
 
-def fails(error: Exception) -> None:
-    if late:
+def fail_after_rank_1(error: Exception) -> None:
+    """Raise `error` on rank 1, and then another error on rank 0."""
+    if is_rank_1:
         raise error
-    while not (folder / "1.json").exists():  # rank 1 may start later
+    while not (folder / "1.json").exists():
         time.sleep(0.01)
     raise RuntimeError("connection reset by peer")
 
 
 def save() -> None:
-    got = []
-    ready(lambda number, frame: got.append(number))
-    while not got:
+    """Stop after the first signal, and report how many signals arrived."""
+    signals = []
+    ready(lambda number, frame: signals.append(number))
+    while not signals:
         time.sleep(0.02)
-    # Ranks do not finish at the same time.
+    # The ranks exit at different times.
     time.sleep(0.3 + RANK)
-    raise StoppedBySignal(f"saved after {len(got)} signal")
+    raise StoppedBySignal(f"saved after {len(signals)} signal")
 
 
-def lost() -> None:
+def die_without_report() -> None:
     """Rank 1 is killed without a report, and rank 0 reports the failure."""
     ready()
     while not Path("go").exists():
         time.sleep(0.01)
-    if late:
+    if is_rank_1:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(0.5)
     raise RuntimeError("connection reset by peer")
 
 
-def hostile() -> None:
+def write_hostile_text() -> None:
+    """Report a hang and an error with escape codes, then exit."""
     (folder / "train.log").write_text("run.log")
     (folder / "0.hang.json").write_text(json.dumps([False, 0, "Rank 0 is LATE: x\x1b[2J"]))
-    if late and not Path("again").exists():
+    if is_rank_1 and not Path("again").exists():
         Path("again").touch()
         (folder / "1.json").write_text(
             json.dumps({"message": "a tensor\x1b[2J named\r\u202e", "time": 0.0})
         )
-    if late:
+    if is_rank_1:
         os._exit(9)
 
 
 MISHAPS: dict[str, Callable[[], Any]] = {
-    "guard_on_one": lambda: fails(GuardError("loss is nan on one rank")),
-    "crash": lambda: fails(ValueError("the root cause")),
-    "hang": lambda: (time.sleep(0 if late else 300), fails(ValueError("the root cause"))),
+    "guard_on_one": lambda: fail_after_rank_1(GuardError("loss is nan on one rank")),
+    "crash": lambda: fail_after_rank_1(ValueError("the root cause")),
+    "hang": lambda: (
+        time.sleep(0 if is_rank_1 else 300),
+        fail_after_rank_1(ValueError("the root cause")),
+    ),
     "save": save,
     "stuck": lambda: (ready(lambda number, frame: None), time.sleep(300)),
     "early": lambda: (ready(), time.sleep(300)),
@@ -103,9 +108,9 @@ MISHAPS: dict[str, Callable[[], Any]] = {
         ready(lambda *_: (Path(f"saved{RANK}").touch(), sys.exit())),
         time.sleep(300),
     ),
-    "hostile": hostile,
-    "lost": lost,
-    "exit": lambda: (ready(), os._exit(0) if late else time.sleep(300)),
+    "hostile": write_hostile_text,
+    "lost": die_without_report,
+    "exit": lambda: (ready(), os._exit(0) if is_rank_1 else time.sleep(300)),
 }
 
 
@@ -116,11 +121,12 @@ def train(mishap: str, arguments: list[str]) -> None:
     from titanlite.cli import train
     from titanlite.data.loader import Loader
 
-    next_global_batch, batches = Loader.next_global_batch, itertools.count(1)
+    next_global_batch = Loader.next_global_batch
+    batches = itertools.count(1)
 
     def late_batch(loader: Loader) -> Any:
         fifth = next(batches) == 5
-        if mishap in ("hang_data", "hang_nccl") and late and fifth:
+        if mishap in ("hang_data", "hang_nccl") and is_rank_1 and fifth:
             time.sleep(1000)
         if mishap == "hang_alone" and fifth:
             time.sleep(10)
@@ -130,9 +136,9 @@ def train(mishap: str, arguments: list[str]) -> None:
     def nccl_table(*_: bool) -> str:
         """Return an NCCL flight recorder entry of a collective that rank 1 has not joined."""
         entry = {
-            "collective_seq_id": 6 if late else 7,
+            "collective_seq_id": 6 if is_rank_1 else 7,
             "profiling_name": "nccl:all_reduce",
-            "retired": late,
+            "retired": is_rank_1,
         }
         return json.dumps({"entries": [{**entry, "time_created_ns": 2**62}]})
 
@@ -142,10 +148,10 @@ def train(mishap: str, arguments: list[str]) -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
         return True
 
-    if mishap == "stop_after_save" and late:
+    if mishap == "stop_after_save" and is_rank_1:
         logging.getLogger("titanlite").addFilter(stop_after_save)
     patch.object(Loader, "next_global_batch", late_batch).start()
-    if mishap == "hang_save" and late:
+    if mishap == "hang_save" and is_rank_1:
         patch.object(CheckpointWriter, "write_data", lambda *_: time.sleep(1000)).start()
     if mishap == "hang_nccl":
         patch.object(_distributed_c10d, "_dump_nccl_trace_json", nccl_table, create=True).start()

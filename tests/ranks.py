@@ -76,7 +76,7 @@ class World:
         OPEN.append(self)
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         """Output of all ranks so far."""
         return self._output.read_text(errors="replace")
 
@@ -84,13 +84,13 @@ class World:
         """Wait until a rank has printed the regular expression `pattern`."""
         deadline = time.monotonic() + timeout
         is_running = True
-        while not re.search(pattern, self.said):
-            assert is_running, f"no rank printed {pattern!r}:\n{self.said}"
+        while not re.search(pattern, self.output):
+            assert is_running, f"no rank printed {pattern!r}:\n{self.output}"
             has_time = time.monotonic() < deadline
             is_running = has_time and any(process.is_alive() for process in self.processes)
             time.sleep(0.02)
 
-    def ended(self, seconds: float) -> bool:
+    def exits_within(self, seconds: float) -> bool:
         """Return whether all ranks end within `seconds`."""
         deadline = time.monotonic() + seconds
         for process in self.processes:
@@ -114,11 +114,12 @@ class World:
                 deadline = min(deadline, time.monotonic() + PATIENCE)
         late = [rank for rank, process in enumerate(self.processes) if process.exitcode is None]
         for rank in late:
-            self.kill(rank, signal.SIGABRT)  # faulthandler then prints the stack
+            # On SIGABRT, faulthandler prints the stack.
+            self.kill(rank, signal.SIGABRT)
             self.processes[rank].join(10)
         self.close()
         if late:
-            raise RanksFailed(f"ranks {late} did not end in time\n{self.said}")
+            raise RanksFailed(f"ranks {late} did not end in time\n{self.output}")
         return [process.exitcode for process in self.processes]  # type: ignore[misc]
 
     def results(self) -> list[Any]:
@@ -135,7 +136,7 @@ class World:
             process.join()
         OPEN[:] = [world for world in OPEN if world is not self]
 
-    def ends_with(self, code: int, timeout: float = 240) -> str:
+    def wait_for_exit(self, code: int, timeout: float = 240) -> str:
         """Wait for all ranks, and return their output.
 
         Raises:
@@ -143,8 +144,8 @@ class World:
         """
         codes = self.wait(timeout)
         if codes != [code] * len(codes):
-            raise RanksFailed(f"exit codes of the ranks: {codes}\n{self.said}")
-        return self.said
+            raise RanksFailed(f"exit codes of the ranks: {codes}\n{self.output}")
+        return self.output
 
     def kill(self, rank: int, number: int) -> None:
         """Send the signal `number` to a rank."""
@@ -160,24 +161,24 @@ def run_ranks(
         RanksFailed: If a rank raises an error, dies, or takes more than `timeout` seconds.
     """
     world = World(count, _in_a_group, function, args)
-    world.ends_with(0, timeout)
+    world.wait_for_exit(0, timeout)
     return world.results()
 
 
 def start_titanlite(
-    *words: object, ranks: int = 1, before: Callable[[], None] | None = None
+    *options: object, ranks: int = 1, before: Callable[[], None] | None = None
 ) -> World:
-    """Start `titanlite WORDS` on each rank like the launcher, after calling `before` there."""
-    return World(ranks, _command, list(map(str, words)), before)
+    """Start `titanlite OPTIONS` on each rank like the launcher, after calling `before` there."""
+    return World(ranks, _command, list(map(str, options)), before)
 
 
-def titanlite(*words: object, ranks: int = 1, code: int = 0) -> str:
-    """Run `titanlite WORDS` on each rank, check the exit codes, and return the output."""
-    return start_titanlite(*words, ranks=ranks).ends_with(code)
+def titanlite(*options: object, ranks: int = 1, code: int = 0) -> str:
+    """Run `titanlite OPTIONS` on each rank, check the exit codes, and return the output."""
+    return start_titanlite(*options, ranks=ranks).wait_for_exit(code)
 
 
 def start_small(
-    out: Path, *words: object, ranks: int = 1, before: Callable[[], None] | None = None
+    out: Path, *options: object, ranks: int = 1, before: Callable[[], None] | None = None
 ) -> World:
     """Start `titanlite train` with the small job and the output folder `out`.
 
@@ -186,21 +187,21 @@ def start_small(
     job = out.with_suffix(".toml")
     job.write_text(SMALL)
     files = ("--job.config_file", job, "--job.dump_folder", out)
-    return start_titanlite("train", *files, *split_words(words), ranks=ranks, before=before)
+    return start_titanlite("train", *files, *split_words(options), ranks=ranks, before=before)
 
 
-def split_words(words: Sequence[object]) -> list[object]:
+def split_words(options: Sequence[object]) -> list[object]:
     """Split strings at spaces, and keep other objects, such as paths."""
     parts: list[object] = []
-    for word in words:
+    for word in options:
         parts += word.split() if isinstance(word, str) else [word]
     return parts
 
 
-def small_trainer(folder: str, hooks: Hook | list[Hook], *words: str) -> Trainer:
+def small_trainer(folder: str, hooks: Hook | list[Hook], *options: str) -> Trainer:
     """Return a trainer of the small job with additional hooks and the output folder `out`.
 
-    `words` are split at spaces.
+    `options` are split at spaces.
     """
     import torch
 
@@ -211,7 +212,7 @@ def small_trainer(folder: str, hooks: Hook | list[Hook], *words: str) -> Trainer
     job.parent.mkdir(exist_ok=True)
     job.write_text(SMALL)
     files = ["--job.config_file", str(job), "--job.dump_folder", f"{folder}/out"]
-    run = load_run([*files, *" ".join(words).split()], int(os.environ["WORLD_SIZE"]))
+    run = load_run([*files, *" ".join(options).split()], int(os.environ["WORLD_SIZE"]))
     return Trainer(run, torch.device("cpu"), hooks if isinstance(hooks, list) else [hooks])
 
 
@@ -226,10 +227,10 @@ def descendants(pid: int) -> list[int]:
     """Return the IDs of a process and all its descendants."""
     command = ["pgrep", "-P", str(pid)]
     children = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
-    found = [pid]
+    pids = [pid]
     for child in children:
-        found += descendants(int(child))
-    return found
+        pids += descendants(int(child))
+    return pids
 
 
 def _run(environment: dict[str, str], folder: str, body: Callable[..., Any], args: Any) -> None:
@@ -241,7 +242,7 @@ def _run(environment: dict[str, str], folder: str, body: Callable[..., Any], arg
     os.environ.clear()
     os.environ.update(environment)
     faulthandler.enable()
-    # A collection would look at, and so copy, all that the server had loaded.
+    # A garbage collection would touch, and so copy, all pages that are shared with the server.
     gc.freeze()
     code = 1
     try:
@@ -258,7 +259,8 @@ def _run(environment: dict[str, str], folder: str, body: Callable[..., Any], arg
 def _in_a_group(function: Callable[..., Any], args: Sequence[Any], store: Path) -> Any:
     import torch.distributed as dist
 
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    world_size = int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     result = function(*args)
     dist.barrier()
@@ -266,10 +268,10 @@ def _in_a_group(function: Callable[..., Any], args: Sequence[Any], store: Path) 
     return result
 
 
-def _command(words: list[str], before: Callable[[], None] | None, store: Path) -> None:
+def _command(options: list[str], before: Callable[[], None] | None, store: Path) -> None:
     from titanlite import cli
 
     os.environ[STORE] = str(store)
     if before is not None:
         before()
-    sys.exit(cli.main(words))
+    sys.exit(cli.main(options))

@@ -61,7 +61,7 @@ def start(job_file: Path, folder: Path, *options: str, ranks: int = 1) -> "subpr
     )
 
 
-def launched(job_file: Path, folder: Path, *options: str, ranks: int = 1, code: int = 0) -> str:
+def launch_job(job_file: Path, folder: Path, *options: str, ranks: int = 1, code: int = 0) -> str:
     """Run a job, check the exit code, and return the output."""
     process = start(job_file, folder, *options, ranks=ranks)
     out, err = process.communicate(timeout=300)
@@ -79,18 +79,18 @@ def wait_for_step(process: "subprocess.Popen[str]", step: int) -> None:
     raise AssertionError(process.stderr.read() if process.stderr else "")
 
 
-def logged(folder: Path) -> dict[int, dict[str, Any]]:
+def read_metrics(folder: Path) -> dict[int, dict[str, Any]]:
     """Return the entries of metrics.jsonl by step."""
     entries = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert len({entry["step"] for entry in entries}) == len(entries), "a step was logged twice"
     return {entry["step"]: entry for entry in entries}
 
 
-def losses(folder: Path) -> dict[int, float]:
+def read_losses(folder: Path) -> dict[int, float]:
     """Return the loss of each step."""
-    return {step: entry["loss"] for step, entry in logged(folder).items()}
+    return {step: entry["loss"] for step, entry in read_metrics(folder).items()}
 
 
-def as_logged(text: str) -> str:
+def indent_like_log(text: str) -> str:
     """Indent all lines of a message but the first, as train.log does."""
     return text.rstrip("\n").replace("\n", "\n    ") + "\n"

@@ -17,7 +17,7 @@ LINKS = re.findall(r"\[`?([^`\]]+)`?\]\(((?:\.\./)*)([^)#:]+?)(?:#L\d+)?\)", PAG
 @pytest.mark.parametrize(
     ("text", "up", "path"), LINKS, ids=[f"{text} in {path}" for text, _, path in LINKS]
 )
-def test_each_link_leads_to_a_file_that_has_what_the_link_names(text: str, up: str, path: str):
+def test_each_link_leads_to_a_file_that_defines_the_linked_name(text: str, up: str, path: str):
     """Link texts such as `Class.method` or `function` name a definition in the linked file."""
     target = (ROOT / "docs" / "internals" / up / path).resolve()
     assert target.exists(), path
@@ -36,23 +36,22 @@ def test_each_link_leads_to_a_file_that_has_what_the_link_names(text: str, up: s
             scope = inside[0]
 
 
-def test_every_room_stands_on_the_page_above_those_that_it_imports():
-    rooms = re.findall(r"^\| \[?`(\w+)(?:/|\.py)`.*\|$", PAGE, flags=re.MULTILINE)
+def test_the_page_lists_every_package_above_the_packages_that_it_imports():
+    packages = re.findall(r"^\| \[?`(\w+)(?:/|\.py)`.*\|$", PAGE, flags=re.MULTILINE)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     layers = project["tool"]["importlinter"]["contracts"][0]["layers"]
-    floors = {
-        name.split(".")[1].strip(): floor
-        for floor, layer in enumerate(layers)
-        for name in layer.split("|")
-    }
+    depths = {}
+    for depth, layer in enumerate(layers):
+        for name in layer.split("|"):
+            depths[name.split(".")[1].strip()] = depth
 
-    assert sorted(rooms) == sorted(floors)
-    assert [floors[room] for room in rooms] == sorted(floors.values())
+    assert sorted(packages) == sorted(depths)
+    assert [depths[package] for package in packages] == sorted(depths.values())
 
     folders = {
         path.name for path in (ROOT / "titanlite").iterdir() if (path / "__init__.py").exists()
     }
-    assert folders <= set(rooms)
+    assert folders <= set(packages)
 
 
 COUNT = runpy.run_path(str(ROOT / "scripts" / "count_code.py"))
@@ -71,7 +70,7 @@ def test_comments_docstrings_and_layout_do_not_count(tmp_path):
     module = tmp_path / "module.py"
     docstring = '"""Docstring\n\nof three lines."""\n\n'
     assignment = 'x = """a\n\nb"""  # a string of three lines\n\n'  # 3 tokens, 1 line
-    # 3 + 3 + 2 + 1 tokens, 4 lines.
+    # This code has 3 + 3 + 2 + 1 tokens on 4 lines.
     branch = "if x:\n    y = [\n        1,\n    ]\n"
     module.write_text(docstring + "# comment\n" + assignment + branch)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import tomli
 from ranks import start_titanlite
-from small_runs import SMALL, logged
+from small_runs import SMALL, read_metrics
 
 from titanlite.checkpoint.find import read_compute_dtype
 from titanlite.config import compute_dtype
@@ -29,7 +29,7 @@ CPUS = {
 
 @pytest.fixture
 def use_cpu(tmp_path, monkeypatch):
-    """Let titanlite see the CPU that /proc/cpuinfo describes so."""
+    """Return a function that replaces /proc/cpuinfo by the description of a CPU."""
 
     def use(name: str) -> None:
         text, _ = CPUS[name]
@@ -48,14 +48,20 @@ def job_file(tmp_path) -> Path:
     return path
 
 
-def options(job_file: Path, steps: int, *more: str) -> list[str]:
-    words = ["--job.config_file", job_file, "--job.dump_folder", job_file.with_name("out")]
-    return [*map(str, words), "--training.steps", str(steps), "--checkpoint.interval", "1", *more]
+def make_options(job_file: Path, steps: int, *options: str) -> list[str]:
+    """Return options that train `steps` steps and save each of them."""
+    files = [
+        "--job.config_file",
+        str(job_file),
+        "--job.dump_folder",
+        str(job_file.with_name("out")),
+    ]
+    return [*files, "--training.steps", str(steps), "--checkpoint.interval", "1", *options]
 
 
-def train(*words: str) -> tuple[str, str]:
-    """Train in this process; return the compute dtype of the weights and that of config.toml."""
-    run = load_run(words, world_size=1)
+def train(*options: str) -> tuple[str, str]:
+    """Train in this process, and return the compute dtypes of the trainer and of config.toml."""
+    run = load_run(options, world_size=1)
     with Trainer(run) as trainer:
         trainer.train()
         used = trainer.job.training.mixed_precision_param
@@ -64,44 +70,48 @@ def train(*words: str) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("cpu", CPUS)
-def test_a_new_run_computes_in_what_the_cpu_supports(cpu, job_file, use_cpu):
+def test_a_new_run_computes_in_bfloat16_only_if_the_cpu_supports_it(cpu, job_file, use_cpu):
     use_cpu(cpu)
     _, expected = CPUS[cpu]
-    assert train(*options(job_file, 1)) == (expected, expected)
+    assert train(*make_options(job_file, 1)) == (expected, expected)
     assert f"Computing in {expected}" in (job_file.with_name("out") / "train.log").read_text()
 
 
-def test_a_job_that_names_a_dtype_gets_it_on_any_cpu(job_file, use_cpu):
+def test_a_dtype_in_the_job_is_used_on_any_cpu(job_file, use_cpu):
     use_cpu("AVX2")
     named = ("--training.mixed_precision_param", "bfloat16")
-    assert train(*options(job_file, 1, *named)) == ("bfloat16", "bfloat16")
+    assert train(*make_options(job_file, 1, *named)) == ("bfloat16", "bfloat16")
 
 
 def test_a_resume_on_another_cpu_keeps_the_dtype_and_reports_no_change(job_file, use_cpu):
     out = job_file.with_name("out")
     use_cpu("AMX")
-    train(*options(job_file, 1))
+    train(*make_options(job_file, 1))
     use_cpu("AVX2")
 
-    assert train(*options(job_file, 2)) == ("bfloat16", "bfloat16")
+    assert train(*make_options(job_file, 2)) == ("bfloat16", "bfloat16")
 
     text = (out / "train.log").read_text()
-    assert sorted(logged(out)) == [1, 2]
+    assert sorted(read_metrics(out)) == [1, 2]
     assert "CPU has no bfloat16 instructions" in text
-    # As "changed since ..." would name it.
+    # A changed option would be logged in this form.
     assert "mixed_precision_param:" not in text
 
 
-def test_a_run_that_comes_back_from_its_mirror_keeps_its_dtype(job_file, use_cpu):
-    out, mirror = job_file.with_name("out"), job_file.with_name("mirror")
-    words = options(job_file, 1, "--checkpoint.mirror", f"file://{mirror}")
+def test_a_run_that_resumes_from_its_mirror_keeps_its_dtype(job_file, use_cpu):
+    out = job_file.with_name("out")
+    mirror = job_file.with_name("mirror")
+    arguments = make_options(job_file, 1, "--checkpoint.mirror", f"file://{mirror}")
     use_cpu("AMX")
-    train(*words)
+    train(*arguments)
     shutil.rmtree(out)
     use_cpu("AVX2")
 
-    assert read_compute_dtype(load_run(words, world_size=1)) == "bfloat16"
-    assert train(*words[:4], "--training.steps", "2", *words[6:]) == ("bfloat16", "bfloat16")
+    assert read_compute_dtype(load_run(arguments, world_size=1)) == "bfloat16"
+    assert train(*arguments[:4], "--training.steps", "2", *arguments[6:]) == (
+        "bfloat16",
+        "bfloat16",
+    )
 
 
 def _hide_bfloat16_from_rank_1() -> None:
@@ -114,8 +124,10 @@ def _hide_bfloat16_from_rank_1() -> None:
 @pytest.mark.slow
 def test_nodes_with_different_cpus_agree_on_one_dtype(job_file, tmp_path, monkeypatch):
     monkeypatch.setenv("CPUS", str(tmp_path))
-    words = options(job_file, 1, "--metrics.log_freq", "1")
-    start_titanlite("train", *words, ranks=2, before=_hide_bfloat16_from_rank_1).ends_with(0)
+    arguments = make_options(job_file, 1, "--metrics.log_freq", "1")
+    start_titanlite("train", *arguments, ranks=2, before=_hide_bfloat16_from_rank_1).wait_for_exit(
+        0
+    )
     text = (tmp_path / "out" / "config.toml").read_text()
 
     assert tomli.loads(text)["training"]["mixed_precision_param"] == "bfloat16"
@@ -124,7 +136,7 @@ def test_nodes_with_different_cpus_agree_on_one_dtype(job_file, tmp_path, monkey
 @pytest.mark.parametrize("cpu", ["AVX2", "AMX"])
 def test_a_plan_for_a_gpu_does_not_depend_on_this_cpu(cpu, job_file, use_cpu):
     use_cpu(cpu)
-    run = load_run(options(job_file, 1), world_size=2)
+    run = load_run(make_options(job_file, 1), world_size=2)
     (trace,) = trace_run(run, find_gpu("H100"))
 
     assert "bfloat16" in {work.dtype for work in trace.work if work.op == "aten.mm"}

@@ -19,7 +19,7 @@ import pytest
 from from_torchtitan.test_migrate import OF_02
 from hub import Hub
 from ranks import free_port
-from test_package import copy_of_repository
+from test_package import copy_repository
 
 from titanlite.cli import COMMANDS
 from titanlite.config.schema import list_keys
@@ -31,47 +31,48 @@ PROGRAMS = {
     page: re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.S)
     for page in ROOT.glob("docs/**/*.md")
 }
-# of minutes
+# Each run of the tutorials would otherwise take minutes.
 SHORT = " --training.steps 4 --checkpoint.interval 4 --training.seq_len 64 --training.local_batch_size 1"
 SHORT += " --model.n_layers 1"
 
 
 def run(command: str, folder: Path, **variables: str) -> str:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
-    words, timeout = ["bash", "-euo", "pipefail", "-c", command], 1800 if WHOLE else 600
+    options = ["bash", "-euo", "pipefail", "-c", command]
+    timeout = 1800 if WHOLE else 600
     done = subprocess.run(
-        words, cwd=folder, capture_output=True, text=True, env=environment, timeout=timeout
+        options, cwd=folder, capture_output=True, text=True, env=environment, timeout=timeout
     )
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout + done.stderr
 
 
-def blocks(page: str) -> list[tuple[str, str, str]]:
-    """The blocks of a page: language, title and text."""
+def read_blocks(page: str) -> list[tuple[str, str, str]]:
+    """Return language, title and text of each code block on a page."""
     block = r'^```(\w*)(?: title="(.*?)")?\n(.*?)^```$'
     return re.findall(block, (ROOT / "docs" / page).read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
-def samples(page: str) -> list[str]:
+def read_samples(page: str) -> list[str]:
     """Return the sample outputs of a page, its blocks without a language."""
-    return [text for language, _, text in blocks(page) if not language]
+    return [text for language, _, text in read_blocks(page) if not language]
 
 
-def absent(sample: str, said: str) -> list[str]:
+def find_missing_lines(sample: str, said: str) -> list[str]:
     """Return the lines of a sample that are missing in the output, ignoring numbers and bars."""
     masks = {r"\d[\d,.:]*": "0", "[▁-█]+": "█"}
 
     def masked(text: str) -> list[str]:
         for pattern, by in masks.items():
             text = re.sub(pattern, by, text)
-        return [
-            " ".join(line.split()) for line in text.splitlines() if line.strip() not in ("", "...")
-        ]
+        lines = [" ".join(line.split()) for line in text.splitlines()]
+        return [line for line in lines if line not in ("", "...")]
 
     return [line for line in masked(sample) if line not in masked(said)]
 
 
-TUTORIALS = {  # and what its commands say
+# Page -> texts in the output of its commands
+TUTORIALS = {
     "getting_started/your_text": [
         "Question: How do I write 8 3 1 1?",
         "bits/byte",
@@ -94,57 +95,60 @@ TUTORIALS = {  # and what its commands say
 }
 
 
+def shorten(job: str) -> str:
+    """Reduce the number of steps in the text of a job file."""
+    job = re.sub(r"(?m)^(warmup_steps|freq) = \d+", r"\1 = 2", job)
+    return re.sub(r"(?m)^steps = \d+", "steps = 4", job)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TUTORIALS)
-def test_the_files_and_commands_of_a_tutorial_work(name: str, tmp_path):
-    found = blocks(page := f"{name}.md")
+def test_the_commands_of_a_tutorial_print_the_documented_output(name: str, tmp_path):
+    page = f"{name}.md"
+    code_blocks = read_blocks(page)
     (tmp_path / "bin").mkdir()
-    for program, words in (
+    for program, options in (
         ("titanlite", f"{sys.executable} -m titanlite"),
         ("python", sys.executable),
     ):
-        (tmp_path / "bin" / program).write_text(f'#!/bin/sh\nexec {words} "$@"\n')
+        (tmp_path / "bin" / program).write_text(f'#!/bin/sh\nexec {options} "$@"\n')
         (tmp_path / "bin" / program).chmod(0o755)
-    for title, text in ((title, text) for _, title, text in found if title):
-        short = re.sub(
-            r"(?m)^steps = \d+",
-            "steps = 4",
-            re.sub(r"(?m)^(warmup_steps|freq) = \d+", r"\1 = 2", text),
-        )
-        (tmp_path / title).write_text(text if WHOLE else short)
-    commands = "".join(text for language, _, text in found if language == "bash")
-    said = run(
-        commands,
-        tmp_path,
-        PATH=f"{tmp_path}/bin:{os.environ['PATH']}",
-        MASTER_PORT=str(free_port()),
-    )
+    for _, title, text in code_blocks:
+        if title:
+            (tmp_path / title).write_text(text if WHOLE else shorten(text))
+    commands = "".join(text for language, _, text in code_blocks if language == "bash")
+    path = f"{tmp_path}/bin:{os.environ['PATH']}"
 
-    assert [words for words in TUTORIALS[name] if words not in said] == []
+    output = run(commands, tmp_path, PATH=path, MASTER_PORT=str(free_port()))
 
+    assert [text for text in TUTORIALS[name] if text not in output] == []
+
+    samples = read_samples(page)
+    missing = [line for sample in samples for line in find_missing_lines(sample, output)]
+    # A model that was trained for a few steps cannot answer questions.
     learned = [] if WHOLE else ["Answer: eight thousand three hundred eleven."]
-    assert [line for sample in samples(page) for line in absent(sample, said)] == learned[
-        : len(samples(page))
-    ]
+    assert missing == learned[: len(samples)]
 
     if name == "getting_started/multi_node":
-        assert absent(samples("guides/monitoring.md")[1], said) == []
+        assert find_missing_lines(read_samples("guides/monitoring.md")[1], output) == []
     if name == "getting_started/your_text":
         assert (tmp_path / "my-model" / "config.json").exists()
-        assert "eight thousand three hundred eleven" in said.partition("perplexity")[2] or not WHOLE
+        assert (
+            "eight thousand three hundred eleven" in output.partition("perplexity")[2] or not WHOLE
+        )
 
 
 @pytest.mark.slow
 def test_every_command_of_the_readme_works_in_a_fresh_clone(tmp_path):
     """The clone contains a job file and text, and a local hub serves the datasets in README."""
-    clone = copy_of_repository(tmp_path / "titanlite")
+    clone = copy_repository(tmp_path / "titanlite")
     (clone / "my_job.toml").write_text(README.partition("```toml\n")[2].partition("```")[0])
     (clone / "data").mkdir()
     texts = [json.dumps({"text": path.read_text()}) for path in ROOT.glob("titanlite/**/*.py")]
     (clone / "data" / "a.jsonl").write_text("\n".join(texts))
     model = {"tokenizer.json": (ROOT / "assets/tokenizer/tokenizer.json").read_bytes()}
     data = {"data/train-0.parquet": b"text"}
-    # Stamped for this folder, so that ./run_train.sh does not install anew; the package is found by
+    # The stamp prevents ./run_train.sh from installing the package, which is found in
     # PYTHONPATH.
     (clone / ".venv").mkdir()
     for entry in (ROOT / ".venv").iterdir():
@@ -153,9 +157,12 @@ def test_every_command_of_the_readme_works_in_a_fresh_clone(tmp_path):
     packages = (clone / "pyproject.toml").read_text() + (clone / "constraints.txt").read_text()
     checksum = subprocess.check_output(["cksum"], input=packages, text=True)
     (clone / ".venv" / "installed.").write_text(f"{checksum.strip()} {clone}\n")
-    blocks = "".join(re.findall(r"```bash\n(.*?)```", README, flags=re.DOTALL))
-    lines = [line.split("  #")[0].strip() for line in blocks.replace("\\\n", " ").splitlines()]
-    commands = [line for line in lines if line and not line.startswith("#")]
+    shell_code = "".join(re.findall(r"```bash\n(.*?)```", README, flags=re.DOTALL))
+    commands = []
+    for line in shell_code.replace("\\\n", " ").splitlines():
+        command = line.split("  #")[0].strip()
+        if command and not command.startswith("#"):
+            commands.append(command)
     with Hub(
         {"models/openai-community/gpt2": model, "datasets/roneneldan/TinyStories": data}
     ) as hub:
@@ -166,35 +173,38 @@ def test_every_command_of_the_readme_works_in_a_fresh_clone(tmp_path):
             "PYTHONPATH": str(clone),
         }
         for command in commands:
-            # Instead of serving: the curves that it finds.
+            # With --inspect, TensorBoard lists the curves instead of serving them.
             if "tensorboard" in command:
                 assert "train/loss" in run(f"{command} --inspect", clone, **keys)
             elif "run_train.sh" in command and "--help" not in command:
                 assert re.search(r"step +4/4|Nothing to do", run(command + SHORT, clone, **keys))
             elif command != "./run_tests.sh" and not command.startswith(("git clone", "cd ")):
-                said = run(command, clone, **keys)
+                output = run(command, clone, **keys)
                 assert (
-                    "watch" not in command or absent(samples("guides/monitoring.md")[0], said) == []
+                    "watch" not in command
+                    or find_missing_lines(read_samples("guides/monitoring.md")[0], output) == []
                 )
-                assert all(prompt in said for prompt in re.findall(r"--prompt '([^']*)'", command))
+                assert all(
+                    prompt in output for prompt in re.findall(r"--prompt '([^']*)'", command)
+                )
 
     assert sum("run_train.sh" in command for command in commands) >= 2
 
 
-def test_a_plan_is_as_its_page_shows_it():
-    """Numbers may differ by 10%, because other versions of torch run other kernels."""
+def test_the_documented_plan_is_up_to_date():
+    """Numbers may differ by 10%, because versions of torch run different kernels."""
     page = (ROOT / "docs/guides/memory_and_speed.md").read_text()
-    said = run(
+    output = run(
         f"{shlex.quote(sys.executable)} -m {page.partition('```bash')[2].partition('```')[0].strip()}",
         ROOT,
     )
-    shown = samples("guides/memory_and_speed.md")[0]
+    shown = read_samples("guides/memory_and_speed.md")[0]
 
-    assert absent(shown, said) == []
+    assert find_missing_lines(shown, output) == []
 
     tables = [
         [line.rstrip() for line in text.splitlines() if re.search(r"\d\.\d", line)]
-        for text in (shown, said)
+        for text in (shown, output)
     ]
     for numbers in zip(*tables, strict=False):  # warnings of libraries come last
         found, expected = [
@@ -203,17 +213,17 @@ def test_a_plan_is_as_its_page_shows_it():
         assert found == pytest.approx(expected, rel=0.1, abs=0.02), numbers
 
 
-def test_a_migration_is_as_its_page_shows_it(tmp_path):
+def test_the_documented_migration_is_up_to_date(tmp_path):
     (tmp_path / "llama3_8b.toml").write_text(OF_02)
-    said = run(
+    output = run(
         f"{shlex.quote(sys.executable)} -m titanlite migrate llama3_8b.toml --out my_8b.toml",
         tmp_path,
     )
 
-    assert absent(samples("reference/from_torchtitan.md")[0], said) == []
+    assert find_missing_lines(read_samples("reference/from_torchtitan.md")[0], output) == []
 
 
-def test_no_page_installs_titanlite_from_where_it_is_not():
+def test_no_page_installs_titanlite_from_pypi():
     pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("titanlite/**/*.py")]
     assert [page for page in pages if re.search(r"pip install '?titanlite", page.read_text())] == []
 
@@ -227,15 +237,15 @@ def test_the_readme_names_files_that_exist():
 @pytest.mark.parametrize(
     "page", sorted(page for page, found in PROGRAMS.items() if found), ids=lambda page: page.name
 )
-def test_python_of_the_documentation_runs(page: Path, tmp_path):
-    """All blocks of a page form one program, which runs in an empty folder."""
+def test_documented_python_programs_run(page: Path, tmp_path):
+    """All code blocks of a page form one program, which runs in an empty folder."""
     (tmp_path / "program.py").write_text("\n".join(PROGRAMS[page]))
     run(f"{shlex.quote(sys.executable)} program.py", tmp_path)
 
 
-def test_the_documented_signatures_are_those_of_the_functions():
+def test_documented_signatures_match_the_functions():
     documented = next(
-        text for language, _, text in blocks("reference/python.md") if language == "text"
+        text for language, _, text in read_blocks("reference/python.md") if language == "text"
     ).splitlines()
     for line in documented:
         function = pkgutil.resolve_name(line.partition("(")[0])
@@ -255,7 +265,7 @@ def test_the_reference_has_every_key_with_its_type_default_and_text():
         "### training.seq_len { #training.seq_len }\n\n*an integer greater than 0; default `"
         in page
     )
-    # Of a table in a section.
+    # This key is part of a table within a section.
     assert "### dataset.sources.weight" in page
 
 
@@ -263,7 +273,7 @@ def test_the_reference_has_every_key_with_its_type_default_and_text():
 @pytest.mark.skipif(
     importlib.util.find_spec("material") is None, reason="pip install 'titanlite[docs]'"
 )
-def test_the_site_is_built_without_a_warning_and_asks_for_nothing_on_the_network(
+def test_the_site_builds_without_warnings_and_loads_nothing_from_the_network(
     tmp_path,
 ):
     build = f"{shlex.quote(sys.executable)} -m mkdocs build --strict --site-dir {shlex.quote(str(tmp_path))}"

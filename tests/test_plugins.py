@@ -1,14 +1,14 @@
-"""Plugins: the model in examples/gemma, and fused projections from docs/reference/plugin_models.md."""
+"""Plugins add models, such as examples/gemma and the fused model in plugin_models.md."""
 
 from pathlib import Path
 
 import pytest
 from ranks import run_ranks, titanlite
-from small_runs import SMALL, losses
+from small_runs import SMALL, read_losses
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("gemma")]
 EXAMPLE = Path(__file__).parents[1] / "examples" / "gemma"
-LAYOUTS = ("tensor_parallel", "data_parallel_shard", "pipeline_parallel", "context_parallel")
+
 OWN = '[job]\nplugins = ["gemma"]\n[gemma]\nhidden_act = "relu"\n[model]\narchitecture = "gemma"'
 JOB = SMALL.replace("[model]", OWN).replace("n_kv_heads = 1", "n_kv_heads = 2")
 
@@ -33,28 +33,34 @@ def trained(installed, tmp_path_factory) -> Path:
     """Train on one rank, export to `hf`, and return the output folder."""
     folder = tmp_path_factory.mktemp("gemma")
     (folder / "job.toml").write_text(JOB)
-    titanlite(*words(folder, "alone"))
+    titanlite(*train_options(folder, "alone"))
     export = f"export --checkpoint {folder}/alone --out {folder}/alone/hf --dtype float32 --job.plugins gemma"
     titanlite(*export.split())
     return folder / "alone"
 
 
-def words(folder: Path, name: str, *more: object) -> tuple[object, ...]:
+def train_options(folder: Path, name: str, *options: object) -> tuple[object, ...]:
     job = ["--job.config_file", folder / "job.toml", "--job.dump_folder", folder / name]
-    return ("train", *job, "--training.steps", 3, *more)
+    return ("train", *job, "--training.steps", 3, *options)
 
 
 def assert_same_losses(a: Path, b: Path) -> None:
-    """Compare losses in fp32, whose sums have another order."""
-    assert losses(a) == pytest.approx(losses(b), rel=2e-6)
+    """Compare losses in fp32 with a tolerance, because layouts add in different orders."""
+    assert read_losses(a) == pytest.approx(read_losses(b), rel=2e-6)
 
 
 @pytest.mark.parametrize(
-    "layout", [LAYOUTS[0], *(pytest.param(each, marks=pytest.mark.long) for each in LAYOUTS[1:])]
+    "layout",
+    [
+        "tensor_parallel",
+        pytest.param("data_parallel_shard", marks=pytest.mark.long),
+        pytest.param("pipeline_parallel", marks=pytest.mark.long),
+        pytest.param("context_parallel", marks=pytest.mark.long),
+    ],
 )
-def test_the_example_trains_alike_in_each_layout(layout, trained):
+def test_the_example_has_the_same_losses_in_each_layout(layout, trained):
     options = [f"--parallelism.{layout}_degree", 2, "--training.local_batch_size", 1]
-    titanlite(*words(trained.parent, layout, *options), ranks=2)
+    titanlite(*train_options(trained.parent, layout, *options), ranks=2)
     assert_same_losses(trained.parent / layout, trained)
 
 
@@ -87,12 +93,12 @@ def test_keys_of_a_plugin_are_checked_and_a_missing_one_is_named(trained):
     assert '"none_such"' in titanlite(*check, "--job.plugins", "none_such", code=2)
 
     command = f"import --hf {trained}/hf --out {trained}/from_hf --job.plugins gemma"
-    said = titanlite(*command.split())
-    (trained / "from_hf.toml").write_text(said[said.index("[model]") :])
+    output = titanlite(*command.split())
+    (trained / "from_hf.toml").write_text(output[output.index("[model]") :])
     titanlite("check", "--job.config_file", trained / "from_hf.toml")
 
 
-def test_the_export_computes_what_was_trained(trained):
+def test_the_exported_example_has_the_same_logits_in_transformers(trained):
     run_ranks(1, compare_with_transformers, trained)
 
 
@@ -134,9 +140,9 @@ def fused(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def test_a_model_with_fused_projections_trains_alike_with_tensor_parallelism(fused):
-    titanlite(*words(fused, "alone"))
-    titanlite(*words(fused, "two", "--parallelism.tensor_parallel_degree", 2), ranks=2)
+def test_a_model_with_fused_projections_has_the_same_losses_with_tensor_parallelism(fused):
+    titanlite(*train_options(fused, "alone"))
+    titanlite(*train_options(fused, "two", "--parallelism.tensor_parallel_degree", 2), ranks=2)
     assert_same_losses(fused / "two", fused / "alone")
 
 
@@ -144,13 +150,13 @@ def test_groups_match_the_parameters_of_a_plugin(fused):
     job = fused / "job.toml"
     titanlite("check", "--job.config_file", job)
     job.write_text(job.read_text().replace("*.wqkv.weight", "*.wq.weight"))
-    said = titanlite("check", "--job.config_file", job, code=2)
+    output = titanlite("check", "--job.config_file", job, code=2)
 
-    assert '"*.wq.weight", which matches no parameter' in said
-    assert "layers.0.attention.wqkv.weight and 1 more" in said
+    assert '"*.wq.weight", which matches no parameter' in output
+    assert "layers.0.attention.wqkv.weight and 1 more" in output
 
 
-def test_declared_weights_of_a_plugin_start_smaller_with_depth(fused):
+def test_residual_weights_of_a_plugin_start_smaller_with_depth(fused):
     run_ranks(1, check_initial_weights, fused / "job.toml")
 
 
@@ -208,5 +214,5 @@ def test_a_plugin_may_have_the_name_of_an_attribute_of_the_job(tmp_path, monkeyp
     job = '[job]\nplugins = ["named_plugin"]\nhooks = ["copy"]\n[model]\narchitecture = "dropped"'
     (tmp_path / "job.toml").write_text(SMALL.replace("[model]", job))
 
-    assert "value 7" in titanlite(*words(tmp_path, "run"), "--copy.value", 7)
-    assert "default: 1" in titanlite(*words(tmp_path, "run"), "--help", "copy.value")
+    assert "value 7" in titanlite(*train_options(tmp_path, "run"), "--copy.value", 7)
+    assert "default: 1" in titanlite(*train_options(tmp_path, "run"), "--help", "copy.value")

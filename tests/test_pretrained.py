@@ -11,7 +11,7 @@ import tomli
 import torch
 from hub import Hub
 from ranks import start_small, titanlite
-from small_runs import logged, losses
+from small_runs import read_losses, read_metrics
 from torch.nn import functional as F
 
 from titanlite.config.errors import UserError
@@ -29,11 +29,11 @@ ROWS = (
 def model(tmp_path_factory) -> Path:
     """Train a small run, and return its Hugging Face model."""
     out = tmp_path_factory.mktemp("model") / "out"
-    start_small(out, "--training.steps", 3, "--checkpoint.last_save_in_hf").ends_with(0)
+    start_small(out, "--training.steps", 3, "--checkpoint.last_save_in_hf").wait_for_exit(0)
     return out / "final_hf"
 
 
-def test_a_model_or_a_run_says_all_that_a_job_needs(model, tmp_path):
+def test_a_run_that_starts_from_a_model_or_a_run_needs_no_model_options(model, tmp_path):
     for name, start in (("folder", model), ("run", model.parent)):
         titanlite("train", "--from", start, *ROWS, "--job.dump_folder", tmp_path / name)
     job = tomli.loads((tmp_path / "folder" / "config.toml").read_text())
@@ -46,12 +46,16 @@ def test_a_model_or_a_run_says_all_that_a_job_needs(model, tmp_path):
     config = tmp_path / "folder/config.toml"
     titanlite("train", "--job.config_file", config, "--job.dump_folder", tmp_path / "again")
 
-    # Bitwise. The loss of an untrained model is ln 4096 = 8.3 or more.
-    assert losses(tmp_path / "folder") == losses(tmp_path / "again") == losses(tmp_path / "run")
-    assert losses(tmp_path / "folder")[1] < 8.2
+    # The loss of an untrained model would be at least ln 4096 = 8.3.
+    assert (
+        read_losses(tmp_path / "folder")
+        == read_losses(tmp_path / "again")
+        == read_losses(tmp_path / "run")
+    )
+    assert read_losses(tmp_path / "folder")[1] < 8.2
 
 
-def test_steps_of_olmo3_are_those_of_transformers_and_adamw(model, tmp_path):
+def test_training_steps_of_olmo3_equal_those_of_transformers_and_adamw(model, tmp_path):
     from transformers import Olmo3Config, Olmo3ForCausalLM
 
     unscaled = {"rope_type": "default", "rope_theta": 1e4}
@@ -67,28 +71,30 @@ def test_steps_of_olmo3_are_those_of_transformers_and_adamw(model, tmp_path):
         rope_parameters={"sliding_attention": unscaled, "full_attention": unscaled | yarn},
     )
     torch.manual_seed(0)
-    theirs = Olmo3ForCausalLM(config)
-    theirs.save_pretrained(tmp_path / "olmo3")
+    reference = Olmo3ForCausalLM(config)
+    reference.save_pretrained(tmp_path / "olmo3")
     shutil.copy(model / "tokenizer.json", tmp_path / "olmo3")
-    words = ["--from", str(tmp_path / "olmo3"), *ROWS, "--training.local_batch_size", "2"]
-    words += "--training.steps 4 --training.max_norm 1000".split()
-    words += "--optimizer.lr 1e-3 --optimizer.weight_decay 0 --lr_scheduler.warmup_steps 0".split()
-    words += ["--lr_scheduler.decay_ratio", "0"]
+    arguments = ["--from", str(tmp_path / "olmo3"), *ROWS, "--training.local_batch_size", "2"]
+    arguments += "--training.steps 4 --training.max_norm 1000".split()
+    arguments += (
+        "--optimizer.lr 1e-3 --optimizer.weight_decay 0 --lr_scheduler.warmup_steps 0".split()
+    )
+    arguments += ["--lr_scheduler.decay_ratio", "0"]
 
-    titanlite("train", *words, "--job.dump_folder", tmp_path / "out")
+    titanlite("train", *arguments, "--job.dump_folder", tmp_path / "out")
 
-    job = load_run(words, 1).job
+    job = load_run(arguments, 1).job
     loader = Loader.from_job(job)
     betas = job.optimizer.beta1, job.optimizer.beta2
     options = {"lr": 1e-3, "betas": betas, "eps": job.optimizer.eps, "weight_decay": 0.0}
-    optimizer = torch.optim.AdamW(theirs.parameters(), **options)
-    for entry in logged(tmp_path / "out").values():
+    optimizer = torch.optim.AdamW(reference.parameters(), **options)
+    for entry in read_metrics(tmp_path / "out").values():
         (batch,) = loader.next_global_batch().microbatches
-        logits = theirs(batch.input_ids).logits
+        logits = reference(batch.input_ids).logits
         loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten())
         optimizer.zero_grad()
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1000.0)
+        norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1000.0)
         optimizer.step()
         # fp32 sums in another order
         found = entry["loss"], entry["grad_norm"]
@@ -96,19 +102,19 @@ def test_steps_of_olmo3_are_those_of_transformers_and_adamw(model, tmp_path):
     loader.close()
 
 
-def test_a_model_of_a_hub_is_brought_once_and_trained_by_all_ranks(model, tmp_path):
+def test_a_model_on_a_hub_is_downloaded_once_and_trained_by_all_ranks(model, tmp_path):
     def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
-        words = [sys.executable, "-m", "titanlite", command, "--from", "someone/small", *ROWS]
+        options = [sys.executable, "-m", "titanlite", command, "--from", "someone/small", *ROWS]
         keys = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1", "NGPU": "2"}
         return subprocess.run(
-            words, cwd=folder, env={**os.environ, **keys}, capture_output=True, text=True
+            options, cwd=folder, env={**os.environ, **keys}, capture_output=True, text=True
         )
 
     files = {file.name: file.read_bytes() for file in model.iterdir()}
     with Hub({"models/someone/small": files}) as hub:
         assert run("launch", tmp_path).returncode == 0
-        assert list(losses(tmp_path / "outputs/someone-small")) == [1, 2]
-        assert [name for name, _ in hub.asked].count("model.safetensors") == 1
+        assert list(read_losses(tmp_path / "outputs/someone-small")) == [1, 2]
+        assert [name for name, _ in hub.requests].count("model.safetensors") == 1
         hub.gated.add("models/someone/small")
         assert "license" in run("check", model.parent).stderr
 

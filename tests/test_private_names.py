@@ -53,7 +53,7 @@ def find_names(code: str) -> tuple[set[str], set[str]]:
                 foreign.add(name)
             case ast.Constant(value=str(name)) | ast.Name(id=name):
                 other.add(name)
-                # The path of an attribute to replace.
+                # Strings such as "torch.a.b" name attributes to patch.
                 if re.fullmatch(r"torch(\.\w+)+", name):
                     foreign |= set(name.split("."))
     private = {name for name in foreign - defined if name.startswith("_") and name.strip("_")}

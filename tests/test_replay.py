@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from ranks import run_ranks, small_trainer, start_small, titanlite
-from small_runs import logged
+from small_runs import read_metrics
 
 from titanlite.hooks.hook import Hook
 
@@ -14,13 +14,18 @@ pytestmark = pytest.mark.slow
 WORDS = ("--checkpoint.interval", 2, "--lr_scheduler.decay_ratio", 0, "--training.steps")
 
 
-def replay(out: Path, step: int, *words: object) -> bool:
+def replay(out: Path, step: int, *options: object) -> bool:
     """Replay a step, and return whether its values equal the logged ones bitwise."""
-    result = json.loads(titanlite("replay", out, "--step", step, "--json", *words).splitlines()[-1])
-    return result["now"] == result["logged"] and result["now"]["loss"] == logged(out)[step]["loss"]
+    result = json.loads(
+        titanlite("replay", out, "--step", step, "--json", *options).splitlines()[-1]
+    )
+    return (
+        result["now"] == result["logged"]
+        and result["now"]["loss"] == read_metrics(out)[step]["loss"]
+    )
 
 
-def refuse(out: Path, step: int) -> str:
+def replay_rejected_step(out: Path, step: int) -> str:
     return titanlite("replay", out, "--step", step, code=2)
 
 
@@ -29,13 +34,13 @@ def remove_checkpoints(out: Path, *steps: int) -> None:
         shutil.rmtree(out / "checkpoint" / f"step-{step:08}")
 
 
-def test_steps_after_a_rollback_need_its_checkpoint(tmp_path):
+def test_a_step_after_a_rollback_needs_its_checkpoint(tmp_path):
     out = tmp_path / "out"
     guards = (
         "--guards.on_spike roll_back --guards.spike_history 3 --guards.spike_deviations 1e-6 "
         "--guards.max_roll_backs 9"
     )
-    start_small(out, *WORDS, 5, *guards.split()).ends_with(0)
+    start_small(out, *WORDS, 5, *guards.split()).wait_for_exit(0)
     events = [json.loads(line) for line in (out / "events.jsonl").open()]
     roll_backs = [event["step"] for event in events if event["event"] == "roll back"]
 
@@ -44,26 +49,26 @@ def test_steps_after_a_rollback_need_its_checkpoint(tmp_path):
 
     remove_checkpoints(out, 4)
     assert replay(out, 4)
-    assert "rolled back after step 4" in refuse(out, 5)
+    assert "rolled back after step 4" in replay_rejected_step(out, 5)
 
 
-def test_steps_of_an_earlier_start_need_its_options(tmp_path):
+def test_a_step_of_an_earlier_start_needs_its_options(tmp_path):
     out = tmp_path / "out"
-    start_small(out, *WORDS, 4).ends_with(0)
-    start_small(out, *WORDS, 7, "--optimizer.lr", 3e-3).ends_with(0)
+    start_small(out, *WORDS, 4).wait_for_exit(0)
+    start_small(out, *WORDS, 7, "--optimizer.lr", 3e-3).wait_for_exit(0)
 
     assert replay(out, 7)
 
     remove_checkpoints(out, 6)
-    # The rate of the second start.
+    # Step 7 still needs only the learning rate of the second start.
     assert replay(out, 7)
-    assert "optimizer.lr: 0.002 -> 0.003" in refuse(out, 4)
+    assert "optimizer.lr: 0.002 -> 0.003" in replay_rejected_step(out, 4)
     assert replay(out, 4, "--optimizer.lr", 2e-3)
-    # The rate of a step does not change its loss.
+    # The learning rate of a step does not change its loss.
     assert replay(out, 3)
 
     remove_checkpoints(out, 4)
-    assert "steps 3 to 4 were trained with other options" in refuse(out, 7)
+    assert "steps 3 to 4 were trained with other options" in replay_rejected_step(out, 7)
 
 
 class Observer(Hook):
@@ -82,7 +87,7 @@ def train(folder: str) -> None:
             trainer.train()
 
 
-def test_steps_with_hooks_that_may_change_numbers_are_refused(tmp_path):
+def test_a_step_with_a_hook_that_may_change_training_is_rejected(tmp_path):
     run_ranks(1, train, str(tmp_path))
     assert replay(tmp_path / "Observer" / "out", 3)
-    assert "Changer" in refuse(tmp_path / "Changer" / "out", 3)
+    assert "Changer" in replay_rejected_step(tmp_path / "Changer" / "out", 3)

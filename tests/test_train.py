@@ -1,7 +1,6 @@
-"""Whole runs: they resume exactly, stop when told, and never save what is spoiled.
+"""Training runs resume exactly, stop on signals, and never save a corrupted state.
 
-Where the launcher has a part a run is started as a user starts it, elsewhere as the launcher starts
-each rank.
+Tests of the launcher start `titanlite launch`. Other tests start the ranks directly.
 """
 
 import functools
@@ -22,7 +21,7 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 from ranks import descendants, start_small, titanlite
-from small_runs import SMALL, as_logged, launched, logged, start, wait_for_step
+from small_runs import SMALL, indent_like_log, launch_job, read_metrics, start, wait_for_step
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -45,26 +44,26 @@ def job_file(tmp_path) -> Path:
 
 
 def run(job_file: Path, folder: Path, *options: str, ranks: int = 1, code: int = 0) -> str:
-    """What the ranks said; all of them ended with `code`."""
-    words = ("train", "--job.config_file", job_file, "--job.dump_folder", folder, *options)
-    return titanlite(*words, ranks=ranks, code=code)
+    """Train on each rank, check the exit codes, and return the output."""
+    command = ("train", "--job.config_file", job_file, "--job.dump_folder", folder, *options)
+    return titanlite(*command, ranks=ranks, code=code)
 
 
-def curve(folder: Path) -> dict[int, tuple[float, float, float, int]]:
+def read_curve(folder: Path) -> dict[int, tuple[float, float, float, int]]:
+    """Return loss, gradient norm, learning rate and number of tokens of each step."""
     return {
-        step: (e["loss"], e["grad_norm"], e["lr"], e["tokens"])
-        for step, e in logged(folder).items()
+        step: (entry["loss"], entry["grad_norm"], entry["lr"], entry["tokens"])
+        for step, entry in read_metrics(folder).items()
     }
 
 
-def test_exact_resume(job_file, tmp_path):
-    """Invariant 4: killed outright after a save and started again, a run has the bits of one that nothing disturbed.
+def test_a_killed_run_resumes_bitwise_and_logs_each_step_once(job_file, tmp_path):
+    """This tests invariant 4 for the logged values. test_kill.py compares the weights."""
+    validation = "--validation.freq 5 --validation.holdout 0.02 --validation.sequences 2"
+    options = ("--lr_scheduler.decay_ratio", "0", *validation.split(), "--training.steps")
+    resumed = tmp_path / "killed"
+    reference = tmp_path / "reference"
 
-    What it logged after its last save is trained, and logged, again: each file has it once. (Weights: test_kill.py.)
-    """
-    words = "--lr_scheduler.decay_ratio 0 --validation.freq 5 --validation.holdout 0.02 --validation.sequences 2"
-    options = (*words.split(), "--training.steps")
-    resumed, reference = tmp_path / "killed", tmp_path / "reference"
     killed = start_small(resumed, *options, "200")
     killed.wait_for("step +7/")
     killed.kill(0, signal.SIGKILL)
@@ -73,50 +72,49 @@ def test_exact_resume(job_file, tmp_path):
     assert "Resumed after step 5" in run(job_file, resumed, *options, "30")
 
     run(job_file, reference, *options, "30")
-    assert curve(resumed) == curve(reference)
-    assert sorted(curve(resumed)) == list(range(1, 31))
-    assert (resumed / "validation.jsonl").read_text() == (
-        reference / "validation.jsonl"
-    ).read_text()
+    assert read_curve(resumed) == read_curve(reference)
+    assert sorted(read_curve(resumed)) == list(range(1, 31))
+
+    validations = [(folder / "validation.jsonl").read_text() for folder in (resumed, reference)]
+    assert validations[0] == validations[1]
 
 
-def test_usr2_saves_and_goes_on_and_ctrl_c_saves_and_starting_again_goes_on(job_file, tmp_path):
-    out, words = tmp_path / "stopped", ["--checkpoint.interval", "1000"]
-    process = start(job_file, out, "--training.steps", "500", *words, ranks=2)
+def test_usr2_saves_without_stopping_and_a_run_stopped_by_ctrl_c_resumes(job_file, tmp_path):
+    out = tmp_path / "stopped"
+    interval = ["--checkpoint.interval", "1000"]
+    process = start(job_file, out, "--training.steps", "500", *interval, ranks=2)
     wait_for_step(process, 4)
     process.send_signal(signal.SIGUSR2)
     wait_for_step(process, 9)
     process.send_signal(signal.SIGINT)
-    said, err = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=60)
 
-    assert process.returncode == 75, said + err
-    assert "Traceback" not in said + err
+    assert process.returncode == 75, output + errors
+    assert "Traceback" not in output + errors
 
-    last = max(logged(out))
+    last = max(read_metrics(out))
     first, saved = sorted((out / "checkpoint").glob("step-*"))
-
     assert first.name < saved.name == f"step-{last:08d}"
 
-    command = f"--job.config_file {job_file} --job.dump_folder {out} --training.steps 500 {' '.join(words)}"
-    closing = f"The newest checkpoint is step {last} in {saved}. To resume: NGPU=2 titanlite launch {command}\n"
+    options = f"--job.config_file {job_file} --job.dump_folder {out} --training.steps 500"
+    command = f"NGPU=2 titanlite launch {options} {' '.join(interval)}"
+    closing = f"The newest checkpoint is step {last} in {saved}. To resume: {command}\n"
     log = (out / "train.log").read_text()
-
-    assert err.endswith(closing)
+    assert errors.endswith(closing)
     assert log.endswith(closing)
     assert log.count(f"Stopped by SIGINT after step {last}: saved.") == 1
-    assert f"Resumed after step {last}" in run(
-        job_file, out, *words, "--training.steps", str(last + 2)
-    )
-    assert sorted(logged(out)) == list(range(1, last + 3))
+
+    output = run(job_file, out, *interval, "--training.steps", str(last + 2))
+    assert f"Resumed after step {last}" in output
+    assert sorted(read_metrics(out)) == list(range(1, last + 3))
 
     events = [json.loads(line) for line in (out / "events.jsonl").open()]
     starts_and_ends = [
         (event["event"], event["step"])
         for event in events
-        # Ranks are slow on a busy machine.
+        # On a busy machine, any rank can be a straggler.
         if event["event"] not in ("save", "data", "straggler")
     ]
-
     assert starts_and_ends == [
         ("start", 0),
         ("stop", last),
@@ -126,57 +124,52 @@ def test_usr2_saves_and_goes_on_and_ctrl_c_saves_and_starting_again_goes_on(job_
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_a_run_whose_last_save_fails_does_not_say_that_it_is_saved(tmp_path, stopped):
-    """And starting again, once there is room, ends as if nothing had happened."""
-    words = [tmp_path / "out", "--checkpoint.interval", 900]
-    # As where a disk is full.
-    full = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (50_000, 50_000))
-    world = start_small(*words, *["--training.steps", 5000] * stopped, before=full)
+def test_a_failed_last_save_is_reported_and_the_next_start_trains_to_the_end(tmp_path, stopped):
+    options = [tmp_path / "out", "--checkpoint.interval", 900]
+    # A limit on the file size has the effect of a full disk.
+    limit_file_size = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (50_000, 50_000))
+
+    steps = ["--training.steps", 5000] if stopped else []
+    world = start_small(*options, *steps, before=limit_file_size)
     if stopped:
         world.wait_for("step +6/")
         world.kill(0, signal.SIGINT)
-    # Neither 0 nor 75, which would mean saved.
-    said = world.ends_with(4)
-    last = max(logged(tmp_path / "out"))
+    # Exit codes 0 and 75 would mean that the step is saved.
+    output = world.wait_for_exit(4)
 
-    assert "Traceback" not in said
-    assert f"Saving step {last} FAILED (OSError: [Errno 27] File too large" in said
-    assert f"Saving the last step, {last}, FAILED" in said
+    last = max(read_metrics(tmp_path / "out"))
+    assert "Traceback" not in output
+    assert f"Saving step {last} FAILED (OSError: [Errno 27] File too large" in output
+    assert f"Saving the last step, {last}, FAILED" in output
     assert not list((tmp_path / "out" / "checkpoint").glob("step-*"))
-    assert "Saved step 12" in start_small(*words).ends_with(0)
+    assert "Saved step 12" in start_small(*options).wait_for_exit(0)
 
 
 @pytest.mark.parametrize("signalled", [True, False])
-def test_a_terminal_that_goes_away_costs_no_save(job_file, tmp_path, signalled):
+def test_a_run_whose_terminal_closes_saves_its_last_step(job_file, tmp_path, signalled):
     ours, theirs = pty.openpty()
-    out, steps = tmp_path / "out", 5000 if signalled else 50
-    command = [
-        sys.executable,
-        "-m",
-        "titanlite",
-        "launch",
-        "--job.config_file",
-        str(job_file),
-        "--job.dump_folder",
-    ]
-    command += [str(out), "--training.steps", str(steps)]
-    # Tests under nohup would hand on that it is ignored.
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    out = tmp_path / "out"
+    options = ["--job.config_file", str(job_file), "--job.dump_folder", str(out)]
+    options += ["--training.steps", "5000" if signalled else "50"]
+    command = [sys.executable, "-m", "titanlite", "launch", *options]
+    # If the tests run under nohup, the process would inherit that SIGHUP is ignored.
+    handler = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs)
-    signal.signal(signal.SIGHUP, before)
+    signal.signal(signal.SIGHUP, handler)
     os.close(theirs)
-    while not (out / "metrics.jsonl").exists() or len(logged(out)) < 8:
-        # A full one would hold the run up.
+    while not (out / "metrics.jsonl").exists() or len(read_metrics(out)) < 8:
+        # The run blocks when the buffer of the terminal is full.
         os.read(ours, 65536)
+
     os.close(ours)
     if signalled:
         process.send_signal(signal.SIGHUP)
 
     assert process.wait(timeout=60) == (75 if signalled else 0)
-    assert (out / "checkpoint" / f"step-{max(logged(out)):08d}").is_dir()
+    assert (out / "checkpoint" / f"step-{max(read_metrics(out)):08d}").is_dir()
 
 
-def as_on_a_gpu():
+def delay_requests_as_on_a_gpu():
     """Read the requests of other ranks one step later."""
     REQUEST_DELAY["cpu"] = 1
 
@@ -185,115 +178,105 @@ def as_on_a_gpu():
     ("number", "rank", "saves", "code", "before"),
     [
         (signal.SIGTERM, 1, True, 75, None),
-        (signal.SIGTERM, 1, True, 75, as_on_a_gpu),
+        (signal.SIGTERM, 1, True, 75, delay_requests_as_on_a_gpu),
+        # Schedulers such as Slurm can signal every process, including those that read data.
         (signal.SIGUSR1, None, True, 75, None),
+        # A stop that saves nothing ends with the exit code of the signal itself.
         (signal.SIGUSR1, 1, False, 128 + signal.SIGUSR1, None),
     ],
 )
-def test_a_signal_to_one_rank_stops_all_at_the_same_step(
+def test_a_signal_to_one_rank_or_every_process_stops_all_ranks_at_the_same_step(
     tmp_path, number, rank, saves, code, before
 ):
-    """A scheduler such as Slurm may signal every process (None): those that read data leave the answer to the ranks.
-    A stop that saves nothing ends as the signal itself does."""
+    out = tmp_path / "out"
     options = [] if saves else ["--checkpoint.no-enable"]
-    world = start_small(
-        tmp_path / "out", "--training.steps", "5000", *options, ranks=2, before=before
-    )
+    world = start_small(out, "--training.steps", "5000", *options, ranks=2, before=before)
     world.wait_for("step +6/")
-    own = [process.pid for process in world.processes if process.pid is not None]
-    for pid in (
-        [own[rank]]
-        if rank is not None
-        else [*own, *(pid for each in own for pid in descendants(each))]
-    ):
+
+    ranks = [process.pid for process in world.processes if process.pid is not None]
+    pids = [ranks[rank]] if rank is not None else list(ranks)
+    if rank is None:
+        for pid in ranks:
+            pids += descendants(pid)
+    for pid in pids:
         os.kill(pid, number)
-    said = world.ends_with(code)
+    output = world.wait_for_exit(code)
 
-    assert "Traceback" not in said
-
-    last = max(logged(tmp_path / "out"))
-    assert (
-        f"Stopped by {number.name} after step {last}: {'saved.' if saves else 'nothing saved'}"
-        in said
-    )
-    assert (tmp_path / "out" / "checkpoint" / f"step-{last:08d}").is_dir() == saves
-    assert "ERROR" not in (tmp_path / "out" / "train.log").read_text()
+    last = max(read_metrics(out))
+    ending = "saved." if saves else "nothing saved"
+    assert "Traceback" not in output
+    assert f"Stopped by {number.name} after step {last}: {ending}" in output
+    assert (out / "checkpoint" / f"step-{last:08d}").is_dir() == saves
+    assert "ERROR" not in (out / "train.log").read_text()
 
 
-def test_outputs_reload_to_an_equal_job_and_a_finished_run_does_nothing_more(job_file, tmp_path):
+def test_config_toml_loads_to_the_same_job_and_a_finished_run_does_not_train(job_file, tmp_path):
     out = tmp_path / "out"
     # "auto" would be replaced in config.toml.
-    words = ["--model.vocab_size", "65536", "--model.attention_backend", "sdpa", "--training.steps"]
+    options = ["--model.vocab_size", "65536", "--model.attention_backend", "sdpa"]
+    options.append("--training.steps")
 
-    # Because this one has 4,096 tokens.
-    assert "titanlite get tokenizer" in run(job_file, out, *words, "2")
+    # The default tokenizer has only 4,096 tokens, so a warning suggests a larger one.
+    assert "titanlite get tokenizer" in run(job_file, out, *options, "2")
 
     environment = json.loads((out / "environment.json").read_text())
     assert environment["world_size"] == 1
     assert environment["packages"]["torch"] == version("torch")
     assert "Training: debugmodel" in (out / "train.log").read_text()
 
-    # A kill came before step 3 was saved.
-    (out / "metrics.jsonl").write_text(measured := '{"step": 3, "loss": 8.0, "grad_norm": 1.0}\n')
-    assert "Nothing to do: step 2 is done" in run(job_file, out, *words, "1")  # fewer than are done
-    assert (out / "metrics.jsonl").read_text() == measured
+    # Files of a run that was killed after it had logged, but not saved, step 3.
+    metrics = '{"step": 3, "loss": 8.0, "grad_norm": 1.0}\n'
+    (out / "metrics.jsonl").write_text(metrics)
+    assert "Nothing to do: step 2 is done" in run(job_file, out, *options, "1")
+    assert (out / "metrics.jsonl").read_text() == metrics
 
-    job = load_job(["--job.config_file", str(out / "config.toml")])
-    assert (
-        job
-        == load_run(
-            ["--job.config_file", str(job_file), "--job.dump_folder", str(out), *words, "2"], 1
-        ).job
-    )
+    reloaded = load_job(["--job.config_file", str(out / "config.toml")])
+    files = ["--job.config_file", str(job_file), "--job.dump_folder", str(out)]
+    assert reloaded == load_run([*files, *options, "2"], 1).job
 
 
-def test_a_second_start_that_waits_does_not_write_into_the_log_of_the_first(job_file, tmp_path):
-    """Nor does it set aside what is being written, whether it would save or not."""
-    first = start_small(tmp_path / "out", "--training.steps", "5000")
+def test_a_second_start_in_a_used_folder_fails_and_changes_no_file_of_the_first(job_file, tmp_path):
+    out = tmp_path / "out"
+    first = start_small(out, "--training.steps", "5000")
     first.wait_for("step +6/")
-    options = [
-        "--training.steps",
-        "5000",
-        "--comm.init_timeout_seconds",
-        "2",
-        "--checkpoint.no-enable",
-    ]
-    output = run(job_file, tmp_path / "out", *options, code=2)
+    options = ["--training.steps", "5000", "--comm.init_timeout_seconds", "2"]
+
+    output = run(job_file, out, *options, "--checkpoint.no-enable", code=2)
 
     assert re.search(r"is in use by process \d+ on \S+; waiting up to 1 s", output)
     assert "choose another job.dump_folder" in output
     assert "To resume" not in output
 
     first.kill(0, signal.SIGINT)
-    first.ends_with(75)
+    first.wait_for_exit(75)
+    assert "is using it" not in (out / "train.log").read_text()
+    assert not list(out.glob("archived*"))
 
-    assert "is using it" not in (tmp_path / "out" / "train.log").read_text()
-    assert not list((tmp_path / "out").glob("archived*"))
 
-
-def test_a_start_that_trains_nothing_leaves_no_folder_and_a_refused_one_touches_none(
+def test_a_failed_start_creates_no_folder_and_keeps_the_checkpoints_of_a_finished_run(
     job_file, tmp_path, capsys
 ):
-    (tmp_path / "bad.jsonl").write_text("no JSON\n" * 50)
-    out, bad = (
-        tmp_path / "new" / "out",
-        ["--dataset.source", "jsonl", "--dataset.path", str(tmp_path / "bad.jsonl")],
-    )
+    bad_file = tmp_path / "bad.jsonl"
+    bad_file.write_text("no JSON\n" * 50)
+    bad_data = ["--dataset.source", "jsonl", "--dataset.path", str(bad_file)]
+    out = tmp_path / "new" / "out"
 
-    assert "bad.jsonl, line 1" in launched(job_file, out, *bad, ranks=2, code=2)
+    assert "bad.jsonl, line 1" in launch_job(job_file, out, *bad_data, ranks=2, code=2)
     assert not out.parent.exists()
 
-    launched(job_file, out, "--training.steps", "2")
+    launch_job(job_file, out, "--training.steps", "2")
     job = ["--job.config_file", str(job_file), "--job.dump_folder", str(out)]
     check.main(job)
-
     assert str(out / "checkpoint") in capsys.readouterr().out
-    with pytest.raises(UserError, match="model"):  # as of a start
+
+    # `check` compares the job with the checkpoint, as a start does.
+    with pytest.raises(UserError, match="model"):
         check.main([*job, "--model.dim", "32"])
 
-    launched(job_file, out, *bad, code=2)
-    assert (read_status(out).state, read_status(out).step) == ("finished", 2)
-    assert "bad.jsonl, line 1" in read_status(out).exit_reason
+    launch_job(job_file, out, *bad_data, code=2)
+    status = read_status(out)
+    assert (status.state, status.step) == ("finished", 2)
+    assert "bad.jsonl, line 1" in status.exit_reason
     assert (out / "checkpoint" / "step-00000002").is_dir()
 
 
@@ -317,7 +300,7 @@ def test_a_refused_start_deletes_nothing_that_it_did_not_write(job_file, tmp_pat
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     out = tmp_path / "out"
 
-    launched(job_file, out, "--job.plugins", "refusing_hook", "--job.hooks", "refusing", code=2)
+    launch_job(job_file, out, "--job.plugins", "refusing_hook", "--job.hooks", "refusing", code=2)
 
     assert (out / "other_run" / "model.bin").read_text() == "not of this run"
 
@@ -336,12 +319,14 @@ class Leaving(Hook):
 
 
 @pytest.mark.parametrize("call", ["sys.exit(0)", "os._exit(0)"])
-def test_a_hook_that_exits_with_0_is_no_success(job_file, tmp_path, monkeypatch, call: str):
+def test_a_rank_that_exits_with_0_during_training_has_crashed(
+    job_file, tmp_path, monkeypatch, call: str
+):
     (tmp_path / "leaving_hook.py").write_text(LEAVING_HOOK.format(call=call))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     options = ["--job.plugins", "leaving_hook", "--job.hooks", "leaving"]
 
-    output = launched(job_file, tmp_path / "out", *options, ranks=2, code=1)
+    output = launch_job(job_file, tmp_path / "out", *options, ranks=2, code=1)
 
     assert "Rank 1 failed first" in output
     assert read_status(tmp_path / "out").state == "crashed"
@@ -382,106 +367,103 @@ def test_a_run_does_not_overwrite_a_job_file_in_its_output_folder(tmp_path):
     assert (out / "config.toml").read_text() == SMALL
 
 
-def test_a_non_finite_gradient_stops_the_run_unsaved(job_file, tmp_path):
-    """Exit code 3, and the newest checkpoint is from before the damage."""
+def test_non_finite_gradients_stop_the_run_with_exit_code_3_and_without_a_save(job_file, tmp_path):
     diverging = ["--optimizer.name", "SGD", "--optimizer.lr", "1e30", "--training.max_norm", "0"]
     options = [*diverging, "--metrics.log_freq", "100"]
-    output = launched(job_file, tmp_path / "out", *options, ranks=2, code=3)
 
-    assert "Traceback" not in output
-    assert not list((tmp_path / "out" / "checkpoint").glob("step-*"))
+    output = launch_job(job_file, tmp_path / "out", *options, ranks=2, code=3)
 
     log = (tmp_path / "out" / "train.log").read_text()
+    assert "Traceback" not in output
+    assert not list((tmp_path / "out" / "checkpoint").glob("step-*"))
     assert log.count("ERROR: Step 5:") == 1
     assert "Nothing is saved. To start again: NGPU=2 titanlite launch" in log
-    assert log.rpartition("ERROR: ")[2] == as_logged(
-        output[output.index("Step 5:") :]
-    )  # what the terminal says, too
+
+    # The terminal shows the same message.
+    message = output[output.index("Step 5:") :]
+    assert log.rpartition("ERROR: ")[2] == indent_like_log(message)
 
 
-def test_when_the_data_ends_all_ranks_save_and_stop_with_0(job_file, tmp_path):
-    """And the validation on held-out documents has the same rows for any number of ranks, and comes once at the end."""
-    texts = [
-        f"document {i}: " + "some words to learn from, again and again. " * (5 + i % 7)
-        for i in range(200)
-    ]
-    (tmp_path / "text.jsonl").write_text(
-        "".join(json.dumps({"text": text}) + "\n" for text in texts)
-    )
+def test_a_run_whose_data_ends_saves_and_its_validation_does_not_depend_on_the_ranks(
+    job_file, tmp_path
+):
+    lines = []
+    for i in range(200):
+        words = "some words to learn from, again and again. " * (5 + i % 7)
+        lines.append(json.dumps({"text": f"document {i}: {words}"}) + "\n")
+    (tmp_path / "text.jsonl").write_text("".join(lines))
     source = f'[dataset]\nsource = "jsonl"\npath = "{tmp_path}/text.jsonl"\nmax_epochs = 1\n'
     job_file.write_text(SMALL + source + "[validation]\nfreq = 20\nsequences = 5\nholdout = 0.2\n")
 
-    def validations(name: str, *options: str, ranks: int = 1) -> list[dict[str, Any]]:
-        output = run(job_file, tmp_path / name, "--training.steps", "1000", *options, ranks=ranks)
-        last = max(logged(tmp_path / name))
+    def train_to_end(name: str, *options: str, ranks: int = 1) -> list[dict[str, Any]]:
+        """Train until the data ends, and return the lines of validation.jsonl."""
+        out = tmp_path / name
+        output = run(job_file, out, "--training.steps", "1000", *options, ranks=ranks)
+        last = max(read_metrics(out))
         assert f"The data ends after step {last}:" in output
-        assert (tmp_path / name / "checkpoint" / f"step-{last:08d}").is_dir()
-        return [json.loads(line) for line in (tmp_path / name / "validation.jsonl").open()]
+        assert (out / "checkpoint" / f"step-{last:08d}").is_dir()
+        return [json.loads(line) for line in (out / "validation.jsonl").open()]
 
-    one, two = validations("one"), validations("two", ranks=2)
+    one = train_to_end("one")
+    two = train_to_end("two", ranks=2)
 
     assert [entry["step"] for entry in one] == [entry["step"] for entry in two]
     assert len(one) >= 3
-
     for key in ("loss", "bits_per_byte"):
-        assert [a[key] for a in one] == pytest.approx(
-            [b[key] for b in two], rel=1e-5
-        )  # sums in another order
-
+        # Two ranks add the losses in another order.
+        expected = pytest.approx([entry[key] for entry in two], rel=1e-5)
+        assert [entry[key] for entry in one] == expected
     assert one[-1]["loss"] < one[0]["loss"] - 1
 
+    # A validation that is due at the last step runs once.
     last = one[-1]["step"]
-    assert [line["step"] for line in validations("due", "--validation.freq", str(last))] == [
-        0,
-        last,
-    ]
+    due_at_end = train_to_end("due", "--validation.freq", str(last))
+    assert [entry["step"] for entry in due_at_end] == [0, last]
 
-    output = run(
-        job_file, tmp_path / "none", "--training.global_batch_size", "4000", ranks=2, code=2
-    )
+    too_large = ("--training.global_batch_size", "4000")
+    output = run(job_file, tmp_path / "none", *too_large, ranks=2, code=2)
     assert "Traceback" not in output
     assert "smaller than one global batch: jsonl" in output
     assert not list((tmp_path / "none" / "checkpoint").glob("step-*"))
 
 
-def test_ranks_notice_the_end_of_the_data_in_time_on_a_gpu(tmp_path):
-    (tmp_path / "text.jsonl").write_text(
-        "\n".join(json.dumps({"text": f"{i} and more. " * 40}) for i in range(30))
-    )
-    data = f"--dataset.source jsonl --dataset.path {tmp_path}/text.jsonl --dataset.max_epochs 1".split()
-    for name, before in (("cpu", None), ("gpu", as_on_a_gpu)):
-        world = start_small(
-            tmp_path / name, *data, "--training.steps", "5000", ranks=2, before=before
-        )
-        assert "The data ends after step" in world.ends_with(0)
+def test_delayed_requests_do_not_change_the_step_at_which_the_data_ends(tmp_path):
+    file = tmp_path / "text.jsonl"
+    lines = [json.dumps({"text": f"{i} and more. " * 40}) for i in range(30)]
+    file.write_text("\n".join(lines))
+    data = f"--dataset.source jsonl --dataset.path {file} --dataset.max_epochs 1".split()
+    options = [*data, "--training.steps", "5000"]
 
-    assert 3 < max(logged(tmp_path / "cpu")) == max(logged(tmp_path / "gpu"))
+    for name, before in (("cpu", None), ("gpu", delay_requests_as_on_a_gpu)):
+        world = start_small(tmp_path / name, *options, ranks=2, before=before)
+        assert "The data ends after step" in world.wait_for_exit(0)
+
+    assert 3 < max(read_metrics(tmp_path / "cpu")) == max(read_metrics(tmp_path / "gpu"))
 
 
 plain_step = Trainer.step
 
 
-class NoReads(TorchDispatchMode):
-    """What `.item()`, `bool()`, `int()`, `float()` come down to, whoever calls them."""
+class ForbidReads(TorchDispatchMode):
+    """Fails on `.item()`, `bool()`, `int()` and `float()` of a tensor, which share one operator."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         assert func is not torch.ops.aten._local_scalar_dense.default, "a step read a tensor"
         return func(*args, **(kwargs or {}))
 
 
-def without_recompiling(self, **arguments):
+def step_without_recompiling(self, **arguments):
+    """Fail if a step after the first two recompiles."""
     torch._dynamo.config.error_on_recompile = self.steps_done >= 2  # pyright: ignore
     return plain_step(self, **arguments)
 
 
-def without_reading(self, **arguments):
+def step_without_reading(self, **arguments):
+    """Fail if a step that is not a log step reads a tensor on the CPU."""
     if self.meter.is_log_step(self.steps_done + 1):
         return plain_step(self, **arguments)
-    refused = AssertionError("a step read a tensor")
-    with (
-        NoReads(),
-        patch.multiple(Tensor, cpu=Mock(side_effect=refused), tolist=Mock(side_effect=refused)),
-    ):
+    fail = Mock(side_effect=AssertionError("a step read a tensor"))
+    with ForbidReads(), patch.multiple(Tensor, cpu=fail, tolist=fail):
         return plain_step(self, **arguments)
 
 
@@ -489,20 +471,20 @@ def without_reading(self, **arguments):
     ("step", "options"),
     [
         (
-            without_reading,
+            step_without_reading,
             ["--training.mixed_precision_param", "bfloat16", "--optimizer.state_dtype", "bfloat16"],
         ),
         (
-            without_reading,
+            step_without_reading,
             ["--float8.enable", "--float8.min_features", "0", "--dataset.document_mask"],
         ),
         (
-            without_recompiling,
+            step_without_recompiling,
             ["--compile.enable", "--compile.components", "model", "loss", "optimizer", "clip"],
         ),
     ],
 )
-def test_a_step_neither_waits_for_the_device_nor_compiles_again(tmp_path, step, options):
+def test_a_step_neither_syncs_with_the_device_nor_recompiles(tmp_path, step, options):
     before = functools.partial(setattr, Trainer, "step", step)
-    start_small(tmp_path / "out", "--metrics.log_freq", 4, *options, before=before).ends_with(0)
-    assert list(logged(tmp_path / "out")) == [1, 4, 8, 12]
+    start_small(tmp_path / "out", "--metrics.log_freq", 4, *options, before=before).wait_for_exit(0)
+    assert list(read_metrics(tmp_path / "out")) == [1, 4, 8, 12]

@@ -1,8 +1,4 @@
-"""Wrong inputs end at once with a documented exit code, name what is wrong, and destroy nothing.
-
-A message must name the key, option, variable or file that is wrong; its wording is free. Each case
-starts in its own folder with a valid job file, text, tokenizer and run, to which it adds a file.
-"""
+"""Wrong inputs end at once with a documented exit code and an error that names them, and change no file."""
 
 import gzip
 import json
@@ -29,7 +25,7 @@ TEXT = "".join(
 
 
 class Case(NamedTuple):
-    """A shell command with its variables, what the message must name, and a file to create."""
+    """A shell command with variables, text that the error must contain, and a file to create."""
 
     command: str
     named: str
@@ -39,13 +35,13 @@ class Case(NamedTuple):
 
 
 def lines(table: str) -> list[tuple[str, str]]:
-    """Split the lines of a table into inputs and what the message must name."""
+    """Split the lines of a table into inputs and texts that the error must contain."""
     rows = [f" {line} ".rpartition(" => ") for line in table.strip().split("\n")]
     return [(left.strip(), right.strip()) for left, _, right in rows]
 
 
-# A job file of one line each (";" is a new line), after the number of ranks if it is not 1. The
-# first key is named if nothing else is.
+# Each line is a job file (";" separates its lines), after the number of ranks if it is not 1. The
+# error must contain the text after "=>", or else the first key.
 JOBS = """
 steps : 5 => bad.toml
 training.lr = 1.0 => optimizer.lr
@@ -154,7 +150,7 @@ parallelism.enable_fsdp_symmetric_memory = true ; parallelism.memory_savers = "n
 """
 
 
-# Job files of torchtitan's, in the same way.
+# torchtitan job files in the same format.
 THEIRS = """
 encoder.t5_encoder = 'x' =>
 optimizer.wd = 0.1 => mean optimizer.weight_decay
@@ -179,7 +175,8 @@ def job_cases(table: str, command: str) -> Iterator[Case]:
 
 
 NAME_OF_300 = f'[job]\ndump_folder = "{"x" * 300}"'
-DEEP, LONG = "[training]\nsteps = " + "[" * 2000 + "]" * 2000, "[training]\nsteps = " + "9" * 5000
+DEEP = "[training]\nsteps = " + "[" * 2000 + "]" * 2000
+LONG = "[training]\nsteps = " + "9" * 5000
 BAD_FILES = [
     JOB.encode("utf-16"),
     b'[job]\ndescription = "\xe9"',
@@ -346,7 +343,7 @@ profile --out /proc/none => /proc/none
 launch --nproc_per_node 2 => NGPU=N
 """
 
-# A line of a job file that is not TOML, and the line to write instead.
+# Lines that are invalid TOML -> text in the suggested fix
 NO_TOML = {
     "[model]\nflavor = 8b": 'flavor = "8b"',
     "[model]\nflavor = \u2018llama\u2019": 'flavor = "llama"',
@@ -364,7 +361,8 @@ NO_TOML = {
     "a = 1\na = 2": "overwrite",
 }
 
-BAD_TEXT: list[str | bytes] = [  # files of JSON lines
+# Contents of JSON Lines files.
+BAD_TEXT: list[str | bytes] = [
     "",
     "hello\n" * 50,
     '[{"text": "a"}]',
@@ -424,7 +422,8 @@ CHECKPOINTS = [
     Case("import --meta bad --out x", "bad", "bad/params.json", "{"),
     Case("train --job.dump_folder out", "checkpoint", "out/checkpoint"),
 ]
-OTHERS = [  # for titanlite migrate
+# Files for `titanlite migrate`.
+OTHERS = [
     b'[job]\ndescription = "\xe9"',
     b"# \x1b[2J",
     b"#" * (1 << 20),
@@ -461,7 +460,7 @@ def runs(tmp_path_factory) -> Path:
     save_run(folder / "run", 10, 20)
     shutil.copytree(folder / "run", folder / "hurt")
     weights = next((folder / "hurt/checkpoint/step-00000020").glob("*.distcp"))
-    # Every byte, because commands verify only the tensors that they read.
+    # Every byte changes, because commands verify only the tensors that they read.
     weights.write_bytes(bytes(byte ^ 0xFF for byte in weights.read_bytes()))
     return folder
 
@@ -472,8 +471,8 @@ VARIABLES = (
 
 
 @pytest.fixture
-def place(runs, tmp_path, monkeypatch) -> Iterator[Path]:
-    """Create the folder that a case starts in. The case fails after a minute."""
+def folder(runs, tmp_path, monkeypatch) -> Iterator[Path]:
+    """Create the working folder of a case, and fail the case after a minute."""
     for name in ("run", "hurt"):
         shutil.copytree(runs / name, tmp_path / name, copy_function=os.link)
     (tmp_path / "job.toml").write_text(JOB)
@@ -498,17 +497,17 @@ def place(runs, tmp_path, monkeypatch) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.command[:50]} {case.named[:30]}")
-def test_a_wrong_input_is_an_error_that_names_it(case, place, monkeypatch, capsys):
+def test_a_wrong_input_is_an_error_that_names_it(case, folder, monkeypatch, capsys):
     if case.file:
         content = case.content
-        (place / case.file).parent.mkdir(parents=True, exist_ok=True)
-        (place / case.file).write_bytes(content.encode() if isinstance(content, str) else content)
-    words = shlex.split(case.command)
-    while words and re.match(r"[A-Z_]+=", words[0]):
-        monkeypatch.setenv(*words.pop(0).split("=", 1))
-    before = {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
+        (folder / case.file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / case.file).write_bytes(content.encode() if isinstance(content, str) else content)
+    options = shlex.split(case.command)
+    while options and re.match(r"[A-Z_]+=", options[0]):
+        monkeypatch.setenv(*options.pop(0).split("=", 1))
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     started = time.process_time()
-    code = cli.main(words)
+    code = cli.main(options)
     used = time.process_time() - started
     out, err = capsys.readouterr()
 

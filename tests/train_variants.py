@@ -110,29 +110,30 @@ def global_batch(job: JobConfig, vocab_size: int, documents: bool) -> dict[str, 
         documents: Pack each sequence with documents of 7, 8, 9, ... tokens, attending separately.
     """
     length = job.training.seq_len
-    rows = torch.randint(
-        0, vocab_size, (GLOBAL_BATCH, length + 1), generator=torch.Generator().manual_seed(7)
-    )
-    labels = rows[:, 1:].clone()
+    generator = torch.Generator().manual_seed(7)
+    sequences = torch.randint(0, vocab_size, (GLOBAL_BATCH, length + 1), generator=generator)
+    labels = sequences[:, 1:].clone()
     for k in range(GLOBAL_BATCH):
         labels[k, : 3 * k] = IGNORE_INDEX
-    batch = {"input_ids": rows[:, :-1], "labels": labels}
+    batch = {"input_ids": sequences[:, :-1], "labels": labels}
     if documents:
-        places = torch.arange(length).expand(GLOBAL_BATCH, -1)
+        index = torch.arange(length).expand(GLOBAL_BATCH, -1)
         size = torch.arange(7, 7 + GLOBAL_BATCH)[:, None]
-        batch |= {"document_ids": places // size, "positions": places % size}
+        batch |= {"document_ids": index // size, "positions": index % size}
     return batch
 
 
 def train(job: JobConfig, documents: bool) -> dict[str, Any]:
-    """Run the trainer on the same sequences in each step."""
+    """Train on the same sequences in each step, and return the results to compare."""
     run = Run(job, dist.get_world_size())
     mesh = build_mesh(run.degrees, "cpu")
-    batch, local = global_batch(job, run.arch.vocab_size, documents), job.training.local_batch_size
+    batch = global_batch(job, run.arch.vocab_size, documents)
+    local = job.training.local_batch_size
     mine = {name: values[mesh.data_rank :: mesh.data_degree] for name, values in batch.items()}
+
     microbatches = []
     for start in range(0, len(mine["labels"]), local):
-        part = {name: rows[start : start + local] for name, rows in mine.items()}
+        part = {name: values[start : start + local] for name, values in mine.items()}
         if documents and job.model.uses_document_bounds:
             first_tokens = (part["positions"].flatten() == 0).nonzero().flatten()
             bounds = [*first_tokens.tolist(), part["positions"].numel()]
@@ -145,6 +146,7 @@ def train(job: JobConfig, documents: bool) -> dict[str, Any]:
         stats=dict,
         next_global_batch=lambda: share,
     )
+
     with ExitStack() as stack:
         stack.enter_context(patch.object(trainer_module, "build_mesh", lambda *_: mesh))
         stack.enter_context(
@@ -154,42 +156,44 @@ def train(job: JobConfig, documents: bool) -> dict[str, Any]:
         trainer = stack.enter_context(
             trainer_module.Trainer(run, torch.device("cpu"), standard=False)
         )
-        result = follow(trainer)
-        evaluated = trainer.forward_backward.evaluate(microbatches)
-        dist.all_reduce(evaluated, group=trainer.mesh.loss_group)
-        result["evaluated"] = [(evaluated / (batch["labels"] != IGNORE_INDEX).sum()).item()]
+        result = train_and_record(trainer)
+        loss_sum = trainer.forward_backward.evaluate(microbatches)
+        dist.all_reduce(loss_sum, group=trainer.mesh.loss_group)
+        num_labels = (batch["labels"] != IGNORE_INDEX).sum()
+        result["evaluated"] = [(loss_sum / num_labels).item()]
         return result | {"notes": [str(call.args[0]) for call in log.mock_calls]}
 
 
-def follow(trainer: trainer_module.Trainer) -> dict[str, Any]:
-    """Train to the end, and return the results to compare."""
-    job, model = trainer.job, trainer.model
+def train_and_record(trainer: trainer_module.Trainer) -> dict[str, Any]:
+    """Train to the last step, and record losses, norms, dtypes and weights."""
+    job = trainer.job
+    model = trainer.model
     initial = weights_hash(all_weights(model))
-    seen: dict[str, str] = {}
-    # A pipeline has it on one rank.
+    dtypes: dict[str, str] = {}
+    # With a pipeline, only one rank has this layer.
     matmul = dict(model.named_modules()).get("layers.0.feed_forward.w1")
     if matmul is not None and not job.compile.enable:
         matmul.register_forward_pre_hook(
-            lambda linear, _: seen.update(computed=str(linear.weight.dtype))
+            lambda linear, _: dtypes.update(computed=str(linear.weight.dtype))
         )
     parameter = next(model.parameters())
 
     def record_gradient_dtype(*_: object) -> None:
         assert parameter.grad is not None
-        seen["gradient"] = str(parameter.grad.dtype)
+        dtypes["gradient"] = str(parameter.grad.dtype)
 
     trainer.optimizer.register_step_pre_hook(record_gradient_dtype)
     logged = [trainer.step() for _ in range(job.training.steps)]
     moment = next(
         tensor for key, tensor in trainer.optimizer.state[parameter].items() if key != "step"
     )
-    seen |= {"parameter": str(parameter.dtype), "optimizer": str(moment.dtype)}
+    dtypes |= {"parameter": str(parameter.dtype), "optimizer": str(moment.dtype)}
     weights = all_weights(model)
     return {
         "initial": initial,
         "losses": [step.loss for step in logged if step is not None],
         "norms": [step.grad_norm for step in logged if step is not None],
-        "dtypes": seen,
+        "dtypes": dtypes,
         "final": weights_hash(weights),
         "weights": weights,
     }
@@ -206,7 +210,7 @@ def train_variants(variants: dict[str, dict[str, Any]]) -> dict[str, dict[str, A
         documents = overrides.pop("documents", False)
         job = JobConfig.model_validate(merge(TINY, overrides))
         torch.compiler.reset()
-        # One job a process outside of this test; nothing resets it there.
+        # Outside of this test, a process trains one job, so nothing else resets the budget.
         functorch_config.activation_memory_budget = 1.0
         print(f"rank {dist.get_rank()}: {name}", flush=True)
         results[name] = train(job, documents)

@@ -26,17 +26,17 @@ import planner  # noqa: E402  # pyright: ignore[reportMissingImports]
 import runs  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 
-def run(script: str, *words: object) -> str:
-    command = [sys.executable, str(BENCHMARKS / script), *map(str, words)]
+def run(script: str, *options: object) -> str:
+    command = [sys.executable, str(BENCHMARKS / script), *map(str, options)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
-def test_performance_page_is_made_from_the_committed_results():
+def test_the_performance_page_matches_the_committed_results():
     assert performance_page.PAGE.read_text() == performance_page.page(runs.RESULTS)
 
 
-def test_the_lists_of_the_offline_start_have_all_that_is_needed():
-    """Copied wheels come without dependencies, so these must be listed as well."""
+def test_the_offline_instructions_list_all_required_packages():
+    """Wheels are copied without their dependencies, so the lists must contain them."""
     readme = (BENCHMARKS / "README.md").read_text()
     section = readme.partition("### GPU benchmarks without a network")[2].lower()
     named = set(re.findall(r"[a-z][a-z0-9-]*", section))
@@ -46,9 +46,10 @@ def test_the_lists_of_the_offline_start_have_all_that_is_needed():
     for package in re.findall(r"[a-z][a-z0-9-]*", copied):
         with suppress(PackageNotFoundError):  # a version, or torchtitan
             needed += map(Requirement, requires(package) or [])
-    needed = [each for each in needed if each.marker is None or each.marker.evaluate({"extra": ""})]
 
-    assert {re.sub(r"[-_.]+", "-", each.name.lower()) for each in needed} <= named
+    for requirement in needed:
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+            assert re.sub(r"[-_.]+", "-", requirement.name.lower()) in named
 
 
 @pytest.fixture(scope="session")
@@ -58,8 +59,8 @@ def shards(tmp_path_factory) -> Path:
     sentence = "The quick brown fox jumps over the lazy dog, and the dog does not mind. "
     (folder / "text.txt").write_text(sentence * 4000)
     source = f"--dataset.source text --dataset.path {folder}/text.txt"
-    words = f"{sys.executable} -m titanlite prepare {source} --out {folder}/shards --workers 1"
-    subprocess.run(words.split(), cwd=ROOT, check=True)
+    options = f"{sys.executable} -m titanlite prepare {source} --out {folder}/shards --workers 1"
+    subprocess.run(options.split(), cwd=ROOT, check=True)
     return folder / "shards"
 
 
@@ -80,7 +81,7 @@ TINY = runs.Work(32, 1, 2, 1, 64, seq_len=32, batch_size=4, steps=5, threads=1)
 @pytest.mark.slow
 def test_both_sides_train_the_same_model_on_the_same_tokens(shards, tmp_path):
     ours, theirs = (run(TINY, shards, tmp_path) for run in (runs.run_titanlite, runs.run_plain))
-    # Initial weights differ; the losses are near the entropy of a uniform guess.
+    # The initial weights differ, but both losses are near the entropy of a uniform guess.
     assert ours.loss == pytest.approx(theirs.loss, rel=0.1)
 
     for side in (ours, theirs):
@@ -96,12 +97,12 @@ def test_loss_variants_agree_with_float64(tmp_path):
     run("loss.py", "--only", *variants, *sizes.split(), "--out", tmp_path)
     (part,) = json.loads((tmp_path / "loss.json").read_text()).values()
     for variant in variants:
-        # Fp32 over sums of 300 terms.
+        # The loss adds 300 terms in fp32.
         assert max(part["variants"][variant]["errors"]) < 1e-5
 
 
 @pytest.mark.long
-def test_growth_measures_and_makes_its_table(tmp_path):
+def test_growth_prints_the_table_of_its_measurements(tmp_path):
     options = "--only layers --points 1 --repeats 1 --steps 5"
     printed = run("growth.py", *options.split(), "--out", tmp_path)
     assert "| layers | ms/step | expected |" in printed
@@ -109,7 +110,7 @@ def test_growth_measures_and_makes_its_table(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", ["tiny model, FSDP2, 2 ranks", "bf16 compiled"])
-def test_cpu_compares_and_makes_its_table(case, tmp_path):
+def test_cpu_prints_the_table_of_its_comparison(case, tmp_path):
     printed = run("cpu.py", "--only", case, "--pairs", 1, "--steps", 5, "--out", tmp_path)
     assert f"| {case} |" in printed
     assert "at least" in printed
@@ -120,7 +121,8 @@ def test_cpu_compares_and_makes_its_table(case, tmp_path):
 def test_torchtitan_trains_the_same_model_on_a_cpu(ranks, tmp_path):
     for package in ("triton", "torchtitan"):
         pytest.importorskip(package, reason="needs torchtitan 0.2.2 and triton")
-    text, work = runs.write_text(tmp_path), replace(TINY, ranks=ranks)
+    text = runs.write_text(tmp_path)
+    work = replace(TINY, ranks=ranks)
     ours, theirs = (run(work, text, tmp_path) for run in (runs.run_titanlite, runs.run_torchtitan))
 
     assert theirs.loss == pytest.approx(ours.loss, rel=0.1)  # as above
@@ -130,7 +132,7 @@ def test_torchtitan_trains_the_same_model_on_a_cpu(ranks, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["small, FSDP", "small, fp32"])
 @pytest.mark.long
-def test_the_plan_of_memory_is_within_five_percent_of_what_malloc_hands_out(name):
+def test_planned_memory_is_within_five_percent_of_the_allocated_memory(name):
     result = planner.compare_on_cpu(name)
     assert result.error_but_for_kept == pytest.approx(0, abs=0.05)  # oneDNN's scratch is kept
     assert "commit " in result.about

@@ -1,4 +1,4 @@
-"""benchmarks/gpu.sh on a CPU, with its tiny model: every part runs, and leaves what it got to."""
+"""Every part of benchmarks/gpu.sh runs on a CPU with a tiny model, and keeps partial results."""
 
 import argparse
 import gzip
@@ -23,10 +23,10 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 def gpu(out: Path, *options: str, code: int = 0) -> dict[str, Any]:
     """Run `benchmarks/gpu.sh`, and return the cases that it writes."""
     command = ["benchmarks/gpu.sh", *options, "--device", "cpu", "--out", str(out)]
-    ended = subprocess.run(
+    process = subprocess.run(
         command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=300
     )
-    assert ended.returncode == code, ended.stdout + ended.stderr
+    assert process.returncode == code, process.stdout + process.stderr
     return json.loads((out / f"gpu_{options[0]}.json").read_text())
 
 
@@ -43,7 +43,7 @@ def test_smoke_starts_resumes_and_generates(tmp_path):
 
 
 @pytest.mark.slow
-def test_titanlite_measures_a_normal_run_into_the_file_that_is_there(tmp_path):
+def test_titanlite_adds_the_measurements_of_a_run_to_the_existing_file(tmp_path):
     (tmp_path / "gpu_titanlite.json").write_text('{"8b bf16 compiled": {"tokens/s": 1}}')
     cases = gpu(tmp_path, "titanlite", "--only", "8b bf16 eager")
 
@@ -62,7 +62,7 @@ def part(tmp_path) -> script.Part:
     return script.Part("titanlite", options, tmp_path)
 
 
-def test_a_case_that_fails_in_any_way_leaves_the_others(part):
+def test_a_case_that_hangs_or_fails_does_not_stop_the_others(part):
     def hangs(result: dict[str, Any]) -> None:
         part.run(["sh", "-c", "sleep 100 & echo $!; wait"], limit=0.5)
 
@@ -96,28 +96,30 @@ def test_a_case_is_measured_with_the_first_mode_that_fits(part):
 
 
 @pytest.mark.slow
-def test_a_profile_has_kernels_idle_time_and_floors(tmp_path):
+def test_a_profile_contains_kernels_and_lower_bounds_of_each_part(tmp_path):
     work = replace(
         script.WORKS["8b bf16 eager"], flavor="debugmodel", tiny=True, rows=2, seq_len=64, steps=100
     )
     out = tmp_path / "out.json"
     trace = tmp_path / "trace.json.gz"
     text = script.write_text(tmp_path).parent
-    options = script.titanlite_options(work, tmp_path / "run", text, own=True)
+    options = script.titanlite_options(work, tmp_path / "run", text, extra_features=True)
     command = [sys.executable, "benchmarks/gpu_profile.py", str(out), str(trace), *options]
     environment = {**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": ""}
     subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=120, capture_output=True)
-    found = json.loads(out.read_text())
+    measured = json.loads(out.read_text())
     parts = "batch,forward,loss and its gradients,backward,clipping,optimizer,rest".split(",")
 
-    assert list(found["parts"]) == parts
-    assert found["step, ms"] == pytest.approx(sum(part["ms"] for part in found["parts"].values()))
+    assert list(measured["parts"]) == parts
+    assert measured["step, ms"] == pytest.approx(
+        sum(part["ms"] for part in measured["parts"].values())
+    )
 
     for part in parts[1:-1]:
-        assert 0 < found["parts"][part]["floor by bytes, ms"] < found["parts"][part]["ms"]
-    assert len(found["kernels"]) == 10
+        assert 0 < measured["parts"][part]["floor by bytes, ms"] < measured["parts"][part]["ms"]
+    assert len(measured["kernels"]) == 10
 
-    page = "\n".join(performance_page.gpu_tables({"8b": found}))
+    page = "\n".join(performance_page.gpu_tables({"8b": measured}))
     assert "| rates: copy, bytes/s | " in page
     assert "| attention, ms: FLASH_ATTENTION | " in page
 
@@ -125,7 +127,7 @@ def test_a_profile_has_kernels_idle_time_and_floors(tmp_path):
         assert json.load(file)["traceEvents"]
 
 
-def test_idle_time_is_what_no_kernel_covers():
+def test_idle_time_excludes_all_kernels_and_copies():
     from gpu_profile import summarize_kernels  # pyright: ignore[reportMissingImports]
 
     def event(name: str, start: float, duration: float, kind: str = "kernel") -> dict[str, Any]:
@@ -138,11 +140,11 @@ def test_idle_time_is_what_no_kernel_covers():
         event("copy", 9, 1, "gpu_memcpy"),
     ]
     events.append(event("launch", 0, 100, "cuda_runtime"))
-    found = summarize_kernels(events, "cuda")
+    measured = summarize_kernels(events, "cuda")
 
-    assert found["traced, ms"] == pytest.approx(0.010)
-    # From 5 to 6 and from 8 to 9.
-    assert found["idle share"] == pytest.approx(0.2)
+    assert measured["traced, ms"] == pytest.approx(0.010)
+    # The device is idle from 5 to 6 and from 8 to 9.
+    assert measured["idle share"] == pytest.approx(0.2)
 
-    shares = {kernel["name"]: kernel["share"] for kernel in found["kernels"]}
+    shares = {kernel["name"]: kernel["share"] for kernel in measured["kernels"]}
     assert shares == {"a": 0.7, "b": 0.2, "copy": 0.1}

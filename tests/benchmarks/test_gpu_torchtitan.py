@@ -31,7 +31,7 @@ from torchtitan.models.llama3 import Transformer, llama3_args  # pyright: ignore
 def both(case: str, tmp_path: Path) -> tuple[JobConfig, Any]:
     """Return the configurations as each framework reads them."""
     work = gpu.COMPARED[case]
-    ours = load_job(gpu.titanlite_options(work, tmp_path, tmp_path, own=False))
+    ours = load_job(gpu.titanlite_options(work, tmp_path, tmp_path, extra_features=False))
     file = tmp_path / "job.toml"
     file.write_text(tomlkit.dumps(gpu.torchtitan_job(work, tmp_path, tmp_path)))
     __import__("gpu_torchtitan")
@@ -55,9 +55,10 @@ SAME_KEYS = {
 
 
 @pytest.mark.parametrize("case", gpu.COMPARED)
-def test_model_dtypes_steps_and_what_is_done_in_them_are_the_same(case, tmp_path):
+def test_models_dtypes_and_steps_of_both_frameworks_are_the_same(case, tmp_path):
     ours, theirs = both(case, tmp_path)
-    arch, args = build_architecture(ours.model), llama3_args[theirs.model.flavor]
+    arch = build_architecture(ours.model)
+    args = llama3_args[theirs.model.flavor]
     with torch.device("meta"):
         mine = Llama(arch).to(getattr(torch, ours.training.dtype))
         assert shapes(mine) == shapes(Transformer(args).to(getattr(torch, theirs.training.dtype)))

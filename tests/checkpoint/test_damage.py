@@ -118,15 +118,16 @@ def test_damage_on_one_rank_is_erased_on_all_ranks(tmp_path):
         batch = "--training.local_batch_size 1 --training.steps"
         return start_small(tmp_path / name, batch, steps, *options, ranks=2)
 
-    run, expected = tmp_path / "run/checkpoint", tmp_path / "expected/checkpoint"
+    run = tmp_path / "run/checkpoint"
+    expected = tmp_path / "expected/checkpoint"
     ema = "--ema.decay 0.9"
-    train("run", 5).ends_with(0)
+    train("run", 5).wait_for_exit(0)
     shutil.copytree(run.parent, expected.parent)
-    train("expected", 7, ema).ends_with(0)
-    train("run", 10, ema).ends_with(0)
+    train("expected", 7, ema).wait_for_exit(0)
+    train("run", 10, ema).wait_for_exit(0)
     flip_bit(run / "step-00000010/__1_0.distcp")
 
-    assert "Resumed after step 5 " in train("run", 7, ema).ends_with(0)
+    assert "Resumed after step 5 " in train("run", 7, ema).wait_for_exit(0)
 
     assert (run / "step-00000010.damaged").is_dir()
 
@@ -137,7 +138,7 @@ def test_damage_on_one_rank_is_erased_on_all_ranks(tmp_path):
         flip_bit(step_folder / "__1_0.distcp")
     metrics = expected.with_name("metrics.jsonl")
     before = metrics.read_bytes()
-    train("expected", 8, ema).ends_with(4)
+    train("expected", 8, ema).wait_for_exit(4)
 
     assert metrics.read_bytes() == before
     assert list_names(expected) == ["step-00000005.damaged", "step-00000007.damaged"]
@@ -264,7 +265,8 @@ def test_malicious_tensor_file_with_valid_checksums_runs_no_code(two_saved, cont
     reseal(path.parent, **{path.name: path.read_bytes().ljust(size, b"\0")})
     index = pickle.loads((path.parent / ".metadata").read_bytes())
     for info in index.storage_data.values():
-        info.offset, info.length = 0, size
+        info.offset = 0
+        info.length = size
         info.xxh3_128 = xxhash.xxh3_128_digest(path.read_bytes())
     reseal(path.parent, None, **{".metadata": pickle.dumps(index, 4)})
 

@@ -39,7 +39,7 @@ SHAPES = {
 def build(arch: Architecture) -> Llama:
     model = Llama(arch)
     model.init_weights(1)
-    # Norms that are all 1 could be swapped unnoticed.
+    # If all norm weights were 1, the test would not notice swapped norms.
     with torch.no_grad():
         for parameter in model.parameters():
             generator = torch.Generator().manual_seed(parameter.numel())
@@ -75,7 +75,8 @@ def test_exported_model_has_the_same_logits_in_transformers_and_imports_unchange
     from transformers import LlamaForCausalLM
 
     model = build(SHAPES[shape])
-    origin, out = tmp_path / 'q"x\\é', tmp_path / 'a"b'
+    origin = tmp_path / 'q"x\\é'
+    out = tmp_path / 'a"b'
     write_hf(origin, model, dtype, shard_bytes=10**9 if files == 1 else 60_000)
 
     assert len(list(origin.glob("*.safetensors"))) == files
@@ -189,7 +190,7 @@ def test_import_rejects_invalid_meta_files(tmp_path, name, value, message, capsy
 
     error = capsys.readouterr().err
     assert message in error
-    # Torch suggests how to run the code in the file.
+    # The error of torch suggests an option that would run the code in the file.
     assert "weights_only" not in error
     assert not PROOF.exists()
 
@@ -218,7 +219,8 @@ def test_run_starts_from_hugging_face_or_imported_weights_but_resumes_from_neith
 
 
 def test_import_reports_the_folder_file_or_tensor_that_cannot_be_used(tmp_path, capsys):
-    hf, out = tmp_path / "hf", tmp_path / "out"
+    hf = tmp_path / "hf"
+    out = tmp_path / "out"
 
     def rejected(source: Path, out: Path) -> str:
         assert run_import("hf", source, out) == 2

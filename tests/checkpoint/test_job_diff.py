@@ -1,4 +1,4 @@
-"""Each difference between two jobs has one effect. test_resume.py tests more of them."""
+"""Each difference between two jobs has one effect. test_resume.py tests further differences."""
 
 from dataclasses import asdict
 from typing import Any
@@ -48,7 +48,7 @@ WEIGHT = "dataset.sources.0.weight: 1.0 -> 2.0"
             AFFECTS_TRAINING,
             ["model.rope_theta: 10000.0 -> 500000.0"],
         ),
-        # The same model as the flavor.
+        # These options describe the same model as the flavor.
         ("", SPELLED_OUT, None, COMPATIBLE, []),
         ("", OTHER_DATA, None, AFFECTS_TRAINING, 3),  # None: the data starts again
         ("", OTHER_DATA, SAME_DATA, COMPATIBLE, 3),
@@ -71,13 +71,13 @@ def test_options_of_a_plugin_affect_training():
 
 
 def test_a_model_of_another_version_is_not_compared_by_its_options():
-    """The shapes of the tensors tell whether it fits."""
+    """Tensor shapes decide whether the checkpoint matches the model."""
     check_effect(parse_job("") | {"model": {"gone": 1}}, parse_job(""), None, COMPATIBLE, [])
 
 
 def check_effect(before, now, data, effect, lines) -> None:
     """Check that all changes have `effect` or are compatible, and compare those with `effect`."""
     changes = compare_jobs(before, now, data=data)
-    found = [line for given, line in changes if given == effect]
-    assert lines in (found, len(found))
+    reported = [line for given, line in changes if given == effect]
+    assert lines in (reported, len(reported))
     assert {given for given, _ in changes} <= {effect, COMPATIBLE}

@@ -164,7 +164,8 @@ def test_only_published_folders_are_checkpoints_and_only_leftovers_are_removed(
 
 
 def test_verify_lists_checkpoints_unfinished_and_renamed_folders(tmp_path, capsys):
-    good, bad = write_checkpoint(tmp_path, 100), write_checkpoint(tmp_path, 200)
+    good = write_checkpoint(tmp_path, 100)
+    bad = write_checkpoint(tmp_path, 200)
     (bad / "b.bin").write_bytes(b"m0re")
     (tmp_path / ".tmp-step-00000300-x").mkdir()
     renamed = [set_aside(write_checkpoint(tmp_path, 7)).name for _ in range(2)]

@@ -1,4 +1,4 @@
-"""Checkpoints, data, tokenizers and models in a bucket, against a local S3 server."""
+"""Runs mirror checkpoints to a bucket, and read data, tokenizers and models from it (local S3)."""
 
 import gzip
 import os
@@ -17,7 +17,7 @@ import pyarrow.parquet
 import pytest
 from moto.server import ThreadedMotoServer
 from ranks import start_small, titanlite
-from small_runs import SMALL, losses
+from small_runs import SMALL, read_losses
 from tiny_run import list_names
 
 from titanlite.checkpoint import mirror
@@ -41,7 +41,7 @@ URLS = {
 def server(tmp_path, monkeypatch):
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
-    server._port = server.get_host_and_port()[1]  # where it starts again
+    server._port = server.get_host_and_port()[1]  # kept at a restart
     settings = {
         "ACCESS_KEY_ID": "us",
         "SECRET_ACCESS_KEY": "us",
@@ -51,115 +51,109 @@ def server(tmp_path, monkeypatch):
     for name, value in {**settings, "ENDPOINT_URL": f"http://127.0.0.1:{server._port}"}.items():
         monkeypatch.setenv(f"AWS_{name}", value)
     monkeypatch.setenv("TITANLITE_CACHE", str(tmp_path / "cache"))
-    tell("reset")
+    post("reset")
     bucket().mkdir("bucket")
     yield server
-    tell("reset-auth", b"inf")
+    post("reset-auth", b"inf")
     server.stop()
 
 
-def tell(what: str, body: bytes = b"") -> None:
-    url = f"{os.environ['AWS_ENDPOINT_URL']}/moto-api/{what}"
-    urllib.request.urlopen(
-        urllib.request.Request(url, body, {"Content-Type": "text/plain"}, method="POST")
-    ).close()
+def post(action: str, body: bytes = b"") -> None:
+    """Send a control request to the S3 server."""
+    url = f"{os.environ['AWS_ENDPOINT_URL']}/moto-api/{action}"
+    headers = {"Content-Type": "text/plain"}
+    urllib.request.urlopen(urllib.request.Request(url, body, headers, method="POST")).close()
 
 
 def bucket():
     return fsspec.filesystem("s3", skip_instance_cache=True, use_listings_cache=False)
 
 
-def there(ending: str = "") -> dict[str, bytes]:
-    """What the mirror holds: path -> content."""
+def read_mirror(ending: str = "") -> dict[str, bytes]:
+    """Return paths and contents of the files at the mirror, except for the probe file of a start."""
     storage = bucket()
-    found = [
-        p
-        for p in list_files(storage, "bucket/run")
-        if p.endswith(ending) and not p.startswith(".titanlite")
-    ]
-    # Without what a start tries to write.
-    return {p: storage.cat(f"bucket/run/{p}") for p in found}
+    paths = [path for path in list_files(storage, "bucket/run") if path.endswith(ending)]
+    return {
+        path: storage.cat(f"bucket/run/{path}")
+        for path in paths
+        if not path.startswith(".titanlite")
+    }
 
 
-def files(folder: Path, ending: str = "") -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob(f"step-*/*{ending}")}
+def read_files(folder: Path, ending: str = "") -> dict[str, bytes]:
+    """Return relative paths and contents of the checkpoint files in a folder."""
+    paths = folder.rglob(f"step-*/*{ending}")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
-def damage(step: int) -> None:
-    storage, name = bucket(), f"bucket/run/step-{step:08d}/__0_0.distcp"
+def flip_bit(step: int) -> None:
+    """Flip a bit in a tensor file at the mirror."""
+    storage = bucket()
+    name = f"bucket/run/step-{step:08d}/__0_0.distcp"
     content = storage.cat(name)
     storage.pipe(name, content[:-100] + bytes([content[-100] ^ 1]) + content[-99:])
 
 
 def test_another_node_resumes_from_the_newest_valid_checkpoint_of_the_mirror(server, tmp_path):
-    keys = (
-        *MIRROR,
-        "--lr_scheduler.total_steps",
-        20,
-        "--checkpoint.interval",
-        3,
-        "--checkpoint.keep_latest_k",
-        2,
-    )
-    # An old checkpoint is under way when the run ends.
+    retention = ("--checkpoint.interval", 3, "--checkpoint.keep_latest_k", 2)
+    options = (*MIRROR, "--lr_scheduler.total_steps", 20, *retention)
+    # The run ends while an older checkpoint is still being copied.
     slow = "--checkpoint.mirror_mbps", 40
-    start_small(tmp_path / "one", *keys, "--training.steps", 10, *slow, ranks=2).ends_with(0)
+    first = start_small(tmp_path / "one", *options, "--training.steps", 10, *slow, ranks=2)
+    first.wait_for_exit(0)
     kept = ["step-00000009/manifest.json", "step-00000010/manifest.json"]
 
-    assert (sorted(there("manifest.json")), there()) == (kept, files(tmp_path / "one/checkpoint"))
+    assert sorted(read_mirror("manifest.json")) == kept
+    assert read_mirror() == read_files(tmp_path / "one/checkpoint")
 
-    damage(10)
+    # A job that does not match the checkpoints downloads nothing.
+    flip_bit(10)
     bucket().pipe("bucket/run/step-00000011/manifest.json", encode_manifest({"step": 11}))
-    # Nothing is brought that does not fit.
-    start_small(tmp_path / "other", *keys, "--model.dim", 32).ends_with(2)
+    start_small(tmp_path / "other", *options, "--model.dim", 32).wait_for_exit(2)
+    assert not read_files(tmp_path / "other")
 
-    assert not files(tmp_path / "other")
-    assert "Resumed after step 9 " in start_small(tmp_path / "two", *keys).ends_with(0)
-    assert losses(tmp_path / "two")[10] == pytest.approx(
-        losses(tmp_path / "one")[10], rel=1e-5
-    )  # sums of two ranks
+    assert "Resumed after step 9 " in start_small(tmp_path / "two", *options).wait_for_exit(0)
+    # The first run adds the losses of two ranks.
+    expected = pytest.approx(read_losses(tmp_path / "one")[10], rel=1e-5)
+    assert read_losses(tmp_path / "two")[10] == expected
 
-    back = start_small(
-        tmp_path / "back", *keys, "--checkpoint.load_step", 9, "--training.steps", 10
-    )
-    assert "Resumed after step 9 " in back.ends_with(0)
+    go_back = ("--checkpoint.load_step", 9, "--training.steps", 10)
+    back = start_small(tmp_path / "back", *options, *go_back)
+    assert "Resumed after step 9 " in back.wait_for_exit(0)
 
-    bucket().rm_file("bucket/run/step-00000011/manifest.json")  # which no run touches
-    assert sorted(there("manifest.json")) == kept
+    # Runs keep the manifest that they did not write.
+    bucket().rm_file("bucket/run/step-00000011/manifest.json")
+    assert sorted(read_mirror("manifest.json")) == kept
 
     titanlite("generate", "--checkpoint", "s3://bucket/run", "--max-new-tokens", 3)
     assert str(tmp_path) not in titanlite("verify", "s3://bucket/run")
 
-    # As if another process had saved step 10.
+    # Another manifest of step 10 means that another process has saved this step.
     bucket().copy(*(f"bucket/run/{name}" for name in kept))
-    assert "started twice" in start_small(
-        tmp_path / "back", *keys, "--training.steps", 10
-    ).ends_with(4)
+    twice = start_small(tmp_path / "back", *options, "--training.steps", 10)
+    assert "started twice" in twice.wait_for_exit(4)
 
-    # And step 10 has another manifest.
-    damage(9)
-    # Now, and at every later start.
+    # Without a valid checkpoint, every start fails.
+    flip_bit(9)
     for _ in range(2):
-        start_small(tmp_path / "three", *keys).ends_with(4)
+        start_small(tmp_path / "three", *options).wait_for_exit(4)
 
 
 def test_interrupted_copy_is_not_a_checkpoint_and_is_repeated_by_the_next_start(server, tmp_path):
-    words = *MIRROR, "--training.steps", 5
-    world, deadline = (
-        start_small(tmp_path / "one", *words, "--checkpoint.mirror_mbps", 0.1),
-        time.monotonic() + 60,
-    )
-    while not there():
+    options = *MIRROR, "--training.steps", 5
+    world = start_small(tmp_path / "one", *options, "--checkpoint.mirror_mbps", 0.1)
+    deadline = time.monotonic() + 60
+    while not read_mirror():
         assert time.monotonic() < deadline
     world.kill(0, signal.SIGKILL)
     world.wait()
 
-    assert there("manifest.json") == {}
+    assert read_mirror("manifest.json") == {}
 
     bucket().pipe("bucket/run/other/step-00000001/.metadata", b"of another run, which sends it now")
-    start_small(tmp_path / "one", *words).ends_with(0)
+    start_small(tmp_path / "one", *options).wait_for_exit(0)
 
-    assert there().keys() - files(tmp_path / "one/checkpoint").keys() == {
+    assert read_mirror().keys() - read_files(tmp_path / "one/checkpoint").keys() == {
         "other/step-00000001/.metadata"
     }
 
@@ -167,7 +161,7 @@ def test_interrupted_copy_is_not_a_checkpoint_and_is_repeated_by_the_next_start(
 def test_run_continues_without_the_server_and_fails_only_if_the_last_copy_fails(
     server, tmp_path, request
 ):
-    words = (
+    options = (
         *MIRROR,
         "--checkpoint.interval",
         20,
@@ -176,7 +170,7 @@ def test_run_continues_without_the_server_and_fails_only_if_the_last_copy_fails(
     )
     # The run waits this long for its last copy, which fails because there is no server.
     short_wait = "--checkpoint.timeout_seconds", 5
-    world = start_small(tmp_path / "one", *words, *short_wait, "--training.steps", 10**6)
+    world = start_small(tmp_path / "one", *options, *short_wait, "--training.steps", 10**6)
     request.addfinalizer(world.close)
     world.wait_for("step +1/")
     server.stop()
@@ -186,12 +180,12 @@ def test_run_continues_without_the_server_and_fails_only_if_the_last_copy_fails(
     server.stop()
     world.kill(0, signal.SIGTERM)
 
-    assert "s3://bucket/run" in world.ends_with(4)
+    assert "s3://bucket/run" in world.wait_for_exit(4)
 
     server.start()
-    start_small(tmp_path / "one", *words, "--training.steps", 1).ends_with(0)
+    start_small(tmp_path / "one", *options, "--training.steps", 1).wait_for_exit(0)
 
-    assert there() == files(tmp_path / "one/checkpoint")
+    assert read_mirror() == read_files(tmp_path / "one/checkpoint")
 
 
 def test_mirror_never_changes_files_that_the_run_did_not_write(tmp_path):
@@ -206,17 +200,17 @@ def test_mirror_never_changes_files_that_the_run_did_not_write(tmp_path):
         (mirror / name).parent.mkdir(parents=True)
         (mirror / name).write_text(name)
     every_second_step = "--checkpoint.interval", 2, "--checkpoint.keep_latest_k", 1
-    words = "--checkpoint.mirror", f"file://{mirror}", *every_second_step
+    options = "--checkpoint.mirror", f"file://{mirror}", *every_second_step
 
-    start_small(tmp_path / "run", *words, "--training.steps", 2).ends_with(0)
+    start_small(tmp_path / "run", *options, "--training.steps", 2).wait_for_exit(0)
 
     assert "manifest.json" in list_names(mirror / "step-00000002")
 
-    said = start_small(tmp_path / "run", *words, "--training.steps", 4).ends_with(4)
-    assert f"{mirror}/step-00000004 contains files that this run did not write" in said
+    output = start_small(tmp_path / "run", *options, "--training.steps", 4).wait_for_exit(4)
+    assert f"{mirror}/step-00000004 contains files that this run did not write" in output
 
-    world = start_small(tmp_path / "run", *words, "--training.steps", 6)
-    world.ends_with(0)
+    world = start_small(tmp_path / "run", *options, "--training.steps", 6)
+    world.wait_for_exit(0)
 
     assert all((mirror / name).read_text() == name for name in foreign)
     assert list_names(mirror / "step-00000002") == ["notes.txt"]
@@ -225,8 +219,9 @@ def test_mirror_never_changes_files_that_the_run_did_not_write(tmp_path):
 
 
 def test_imported_weights_are_kept_in_the_folder_and_at_the_mirror(tmp_path):
-    mirror, run = tmp_path / "mirror", tmp_path / "run"
-    words = (
+    mirror = tmp_path / "mirror"
+    run = tmp_path / "run"
+    options = (
         "--checkpoint.mirror",
         f"file://{mirror}",
         "--checkpoint.interval",
@@ -234,13 +229,13 @@ def test_imported_weights_are_kept_in_the_folder_and_at_the_mirror(tmp_path):
         "--checkpoint.keep_latest_k",
         1,
     )
-    start_small(run, *words, "--training.steps", 1).ends_with(0)
+    start_small(run, *options, "--training.steps", 1).wait_for_exit(0)
     titanlite("average", run, run, "--out", tmp_path / "mean")
-    start_small(run, *words, "--training.steps", 2).ends_with(0)
+    start_small(run, *options, "--training.steps", 2).wait_for_exit(0)
     for folder in (run / "checkpoint", mirror):
         shutil.copytree(tmp_path / "mean/step-00000001", folder / "step-00000001")
 
-    start_small(run, *words, "--training.steps", 4).ends_with(0)
+    start_small(run, *options, "--training.steps", 4).wait_for_exit(0)
 
     for folder in (run / "checkpoint", mirror):
         assert list_names(folder / "step-00000001") == list_names(tmp_path / "mean/step-00000001")
@@ -249,16 +244,16 @@ def test_imported_weights_are_kept_in_the_folder_and_at_the_mirror(tmp_path):
 
 def test_mirror_with_only_imported_weights_is_an_error_before_training(tmp_path):
     run = tmp_path / "run"
-    start_small(run, "--training.steps", 1).ends_with(0)
+    start_small(run, "--training.steps", 1).wait_for_exit(0)
     titanlite("average", run, run, "--out", tmp_path / "mirror")
 
     new_run = start_small(tmp_path / "new", "--checkpoint.mirror", f"file://{tmp_path}/mirror")
 
-    log = new_run.ends_with(2)
+    log = new_run.wait_for_exit(2)
 
     assert "step-00000001 contains imported weights" in log
     assert "initial_load_path" in log
-    assert not files(tmp_path / "new")
+    assert not read_files(tmp_path / "new")
 
 
 def fill_mirror() -> None:
@@ -271,29 +266,27 @@ def fill_mirror() -> None:
 
 def test_full_mirror_on_a_local_disk_gets_no_advice_about_s3(tmp_path):
     url = f"file://{tmp_path}/mirror"
-    words = "--checkpoint.mirror", url, "--training.steps", 1
+    options = "--checkpoint.mirror", url, "--training.steps", 1
 
-    log = start_small(tmp_path / "run", *words, before=fill_mirror).ends_with(4)
+    log = start_small(tmp_path / "run", *options, before=fill_mirror).wait_for_exit(4)
 
     assert "No space left on device" in log
     assert "AWS" not in log
 
 
 def test_next_start_finishes_an_interrupted_removal_at_the_mirror(tmp_path):
-    mirror, words = (
-        tmp_path / "mirror",
-        ("--checkpoint.interval", 2, "--checkpoint.keep_latest_k", 1),
-    )
-    words = "--checkpoint.mirror", f"file://{mirror}", *words
-    start_small(tmp_path / "run", *words, "--training.steps", 2).ends_with(0)
-    # Of step 1, a part of the files is gone.
+    mirror = tmp_path / "mirror"
+    options = ("--checkpoint.interval", 2, "--checkpoint.keep_latest_k", 1)
+    options = "--checkpoint.mirror", f"file://{mirror}", *options
+    start_small(tmp_path / "run", *options, "--training.steps", 2).wait_for_exit(0)
+    # Some files of step 1 were removed before the interruption.
     for name in ("step-00000001", "step-00000002"):
         (mirror / name).mkdir(exist_ok=True)
         for file in ("manifest.json", ".metadata"):
             shutil.copy(tmp_path / "run/checkpoint/step-00000002" / file, mirror / name)
         shutil.copy(mirror / name / "manifest.json", mirror / name / "manifest.json.incomplete")
     (mirror / "step-00000001/manifest.json").unlink()
-    start_small(tmp_path / "run", *words, "--training.steps", 4).ends_with(0)
+    start_small(tmp_path / "run", *options, "--training.steps", 4).wait_for_exit(0)
 
     assert list_names(mirror) == ["step-00000004"]
 
@@ -313,104 +306,89 @@ def test_storage_error_names_the_storage_and_not_the_local_checkpoint(server, tm
         return app(environ, start_response)
 
     server._server.app = fail_uploads
-    words = *MIRROR, "--training.steps", 1
-    said = start_small(tmp_path / "one", *words, before=try_copies_twice).ends_with(4)
+    options = *MIRROR, "--training.steps", 1
+    output = start_small(tmp_path / "one", *options, before=try_copies_twice).wait_for_exit(4)
 
-    [failure] = [line for line in said.splitlines() if "FAILED" in line]
+    [failure] = [line for line in output.splitlines() if "FAILED" in line]
 
     assert "s3://bucket/run/step-00000001" in failure
     assert "internal error" in failure
     assert str(tmp_path) not in failure
-    assert "move this checkpoint away" not in said
+    assert "move this checkpoint away" not in output
 
 
-@pytest.mark.parametrize(("url", "said"), URLS.items())
-def test_unusable_url_is_an_error_before_the_start(server, tmp_path, url, said):
-    # 0: from now on, keys are looked at.
-    tell("reset-auth", b"0" if url == MIRROR[1] else b"inf")
+@pytest.mark.parametrize(("url", "reason"), URLS.items())
+def test_unusable_url_is_an_error_before_the_start(server, tmp_path, url, reason):
+    # After 0 further requests, the server checks access keys.
+    post("reset-auth", b"0" if url == MIRROR[1] else b"inf")
     data = "--dataset.source", "text", "--dataset.path", url
-    words = start_small(tmp_path / "one", "--checkpoint.mirror", url, *data).ends_with(2)
+    output = start_small(tmp_path / "one", "--checkpoint.mirror", url, *data).wait_for_exit(2)
 
-    assert [
-        "checkpoint.mirror" in words,
-        "dataset.path" in words,
-        said in words,
-        "Traceback" in words,
-    ] == [1, 1, 1, 0]
+    for text in ("checkpoint.mirror", "dataset.path", reason):
+        assert text in output
+    assert "Traceback" not in output
     assert not (tmp_path / "one").exists()
+
+
+def write_job(file: Path, place: object) -> None:
+    """Write a job that reads one source of each kind and the tokenizer from a folder or bucket."""
+    kinds = {"*.jsonl": "jsonl", "*.gz": "jsonl", "*.txt": "text"}
+    kinds |= {"*.parquet": "parquet", "shards": "shards"}
+    text = f'{SMALL}\n[tokenizer]\npath = "{place}/tokenizer.model"\n'
+    for pattern, kind in kinds.items():
+        text += f'[[dataset.sources]]\nsource = "{kind}"\npath = "{place}/{pattern}"\n'
+    file.write_text(text)
 
 
 def test_data_tokenizer_and_model_in_a_bucket_equal_local_ones(
     server, tmp_path, caplog, monkeypatch
 ):
-    """Use one source of each kind. The losses equal those with local files bitwise."""
-    here, job, texts = (
-        tmp_path / "data",
-        tmp_path / "job.toml",
-        [f"text {i} " * 60 for i in range(200)],
-    )
+    """The losses are bitwise equal to those with local files."""
+    data = tmp_path / "data"
+    job = tmp_path / "job.toml"
+    texts = [f"text {i} " * 60 for i in range(200)]
     lines = "".join(f'{{"text": "{text}"}}\n' for text in texts).encode()
-    (here / "parts").mkdir(parents=True)
+    (data / "parts").mkdir(parents=True)
     for name in ("a.jsonl", "a.jsonl.gz", "a.txt", *(f"parts/{i}" for i in range(65))):
-        (here / name).write_bytes(gzip.compress(lines) if name.endswith("gz") else lines)
-    pyarrow.parquet.write_table(
-        pyarrow.table({"text": texts}), here / "a.parquet", row_group_size=20
-    )
+        (data / name).write_bytes(gzip.compress(lines) if name.endswith("gz") else lines)
+    table = pyarrow.table({"text": texts})
+    pyarrow.parquet.write_table(table, data / "a.parquet", row_group_size=20)
     job.write_text(SMALL)
-    source = "--dataset.source", "jsonl", "--dataset.path", here / "*.jsonl"
-    titanlite("prepare", "--job.config_file", job, *source, "--out", here / "shards")
-    (here / "tokenizer.model").write_bytes(Path("assets/tokenizer/tokenizer.model").read_bytes())
-    bucket().put(str(here), "bucket", recursive=True)
-    for folder in ("data/", "data/parts/", "data/shards/"):  # as consoles make them
+    source = "--dataset.source", "jsonl", "--dataset.path", data / "*.jsonl"
+    titanlite("prepare", "--job.config_file", job, *source, "--out", data / "shards")
+    (data / "tokenizer.model").write_bytes(Path("assets/tokenizer/tokenizer.model").read_bytes())
+    bucket().put(str(data), "bucket", recursive=True)
+    # Web consoles create such empty objects for folders.
+    for folder in ("data/", "data/parts/", "data/shards/"):
         boto3.client("s3").put_object(Bucket="bucket", Key=folder)
-    out = {name: tmp_path / name for name in ("local", "remote")}
-    for name, place, steps, more in (
-        ("local", here, 12, ()),
-        ("remote", "s3://bucket/data", 10, MIRROR),
-        ("remote", here, 12, MIRROR),
-        ("local", here, 12, MIRROR),
-    ):
-        kinds = {
-            "*.jsonl": "jsonl",
-            "*.gz": "jsonl",
-            "*.txt": "text",
-            "*.parquet": "parquet",
-            "shards": "shards",
-        }
-        sources = (
-            f'[[dataset.sources]]\nsource = "{kinds[p]}"\npath = "{place}/{p}"\n' for p in kinds
-        )
-        job.write_text(
-            f'{SMALL}\n[tokenizer]\npath = "{place}/tokenizer.model"\n{"".join(sources)}'
-        )
-        words = [
-            "--training.steps",
-            steps,
-            "--lr_scheduler.total_steps",
-            12,
-            "--checkpoint.last_save_in_hf",
-            *more,
-        ]
-        words = ["train", "--job.config_file", job, "--job.dump_folder", out[name], *words]
-        # The mirror is another run's by then.
-        titanlite(*words, code=2 if (name, more) == ("local", MIRROR) else 0)
 
-    assert losses(out["local"]) == losses(out["remote"])
+    def train(out: Path, place: object, steps: int, *mirror: str, code: int = 0) -> None:
+        write_job(job, place)
+        schedule = ("--training.steps", steps, "--lr_scheduler.total_steps", 12)
+        options = (*schedule, "--checkpoint.last_save_in_hf", *mirror)
+        titanlite("train", "--job.config_file", job, "--job.dump_folder", out, *options, code=code)
 
+    local = tmp_path / "local"
+    remote = tmp_path / "remote"
+    train(local, data, 12)
+    train(remote, "s3://bucket/data", 10, *MIRROR)
+    train(remote, data, 12, *MIRROR)
+    # The mirror belongs to the other run now.
+    train(local, data, 12, *MIRROR, code=2)
+    assert read_losses(local) == read_losses(remote)
+
+    # Each file is smaller than a block, and both starts download each block once.
     gets = re.findall(r'"GET /bucket/data/(\S+) HTTP', caplog.text)
-    # For all rows of both starts, because each file is smaller than a block.
     assert len(gets) == len({*gets}) > 6
 
-    # One block in each of the 64 sets.
+    # A tiny cache keeps one block in each of its 64 sets.
     monkeypatch.setenv("TITANLITE_CACHE_GB", "1e-9")
     parts = open_source(Dataset(source="text", path="s3://bucket/data/parts/**"))
-
     assert "".join(map(str, parts)) == lines.decode() * 65
     assert len([*tmp_path.glob("cache/blocks/*/[0-9]*")]) <= 64
 
-    bucket().put(str(out["local"] / "final_hf"), "bucket/model", recursive=True)
+    bucket().put(str(local / "final_hf"), "bucket/model", recursive=True)
     boto3.client("s3").put_object(Bucket="bucket", Key="model/")
-    for name, model in (("1", out["local"] / "final_hf"), ("2", "s3://bucket/model")):
-        titanlite("import", "--hf", model, "--out", tmp_path / name)
-
-    assert files(tmp_path / "1", ".distcp") == files(tmp_path / "2", ".distcp")
+    titanlite("import", "--hf", local / "final_hf", "--out", tmp_path / "1")
+    titanlite("import", "--hf", "s3://bucket/model", "--out", tmp_path / "2")
+    assert read_files(tmp_path / "1", ".distcp") == read_files(tmp_path / "2", ".distcp")

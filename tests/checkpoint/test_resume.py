@@ -1,4 +1,4 @@
-"""Invariant 4: exact resume, on the same layout and on another, and what may have changed."""
+"""Invariant 4: runs resume exactly on any layout, and changed jobs are reported or rejected."""
 
 from typing import Any
 
@@ -31,14 +31,15 @@ HALF_WEIGHTS: Sections = {
 def test_resume_is_bitwise_equal_to_an_uninterrupted_run(tmp_path, sections, mode):
     straight = TinyRun(**sections)
     checkpoints = straight.checkpoints(tmp_path, async_mode=mode)
-    losses, states = [], []
+    losses = []
+    states = []
     for _ in range(4):
-        # As in a validation; FSDP leaves the root gathered.
+        # After a forward pass as in a validation, FSDP leaves the root unsharded.
         with torch.no_grad():
             straight.model(torch.zeros(1, 4, dtype=torch.int64))
         checkpoints.save(straight.step, straight.train_state())
         states.append(straight.copy_state())
-        # Changes the live state while a save is in progress.
+        # These steps change the live state while a save is in progress.
         losses += straight.train(2)
     checkpoints.close()
 
@@ -61,7 +62,8 @@ def test_resume_is_bitwise_equal_to_an_uninterrupted_run(tmp_path, sections, mod
 @pytest.mark.parametrize("sections", [HALF, HALF_MOMENTS, HALF_WEIGHTS])
 def test_resume_with_other_dtypes_casts_weights_and_moments(tmp_path, sections):
     """A cast to a wider type and back loses nothing."""
-    full, half = TinyRun(), TinyRun(seed=99, **sections)
+    full = TinyRun()
+    half = TinyRun(seed=99, **sections)
     full.train(2)
     for saved, loaded, name in ((full, half, "half"), (half, full, "back")):
         saved.checkpoints(tmp_path / name).save(2, saved.train_state(2))
@@ -165,7 +167,7 @@ def test_resume_logs_changes_and_rejects_incompatible_jobs(tmp_path):
     for other, options, message in rows:
         with pytest.raises(UserError, match=message) as caught:
             resume(other, **options)
-        # The job is wrong, not the checkpoint.
+        # The job is wrong, so the checkpoint must not be renamed.
         assert caught.value.exit_code == 2
 
     job["dataset"]["on_change"] = "warn"

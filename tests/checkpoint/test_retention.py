@@ -151,7 +151,7 @@ def test_best_checkpoint_of_a_run_survives_worse_steps_and_a_restart(tmp_path):
     options += " --validation.freq 2 --validation.holdout 0.05 --validation.sequences 4"
     options += " --training.local_batch_size 1 --training.global_batch_size 2 --training.steps"
     for last in ("7 --optimizer.lr 0.01", "12 --optimizer.lr 1"):
-        start_small(out, options, last, ranks=2).ends_with(0)
+        start_small(out, options, last, ranks=2).wait_for_exit(0)
 
     entries = map(json.loads, (out / "validation.jsonl").open())
     losses = {entry["step"]: entry["loss"] for entry in entries if entry["step"]}
@@ -165,10 +165,10 @@ def test_best_checkpoint_of_a_run_survives_worse_steps_and_a_restart(tmp_path):
     kept = {path.name for path in list_checkpoints(link.parent)}
     assert kept == {step_folder_name(best), "step-00000012"}
 
-    # As in a run that went back to an earlier step.
+    # The files are those of a run that went back to an earlier step.
     link.unlink()
     link.symlink_to("step-00000099")
-    start_small(out, options, "12").ends_with(0)
+    start_small(out, options, "12").wait_for_exit(0)
 
     assert link.resolve().name == step_folder_name(best)
 

@@ -68,7 +68,7 @@ def test_manifest_describes_the_run(two_saved):
 def test_save_that_cannot_be_staged_is_written_while_training_waits(
     two_saved, monkeypatch, owner, name, error
 ):
-    """Old checkpoints are then removed, too."""
+    """Old checkpoints are also removed after such a save."""
     folder, run = two_saved
     checkpoints = run.checkpoints(folder, async_mode="async", keep_latest_k=2)
     with monkeypatch.context() as patch:

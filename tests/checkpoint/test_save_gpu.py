@@ -20,9 +20,10 @@ def test_save_contains_the_state_of_its_own_step(tmp_path, mode):
         run = TinyRun(device="cuda")
         run.train(2)
         checkpoints = run.checkpoints(tmp_path / "saves", async_mode=mode)
-        expected, random_state = run.copy_state(), torch.cuda.get_rng_state()
+        expected = run.copy_state()
+        random_state = torch.cuda.get_rng_state()
         checkpoints.save(2, run.train_state())
-        # Changes the live state at once.
+        # This changes the live state immediately.
         run.train(3)
         torch.rand(1, device="cuda")
         checkpoints.close()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from ranks import titanlite
-from small_runs import losses
+from small_runs import read_losses
 
 VERSIONS = Path(__file__).with_name("versions")
 
@@ -18,14 +18,14 @@ def test_resume_of_a_run_of_an_earlier_version_repeats_its_losses(
 ):
     shutil.unpack_archive(archive, tmp_path, filter="data")
     monkeypatch.chdir(VERSIONS)
-    expected = losses(tmp_path)
+    expected = read_losses(tmp_path)
     train = ["train", "--job.config_file", "job.toml", "--job.dump_folder", tmp_path]
 
     log = titanlite(*train, ranks=ranks)
 
     assert "Resumed after step 4 " in log
-    # In fp32; versions of torch add in another order.
-    assert losses(tmp_path) == pytest.approx(expected, rel=1e-6)
+    # Versions of torch add fp32 values in different orders.
+    assert read_losses(tmp_path) == pytest.approx(expected, rel=1e-6)
 
     if ranks == 2:
         return
@@ -43,5 +43,5 @@ def test_resume_of_a_run_of_an_earlier_version_repeats_its_losses(
     log = titanlite(*train, *changes.split())
 
     assert ("lr_scheduler: titanlite 0.2" in log) == has_old_schedule
-    # An option that these versions did not have.
+    # These versions did not have this option.
     assert "model.logit_softcap: 0.0 -> 30.0" in log

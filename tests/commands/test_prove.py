@@ -38,9 +38,9 @@ def job_words(out: Path) -> tuple[object, ...]:
     return ("--job.config_file", job, "--job.dump_folder", out)
 
 
-def prove(out: Path, *words: object, ranks: int = 2) -> dict[str, Any]:
+def prove(out: Path, *options: object, ranks: int = 2) -> dict[str, Any]:
     """Prove the small job, and return the certificate that is printed."""
-    printed = titanlite("prove", "--json", *job_words(out), *words, ranks=ranks)
+    printed = titanlite("prove", "--json", *job_words(out), *options, ranks=ranks)
     return json.loads(next(line for line in printed.splitlines() if line.startswith("{")))
 
 
@@ -62,15 +62,15 @@ def test_a_correct_layout_is_proven(ranks, options, tmp_path):
 
 def test_a_folder_that_cannot_be_used_is_named_by_its_option(tmp_path):
     (tmp_path / "file").touch()
-    words = job_words(tmp_path / "out")
-    assert "--out" in titanlite("prove", *words, "--out", tmp_path / "file", code=2)
+    options = job_words(tmp_path / "out")
+    assert "--out" in titanlite("prove", *options, "--out", tmp_path / "file", code=2)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_stopped_proof_deletes_its_temporary_files(ranks, number, tmp_path):
-    words = ("prove", *job_words(tmp_path / "out"), "--world-size", ranks, "--steps", 1000)
-    with subprocess.Popen([sys.executable, "-m", "titanlite", *map(str, words)]) as process:
+    options = ("prove", *job_words(tmp_path / "out"), "--world-size", ranks, "--steps", 1000)
+    with subprocess.Popen([sys.executable, "-m", "titanlite", *map(str, options)]) as process:
         while not list(tmp_path.glob("out/proof/run-*/*")):
             assert process.poll() is None
             time.sleep(0.05)
@@ -116,13 +116,13 @@ def test_more_ranks_than_a_node_can_start_are_rejected(tmp_path):
 
 
 def test_an_impossible_number_of_ranks_is_an_invalid_job(tmp_path):
-    words = ("--job.dump_folder", tmp_path, "--parallelism.tensor_parallel_degree", 2)
-    assert "--world-size 3" in titanlite("prove", *words, ranks=3, code=2)
+    options = ("--job.dump_folder", tmp_path, "--parallelism.tensor_parallel_degree", 2)
+    assert "--world-size 3" in titanlite("prove", *options, ranks=3, code=2)
 
 
 def test_degrees_that_do_not_fit_the_original_model_are_rejected(tmp_path):
-    words = job_words(tmp_path / "out")
-    printed = titanlite("prove", *words, "--parallelism.tensor_parallel_degree", 3, code=2)
+    options = job_words(tmp_path / "out")
+    printed = titanlite("prove", *options, "--parallelism.tensor_parallel_degree", 3, code=2)
     assert "parallelism.tensor_parallel_degree" in printed
     assert not (tmp_path / "out").exists()
 

@@ -89,14 +89,14 @@ def save_run(folder: Path, *steps: int, job: JobConfig = JOB) -> Path:
     return folder
 
 
-def run(*words: object, code: int = 0) -> None:
+def run(*options: object, code: int = 0) -> None:
     """Run a command in this process."""
-    assert cli.main([str(word) for word in words]) == code
+    assert cli.main([str(word) for word in options]) == code
 
 
-def run_generate(capsys: Output, folder: Path, *words: str, code: int = 0) -> tuple[str, str]:
+def run_generate(capsys: Output, folder: Path, *options: str, code: int = 0) -> tuple[str, str]:
     """Run `titanlite generate`, and return standard output and standard error."""
-    run("generate", "--checkpoint", folder, "--max-new-tokens", 12, *words, code=code)
+    run("generate", "--checkpoint", folder, "--max-new-tokens", 12, *options, code=code)
     out, err = capsys.readouterr()
     assert "Traceback" not in err
     return out, " ".join(err.split())
@@ -118,9 +118,10 @@ def loaded(trained) -> LoadedCheckpoint:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> list[Path]:
-    """TEXTS: the first one in a text file, the others as JSON lines."""
+    """Write the first of TEXTS to a text file, and the others to JSON lines."""
     folder = tmp_path_factory.mktemp("data")
-    text, lines = folder / "a.txt", folder / "b.jsonl"
+    text = folder / "a.txt"
+    lines = folder / "b.jsonl"
     text.write_text(TEXTS[0])
     lines.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS[1:]))
     return [text, lines]
@@ -146,7 +147,8 @@ def test_average_of_unsuitable_checkpoints_is_an_error(trained, tmp_path, capsys
     other = save_run(tmp_path, 10, job=change_model(ffn_dim=64))
     out = tmp_path / "out"
 
-    run("average", trained, trained, "--out", tmp_path, code=2)  # not empty
+    # The folder is not empty, the weights are too few, and the models differ.
+    run("average", trained, trained, "--out", tmp_path, code=2)
     run("average", trained, trained, "--weights", 1, "--out", out, code=2)
     run("average", trained, other, "--out", out, code=2)
 
@@ -157,7 +159,7 @@ def test_average_of_unsuitable_checkpoints_is_an_error(trained, tmp_path, capsys
 
 
 def score_by_transformers(folder: Path, length: int, stride: int) -> tuple[float, int]:
-    """Return nats and tokens of TEXTS, computed as in transformers' guide on perplexity."""
+    """Return nats and tokens of TEXTS, computed as in the transformers guide on perplexity."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -167,7 +169,7 @@ def score_by_transformers(folder: Path, length: int, stride: int) -> tuple[float
     for text in TEXTS:
         encoded = tokenizer(text, add_special_tokens=False).input_ids
         ids = torch.tensor([[tokenizer.bos_token_id, *encoded]])
-        # The token that begins a document is not scored.
+        # The first token of a document is not scored.
         previous_end = 1
         for begin in range(0, ids.shape[1], stride):
             end = min(begin + length, ids.shape[1])
@@ -197,8 +199,9 @@ def test_eval_computes_the_loss_of_transformers_on_the_exported_model(trained, f
         assert (score.documents, score.bytes, score.tokens) == (5, num_bytes, num_tokens)
         loss = nats / num_tokens
         expected = [loss, math.exp(loss), nats / math.log(2) / num_bytes]
-        found = [score.loss, score.perplexity, score.bits_per_byte]
-        assert found == pytest.approx(expected, rel=1e-5)  # fp32 sums in another order
+        # Other batches add fp32 values in another order.
+        scores = [score.loss, score.perplexity, score.bits_per_byte]
+        assert scores == pytest.approx(expected, rel=1e-5)
 
 
 LAYOUTS = [
@@ -225,7 +228,7 @@ def test_eval_computes_the_same_score_in_each_layout(trained, files):
     alone = asdict(evaluate_text(trained, files, window=37, stride=10))
 
     world = World(4, score_in_layouts, trained, files)
-    world.ends_with(0)
+    world.wait_for_exit(0)
 
     for score in itertools.chain(*world.results()):
         assert asdict(score) == pytest.approx(alone, rel=1e-6)  # fp32 sums in another order
@@ -372,9 +375,9 @@ def test_weights_are_imported_without_a_tokenizer_that_does_not_fit(trained, tmp
 
     assert "--tokenizer FILE" in run_generate(capsys, tmp_path / "bare", code=4)[1]
 
-    words = ["import", "--hf", hf, "--out", tmp_path / "whole", "--tokenizer"]
-    run(*words, hf / "config.json", code=2)
-    run(*words, MODEL_FILE)
+    arguments = ["import", "--hf", hf, "--out", tmp_path / "whole", "--tokenizer"]
+    run(*arguments, hf / "config.json", code=2)
+    run(*arguments, MODEL_FILE)
     capsys.readouterr()
     options = ["--prompt", "def f", "--temperature", "0"]
     text, _ = run_generate(capsys, tmp_path / "whole", *options)
@@ -412,8 +415,10 @@ def test_tokens_are_sampled_from_the_softmax_of_the_top_k(temperature, top_k, al
     generator = torch.Generator().manual_seed(0)
     tokens = [sample_token(logits, temperature, top_k, generator) for _ in range(4000)]
 
+    allowed = list(allowed)
+    scaled = logits[allowed] / max(temperature, 1e-3)
     expected = torch.zeros(5)
-    expected[list(allowed)] = torch.softmax(logits[list(allowed)] / max(temperature, 1e-3), dim=-1)
+    expected[allowed] = torch.softmax(scaled, dim=-1)
     frequencies = torch.bincount(torch.tensor(tokens), minlength=5) / 4000.0
 
     # 0.04 is five standard errors of 4,000 samples.
@@ -455,7 +460,8 @@ def test_generate_escapes_control_characters_on_a_terminal(capsys, trained, monk
 def test_generate_reads_prompts_from_files_and_standard_input(
     capsys, trained, tmp_path, monkeypatch
 ):
-    text, lines = tmp_path / "a.txt", tmp_path / "a.jsonl"
+    text = tmp_path / "a.txt"
+    lines = tmp_path / "a.jsonl"
     text.write_text("def f\n\nimport os\r\n")
     lines.write_text('"def f"\n{"prompt": "import os"}\n{"prompt": "two\\nlines"}')
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"def f\nimport os\n")))

@@ -38,7 +38,7 @@ def read_lengths(run: Run) -> list[int | None]:
 
 
 def count_steps(tokens: int, batch_sizes: list[int]) -> int:
-    """Return how many steps fit into a number of tokens, one after the other."""
+    """Count the steps that fit into a number of tokens, in a plain loop."""
     return sum(total * SEQ_LEN <= tokens for total in accumulate(batch_sizes))
 
 
@@ -50,7 +50,8 @@ def test_lengths_are_the_most_steps_that_fit_into_the_tokens(seed: int):
         f"[[dataset.stages]]\nstart_step = {step}\nglobal_batch_size = {size}\n"
         for step, size in changes.items()
     ]
-    tokens, total = rng.randint(5_000, 30_000), rng.randint(30_000, 50_000)
+    tokens = rng.randint(5_000, 30_000)
+    total = rng.randint(30_000, 50_000)
     warmup, decay, interval = (rng.randint(1_000, 4_000) for _ in range(3))
     other = (
         f"[lr_scheduler]\ntotal_steps = '{total / 1e3}K'\nwarmup_steps = '{warmup / 1e3}K'\n"
@@ -63,7 +64,8 @@ def test_lengths_are_the_most_steps_that_fit_into_the_tokens(seed: int):
     batch_sizes = [4]
     for step in range(1, 1000):
         batch_sizes.append(changes.get(step, batch_sizes[-1]))
-    steps, total_steps = count_steps(tokens, batch_sizes), count_steps(total, batch_sizes)
+    steps = count_steps(tokens, batch_sizes)
+    total_steps = count_steps(total, batch_sizes)
 
     assert read_lengths(run) == [
         steps,

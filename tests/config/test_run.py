@@ -16,7 +16,7 @@ from titanlite.config.run import Degrees, Run, build_architecture
 from titanlite.config.schema import JobConfig, Model
 from titanlite.model.llama import Llama
 
-# Published, except for the last two.
+# All numbers except the last two were published.
 PARAMETERS = {
     "1b": 1_235_814_400,
     "3b": 3_212_749_824,
@@ -111,10 +111,10 @@ def test_values_that_follow_from_a_job_and_its_ranks(ranks, job, name, value):
 @pytest.mark.parametrize(
     ("flavor", "degree", "schedule", "blocks"),
     [
-        # One block less at both ends, as in the Llama 3 paper.
+        # The first and the last stage have one block less, as in the Llama 3 paper.
         ("405b", 8, "Interleaved1F1B", [7] + [8] * 14 + [7]),
         ("70b", 4, "1F1B", [20, 20, 21, 19]),
-        # 17 and 15 are faster, but rank 0 would take more memory.
+        # Stages of 17 and 15 blocks are faster, but take more memory on rank 0.
         ("8b", 2, "1F1B", [16, 16]),
         # Rank 0 keeps the most microbatches in flight.
         ("8b", 4, "1F1B", [8, 9, 9, 6]),
@@ -132,9 +132,9 @@ def test_stages_balance_time_within_the_memory_of_an_even_split(flavor, degree, 
 
 
 PACKAGE = Path(schema.__file__).parents[1]
-# Rules do not count: to check a key is not to use it.
+# Rules only check keys, so they do not count as a use.
 UNREAD = {"config/schema.py", "rules.py", "checkpoint/job_diff.py", "torchtitan/migrate.py"}
-# It only decides whether a run may start.
+# This key only decides whether a run may start.
 READ_BY_RULES = {"require_certificate"}
 READ = {
     node.attr

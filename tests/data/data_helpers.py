@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 def some_texts(count, seed=0, words=90, mark=""):
-    """Return texts of very different lengths. Each one begins with its number."""
+    """Return texts of very different lengths. Each text starts with its number."""
     generator = np.random.default_rng(seed)
     return [f"<{mark}{i}> " + "word " * int(generator.integers(0, words)) for i in range(count)]
 
@@ -144,7 +144,7 @@ class RankLoaders:
         self._values[rank] = value
         self._barrier.wait()
         gathered = [self._values[r] for r in range(self.size)]
-        # Until all ranks have read the values of this call.
+        # The next call must not overwrite the values before all ranks have read them.
         self._barrier.wait()
         return gathered
 

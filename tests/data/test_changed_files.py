@@ -20,7 +20,15 @@ from data_helpers import (
     write_megatron,
     write_parquet,
 )
-from small_runs import SMALL, as_logged, launched, logged, losses, start, wait_for_step
+from small_runs import (
+    SMALL,
+    indent_like_log,
+    launch_job,
+    read_losses,
+    read_metrics,
+    start,
+    wait_for_step,
+)
 from test_worker import find_workers
 
 from titanlite import Trainer, load_job
@@ -32,7 +40,7 @@ TEXTS = some_texts(400, words=300)
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory):
-    """Data of each kind."""
+    """Write data files of each kind."""
     tmp_path = tmp_path_factory.mktemp("originals")
     jsonl = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     for i, text in enumerate(TEXTS):
@@ -116,7 +124,7 @@ def test_shards_that_change_without_a_new_modification_time_are_an_error(
 
 @pytest.fixture
 def job(tmp_path):
-    """The file of a job that reads text.jsonl beside it."""
+    """Write a job file that reads text.jsonl beside it."""
     write_jsonl(tmp_path / "text.jsonl", TEXTS)
     (tmp_path / "job.toml").write_text(
         f'{SMALL}[dataset]\nsource = "jsonl"\npath = "{tmp_path}/text.jsonl"\n'
@@ -125,8 +133,8 @@ def job(tmp_path):
 
 
 def test_data_that_fails_before_the_first_step_leaves_no_checkpoint(job, tmp_path):
-    words = ["--job.config_file", str(job), "--job.dump_folder", str(tmp_path / "run")]
-    with Trainer(load_job(words)) as trainer:
+    options = ["--job.config_file", str(job), "--job.dump_folder", str(tmp_path / "run")]
+    with Trainer(load_job(options)) as trainer:
         trainer.loader.prefetch = lambda num_batches: UserError("it cannot be read")
         with pytest.raises(UserError, match="it cannot be read"):
             trainer.train()
@@ -165,7 +173,7 @@ def test_a_run_whose_worker_hangs_or_whose_file_changes_is_saved(
 
     assert process.returncode == code, output
     assert len(re.findall(reason, output)) == 1
-    assert newest_checkpoint(out) == max(losses(out))
+    assert newest_checkpoint(out) == max(read_losses(out))
 
 
 BAD = r"text\.jsonl, line \d+: not valid JSON"
@@ -174,30 +182,31 @@ BAD = r"text\.jsonl, line \d+: not valid JSON"
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_run_that_a_bad_record_ends_resumes_if_such_records_are_skipped(job, tmp_path, ranks):
-    train = partial(launched, job, ranks=ranks)
-    out, whole = tmp_path / "run", tmp_path / "whole"
+    train = partial(launch_job, job, ranks=ranks)
+    out = tmp_path / "run"
+    whole = tmp_path / "whole"
     bad_lines = hide_bad_records(tmp_path / "text.jsonl", some_texts(200), count=3)
 
     output = train(out, code=2)
-    last = max(losses(out))
+    last = max(read_losses(out))
 
     assert 3 < last < 12
     assert newest_checkpoint(out) == last
     assert len(re.findall(BAD, output)) == 1
 
     reason = output[output.index(re.findall(rf"\S*{BAD}", output)[0]) :]
-    assert (out / "train.log").read_text().endswith(as_logged(reason))
-    # It ends at the same step again.
+    assert (out / "train.log").read_text().endswith(indent_like_log(reason))
+    # Without the option, a resumed run ends at the same step again.
     assert len(re.findall(BAD, train(out, code=2))) == 1
-    assert max(losses(out)) == last
+    assert max(read_losses(out)) == last
 
     skip = ("--dataset.on_bad_record", "skip")
     output = train(out, *skip, code=0)
     train(whole, *skip, code=0)
 
-    assert losses(out) == losses(whole)
-    assert max(losses(out)) == 12
+    assert read_losses(out) == read_losses(whole)
+    assert max(read_losses(out)) == 12
 
     skipped = re.findall(r"[Ss]kipped a record: \S*text\.jsonl, line (\d+)", output)
-    assert len(set(skipped)) == len(skipped) == logged(out)[12]["skipped_records"] > 0
+    assert len(set(skipped)) == len(skipped) == read_metrics(out)[12]["skipped_records"] > 0
     assert {int(line) for line in skipped} <= set(bad_lines)

@@ -53,25 +53,27 @@ DIGESTS = {
     "windows": "4d6c225a408d9357",
     "mix": "77f552317a3b5d25",
 }
-# Their fingerprints depend on times, or on the version of a library.
+# Fingerprints of these datasets depend on file times or on the version of a library.
 UNSTABLE_FINGERPRINTS = ("gz", "zst", "mix", "windows", "parquet")
 
 
 @pytest.fixture(scope="module")
 def datasets(tmp_path_factory):
-    """The datasets of DIGESTS."""
+    """Create the datasets of DIGESTS."""
     folder = tmp_path_factory.mktemp("data")
     for i in range(5):
         write_jsonl(folder / f"a{i}.jsonl.gz", TEXTS[i::5])
         write_jsonl(folder / f"a{i}.jsonl.zst", TEXTS[i::5])
-    write_jsonl(folder / "large.jsonl.gz", some_texts(1500, words=20))  # more than one window
+    # This file is larger than one shuffle window.
+    write_jsonl(folder / "large.jsonl.gz", some_texts(1500, words=20))
     for name, part in (("a", TEXTS[:100]), ("b", TEXTS[100:])):
         table = hf_datasets.Dataset.from_dict({"text": part})
         table.to_parquet(folder / f"{name}.parquet", batch_size=20)
     write_hub(folder / "hub", TEXTS)
     hf_datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(folder / "arrow")
     hide_bad_records(folder / "bad.jsonl", TEXTS, count=5)
-    for name, line in (("a", "x" * 99 + "\n"), ("b", "日本" * 40_000 + "\n"), ("c", "é" * 999)):
+    lines = {"a": "x" * 99 + "\n", "b": "日本" * 40_000 + "\n", "c": "é" * 999}
+    for name, line in lines.items():
         count = 200_000 // len(line.encode()) + 1
         (folder / f"{name}.txt").write_text(line * count, encoding="utf-8", newline="")
     (folder / "d.txt").write_text("small\n", encoding="utf-8-sig")
@@ -104,16 +106,16 @@ def datasets(tmp_path_factory):
     }
 
 
-def keys_of(name):
+def make_keys(name):
     return {"holdout": 0.2 if name == "holdout" else 0.0, "seq_len": 512 if name == "text" else 32}
 
 
 @pytest.fixture(scope="module")
 def references(datasets):
-    """The batches of each dataset on one rank, and the states after them."""
+    """Return the batches of each dataset on one rank, and the states after them."""
     references = {}
     for name, dataset in datasets.items():
-        ranks = RankLoaders(dataset, 1, **keys_of(name))
+        ranks = RankLoaders(dataset, 1, **make_keys(name))
         references[name] = [], []
         for _ in range(STEPS):
             references[name][0].append(ranks.batch())
@@ -143,12 +145,12 @@ def test_sequences_and_states_are_the_same_on_any_layout_and_after_restarts(
 ):
     batches, states = references[name]
     local = 24 // sizes[0] if sizes[0] < 8 else 1
-    ranks = RankLoaders(datasets[name], sizes[0], local=local, **keys_of(name))
+    ranks = RankLoaders(datasets[name], sizes[0], local=local, **make_keys(name))
 
     for step in range(STEPS):
         if step in (2, 5):
             state = ranks.state()
-            ranks = RankLoaders(datasets[name], sizes[step == 2], **keys_of(name)).load(state)
+            ranks = RankLoaders(datasets[name], sizes[step == 2], **make_keys(name)).load(state)
             assert ranks.state() == state
         assert torch.equal(ranks.batch(), batches[step])
         assert ranks.state() == states[step]
@@ -160,7 +162,9 @@ def test_another_global_batch_size_continues_with_the_same_sequences(datasets, r
     batches, states = references["concat"]
     ranks = RankLoaders(datasets["concat"], 2, global_batch=8).load(states[3])
 
-    assert torch.equal(torch.cat([ranks.batch() for _ in range(6)]), torch.cat(batches[4:6]))
+    continued = [ranks.batch() for _ in range(6)]
+
+    assert torch.equal(torch.cat(continued), torch.cat(batches[4:6]))
 
 
 def test_another_seed_reads_other_sequences(datasets, references):
@@ -188,10 +192,11 @@ def test_concat_predicts_each_token_exactly_once(tmp_path_factory, sizes, seq_le
     sequences = read_all(dataset, seq_len)
 
     for (_, before), (after, _) in itertools.pairwise(sequences):
-        # The last token of a sequence begins the next one.
+        # The last token of a sequence is also the first input of the next sequence.
         assert before[-1] == after[0]
     for inputs, labels in sequences:
-        assert all(label in (-100, token) for token, label in zip(inputs[1:], labels, strict=False))
+        for token, label in zip(inputs[1:], labels, strict=False):
+            assert label in (-100, token)
     tokens = [sequences[0][0][0]]
     tokens += [label for _, labels in sequences for label in labels if label != -100]
     text = TOKENIZER.decode(tokens)
@@ -217,19 +222,19 @@ def test_best_fit_cuts_only_documents_longer_than_a_sequence(tmp_path_factory, s
 
     assert num_labels == sum(lengths) - len(lengths)
 
-    found = set()
+    documents_read = set()
     for inputs, labels in sequences:
         tokens = [*inputs, *(label for label in labels[-1:] if label >= 0)]
         for document in TOKENIZER.decode(tokens).split("<|begin_of_text|>"):
-            found.add(document.split("<|end_of_text|>")[0])
+            documents_read.add(document.split("<|end_of_text|>")[0])
 
-    assert found.issuperset(
-        text for text, length in zip(texts, lengths, strict=True) if length <= seq_len
-    )
+    for text, length in zip(texts, lengths, strict=True):
+        assert length > seq_len or text in documents_read
 
 
 def test_best_fit_leaves_less_than_3_percent_of_the_positions_unused(tmp_path):
-    documents = some_texts(900, words=180)  # 3 to 180 tokens
+    # The documents have 3 to 180 tokens.
+    documents = some_texts(900, words=180)
     loader = make_loader(jsonl_dataset(tmp_path, documents, packing="best_fit"), seq_len=512)
     for _ in range(8):
         loader.next_global_batch()
@@ -264,11 +269,12 @@ def test_documents_in_a_sequence_are_scored_independently(tmp_path, packing):
                     num_documents += 1
 
     assert num_documents > 60
-    torch.testing.assert_close(packed, alone, rtol=1e-5, atol=0)  # float32 sums in another order
+    # The sums over tokens have another order.
+    torch.testing.assert_close(packed, alone, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize(("count", "holdout"), [(1, 0.0), (3, 0.0), (40, 0.5), (200, 0.5)])
-def test_few_documents_give_no_sequence_twice_in_a_batch(tmp_path, count, holdout):
+def test_a_batch_from_few_documents_contains_no_sequence_twice(tmp_path, count, holdout):
     texts = [" ".join(map(str, range(1000 * i, 1000 * i + 800))) for i in range(count)]
     ranks = RankLoaders(jsonl_dataset(tmp_path, texts), 1, global_batch=64, holdout=holdout)
 
@@ -401,7 +407,7 @@ def test_tokens_and_epochs_of_each_source_count_all_ranks(tmp_path):
         ranks = RankLoaders(dataset, size)
         for step in range(8):
             ranks.batch()
-            # Saving and resuming in between makes no difference.
+            # A resumed loader must continue the counts.
             if step == 3:
                 state = ranks.state()
                 ranks = RankLoaders(dataset, size).load(state) if size == 2 else ranks
@@ -414,7 +420,8 @@ def test_tokens_and_epochs_of_each_source_count_all_ranks(tmp_path):
 
     assert stats[0]["source_tokens"] == {a: total // 4, b: total * 3 // 4, unused: 0}
 
-    num_tokens = len(TOKENIZER.encode("".join(some_texts(40)))) + 40  # one EOS per text
+    # Each of the 40 texts ends with EOS.
+    num_tokens = len(TOKENIZER.encode("".join(some_texts(40)))) + 40
     epochs = stats[0]["source_epochs"]
 
     # A document counts when it was read to its end, and each of the 32 streams is inside of one.

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from data_helpers import ROOT, some_texts, write_jsonl, write_parquet
-from hub import Hub, listed
+from hub import Hub, list_file
 
 from titanlite import cli
 
@@ -24,7 +24,7 @@ Output = pytest.CaptureFixture[str]
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch) -> Iterator[Hub]:
-    """A hub with small versions of the presets, and a folder to start in."""
+    """Serve small versions of the presets from a hub, and change to a new folder."""
     write_parquet(tmp_path / "texts", [path.read_text() for path in ROOT.glob("titanlite/**/*.py")])
     raw = (tmp_path / "texts").read_bytes()
     model = {"tokenizer.json": TOKENIZER, "model.safetensors": b"no"}
@@ -41,7 +41,7 @@ def hub(tmp_path, monkeypatch) -> Iterator[Hub]:
     }
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    # Its handler writes to the standard error of an earlier test.
+    # The log handler would write to the captured standard error of an earlier test.
     monkeypatch.setattr(logging.getLogger("huggingface_hub"), "handlers", [])
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -49,17 +49,17 @@ def hub(tmp_path, monkeypatch) -> Iterator[Hub]:
         yield server
 
 
-def run(capsys: Output, *words: str, code: int = 0) -> str:
+def run(capsys: Output, *options: str, code: int = 0) -> str:
     """Run a command and return its output, without the line breaks of boxes."""
-    assert cli.main(words) == code
+    assert cli.main(options) == code
     out, err = capsys.readouterr()
     assert "Traceback" not in out + err
     return out + re.sub(r"[\s│]+", " ", err)
 
 
-def get(capsys: Output, hub: Hub, data: str, *words: str, code: int = 0) -> str:
+def get(capsys: Output, hub: Hub, data: str, *options: str, code: int = 0) -> str:
     """Run `titanlite get data` with the hub."""
-    return run(capsys, "get", "data", data, "--from", hub.url, *words, code=code)
+    return run(capsys, "get", "data", data, "--from", hub.url, *options, code=code)
 
 
 @pytest.mark.parametrize(
@@ -88,14 +88,14 @@ def test_a_preset_job_names_the_downloads_that_it_needs(hub, capsys, preset, is_
 
 
 def test_a_dry_run_lists_files_and_downloads_none(hub, capsys):
-    answer = get(capsys, hub, "fineweb-edu-10bt", "--dry-run")
+    output = get(capsys, hub, "fineweb-edu-10bt", "--dry-run")
     size = len(next(iter(hub.files[FINEWEB].values())))
     names = [f"sample/10BT/00{i}_00000.parquet" for i in range(2)]
 
-    assert re.findall(r"^ *([\d,]+)  (\S+)$", answer, re.M) == [
+    assert re.findall(r"^ *([\d,]+)  (\S+)$", output, re.M) == [
         (f"{size:,}", name) for name in names
     ]
-    assert (hub.asked, os.listdir()) == ([], [])
+    assert (hub.requests, os.listdir()) == ([], [])
 
 
 def test_a_folder_can_replace_the_hub_and_files_are_downloaded_once(hub, tmp_path, capsys):
@@ -103,22 +103,22 @@ def test_a_folder_can_replace_the_hub_and_files_are_downloaded_once(hub, tmp_pat
     for name, content in hub.files["datasets/me/mine"].items():
         (tmp_path / "mirror" / name).write_bytes(content)
     for out, origin in ("one", hub.url), ("one", hub.url), ("two", str(tmp_path / "mirror")):
-        answer = run(capsys, "get", "data", "me/mine", "--from", origin, "--out", out)
+        output = run(capsys, "get", "data", "me/mine", "--from", origin, "--out", out)
         assert [path.name for path in Path(out).glob("[!.]*")] == ["train.jsonl"]
-        assert f'source = "jsonl"\npath = "{out}/**/*.jsonl"' in answer
+        assert f'source = "jsonl"\npath = "{out}/**/*.jsonl"' in output
 
-    assert hub.asked == [("train.jsonl", 0)]
+    assert hub.requests == [("train.jsonl", 0)]
 
 
 def test_a_download_resumes_after_a_broken_connection(hub, capsys):
-    # The library resumes after whole blocks of 10 MB.
+    # huggingface_hub writes, and therefore resumes after, whole blocks of 10 MB.
     content = b"a line\n" * 3_000_000
     hub.files["datasets/me/large"] = {"train.txt": content}
     hub.cut = "train.txt"
 
     get(capsys, hub, "me/large")
 
-    (_, first), (_, second) = hub.asked
+    (_, first), (_, second) = hub.requests
 
     assert first == 0 < second
     assert Path("data/large/train.txt").read_bytes() == content
@@ -129,12 +129,12 @@ def test_only_files_with_the_stated_checksum_are_kept_and_none_is_overwritten(hu
     out = Path("data/sums/train.txt")
     hub.files["datasets/me/sums"] = {out.name: b"x" * size}
 
-    hub.instead[out.name] = b"y" * size
+    hub.replaced[out.name] = b"y" * size
 
     assert out.name in get(capsys, hub, "me/sums", code=2)
     assert not os.listdir(out.parent)
 
-    hub.instead.clear()
+    hub.replaced.clear()
     get(capsys, hub, "me/sums")
 
     assert out.read_bytes() == b"x" * size
@@ -150,7 +150,7 @@ def test_a_stream_is_not_read_beyond_the_size_of_the_file(hub, capsys):
 
     assert "train.txt" in get(capsys, hub, "me/endless", code=2)
 
-    # The client reads 10 MB at once, and sockets buffer some more.
+    # The client reads blocks of 10 MB, and sockets buffer some more.
     assert hub.sent < 32_000_000
     assert not os.listdir("data/endless")
 
@@ -163,7 +163,7 @@ LISTS = {
     "deep": b"[" * 100_000,
 }
 for path in ("../../evil.jsonl", "/evil.jsonl", "a//b.jsonl"):
-    LISTS[path] = json.dumps([listed(path, b"x")]).encode()
+    LISTS[path] = json.dumps([list_file(path, b"x")]).encode()
 
 
 @pytest.mark.parametrize("tree", LISTS.values(), ids=LISTS)
@@ -184,10 +184,10 @@ def test_a_list_of_files_that_links_to_itself_is_an_error(hub, tree, capsys):
 def test_ctrl_c_stops_a_download_and_the_same_command_resumes_it(hub):
     files = {name: raw for name, raw in hub.files[FINEWEB].items() if "/10BT/" in name}
     first, hub.held = files
-    words = f"{sys.executable} -P -m titanlite get data fineweb-edu-10bt --from {hub.url}".split()
-    process = subprocess.Popen(words, stderr=subprocess.PIPE)
+    options = f"{sys.executable} -P -m titanlite get data fineweb-edu-10bt --from {hub.url}".split()
+    process = subprocess.Popen(options, stderr=subprocess.PIPE)
 
-    assert hub.waits.wait(60)
+    assert hub.stalled.wait(60)
 
     process.send_signal(signal.SIGINT)
     assert b"Traceback" not in process.communicate(timeout=60)[1]
@@ -199,8 +199,8 @@ def test_ctrl_c_stops_a_download_and_the_same_command_resumes_it(hub):
 
     assert [*home.rglob("*.parquet")] == [home / first]
 
-    subprocess.run(words, check=True, capture_output=True)
-    assert [name for name, _ in hub.asked] == [first, second, second]
+    subprocess.run(options, check=True, capture_output=True)
+    assert [name for name, _ in hub.requests] == [first, second, second]
     assert all((home / name).read_bytes() == raw for name, raw in files.items())
 
 
@@ -230,7 +230,7 @@ SHARDS = f"{DEBUG} --dataset.source shards --dataset.path shards"
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("arguments", "expected"),
     [
         ("llama_8b.toml --world-size 8", {"data", "tokenizer llama3"}),
         (DEBUG, set()),
@@ -244,20 +244,20 @@ SHARDS = f"{DEBUG} --dataset.source shards --dataset.path shards"
         (f"{DEBUG} --model.vocab_size 65536", {"tokenizer gpt2"}),
     ],
 )
-def test_check_warns_that_a_run_trains_on_a_toy(tmp_path, monkeypatch, words, expected, capsys):
+def test_check_warns_that_a_run_trains_on_a_toy(tmp_path, monkeypatch, arguments, expected, capsys):
     monkeypatch.chdir(tmp_path)
     for name in ("train.jsonl", "train.jsonl.gz"):
         write_jsonl(tmp_path / name, some_texts(100))
-    if words.startswith(SHARDS):
+    if arguments.startswith(SHARDS):
         source = "--dataset.source jsonl --dataset.path train.jsonl"
         run(capsys, *f"prepare --out shards {source}".split())
-    check = f"check --training.global_batch_size 8 --job.config_file {words}".split()
+    check = f"check --training.global_batch_size 8 --job.config_file {arguments}".split()
 
-    answer = run(capsys, *check)
+    output = run(capsys, *check)
 
-    found = re.findall(r"titanlite get (data|tokenizer \S+)", answer)
+    downloads = re.findall(r"titanlite get (data|tokenizer \S+)", output)
 
-    assert sorted(found) == sorted(expected)
+    assert sorted(downloads) == sorted(expected)
 
-    if steps := re.search(r"--training.steps (\d+)$", answer, re.MULTILINE):
+    if steps := re.search(r"--training.steps (\d+)$", output, re.MULTILINE):
         assert "titanlite get data" not in run(capsys, *check, "--training.steps", steps[1])

@@ -19,12 +19,12 @@ from titanlite.commands.data import show_step
 from titanlite.config.errors import UserError
 from titanlite.config.schema import Dataset, DataSource
 
-# An id that no text contains.
+# A token ID that no text contains.
 MARK = TOKENIZER.vocab_size - 1
 
 
 def make_document(number):
-    """Return the parts of a chat-like text, each with whether it counts in the loss."""
+    """Return the parts of a chat-like text, and whether each counts in the loss."""
     answer = "word " * (1 + number % 60)
     turns = [(f"<{number}> ", False), (answer, True), ("more?\n", False), (answer, True)]
     first = number % 2
@@ -49,11 +49,15 @@ MASKS = [find_ranges(parts) for parts in DOCUMENTS]
 
 def encode_parts(parts, has_marks):
     """Return the ids of a document, in which MARK can replace each id that does not count."""
-    pieces = [(TOKENIZER.encode(part), counts) for part, counts in parts]
-    pieces = [([TOKENIZER.bos_id], parts[0][1]), *pieces, ([TOKENIZER.eos_id], parts[-1][1])]
-    return [
-        MARK if has_marks and not counts else token for tokens, counts in pieces for token in tokens
-    ]
+    (_, first_counts), (_, last_counts) = parts[0], parts[-1]
+    pieces = [([TOKENIZER.bos_id], first_counts)]
+    pieces += [(TOKENIZER.encode(part), counts) for part, counts in parts]
+    pieces.append(([TOKENIZER.eos_id], last_counts))
+
+    ids = []
+    for tokens, counts in pieces:
+        ids += tokens if counts or not has_marks else [MARK] * len(tokens)
+    return ids
 
 
 @pytest.mark.parametrize(

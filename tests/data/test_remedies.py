@@ -17,7 +17,8 @@ SHARED = [{"from": "human", "value": WORDS}, {"from": "gpt", "value": WORDS}]
 
 
 def json_lines(record):
-    return "".join(json.dumps(record | {"id": i}, ensure_ascii=False) + "\n" for i in range(400))
+    records = [record | {"id": i} for i in range(400)]
+    return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
 
 
 ROWS = "".join(f'{i},"{WORDS}, {i}\n{WORDS}"\n' for i in range(400))
@@ -36,8 +37,8 @@ FILES = {
 }
 
 
-def check(capsys, code, *words):
-    assert cli.main([*SMALL, *map(str, words)]) == code
+def check(capsys, code, *options):
+    assert cli.main([*SMALL, *map(str, options)]) == code
     out, err = capsys.readouterr()
     return out + err
 
@@ -52,7 +53,7 @@ def test_the_command_that_a_message_names_converts_the_file(
     source = ["--dataset.source", kind, "--dataset.path"]
     message = check(capsys, 2, *source, name)
     (command,) = re.findall("`([^`]+)`", message)
-    # Of which json reads every line but the first.
+    # In UTF-16 files, only the first line is a bad record, so skipping it is also suggested.
     if not name.startswith("utf16"):
         assert "on_bad_record" not in message
     subprocess.run(command.replace("FILE", name).replace("NEW", "new"), shell=True, check=True)
@@ -88,17 +89,17 @@ def test_a_source_whose_records_are_all_skipped_is_an_error_with_the_reason(tmp_
 def test_a_holdout_without_a_document_names_one_that_has_enough(holdout, tmp_path, capsys):
     file = tmp_path / "text.jsonl"
     file.write_text("".join(json.dumps({"text": f"{i} {WORDS}"}) + "\n" for i in range(400)))
-    words = f"--dataset.source jsonl --dataset.path {file} --validation.freq 2".split()
-    words.append("--validation.holdout")
-    enough = re.search(r"validation.holdout to ([\d.]+)", check(capsys, 2, *words, holdout))
+    options = f"--dataset.source jsonl --dataset.path {file} --validation.freq 2".split()
+    options.append("--validation.holdout")
+    enough = re.search(r"validation.holdout to ([\d.]+)", check(capsys, 2, *options, holdout))
 
     assert enough
 
-    check(capsys, 0, *words, enough[1])
+    check(capsys, 0, *options, enough[1])
 
 
 def test_models_of_the_hub_are_valid_flavors(capsys, tmp_path, monkeypatch):
-    # Away from the outputs of earlier runs in the repository.
+    # The repository contains outputs of earlier runs.
     monkeypatch.chdir(tmp_path)
     for name in ("meta-llama/Llama-3.2-1B", "Llama-3.2-1B", "llama-3.2-1b", "1B"):
         assert "OK" in check(capsys, 0, "--model.flavor", name)
@@ -138,8 +139,8 @@ print(peak - baseline)
 @pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz"])
 def test_a_line_of_any_length_is_a_bad_record_and_takes_little_memory(suffix, tmp_path):
-    # A child process, because its peak memory is measured. glibc would otherwise keep a number of
-    # freed blocks that depends on the machine.
+    # A child process measures its own peak memory. Without the variables, glibc would keep a number
+    # of freed blocks that depends on the machine.
     done = subprocess.run(
         [sys.executable, "-c", PEAK_OF_A_LONG_LINE, str(tmp_path / f"long.{suffix}")],
         env={**os.environ, "MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": "0"},
@@ -149,5 +150,5 @@ def test_a_line_of_any_length_is_a_bad_record_and_takes_little_memory(suffix, tm
     )
     growth = int(done.stdout) / 1024
 
-    # MiB: 256 of the line are kept and copied; the whole line has 1,430.
+    # In MiB. The source keeps and copies 256 MiB of the line, which has 1,430 MiB.
     assert growth < 900

@@ -30,13 +30,13 @@ SMALL = (
 )
 
 
-def show(capsys, dataset, *words, code=0):
+def show(capsys, dataset, *options, code=0):
     """Run `titanlite data show`, and return its output."""
     keys = []
     if dataset.path:
         keys = ["--dataset.source", "jsonl", "--dataset.path", dataset.path]
         keys += ["--dataset.packing", dataset.packing]
-    assert main(["data", "show", *SMALL, *keys, *map(str, words)]) == code
+    assert main(["data", "show", *SMALL, *keys, *map(str, options)]) == code
     captured = capsys.readouterr()
     return captured.err if code else captured.out
 
@@ -124,7 +124,7 @@ def test_the_log_shows_share_size_and_epochs_of_each_source(tmp_path, caplog):
     )
 
     assert match
-    # Estimates from 64 of 200 documents.
+    # The log estimates sizes from 64 of 200 documents.
     assert int(match[1].replace(",", "")) == pytest.approx(num_tokens, rel=0.1)
 
     bytes_per_token = sum(map(len, texts)) / (num_tokens - 400)

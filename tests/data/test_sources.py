@@ -33,7 +33,7 @@ def open_path(source, path, **keys):
 
 
 def read_all(source, path, **keys) -> list[Any]:
-    """Return all documents, and the message for each one that cannot be read."""
+    """Return all documents, and a message for each document that cannot be read."""
     records = open_path(source, path, **keys)
     return [str(record) if isinstance(record, BadRecord) else record for record in records]
 
@@ -58,7 +58,7 @@ LINE = st.sampled_from([b"", b"  ", b"\t\r", RECORD, rb'{"text":"\n\u2028"}'])
 
 
 @given(lines=st.lists(LINE), has_end=st.booleans(), is_compressed=st.booleans())
-def test_blank_lines_are_no_documents(tmp_path_factory, lines, has_end, is_compressed):
+def test_blank_lines_are_not_documents(tmp_path_factory, lines, has_end, is_compressed):
     path = tmp_path_factory.mktemp("lines") / ("a.jsonl.gz" if is_compressed else "a.jsonl")
     raw = b"\n".join(lines) + b"\n" * has_end
     path.write_bytes(gzip.compress(raw) if is_compressed else raw)
@@ -91,7 +91,7 @@ def test_all_formats_of_the_same_texts_give_the_same_documents(tmp_path):
 
 def test_a_repository_gives_the_same_documents_loaded_or_streamed(tmp_path):
     hub = write_hub(tmp_path / "hub", TEXTS)
-    # A stream can begin with an empty file.
+    # The first file of a repository can be empty.
     (hub / "train--.jsonl").touch()
 
     loaded = read_all("huggingface", hub)
@@ -184,7 +184,7 @@ def test_a_bad_record_is_named_by_its_location(tmp_path):
 
 @pytest.fixture(scope="module")
 def damaged(tmp_path_factory):
-    """A folder of files that cannot be read."""
+    """Create files that cannot be read."""
     folder = tmp_path_factory.mktemp("damaged")
     noise = [str(np.random.default_rng(i).bytes(99)) for i in range(500)]
     raw = write_jsonl(folder / "a.gz", noise).read_bytes()

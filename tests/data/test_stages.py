@@ -7,7 +7,7 @@ import pytest
 import torch
 from data_helpers import RankLoaders, jsonl_dataset, some_texts
 from ranks import run_ranks, small_trainer
-from small_runs import SMALL, logged
+from small_runs import SMALL, read_metrics
 
 from titanlite.cli import main
 from titanlite.config.schema import DataStage
@@ -51,7 +51,7 @@ def test_stages_with_other_batch_sizes_read_the_same_sequences(tmp_path, packing
 
 SHARDED = "--parallelism.fsdp_min_num_params 0"
 VALIDATED = "--validation.freq 3 --validation.holdout 0.2"
-# Last steps of the starts, options.
+# Last step of each start, and the options of all starts.
 RUNS = {
     "whole": (["8"], SHARDED),
     "resumed": (["5", "8"], SHARDED),
@@ -68,8 +68,8 @@ def train_with_stages(folder: str) -> None:
     with patch("ranks.SMALL", SMALL + STAGES):
         for name, (ends, layout) in RUNS.items():
             for end in ends:
-                words = f"{layout} {options} {end}".split()
-                with small_trainer(f"{folder}/{name}", Hook(), *words) as trainer:
+                arguments = f"{layout} {options} {end}".split()
+                with small_trainer(f"{folder}/{name}", Hook(), *arguments) as trainer:
                     trainer.train()
 
 
@@ -77,15 +77,19 @@ def train_with_stages(folder: str) -> None:
 def test_a_run_in_stages_is_the_same_after_a_resume_and_on_a_pipeline(tmp_path):
     run_ranks(2, train_with_stages, str(tmp_path))
 
-    runs = {name: logged(tmp_path / name / "out") for name in RUNS}
+    runs = {name: read_metrics(tmp_path / name / "out") for name in RUNS}
     for lines in runs.values():
         assert [lines[step]["tokens"] for step in range(1, 9)] == TOKENS
-        factors = [lines[step]["lr"] / (2e-3 * (1 - (step - 3) / 7)) for step in range(4, 9)]
-        assert factors == pytest.approx([1, 1, 0.5, 0.5, 0.5])
+        for step, factor in zip(range(4, 9), [1, 1, 0.5, 0.5, 0.5], strict=True):
+            share_left = 1 - (step - 3) / 7
+            assert lines[step]["lr"] == pytest.approx(factor * 2e-3 * share_left)
+
     for key in ("loss", "grad_norm", "lr"):
-        values = {name: [line[key] for line in lines.values()] for name, lines in runs.items()}
+        values = {}
+        for name, lines in runs.items():
+            values[name] = [line[key] for line in lines.values()]
         assert values["whole"] == values["resumed"]
-        # fp32 sums over sequences and blocks in another order
+        # A pipeline adds fp32 values of sequences and blocks in another order.
         assert values["pipeline"] == pytest.approx(values["validated"], rel=1e-5)
 
 

@@ -58,7 +58,7 @@ def write_tokens(folder, name):
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory):
-    """A function that mixes a source with text, and the batches if the source is our shards."""
+    """Return a function that mixes a source with text, and the batches of a mixture with shards."""
     folder = tmp_path_factory.mktemp("shards")
     text = jsonl_dataset(folder, TEXTS)
     prepare(make_run(text), folder / "out", 1)
@@ -114,10 +114,10 @@ def test_each_format_holds_out_the_same_documents(tmp_path):
     assert 60 < len(held_out) < 180  # 120 on average
 
 
-# Ends whose differences are positive if they overflow: 2**62, -(2**63), -(2**62) and 0.
+# Differences of these ends overflow to positive numbers: 2**62, -(2**63), -(2**62) and 0.
 OVERFLOW = b"\0\0\0\0\0\0\0@\0\0\0\0\0\0\0\x80\0\0\0\0\0\0\0\xc0\0\0\0\0\0\0\0\0"
 AT_END = f"token {sum(map(len, DOCUMENTS)) - 2} is the id "
-# The file of the source, the file to change, its new content, and what the error names.
+# File of the source, file to change, its new content, and text in the error.
 BAD = {
     "high id": (
         "a.npy",

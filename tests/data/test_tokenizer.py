@@ -22,7 +22,8 @@ from titanlite.data.tokenizer import llama3_special_tokens, load_tokenizer
 from titanlite.data.tokenizer_files import write_tokenizer
 
 ASSETS = Path(__file__).parents[2] / "assets" / "tokenizer"
-MODEL, JSON = ASSETS / "tokenizer.model", ASSETS / "tokenizer.json"
+MODEL = ASSETS / "tokenizer.model"
+JSON = ASSETS / "tokenizer.json"
 BOTH = load_tokenizer(MODEL), load_tokenizer(JSON)
 
 PIECES = [*" =-\t\na0_#é\r\u3000", "\r\n", " \n", "aa", "'s"]
@@ -75,8 +76,8 @@ def test_a_long_text_is_cut_only_where_no_id_changes(tokenizer):
     assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == (4096, 3840, 3841)
 
 
-def test_fingerprints_of_checkpoints_and_shards_stay_known(tmp_path):
-    """Version 0.1 hashed the file; 0.2 gave both formats of a vocabulary the same fingerprint."""
+def test_fingerprints_of_earlier_versions_are_recognized(tmp_path):
+    """Version 0.1 hashed the file. Version 0.2 gave both formats the same fingerprint."""
     model, other = BOTH
     assert [found[:14] for found in model.fingerprints] == ["ids:cbc823eb5a", "e8f9d8852a8b9f"]
     assert other.fingerprints[1].startswith("1b4abe1e931d046d")
@@ -100,7 +101,7 @@ def test_fingerprints_of_checkpoints_and_shards_stay_known(tmp_path):
     ("name", "content"),
     [
         ("tokenizer.model", b"IQ== 0\nIg== 0\n"),  # a rank twice
-        # A byte without a token, and documents without an end.
+        # One byte has no token, and there is no end-of-document token.
         ("tokenizer.model", MODEL.read_bytes().replace(b"AA==", b"aGVsbG8gd29ybGQ=")),
         ("tokenizer.json", b'{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}'),
         ("tokenizer_config.json", b'{"eos_token": "<nothing>"}'),
@@ -117,7 +118,8 @@ def test_a_file_that_is_not_a_tokenizer_is_an_error_that_names_it(tmp_path, name
 
 
 def test_a_tokenizer_that_is_not_a_regular_file_in_its_folder_is_an_error(tmp_path):
-    model, blobs = tmp_path / "models--x" / "snapshots" / "abc", tmp_path / "models--x" / "blobs"
+    model = tmp_path / "models--x" / "snapshots" / "abc"
+    blobs = tmp_path / "models--x" / "blobs"
     model.mkdir(parents=True)
     blobs.mkdir()
     shutil.copy(JSON, model)
@@ -163,7 +165,7 @@ HOSTILE_TEXTS = [
 @pytest.mark.parametrize("path", [MODEL, JSON])
 @pytest.mark.parametrize("eos", ["<|end_of_text|>", "<|eot_id|>"])
 def test_an_exported_tokenizer_reads_hostile_text_as_training_does(tmp_path, path, eos):
-    """Text that looks like a control token is text in transformers too."""
+    """transformers also encodes text that looks like a control token as plain text."""
     from transformers import AutoTokenizer
 
     source = shutil.copy(path, tmp_path)
@@ -179,7 +181,7 @@ def test_an_exported_tokenizer_reads_hostile_text_as_training_does(tmp_path, pat
     for text in HOSTILE_TEXTS:
         ids = theirs(text, add_special_tokens=False)["input_ids"]
         assert ids == load_tokenizer(path).encode(text)
-    # The converted tokenizer adds BOS, as training does.
+    # The converted tokenizer adds BOS like training does.
     if path == MODEL:
         assert theirs("a")["input_ids"][0] == theirs.bos_token_id == 3840
 
@@ -198,12 +200,13 @@ def keys(tmp_path_factory):
     return ["--dataset.source", "jsonl", "--dataset.path", file, "--dataset.on_bad_record", "skip"]
 
 
-def train(*words):
-    return main(["tokenizer", "train", *map(str, words)])
+def train(*options):
+    return main(["tokenizer", "train", *map(str, options)])
 
 
 def test_training_a_tokenizer_twice_writes_the_same_files(keys, tmp_path, capsys):
-    one, two = tmp_path / "one", tmp_path / "two"
+    one = tmp_path / "one"
+    two = tmp_path / "two"
     for out in (one, two):
         assert train(*keys, "--vocab-size", 600, "--out", out) == 0
 
@@ -244,9 +247,9 @@ def test_a_tokenizer_is_not_overwritten_and_too_little_text_is_an_error(tmp_path
     (tmp_path / "made").mkdir()
     (tmp_path / "made/tokenizer.json").write_text("mine")
     keys = ["--dataset.source", "text", "--dataset.path", tmp_path / "a.txt"]
-    for size, out, said in ((600, "made", "tokenizer.json"), (100000, "out", "100,000")):
+    for size, out, output in ((600, "made", "tokenizer.json"), (100000, "out", "100,000")):
         assert train(*keys, "--vocab-size", size, "--out", tmp_path / out) == 2
-        assert said in capsys.readouterr().err
+        assert output in capsys.readouterr().err
 
     assert [file.read_text() for file in (tmp_path / "made").iterdir()] == ["mine"]
 

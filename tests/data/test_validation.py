@@ -26,7 +26,7 @@ def read_sequences(*validation_sets):
         inputs = torch.cat([batch.input_ids for batch in batches])
         labels = torch.cat([batch.labels for batch in batches])
         ranks.append(torch.stack([inputs, labels], dim=1))
-    # Fails if a rank has fewer sequences.
+    # This fails if the ranks have different numbers of sequences.
     in_order = torch.stack(ranks, dim=1).flatten(0, 1)
     return [sequence for sequence in in_order if (sequence[1] != -100).any()]
 
@@ -43,27 +43,27 @@ def test_sequences_and_counts_are_the_same_on_any_number_of_ranks(dataset, size,
     dataset = dataset.model_copy(update={"document_mask": holdout > 0})
     validation = read_file(dataset, sequences=20, holdout=holdout)
     one = make_validation(validation, dataset)
-    many = [
-        make_validation(validation, dataset, rank=rank, size=size, local=local)
-        for rank in range(size)
-    ]
+    many = []
+    for rank in range(size):
+        many.append(make_validation(validation, dataset, rank=rank, size=size, local=local))
 
     expected = read_sequences(one)
-    found = read_sequences(*many)
+    sequences = read_sequences(*many)
 
-    assert torch.equal(torch.stack(found), torch.stack(expected))
+    assert torch.equal(torch.stack(sequences), torch.stack(expected))
     assert len(expected) == one.num_sequences == 20
     assert one.num_tokens == sum((sequence[1] != -100).sum() for sequence in expected)
 
     for part in many:
         assert (part.num_tokens, part.num_bytes) == (one.num_tokens, one.num_bytes)
-    assert torch.equal(torch.stack(read_sequences(one)), torch.stack(expected))  # read again
+    # A second validation reads the same sequences.
+    assert torch.equal(torch.stack(read_sequences(one)), torch.stack(expected))
 
     has_mask = [batch.document_ids is not None for batch in one.batches()]
     assert has_mask == [holdout > 0] * 7
 
 
-def test_bytes_and_tokens_are_those_of_the_whole_text(dataset):
+def test_all_bytes_and_tokens_of_the_text_are_counted(dataset):
     validation_set = make_validation(read_file(dataset, sequences=10_000), dataset)
 
     # BOS and EOS represent no text, and the first token is not predicted.
@@ -82,9 +82,9 @@ def test_training_reads_all_documents_except_those_held_out(dataset):
     trained = find_documents(batch.microbatches[0].input_ids[0].tolist() for batch in loader)
 
     assert not set(held_out) & set(trained)
-    # The first and the last one can be cut.
+    # The first and the last document can be cut.
     assert len(held_out) + len(trained) >= 398
-    # 80 are expected; five standard deviations are 40.
+    # The expected number is 80, and five standard deviations are 40.
     assert 40 < len(held_out) < 120
 
 

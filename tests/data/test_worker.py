@@ -49,17 +49,18 @@ def test_workers_change_no_sequence_and_no_state(tmp_path, size, num_workers):
 
     assert len(find_workers()) == size * num_workers
 
-    # They ignore signals that are meant for the trainer.
+    # Schedulers and terminals also signal workers, which must leave the reaction to the trainer.
     for worker in find_workers():
         for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
             os.kill(worker, name)
     state = ranks.state()
 
-    assert state == alone.state()  # prefetched batches do not count
+    # Prefetched batches do not change the state, and loading a state discards them.
+    assert state == alone.state()
 
     expected = alone.batch()
     assert torch.equal(ranks.batch(), expected)
-    assert torch.equal(ranks.load(state).batch(), expected)  # prefetched batches are discarded
+    assert torch.equal(ranks.load(state).batch(), expected)
 
     ranks.close()
     assert not find_workers()
@@ -118,7 +119,7 @@ def test_workers_end_with_their_trainer_even_in_a_busy_loop(tmp_path, number):
 
     wait_until(lambda: find_workers(trainer.pid))
     workers = find_workers(trainer.pid)
-    # Until they tokenize the text that takes forever.
+    # After this time, the workers tokenize the text that takes forever.
     time.sleep(2.0)
 
     trainer.send_signal(number)

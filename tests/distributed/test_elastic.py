@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from ranks import start_small
-from small_runs import losses
+from small_runs import read_losses
 
 from titanlite.checkpoint.manifest import read_manifest
 
@@ -29,7 +29,7 @@ LEGS = [  # last step, ranks, options
 
 
 def train(folder: Path, ranks: int, options: str = "") -> Path:
-    start_small(folder, *f"{OPTIONS} {options}".split(), ranks=ranks).ends_with(0)
+    start_small(folder, *f"{OPTIONS} {options}".split(), ranks=ranks).wait_for_exit(0)
     return folder
 
 
@@ -39,13 +39,13 @@ def test_the_curve_does_not_depend_on_the_layout(tmp_path):
     for last, ranks, options in LEGS:
         train(moved, ranks, f"--training.steps {last} {options}")  # ends with a save
 
-    assert list(losses(moved)) == list(range(1, 13))
-    assert losses(moved) == pytest.approx(losses(straight), abs=1e-5)
+    assert list(read_losses(moved)) == list(range(1, 13))
+    assert read_losses(moved) == pytest.approx(read_losses(straight), abs=1e-5)
 
 
 def test_uneven_shards_of_tensor_parallelism_and_fsdp_are_saved_and_loaded(tmp_path):
     uneven = (
-        # Tensor ranks have 2,053 and 2,052 rows.
+        # The two tensor-parallel ranks have 2,053 and 2,052 rows of the vocabulary.
         "--model.vocab_size 4105 --model.n_kv_heads 2"
     )
     moved = tmp_path / "moved"
@@ -55,7 +55,7 @@ def test_uneven_shards_of_tensor_parallelism_and_fsdp_are_saved_and_loaded(tmp_p
     for last, ranks, options in ((2, 1, ""), (4, 6, tensor), (6, 1, "")):
         train(moved, ranks, f"{batch} --training.steps {last} {options}")
 
-    assert losses(moved) == pytest.approx(losses(straight), abs=1e-5)
+    assert read_losses(moved) == pytest.approx(read_losses(straight), abs=1e-5)
 
 
 def test_a_pipeline_that_validates_first_resumes_exactly(tmp_path):
@@ -68,7 +68,7 @@ def test_a_pipeline_that_validates_first_resumes_exactly(tmp_path):
     shutil.rmtree(resumed / "checkpoint" / "step-00000004")
     train(resumed, 2, options)
 
-    assert losses(resumed) == losses(straight)
+    assert read_losses(resumed) == read_losses(straight)
 
     last, again = (
         read_manifest(folder / "checkpoint" / "step-00000004")["files"]

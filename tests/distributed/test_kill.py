@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from ranks import World, descendants, start_small
-from small_runs import losses
+from small_runs import read_losses
 
 from titanlite.checkpoint import dcp, manifest
 from titanlite.config.files import INCOMPLETE
@@ -30,14 +30,16 @@ OPTIONS = (
     "--training.global_batch_size 2 --checkpoint.interval 2 --checkpoint.keep_latest_k 1"
 )
 LONG = "TITANLITE_KILLS" in os.environ
-RANDOM_KILLS = int(os.environ.get("TITANLITE_KILLS", "4"))  # over all of LAYOUTS
+# Number of random kills over all layouts.
+RANDOM_KILLS = int(os.environ.get("TITANLITE_KILLS", "4"))
 SEED = int(os.environ.get("TITANLITE_KILL_SEED", "0"))
 
-# Files of this process that found no room.
+# Files that this process could not write to the full disk.
 FULL: list[str] = []
 LAYOUTS = [(1, "disabled"), (1, "async"), (2, "disabled"), (2, "async")]
 SAMPLE = LAYOUTS if LONG else LAYOUTS[1:3]
-DEALT = [
+# Kill points, divided between the two layouts of the sample.
+KILL_POINTS = [
     ("before_data:0", "within_file:{last}", "before_rename:0"),
     ("within_file:0", "before_manifest:0", "after_rename:0", "during_purge:0"),
 ]
@@ -85,7 +87,8 @@ def fill_disk_once(file: manifest.HashingFile, _data: object) -> None:
         raise file.error
 
 
-POINTS: dict[str, tuple[Any, ...]] = {  # arguments of `wrap`
+# Name of a point -> arguments of `wrap`
+POINTS: dict[str, tuple[Any, ...]] = {
     "before_data": (dcp.CheckpointWriter, "write_data", kill),
     "within_file": (manifest.HashingFile, "write", kill_within_file),
     "before_manifest": (manifest, "encode_manifest", kill),
@@ -96,50 +99,54 @@ POINTS: dict[str, tuple[Any, ...]] = {  # arguments of `wrap`
 }
 
 
-def arm(point: str) -> None:
-    """Set up the event on this rank. `point` is POINT:RANK or empty."""
+def prepare_kill(point: str) -> None:
+    """Let this rank die at a point, given as POINT:RANK. If it is empty, do nothing."""
     name, _, rank = point.partition(":")
     if os.environ["RANK"] == rank:
         wrap(*POINTS[name])
 
 
 class Run:
-    """A training run in `folder` that can be started and killed repeatedly."""
+    """A training run in `folder` that can be started and killed repeatedly.
+
+    Attributes:
+        seconds: Duration of `finish`.
+    """
 
     def __init__(self, folder: Path, ranks: int, mode: str) -> None:
         self.folder = folder
         self.ranks = ranks
-        self.seconds = 0.0  # that `finish` took
+        self.seconds = 0.0
         self.options = [*OPTIONS.split(), "--checkpoint.async_mode", mode]
 
     def start(self, point: str = "") -> World:
-        return start_small(
-            self.folder, *self.options, ranks=self.ranks, before=functools.partial(arm, point)
-        )
+        before = functools.partial(prepare_kill, point)
+        return start_small(self.folder, *self.options, ranks=self.ranks, before=before)
 
     def finish(self, point: str = "") -> str:
         started = time.monotonic()
-        said = self.start(point).ends_with(0)
+        output = self.start(point).wait_for_exit(0)
         self.seconds = time.monotonic() - started
-        return said
+        return output
 
     def die(self, point: str) -> str:
+        """Train until a rank is killed at a point, and return the output."""
         world = self.start(point)
         codes = world.wait()
-        assert codes[int(point[-1])] == -signal.SIGKILL, world.said
-        assert 0 not in codes, world.said
-        return world.said
+        assert codes[int(point[-1])] == -signal.SIGKILL, world.output
+        assert 0 not in codes, world.output
+        return world.output
 
     def die_after(self, seconds: float) -> bool:
-        """Kill all processes of the run after `seconds`. Return False if it had already ended."""
+        """Kill all processes of the run after `seconds`. Return whether it was still running."""
         world = self.start()
-        alive = not world.ended(seconds)
+        is_running = not world.exits_within(seconds)
         for process in world.processes:
             for pid in descendants(process.pid or 0):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         world.close()
-        return alive
+        return is_running
 
     def final_state(self) -> dict[str, str]:
         """Return the checksums of the data files in the last checkpoint."""
@@ -148,8 +155,8 @@ class Run:
 
 
 def assert_undisturbed(run: Run, reference: Run) -> None:
-    assert losses(run.folder) == losses(reference.folder)
-    assert sorted(losses(run.folder)) == list(range(1, 9))
+    assert read_losses(run.folder) == read_losses(reference.folder)
+    assert sorted(read_losses(run.folder)) == list(range(1, 9))
     assert run.final_state() == reference.final_state()
     assert len(run.final_state()) == run.ranks
     assert os.listdir(run.folder / "checkpoint") == ["step-00000008"]
@@ -169,16 +176,19 @@ def references(tmp_path_factory):
 
 
 @pytest.mark.parametrize("layout", SAMPLE, ids=str)
-def test_killed_at_the_points_of_a_save(tmp_path, layout, references):
+def test_a_run_killed_at_any_point_of_a_save_ends_undisturbed(tmp_path, layout, references):
     run = Run(tmp_path / "run", *layout)
     folder = tmp_path / "run" / "checkpoint"
     saved = 0
     unfinished = []
-    for point in [*DEALT[0], *DEALT[1]] if LONG else DEALT[LAYOUTS.index(layout) % 2]:
+    points = KILL_POINTS[LAYOUTS.index(layout) % 2]
+    if LONG:
+        points = KILL_POINTS[0] + KILL_POINTS[1]
+    for point in points:
         out = run.die(point.format(last=layout[0] - 1))
         assert not unfinished or f"Removed the unfinished {unfinished[0].name}" in out
         if point == "during_purge:0":
-            # The second checkpoint makes the first one superfluous.
+            # The purge of the first checkpoint starts after the save of the second.
             saved = max(saved, 2) + 2
         elif point == "after_rename:0":
             saved += 2
@@ -186,7 +196,7 @@ def test_killed_at_the_points_of_a_save(tmp_path, layout, references):
         complete = [folder / manifest.step_folder_name(saved)] if saved else []
         assert manifest.list_checkpoints(folder) == complete
         unfinished = manifest.list_unfinished(folder)
-        # Else rank 0 may have noticed that a save failed.
+        # If another rank dies, rank 0 may notice the failed save and remove it first.
         if point.endswith(":0"):
             assert len(unfinished) == (point != "after_rename:0"), unfinished
     out = run.finish("full_disk:0")
@@ -196,12 +206,15 @@ def test_killed_at_the_points_of_a_save(tmp_path, layout, references):
 
 
 @pytest.mark.parametrize("layout", SAMPLE, ids=str)
-def test_killed_at_random_moments(tmp_path, layout, references):
+def test_a_run_killed_at_random_times_ends_undisturbed(tmp_path, layout, references):
     number = LAYOUTS.index(layout)
-    reference, generator = references(layout[0]), random.Random(SEED + number)
-    kills, runs, wanted = 0, 0, (RANDOM_KILLS + number) // len(LAYOUTS)
+    reference = references(layout[0])
+    generator = random.Random(SEED + number)
+    kills = 0
+    runs = 0
+    wanted = (RANDOM_KILLS + number) // len(LAYOUTS)
     while kills < wanted:
-        # A run can end before it is killed.
+        # If a run ends before it is killed, the next run continues the count.
         runs += 1
         run = Run(tmp_path / f"run-{runs}", *layout)
         while kills < wanted and run.die_after(generator.uniform(0.3, 1.0) * reference.seconds):

@@ -22,9 +22,9 @@ def launch(mishap: str, ranks: int, folder: Path, options: str) -> "subprocess.P
     """Start ranks with a mishap, and return the launcher with a pipe of its standard error."""
     (folder / "job.toml").write_text(SMALL)
     job = "--job.config_file job.toml --job.dump_folder"
-    words = f"{WORKER} launch {ranks} {mishap} {job} {mishap} {options}".split()
+    arguments = f"{WORKER} launch {ranks} {mishap} {job} {mishap} {options}".split()
     return subprocess.Popen(
-        [sys.executable, *words],
+        [sys.executable, *arguments],
         cwd=folder,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -32,7 +32,7 @@ def launch(mishap: str, ranks: int, folder: Path, options: str) -> "subprocess.P
     )
 
 
-# Mishap -> texts in the report of the late rank, and the collective that the other one waits in
+# Mishap -> texts in the report of the late rank, and the collective that the other rank waits for
 HANGS = {
     "hang_data": (
         ["Rank 1 (", "step 5, is LATE", "gloo:", "trainer.py", "late_batch"],
@@ -54,12 +54,13 @@ def test_a_hang_ends_in_a_report_that_names_the_late_rank(tmp_path):
         for mishap in HANGS
     }
     for mishap, launcher in launchers.items():
-        said = launcher.communicate(timeout=180)[1]
-        assert launcher.returncode not in (0, 2, 3, 4, 75), said
-        texts, waits_in = HANGS[mishap]
-        late, rest = re.split(r"^(?=Rank )", said, flags=re.M)[1:3]  # before them, torch may warn
-        assert all(text in late for text in texts), said
-        assert waits_in is None or f", waits in {waits_in}" in rest, said
+        output = launcher.communicate(timeout=180)[1]
+        assert launcher.returncode not in (0, 2, 3, 4, 75), output
+        texts, collective = HANGS[mishap]
+        # torch may print warnings before the two reports.
+        late, rest = re.split(r"^(?=Rank )", output, flags=re.M)[1:3]
+        assert all(text in late for text in texts), output
+        assert collective is None or f", waits in {collective}" in rest, output
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds stopped processes in Linux's /proc")
@@ -73,9 +74,10 @@ def test_a_rank_that_is_stopped_after_a_save_is_reported_while_the_others_wait(
     assert launcher.stderr is not None
 
     lines = []
-    for line in launcher.stderr:  # until the report
+    for line in launcher.stderr:
         lines.append(line)
-        if continue_command := re.search(r"Rank 1 is stopped.*kill -CONT (\d+)", line):
+        continue_command = re.search(r"Rank 1 is stopped.*kill -CONT (\d+)", line)
+        if continue_command:
             os.kill(int(continue_command[1]), signal.SIGCONT)
             break
 

@@ -1,4 +1,4 @@
-"""Open ports of a run on one node, and failures and signals in runs on several nodes."""
+"""Runs on one node open no public ports, and runs on several nodes survive failures and signals."""
 
 import contextlib
 import os
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from ranks import descendants, free_port
-from small_runs import SMALL, losses
+from small_runs import SMALL, read_losses
 
 from titanlite.launch.machines import AGENT_SECONDS
 from titanlite.launch.ranks import CRASH_PATIENCE
@@ -44,15 +44,15 @@ def launch(
 def wait_for(pattern: str, folder: Path, running: Sequence["subprocess.Popen[str]"]) -> str:
     """Wait until the logs match `pattern`, and return them."""
     while True:
-        said = "\n".join(log.read_text() for log in sorted(folder.glob("log*")))
-        if re.search(pattern, said, re.DOTALL):
-            return said
-        assert all(process.poll() is None for process in running), said
+        output = "\n".join(log.read_text() for log in sorted(folder.glob("log*")))
+        if re.search(pattern, output, re.DOTALL):
+            return output
+        assert all(process.poll() is None for process in running), output
         time.sleep(0.1)
 
 
 @contextlib.contextmanager
-def killed_at_the_end(processes: list["subprocess.Popen[str]"]) -> Iterator[None]:
+def kill_at_exit(processes: list["subprocess.Popen[str]"]) -> Iterator[None]:
     try:
         yield
     finally:
@@ -60,26 +60,28 @@ def killed_at_the_end(processes: list["subprocess.Popen[str]"]) -> Iterator[None
             process.kill()
 
 
-def sockets_of(pid: int) -> set[str]:
+def list_sockets(pid: int) -> set[str]:
     """Return the inodes of the open sockets of a process."""
     inodes = set()
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(OSError):  # closed meanwhile
-            if match := re.fullmatch(r"socket:\[(\d+)\]", os.readlink(descriptor)):
+        # The process may have closed the descriptor.
+        with contextlib.suppress(OSError):
+            match = re.fullmatch(r"socket:\[(\d+)\]", os.readlink(descriptor))
+            if match:
                 inodes.add(match[1])
     return inodes
 
 
-def listening(pids: list[int]) -> set[str]:
-    """Return hexadecimal addresses at which these processes listen or receive datagrams."""
-    inodes = set().union(*(sockets_of(pid) for pid in pids))
-    found = set()
+def list_addresses(pids: list[int]) -> set[str]:
+    """Return the hexadecimal addresses of the listening and datagram sockets of some processes."""
+    inodes = set().union(*(list_sockets(pid) for pid in pids))
+    addresses = set()
     for table in ("tcp", "tcp6", "udp", "udp6"):
         for line in Path(f"/proc/{pids[0]}/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()
             if fields[9] in inodes and (fields[3] == LISTENS or table.startswith("udp")):
-                found.add(fields[1].split(":")[0])
-    return found
+                addresses.add(fields[1].split(":")[0])
+    return addresses
 
 
 def is_loopback(address: str) -> bool:
@@ -90,8 +92,8 @@ def is_loopback(address: str) -> bool:
     return is_mapped or address == "00000000000000000000000001000000"
 
 
-def test_a_run_on_one_node_opens_no_port_that_another_can_reach(tmp_path):
-    # As set for runs on several nodes.
+def test_a_run_on_one_node_opens_no_port_to_other_nodes(tmp_path):
+    # Users set this variable for runs on several nodes.
     interfaces = {"NCCL_SOCKET_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "eth0"}
     cluster = {"NGPU": "2", "MASTER_ADDR": socket.gethostname(), **interfaces}
     run = launch(tmp_path, "--checkpoint.async_mode", "async", **cluster)
@@ -99,53 +101,56 @@ def test_a_run_on_one_node_opens_no_port_that_another_can_reach(tmp_path):
         wait_for("Saved step 5 ", tmp_path, [run])
         pids = descendants(run.pid)
         assert len(pids) > 2
-        found = listening(pids)
+        addresses = list_addresses(pids)
     finally:
         run.send_signal(signal.SIGTERM)
         assert run.wait(timeout=120) == 75, (tmp_path / "log").read_text()
 
-    assert found  # gloo's own
-    assert all(is_loopback(address) for address in found)
+    # gloo listens on at least one address.
+    assert addresses
+    assert all(is_loopback(address) for address in addresses)
 
 
-def two_nodes(folder: Path, *options: str, **variables: str) -> list["subprocess.Popen[str]"]:
+def start_two_nodes(folder: Path, *options: str, **variables: str) -> list["subprocess.Popen[str]"]:
     cluster = {"NGPU": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} | variables
     nodes = ("0", "1")
     return [launch(folder, *options, log=f"log{n}", **cluster, NODE_RANK=n) for n in nodes]
 
 
 def test_a_crash_on_one_node_restarts_all_and_a_signal_to_one_saves_and_stops_all(tmp_path):
-    running = two_nodes(tmp_path, NNODES="2", MAX_RESTARTS="1")
-    with killed_at_the_end(running):
+    running = start_two_nodes(tmp_path, NNODES="2", MAX_RESTARTS="1")
+    with kill_at_exit(running):
         wait_for("Saved step 5 ", tmp_path, running)
-        rank = descendants(running[1].pid)[2]  # below two launchers
+        # The rank is a child of the agent, which is a child of the launcher.
+        rank = descendants(running[1].pid)[2]
         os.kill(rank, signal.SIGKILL)
-        said = wait_for(r"Resumed after step.*Saved step", tmp_path, running)
+        output = wait_for(r"Resumed after step.*Saved step", tmp_path, running)
         running[1].send_signal(signal.SIGTERM)
-        assert [process.wait(120) for process in running] == [75, 75], said
+        assert [process.wait(120) for process in running] == [75, 75], output
 
     for number in (0, 1):
-        said = (tmp_path / f"log{number}").read_text()
+        output = (tmp_path / f"log{number}").read_text()
         cluster = f"NGPU=1 NNODES=2 NODE_RANK={number} MASTER_ADDR=127.0.0.1 MASTER_PORT="
-        assert f"To resume: {cluster}" in said
-        assert " MAX_RESTARTS=1 titanlite launch --job.config_file job.toml" in said
-        # No C++ stack of the agent, whose store may end before it.
-        assert "frame #" not in said
+        assert f"To resume: {cluster}" in output
+        assert " MAX_RESTARTS=1 titanlite launch --job.config_file job.toml" in output
+        # The agent prints a C++ stack if its store ends first and nobody catches the error.
+        assert "frame #" not in output
 
-    assert "failed first: SIGKILL" in said  # of the second node
+    # The second node reports the failure of its rank.
+    assert "failed first: SIGKILL" in output
 
 
 @pytest.mark.long
-def test_a_run_continues_without_a_node_that_is_lost(tmp_path):
-    running = two_nodes(tmp_path, NNODES="1:2", MAX_RESTARTS="3")
-    with killed_at_the_end(running):
+def test_a_run_continues_after_the_loss_of_a_node(tmp_path):
+    running = start_two_nodes(tmp_path, NNODES="1:2", MAX_RESTARTS="3")
+    with kill_at_exit(running):
         wait_for("Saved step 5 ", tmp_path, running)
         for pid in descendants(running[1].pid):
             os.kill(pid, signal.SIGKILL)
         wait_for(r" 1 x cpu.*Resumed after step.*Saved step", tmp_path, running[:1])
         running[0].send_signal(signal.SIGTERM)
         assert running[0].wait(120) == 75
-    steps = list(losses(tmp_path / "out"))
+    steps = list(read_losses(tmp_path / "out"))
 
     assert steps == list(range(1, len(steps) + 1))
 
@@ -165,8 +170,8 @@ class Leaving(Hook):
 """
     (tmp_path / "leaving_hook.py").write_text(hook)
     plugin = ["--job.plugins", "leaving_hook", "--job.hooks", "leaving"]
-    running = two_nodes(tmp_path, *plugin, NNODES="2", PYTHONPATH=str(tmp_path))
-    with killed_at_the_end(running):
+    running = start_two_nodes(tmp_path, *plugin, NNODES="2", PYTHONPATH=str(tmp_path))
+    with kill_at_exit(running):
         assert [process.wait(180) for process in running] == [1, 1]
 
 
@@ -174,7 +179,7 @@ class Leaving(Hook):
 def test_a_node_that_loses_the_other_ends_soon_after_the_timeout(tmp_path):
     """A stopped node looks like a broken link: its connections stay open."""
     timeouts = ["--comm.train_timeout_seconds", "20", "--checkpoint.timeout_seconds", "20"]
-    running = two_nodes(tmp_path, *timeouts, NNODES="2", MAX_RESTARTS="0")
+    running = start_two_nodes(tmp_path, *timeouts, NNODES="2", MAX_RESTARTS="0")
     lost = []
     try:
         wait_for("Saved step 5 ", tmp_path, running)
@@ -189,22 +194,23 @@ def test_a_node_that_loses_the_other_ends_soon_after_the_timeout(tmp_path):
 
 
 @pytest.mark.long
-def test_the_node_that_has_the_address_hosts_the_store(tmp_path):
+def test_the_node_with_the_master_address_hosts_the_store(tmp_path):
     """This holds even if the host name resolves to another address, as on Debian."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 9))  # sends nothing
+            # Connecting a datagram socket only selects an address.
+            probe.connect(("192.0.2.1", 9))
         except OSError:
             pytest.skip("this machine has no network")
         address = probe.getsockname()[0]
     cluster = {"NGPU": "1", "NNODES": "2", "MASTER_ADDR": address, "MASTER_PORT": str(free_port())}
     options = ("--training.steps", "2")
     running = [launch(tmp_path, *options, log=f"log{n}", **cluster) for n in (0, 1)]
-    with killed_at_the_end(running):
+    with kill_at_exit(running):
         assert [process.wait(180) for process in running] == [0, 0]
 
 
-def test_an_address_that_cannot_be_resolved_is_refused_at_once(tmp_path):
+def test_an_address_that_cannot_be_resolved_is_an_error(tmp_path):
     run = launch(tmp_path, NGPU="1", NNODES="2", MASTER_ADDR="no-such-node.invalid")
     assert run.wait(60) == 2
     assert "no-such-node.invalid" in (tmp_path / "log").read_text()
@@ -213,7 +219,7 @@ def test_an_address_that_cannot_be_resolved_is_refused_at_once(tmp_path):
 def test_a_node_that_waits_logs_what_is_missing(tmp_path):
     cluster = {"NNODES": "1:2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     run = launch(tmp_path, NGPU="1", NODE_RANK="1", **cluster)
-    with killed_at_the_end([run]):
-        said = wait_for("nothing answers at 127.0.0.1", tmp_path, [run])
+    with kill_at_exit([run]):
+        output = wait_for("nothing answers at 127.0.0.1", tmp_path, [run])
 
-    assert "1 to 2 nodes" in said
+    assert "1 to 2 nodes" in output

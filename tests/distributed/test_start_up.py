@@ -26,30 +26,30 @@ pytestmark = [
 ]
 TRIALS = int(os.environ.get("TITANLITE_START_UPS", "1"))
 SEED = int(os.environ.get("TITANLITE_KILL_SEED", "0"))
-# A variable that all processes of a trial inherit.
+# All processes of a trial inherit this variable.
 MARK = "TITANLITE_TRIAL"
-# Seconds until the last one has ended, which may have a step to finish and to save.
+# Seconds for the last process to end. It may have to finish and save a step.
 PATIENCE = 60.0
-OURS = str(Path(titanlite.__file__).parent)
+PACKAGE = str(Path(titanlite.__file__).parent)
 
 
-def alive(trial: str) -> list[int]:
+def list_processes(trial: str) -> list[int]:
     """Return the processes of a trial."""
     mark = f"{MARK}={trial}\0".encode()
-    found = []
+    pids = []
     for folder in Path("/proc").iterdir():
-        # It has ended, or belongs to another user.
+        # The process has ended or belongs to another user.
         with contextlib.suppress(OSError):
             if folder.name.isdecimal() and mark in (folder / "environ").read_bytes():
-                found.append(int(folder.name))
-    return found
+                pids.append(int(folder.name))
+    return pids
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_the_first_two_seconds_of_a_run_leave_nothing_behind(number, tmp_path):
     (tmp_path / "job.toml").write_text(SMALL)
-    words = ["--job.config_file", "job.toml", "--training.steps", "3000"]
-    # Tests under nohup would pass on that the signal is ignored.
+    options = ["--job.config_file", "job.toml", "--training.steps", "3000"]
+    # Under nohup, the launcher would inherit that SIGHUP is ignored.
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     generator = random.Random(f"{SEED} {number}")
     variables = {"NGPU": "2", "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
@@ -57,7 +57,7 @@ def test_the_first_two_seconds_of_a_run_leave_nothing_behind(number, tmp_path):
         seconds = 2.0 * (part + generator.random()) / TRIALS
         trial = f"{os.getpid()}-{number.name}-{seconds:.6f}"
         launcher = subprocess.Popen(
-            [sys.executable, "-P", "-m", "titanlite", "launch", *words],
+            [sys.executable, "-P", "-m", "titanlite", "launch", *options],
             cwd=tmp_path,
             env={**os.environ, **variables, MARK: trial},
             stdout=subprocess.DEVNULL,
@@ -68,14 +68,15 @@ def test_the_first_two_seconds_of_a_run_leave_nothing_behind(number, tmp_path):
         time.sleep(seconds)
         # Ctrl-C reaches all processes of a terminal.
         os.killpg(launcher.pid, number) if number == signal.SIGINT else launcher.send_signal(number)
-        _, said = launcher.communicate(timeout=PATIENCE)
-        # Else Ctrl-C interrupted Python's own start.
-        if "Traceback" not in said or OURS in said:
+        _, output = launcher.communicate(timeout=PATIENCE)
+        # A traceback without files of titanlite means that Ctrl-C interrupted the start of Python
+        # itself.
+        if "Traceback" not in output or PACKAGE in output:
             codes = (75, 128 + number, -number)
-            assert launcher.returncode in codes, f"{trial}: {launcher.returncode}\n{said}"
-            assert "Traceback" not in said, f"{trial}\n{said}"
-        until = time.monotonic() + PATIENCE
-        while left := alive(trial):
-            assert time.monotonic() < until, f"{trial}: {left}"
+            assert launcher.returncode in codes, f"{trial}: {launcher.returncode}\n{output}"
+            assert "Traceback" not in output, f"{trial}\n{output}"
+        deadline = time.monotonic() + PATIENCE
+        while remaining := list_processes(trial):
+            assert time.monotonic() < deadline, f"{trial}: {remaining}"
             time.sleep(0.1)
     signal.signal(signal.SIGHUP, before)

@@ -108,7 +108,7 @@ def in_empty_folder(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def migrated(text: str, version: tables.Version | None = None) -> tuple[Migration, dict[str, Any]]:
+def migrate(text: str, version: tables.Version | None = None) -> tuple[Migration, dict[str, Any]]:
     """Migrate a job file, validate the new one, and return the migration and the new keys."""
     result = Migration(text.encode(), version)
     content = tomli.loads(result.text)
@@ -132,7 +132,7 @@ def test_each_key_of_torchtitan_is_in_one_table_and_an_error_names_its_equivalen
 
 @pytest.mark.parametrize("name", JOBS)
 def test_job_files_of_torchtitan_pass_the_check_and_each_key_is_carried_over_or_named(name):
-    result, new = migrated(JOBS[name])
+    result, new = migrate(JOBS[name])
     old = flatten(tomli.loads(JOBS[name])).keys()
     added = {key.partition(" = ")[0] for key in result.added}
     lost = {key for keys in result.lost.values() for key in keys}
@@ -161,7 +161,7 @@ FLAVORS = [
 @pytest.mark.parametrize("version", ["0.1", "0.2"])
 def test_a_flavor_is_the_same_model(model, flavor, version):
     text = f"[model]\nname = '{model}'\nflavor = '{flavor}'\n[training]\nseq_len = 16384"
-    result, _ = migrated(text, version)
+    result, _ = migrate(text, version)
     found = asdict(build_architecture(JobConfig.model_validate(tomli.loads(result.text)).model))
     wanted = asdict(tables.TORCHTITAN_FLAVORS[model][flavor])
     wanted["rope_scaling_factor"] = 8.0 if (model, version) == ("llama3", "0.2") else 1.0
@@ -192,9 +192,9 @@ activation_checkpoint.mode = "full"
 
 
 def test_a_resolved_config_of_03_is_migrated():
-    result, found = migrated(RESOLVED.read_text())
+    result, converted = migrate(RESOLVED.read_text())
     expected = flatten(tomli.loads(OF_RESOLVED))
-    assert {key: found.get(key) for key in expected} == expected
+    assert {key: converted.get(key) for key in expected} == expected
     assert result.renamed["hf_assets_path"] == "tokenizer.path"
 
 
@@ -211,9 +211,9 @@ def test_files_of_other_formats_are_recognized(content, named, capsys):
     Path("file").write_text(content)
     for command in (["migrate", "file"], ["check", "--job.config_file", "file"]):
         assert cli.main(command) == 2
-        said = capsys.readouterr().err
-        assert named in said
-        assert "line 1" not in said
+        output = capsys.readouterr().err
+        assert named in output
+        assert "line 1" not in output
 
 
 DEFAULTS = (
@@ -299,12 +299,12 @@ float8.min_features = 0
     ids=lambda text: text[:60],
 )
 def test_keys_of_torchtitan_are_converted(theirs, ours):
-    _, found = migrated(theirs.replace(" ; ", "\n"))
+    _, converted = migrate(theirs.replace(" ; ", "\n"))
     expected = flatten(job_tables(ours))
-    assert {key: found.get(key) for key in expected} == expected
+    assert {key: converted.get(key) for key in expected} == expected
 
 
-# What cannot be carried over, and words of the reason.
+# Options without an equivalent, and text in the reported reason.
 LOST = [
     ('checkpoint.initial_load_path = "a/step-5"', "titanlite import --torchtitan"),
     ("checkpoint.load_step = 5", "titanlite run resumes from"),
@@ -320,18 +320,19 @@ LOST = [
 
 
 @pytest.mark.parametrize(("text", "reason"), LOST)
-def test_what_has_no_equivalent_is_named_with_the_reason(text, reason):
-    lost = migrated(text)[0].lost
-    assert any(reason in found for found in lost), lost
+def test_an_option_without_an_equivalent_is_reported_with_the_reason(text, reason):
+    lost = migrate(text)[0].lost
+    assert any(reason in line for line in lost), lost
 
 
 def test_the_command_writes_a_whole_file_or_prints_it(capsys):
-    old, new = Path("old.toml"), Path("made/new.toml")
+    old = Path("old.toml")
+    new = Path("made/new.toml")
     old.write_text("[training]\ndataset_path = 'data'\n[checkpoint]\ninitial_load_path = ''")
 
     assert cli.main(["migrate", "old.toml"]) == 0
 
-    # Of each key of the old file, and of no other.
+    # The report contains each key of the old file and no other key.
     report = capsys.readouterr().err
     assert "training.dataset ->" not in report
     assert "checkpoint.initial_load_path" in report

@@ -29,11 +29,11 @@ ARCH = Architecture(
     **SIZES, vocab_size=64, max_seq_len=8192, rope_theta=10000.0, rope_scaling_factor=8.0
 )
 TOKENS = torch.randint(0, 64, (2, 300), generator=torch.Generator().manual_seed(1))
-# Of logits of about 4: the channels of a head are added in another order.
+# Logits are about 4, and the channels of a head are added in another order.
 TOLERANCE = 1e-5
 
 
-def weights() -> dict[str, Tensor]:
+def make_weights() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     tensors = {}
     for name, shape in parameter_shapes(ARCH).items():
@@ -43,8 +43,8 @@ def weights() -> dict[str, Tensor]:
 
 
 def save(folder: str, kind: str) -> None:
-    """Save what torchtitan's CheckpointManager saves, on all ranks or on one process without a group."""
-    state: dict[str, Any] = dict(weights())
+    """Save like CheckpointManager of torchtitan, on all ranks or on one process without a group."""
+    state: dict[str, Any] = dict(make_weights())
     if dist.is_initialized():
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         state = {name: distribute_tensor(w, mesh, [Shard(0)]) for name, w in state.items()}
@@ -65,8 +65,8 @@ def save(folder: str, kind: str) -> None:
     dcp_save(state, checkpoint_id=folder)
 
 
-def rotated(x: Tensor, factor: float) -> Tensor:
-    """Rotary embedding of neighbouring channels, (B, T, H, D), as torchtitan computes it."""
+def rotate(x: Tensor, factor: float) -> Tensor:
+    """Apply rotary embeddings to pairs of adjacent channels of (B, T, H, D), as in torchtitan."""
     frequencies = 10000.0 ** -(torch.arange(0, x.shape[-1], 2) / x.shape[-1])
     turns = 8192 * frequencies / (2 * math.pi)  # within the original context
     share = ((turns - 1.0) / (4.0 - 1.0)).clamp(0, 1)
@@ -77,9 +77,9 @@ def rotated(x: Tensor, factor: float) -> Tensor:
     return torch.view_as_real(turned).flatten(-2)
 
 
-def logits(factor: float) -> Tensor:
-    """Compute the logits of torchtitan's Llama with plain operations."""
-    w = weights()
+def compute_logits(factor: float) -> Tensor:
+    """Compute the logits of the torchtitan Llama with plain operations."""
+    w = make_weights()
 
     def norm(x: Tensor, name: str) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), w[f"{name}.weight"], 1e-5)
@@ -92,7 +92,9 @@ def logits(factor: float) -> Tensor:
         at = f"layers.{layer}.attention"
         h = norm(x, f"{at}_norm")
         q, k, v = (linear(h, f"{at}.w{name}").unflatten(-1, (-1, 8)) for name in "qkv")
-        q, k, v = (y.transpose(1, 2) for y in (rotated(q, factor), rotated(k, factor), v))
+        q = rotate(q, factor).transpose(1, 2)
+        k = rotate(k, factor).transpose(1, 2)
+        v = v.transpose(1, 2)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = x + linear(mixed.transpose(1, 2).flatten(-2), f"{at}.wo")
         h = norm(x, f"layers.{layer}.ffn_norm")
@@ -101,7 +103,7 @@ def logits(factor: float) -> Tensor:
     return linear(norm(x, "norm"), "output")
 
 
-def model_words(factor: float = 8.0, **keys: int) -> list[str]:
+def model_options(factor: float = 8.0, **keys: int) -> list[str]:
     """Return options of the saved model, whose vocabulary size follows from the checkpoint."""
     job = SIZES | {"rope_scaling_factor": factor} | keys
     return [word for key, value in job.items() for word in (f"--model.{key}", str(value))]
@@ -121,12 +123,12 @@ KINDS = [("0.2", 8.0), ("0.1", 1.0), ("weights", 8.0), ("weights", 1.0)]
 @pytest.mark.parametrize(
     ("kind", "factor"), [*KINDS, pytest.param("two ranks", 8.0, marks=pytest.mark.slow)]
 )
-def test_the_logits_are_torchtitans(kind, factor, steps, tmp_path):
+def test_imported_checkpoints_have_the_same_logits_as_in_torchtitan(kind, factor, steps, tmp_path):
     if kind == "two ranks":
         run_ranks(2, save, str(steps / kind), "0.2")
         assert len(list((steps / kind).glob("*.distcp"))) == 2
     (tmp_path / "job.toml").write_text("[model]\nrope_theta = 10000.0")
-    job = ["--job.config_file", str(tmp_path / "job.toml"), *model_words(factor)]
+    job = ["--job.config_file", str(tmp_path / "job.toml"), *model_options(factor)]
 
     assert main(["import", "--torchtitan", str(steps / kind), "--out", str(tmp_path), *job]) == 0
 
@@ -135,9 +137,9 @@ def test_the_logits_are_torchtitans(kind, factor, steps, tmp_path):
 
     load_model_weights(tmp_path, model)
     with torch.no_grad():
-        torch.testing.assert_close(model(TOKENS), logits(factor), rtol=0, atol=TOLERANCE)
+        torch.testing.assert_close(model(TOKENS), compute_logits(factor), rtol=0, atol=TOLERANCE)
 
-    assert not torch.allclose(logits(8.0), logits(1.0), atol=100 * TOLERANCE)
+    assert not torch.allclose(compute_logits(8.0), compute_logits(1.0), atol=100 * TOLERANCE)
 
 
 def test_weights_that_were_gathered_in_fp8_are_read_and_weights_keep_their_dtype(tmp_path):
@@ -146,52 +148,58 @@ def test_weights_that_were_gathered_in_fp8_are_read_and_weights_keep_their_dtype
     from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor as Wrapped
 
     config = LinearMMConfig()
-    wrapped = {name: Wrapped(w.bfloat16(), config, e4m3_dtype) for name, w in weights().items()}
+    wrapped = {
+        name: Wrapped(w.bfloat16(), config, e4m3_dtype) for name, w in make_weights().items()
+    }
     dcp_save(wrapped, checkpoint_id=str(tmp_path))
 
     name = "layers.1.feed_forward.w2.weight"
     found = torchtitan_weights(tmp_path, Model(**SIZES)).read(name)
 
     assert type(found) is Tensor
-    assert torch.equal(found, weights()[name].bfloat16())
+    assert torch.equal(found, make_weights()[name].bfloat16())
 
 
-def refused(capsys: pytest.CaptureFixture[str], folder: Path, *words: str) -> str:
-    """What is answered in place of an import."""
+def import_and_fail(capsys: pytest.CaptureFixture[str], folder: Path, *options: str) -> str:
+    """Check that an import fails, and return its error in one line."""
     out = folder.parent / "refused"
-    assert main(["import", "--torchtitan", str(folder), "--out", str(out), *words]) == 2
+    assert main(["import", "--torchtitan", str(folder), "--out", str(out), *options]) == 2
     assert not list(out.glob("step-*"))
-    answer = " ".join(capsys.readouterr().err.split())
-    assert "Traceback" not in answer
-    return answer
+    error = " ".join(capsys.readouterr().err.split())
+    assert "Traceback" not in error
+    return error
 
 
-# The checkpoint, the job, and words of the answer.
+# Checkpoint, options, and text in the error.
 WRONG = [
     ("0.2", [], "--job.config_file"),
     ("0.2", ["--flavor", "8B"], "--flavor"),
     (
         "0.2",
-        model_words(n_kv_heads=4, ffn_dim=80),
+        model_options(n_kv_heads=4, ffn_dim=80),
         "layers.1.feed_forward.w3.weight: shape (48, 32), expected (80, 32)",
     ),
-    ("0.2", model_words(n_layers=1), "layers.1.attention.wk.weight: not part of this"),
-    ("0.2", model_words(vocab_size=65), "tok_embeddings.weight: shape (64, 32), expected (65, 32)"),
-    ("0.2", model_words(n_heads=32, n_kv_heads=16), "32 heads"),
+    ("0.2", model_options(n_layers=1), "layers.1.attention.wk.weight: not part of this"),
+    (
+        "0.2",
+        model_options(vocab_size=65),
+        "tok_embeddings.weight: shape (64, 32), expected (65, 32)",
+    ),
+    ("0.2", model_options(n_heads=32, n_kv_heads=16), "32 heads"),
     (
         "0.1",
-        model_words(1.0, n_heads=2, n_kv_heads=1),
+        model_options(1.0, n_heads=2, n_kv_heads=1),
+        # The rotary frequencies in the checkpoint belong to heads of another width.
         "n_heads",
-        # The frequencies in it are for heads of another width.
     ),
-    ("0.1", model_words(8.0), "torchtitan 0.1"),
-    ("0.2", model_words(1.0), "torchtitan 0.2"),
+    ("0.1", model_options(8.0), "torchtitan 0.1"),
+    ("0.2", model_options(1.0), "torchtitan 0.2"),
 ]
 
 
-@pytest.mark.parametrize(("kind", "words", "answer"), WRONG)
-def test_what_contradicts_the_checkpoint_is_answered(kind, words, answer, steps, capsys):
-    assert answer in refused(capsys, steps / kind, *words)
+@pytest.mark.parametrize(("kind", "options", "error"), WRONG)
+def test_options_that_contradict_the_checkpoint_are_rejected(kind, options, error, steps, capsys):
+    assert error in import_and_fail(capsys, steps / kind, *options)
 
 
 class Hostile:
@@ -199,21 +207,21 @@ class Hostile:
         return (Path.touch, (Path("run-by-the-index"),))
 
 
-# A file, and what becomes of its content.
+# Files and their damage.
 BROKEN = [
     (".metadata", lambda raw: pickle.dumps(Hostile(), protocol=4)),
     (".metadata", lambda raw: raw.replace(b"__0_0.distcp", b"../_0.distcp")),
     ("__0_0.distcp", lambda raw: raw[:-4000]),
     (
         "__0_0.distcp",
+        # This damages the archive of the last tensor.
         lambda raw: raw[:-200] + bytes(200),
-        # The last tensor's, in the place of its archive.
     ),
 ]
 
 
 @pytest.mark.parametrize(("name", "change"), BROKEN)
-def test_damage_is_answered_in_words_and_nothing_is_made(
+def test_a_damaged_checkpoint_is_rejected_without_running_its_code(
     name, change, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
@@ -221,16 +229,18 @@ def test_damage_is_answered_in_words_and_nothing_is_made(
     file = Path("theirs") / name
     file.write_bytes(change(file.read_bytes()))
 
-    assert "theirs" in refused(capsys, Path("theirs"), *model_words())
+    assert "theirs" in import_and_fail(capsys, Path("theirs"), *model_options())
     assert not Path("run-by-the-index").exists()
 
 
 def test_folders_without_a_torchtitan_checkpoint_are_rejected(steps, tmp_path, capsys):
-    assert ".metadata" in refused(capsys, tmp_path, *model_words())
+    assert ".metadata" in import_and_fail(capsys, tmp_path, *model_options())
 
-    words = ["--torchtitan", str(steps / "0.2"), "--out", str(tmp_path), *model_words()]
-    assert main(["import", *words]) == 0
-    assert "titanlite checkpoint" in refused(capsys, tmp_path / "step-00000000", *model_words())
+    options = ["--torchtitan", str(steps / "0.2"), "--out", str(tmp_path), *model_options()]
+    assert main(["import", *options]) == 0
+    assert "titanlite checkpoint" in import_and_fail(
+        capsys, tmp_path / "step-00000000", *model_options()
+    )
 
     hf = f"import --hf {tmp_path} --out {tmp_path}/p --model.flavor 8b"
     assert main(hf.split()) == 2
@@ -247,10 +257,10 @@ def test_folders_without_a_torchtitan_checkpoint_are_rejected(steps, tmp_path, c
 def test_a_tensor_that_is_not_part_of_the_model_is_rejected(
     name, tensor, problem, tmp_path, capsys
 ):
-    dcp_save(weights() | {name: tensor}, checkpoint_id=str(tmp_path / "theirs"))
-    assert f"{name}{problem}" in refused(capsys, tmp_path / "theirs", *model_words())
+    dcp_save(make_weights() | {name: tensor}, checkpoint_id=str(tmp_path / "theirs"))
+    assert f"{name}{problem}" in import_and_fail(capsys, tmp_path / "theirs", *model_options())
 
 
 def test_a_missing_tensor_is_rejected(tmp_path, capsys):
     dcp_save({"encoder.weight": torch.zeros(1)}, checkpoint_id=str(tmp_path / "theirs"))
-    assert "norm.weight: missing" in refused(capsys, tmp_path / "theirs", *model_words())
+    assert "norm.weight: missing" in import_and_fail(capsys, tmp_path / "theirs", *model_options())

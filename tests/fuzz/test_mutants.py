@@ -94,8 +94,8 @@ def _change_bytes(data: bytes, rng: random.Random) -> bytes:
     return data[:start] + middle + data[end if rng.random() < 0.9 else len(data) :]
 
 
-def ends_well(number: int, act: Callable[[], object]) -> bool:
-    """Return whether `act` succeeded.
+def succeeds(number: int, function: Callable[[], object]) -> bool:
+    """Call a function, and return whether it succeeded.
 
     Any error other than a printable UserError fails the test, and so do more than two seconds of
     CPU time. CPU time does not depend on other tests.
@@ -103,7 +103,7 @@ def ends_well(number: int, act: Callable[[], object]) -> bool:
     started = time.process_time()
     message = ""
     try:
-        act()
+        function()
     except UserError as error:
         message = str(error)
     except BaseException as error:
@@ -214,7 +214,7 @@ def assert_transformers_agrees(folder: Path, number: int) -> None:
     assert close.all() or not expected.isfinite().all(), f"mutant {number}"
 
 
-# Folder, files that are damaged in turn, and function that loads the folder
+# Folder, files to damage in turn, and function that loads the folder.
 FILES = [
     ("hf", ["config.json", INDEX, "model-00001-of-*.safetensors"], load_hf),
     ("meta", ["params.json", "consolidated.00.pth"], load_meta),
@@ -235,7 +235,7 @@ def test_a_damaged_file_is_rejected_or_loaded_correctly(kind, names, load, count
         original = files[number % len(files)]
         content = mutant(original.read_bytes(), number, original.suffix == ".json")
         (folder / original.name).write_bytes(content)
-        if ends_well(number, functools.partial(load, folder)):
+        if succeeds(number, functools.partial(load, folder)):
             num_loaded += 1
             if kind == "hf":
                 assert_transformers_agrees(folder, number)
@@ -256,7 +256,7 @@ def test_names_in_an_index_never_lead_out_of_the_folder(tmp_path, good, name):
     index["weight_map"]["model.norm.weight"] = name.format(secret=secret)
     (folder / INDEX).write_text(json.dumps(index))
 
-    assert not ends_well(0, lambda: hf_weights(folder))
+    assert not succeeds(0, lambda: hf_weights(folder))
 
 
 TRAPS: dict[str, Callable[[Path], object]] = {
@@ -274,7 +274,7 @@ def test_a_file_that_is_not_regular_is_rejected_without_waiting(tmp_path, good, 
         folder = shutil.copytree(good / kind, tmp_path / f"{file}-{trap}")
         (folder / file).rename(tmp_path / "moved")
         set_trap(folder / file)
-        assert not ends_well(0, functools.partial(load, folder)), folder
+        assert not succeeds(0, functools.partial(load, folder)), folder
 
 
 def toml_mutant(file: Path, number: int) -> bytes:
@@ -285,7 +285,7 @@ def toml_mutant(file: Path, number: int) -> bytes:
     changed = mutant(json.dumps(job).encode(), number, is_json=True)
     try:
         return tomlkit.dumps(json.loads(changed)).encode("utf-8", "surrogatepass")
-    # No JSON any more, or no TOML.
+    # The mutated text may be invalid JSON or TOML.
     except (ValueError, RecursionError, AttributeError):
         return changed
 
@@ -304,6 +304,6 @@ def test_a_damaged_job_file_is_rejected_or_a_valid_job(count, tmp_path, monkeypa
     num_valid = 0
     for number in range(count):
         Path("mutant.toml").write_bytes(toml_mutant(files[number % len(files)], number))
-        num_valid += ends_well(number, check)
+        num_valid += succeeds(number, check)
 
     assert 0 < num_valid < count  # the mutants reach different checks

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Make .venv-ghost: torch's CUDA wheel (4.7 GB), titanlite and what it needs, the ghost GPU and its race detector. Then use
-# scripts/ghost.sh. It needs gcc, g++, binutils, the headers of Python, and a network or a folder of wheels that pip knows.
-# Called again, it installs what is missing and builds the ghost anew.
+# Create .venv-ghost with the CUDA wheel of torch (4.7 GB), titanlite and its dependencies, the ghost GPU and its race
+# detector, for scripts/ghost.sh. Requires gcc, g++, binutils, the Python headers, and a network or a folder of wheels
+# for pip. If .venv-ghost exists, install missing packages and rebuild the ghost GPU.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source=tests/ghost/device
@@ -22,8 +22,8 @@ flags=(-O1 -fPIC -Wall -D__CUDA_FP16_H__ -D__CUDA_BF16_H__ "-I$nvidia/cu13/inclu
 for part in memory runtime driver libraries; do
     gcc "${flags[@]}" -c -o "$out/$part.o" "$source/$part.c"
 done
-# What torch's libraries and triton want besides becomes a function that succeeds without doing anything, and says so
-# once.
+# Other functions that the torch libraries and triton import become stubs, which succeed without any effect and log their
+# first call.
 {
     find "$site/torch/lib" -name '*.so*' -exec nm -D --undefined-only {} + 2>/dev/null | awk '{print $2}' | sed 's/@.*//'
     grep -ohE '\bcu[A-Z]\w+' "$site/triton/backends/nvidia/driver.c"

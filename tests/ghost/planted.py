@@ -77,7 +77,8 @@ def pinned_read_before_copy(is_correct: bool, main: Any, side: Any) -> Any:
 
 
 def result_freed_during_reduction(is_correct: bool, main: Any, side: Any) -> Any:
-    x, result = ones(), ones()
+    x = ones()
+    result = ones()
     side.wait_stream(main)
     with torch.cuda.stream(side):
         dist.reduce_scatter_tensor(result, x)
@@ -88,7 +89,8 @@ def result_freed_during_reduction(is_correct: bool, main: Any, side: Any) -> Any
 
 def result_allocated_before_wait(is_correct: bool, main: Any, side: Any) -> Any:
     """The reduction writes to memory that the main stream still uses (see memory_savers.py)."""
-    x, activation = ones(), ones()
+    x = ones()
+    activation = ones()
     side.wait_stream(main)
     activation.mul_(2)
     del activation
@@ -116,7 +118,8 @@ def gather_input_overwritten(is_correct: bool, main: Any, side: Any) -> Any:
 
 
 def weights_updated_during_copy(is_correct: bool, main: Any, side: Any) -> Any:
-    weights, pinned = ones(), torch.empty(SIZE, pin_memory=True)
+    weights = ones()
+    pinned = torch.empty(SIZE, pin_memory=True)
     side.wait_stream(main)
 
     def copy() -> None:

@@ -42,7 +42,8 @@ def without_call(owner: Any, method: str, caller: str) -> Any:
 
 # Results of reduce-scatters are in the main stream although FSDP2 frees them early.
 ALWAYS_FINAL = patch.object(memory_savers, "are_reductions_final", lambda run: True)
-Stream, Event = torch.cuda.Stream, torch.cuda.Event
+Stream = torch.cuda.Stream
+Event = torch.cuda.Event
 # Name -> patch, options
 REMOVED_WAITS = {
     "none": (patch.object(sys, "argv", sys.argv), f"{SAVES} --optimizer.name Muon"),
@@ -70,9 +71,9 @@ def count_alarms(name: str, folder: Path) -> int:
     removal, options = REMOVED_WAITS[name]
     detector = ctypes.CDLL("libcuda.so.1")
     earlier_alarms = detector.race_alarms()
-    words = f"{SMALL} {options} --job.dump_folder {folder / name.replace(' ', '_')}".split()
+    arguments = f"{SMALL} {options} --job.dump_folder {folder / name.replace(' ', '_')}".split()
     with removal:
-        Trainer(load_run(words, world_size=int(os.environ["WORLD_SIZE"]))).train()
+        Trainer(load_run(arguments, world_size=int(os.environ["WORLD_SIZE"]))).train()
     torch.cuda.synchronize()
     return detector.race_alarms() - earlier_alarms
 

@@ -21,10 +21,11 @@ from torch._dynamo.utils import counters
 from titanlite.load_run import load_run
 from titanlite.train.trainer import Trainer
 
-# The ghost GPU with the race detector.
+# This is the ghost GPU with the race detector.
 gpu = ctypes.CDLL("libcuda.so.1")
 mark = gpu.ghost_mark
-WARM_STEPS, STEPS = 3, 2
+WARM_STEPS = 3
+STEPS = 2
 
 
 def measure(name: str, options: list[str], folder: Path) -> dict[str, Any]:
@@ -66,20 +67,21 @@ def measure(name: str, options: list[str], folder: Path) -> dict[str, Any]:
 
 def main(jobs: Path, out: Path) -> None:
     """Run a job on all ranks. An error is its result, and the next job starts in a new world."""
-    rank, found = int(os.environ["RANK"]), {}
+    rank = int(os.environ["RANK"])
+    results = {}
     mark(f"rank {rank}".encode())
     for name, options in json.loads(jobs.read_text()).items():
         torch._dynamo.reset()
         try:
-            found[name] = measure(name, options, out.parent)
+            results[name] = measure(name, options, out.parent)
         except Exception:
-            found[name] = {"error": traceback.format_exc()}
+            results[name] = {"error": traceback.format_exc()}
             if dist.is_initialized():
                 dist.destroy_process_group()
-        # Of what the job leaves: its memory would be a part of the next one's.
+        # The memory that this job leaves would be counted in the next job.
         gc.collect()
         torch.cuda.empty_cache()
-    out.with_name(f"{out.name}.{rank}").write_text(json.dumps(found, indent=1))
+    out.with_name(f"{out.name}.{rank}").write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

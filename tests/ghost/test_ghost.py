@@ -1,6 +1,6 @@
-"""The CUDA path on the ghost GPU: launches, host syncs, compilation and communication.
+"""Steps on the ghost GPU launch, sync, compile and communicate exactly as expected.
 
-Kernels compute nothing (see docs/internals/ghost.md), so these tests count events and look at no
+Kernels compute nothing (see docs/internals/ghost.md), so these tests count events and ignore
 losses. The counts depend on neither the machine nor its load.
 """
 
@@ -21,24 +21,24 @@ pytestmark = [pytest.mark.ghost, pytest.mark.slow, pytest.mark.xdist_group("ghos
 SMALL = "--model.n_layers 4 --training.seq_len 128 --training.local_batch_size 2"
 UNLOGGED = "--checkpoint.no-enable --metrics.log_freq 50"
 PIPELINE = "--parallelism.pipeline_parallel_degree 2 --training.global_batch_size 8"
-TENSOR, CONTEXT = (
-    "--parallelism.tensor_parallel_degree 2",
-    "--parallelism.context_parallel_degree 2",
-)
+TENSOR = "--parallelism.tensor_parallel_degree 2"
+CONTEXT = "--parallelism.context_parallel_degree 2"
 HYBRID = "--parallelism.data_parallel_replicate_degree 2 --parallelism.data_parallel_shard_degree"
-COMPILED, SCHEDULE = "--compile.enable", "--parallelism.pipeline_parallel_schedule"
+COMPILED = "--compile.enable"
+SCHEDULE = "--parallelism.pipeline_parallel_schedule"
 EVERY = f"{COMPILED} --compile.components model loss optimizer clip"
 FLOAT8 = f"{COMPILED} --float8.enable --float8.min_features 0 --float8.recipe_name"
 GATHER8 = "--float8.enable_fsdp_float8_all_gather --float8.precompute_float8_dynamic_scale_for_fsdp"
 DOCUMENTS = "--dataset.document_mask"
 VARLEN = f"{DOCUMENTS} --dataset.packing best_fit --model.attention_backend varlen"
-# Each block, and the output, is a group of FSDP.
+# With this minimum, each block and the output are separate FSDP groups.
 LARGE = "--parallelism.fsdp_min_num_params 60000"
-SAVERS, MUON = f"{LARGE} --parallelism.memory_savers all", f"{LARGE} --optimizer.name Muon"
-# 4 microbatches of 2 ranks
+SAVERS = f"{LARGE} --parallelism.memory_savers all"
+MUON = f"{LARGE} --optimizer.name Muon"
+# Gradients of each of the 4 microbatches are reduced.
 EACH = "--training.global_batch_size 16 --parallelism.fsdp_reduce microbatch"
 
-# Ranks -> name -> options. Those in SAMPLE run with every run of the tests, the rest with --ghost
+# Number of ranks -> name -> options. Jobs in SAMPLE are always tested, and the others with --ghost
 # or --long.
 JOBS = {
     1: {
@@ -115,7 +115,7 @@ SAMPLE = [
     (2, "tp"),
     (2, "pp"),
 ]
-SOME = [pytest.param(*job, marks=() if job in SAMPLE else pytest.mark.long) for job in
+ALL_JOBS = [pytest.param(*job, marks=() if job in SAMPLE else pytest.mark.long) for job in
         [(ranks, name) for ranks, jobs in JOBS.items() for name in jobs]]  # fmt: skip
 
 
@@ -133,18 +133,18 @@ def ghost(
     Args:
         race: Attach the race detector, and write its reports to this path, followed by ".PID".
     """
-    own = {name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"}
-    own |= {"PYTHONPATH": f"{ROOT}:{plugins}"}
-    own |= {"GHOST_GPUS": str(ranks), "GHOST_GIB": str(gib)} | (
-        {"GHOST_LOG": str(log)} if log else {}
-    )
+    environment = {name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"}
+    environment |= {"PYTHONPATH": f"{ROOT}:{plugins}"}
+    environment |= {"GHOST_GPUS": str(ranks), "GHOST_GIB": str(gib)}
+    if log is not None:
+        environment["GHOST_LOG"] = str(log)
     if race is not None:
-        own["GHOST_RACE"] = str(race)
+        environment["GHOST_RACE"] = str(race)
     done = subprocess.run(
         [str(ROOT / "scripts/ghost.sh"), *command],
         capture_output=True,
         text=True,
-        env=own,
+        env=environment,
         timeout=1200,
         check=False,
     )
@@ -153,76 +153,68 @@ def ghost(
 
 
 @pytest.fixture(scope="session")
-def taken(request, tmp_path_factory) -> Any:
-    """Return `taken(ranks)`, which maps jobs to the measurements of each rank (see steps.py).
+def measurements(request, tmp_path_factory) -> Any:
+    """Return a function that maps jobs to the measurements of each rank (see steps.py).
 
-    `events` are the lines of the log.
+    Its argument is the number of ranks. `events` are the lines of the log.
     """
-    everything = request.config.getoption("--ghost") or request.config.getoption("--long")
+    run_all = request.config.getoption("--ghost") or request.config.getoption("--long")
 
     @cache
     def run(ranks: int) -> dict[str, list[dict[str, Any]]]:
         folder = tmp_path_factory.mktemp(f"ranks{ranks}")
-        jobs = {
-            name: options
-            for name, options in JOBS[ranks].items()
-            if everything or (ranks, name) in SAMPLE
-        }
-        words = {name: f"{SMALL} {UNLOGGED} {options}".split() for name, options in jobs.items()}
-        (folder / "jobs.json").write_text(json.dumps(words))
-        start = [
-            "torchrun",
-            "--standalone",
-            "--nproc-per-node",
-            str(ranks),
-            str(Path(__file__).with_name("steps.py")),
-        ]
+        jobs = {}
+        for name, options in JOBS[ranks].items():
+            if run_all or (ranks, name) in SAMPLE:
+                jobs[name] = f"{SMALL} {UNLOGGED} {options}".split()
+        (folder / "jobs.json").write_text(json.dumps(jobs))
+        program = [str(Path(__file__).with_name("steps.py")), str(folder / "jobs.json")]
         ghost(
-            *start,
-            str(folder / "jobs.json"),
-            str(folder / "out"),
+            *("torchrun", "--standalone", "--nproc-per-node", str(ranks)),
+            *(*program, str(folder / "out")),
             ranks=ranks,
             log=folder / "log",
             race=folder / "race",
         )
-        found = [json.loads((folder / f"out.{rank}").read_text()) for rank in range(ranks)]
+
+        results = [json.loads((folder / f"out.{rank}").read_text()) for rank in range(ranks)]
         for log in folder.glob("log.*"):
-            if rank := re.search(r"^mark rank (\d+)$", log.read_text(), re.MULTILINE):
-                for name, lines in re.findall(
-                    r"^mark job (.*)\n((?:.*\n)*?)mark end$", log.read_text(), re.MULTILINE
-                ):
-                    found[int(rank[1])][name]["events"] = lines.splitlines()
-        return {name: [rank[name] for rank in found] for name in jobs}
+            text = log.read_text()
+            rank = re.search(r"^mark rank (\d+)$", text, re.MULTILINE)
+            if rank is None:
+                continue
+            marked = re.findall(r"^mark job (.*)\n((?:.*\n)*?)mark end$", text, re.MULTILINE)
+            for name, lines in marked:
+                results[int(rank[1])][name]["events"] = lines.splitlines()
+        return {name: [result[name] for result in results] for name in jobs}
 
     return run
 
 
-def launches(events: list[str]) -> int:
+def count_launches(events: list[str]) -> int:
     """Count kernel launches and memsets."""
-    return sum(
-        event.split()[0] in ("kernel", "triton", "matmul", "cudnn", "memset") for event in events
-    )
+    kinds = ("kernel", "triton", "matmul", "cudnn", "memset")
+    return sum(event.split()[0] in kinds for event in events)
 
 
-@pytest.mark.parametrize(("ranks", "name"), SOME)
-def test_a_step_runs_and_neither_waits_nor_compiles_anew(taken, ranks: int, name: str):
+@pytest.mark.parametrize(("ranks", "name"), ALL_JOBS)
+def test_a_step_runs_without_host_syncs_recompilation_and_races(
+    measurements, ranks: int, name: str
+):
     """Neither torch nor CUDA reports a host sync (steps.py fails otherwise)."""
-    for rank in taken(ranks)[name]:
+    for rank in measurements(ranks)[name]:
         assert "error" not in rank, rank["error"]
         assert rank["recompilations"] == 0
         assert rank["graph_breaks"] == {}
         assert rank["alarms"] == 0
-        assert launches(rank["events"]) > 100
-        if (
-            name == "fsdp"
-            # One segment for gathers and one for small tensors; gradients are in the main stream.
-        ):
+        assert count_launches(rank["events"]) > 100
+        if name == "fsdp":
+            # Gathers and small tensors take a segment each. Gradients are in the main stream.
             assert rank["of other streams"] <= 22 * 2**20
+
         waits = [event for event in rank["events"] if re.match("wait|copy .*pageable", event)]
-        if name.startswith(
-            "offload"
+        if name.startswith("offload"):
             # The CPU waits for the gradients of each microbatch, and for the loss.
-        ):
             microbatches = 4 if "each" in name else 1
             parameters = 4 * 9 + 3
             assert waits == ["wait event"] * STEPS * (microbatches * parameters + 1)
@@ -234,31 +226,32 @@ def test_a_step_runs_and_neither_waits_nor_compiles_anew(taken, ranks: int, name
     "name",
     ["1b, tensor 2", pytest.param("8b, full, compiled, 4 microbatches", marks=pytest.mark.long)],
 )
-def test_a_plan_says_what_the_allocator_says(tmp_path, name: str):
+def test_a_plan_is_close_to_the_memory_of_the_allocator(tmp_path, name: str):
     """Plans are as accurate as benchmarks/planner.md shows. Collectives need no other rank."""
     files = ["--results", str(tmp_path / "results.json"), "--out", str(tmp_path / "page.md")]
     ghost("python", "benchmarks/planner.py", "--only", name, *files)
-    (found,) = json.loads((tmp_path / "results.json").read_text()).values()
+    (result,) = json.loads((tmp_path / "results.json").read_text()).values()
 
-    assert found["planned"] == pytest.approx(found["allocated"], rel=0.03)
-    assert found["planned_reserved"] == pytest.approx(found["reserved"], rel=0.05)
+    assert result["planned"] == pytest.approx(result["allocated"], rel=0.03)
+    assert result["planned_reserved"] == pytest.approx(result["reserved"], rel=0.05)
 
 
 # Parameters of the debug model with four blocks: a block's matrices, its norms, the embedding (as
 # large as the output).
 STEPS = 2  # measured: see steps.py
-C, MATRICES, NORMS, EMBEDDING = 256, 2 * 256 * (256 + 128) + 3 * 256 * 640, 2 * 256, 4096 * 256
+C = 256
+MATRICES = 2 * 256 * (256 + 128) + 3 * 256 * 640
+NORMS = 2 * 256
+EMBEDDING = 4096 * 256
 BLOCKS = 4 * (MATRICES + NORMS)
 WHOLE = BLOCKS + 2 * EMBEDDING + C
-# Of a rank, in a microbatch.
+# Tokens of a rank in a microbatch.
 TOKENS = 2 * 128
-# Bf16 bytes of half of the hidden states, between blocks of tensor parallelism.
+# Bytes of half of the hidden states in bf16, which tensor-parallel ranks exchange.
 PART = 2 * TOKENS * C // 2
-# By FSDP: blocks, norm twice, bf16; gradients fp32.
-GATHERED, REDUCED = (
-    2 * (WHOLE + BLOCKS + C) // 2,
-    4 * WHOLE // 2,
-)
+# FSDP gathers blocks and the final norm twice, in bf16, and reduces gradients in fp32.
+GATHERED = 2 * (WHOLE + BLOCKS + C) // 2
+REDUCED = 4 * WHOLE // 2
 FSDP = {("all_gather", 2): GATHERED, ("reduce_scatter", 2): REDUCED}
 # Keys and values of a rank's positions, gathered in the forward pass; their gradients come back.
 CONTEXT_PART = 4 * 2 * 2 * (TOKENS // 2) * 128
@@ -278,23 +271,20 @@ TRAFFIC = {
     },
     (2, "hsdp"): {("all_reduce", 2): 4 * WHOLE + 32},
     (4, "hsdp"): FSDP | {("all_reduce", 2): REDUCED, ("all_reduce", 4): 32},
-    # Of two microbatches; the output stays gathered between them.
+    # The job has two microbatches. The output layer stays unsharded between them.
     (2, "accumulation"): {
         ("all_gather", 2): 2 * (2 * EMBEDDING + EMBEDDING + 4 * C + 4 * BLOCKS) // 2,
         ("reduce_scatter", 2): REDUCED,
         ("all_reduce", 2): 32,
     },
-    (
-        2,
-        "fp8 all-gather",
-        # A byte for each element of a block's matrices, and a scale for each of 28 matrices.
-    ): {
+    # Block matrices take a byte for each element, and each of the 28 matrices has a scale.
+    (2, "fp8 all-gather"): {
         ("all_gather", 2): (2 * (2 * EMBEDDING + 2 * C) + 2 * 4 * (MATRICES + 2 * NORMS)) // 2,
         ("reduce_scatter", 2): REDUCED,
         ("all_reduce", 2): 32 + 28 * 4,
     },
-    # Twice in each pass of a block, once in each for embedding and loss; sums of loss and norms'
-    # gradients.
+    # Blocks communicate twice in each pass, and embedding and loss once. Sums over ranks are those of
+    # the loss and of the gradients of norms.
     (2, "tp"): {
         ("all_gather", 2): (4 * 4 + 2) * PART,
         ("reduce_scatter", 2): (4 * 4 + 2) * PART,
@@ -307,17 +297,18 @@ TRAFFIC = {
         ("all_reduce", 2): 24,
         ("all_reduce", 1): 8,
     },
-    (2, "pp"): {  # four microbatches
+    # The job has four microbatches.
+    (2, "pp"): {
         ("send", 2): 4 * 2 * PART,
         ("recv", 2): 4 * 2 * PART,
         ("all_reduce", 2): 24,
         ("all_reduce", 1): 8,
     },
 }
-# Full recomputation gathers keys and values again. Otherwise a compiled block would keep those of
-# the whole row.
+# Full recomputation gathers keys and values again. Otherwise, a compiled block keeps those of the
+# whole sequence.
 TRAFFIC[2, "cp, full"] = TRAFFIC[2, "cp"] | {("all_gather", 2): GATHERED + 2 * CONTEXT_PART}
-# FP8 halves what blocks gather. In each, 18 maxima of tensors are found, in float64.
+# FP8 halves the gathered bytes of blocks, and reduces 18 float64 maxima in each block.
 MAXIMA = TRAFFIC[2, "tp"]["all_reduce", 2] + 4 * 18 * 8
 TRAFFIC[2, "float8 tp"] = TRAFFIC[2, "tp"] | {
     ("all_gather", 2): (4 * 2 + 2) * PART,
@@ -326,9 +317,11 @@ TRAFFIC[2, "float8 tp"] = TRAFFIC[2, "tp"] | {
 TRAFFIC |= {(2, f"{name}, compiled"): TRAFFIC[2, name] for name in ("tp", "cp")}
 
 
-@pytest.mark.parametrize(("ranks", "name"), [p for p in SOME if p.values in TRAFFIC])
-def test_no_more_is_communicated_than_the_layout_needs(taken, ranks: int, name: str):
-    for rank in taken(ranks)[name]:
+@pytest.mark.parametrize(("ranks", "name"), [p for p in ALL_JOBS if p.values in TRAFFIC])
+def test_ranks_communicate_exactly_the_bytes_that_the_layout_needs(
+    measurements, ranks: int, name: str
+):
+    for rank in measurements(ranks)[name]:
         moved = Counter[tuple[str, int]]()
         for event in rank["events"]:
             if match := re.fullmatch(r"nccl (\w+) (\d+) of (\d+)", event):
@@ -337,17 +330,21 @@ def test_no_more_is_communicated_than_the_layout_needs(taken, ranks: int, name: 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("name", "most"), [("compiled", 30 + 17), ("tensorwise", 50 + 17)])
-def test_a_compiled_block_launches_few_kernels(taken, name: str, most: int):
+@pytest.mark.parametrize(("name", "limit"), [("compiled", 30 + 17), ("tensorwise", 50 + 17)])
+def test_a_compiled_block_launches_few_kernels(measurements, name: str, limit: int):
     """Subtract the launches of two jobs, so only blocks and their FSDP copies and updates count."""
-    four, two = (launches(taken(1)[key][0]["events"]) for key in (name, f"{name}, 2 blocks"))
-    assert (four - two) / 2 / 2 <= most  # two steps were counted
+    (four_blocks,) = measurements(1)[name]
+    (two_blocks,) = measurements(1)[f"{name}, 2 blocks"]
+    launches = count_launches(four_blocks["events"]) - count_launches(two_blocks["events"])
+
+    assert launches / 2 / STEPS <= limit
 
 
-def test_each_entry_trains_saves_and_resumes_what_another_left(tmp_path):
+def test_each_way_to_start_resumes_the_checkpoints_of_the_others(tmp_path):
     """The launcher, one process, torchrun and Python resume from each other's checkpoints."""
+    run = str(tmp_path / "run")
     pinned = f"{SMALL} --checkpoint.interval 2 --checkpoint.async_mode async_with_pinned_mem"
-    words = [*pinned.split(), "--job.dump_folder", str(tmp_path / "run"), "--training.steps"]
+    options = [*pinned.split(), "--job.dump_folder", run, "--training.steps"]
     program = tmp_path / "program.py"
     program.write_text(
         "import sys\nfrom titanlite.load_run import load_run\nfrom titanlite.train.trainer import Trainer\n"
@@ -359,30 +356,21 @@ def test_each_entry_trains_saves_and_resumes_what_another_left(tmp_path):
         (2, ["torchrun", "--standalone", "--nproc-per-node", "2", "-m", "titanlite", "train"]),
         (1, ["python", str(program)]),
     ]
-    for number, (ranks, start) in enumerate(starts):
-        said = ghost(
-            *start, *words, str(2 * number + 2), ranks=ranks, log=tmp_path / f"log{number}"
-        )
-        assert f"Finished after step {2 * number + 2}." in said
-        assert number == 0 or f"Resumed after step {2 * number}" in said
-        events = "\n".join(log.read_text() for log in tmp_path.glob(f"log{number}.*"))
-        staged = sum(
-            int(size) for size in re.findall(r"^copy device pinned (\d+)$", events, re.MULTILINE)
-        )
-        # Weights and two moments, through pinned memory.
-        assert staged >= 3 * 4 * WHOLE
-    generate = [
-        "--checkpoint",
-        str(tmp_path / "run"),
-        "--prompt",
-        "def",
-        "--max-new-tokens",
-        "4",
-        "--temperature",
-        "0",
-    ]
+    for number, (ranks, command) in enumerate(starts):
+        first = 2 * number
+        last = first + 2
+        log = tmp_path / f"log{number}"
+        output = ghost(*command, *options, str(last), ranks=ranks, log=log)
+        assert f"Finished after step {last}." in output
+        assert first == 0 or f"Resumed after step {first}" in output
 
-    assert "def" in ghost("python", "-m", "titanlite", "generate", *generate)
+        events = "\n".join(path.read_text() for path in tmp_path.glob(f"log{number}.*"))
+        copies = re.findall(r"^copy device pinned (\d+)$", events, re.MULTILINE)
+        # Weights and two moments are copied through pinned memory.
+        assert sum(map(int, copies)) >= 3 * 4 * WHOLE
+
+    generate = ["generate", "--checkpoint", run, "--prompt", "def", "--max-new-tokens", "4"]
+    assert "def" in ghost("python", "-m", "titanlite", *generate, "--temperature", "0")
 
 
 def test_each_of_four_pinned_async_saves_completes(tmp_path):
@@ -428,50 +416,52 @@ class Watch(Hook):
 def test_the_loop_opens_no_socket_and_waits_for_nothing_between_logged_steps(tmp_path):
     """The ranks agree on what to do after each step through the GPU."""
     (tmp_path / "watching.py").write_text(PLUGIN)
-    words = (
+    options = (
         f"{SMALL} {UNLOGGED} --job.plugins watching --job.hooks watch --training.steps 9".split()
     )
-    words += ["--job.dump_folder", str(tmp_path / "run")]
+    options += ["--job.dump_folder", str(tmp_path / "run")]
     launch = ["python", "-m", "titanlite", "launch"]
-    ghost(*launch, *words, ranks=2, log=tmp_path / "log", plugins=tmp_path)
+    ghost(*launch, *options, ranks=2, log=tmp_path / "log", plugins=tmp_path)
 
     assert [(tmp_path / f"sockets.{rank}").read_text() for rank in range(2)] == ["", ""]
 
     steps = [re.findall(r"^mark begin\n(.*?)mark end$", log.read_text(), re.MULTILINE | re.DOTALL)
              for log in tmp_path.glob("log.*")]  # fmt: skip
-    found = [step for (step,) in filter(None, steps)]
+    marked_steps = [step for (step,) in filter(None, steps)]
 
-    assert len(found) == 2
+    assert len(marked_steps) == 2
 
-    for step in found:
+    for step in marked_steps:
         assert step.count("copy device pinned 8\n") == 5
         assert not re.search("^wait|pageable", step, re.MULTILINE)
 
 
-def test_no_step_is_skipped_because_of_what_memory_holds(tmp_path):
-    """Replicas are compared after each step, and all that reads the device runs beside them."""
+def test_steps_are_not_skipped_because_of_meaningless_values(tmp_path):
+    """The job compares replicas after each step, and uses all features that read from the GPU."""
     compared = f"{HYBRID} 1 --guards.compare_every 1 --ema.decay 0.9 --metrics.log_freq 1"
     read = "--validation.freq 2 --validation.holdout 0.1 --samples.freq 3 --samples.prompts def"
     saved = f"--checkpoint.async_mode async_with_pinned_mem --job.dump_folder {tmp_path}"
-    words = f"{SMALL} {compared} {read} {saved} --training.steps 6".split()
+    options = f"{SMALL} {compared} {read} {saved} --training.steps 6".split()
 
-    assert "Finished after step 6" in ghost("python", "-m", "titanlite", "launch", *words, ranks=2)
+    assert "Finished after step 6" in ghost(
+        "python", "-m", "titanlite", "launch", *options, ranks=2
+    )
 
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()]
     assert [line["skipped_steps"] for line in lines] == [0] * 6
 
 
 @pytest.mark.long
-def test_a_model_that_does_not_fit_is_explained(tmp_path):
-    """By the allocator and by the plan."""
-    words = [*SMALL.split(), "--job.dump_folder", str(tmp_path), "--training.seq_len", "8192"]
-    said = ghost(
-        "python", "-m", "titanlite", "train", *words, gib=0.5, code=1, log=tmp_path / "log"
+def test_an_out_of_memory_error_shows_the_plan(tmp_path):
+    """The error contains the report of the allocator and the plan."""
+    options = [*SMALL.split(), "--job.dump_folder", str(tmp_path), "--training.seq_len", "8192"]
+    output = ghost(
+        "python", "-m", "titanlite", "train", *options, gib=0.5, code=1, log=tmp_path / "log"
     )
 
-    assert "Out of memory at step 1" in said
-    assert "The plan: " in said
-    assert "Traceback" not in said
+    assert "Out of memory at step 1" in output
+    assert "The plan: " in output
+    assert "Traceback" not in output
     assert re.search(
         r"^full cu\w+ \d+$",
         "".join(log.read_text() for log in tmp_path.glob("log.*")),

@@ -52,8 +52,8 @@ def count(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def run(program: str, ranks: int) -> list[dict[str, Any]]:
         folder = tmp_path_factory.mktemp("race")
         start = ["torchrun", "--standalone", "--nproc-per-node", str(ranks)]
-        words = [*start, str(FOLDER / program), str(folder / "out")]
-        ghost(*words, ranks=ranks, race=folder / "race")
+        options = [*start, str(FOLDER / program), str(folder / "out")]
+        ghost(*options, ranks=ranks, race=folder / "race")
         return [json.loads(path.read_text()) for path in folder.glob("out.*")]
 
     return run
@@ -78,8 +78,8 @@ def test_a_removed_wait_is_reported(count: Any, name: str):
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_that_saves_and_rolls_back_has_no_race(tmp_path: Path, name: str):
     (tmp_path / "rolling.py").write_text(PLUGIN)
-    words = f"{SMALL} {RUNS[name]} --training.steps 5 --job.dump_folder {tmp_path / 'run'}"
-    launch = ["python", "-m", "titanlite", "launch", *words.split()]
+    options = f"{SMALL} {RUNS[name]} --training.steps 5 --job.dump_folder {tmp_path / 'run'}"
+    launch = ["python", "-m", "titanlite", "launch", *options.split()]
 
     ghost(*launch, ranks=2, race=tmp_path / "race", plugins=tmp_path)
 

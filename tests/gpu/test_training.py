@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-# Before cuBLAS is used: sums in one order.
+# cuBLAS reads this variable when it starts, and then adds in a fixed order.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import pytest
@@ -46,22 +46,22 @@ pytestmark = [
 
 
 @contextmanager
-def training(folder: Path, options: str) -> Iterator[Trainer]:
+def make_trainer(folder: Path, options: str) -> Iterator[Trainer]:
     """Create a trainer like `titanlite train`."""
-    words = f"{WORDS} --job.dump_folder {folder / 'run'} {options}"
-    with Trainer(load_job(words.split())) as trainer:
+    arguments = f"{WORDS} --job.dump_folder {folder / 'run'} {options}"
+    with Trainer(load_job(arguments.split())) as trainer:
         yield trainer
     torch.use_deterministic_algorithms(False)
     torch._dynamo.reset()
 
 
-def losses(trainer: Trainer, steps: int) -> list[float]:
-    """Train `steps` steps and return the losses."""
+def train(trainer: Trainer, steps: int) -> list[float]:
+    """Train `steps` steps, and return the losses."""
     entries = [trainer.step() for _ in range(steps)]
     return [entry.loss for entry in entries if entry is not None]
 
 
-def weights(trainer: Trainer) -> list[Tensor]:
+def copy_weights(trainer: Trainer) -> list[Tensor]:
     return [
         p.to_local().clone() if isinstance(p, DTensor) else p.clone()
         for p in trainer.model.parameters()
@@ -69,35 +69,37 @@ def weights(trainer: Trainer) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("recipe", [f"tensorwise {ALL_GATHER}", "rowwise"])
-def test_float8_learns_as_bf16_does(tmp_path, recipe):
-    with training(tmp_path, EACH_STEP) as trainer:
-        expected = losses(trainer, 20)
-    with training(
-        tmp_path, f"{EACH_STEP} --float8.enable --float8.recipe_name {recipe}"
-    ) as trainer:
-        found = losses(trainer, 20)
+def test_losses_in_float8_are_close_to_those_in_bf16(tmp_path, recipe):
+    with make_trainer(tmp_path, EACH_STEP) as trainer:
+        expected = train(trainer, 20)
+    float8 = f"{EACH_STEP} --float8.enable --float8.recipe_name {recipe}"
+    with make_trainer(tmp_path, float8) as trainer:
+        losses = train(trainer, 20)
 
-    assert found != expected
+    assert losses != expected
     # FP8 keeps 3 bits of a mantissa, and errors of a sum of 256 products mostly cancel. Sums are
     # compared because a sequence of rare tokens differs more. Measured: 0.006.
-    assert sum(found) == pytest.approx(sum(expected), rel=0.01)
+    assert sum(losses) == pytest.approx(sum(expected), rel=0.01)
     assert "on FP8 hardware" in (tmp_path / "run/train.log").read_text()
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async_with_pinned_mem"])
 def test_resume_is_bitwise_equal_to_an_uninterrupted_run(tmp_path, mode):
-    """With deterministic kernels, a resumed run is bitwise equal."""
+    """Equality requires deterministic kernels."""
     options = f"--metrics.log_freq 1 --training.deterministic --checkpoint.async_mode {mode}"
-    with training(tmp_path, options) as trainer:
-        losses(trainer, 3)
+    with make_trainer(tmp_path, options) as trainer:
+        train(trainer, 3)
         trainer.save()
-        expected = losses(trainer, 3), weights(trainer)
-    with training(tmp_path, options) as trainer:
+        expected_losses = train(trainer, 3)
+        expected_weights = copy_weights(trainer)
+    with make_trainer(tmp_path, options) as trainer:
         assert trainer.steps_done == 3
-        found = losses(trainer, 3), weights(trainer)
+        losses = train(trainer, 3)
+        weights = copy_weights(trainer)
 
-    assert found[0] == expected[0]
-    assert all(torch.equal(a, b) for a, b in zip(found[1], expected[1], strict=True))
+    assert losses == expected_losses
+    for weight, expected in zip(weights, expected_weights, strict=True):
+        assert torch.equal(weight, expected)
 
 
 @pytest.mark.parametrize(
@@ -112,12 +114,13 @@ def test_resume_is_bitwise_equal_to_an_uninterrupted_run(tmp_path, mode):
 def test_a_step_never_waits_for_the_gpu(tmp_path, options):
     """Two steps compile the kernels and log before the measurement."""
     unlogged = "--metrics.log_freq 50 --checkpoint.no-enable"
-    with training(tmp_path, f"{unlogged} {options}") as trainer:
+    with make_trainer(tmp_path, f"{unlogged} {options}") as trainer:
         trainer.step()
         trainer.step()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            with pytest.raises(RuntimeError, match="synchronizing"):  # it does see one
+            # This mode must detect a host sync.
+            with pytest.raises(RuntimeError, match="synchronizing"):
                 torch.zeros(1, device="cuda").item()
             for _ in range(3):
                 trainer.step()
@@ -125,7 +128,7 @@ def test_a_step_never_waits_for_the_gpu(tmp_path, options):
             torch.cuda.set_sync_debug_mode("default")
 
 
-def heads(dtype: torch.dtype, width: int) -> list[Tensor]:
+def random_heads(dtype: torch.dtype, width: int) -> list[Tensor]:
     """Return queries with four heads, and keys and values with two: (2, H, 512, width)."""
     generator = torch.Generator().manual_seed(0)
     drawn = [torch.randn(2, count, 512, width, generator=generator) for count in (4, 2, 2)]
@@ -137,44 +140,44 @@ def with_gradients(out: Tensor, inputs: list[Tensor]) -> list[Tensor]:
     return [out, *torch.autograd.grad((out * weight).sum(), inputs)]
 
 
-def assert_close(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
-    for a, b in zip(found, expected, strict=True):
+def assert_close(actual: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
+    for a, b in zip(actual, expected, strict=True):
         assert (a - b).abs().max() <= tolerance * b.abs().max()
 
 
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float32, 2e-3), (torch.bfloat16, 2e-2)]
-)  # TF32 has 10 bits
+# With float32 inputs, kernels use TF32, which has a mantissa of 10 bits.
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-3), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_flex_attention_of_documents_is_sdpa_with_a_mask(dtype, tolerance, compiled):
+def test_flex_attention_of_documents_equals_sdpa_with_a_mask(dtype, tolerance, compiled):
     attend = torch.compile(attention, fullgraph=True) if compiled else attention
-    inputs = heads(dtype, 64)
+    inputs = random_heads(dtype, 64)
     for seed in range(2):  # other documents, the same kernel
         generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(0, 5, (2, 512), generator=generator).sort(dim=1).values
         expected = with_gradients(attention(*inputs, document_mask(ids).to(DEVICE)), inputs)  # pyright: ignore
-        found = with_gradients(attend(*inputs, flex_document_mask(ids.to(DEVICE))), inputs)  # pyright: ignore
-        assert_close(found, expected, tolerance)
+        actual = with_gradients(attend(*inputs, flex_document_mask(ids.to(DEVICE))), inputs)  # pyright: ignore
+        assert_close(actual, expected, tolerance)
 
 
 @pytest.mark.parametrize("window", [0, 40])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_variable_length_attention_is_sdpa_with_a_mask(window, compiled):
+def test_variable_length_attention_equals_sdpa_with_a_mask(window, compiled):
     attend = torch.compile(attention, fullgraph=True) if compiled else attention
-    inputs = heads(torch.bfloat16, 64)
+    inputs = random_heads(torch.bfloat16, 64)
     for num_documents in (2, 5):
         ids = torch.arange(512).expand(2, -1) * num_documents // 512
-        first_tokens = (ids.diff(prepend=ids[:, :1] - 1).flatten() != 0).nonzero().flatten()
+        is_first = ids.diff(prepend=ids[:, :1] - 1) != 0
+        first_tokens = is_first.flatten().nonzero().flatten()
         bounds = torch.tensor([*first_tokens.tolist(), ids.numel()], dtype=torch.int32)
         mask = document_mask(ids, window).to(DEVICE)
         expected = with_gradients(attention(*inputs, mask), inputs)  # pyright: ignore
         bounds_mask = DocumentBounds(bounds.to(DEVICE), window)
-        found = with_gradients(attend(*inputs, bounds_mask), inputs)  # pyright: ignore
-        assert_close(found, expected, 2e-2)
+        actual = with_gradients(attend(*inputs, bounds_mask), inputs)  # pyright: ignore
+        assert_close(actual, expected, 2e-2)
 
 
-def test_the_kernel_that_is_chosen_computes_attention():
-    inputs = heads(torch.bfloat16, 128)
+def test_the_selected_sdpa_kernel_is_close_to_exact_attention():
+    inputs = random_heads(torch.bfloat16, 128)
     exact = [x.detach().double().requires_grad_() for x in inputs]
     with sdpa_kernel(SDPBackend.MATH):
         expected = with_gradients(attention(*exact), exact)

@@ -1,4 +1,4 @@
-"""The average of the weights: exact on each layout, across resumes, and what other commands take."""
+"""The exponential moving average of the weights is exact on each layout and across resumes."""
 
 import math
 from unittest.mock import patch
@@ -14,7 +14,8 @@ from titanlite.hooks.ema import Ema
 from titanlite.model.formats import hf_name
 
 pytestmark = pytest.mark.slow
-# Each goes on after the one before; the first has no average.
+# Last step and layout of each start. Each start resumes from the one before.
+# The first has no average.
 STARTS = {
     2: "--ema.decay 0",
     4: "--parallelism.fsdp_min_num_params 0",
@@ -25,15 +26,13 @@ STARTS = {
 
 
 def train(folder: str) -> None:
-    words = "--model.n_kv_heads 2 --lr_scheduler.decay_ratio 0 --checkpoint.interval 1 --checkpoint.keep_latest_k 0"
+    common = "--model.n_kv_heads 2 --lr_scheduler.decay_ratio 0 --checkpoint.interval 1 --checkpoint.keep_latest_k 0"
     for until, layout in STARTS.items():
-        # The first is that of an earlier version.
+        # The first checkpoint with an average has the hook name of an earlier version.
         saved_name = "Ema" if until == 4 else "ema"
-        layout = (
-            f"--training.steps {until} {'' if 'ema' in layout else '--ema.decay 0.75'} {layout}"
-        )
+        decay = "" if "ema" in layout else "--ema.decay 0.75"
+        options = f"{common} --training.steps {until} {decay} {layout}".split()
         fault = Fault({3: math.nan, 7: math.nan})
-        options = [*words.split(), *layout.split()]
         with (
             patch.object(Ema, "name", saved_name),
             small_trainer(folder, fault, *options) as trainer,
@@ -41,35 +40,32 @@ def train(folder: str) -> None:
             trainer.train()
 
 
-def test_the_average_is_exact_on_any_layout_and_is_what_other_commands_take(tmp_path):
+def test_the_average_is_exact_on_any_layout_and_export_and_eval_use_it(tmp_path):
     run_ranks(2, train, str(tmp_path))
+
     out = tmp_path / "out"
+    checkpoints = {step: out / "checkpoint" / f"step-{step:08}" for step in range(2, 11)}
+    averages = load_checkpoint(checkpoints[2]).model.state_dict()
+    for step in range(3, 11):
+        # Steps 3 and 7 are skipped, so they do not change the average.
+        if step not in (3, 7):
+            for name, weight in load_checkpoint(checkpoints[step]).model.named_parameters():
+                averages[name] = averages[name].lerp(weight, torch.tensor(0.25))
+        saved = dict(load_checkpoint(checkpoints[step], ema=True).model.named_parameters())
+        assert saved.keys() == averages.keys()
+        assert all(torch.equal(saved[name], average) for name, average in averages.items())
+
+    hf = tmp_path / "hf"
+    titanlite("export", "--checkpoint", out, "--out", hf, "--dtype", "float32", "--ema")
+    exported = load_file(hf / "model.safetensors")
+    arch = load_checkpoint(out).model.arch
+    for name, average in averages.items():
+        assert torch.equal(exported[hf_name(arch, name)], average)
+
     (tmp_path / "text.txt").write_text("import os\n" * 20)
-    steps = {step: out / "checkpoint" / f"step-{step:08}" for step in range(2, 11)}
-    averages = load_checkpoint(steps.pop(2)).model.state_dict()
-    for step, path in steps.items():
-        found = dict(load_checkpoint(path, ema=True).model.named_parameters())
-        for name, weight in (
-            load_checkpoint(path).model.named_parameters() if step not in (3, 7) else ()
-        ):
-            averages[name] = averages[name].lerp(weight, torch.tensor(0.25))
-        assert found.keys() == averages.keys()
-        assert all(torch.equal(found[name], average) for name, average in averages.items())
-    titanlite(
-        "export", "--checkpoint", out, "--out", tmp_path / "hf", "--dtype", "float32", "--ema"
-    )
-    exported, arch = (
-        load_file(tmp_path / "hf" / "model.safetensors"),
-        load_checkpoint(out).model.arch,
-    )
+    evaluate = ("eval", "--data", tmp_path / "text.txt", "--json", "--checkpoint")
+    score = titanlite(*evaluate, out).splitlines()[-1]
+    score_of_average = titanlite(*evaluate, out, "--ema").splitlines()[-1]
+    assert score != score_of_average
 
-    assert all(
-        torch.equal(exported[hf_name(arch, name)], average) for name, average in averages.items()
-    )
-
-    words = "eval", "--data", tmp_path / "text.txt", "--json", "--checkpoint"
-    said = [titanlite(*words, out, *more).splitlines()[-1] for more in ((), ("--ema",))]
-
-    assert said[0] != said[1]
-
-    titanlite(*words, out / "checkpoint" / "step-00000002", "--ema", code=2)
+    titanlite(*evaluate, checkpoints[2], "--ema", code=2)

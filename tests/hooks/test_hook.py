@@ -1,6 +1,6 @@
-"""The doors of the loop: a hook is called on all ranks, and asks for things.
+"""Hooks are called in the same order on all ranks, and their requests take effect on all ranks.
 
-(What it keeps: test_ema, test_guards.)
+test_ema.py and test_guards.py test the state that hooks keep.
 """
 
 import json
@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks, small_trainer, start_small
-from small_runs import logged
+from small_runs import read_metrics
 
 from titanlite.config.errors import StoppedBySignal, UserError
 from titanlite.hooks.hook import Hook, Request
@@ -23,81 +23,57 @@ from titanlite.train.request_exchange import REQUEST_DELAY
 pytestmark = pytest.mark.slow
 
 
-class Asking(Hook):
-    """Has numbers of its own.
-
-    Rank 1 asks for a save after step 3, and for a validation after step 4.
-    """
+class RequestingHook(Hook):
+    """Logs additional numbers. Rank 1 requests a save after step 3 and a validation after step 4."""
 
     def wants(self, step: int) -> Request:
-        return Request(
-            save=step == 3 and dist.get_rank() == 1, validate=step == 4 and dist.get_rank() == 1
-        )
+        is_rank_1 = dist.get_rank() == 1
+        return Request(save=is_rank_1 and step == 3, validate=is_rank_1 and step == 4)
 
     def numbers(self, step: int) -> dict[str, float]:
         return {"skipped_records": 7, "mine": step / 2}
 
 
-def follow(folder: str, delay: int) -> list[tuple[str, int | None]]:
-    """The calls of a hook, each with its step."""
+def record_calls(folder: str, delay: int) -> list[tuple[str, int | None]]:
+    """Train with a hook, and return its calls with their steps."""
     REQUEST_DELAY["cpu"] = delay
-    hook = Mock(spec=Hook, wraps=Asking())
-    words = [
-        "--training.steps",
-        "4",
-        "--checkpoint.interval",
-        "2",
-        "--metrics.log_freq",
-        "2",
-        "--validation.freq",
-        "9",
-    ]
-    words += ["--validation.holdout", "0.1", "--validation.sequences", "2"]
-    with small_trainer(folder, hook, *words) as trainer:
+    hook = Mock(spec=Hook, wraps=RequestingHook())
+    options = "--training.steps 4 --checkpoint.interval 2 --metrics.log_freq 2 --validation.freq 9"
+    options += " --validation.holdout 0.1 --validation.sequences 2"
+
+    with small_trainer(folder, hook, options) as trainer:
         trainer.train()
-    calls = [
-        (name, args[0] if args and isinstance(args[0], int) else None)
-        for name, args, _ in hook.mock_calls
-    ]
-    return [call for call in calls if call[0] not in ("wants", "numbers", "state_dict", "tensors")]
+
+    calls = []
+    for name, args, _ in hook.mock_calls:
+        if name not in ("wants", "numbers", "state_dict", "tensors"):
+            calls.append((name, args[0] if args and isinstance(args[0], int) else None))
+    return calls
 
 
 @pytest.mark.parametrize("delay", [0, 1], ids=["CPU", "GPU"])
-def test_a_hook_is_called_in_one_order_on_all_ranks(tmp_path, delay: int):
+def test_a_hook_is_called_in_the_same_order_on_all_ranks(tmp_path, delay: int):
     """On a GPU requests are sent a step earlier, and take effect after the same step."""
-    first, second = run_ranks(2, follow, str(tmp_path), delay)
-    assert first == second
+    first, second = run_ranks(2, record_calls, str(tmp_path), delay)
 
     step = ("before_step", "gradients", "before_update", "updated", "after_step")
-    assert first == [
-        *[("built", None), ("started", 0), ("train_begins", 0), ("validated", 0)],
-        *[(name, 1) for name in step],
-        *[("logged", None), ("check", 1), ("act", 1)],
-        *[(name, 2) for name in step],
-        *[("logged", None), ("check", 2), ("saving", 2), ("saved", 2), ("act", 2)],
-        *[(name, 3) for name in (*step, "check", "saving", "saved", "act")],
-        *[(name, 4) for name in step],
-        *[
-            ("logged", None),
-            ("check", 4),
-            ("saving", 4),
-            ("saved", 4),
-            ("validated", 4),
-            ("act", 4),
-            ("ended", 4),
-            ("close", None),
-        ],
-    ]
+    save = ("saving", "saved")
+    expected = [("built", None), ("started", 0), ("train_begins", 0), ("validated", 0)]
+    expected += [(name, 1) for name in step] + [("logged", None), ("check", 1), ("act", 1)]
+    expected += [(name, 2) for name in step] + [("logged", None)]
+    expected += [(name, 2) for name in ("check", *save, "act")]
+    expected += [(name, 3) for name in (*step, "check", *save, "act")]
+    expected += [(name, 4) for name in step] + [("logged", None)]
+    expected += [(name, 4) for name in ("check", *save, "validated", "act", "ended")]
+    expected += [("close", None)]
+    assert first == second == expected
 
     saved = sorted(path.name for path in (tmp_path / "out" / "checkpoint").glob("step-*"))
     assert saved == ["step-00000002", "step-00000003", "step-00000004"]
 
-    lines = logged(tmp_path / "out").values()
-    assert [(line["skipped_records"], line["mine"]) for line in lines] == [
-        (7, 0.5),
-        (7, 1.0),
-        (7, 2.0),
-    ]
+    lines = read_metrics(tmp_path / "out").values()
+    numbers = [(line["skipped_records"], line["mine"]) for line in lines]
+    assert numbers == [(7, 0.5), (7, 1.0), (7, 2.0)]
 
 
 class Finishing(Hook):
@@ -164,27 +140,12 @@ def test_the_early_stopping_hook_of_the_docs_ends_a_run_with_exit_code_0(tmp_pat
     block = re.search(r'```python title="my_early_stopping.py"\n(.*?)```', page, flags=re.DOTALL)
 
     assert block is not None
-
     (tmp_path / "my_early_stopping.py").write_text(block[1])
     monkeypatch.syspath_prepend(str(tmp_path))
+    plugin = "--job.plugins my_early_stopping --job.hooks early_stopping --optimizer.lr 1e-30"
+    validation = "--validation.freq 1 --validation.holdout 0.1 --validation.sequences 2"
 
-    options = [
-        "--job.plugins",
-        "my_early_stopping",
-        "--job.hooks",
-        "early_stopping",
-        "--optimizer.lr",
-        "1e-30",
-    ]
-    options += [
-        "--validation.freq",
-        "1",
-        "--validation.holdout",
-        "0.1",
-        "--validation.sequences",
-        "2",
-    ]
-    start_small(tmp_path / "out", *options).ends_with(0)
+    start_small(tmp_path / "out", plugin, validation).wait_for_exit(0)
 
     # Step 0 has the best loss. The validations of steps 1 to 3 do not lower it, which ends step 4.
     step, text = finish_event(tmp_path / "out")
@@ -197,8 +158,10 @@ class Tally(Hook):
     """Adds a number in each step, to a JSON value and to a tensor."""
 
     def __init__(self, name: str, number: int) -> None:
-        self.name, self._number = name, number
-        self._count, self._total = 0, torch.zeros(1)
+        self.name = name
+        self._number = number
+        self._count = 0
+        self._total = torch.zeros(1)
 
     def updated(self, step: int) -> None:
         self._count += self._number
@@ -218,24 +181,32 @@ class Tally(Hook):
         return [self._count, int(self._total)]
 
 
-def tally(folder: str) -> list[list[int]]:
-    """The sums of two hooks after two starts of two steps each, and those of a hook that is renamed at a third."""
-    words = ["--checkpoint.interval", "1", "--lr_scheduler.decay_ratio", "0", "--training.steps"]
-    for steps in ("2", "4"):
-        hooks: list[Hook] = [one := Tally("one", 1), ten := Tally("ten", 10)]
-        with small_trainer(folder, hooks, *words, steps) as trainer:
-            trainer.train()
-    with small_trainer(
-        folder, [renamed := Tally("uno", 1), Tally("ten", 10)], *words, "5"
-    ) as trainer:
+def train_with_tallies(folder: str) -> list[list[int]]:
+    """Train with two hooks of one class, resume twice, and rename a hook at the second resume.
+
+    Returns:
+        The sums of both hooks after the first resume, and of the renamed hook.
+    """
+    options = ["--checkpoint.interval", "1", "--lr_scheduler.decay_ratio", "0", "--training.steps"]
+    first_hooks: list[Hook] = [Tally("one", 1), Tally("ten", 10)]
+    with small_trainer(folder, first_hooks, *options, "2") as trainer:
+        trainer.train()
+
+    one = Tally("one", 1)
+    ten = Tally("ten", 10)
+    with small_trainer(folder, [one, ten], *options, "4") as trainer:
+        trainer.train()
+
+    renamed = Tally("uno", 1)
+    with small_trainer(folder, [renamed, Tally("ten", 10)], *options, "5") as trainer:
         trainer.train()
     return [one.sums, ten.sums, renamed.sums]
 
 
-def test_two_hooks_of_a_class_keep_their_state_and_a_renamed_one_is_reported(
+def test_two_hooks_of_one_class_keep_their_states_and_a_renamed_hook_is_reported(
     tmp_path,
 ):
-    assert run_ranks(1, tally, str(tmp_path)) == [[[4, 4], [40, 40], [1, 1]]]
+    assert run_ranks(1, train_with_tallies, str(tmp_path)) == [[[4, 4], [40, 40], [1, 1]]]
 
     log = (tmp_path / "out" / "train.log").read_text()
     assert re.findall(r" hooks .*: (\w+)$| hooks, .*: (\w+)$", log, flags=re.M) == [
@@ -244,7 +215,8 @@ def test_two_hooks_of_a_class_keep_their_state_and_a_renamed_one_is_reported(
     ]
 
 
-def refusal(folder: str, *names: str) -> str:
+def build_with_hooks(folder: str, *names: str) -> str:
+    """Build a trainer with hooks of the given names, and return the error."""
     with pytest.raises(UserError) as caught:
         small_trainer(folder, [Tally(name, 1) for name in names])
     assert caught.value.exit_code == 2
@@ -252,6 +224,6 @@ def refusal(folder: str, *names: str) -> str:
 
 
 @pytest.mark.parametrize("names", [("one", "one"), ("ema.x",), ("",), ("spike_guard",)])
-def test_a_hook_with_state_needs_a_name_of_its_own(names: tuple[str, ...], tmp_path):
-    (message,) = run_ranks(1, refusal, str(tmp_path), *names)
+def test_hooks_with_state_need_unique_valid_names(names: tuple[str, ...], tmp_path):
+    (message,) = run_ranks(1, build_with_hooks, str(tmp_path), *names)
     assert "Tally" in message

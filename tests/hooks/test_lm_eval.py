@@ -1,4 +1,4 @@
-"""examples/lm_eval: what lm-evaluation-harness asks the sharded model, any layout answers as the checkpoint does."""
+"""The evaluation hook in examples/lm_eval scores tasks alike in each layout and changes no loss."""
 
 import json
 import math
@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import start_small, titanlite
-from small_runs import logged, losses
+from small_runs import read_losses, read_metrics
 
-from titanlite import load_checkpoint
+from titanlite import LoadedCheckpoint, load_checkpoint
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("lm_eval")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "lm_eval"
-WORDS = (
+OPTIONS = (
     "--model.n_kv_heads=2",
     "--training.steps=6",
     "--metrics.log_freq=2",
@@ -30,69 +30,76 @@ TASKS = {
 }
 
 
-def test_every_layout_scores_tasks_as_its_checkpoint_does_and_training_does_not_notice(
+def score_pairs(checkpoint: LoadedCheckpoint, pairs: list[tuple[str, str]]) -> tuple[float, float]:
+    """Return the perplexity and the accuracy of the pairs of context and answer."""
+    total = 0.0
+    num_correct = 0
+    encode = checkpoint.tokenizer.encode
+    for context, answer in pairs:
+        ids = encode(context + answer)
+        count = len(ids) - len(encode(context.rstrip()))
+        # A sequence has training.seq_len inputs and one more target.
+        ids = [checkpoint.tokenizer.bos_id or 0, *ids][-65:]
+        scores = score_tokens(checkpoint, ids[:-1])[-count:]
+        targets = torch.tensor(ids[-count:])
+        total += scores.gather(1, targets[:, None]).sum().item()
+        num_correct += torch.equal(scores.argmax(-1), targets)
+    return math.exp(-total / len(pairs)), num_correct / len(pairs)
+
+
+def score_tokens(checkpoint: LoadedCheckpoint, ids: list[int]) -> torch.Tensor:
+    """Return the log-probabilities of all next tokens, shape (T, V)."""
+    with torch.no_grad():
+        return checkpoint.model(torch.tensor([ids]))[0].log_softmax(-1)
+
+
+def test_every_layout_scores_tasks_like_its_checkpoint_and_with_the_same_losses(
     tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    start_small(tmp_path / "none", *WORDS, ranks=2).ends_with(0)
-    checkpoint, total, right = load_checkpoint(tmp_path / "none"), 0.0, 0
-    encode, begin = checkpoint.tokenizer.encode, checkpoint.tokenizer.bos_id or 0
-
-    def scores_of(ids: list[int]) -> torch.Tensor:
-        with torch.no_grad():
-            return checkpoint.model(torch.tensor([ids]))[0].log_softmax(-1)
-
-    likeliest = checkpoint.tokenizer.decode(
-        [int(scores_of([begin, *encode("import os")])[-1].argmax())]
-    )
-    pairs = [
-        ("def f(x):\n    return x\n" * 9, ")"),
-        ("for i in ", "range(10):"),
-        ("import os", likeliest),
-    ]
-    for context, answer in pairs:
-        whole = encode(context + answer)
-        count, ids = (
-            len(whole) - len(encode(context.rstrip())),
-            [begin, *whole][-65:],
-        )  # training.seq_len and one
-        scores, wanted = scores_of(ids[:-1])[-count:], torch.tensor(ids[-count:])
-        total += scores.gather(1, wanted[:, None]).sum().item()
-        right += torch.equal(scores.argmax(-1), wanted)
-    Path("lines.jsonl").write_text(
-        "".join(json.dumps({"text": a, "answer": b}) + "\n" for a, b in pairs)
-    )
+    start_small(tmp_path / "none", *OPTIONS, ranks=2).wait_for_exit(0)
+    checkpoint = load_checkpoint(tmp_path / "none")
+    tokenizer = checkpoint.tokenizer
+    prompt = [tokenizer.bos_id or 0, *tokenizer.encode("import os")]
+    likeliest = tokenizer.decode([int(score_tokens(checkpoint, prompt)[-1].argmax())])
+    long_context = "def f(x):\n    return x\n" * 9
+    pairs = [(long_context, ")"), ("for i in ", "range(10):"), ("import os", likeliest)]
+    lines = [json.dumps({"text": context, "answer": answer}) + "\n" for context, answer in pairs]
+    Path("lines.jsonl").write_text("".join(lines))
     for name, text in TASKS.items():
         Path(f"{name}.yaml").write_text(f"task: {name}\n{TASK}{text}")
     monkeypatch.syspath_prepend(EXAMPLE)
     evaluation = "--job.plugins titanlite_lm_eval --job.hooks evaluation --evaluation.freq 4"
     evaluation += " --evaluation.include_path . --evaluation.tasks"
+    perplexity, accuracy = score_pairs(checkpoint, pairs)
+
     for degree in (
         "data_parallel_shard",
         "tensor_parallel",
         "pipeline_parallel",
         "context_parallel",
     ):
-        out, words = (
-            tmp_path / degree,
-            f"{evaluation} rolling pairs --parallelism.{degree}_degree 2",
-        )
-        start_small(out, *WORDS, *words.split(), ranks=2).ends_with(0)
-        found = {
-            step: line["benchmarks"] for step, line in logged(out).items() if "benchmarks" in line
+        out = tmp_path / degree
+        options = f"{evaluation} rolling pairs --parallelism.{degree}_degree 2"
+        start_small(out, *OPTIONS, options, ranks=2).wait_for_exit(0)
+
+        metrics = read_metrics(out)
+        benchmarks = {
+            step: line["benchmarks"] for step, line in metrics.items() if "benchmarks" in line
         }
-        assert [*found] == [4, 6]
-        # The sums of other layouts are rounded otherwise, in fp32.
-        assert found[6]["pairs/perplexity"] == pytest.approx(
-            math.exp(-total / len(pairs)), rel=1e-5
-        )
-        assert found[6]["pairs/acc"] == right / len(pairs) > 0
-        words = ["--data", "lines.jsonl", "--json", "--job.plugins", "titanlite_lm_eval"]
-        said = titanlite("eval", "--checkpoint", out, *words).splitlines()
-        score = next(json.loads(line) for line in said if line.startswith("{"))
-        assert found[6]["rolling/bits_per_byte"] == pytest.approx(score["bits_per_byte"], rel=1e-5)
+        assert [*benchmarks] == [4, 6]
+        # Other layouts round fp32 sums differently.
+        assert benchmarks[6]["pairs/perplexity"] == pytest.approx(perplexity, rel=1e-5)
+        assert benchmarks[6]["pairs/acc"] == accuracy > 0
 
-    assert losses(tmp_path / "none") == losses(tmp_path / "data_parallel_shard")
+        evaluate = ["--data", "lines.jsonl", "--json", "--job.plugins", "titanlite_lm_eval"]
+        output = titanlite("eval", "--checkpoint", out, *evaluate).splitlines()
+        score = next(json.loads(line) for line in output if line.startswith("{"))
+        bits = pytest.approx(score["bits_per_byte"], rel=1e-5)
+        assert benchmarks[6]["rolling/bits_per_byte"] == bits
 
-    for name in ("written", "unknown"):  # before the start
-        assert name in start_small(tmp_path / name, *WORDS, *evaluation.split(), name).ends_with(2)
+    assert read_losses(tmp_path / "none") == read_losses(tmp_path / "data_parallel_shard")
+
+    # Unsupported and unknown tasks are errors before training.
+    for name in ("written", "unknown"):
+        assert name in start_small(tmp_path / name, *OPTIONS, evaluation, name).wait_for_exit(2)

@@ -1,4 +1,4 @@
-"""Profiles: of which steps, in which files, by the command and in a run; the numbers of a run do not change."""
+"""Profiles of a run and of `titanlite profile` cover the selected steps and do not change training."""
 
 import gzip
 import json
@@ -10,66 +10,51 @@ from typing import Any
 import pytest
 import torch
 from ranks import start_small, start_titanlite
-from small_runs import logged
+from small_runs import read_metrics
 
 from titanlite.config.schema import Profiling
 from titanlite.hooks.profiler import Profiler
 
 GUIDES = Path(__file__).parents[2] / "docs" / "guides"
 PAGES = (GUIDES / "memory_and_speed.md").read_text() + (GUIDES / "monitoring.md").read_text()
-ALL = [
-    *(
-        "--profiling.enable_profiling",
-        "--profiling.enable_memory_snapshot",
-        "--profiling.profile_freq",
-        "6",
-    ),
-    *(
-        "--profiling.profiler_warmup",
-        "2",
-        "--profiling.profiler_active",
-        "2",
-        "--profiling.profiler_ranks",
-        "0",
-        "1",
-    ),
-]
+ALL = """
+--profiling.enable_profiling --profiling.enable_memory_snapshot --profiling.profile_freq 6
+--profiling.profiler_warmup 2 --profiling.profiler_active 2 --profiling.profiler_ranks 0 1
+"""
 
 
 def fill_disk_once() -> None:
+    """Let the first export of a trace fail as on a full disk."""
     export: Any = torch.profiler.profile.export_chrome_trace
 
-    def full(*_: object) -> None:
+    def fail(*_: object) -> None:
         torch.profiler.profile.export_chrome_trace = export
         raise OSError("No space left on device")
 
-    torch.profiler.profile.export_chrome_trace = full  # pyright: ignore[reportAttributeAccessIssue]
+    torch.profiler.profile.export_chrome_trace = fail  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @pytest.mark.slow
-def test_a_run_has_the_traces_of_its_schedule_and_the_numbers_of_a_run_without(
-    tmp_path,
-):
-    """Its disk is full at the first trace, which ends no run."""
-    start_small(tmp_path / "plain", ranks=2).ends_with(0)
-    said = start_small(tmp_path / "profiled", *ALL, ranks=2, before=fill_disk_once).ends_with(0)
+def test_a_profiled_run_writes_scheduled_traces_and_the_metrics_of_an_unprofiled_run(tmp_path):
+    """The disk is full at the first trace, which must not end the run."""
+    start_small(tmp_path / "plain", ranks=2).wait_for_exit(0)
+    world = start_small(tmp_path / "profiled", ALL, ranks=2, before=fill_disk_once)
+    output = world.wait_for_exit(0)
 
-    assert said.count("No space left on device") == 2
-    assert "aten::mm" in said
+    assert output.count("No space left on device") == 2
+    assert "aten::mm" in output
 
-    plain, profiled = logged(tmp_path / "plain"), logged(tmp_path / "profiled")
+    plain = read_metrics(tmp_path / "plain")
+    profiled = read_metrics(tmp_path / "profiled")
     for name in ("loss", "grad_norm", "tokens"):
         assert [line[name] for line in plain.values()] == [line[name] for line in profiled.values()]
-    folder = tmp_path / "profiled" / "profile"
 
-    assert sorted(path.name[:20] for path in folder.iterdir()) == [
-        "step-00000012-rank-0",
-        "step-00000012-rank-1",
-    ]
+    folder = tmp_path / "profiled" / "profile"
+    prefixes = sorted(path.name[:20] for path in folder.iterdir())
+    assert prefixes == ["step-00000012-rank-0", "step-00000012-rank-1"]
 
     (file,) = folder.glob("step-00000012-rank-1-*.trace.json.gz")
     trace = json.loads(gzip.decompress(file.read_bytes()))
-
     assert trace["distributedInfo"]["rank"] == 1
 
     ranges = [event["name"] for event in trace["traceEvents"]]
@@ -79,10 +64,11 @@ def test_a_run_has_the_traces_of_its_schedule_and_the_numbers_of_a_run_without(
     events = [json.loads(line) for line in (tmp_path / "profiled" / "events.jsonl").open()]
     assert [event["step"] for event in events if event["event"] == "profile"] == [12]
 
-    start_small(tmp_path / "profiled", *ALL, "--checkpoint.load_step", "5", ranks=2).ends_with(0)
-    # An earlier profile of the step is kept.
+    go_back = ("--checkpoint.load_step", "5")
+    start_small(tmp_path / "profiled", ALL, *go_back, ranks=2).wait_for_exit(0)
+    # The earlier profile of the step is kept.
     assert len([*folder.glob("step-00000012-rank-0-*")]) == 2
-    # Its cycle began before this start.
+    # The warmup of this profile would have begun before step 5.
     assert not [*folder.glob("step-00000006-*")]
 
 
@@ -90,52 +76,50 @@ def test_a_run_has_the_traces_of_its_schedule_and_the_numbers_of_a_run_without(
 @pytest.mark.parametrize(
     "command", re.findall(r"```bash\n(titanlite profile .*)\n```", PAGES), ids=["short", "trace"]
 )
-def test_the_commands_of_the_page_do_what_it_says(command: str, tmp_path, monkeypatch):
-    as_json = "--out" not in command
-    ranks, folder = (2, "outputs/debug_model/profile") if as_json else (1, "traces/profile")
-    monkeypatch.chdir(tmp_path)
-    words = [*command.split()[1:], "--training.seq_len", "64", "--training.local_batch_size", "1"]
-    said = start_titanlite(*words, *["--json"] * as_json, ranks=ranks).ends_with(0)
-    (trace,) = (tmp_path / folder).iterdir()
-    if as_json:
-        (line,) = [line for line in said.splitlines() if line.startswith("{")]
-        (profile,) = json.loads(line)["profiles"]
-        assert (profile["rank"], profile["last_step"], Path(profile["trace"]).name) == (
-            0,
-            6,
-            trace.name,
-        )
-        assert profile["operators"]["aten::mm"] > 0
-        said = profile["table"]
-
-    assert "Self CPU" in said
-    assert re.search(r"s a step, [\d,]+ tokens/s, [\d.]+ GiB", said)
-    assert re.search(r"aten::mm +[\d.]+%", said)
-    assert [path.name for path in (tmp_path / folder).parent.iterdir()] == [
-        "profile"
-    ]  # no file of a run
-
-
-def test_a_gpus_memory_is_written_on_the_schedule_and_where_it_was_not_enough(
-    tmp_path, monkeypatch
+def test_documented_profile_commands_write_one_trace_and_print_a_table(
+    command: str, tmp_path, monkeypatch
 ):
+    monkeypatch.chdir(tmp_path)
+    is_json = "--out" not in command
+    folder = tmp_path / ("outputs/debug_model/profile" if is_json else "traces/profile")
+    options = [*command.split()[1:], *"--training.seq_len 64 --training.local_batch_size 1".split()]
+    if is_json:
+        world = start_titanlite(*options, "--json", ranks=2)
+    else:
+        world = start_titanlite(*options)
+    table = world.wait_for_exit(0)
+
+    (trace,) = folder.iterdir()
+    if is_json:
+        (line,) = [line for line in table.splitlines() if line.startswith("{")]
+        (profile,) = json.loads(line)["profiles"]
+        assert (profile["rank"], profile["last_step"]) == (0, 6)
+        assert Path(profile["trace"]).name == trace.name
+        assert profile["operators"]["aten::mm"] > 0
+        table = profile["table"]
+    assert "Self CPU" in table
+    assert re.search(r"s a step, [\d,]+ tokens/s, [\d.]+ GiB", table)
+    assert re.search(r"aten::mm +[\d.]+%", table)
+
+    # `titanlite profile` writes no other files of a run.
+    assert [path.name for path in folder.parent.iterdir()] == ["profile"]
+
+
+def test_memory_snapshots_are_written_on_schedule_and_when_memory_runs_out(tmp_path, monkeypatch):
     memory = torch.cuda.memory
     monkeypatch.setattr(memory, "_record_memory_history", lambda max_entries: None)
     monkeypatch.setattr(memory, "_dump_snapshot", lambda path: Path(path).write_bytes(b"blocks"))
     settings = Profiling(enable_memory_snapshot=True, profile_freq=2, profiler_warmup=1)
-    profiler, trainer = (
-        Profiler(settings, tmp_path),
-        SimpleNamespace(rank=0, device=torch.device("cuda")),
-    )
+    profiler = Profiler(settings, tmp_path)
+    trainer = SimpleNamespace(rank=0, device=torch.device("cuda"))
+
     profiler.built(trainer)  # pyright: ignore
     profiler.started(0)
     for step in range(1, 4):
         profiler.after_step(step, None)  # pyright: ignore
     profiler.failed(torch.OutOfMemoryError())
     profiler.close()
-    written = sorted(
-        path.name.rpartition("-rank-0-")[0]
-        for path in (tmp_path / "profile").glob("*.memory.pickle")
-    )
 
+    files = (tmp_path / "profile").glob("*.memory.pickle")
+    written = sorted(path.name.rpartition("-rank-0-")[0] for path in files)
     assert written == ["out-of-memory", "step-00000002"]

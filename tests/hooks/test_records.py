@@ -1,4 +1,4 @@
-"""What a start says of itself, and what differs from the start before."""
+"""Each start records its environment, and lists the differences from the previous start."""
 
 import json
 import shutil
@@ -12,95 +12,85 @@ from ranks import start_small
 from titanlite.hooks.records import describe_code
 
 
-def start_event(folder: Path) -> dict[str, Any]:
-    """The last start in events.jsonl."""
-    events = [
-        json.loads(line)
-        for line in (folder / "events.jsonl").read_text().splitlines()
-        if line[-1] == "}"
-    ]
+def read_last_start(folder: Path) -> dict[str, Any]:
+    """Return the last start event in events.jsonl."""
+    lines = (folder / "events.jsonl").read_text().splitlines()
+    events = [json.loads(line) for line in lines if line[-1] == "}"]
     return [event for event in events if event["event"] == "start"][-1]
 
 
 @pytest.mark.slow
-def test_a_start_says_what_has_changed_since_the_one_before(tmp_path):
+def test_a_start_lists_what_has_changed_since_the_previous_start(tmp_path):
     out = tmp_path / "out"
-    (tmp_path / "text.jsonl").write_text(
-        (json.dumps({"text": "some words to learn from. " * 20}) + "\n") * 40
-    )
-    words = [out, "--dataset.source", "jsonl", "--dataset.path", tmp_path / "text.jsonl"]
-    words += ["--dataset.on_change", "warn", "--training.steps"]
+    text = tmp_path / "text.jsonl"
+    text.write_text((json.dumps({"text": "some words to learn from. " * 20}) + "\n") * 40)
+    options = [out, "--dataset.source", "jsonl", "--dataset.path", text]
+    options += ["--dataset.on_change", "warn", "--training.steps"]
 
-    def starts(*options: object) -> str:
-        return start_small(*words, *options).ends_with(0)
+    def train_until(step: int) -> str:
+        return start_small(*options, step).wait_for_exit(0)
 
-    assert "Training starts from scratch\n" in starts(2)
-    assert "changed" not in start_event(out)
+    assert "Training starts from scratch\n" in train_until(2)
+    assert "changed" not in read_last_start(out)
 
-    said = starts(3)
-    assert "Training starts after step 2\n" in said
-    # By the comparison with the checkpoint.
-    assert said.count("training.steps") == 1
-    assert start_event(out)["changed"] == ["job.training.steps: 2 -> 3"]
+    output = train_until(3)
+    assert "Training starts after step 2\n" in output
+    # The comparison with the checkpoint has already reported this option.
+    assert output.count("training.steps") == 1
+    assert read_last_start(out)["changed"] == ["job.training.steps: 2 -> 3"]
 
-    before = json.loads((out / "environment.json").read_text())
-    assert before == start_event(out)["record"]
+    record = json.loads((out / "environment.json").read_text())
+    assert record == read_last_start(out)["record"]
 
-    before |= {"hosts": ["node1"], "world_size": 64}
-    before["packages"] |= {"torch": "2.0"}
-    before["data"]["tokenizer"] = "another"
-    before["code"]["files"] = "f" * 16
-    (out / "environment.json").write_text(json.dumps(before))
-    with (tmp_path / "text.jsonl").open("a") as file:
+    record |= {"hosts": ["node1"], "world_size": 64}
+    record["packages"] |= {"torch": "2.0"}
+    record["data"]["tokenizer"] = "another"
+    record["code"]["files"] = "f" * 16
+    (out / "environment.json").write_text(json.dumps(record))
+    with text.open("a") as file:
         file.write(json.dumps({"text": "more words"}) + "\n")
-    starts(3)
-    changed = start_event(out)["changed"]
+    train_until(3)
+    changed = read_last_start(out)["changed"]
     for beginning in (
-        *(
-            "code.files: ffffffffffffffff -> ",
-            "packages.torch: 2.0 -> ",
-            "world_size: 64 -> 1",
-            "hosts: ['node1'] -> ",
-        ),
-        *(f"data.jsonl {tmp_path}/text.jsonl: ", "data.tokenizer: another -> "),
+        "code.files: ffffffffffffffff -> ",
+        "packages.torch: 2.0 -> ",
+        "world_size: 64 -> 1",
+        "hosts: ['node1'] -> ",
+        f"data.jsonl {text}: ",
+        "data.tokenizer: another -> ",
     ):
         assert any(line.startswith(beginning) for line in changed)
-
     assert "    world_size: 64 -> 1" in (out / "train.log").read_text()
 
+    # Files of earlier versions have fewer keys.
     (out / "environment.json").write_text('{"python": "3.11", "packages": {}}')
-    assert "Training starts after step 3\n" in starts(3)
+    assert "Training starts after step 3\n" in train_until(3)
 
     (out / "tb").write_text("in the way")
-    said = start_small(*words, 3, "--metrics.enable_tensorboard").ends_with(2)
-
-    assert f"{out}/tb" in said
-    assert "Traceback" not in said
+    output = start_small(*options, 3, "--metrics.enable_tensorboard").wait_for_exit(2)
+    assert f"{out}/tb" in output
+    assert "Traceback" not in output
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="no git")
-def test_in_a_clone_code_has_the_commit_and_whether_a_file_differs_from_it(tmp_path, monkeypatch):
+def test_the_record_of_a_clone_has_its_commit_and_whether_files_differ(tmp_path, monkeypatch):
     package = tmp_path / "package"
     package.mkdir()
     (package / "module.py").write_text("x = 1\n")
-    (package / ".#module.py").symlink_to("someone@machine.1234")  # an editor's lock
+    # Editors such as Emacs lock files with dangling links.
+    (package / ".#module.py").symlink_to("someone@machine.1234")
     before = describe_code(package)
-
     assert list(before) == ["files"]
 
     git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@x"]
-    for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "first"]):
-        subprocess.run([*git, *words], check=True)
-    commit = subprocess.run(
-        [*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
-    ).stdout.strip()
+    for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "first"]):
+        subprocess.run([*git, *command], check=True)
+    commit = subprocess.check_output([*git, "rev-parse", "HEAD"], text=True).strip()
     monkeypatch.setenv("GIT_DIR", "/nowhere")
-
     assert describe_code(package) == before | {"commit": commit}
 
     (package / "module.py").write_text("x = 2\n")
     after = describe_code(package)
-
     assert after["commit"] == f"{commit}-dirty"
     assert after["files"] != before["files"]
 

@@ -1,11 +1,11 @@
-"""[samples]: the model completes prompts while it trains, in any layout, and training does not notice."""
+"""Samples complete prompts during training in any layout, and do not change training."""
 
 import json
 from pathlib import Path
 
 import pytest
 from ranks import titanlite
-from small_runs import SMALL, losses
+from small_runs import SMALL, read_losses
 
 pytestmark = pytest.mark.slow
 
@@ -25,60 +25,50 @@ def job(tmp_path_factory) -> Path:
     return path
 
 
-def trained(job: Path, folder: Path, *words: object, ranks: int = 1) -> list[dict]:
-    """The lines of samples.jsonl."""
-    titanlite("train", "--job.config_file", job, "--job.dump_folder", folder, *words, ranks=ranks)
+def train(job: Path, folder: Path, *options: object, ranks: int = 1) -> list[dict]:
+    """Train, and return the lines of samples.jsonl."""
+    titanlite("train", "--job.config_file", job, "--job.dump_folder", folder, *options, ranks=ranks)
     return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
 def alone(job: Path, tmp_path_factory) -> tuple[Path, list[dict]]:
-    """A run on one process, and what it wrote."""
+    """Train on one rank, and return the output folder and the samples."""
     folder = tmp_path_factory.mktemp("alone")
-    return folder, trained(job, folder)
+    return folder, train(job, folder)
 
 
-def test_each_prompt_is_completed_every_few_steps_with_the_text_of_generate(
-    alone: tuple[Path, list[dict]],
-):
+def test_each_prompt_is_completed_every_few_steps_as_by_generate(alone: tuple[Path, list[dict]]):
     folder, samples = alone
-    prompts = ["def f", "import os, sys", ""]
+    expected = [(step, prompt) for step in (4, 8, 12) for prompt in ("def f", "import os, sys", "")]
 
-    assert [(line["step"], line["prompt"]) for line in samples] == [
-        (step, p) for step in (4, 8, 12) for p in prompts
-    ]
+    assert [(line["step"], line["prompt"]) for line in samples] == expected
     assert all(line["tokens"] == 6 or line["end"] == "document" for line in samples)
     assert "sample after step 8: def f" in (folder / "train.log").read_text()
 
-    words = ("--checkpoint", folder, "--temperature", 0, "--max-new-tokens", 6, "--json")
-    said = titanlite("generate", *words, "--prompt", samples[-2]["prompt"])
-    found = next(json.loads(text) for text in said.splitlines() if text.startswith("{"))
+    options = ("--checkpoint", folder, "--temperature", 0, "--max-new-tokens", 6, "--json")
+    output = titanlite("generate", *options, "--prompt", samples[-2]["prompt"])
+    generated = next(json.loads(line) for line in output.splitlines() if line.startswith("{"))
+    assert generated == {name: samples[-2][name] for name in generated}
 
-    assert found == {name: samples[-2][name] for name in found}
 
-
-def test_training_does_not_notice_and_neither_does_a_resume(
+def test_samples_change_no_loss_and_are_repeated_when_a_run_goes_back(
     job: Path, alone: tuple[Path, list[dict]], tmp_path
 ):
-    """What is trained again is sampled again, and the old text is kept."""
+    """The earlier samples are archived."""
     folder, samples = alone
-    titanlite(
-        "train",
-        "--job.config_file",
-        job,
-        "--job.dump_folder",
-        tmp_path / "none",
-        "--samples.freq",
-        0,
-    )
+    without = tmp_path / "none"
+    files = ("--job.config_file", job, "--job.dump_folder", without)
 
-    assert losses(tmp_path / "none") == losses(folder)  # bitwise
-    assert not (tmp_path / "none" / "samples.jsonl").exists()
-    assert trained(job, folder, "--checkpoint.load_step", 5) == samples
-    assert losses(folder) == losses(tmp_path / "none")
+    titanlite("train", *files, "--samples.freq", 0)
 
-    aside = (folder / "archived-1" / "samples.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in aside] == [8] * 3 + [12] * 3
+    assert read_losses(without) == read_losses(folder)
+    assert not (without / "samples.jsonl").exists()
+    assert train(job, folder, "--checkpoint.load_step", 5) == samples
+    assert read_losses(folder) == read_losses(without)
+
+    archived = (folder / "archived-1" / "samples.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in archived] == [8] * 3 + [12] * 3
 
 
 @pytest.mark.parametrize(
@@ -88,7 +78,8 @@ def test_training_does_not_notice_and_neither_does_a_resume(
 def test_every_layout_writes_the_same_text(
     job: Path, alone: tuple[Path, list[dict]], tmp_path, ranks: int, degree: str
 ):
-    words = [f"--parallelism.{degree}_parallel_degree", 2]
+    layout = [f"--parallelism.{degree}_parallel_degree", 2]
     batch = ["--training.local_batch_size", 1, "--training.global_batch_size", 4]
 
-    assert trained(job, tmp_path, *words, *batch, ranks=ranks) == alone[1]
+    _, samples = alone
+    assert train(job, tmp_path, *layout, *batch, ranks=ranks) == samples

@@ -44,10 +44,10 @@ def write_executable(file: Path, text: str) -> None:
 
 def run(*command: object, **variables: str) -> "subprocess.CompletedProcess[str]":
     """Run a program with additional environment variables."""
-    words = [str(word) for word in command]
+    options = [str(word) for word in command]
     environment = {**os.environ, **variables}
     return subprocess.run(
-        words, capture_output=True, text=True, timeout=600, env=environment, check=False
+        options, capture_output=True, text=True, timeout=600, env=environment, check=False
     )
 
 
@@ -56,13 +56,13 @@ def test_a_wrong_job_is_rejected_at_once_without_torch_or_a_folder(tmp_path):
     options = ["--job.config_file", "wrong.toml", "--optimizer.lr", "x"]
 
     # This variable makes Python list its imports on standard error.
-    ended = run(REPOSITORY / "run_train.sh", *options, PYTHONPROFILEIMPORTTIME="1")
+    process = run(REPOSITORY / "run_train.sh", *options, PYTHONPROFILEIMPORTTIME="1")
 
-    assert ended.returncode == 2
-    assert "3 mistakes:" in ended.stderr
-    assert "Traceback" not in ended.stderr
+    assert process.returncode == 2
+    assert "3 mistakes:" in process.stderr
+    assert "Traceback" not in process.stderr
 
-    imported = {line.rpartition("|")[2].strip() for line in ended.stderr.splitlines()}
+    imported = {line.rpartition("|")[2].strip() for line in process.stderr.splitlines()}
     assert "titanlite.cli" in imported
     assert "torch" not in imported
     assert [path.name for path in tmp_path.iterdir()] == ["wrong.toml"]
@@ -113,13 +113,13 @@ def command() -> Iterator[list[str]]:
 )
 def test_the_first_failure_is_reported_once_and_ends_all_ranks(mishap, code, begin, end, command):
     started = time.monotonic()
-    ended = run(*command, mishap)
+    process = run(*command, mishap)
 
-    assert ended.returncode == code
-    assert ended.stderr.startswith(begin)
-    assert ended.stderr.endswith(end)
-    assert ended.stderr.count("Traceback") == (mishap in ("crash", "hang"))
-    # Torch's agent waits 30 s for the others.
+    assert process.returncode == code
+    assert process.stderr.startswith(begin)
+    assert process.stderr.endswith(end)
+    assert process.stderr.count("Traceback") == (mishap in ("crash", "hang"))
+    # The agent of torch would wait 30 s for the other rank.
     assert time.monotonic() - started < 25
 
 
@@ -166,7 +166,7 @@ def test_a_launcher_that_was_stopped_names_the_rank_that_failed_first(command, t
     (tmp_path / "go").touch()
     while not all(is_zombie(pid) for pid in ranks):
         time.sleep(0.05)
-    # The launcher must not take the end of the pause for the end of rank 1.
+    # After this pause the launcher finds both ranks dead, and must determine which died first.
     time.sleep(1)
     launcher.send_signal(signal.SIGCONT)
 
@@ -196,20 +196,20 @@ def test_ranks_save_and_stop_when_their_launcher_is_killed(command, tmp_path):
 @pytest.mark.slow
 def test_hangs_crashes_and_restarts_are_events_and_cannot_control_a_terminal(command, tmp_path):
     """The launcher escapes text from ranks and names of folders."""
-    ended = run(*command, "hostile", MAX_RESTARTS="1")
+    process = run(*command, "hostile", MAX_RESTARTS="1")
 
-    assert ended.returncode == 9
+    assert process.returncode == 9
 
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").open()]
     assert [event["event"] for event in events] == ["hang", "failure", "restart", "hang", "failure"]
 
     log = (tmp_path / "run.log").read_text()
-    for text in (ended.stderr, log, "\n".join(event["text"] for event in events)):
+    for text in (process.stderr, log, "\n".join(event["text"] for event in events)):
         assert "a tensor\\x1b[2J named" in text
-        assert "To go on: outputs/\\x1b]0;mine\\x07" in text
+        assert "To resume: outputs/\\x1b]0;mine\\x07" in text
         assert text.replace("\n", "").isprintable()
 
-    # Each line is an event or continues one.
+    # Each line starts or continues an event.
     assert all(re.match(r"\[\d{4}-|    ", line) for line in log.splitlines())
 
 
@@ -230,12 +230,12 @@ def test_a_child_in_a_busy_loop_does_not_outlive_its_killed_parent():
     )
     parent: Any = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
     child = int(parent.stdout.readline())
-    # From a scheduler, which means the parent.
+    # A scheduler signals the whole process group, but means the parent.
     os.kill(child, signal.SIGTERM)
 
     parent.kill()
 
-    # Ends when the child, which also has it, is gone.
+    # The pipe closes when the child, which inherited it, has ended.
     assert parent.stdout.read() == b""
 
     parent.wait()
@@ -304,9 +304,9 @@ def test_the_skypilot_sample_starts_the_launcher_of_a_node_and_mirrors_checkpoin
     variables = {name: value or f"s3://{name}" for name, value in task["envs"].items()}
     variables |= {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1"}
 
-    ended = run("bash", "-c", task["run"], **variables, SKYPILOT_NODE_IPS="first\nsecond")
+    process = run("bash", "-c", task["run"], **variables, SKYPILOT_NODE_IPS="first\nsecond")
 
-    launcher, *options = ended.stdout.split()
+    launcher, *options = process.stdout.split()
 
     assert launcher == "first,1/2"
     assert load_job(options).checkpoint.mirror == "s3://MIRROR"
@@ -336,9 +336,9 @@ def clone(tmp_path) -> Path:
 
 def set_up(clone: Path, extras: str = ".", **variables: str) -> str:
     """Run setup.sh, and return its errors."""
-    ended = run(clone / "scripts/setup.sh", extras, **variables)
-    assert (ended.returncode == 0) != (clone / "broken").exists()
-    return ended.stderr
+    process = run(clone / "scripts/setup.sh", extras, **variables)
+    assert (process.returncode == 0) != (clone / "broken").exists()
+    return process.stderr
 
 
 def count_installs(clone: Path) -> int:
@@ -360,7 +360,7 @@ def test_setup_installs_once_and_again_when_something_has_changed(clone):
     check("pyproject.toml", "two", ".[dev]")
     check("pyproject.toml", "three", ".[dev]")
     before = count_installs(clone)
-    # The development tools include the rest.
+    # An installation with the development tools includes this one.
     set_up(clone)
 
     assert count_installs(clone) == before
@@ -432,14 +432,14 @@ def test_setup_without_a_network_uses_the_packages_of_a_python_that_has_all(
     python = str(offline_clone / "python")
 
     command = (offline_clone / "scripts/setup.sh", ".")
-    ended = run(*command, PYTHON=python, PIP_NO_INDEX="1", PYTHONPATH=packages)
+    process = run(*command, PYTHON=python, PIP_NO_INDEX="1", PYTHONPATH=packages)
 
-    assert ended.returncode == code, ended.stderr
+    assert process.returncode == code, process.stderr
 
     if code:
-        assert "titanlite needs tyro" in ended.stderr
+        assert "titanlite needs tyro" in process.stderr
         return
-    assert f"Using the packages of {sys.prefix}" in ended.stderr
+    assert f"Using the packages of {sys.prefix}" in process.stderr
 
     imports = run(
         offline_clone / ".venv/bin/python", "-P", "-c", "import titanlite.launch, torchao"

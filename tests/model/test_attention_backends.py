@@ -1,11 +1,11 @@
-"""The backends of model.attention_backend compute the same, and are rejected where they cannot."""
+"""All values of model.attention_backend compute the same, and unusable backends are rejected."""
 
 from pathlib import Path
 
 import pytest
 import tomli
 from ranks import start_titanlite
-from small_runs import SMALL, logged
+from small_runs import SMALL, read_metrics
 
 from titanlite.config.errors import UserError
 from titanlite.load_run import load_run
@@ -27,8 +27,8 @@ def job_file(tmp_path) -> Path:
     return path
 
 
-def words(job_file: Path, backend: str, options: str) -> list[str]:
-    """Return the command line of four steps with an attention backend."""
+def make_options(job_file: Path, backend: str, options: str) -> list[str]:
+    """Return the options of four steps with an attention backend."""
     folder = job_file.with_name(backend)
     files = f"--job.config_file {job_file} --job.dump_folder {folder}"
     return f"{files} --training.steps 4 --model.attention_backend {backend} {options}".split()
@@ -36,13 +36,13 @@ def words(job_file: Path, backend: str, options: str) -> list[str]:
 
 def train(job_file: Path, backend: str, options: str) -> dict[int, tuple[float, float]]:
     """Train in this process; return loss and gradient norm of each step."""
-    with Trainer(load_run(words(job_file, backend, options), world_size=1)) as trainer:
+    with Trainer(load_run(make_options(job_file, backend, options), world_size=1)) as trainer:
         trainer.train()
     return results(job_file, backend)
 
 
 def results(job_file: Path, backend: str) -> dict[int, tuple[float, float]]:
-    entries = logged(job_file.with_name(backend))
+    entries = read_metrics(job_file.with_name(backend))
     return {step: (entry["loss"], entry["grad_norm"]) for step, entry in entries.items()}
 
 
@@ -58,7 +58,7 @@ def results(job_file: Path, backend: str) -> dict[int, tuple[float, float]]:
         pytest.param(f"{DOCUMENTS} {VALIDATION}", id="validation"),
     ],
 )
-def test_document_bounds_train_with_the_same_bits_as_a_mask(job_file, options):
+def test_training_with_document_bounds_is_bitwise_equal_to_a_mask(job_file, options):
     assert train(job_file, "varlen", options) == train(job_file, "auto", options)
 
 
@@ -76,7 +76,9 @@ def test_a_pipeline_splits_the_bounds_of_its_microbatches(job_file):
     """Microbatches have different numbers of documents."""
     options = f"{DOCUMENTS} {PATTERN} {ONE_SEQUENCE} --parallelism.pipeline_parallel_degree 2"
     for backend in ("varlen", "auto"):
-        start_titanlite("train", *words(job_file, backend, options), ranks=2).ends_with(0)
+        start_titanlite("train", *make_options(job_file, backend, options), ranks=2).wait_for_exit(
+            0
+        )
 
     assert results(job_file, "varlen") == results(job_file, "auto")
 
@@ -103,7 +105,7 @@ def test_the_choice_of_auto_is_logged_and_saved(job_file):
 )
 def test_a_job_with_an_unusable_backend_is_rejected(job_file, backend, options, reason):
     with pytest.raises(UserError, match=reason) as caught:
-        load_run(words(job_file, backend, options), world_size=2)
+        load_run(make_options(job_file, backend, options), world_size=2)
     assert caught.value.exit_code == 2
 
 
@@ -120,9 +122,10 @@ def test_a_cpu_rejects_kernels_that_it_lacks(job_file, backend):
 def test_a_plan_counts_the_same_work_for_document_bounds(job_file, mode, compiled):
     bfloat16 = "--training.mixed_precision_param bfloat16 --model.n_heads 2 --model.n_kv_heads 2"
     options = f"{DOCUMENTS} {PATTERN} {bfloat16} --activation_checkpoint.mode {mode} {compiled}"
-    flops, peaks = [], []
+    flops = []
+    peaks = []
     for backend in ("flex", "varlen"):
-        run = load_run(words(job_file, backend, options), world_size=1)
+        run = load_run(make_options(job_file, backend, options), world_size=1)
         (trace,) = trace_run(run, find_gpu("H100"))
         attention = [work for work in trace.work if len(work.shape) == 5]
         flops.append(sum(work.flops for work in attention if work.phase == "forward"))

@@ -1,4 +1,4 @@
-"""A config.json means what it means in transformers, or is rejected with the name of the key."""
+"""A config.json is read as in transformers, or rejected with the name of the key."""
 
 import json
 import math
@@ -54,7 +54,7 @@ BLENDED = {
     "rope_scaling": {**LLAMA3, "low_freq_factor": 0.5, "high_freq_factor": 7.0},
     "tie_word_embeddings": True,
 }
-# Keys without rotary scaling.
+# These keys do not configure rotary scaling.
 PLAIN = """
 {}
 {"num_key_value_heads": 2, "head_dim": 8, "hidden_act": "swish", "rms_norm_eps": 0.5, "rope_theta": 100}
@@ -98,16 +98,17 @@ def write(folder, raw):
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**json.loads(json.dumps(raw))))
     with torch.no_grad():
-        for x in model.parameters():
-            x.copy_(torch.randn_like(x) / math.sqrt(x.shape[-1]) * 1.5 + float(x.ndim == 1))
+        for parameter in model.parameters():
+            noise = torch.randn_like(parameter) / math.sqrt(parameter.shape[-1]) * 1.5
+            parameter.copy_(noise + 1.0 if parameter.ndim == 1 else noise)
     model.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(raw))
 
 
-def assert_close(found, expected):
-    """Compare up to 1e-5 of the largest value, because fp32 sums have another order."""
-    assert found.shape == expected.shape
-    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+def assert_close(actual, expected):
+    """Allow 1e-5 of the largest value, because fp32 sums have another order."""
+    assert actual.shape == expected.shape
+    assert (actual - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 # Angles of BLENDED that differ by an ulp differ by 1e-3 at far positions.
@@ -117,7 +118,7 @@ FAR = [changes for changes in SAME if changes is not BLENDED]
 @pytest.mark.parametrize(
     ("changes", "first"), [*((c, 0) for c in SAME), *((c, 90_000) for c in FAR)]
 )
-def test_logits_and_gradients_are_those_of_transformers(tmp_path, changes, first):
+def test_logits_and_gradients_equal_those_of_transformers(tmp_path, changes, first):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     write(tmp_path, BASE | changes)
@@ -128,16 +129,16 @@ def test_logits_and_gradients_are_those_of_transformers(tmp_path, changes, first
     ours = Llama(arch)
     load_hf_weights(tmp_path, ours)
     generator = torch.Generator().manual_seed(3)
-    # The token for padding, 3, would have no gradient.
+    # transformers gives the padding token, 3, no gradient.
     tokens = torch.randint(4, 97, (2, 200), generator=generator)
     positions = torch.arange(first, first + 200)
-    found = ours(tokens, positions if first else None)
+    actual = ours(tokens, positions if first else None)
     expected = theirs(tokens, position_ids=positions[None]).logits
 
-    assert_close(found, expected)
+    assert_close(actual, expected)
 
-    weight = torch.randn(found.shape, generator=generator)
-    for logits in (found, expected):
+    weight = torch.randn(actual.shape, generator=generator)
+    for logits in (actual, expected):
         (logits * weight).sum().backward()
     gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
 
@@ -251,14 +252,14 @@ def test_a_key_that_changes_the_computation_is_rejected_by_its_name(changes):
         architecture_from_hf(BASE | changes)
 
 
-def test_a_model_of_no_family_is_not_exported():
+def test_a_model_that_no_family_supports_is_not_exported():
     with pytest.raises(UserError, match=r"qkv_bias.*qk_norm"):
         hf_config(Architecture(8, 1, 1, 1, 8, qkv_bias=True, qk_norm="head"), "float32")
 
 
 NOT_PART = "model.layers.1.input_layernorm.weight: not part of this architecture"
 DIFFERENT = [
-    # Of width 3, which is odd.
+    # The heads have the odd width 3.
     ({"num_attention_heads": 16}, "into 16 heads"),
     ({"num_key_value_heads": 4}, "4 key/value heads"),
     ({"vocab_size": 98}, r"embed_tokens.weight: shape \(97, 48\), expected \(98, 48\)"),
@@ -267,20 +268,20 @@ DIFFERENT = [
 
 
 @pytest.mark.parametrize(("changes", "message"), DIFFERENT)
-def test_a_configuration_that_contradicts_the_tensors_is_refused(tmp_path, changes, message):
+def test_a_configuration_that_contradicts_the_tensors_is_rejected(tmp_path, changes, message):
     write(tmp_path, BASE)
     (tmp_path / "config.json").write_text(json.dumps(BASE | changes))
     with pytest.raises(UserError, match=message):
         hf_weights(tmp_path)
 
 
-def test_other_tensors_than_the_configuration_describes_are_refused(tmp_path):
+def test_missing_and_additional_tensors_are_rejected(tmp_path):
     write(tmp_path, BASE | {"tie_word_embeddings": True})
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, tmp_path / "model.safetensors")
 
-    # A copy of the embedding is none.
+    # A copy of the embedding is not an additional tensor.
     assert hf_weights(tmp_path).arch.tied_embeddings
 
     tensors["lm_head.weight"][-1, -1] += 1
@@ -292,11 +293,11 @@ def test_other_tensors_than_the_configuration_describes_are_refused(tmp_path):
         hf_weights(tmp_path)
 
     (tmp_path / "adapter_config.json").write_text("{}")
-    # Which is not left out in silence.
+    # An unknown tensor must not be ignored silently.
     with pytest.raises(UserError, match="adapter"):
         hf_weights(tmp_path)
 
 
-def test_metas_scaling_is_that_of_its_generation():
+def test_rotary_scaling_of_meta_files_depends_on_the_llama_generation():
     small = MetaParams(dim=2048, n_layers=1, n_heads=32, use_scaled_rope=True)
     assert architecture_from_meta(small, 128256, 8192, tied=True).rope_scaling_factor == 32.0

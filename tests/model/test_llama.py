@@ -36,7 +36,8 @@ def build(arch, seed=0):
     model.to_empty(device="cpu")
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.fill_(math.nan)  # whatever init_weights forgets stays visible
+            # A weight that init_weights forgets would stay NaN.
+            parameter.fill_(math.nan)
     model.init_weights(seed)
     return model
 
@@ -53,14 +54,16 @@ def test_initial_weights_are_truncated_normals_that_shrink_with_depth():
         std = 1.0 if name == "tok_embeddings.weight" else INIT_STD
         if "wo" in name or "w2" in name:
             std /= math.sqrt(2 * (int(name.split(".")[1]) + 1))
+        # Mean and standard deviation may differ by five standard errors.
         count = parameter.numel()
+        relative_std = parameter.std() / (std * shrink)
         assert parameter.abs().max() <= 3 * std, name
-        assert abs(parameter.mean()) < 5 * std / math.sqrt(count), name  # 5 standard errors
-        assert abs(parameter.std() / (std * shrink) - 1) < 5 / math.sqrt(2 * count), name
+        assert abs(parameter.mean()) < 5 * std / math.sqrt(count), name
+        assert abs(relative_std - 1) < 5 / math.sqrt(2 * count), name
 
 
-def test_an_initial_weight_depends_on_seed_and_name_alone():
-    """Not on the order of the parameters, nor on what else is in the model or was drawn before."""
+def test_an_initial_weight_depends_only_on_seed_and_name():
+    """It does not depend on other parameters, their order, or earlier random numbers."""
     before = torch.get_rng_state()
     small = build(BASE)
     large = build(dataclasses.replace(BASE, n_layers=3, ffn_dim=64))
@@ -81,7 +84,7 @@ def test_an_initial_weight_depends_on_seed_and_name_alone():
 
 
 def test_casting_the_model_does_not_round_its_rotary_angles():
-    """bfloat16 frequencies would be off by up to 0.4%: five full turns at position 8000."""
+    """Frequencies in bfloat16 have errors of up to 0.4%, or five full turns at position 8000."""
     cast = random_model().to(torch.bfloat16).to(torch.float32)
     rounded = random_model()
     with torch.no_grad():
@@ -100,9 +103,9 @@ def test_flex_attention_computes_the_same(window):
     ids = torch.randint(0, 3, (2, 128), generator=generator).sort(dim=1).values
     q = torch.randn(2, 4, 128, 16, generator=generator)
     k, v = torch.randn(2, 2, 2, 128, 16, generator=generator)
-    expected = attention(q, k, v, document_mask(ids, window))
 
-    # The sums of the softmax run in another order.
-    torch.testing.assert_close(
-        attention(q, k, v, flex_document_mask(ids, window)), expected, rtol=1e-5, atol=1e-6
-    )
+    expected = attention(q, k, v, document_mask(ids, window))
+    output = attention(q, k, v, flex_document_mask(ids, window))
+
+    # The softmax adds in another order.
+    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-6)

@@ -25,7 +25,7 @@ Apply = Callable[[], None]
 
 
 class Layout(NamedTuple):
-    """Number of ranks, and the options that select the layout, separated by spaces."""
+    """A number of ranks and the options of a layout, separated by spaces."""
 
     ranks: int
     options: str = ""
@@ -330,7 +330,7 @@ def every_rank_has_the_first_shard() -> None:
 
 @mutant(TP, r"initial weights of ", "ms-swift#7944")
 def tensor_ranks_draw_the_same_weights() -> None:
-    """As if all ranks had the same seed, and each drew its shard instead of the whole matrix."""
+    """Draw shards with the same seed on all ranks instead of cutting the whole matrix."""
     wrap("titanlite.parallel.init_weights.keep_shard", keep_first_shard)
 
 
@@ -418,7 +418,7 @@ def float8_scales_are_a_step_old() -> None:
 
     def precompute(original: Callable[..., None], *args: Any) -> None:
         calls.append(0)
-        # The first two calls precede the first step.
+        # The first two calls happen before the first step.
         if len(calls) <= 2 or not is_parallel():
             original(*args)
 
@@ -462,7 +462,7 @@ def recomputation_draws_other_random_numbers() -> None:
 
 @mutant(TP.plus(plugin("concatenated_projections")), r"the architecture concatenated_projections")
 def fused_projection_cut_across_its_parts() -> None:
-    """The mistake is in the plugin: tensor ranks cut [queries, keys, values] in two halves."""
+    """Use a plugin in which tensor-parallel ranks cut [queries, keys, values] into two halves."""
 
 
 # Further mistakes in optimizers, resume and masks

@@ -1,4 +1,4 @@
-"""Architectures of plugins, for `titanlite prove`: dropout, parallel blocks, fused projections."""
+"""Plugin architectures with dropout, parallel blocks and fused projections."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -74,7 +74,10 @@ class FusedAttention(Attention):
 
 
 class ConcatenatedAttention(FusedAttention):
-    """All queries, then all keys, then all values: wrong if tensor parallelism cuts the matrix."""
+    """Attention with one matrix for all queries, then all keys, then all values.
+
+    Tensor parallelism that cuts this matrix is wrong.
+    """
 
     def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         heads = qkv.unflatten(-1, (-1, self.head_dim))

@@ -16,19 +16,18 @@ SAMPLE = (
 FP32 = ("--training.mixed_precision_param", "float32")
 
 
-def marked(mutant: Mutant) -> object:
+def make_param(mutant: Mutant) -> object:
     marks = () if mutant.name in SAMPLE else (pytest.mark.long,)
     return pytest.param(mutant, id=mutant.name, marks=marks)
 
 
-@pytest.mark.parametrize("mutant", map(marked, CATALOG.values()))
-def test_a_mistake_is_found_and_explained(mutant: Mutant, tmp_path):
+@pytest.mark.parametrize("mutant", map(make_param, CATALOG.values()))
+def test_a_mistake_is_detected_and_explained(mutant: Mutant, tmp_path):
     layout = mutant.layout
     command = ("prove", "--job.dump_folder", tmp_path / "out", *FP32, *layout.words)
-    output = start_titanlite(*command, ranks=layout.ranks, before=mutant.apply)
-    output.wait()
+    world = start_titanlite(*command, ranks=layout.ranks, before=mutant.apply)
+    world.wait()
 
-    assert output.processes[0].exitcode == 3, output.said
-
-    first_line = next(line for line in output.said.splitlines() if "First difference" in line)
+    assert world.processes[0].exitcode == 3, world.output
+    first_line = next(line for line in world.output.splitlines() if "First difference" in line)
     assert re.search(mutant.expected, first_line), first_line

@@ -1,4 +1,4 @@
-"""The arithmetic of the architecture, against numbers worked out by hand."""
+"""FLOPs, parameters and bytes of state equal numbers that were computed by hand."""
 
 import math
 from dataclasses import replace
@@ -15,18 +15,19 @@ from titanlite.observe.flops import flops_per_token, num_params, state_bytes
 TINY = Architecture(dim=8, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=20, vocab_size=50)
 
 
-def test_tiny_model_by_hand():
-    block = 8 * 8 + 8 * 4 + 8 * 4 + 8 * 8 + 3 * 8 * 20  # query, key, value, output, feed-forward
+def test_flops_of_a_tiny_model_equal_a_count_by_hand():
+    # A block has the matrices query, key, value and output, and three of the feed-forward network.
+    block = 8 * 8 + 8 * 4 + 8 * 4 + 8 * 8 + 3 * 8 * 20
     assert num_params(TINY) == 3 * (block + 2 * 8) + 8 + 2 * 50 * 8
 
     matmuls = 6 * (3 * block + 50 * 8)
     assert flops_per_token(TINY, seq_len=10) == matmuls + 3 * 6 * 10 * 8
 
-    # 3.75 keys a query, not 5.
+    # With the window, queries attend to 3.75 keys on average instead of 5.
     windowed = replace(TINY, sliding_window=5)
     assert flops_per_token(windowed, seq_len=10) == matmuls + 3 * 6 * 7.5 * 8
 
-    # Block 2 attends to all tokens.
+    # The second block attends to all tokens.
     mixed = replace(windowed, full_attention_interval=3)
     assert flops_per_token(mixed, seq_len=10) == matmuls + 12 * (2 * 3.75 + 5) * 8
     assert flops_per_token(TINY, seq_len=10, is_causal=False) == matmuls + 3 * 12 * 10 * 8
@@ -34,10 +35,9 @@ def test_tiny_model_by_hand():
 
 
 @pytest.mark.parametrize("flavor", FLAVORS)
-def test_counts_the_parameters_that_the_model_has(flavor):
-    assert num_params(FLAVORS[flavor]) == sum(
-        map(math.prod, parameter_shapes(FLAVORS[flavor]).values())
-    )
+def test_the_number_of_parameters_equals_that_of_the_model(flavor):
+    arch = FLAVORS[flavor]
+    assert num_params(arch) == sum(map(math.prod, parameter_shapes(arch).values()))
 
 
 @pytest.mark.parametrize(
@@ -45,17 +45,15 @@ def test_counts_the_parameters_that_the_model_has(flavor):
     [
         ({}, 1, 16),
         ({}, 4, 4),
-        (
-            {"parallelism": {"data_parallel_replicate_degree": 2}},
-            4,
-            8,
-            # Of four ranks two hold the same.
-        ),
+        # Two of the four ranks hold the same shard.
+        ({"parallelism": {"data_parallel_replicate_degree": 2}}, 4, 8),
         ({"parallelism": {"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2}}, 8, 2),
         ({"training": {"dtype": "bfloat16"}}, 1, 8),
         ({"optimizer": {"state_dtype": "bfloat16"}}, 1, 12),
     ],
 )
-def test_bytes_of_a_parameters_state(overrides: dict[str, Any], world: int, expected: int):
+def test_bytes_of_state_per_parameter_depend_on_dtypes_and_optimizer(
+    overrides: dict[str, Any], world: int, expected: int
+):
     run = Run(JobConfig.model_validate(overrides), world)
     assert state_bytes(run) == num_params(run.arch) * expected

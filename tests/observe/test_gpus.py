@@ -1,11 +1,11 @@
-"""The table of accelerators: data sheets, names as devices and people give them, and files of one's own."""
+"""GPUs are found by device names, by names as users write them, and in user files."""
 
 import pytest
 
 from titanlite.config.errors import UserError
 from titanlite.observe.gpus import find_gpu, gpu_of_device, known_gpus, peak_flops
 
-MINE = """
+GPU_FILE = """
 name = "mine"
 memory_gib = 24
 bf16 = 100.0
@@ -33,12 +33,12 @@ machine = 2
         ("H1000", None, None),
     ],
 )
-def test_a_device_is_known_by_its_own_name(device: str, name: str | None, tera: float | None):
+def test_a_gpu_is_found_by_its_device_name(device: str, name: str | None, tera: float | None):
     assert getattr(gpu_of_device(device), "name", None) == name
     assert peak_flops(device) == (None if tera is None else tera * 1e12)
 
 
-def test_people_write_names_as_they_like_and_none_is_taken_for_a_relative():
+def test_a_gpu_is_found_by_any_spelling_and_never_mistaken_for_a_similar_one():
     names = [gpu.name for gpu in known_gpus()]
     assert len(set(names)) == len(names) >= 9
 
@@ -49,7 +49,7 @@ def test_people_write_names_as_they_like_and_none_is_taken_for_a_relative():
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "problem"),
     [
         (("bf16 = 100.0", ""), "bf16 is required"),
         (("bf16 = 100.0", "bf16 = -1.0"), "bf16 must be"),
@@ -57,11 +57,13 @@ def test_people_write_names_as_they_like_and_none_is_taken_for_a_relative():
         (("bf16 = 100.0", "bf16 = "), "not valid TOML"),
     ],
 )
-def test_mistakes_in_ones_own_numbers_are_named(tmp_path, change: tuple[str, str], said: str):
+def test_a_mistake_in_a_gpu_file_is_an_error_that_names_it(
+    tmp_path, change: tuple[str, str], problem: str
+):
     file = tmp_path / "mine.toml"
-    file.write_text(MINE.replace(*change))
+    file.write_text(GPU_FILE.replace(*change))
 
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=problem):
         find_gpu(str(file))
     with pytest.raises(UserError, match=r"none\.toml"):
         find_gpu(str(tmp_path / "none.toml"))

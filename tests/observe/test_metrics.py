@@ -1,4 +1,4 @@
-"""metrics.jsonl, validation.jsonl and TensorBoard have the same numbers, once for each step."""
+"""metrics.jsonl, validation.jsonl and TensorBoard contain the same numbers once for each step."""
 
 import json
 import resource
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from ranks import start_small
-from small_runs import logged
+from small_runs import read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("metrics")]
 
@@ -30,9 +30,9 @@ def folder(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("metrics") / "out"
     options = f"{VALIDATION} 4 --lr_scheduler.decay_ratio 0 --training.max_norm 0.6"
     options += " --metrics.enable_tensorboard --metrics.details gradients --training.steps"
-    start_small(out, options, 9).ends_with(0)
+    start_small(out, options, 9).wait_for_exit(0)
     (out / "checkpoint" / "step-00000009").rename(out.with_name("gone"))
-    start_small(out, options, 12).ends_with(0)
+    start_small(out, options, 12).wait_for_exit(0)
     return out
 
 
@@ -40,8 +40,8 @@ def read_entries(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line, parse_constant=pytest.fail) for line in path.open()]
 
 
-def test_a_line_has_these_numbers(folder: Path):
-    lines = logged(folder)
+def test_a_line_of_metrics_has_the_documented_numbers(folder: Path):
+    lines = read_metrics(folder)
     assert list(lines) == list(range(1, 13))
     assert list(lines[1]) == KEYS.split()
 
@@ -52,13 +52,15 @@ def test_a_line_has_these_numbers(folder: Path):
         assert line["mfu"] is None
         assert line["step_time"] == pytest.approx(sum(line[part] for part in PARTS))
         assert line["tps"] == line["tps_per_device"] == pytest.approx(4 * 64 / line["step_time"])
-        assert 0.05 < line["memory"] <= line["memory_peak"] < 64  # torch alone takes 50 MiB
+        # torch alone takes 50 MiB.
+        assert 0.05 < line["memory"] <= line["memory_peak"] < 64
         assert line["source_tokens"] == {"python_stdlib": line["tokens"]}
 
     assert {line["clip_fraction"] for line in lines.values()} == {0.0, 1.0}
     assert lines[10]["checkpoint_time"] == 0.0
-    assert lines[11]["checkpoint_time"] > 0.0  # the save after step 10
-    assert lines[6]["elapsed"] < lines[7]["elapsed"]  # since the second start
+    # Step 11 follows the save of step 10, and step 6 is the first of the second start.
+    assert lines[11]["checkpoint_time"] > 0.0
+    assert lines[6]["elapsed"] < lines[7]["elapsed"]
     assert lines[12]["eta"] == 0.0
     assert lines[8]["time"] < lines[9]["time"]
 
@@ -71,7 +73,7 @@ def test_repeated_steps_are_in_each_file_once_and_the_earlier_entries_are_archiv
     assert [entry["step"] for entry in validations] == [0, 4, 8, 12]
     assert list(validations[0]) == ["step", "loss", "perplexity", "bits_per_byte"]
 
-    last_line = f"step 12/12  loss {logged(folder)[12]['loss']:.4f}  grad_norm"
+    last_line = f"step 12/12  loss {read_metrics(folder)[12]['loss']:.4f}  grad_norm"
     assert last_line in (folder / "train.log").read_text()
 
 
@@ -82,7 +84,8 @@ def test_tensorboard_has_the_same_numbers_in_groups(folder: Path):
     board.Reload()
     points = {event.step: event.value for event in board.Scalars("train/loss")}
 
-    assert points == pytest.approx({step: line["loss"] for step, line in logged(folder).items()})
+    losses = {step: line["loss"] for step, line in read_metrics(folder).items()}
+    assert points == pytest.approx(losses)
     assert [event.step for event in board.Scalars("val/loss")] == [0, 4, 8, 12]
 
     tags = board.Tags()["scalars"]
@@ -102,19 +105,19 @@ def test_tensorboard_has_the_job_and_the_environment(folder):
     def text_of(name: str) -> str:
         return board.Tensors(f"{name}/text_summary")[0].tensor_proto.string_val[0].decode()
 
-    # Four spaces: Markdown shows it as it is.
+    # Markdown shows text that is indented by four spaces verbatim.
     assert "    steps = " in text_of("job")
     assert json.loads((folder / "environment.json").read_text())["run"] in text_of("environment")
     assert '"shard": 1' in text_of("environment")
 
 
-def test_numbers_that_are_not_finite_are_valid_json_and_are_written_before_the_guard_stops(
+def test_non_finite_numbers_are_written_as_valid_json_before_a_guard_stops_the_run(
     tmp_path,
 ):
     out = tmp_path / "out"
     diverging = "--optimizer.name SGD --optimizer.lr 1e30 --training.max_norm 0"
 
-    log = start_small(out, diverging, f"{VALIDATION} 1").ends_with(3)
+    log = start_small(out, diverging, f"{VALIDATION} 1").wait_for_exit(3)
 
     assert read_entries(out / "validation.jsonl")
 
@@ -130,11 +133,11 @@ def fill_disk() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (16_384, hard_limit))
 
 
-def test_a_full_disk_costs_metrics_and_not_the_run(tmp_path):
+def test_a_run_continues_without_metrics_if_the_disk_is_full(tmp_path):
     out = tmp_path / "out"
     options = "--metrics.enable_tensorboard --training.steps 60 --checkpoint.no-enable"
 
-    log = start_small(out, options, before=fill_disk).ends_with(0)
+    log = start_small(out, options, before=fill_disk).wait_for_exit(0)
 
     for logger in ("JsonLines", "TensorBoard"):
         assert log.count(f"{logger} cannot write its metrics; training continues: [Errno 27]") == 1

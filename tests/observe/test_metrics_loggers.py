@@ -1,38 +1,38 @@
-"""Metrics loggers: Weights & Biases, and plugins written for version 0.2."""
+"""Weights & Biases and plugins written for version 0.2 log metrics."""
 
 import os
 
 import pytest
 from ranks import start_small
-from small_runs import logged, losses
+from small_runs import read_losses, read_metrics
 
 from titanlite.config.errors import UserError
 from titanlite.config.load import load_job
 from titanlite.load_run import load_run
 
 
-def test_wandb_that_is_not_installed_is_an_error_before_the_start(tmp_path, monkeypatch):
+def test_a_missing_wandb_package_is_an_error_before_the_start(tmp_path, monkeypatch):
     monkeypatch.setattr("titanlite.rules.find_spec", lambda name: None)
     with pytest.raises(UserError, match="enable_wandb = true"):
         load_run(["--job.dump_folder", str(tmp_path / "out"), "--metrics.enable_wandb"], 1)
 
 
 @pytest.mark.slow
-def test_wandb_gets_what_tensorboard_gets(tmp_path, monkeypatch):
+def test_wandb_receives_the_same_metrics_as_tensorboard(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     options = "--metrics.enable_wandb --training.steps 3 --checkpoint.no-enable"
-    start_small(tmp_path / "out", options).ends_with(0)
+    start_small(tmp_path / "out", options).wait_for_exit(0)
 
     (sent,) = (tmp_path / "out" / "wandb").glob("offline-run-*/run-*.wandb")
 
     assert b"train/loss" in sent.read_bytes()
 
-    for loss in losses(tmp_path / "out").values():
+    for loss in read_losses(tmp_path / "out").values():
         assert f"{loss:.7f}"[:6].encode() in sent.read_bytes()
 
 
-def without_key() -> None:
+def hide_key() -> None:
     os.environ |= {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_MODE": "online"}
     os.environ |= {"HOME": "/none", "NETRC": "/none"}
 
@@ -40,9 +40,11 @@ def without_key() -> None:
 @pytest.mark.slow
 def test_wandb_without_a_key_is_a_user_error(tmp_path):
     pytest.importorskip("wandb")
-    said = start_small(tmp_path / "out", "--metrics.enable_wandb", before=without_key).ends_with(2)
-    assert "metrics.enable_wandb" in said
-    assert "WANDB_MODE=offline" in said
+    world = start_small(tmp_path / "out", "--metrics.enable_wandb", before=hide_key)
+    output = world.wait_for_exit(2)
+
+    assert "metrics.enable_wandb" in output
+    assert "WANDB_MODE=offline" in output
 
 
 OLD_PLUGIN = """
@@ -71,14 +73,15 @@ def test_plugin_and_job_with_former_names_still_work(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     options = "--job.plugins old_plugin --metrics.writers table --training.steps 2"
 
-    output = start_small(tmp_path / "out", options).ends_with(0)
+    output = start_small(tmp_path / "out", options).wait_for_exit(0)
 
     assert "metrics.loggers" in output
     assert 'loggers = ["table"]' in (tmp_path / "out" / "config.toml").read_text()
 
     names = ("loss_max_rank", "clip_fraction", "eta", "token_utilization")
-    expected = [" ".join(str(m[name]) for name in names) for m in logged(tmp_path / "out").values()]
-
+    expected = []
+    for entry in read_metrics(tmp_path / "out").values():
+        expected.append(" ".join(str(entry[name]) for name in names))
     assert (tmp_path / "out" / "table.txt").read_text().splitlines() == expected
 
 

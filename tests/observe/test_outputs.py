@@ -1,4 +1,4 @@
-"""Output files: a start continues or archives them, and never deletes or overwrites others."""
+"""A start continues or archives output files, and never deletes or overwrites foreign files."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ def start(folder: Path, run: str, resumed_step: int | None = None, steps: int = 
 
 
 def measure(folder: Path, *steps: int, note: str) -> None:
-    """Write what a run measures after `steps`."""
+    """Write the metrics of a run after `steps`."""
     for name in ("metrics.jsonl", "validation.jsonl"):
         with (folder / name).open("a") as file:
             for step in steps:
@@ -46,7 +46,7 @@ def read_all(path: Path) -> str:
 
 def test_a_new_run_archives_all_files_of_the_earlier_one_together(tmp_path):
     start(tmp_path, "first")
-    assert start(tmp_path, "first") == ""  # nothing was measured
+    # A start without metrics archives nothing.
 
     measure(tmp_path, 5, 10, note="of the first")
     before = {path.name: read_all(path) for path in tmp_path.iterdir()}
@@ -67,11 +67,11 @@ def test_a_new_run_archives_all_files_of_the_earlier_one_together(tmp_path):
     assert [event["text"] for event in events] == ["second begins"]
 
 
-def test_no_sequence_of_starts_loses_a_measurement(tmp_path):
+def test_no_sequence_of_starts_loses_a_line_of_metrics(tmp_path):
+    # None starts from scratch.
+    resumed_steps = (None, 10, None, 5, None, 5, 0, 10, 3)
     notes: list[str] = []
-    for run, step in zip(
-        "aabacbbad", (None, 10, None, 5, None, 5, 0, 10, 3), strict=True
-    ):  # None: from scratch
+    for run, step in zip("aabacbbad", resumed_steps, strict=True):
         start(tmp_path, run, step)
         notes.append(f"note-{len(notes)}.")
         first = step or 0
@@ -79,7 +79,8 @@ def test_no_sequence_of_starts_loses_a_measurement(tmp_path):
 
         content = read_all(tmp_path)
         for note in notes:
-            assert content.count(f'"note": "{note}"') == 4  # two steps in two files
+            # Each note is in two lines of two files.
+            assert content.count(f'"note": "{note}"') == 4
             assert list(tmp_path.glob(f"**/tb/events.*{note}"))
 
 
@@ -87,8 +88,9 @@ def test_no_sequence_of_starts_loses_a_measurement(tmp_path):
     "damage", [b"\xff\xfe\n", b'{"step": 1e999}\n', b'{"step": 2, "lo', b'{"step": 1}', b""]
 )
 def test_a_resumed_run_keeps_its_steps_and_archives_damage_and_later_ones(tmp_path, damage):
-    """The files are of version 0.1, which names no run."""
-    metrics, validation = tmp_path / "metrics.jsonl", tmp_path / "validation.jsonl"
+    """The files have the format of version 0.1, which does not name the run."""
+    metrics = tmp_path / "metrics.jsonl"
+    validation = tmp_path / "validation.jsonl"
     (tmp_path / "environment.json").write_text('{"python": "3.11"}')
     metrics.write_bytes(b'{"step": 1}\n{"step": 3}\n' + damage)
     validation.write_bytes(b'{"step": 0}\n')
@@ -98,7 +100,7 @@ def test_a_resumed_run_keeps_its_steps_and_archives_damage_and_later_ones(tmp_pa
     assert (steps_in(metrics), steps_in(validation)) == ([1], [0])
     assert (tmp_path / "archived-1" / metrics.name).read_bytes() == b'{"step": 3}\n' + damage
 
-    start(tmp_path, "one", resumed_step=0)  # validates again
+    start(tmp_path, "one", resumed_step=0)
     assert steps_in(tmp_path / "archived-2" / validation.name) == [0]
 
 

@@ -1,4 +1,4 @@
-"""A plugin: gradient descent whose weights to evaluate are the mean of all its weights, as in schedule-free methods."""
+"""A plugin optimizer that evaluates the mean of all past weights, like schedule-free methods."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ from titanlite.optim.build import Groups, Recipe
 
 
 class AveragingSGD(torch.optim.Optimizer):
-    """Keeps the weights that are not in the model in `state["other"]`."""
+    """Gradient descent that swaps the weights in the model with those in `state["other"]`."""
 
     is_training = False
 

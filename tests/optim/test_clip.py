@@ -19,17 +19,17 @@ def grad_norm(*gradients: Tensor, compiled: bool = False) -> Tensor:
 
 
 def exact_norm(*gradients: Tensor) -> float:
-    """Compute the norm in float64, a part at a time to save memory."""
+    """Compute the norm in float64, in parts to save memory."""
     parts = [part for x in gradients for part in x.flatten().split(2**22)]
     return math.sqrt(sum(part.double().square().sum().item() for part in parts))
 
 
 @pytest.mark.parametrize("shape", [(4_000_000,), (2500, 32_000)], ids=["4e6", "8e7"])
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_norm_is_that_of_float64(device, shape):
-    """torch.linalg.vector_norm, which sums sequentially on a CPU, is wrong by 7e-5 and 8e-3 here."""
+def test_the_norm_equals_that_in_float64(device, shape):
+    """The sequential sums of torch.linalg.vector_norm have errors of 7e-5 and 8e-3 on a CPU."""
     gradient = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device)
-    # With 1e4, small values are added to a large sum.
+    # The factor 1e4 tests small values that are added to a large sum.
     for factor in (1.0, 1e4):
         gradient.view(-1)[:1000] *= factor
         norm = grad_norm(gradient)
@@ -39,22 +39,23 @@ def test_the_norm_is_that_of_float64(device, shape):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True])
-def test_neither_sizes_nor_the_compiler_change_it_and_what_is_no_number_is_seen(
+def test_the_norm_is_exact_for_shards_of_any_size_and_not_finite_if_a_gradient_is_not(
     compiled,
 ):
     whole = torch.randn(3_000_000, generator=torch.Generator().manual_seed(0))
     whole[:100] *= 1e4
-    # A rank's shard can be empty.
+    # The shard of a rank can be empty.
     parts = whole.split((1, 255, 256, 257, 999_231, 0, 2_000_000))
 
     assert grad_norm(*parts, compiled=compiled).item() == pytest.approx(exact_norm(whole), rel=2e-7)
 
     for value in (math.inf, -math.inf, math.nan):
-        for place in (0, 299, 300, 599):
+        for position in (0, 299, 300, 599):
             gradients = [torch.ones(300), torch.ones(300)]
-            gradients[place // 300][place % 300] = value
+            gradients[position // 300][position % 300] = value
             norm = grad_norm(*gradients, compiled=compiled)
             assert norm.isnan() if math.isnan(value) else norm.isposinf()
+
     gradients = [torch.full((n,), 3.0) for n in (4, 12)]
 
     norm = grad_norm(*gradients, compiled=compiled)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from ranks import run_ranks, small_trainer
-from small_runs import logged
+from small_runs import read_metrics
 
 from titanlite.config.errors import UserError
 from titanlite.hooks.hook import Hook
@@ -37,15 +37,15 @@ LAYOUTS = {
 def train(folder: str, losses: Iterable[str], layouts: Iterable[str]) -> None:
     for loss in losses:
         for layout in layouts:
-            words = f"{OPTIONS} {LOSSES[loss]} {LAYOUTS.get(layout, '')}".split()
-            with small_trainer(f"{folder}/{loss}-{layout}", Hook(), *words) as trainer:
+            options = f"{OPTIONS} {LOSSES[loss]} {LAYOUTS.get(layout, '')}".split()
+            with small_trainer(f"{folder}/{loss}-{layout}", Hook(), *options) as trainer:
                 trainer.train()
 
 
 def train_summed(folder: str) -> None:
-    words = f"{OPTIONS} summed --job.plugins my_summed_loss"
+    options = f"{OPTIONS} summed --job.plugins my_summed_loss"
     with (
-        small_trainer(f"{folder}/summed", Hook(), *words.split()) as trainer,
+        small_trainer(f"{folder}/summed", Hook(), *options.split()) as trainer,
         pytest.raises(UserError, match="per token"),
     ):
         trainer.train()
@@ -53,7 +53,7 @@ def train_summed(folder: str) -> None:
 
 @pytest.fixture
 def plugin(tmp_path, monkeypatch) -> None:
-    """Install the plugin of the documentation."""
+    """Make the plugin from the documentation importable."""
     (source,) = re.findall(r'```python title="my_loss.py"\n(.*?)```', PAGE.read_text(), flags=re.S)
     (tmp_path / "my_loss.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -87,7 +87,7 @@ def test_each_loss_is_the_same_on_each_layout(tmp_path, computed):
     run_ranks(2, train, str(tmp_path), computed, LAYOUTS)
 
     def measured(loss: str, layout: str) -> list[float]:
-        entries = logged(tmp_path / f"{loss}-{layout}" / "out")
+        entries = read_metrics(tmp_path / f"{loss}-{layout}" / "out")
         return [entries[step][key] for step in (1, 2) for key in ("loss", "grad_norm")]
 
     def validated(loss: str) -> str:

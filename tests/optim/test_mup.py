@@ -1,4 +1,4 @@
-"""muP trains the same function as the multipliers that it absorbs into initial values and rates."""
+"""muP trains the same function as explicit multipliers in the forward pass."""
 
 import math
 from typing import Any
@@ -13,10 +13,10 @@ from titanlite.config.schema import Optimizer
 from titanlite.model.llama import Llama
 from titanlite.optim.build import build_optimizer, set_learning_rate
 
-# Than the base; its heads are four times wider as well.
+# Width of the model and of its heads, relative to the base.
 WIDER = 4
 LR = 2**-6
-# Multipliers are powers of two, and eps is negligible, so all results are equal bit for bit.
+# Multipliers are powers of two and eps is negligible, so all results are bitwise equal.
 EPS = 1e-30
 HIDDEN = ["layers.*.w?.weight"]
 OTHERS = ["*norm.weight", "tok_embeddings.weight", "*.bias", "output.weight"]
@@ -46,8 +46,8 @@ def train(model: Llama, optimizer: torch.optim.Optimizer, output_factor: float) 
 
 
 @pytest.mark.parametrize("keys", MODELS.values(), ids=MODELS)
-def test_mup_equals_explicit_multipliers(keys):
-    """The other model has the multipliers of table 8 of Tensor Programs V in its forward pass."""
+def test_mup_is_bitwise_equal_to_explicit_multipliers(keys):
+    """The multipliers are those of table 8 in Tensor Programs V."""
     sizes = (32, 2, 2, 1, 64, 48)
     mup: dict[str, Any] = {"mup_base_dim": 32 // WIDER, "mup_base_head_dim": 16 // WIDER}
     model = Llama(Architecture(*sizes, **keys, **mup))

@@ -1,4 +1,4 @@
-"""Optimizer implementations, stochastic rounding and its independence of the layout."""
+"""Optimizer implementations agree, and stochastic rounding does not depend on the layout."""
 
 import copy
 
@@ -20,8 +20,8 @@ from titanlite.parallel.init_weights import keep_shard
 ARCH = Architecture(32, 2, 2, 1, 64, vocab_size=48)
 
 
-def trained(compiled: bool = False, **keys: object) -> torch.Tensor:
-    """Train two steps, and return all weights."""
+def train_two_steps(compiled: bool = False, **keys: object) -> torch.Tensor:
+    """Train two steps, and return all weights in one vector."""
     model = Llama(ARCH)
     optimizer = build_optimizer(model, schema.Optimizer.model_validate(keys), compiled)
     for _ in range(2):
@@ -34,24 +34,24 @@ def trained(compiled: bool = False, **keys: object) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("keys", "tolerance"),
     [
-        # Kernels may round the square root and the division differently, by an ulp of updates of
+        # Kernels may round the square root and the division differently, by one ulp of updates of
         # 3e-4.
         ({"implementation": "fused"}, 1e-6),
         ({"implementation": "foreach"}, 1e-6),
         pytest.param({"compiled": True}, 1e-6, marks=pytest.mark.slow),
-        # The moments have 8 bits: a step of 3e-4 is right to 2^-8 of itself, or two of them after
-        # the square root.
+        # bfloat16 moments have 8 bits, so a step of 3e-4 is exact to 2^-8, or to twice as much
+        # after the square root.
         ({"state_dtype": "bfloat16"}, 2 * 3e-4 * 2**-7),
     ],
 )
-def test_implementations_agree(keys, tolerance):
+def test_all_implementations_compute_the_same_updates(keys, tolerance):
     torch.testing.assert_close(
-        trained(**keys), trained(implementation="for-loop"), rtol=0, atol=tolerance
+        train_two_steps(**keys), train_two_steps(implementation="for-loop"), rtol=0, atol=tolerance
     )
 
 
-def test_small_updates_are_lost_by_rounding_but_not_by_chance():
-    """Steps of 1e-4 at weights of 1 are far below 2^-9, from where bfloat16 rounds up."""
+def test_stochastic_rounding_keeps_small_updates_that_rounding_to_nearest_loses():
+    """bfloat16 rounds steps of 1e-4 at weights of 1 to zero, because they are below 2^-9."""
 
     def after_100_steps(stochastic: bool) -> torch.Tensor:
         weight = nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
@@ -65,7 +65,8 @@ def test_small_updates_are_lost_by_rounding_but_not_by_chance():
     assert after_100_steps(stochastic=False).eq(1.0).all()
 
     moved = after_100_steps(stochastic=True)
-    # 4096 elements, each a walk of 100 steps with a deviation of at most 2^-8 / 2 each: the mean is right to 3e-4.
+    # Each of the 4,096 elements is a random walk of 100 steps with a standard deviation of at most
+    # 2^-8 / 2, so the mean is exact to 3e-4.
     assert moved.mean().item() == pytest.approx(1.0 - 100 * 1e-4, abs=1e-3)
     assert len(moved.unique()) > 1
 
@@ -99,5 +100,5 @@ def updates_of_shards() -> list[bool]:
 
 
 @pytest.mark.slow
-def test_a_shard_is_updated_as_the_whole_parameter_is():
+def test_stochastic_updates_of_shards_equal_those_of_whole_parameters():
     assert run_ranks(4, updates_of_shards) == [[True] * 16] * 4

@@ -1,4 +1,4 @@
-"""Muon, AdamW8bit and parameter groups in the trainer: on any layout, after a resume, and as in torch."""
+"""Muon, AdamW8bit and parameter groups train alike on any layout, after a resume, and as in torch."""
 
 import re
 import zlib
@@ -28,13 +28,13 @@ LAYOUTS = {2: ["", TP, "--training.enable_cpu_offload", FP8], 4: ["", HSDP, f"{P
 TINY = "--model.n_layers 2 --model.dim 64 --training.seq_len 16 --lr_scheduler.warmup_steps 0 --optimizer.name"
 
 
-def whole(tensor: torch.Tensor | None) -> torch.Tensor:
+def copy_full_tensor(tensor: torch.Tensor | None) -> torch.Tensor:
     assert isinstance(tensor, DTensor)
     return tensor.full_tensor().detach().clone()
 
 
-class Drawn(Hook):
-    """Replace gradients by random numbers of step and parameter, because sums over ranks round differently."""
+class RandomGradients(Hook):
+    """Replaces gradients by random numbers, because layouts round gradients differently."""
 
     def built(self, trainer: Trainer) -> None:
         self.trainer = trainer
@@ -49,60 +49,66 @@ class Drawn(Hook):
 
 def weights_after(folder: str, jobs: list[str]) -> list[str]:
     """Run jobs, and return a hash of all weights at the end of each."""
-    found = []
-    for number, words in enumerate(jobs):
-        with small_trainer(f"{folder}-{number}", Drawn(), *f"{MODEL}{words}".split()) as trainer:
+    hashes = []
+    for number, options in enumerate(jobs):
+        with small_trainer(
+            f"{folder}-{number}", RandomGradients(), *f"{MODEL}{options}".split()
+        ) as trainer:
             trainer.train()
-            found.append(weights_hash(all_weights(trainer.model)))
-    return found
+            hashes.append(weights_hash(all_weights(trainer.model)))
+    return hashes
 
 
 @pytest.mark.long
-def test_muon_gives_the_same_bits_on_any_layout(tmp_path):
+def test_muon_is_bitwise_equal_on_any_layout(tmp_path):
     muon = "Muon --model.ffn_dim 88 --training.steps 3 --checkpoint.no-enable "
     (alone,) = run_ranks(1, weights_after, f"{tmp_path}/1", [muon])[0]
     for ranks, layouts in LAYOUTS.items():
         jobs = [muon + layout for layout in layouts]
-        found = run_ranks(ranks, weights_after, f"{tmp_path}/{ranks}", jobs)
-        assert found == [[alone] * len(layouts)] * ranks
+        hashes = run_ranks(ranks, weights_after, f"{tmp_path}/{ranks}", jobs)
+        assert hashes == [[alone] * len(layouts)] * ranks
 
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_each_is_resumed_bit_for_bit_on_another_number_of_ranks(tmp_path):
-    # with rows of whole blocks
+def test_a_resume_on_another_number_of_ranks_is_bitwise_equal(tmp_path):
+    # Rows consist of whole blocks of AdamW8bit.
     sizes = "--model.n_layers 1 --model.dim 256 --model.ffn_dim 256 --training.steps"
     jobs = [f"{name} {sizes}" for name in ("Muon", "AdamW8bit")]
-    found = run_ranks(1, weights_after, f"{tmp_path}/straight", [f"{words} 4" for words in jobs])
+    expected = run_ranks(
+        1, weights_after, f"{tmp_path}/straight", [f"{options} 4" for options in jobs]
+    )
     for ranks, steps in (2, 2), (1, 3), (2, 4):
-        parts = [f"{words} {steps}" for words in jobs]
+        parts = [f"{options} {steps}" for options in jobs]
         resumed = run_ranks(ranks, weights_after, f"{tmp_path}/resumed", parts)
 
-    assert resumed == found * 2
+    assert resumed == expected * 2
 
 
-class TorchMuon(Drawn):
-    """Apply torch's Muon to copies of the weights, with the same gradients."""
+class TorchMuon(RandomGradients):
+    """Applies torch's Muon to copies of the weights, with the same gradients."""
 
     def started(self, step: int) -> None:
         names = [
             name for name in self.named if re.match(r"layers\..*(attention|feed_forward)\.", name)
         ]
-        self.begin = {name: whole(self.named[name]) for name in names}
-        self.theirs = {name: torch.nn.Parameter(whole(self.named[name])) for name in names}
+        self.begin = {name: copy_full_tensor(self.named[name]) for name in names}
+        self.theirs = {
+            name: torch.nn.Parameter(copy_full_tensor(self.named[name])) for name in names
+        }
         self.muon = torch.optim.Muon(
             self.theirs.values(), weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
         )
 
     def before_update(self, *_: object) -> None:
         for name, parameter in self.theirs.items():
-            parameter.grad = whole(self.named[name].grad)
+            parameter.grad = copy_full_tensor(self.named[name].grad)
         self.muon.param_groups[0]["lr"] = self.trainer.optimizer.param_groups[0]["lr"]
         self.muon.step()
 
 
-def test_muon_on_one_process_equals_that_of_torch(tmp_path):
-    """torch rounds momentum once, titanlite twice, so some elements differ by 2^-8 in bfloat16."""
+def test_muon_on_one_process_is_close_to_torch(tmp_path):
+    """titanlite rounds momentum twice and torch once, so elements can differ by 2^-8 in bfloat16."""
     hook = TorchMuon()
     run = load_run([*TINY.split(), "Muon", "--job.dump_folder", str(tmp_path)], 1)
     with Trainer(run, None, [hook]) as trainer:
@@ -110,14 +116,14 @@ def test_muon_on_one_process_equals_that_of_torch(tmp_path):
             trainer.step()
 
         for name, theirs in hook.theirs.items():
-            difference = (whole(hook.named[name]) - theirs).norm()
+            difference = (copy_full_tensor(hook.named[name]) - theirs).norm()
             assert difference < 2**-6 * (theirs - hook.begin[name]).norm()
 
 
 @pytest.mark.parametrize(
     ("name", "decayed"), [("AdamW", True), ("Muon", False), ("AdamW8bit", True)]
 )
-def test_groups_have_their_learning_rates_and_weight_decays(tmp_path, name, decayed):
+def test_parameter_groups_use_their_learning_rates_and_weight_decays(tmp_path, name, decayed):
     job = load_run([*TINY.split(), name, "--job.dump_folder", str(tmp_path)], 1).job
     still = ParameterGroup(params=("tok_embeddings.*", "layers.0.*"), lr_factor=0.0)
     rest = ParameterGroup(params=("layers.1.*", "norm.weight", "output.weight"), weight_decay=0.3)
@@ -126,7 +132,7 @@ def test_groups_have_their_learning_rates_and_weight_decays(tmp_path, name, deca
 
     with Trainer(job.model_copy(update={"optimizer": optimizer}), standard=False) as trainer:
         named = dict(trainer.model.named_parameters())
-        before = {key: whole(parameter) for key, parameter in named.items()}
+        before = {key: copy_full_tensor(parameter) for key, parameter in named.items()}
         trainer.step()
 
         for group in trainer.optimizer.param_groups:
@@ -136,5 +142,7 @@ def test_groups_have_their_learning_rates_and_weight_decays(tmp_path, name, deca
                 is_exempt = "norm" in key or not (decayed or "layers" in key)
                 decay = 0.0 if is_exempt else 0.1
                 assert group["weight_decay"] == (decay if still.claims(key) else 0.3), key
-                assert torch.equal(whole(parameter), before[key]) == still.claims(key), key
+                assert torch.equal(copy_full_tensor(parameter), before[key]) == still.claims(key), (
+                    key
+                )
         assert sum(len(group["params"]) for group in trainer.optimizer.param_groups) == len(named)

@@ -1,4 +1,4 @@
-"""The learning rate of each step is that of torchtitan."""
+"""Learning rates of all steps equal those of torchtitan."""
 
 from typing import Any
 
@@ -43,7 +43,7 @@ def test_learning_rates_equal_those_of_torchtitan(keys, shares):
     assert rates(10, **keys) == pytest.approx([PEAK * share for share in shares], abs=1e-6)
 
 
-def test_a_run_can_be_the_beginning_of_a_longer_schedule():
+def test_a_run_can_train_only_the_first_steps_of_a_schedule():
     assert rates(3, total_steps=10, warmup_steps=4) == rates(10, warmup_steps=4)[:3]
 
 

@@ -1,11 +1,11 @@
-"""Validation, saves and resumes use the right weights if an optimizer evaluates other weights than it trains."""
+"""Validation, saves and resumes use the evaluation weights of a schedule-free optimizer."""
 
 from typing import Any
 
 import pytest
 import torch
 from ranks import run_ranks, small_trainer
-from small_runs import losses
+from small_runs import read_losses
 from torch import Tensor
 
 from titanlite import Trainer, load_checkpoint
@@ -21,8 +21,8 @@ OPTIONS = (
 ).split()
 
 
-class Mean(Hook):
-    """Compare the mean of the weights after each step with the weights that are evaluated."""
+class CheckMean(Hook):
+    """Compares the mean of the weights after each step with the weights in saves and validations."""
 
     def built(self, trainer: Trainer) -> None:
         self._weight = trainer.model.get_parameter("output.weight")
@@ -50,11 +50,8 @@ class Mean(Hook):
 
 
 def train(folder: str) -> list[bool]:
-    """Train six steps at once and in two starts.
-
-    Return whether the means were evaluated, and how often.
-    """
-    mean = Mean()
+    """Train six steps at once and in two starts, and return all comparisons of the first run."""
+    mean = CheckMean()
     with small_trainer(f"{folder}/whole", mean, *OPTIONS, "6") as trainer:
         trainer.train()
     for steps in ("4", "6"):
@@ -68,7 +65,8 @@ def train(folder: str) -> list[bool]:
     return mean.evaluated_mean
 
 
-def test_the_weights_to_evaluate_are_validated_saved_and_resumed_from(tmp_path):
-    saves, validations = 3, 6
+def test_evaluation_weights_are_validated_and_saved_and_a_run_resumes_from_them(tmp_path):
+    saves = 3
+    validations = 6
     assert run_ranks(2, train, str(tmp_path)) == [[True] * (saves + validations)] * 2
-    assert losses(tmp_path / "whole/out") == losses(tmp_path / "parts/out")
+    assert read_losses(tmp_path / "whole/out") == read_losses(tmp_path / "parts/out")

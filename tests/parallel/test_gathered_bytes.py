@@ -1,4 +1,4 @@
-"""Bytes that FSDP gathers and reduces per step."""
+"""FSDP gathers and reduces only the bytes that a step needs."""
 
 import pytest
 from train_variants import tiny_run
@@ -22,30 +22,32 @@ EMBEDDING = 96 * 64
 NORM = 64
 
 
-def traffic(*options: str) -> tuple[int, int, int]:
+def count_traffic(*options: str) -> tuple[int, int, int]:
     """Return the bytes that two ranks gather in a step, and the number of gathers and reductions."""
     (trace,) = trace_run(tiny_run(" ; ".join(filter(None, options)), 2))
-    found = [work for work in trace.work if work.group is not None and work.group[0] == "fsdp"]
-    gathers = [work for work in found if work.op == "all_gather"]
-    reductions = sum(work.count for work in found if work.op == "reduce_scatter")
+    collectives = [
+        work for work in trace.work if work.group is not None and work.group[0] == "fsdp"
+    ]
+    gathers = [work for work in collectives if work.op == "all_gather"]
+    reductions = sum(work.count for work in collectives if work.op == "reduce_scatter")
     return sum(work.bytes for work in gathers), sum(work.count for work in gathers), reductions
 
 
 def test_fp8_halves_the_traffic_of_the_blocks():
     others = BLOCKS - MATRICES + 2 * EMBEDDING + NORM
 
-    assert traffic(BF16)[0] == 2 * (MATRICES + others)
+    assert count_traffic(BF16)[0] == 2 * (MATRICES + others)
     # No rank sends scales, because all ranks compute them.
-    assert traffic(BF16, FP8)[0] == MATRICES + 2 * others
+    assert count_traffic(BF16, FP8)[0] == MATRICES + 2 * others
 
 
-def test_each_microbatch_gathers_all_but_the_output_layer_and_can_reduce():
-    """The embedding is gathered for forward passes only, because its gradient needs only token ids."""
+def test_each_microbatch_gathers_all_layers_but_the_output():
+    """The embedding is gathered for forward passes only: its gradient needs only token IDs."""
     gathered = 4 * (EMBEDDING + 3 * (EMBEDDING + 2 * (BLOCKS + NORM)))
     gathers = 1 + 3 * (1 + 2 * 3)
 
-    assert traffic(THREE_MICROBATCHES) == (gathered, gathers, 2 + 3)
-    assert traffic(THREE_MICROBATCHES, EACH_MICROBATCH) == (gathered, gathers, 3 * (2 + 3))
+    assert count_traffic(THREE_MICROBATCHES) == (gathered, gathers, 2 + 3)
+    assert count_traffic(THREE_MICROBATCHES, EACH_MICROBATCH) == (gathered, gathers, 3 * (2 + 3))
 
 
 @pytest.mark.parametrize(
@@ -62,7 +64,10 @@ def test_large_gradients_are_reduced_with_each_microbatch_if_that_saves_memory(o
     """Embedding and output have 70 million parameters each."""
     large = ("model.vocab_size = 1_100_000", options)
 
-    assert traffic(*large, THREE_MICROBATCHES)[2] == factor * traffic(*large, ONE_MICROBATCH)[2]
+    assert (
+        count_traffic(*large, THREE_MICROBATCHES)[2]
+        == factor * count_traffic(*large, ONE_MICROBATCH)[2]
+    )
 
 
 def test_small_blocks_share_a_group():
@@ -78,4 +83,4 @@ def test_small_blocks_share_a_group():
     }
     for minimum, expected in gathers_and_reductions.items():
         group_size = f"parallelism.fsdp_min_num_params = {minimum}"
-        assert traffic(ONE_MICROBATCH, group_size)[1:] == expected
+        assert count_traffic(ONE_MICROBATCH, group_size)[1:] == expected

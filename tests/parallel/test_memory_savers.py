@@ -1,4 +1,4 @@
-"""Memory savers: each one saves memory or traffic, and is off where it would be unsafe."""
+"""Each memory saver saves memory or traffic, and is off where it would be unsafe."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ LARGE = (
 LONG_MICROBATCH = "training.local_batch_size = 64 ; training.global_batch_size = 256"
 SAVERS = "titanlite.parallel.memory_savers"
 ACCUMULATION = "training.global_batch_size = 16"
-# The allocator reserves memory in multiples of this.
+# The allocator reserves memory in multiples of this number of bytes.
 SEGMENT = 20 * 2**20
 
 
@@ -104,7 +104,7 @@ def test_safe_gathers_embedding_and_output_only_for_the_forward_pass():
     ],
     ids=["default", "none", "bf16 reduction", "offload", "reduction per microbatch", "per step"],
 )
-def test_only_results_that_stay_are_allocated_in_the_main_stream(
+def test_only_gradients_that_are_kept_are_allocated_in_the_main_stream(
     monkeypatch, level, options, is_replaced
 ):
     """FSDP2 would free any other result before the main stream has waited for the collective."""
@@ -123,12 +123,12 @@ def test_only_results_that_stay_are_allocated_in_the_main_stream(
 
 @pytest.mark.parametrize(("level", "exist"), [("none", False), ("safe", True), ("all", True)])
 def test_moments_exist_before_the_first_step(tmp_path, level, exist):
-    words = ["--model.flavor", "debugmodel", "--parallelism.memory_savers", level]
-    with Trainer(load_run([*words, "--job.dump_folder", str(tmp_path)], world_size=1)) as trainer:
+    options = ["--model.flavor", "debugmodel", "--parallelism.memory_savers", level]
+    with Trainer(load_run([*options, "--job.dump_folder", str(tmp_path)], world_size=1)) as trainer:
         assert bool(trainer.optimizer.state) == exist
 
 
-def test_symmetric_memory_is_refused_on_a_cpu_and_set_for_every_group_on_gpus(
+def test_symmetric_memory_is_rejected_on_a_cpu_and_set_for_every_group_on_gpus(
     monkeypatch,
 ):
     groups: list[FSDPModule] = []

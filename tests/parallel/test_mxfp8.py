@@ -1,4 +1,4 @@
-"""MXFP8 layers against an emulation in float32, and the GPUs on which they run."""
+"""MXFP8 layers equal an emulation in float32, and are rejected on GPUs without kernels."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def round_to_mxfp8(x: Tensor) -> Tensor:
     blocks = x.unflatten(-1, (-1, 32))
     largest = blocks.abs().amax(-1, keepdim=True)
     mantissa, exponent = torch.frexp(largest / 448)
-    # 0.5 is a power of two.
+    # frexp returns the mantissa 0.5 for powers of two, which need the smaller exponent.
     exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
     scale = torch.ldexp(torch.ones_like(largest), exponent.clamp(-127, 127))
     return ((blocks / scale).to(torch.float8_e4m3fn).float() * scale).flatten(-2)
@@ -45,7 +45,7 @@ def test_values_and_gradients_equal_an_emulation(spread):
     weight = torch.randn(64, 96)
     layer.load_state_dict({"0.weight": weight})
     x = torch.randn(2, 64, 96) * torch.logspace(0, torch.tensor(spread).log10(), 96)
-    # Blocks whose largest value is 0.
+    # The scale of blocks of zeros must not divide by zero.
     x[0, :, :32] = 0
     x.requires_grad_()
     grad = torch.randn(2, 64, 64)
@@ -53,7 +53,8 @@ def test_values_and_gradients_equal_an_emulation(spread):
     output = layer(x)
     grad_x, grad_weight = torch.autograd.grad(output, (x, *layer.parameters()), grad)
 
-    rows, grad_rows = x.detach().flatten(0, 1), grad.flatten(0, 1)
+    rows = x.detach().flatten(0, 1)
+    grad_rows = grad.flatten(0, 1)
     expected = {
         "output": (output.detach().flatten(0, 1), multiply(rows, weight)),
         "input": (grad_x.flatten(0, 1), multiply(grad_rows, weight.T)),

@@ -14,7 +14,7 @@ FP8_ALL_GATHER = (
     "float8.precompute_float8_dynamic_scale_for_fsdp = true"
 )
 AC_OP = "activation_checkpoint.mode = 'selective'"
-# Options of when and where tensors are computed, which change no bit.
+# These options change when and where tensors are computed, but no bit of the results.
 UNCHANGED = {
     "ac_full": "activation_checkpoint.mode = 'full'",
     "ac_op": AC_OP,
@@ -62,15 +62,19 @@ def train(ranks: int, variants: dict[str, str]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def results() -> Results:
     """Return results by number of ranks and variant."""
-    return {n: train(n, {name: VARIANTS[name] for name in names}) for n, names in NAMES.items()}
+    results = {}
+    for ranks, names in NAMES.items():
+        results[ranks] = train(ranks, {name: VARIANTS[name] for name in names})
+    return results
 
 
 def relative_difference(a: list[float], b: list[float]) -> float:
-    return max(abs(x - y) / abs(x) for x, y in zip(a, b, strict=True))
+    pairs = zip(a, b, strict=True)
+    return max(abs(x - y) / abs(x) for x, y in pairs)
 
 
-def test_same_weights_anywhere(results):
-    """Initial weights are bitwise equal for any number of ranks and every option."""
+def test_initial_weights_do_not_depend_on_ranks_and_options(results):
+    """Only models that are built in bf16 round their initial weights."""
     unrounded = {
         result["initial"]
         for variants in results.values()
@@ -80,14 +84,14 @@ def test_same_weights_anywhere(results):
 
     assert len(unrounded) == 1
 
-    # Rounded to bf16: other bits, but the same ones on any number of ranks.
+    # Weights that are rounded to bf16 are equal on any number of ranks.
     for name in BUILT:
         assert results[1][name]["initial"] == results[2][name]["initial"]
         assert results[1][name]["initial"] not in unrounded
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_schedule_of_computation_changes_no_bit(results, ranks):
+def test_options_that_only_move_computation_change_no_bit(results, ranks):
     for name in UNCHANGED.keys() & results[ranks].keys():
         for what in ("losses", "norms", "final"):
             assert results[ranks][name][what] == results[ranks]["fp32"][what], name
@@ -99,17 +103,19 @@ def test_schedule_of_computation_changes_no_bit(results, ranks):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_trains_close_to_fp32(results, ranks):
     for name in CLOSE.keys() & results[ranks].keys():
-        losses, reference = results[ranks][name]["losses"], results[ranks]["fp32"]["losses"]
+        losses = results[ranks][name]["losses"]
+        reference = results[ranks]["fp32"]["losses"]
         assert losses[-1] < losses[0] - 0.5, name
-        # bf16 has 8 bits of mantissa, e4m3 has 4; over 8 steps that moves the loss by a percent at
+        # Mantissas have 8 bits in bf16 and 4 in e4m3, which changes the loss after 8 steps by 1% at
         # most.
         assert relative_difference(reference, losses) < 0.01, name
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_mixed_precision_dtypes(results, ranks):
-    """Check the dtypes of weights, gathered parameters, reductions and optimizer state."""
-    single, half = "torch.float32", "torch.bfloat16"
+def test_weights_computation_gradients_and_optimizer_use_the_configured_dtypes(results, ranks):
+
+    single = "torch.float32"
+    half = "torch.bfloat16"
     for name, stored, computed in (
         ("fp32", single, single),
         ("bf16", single, half),
@@ -125,13 +131,13 @@ def test_mixed_precision_dtypes(results, ranks):
         assert results[ranks][name]["dtypes"] == expected, name
 
 
-def test_float8_says_what_it_converted(results):
-    for name, said in (
+def test_float8_logs_the_converted_layers(results):
+    for name, output in (
         ("fp8", "converted 21 linear layers"),
         ("fp8_filtered", "kept 12 (3 attention.wq, 3 attent"),
     ):
         (note,) = (note for note in results[2][name]["notes"] if "Float8" in note)
-        assert said in note
+        assert output in note
         assert "emulated" in note
 
 

@@ -1,4 +1,4 @@
-"""Parts of a parallel model: activation checkpointing, context masks, FP8 casts, process groups."""
+"""Activation checkpointing, context masks, FP8 casts and process groups work on their own."""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -24,8 +24,10 @@ from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.recompute import apply_activation_checkpointing
 from titanlite.parallel.tensor import enable_async_tensor_parallel
 
-# Q, k, v, o, gate, up, down; nobody needs the result of the last one again.
-BLOCKS, LINEARS = 4, 7
+# Each block has the matmuls q, k, v, o, gate, up and down. The result of the last one is not needed
+# again, so it is never recomputed.
+BLOCKS = 4
+LINEARS = 7
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 
 
@@ -58,12 +60,14 @@ def count(mode: str, option: str = "op") -> tuple[Counter[str], torch.Tensor]:
     ("mode", "option", "recomputed_matmuls", "recomputed_attentions"),
     [
         ("full", "op", BLOCKS * (LINEARS - 1), BLOCKS),
-        # The 1st, 3rd and 5th matmul are saved.
+        # Selective checkpointing recomputes every second of the seven matmuls.
         ("selective", "op", BLOCKS * (LINEARS // 2), 0),
         ("selective", "2", BLOCKS // 2 * (LINEARS - 1), BLOCKS // 2),
     ],
 )
-def test_recomputes_what_the_mode_says(mode, option, recomputed_matmuls, recomputed_attentions):
+def test_each_mode_recomputes_the_expected_operators(
+    mode, option, recomputed_matmuls, recomputed_attentions
+):
     reference, gradient = count("none")
     ops, same_gradient = count(mode, option)
 
@@ -74,9 +78,10 @@ def test_recomputes_what_the_mode_says(mode, option, recomputed_matmuls, recompu
 
 @pytest.mark.parametrize("rank", range(2))
 @pytest.mark.parametrize("documents", [False, True])
-def test_the_context_mask_of_a_gpu_is_that_of_a_cpu(rank, documents):
-    group: Any = SimpleNamespace(get_local_rank=lambda: rank, size=lambda: 2)  # of a device mesh
-    chunks = [[0, 1, 6, 7], [2, 3, 4, 5]]  # of equal work
+def test_context_masks_of_flex_attention_and_of_sdpa_are_equal(rank, documents):
+    # The group stands for a dimension of a device mesh. Both chunks have equal work.
+    group: Any = SimpleNamespace(get_local_rank=lambda: rank, size=lambda: 2)
+    chunks = [[0, 1, 6, 7], [2, 3, 4, 5]]
 
     assert local_chunks(torch.arange(8)[None], group)[0].tolist() == chunks[rank]
 
@@ -84,13 +89,15 @@ def test_the_context_mask_of_a_gpu_is_that_of_a_cpu(rank, documents):
     ids = torch.stack((torch.arange(16) // 5, torch.arange(16) // 7)) if documents else None
     flex = create_mask(flex_context_mask(tokens, ids, group).mask_mod, 2, 1, 8, 16, device="cpu")
     dense: Any = context_mask(tokens, ids, group)
-    if dense is None:  # causal
-        dense = local_chunks(torch.ones(16, 16, dtype=torch.bool).tril(), group, dim=0)[None, None]
+    # Without documents, SDPA needs no mask, because attention is causal.
+    if dense is None:
+        causal = torch.ones(16, 16, dtype=torch.bool).tril()
+        dense = local_chunks(causal, group, dim=0)[None, None]
 
     assert torch.equal(flex, dense.expand(2, 1, 8, 16))
 
 
-def test_the_cast_of_weights_to_fp8_is_compiled_with_the_model_and_is_the_same(
+def test_the_fp8_cast_of_weights_is_compiled_only_with_the_model_and_is_bitwise_equal(
     monkeypatch,
 ):
     def cast() -> torch.Tensor:
@@ -104,7 +111,8 @@ def test_the_cast_of_weights_to_fp8_is_compiled_with_the_model_and_is_the_same(
 
     eager = fsdp_utils.hp_tensor_and_scale_to_float8
     expected = cast()
-    monkeypatch.setattr(fsdp_utils, "hp_tensor_and_scale_to_float8", eager)  # restored at the end
+    # monkeypatch restores the function that the conversion below replaces.
+    monkeypatch.setattr(fsdp_utils, "hp_tensor_and_scale_to_float8", eager)
     config = schema.Float8(
         enable=True,
         enable_fsdp_float8_all_gather=True,
@@ -120,7 +128,7 @@ def test_the_cast_of_weights_to_fp8_is_compiled_with_the_model_and_is_the_same(
     assert torch.equal(cast(), expected)
 
 
-def switched_on() -> tuple[bool, bool]:
+def enable_async_tp() -> tuple[bool, bool]:
     """Enable async tensor parallelism, and return the settings that the compiler reads."""
     import torch._inductor.config as inductor_config
     from torch.distributed._symmetric_memory import is_symm_mem_enabled_for_group
@@ -134,15 +142,15 @@ def switched_on() -> tuple[bool, bool]:
 
 
 @pytest.mark.slow
-def test_async_tensor_parallelism_is_switched_on_where_the_compiler_looks():
-    assert run_ranks(1, switched_on) == [(True, True)]
+def test_async_tensor_parallelism_is_enabled_in_the_compiler_and_for_the_group():
+    assert run_ranks(1, enable_async_tp) == [(True, True)]
 
 
 # pipeline, replicate, shard, context, tensor
 LAYOUTS = [(1, 1, 2, 1, 2), (1, 1, 2, 2, 1), (2, 1, 1, 1, 2), (1, 2, 2, 1, 1)]
 
 
-def groups_of_meshes() -> list[tuple[set[str], set[str]]]:
+def list_groups() -> list[tuple[set[str], set[str]]]:
     """Return for each layout the groups that the mesh lists and the groups that torch has."""
     names = []
     rank = dist.get_rank()
@@ -160,6 +168,6 @@ def groups_of_meshes() -> list[tuple[set[str], set[str]]]:
 @pytest.mark.slow
 def test_the_mesh_lists_every_process_group():
     """A timeout must reach every group."""
-    for layouts in run_ranks(4, groups_of_meshes):
+    for layouts in run_ranks(4, list_groups):
         for listed, existing in layouts:
             assert listed == existing

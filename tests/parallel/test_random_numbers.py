@@ -40,9 +40,12 @@ def test_activation_checkpointing_repeats_the_random_numbers(compiled, modes):
 
 def test_an_evaluation_draws_no_random_numbers():
     run = TinyRun(model={"architecture": "dropout_blocks"})
-    rows = torch.randint(VOCAB_SIZE, (4, SEQ_LEN + 1), generator=torch.Generator().manual_seed(0))
-    microbatches = [Microbatch(rows[:, :-1], rows[:, 1:])]
-    first, second = (run.train_step.forward_backward.evaluate(microbatches) for _ in range(2))
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(VOCAB_SIZE, (4, SEQ_LEN + 1), generator=generator)
+    microbatches = [Microbatch(tokens[:, :-1], tokens[:, 1:])]
+
+    first = run.train_step.forward_backward.evaluate(microbatches)
+    second = run.train_step.forward_backward.evaluate(microbatches)
 
     assert torch.equal(first, second)
     assert run.model.training

@@ -11,7 +11,7 @@ from titanlite.config.flavors import FLAVORS
 from titanlite.observe.flops import num_params
 
 CONFIGS = Path(__file__).parents[2] / "train_configs"
-# Ranks that the file's first lines speak of.
+# Number of ranks in the first lines of each file.
 WORLD = {
     **dict.fromkeys(("debug_model", "fineweb_debugmodel", "fineweb_150m", "llama_1b"), 1),
     **{"fineweb_1b": 8, "fineweb_8b": 64, "llama_3b": 4, "llama_8b": 8, "llama_8b_float8": 8},
@@ -19,7 +19,7 @@ WORLD = {
 }
 
 
-def test_every_job_file_is_here():
+def test_every_job_file_is_tested_with_the_ranks_in_its_header():
     assert {path.stem for path in CONFIGS.glob("*.toml")} == set(WORLD)
     for name, ranks in WORLD.items():
         header = (CONFIGS / f"{name}.toml").read_text().split("\n\n")[0]
@@ -37,19 +37,20 @@ LONG = (
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in WORLD]
 )
-def test_a_job_file_steps_on_the_gpus_it_is_for_and_fits(name):
-    words = ["--quick", "--json", "--gpu", "H100", "--world-size", WORLD[name]]
+def test_a_job_file_fits_on_its_gpus(name):
+    options = ["--quick", "--json", "--gpu", "H100", "--world-size", WORLD[name]]
     flavor = name.partition("_")[2].removesuffix("_float8")
-    # Their text and tokenizer are not part of the repository.
+    # The text and the tokenizer of these jobs are not part of the repository.
     if name.startswith("fineweb_"):
         sources = "--dataset.source python_stdlib --dataset.path None"
         tokenizer = "--tokenizer.path assets/tokenizer/tokenizer.model"
-        words += f"{sources} {tokenizer} --model.vocab_size {FLAVORS[flavor].vocab_size}".split()
-    said = titanlite("plan", *words, "--job.config_file", CONFIGS / f"{name}.toml")
-    plan = json.loads(said[said.index('{"job"') :].splitlines()[0])
+        options += f"{sources} {tokenizer} --model.vocab_size {FLAVORS[flavor].vocab_size}".split()
+    output = titanlite("plan", *options, "--job.config_file", CONFIGS / f"{name}.toml")
+    plan = json.loads(output[output.index('{"job"') :].splitlines()[0])
 
     assert plan["peak"] + plan["allowance"] < plan["memory"]
 
-    if name not in ("debug_model", "llama_70b", "llama_405b"):  # not sharded evenly
+    # The ranks of these jobs have different numbers of weights.
+    if name not in ("debug_model", "llama_70b", "llama_405b"):
         expected = 4 * num_params(FLAVORS[flavor]) / WORLD[name]
         assert plan["kinds"]["weights"] == pytest.approx(expected, rel=0.02)

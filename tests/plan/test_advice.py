@@ -1,4 +1,4 @@
-"""Memory, time and advice follow from traces. Expected values are derived in the tests."""
+"""Plans derive memory, time and advice from traces. The tests derive the expected values."""
 
 import math
 import subprocess
@@ -74,11 +74,11 @@ def trace_by_formula(run: Run, *_: object) -> tuple[RankTrace, ...]:
 
 LARGE = matmul(16384, 4096, 14336, count=100)
 SECONDS = LARGE.flops / (989e12 * MATMUL["bfloat16"])
-# Bytes that are moved or sent.
+# Bytes that kernels move or collectives send.
 GB10 = 10**10
-# In a ring of 8 GPUs of a node.
+# Seconds in a ring of the 8 GPUs of a node.
 LOCAL_SECONDS = GB10 * 7 / 8 / (450e9 * LINK)
-# Through all network cards of a node.
+# Seconds through all network cards of a node.
 NETWORK_SECONDS = GB10 / 8 / 50e9 / LINK
 MEMORY_SECONDS = GB10 / (3350e9 * BANDWIDTH)
 
@@ -98,7 +98,7 @@ def test_the_rank_with_the_highest_peak_counts_and_its_allowance_must_fit():
     assert sum(result.kinds.values()) == result.peak < result.needs
     assert plan(peak=74).fits
     assert not plan(peak=78).fits
-    # Ranks share the memory of a node.
+    # Ranks on a CPU share the memory of the node.
     assert plan(peak=10, gpu=CPU, ranks=2).memory == 12 * GIB
 
 
@@ -183,13 +183,13 @@ def test_a_ring_of_many_nodes_starts_later():
         gather = sent("all_gather", 0, "world", ranks, ranks, 10**4)
         return plan(gather).parts["collectives (world)"]
 
-    # 112 hops within nodes and 15 between them take the place of 7.
+    # 128 ranks need 112 hops within nodes and 15 between nodes, and 8 ranks only 7 hops.
     assert 16 * start_seconds(8) < start_seconds(128) < 20 * start_seconds(8)
 
 
-def run_published(*words: str) -> list[str]:
+def run_published(*options: str) -> list[str]:
     """Run benchmarks/published.py, and return the lines that it prints."""
-    command = [sys.executable, "benchmarks/published.py", *words]
+    command = [sys.executable, "benchmarks/published.py", *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     return done.stdout.splitlines()
 
@@ -198,7 +198,7 @@ def run_published(*words: str) -> list[str]:
 @pytest.mark.parametrize(
     "job", ["llama_8b.toml 8", "llama_70b.toml 64", "llama_70b.toml 256", "llama_405b.toml 512"]
 )
-def test_the_first_choice_of_a_search_is_as_fast_as_the_recipe_of_torchtitan(job):
+def test_the_fastest_job_of_a_search_is_as_fast_as_the_torchtitan_recipe(job):
     table = run_published("--search", "--only", job)
     assert float(table[-1].split("|")[5]) >= 1, table
 
@@ -214,7 +214,7 @@ def test_plans_of_published_jobs_are_as_fast_as_published():
 def test_the_interval_comes_from_the_published_table_and_covers_rows_left_out():
     page = (ROOT / "docs/internals/planner.md").read_text()
     table = page.partition("| plan / published |\n")[2].partition("\n\n")[0]
-    # The first line is a rule.
+    # The first line separates the header from the rows.
     _, *rows = table.splitlines()
     ratios = [float(row.split("|")[-2]) for row in rows]
 
@@ -239,8 +239,8 @@ def test_tokens_and_mfu_follow_from_the_step():
 
 
 @pytest.mark.parametrize(("mode", "rows"), [("none", 3), ("full", 33)])
-def test_the_largest_batch_that_fits(mode, rows, monkeypatch, capsys):
-    """79.1 GiB hold 10 GiB, 2 GiB of allocator and libraries, and 20 (or 2) GiB for each sequence."""
+def test_the_largest_batch_that_fits_is_reported_after_the_plan(mode, rows, monkeypatch, capsys):
+    """Of 79.1 GiB, the state takes 10, allocator and libraries 2, and each sequence 20 or 2."""
     monkeypatch.setattr(advice, "trace_run", trace_by_formula)
     job = run(f"training.local_batch_size = 1 ; activation_checkpoint.mode = '{mode}'")
 
@@ -255,19 +255,19 @@ def test_the_largest_batch_that_fits(mode, rows, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_the_peak_of_more_rows_is_on_the_line_through_two_numbers_of_rows():
+def test_peak_memory_is_linear_in_the_local_batch_size():
     """The search for the largest batch relies on this."""
     options = (
         "model.dim = 256 ; model.n_layers = 4 ; model.n_heads = 4 ; model.n_kv_heads = 2 ; "
         "model.ffn_dim = 640 ; model.vocab_size = 4096 ; parallelism.fsdp_min_num_params = 0 ; "
         "training.seq_len = 2048 ; training.local_batch_size = "
     )
-    few, more, many = (
+    eight, nine, sixteen = (
         trace_run(Run(JobConfig.model_validate(job_tables(f"{options}{rows}")), 2))[0].peak
         for rows in (8, 9, 16)
     )
 
-    assert many == few + 8 * (more - few)
+    assert sixteen == eight + 8 * (nine - eight)
 
 
 def test_changes_that_fit_are_listed_cheapest_first(monkeypatch, capsys):
@@ -295,23 +295,23 @@ def test_the_search_lists_valid_jobs_that_fit_fastest_first(monkeypatch):
     job = run("compile.enable = true", 16)
     gpu = find_gpu("A100-80GB")
 
-    found, traced, candidates = advice.search(job, gpu, map)
+    results, traced, candidates = advice.search(job, gpu, map)
 
     assert traced == advice.MAX_TRACED_JOBS < candidates == 1 + len(advice.list_layouts(job, gpu))
-    # No job is slower than the given one.
-    assert all(settings for settings, _ in found[:-1])
+    # The last job is the original job, which has no changed settings, so no job is slower.
+    assert all(settings for settings, _ in results[:-1])
 
-    for settings, result in found:
+    for settings, result in results:
         candidate = advice.with_keys(job, settings)
         assert result.fits
         assert candidate.degrees.world == 16
         assert not find_broken_rules(candidate)
-    speeds = [result.tokens_per_second for _, result in found]
+    speeds = [result.tokens_per_second for _, result in results]
 
     assert speeds == sorted(speeds, reverse=True)
 
 
-def test_the_search_begins_with_the_given_job(monkeypatch):
+def test_the_search_traces_the_original_job_first(monkeypatch):
     monkeypatch.setattr(advice, "trace_run", trace_by_formula)
 
     ((settings, _),), traced, _ = advice.search(run(), H100, map, max_jobs=1)

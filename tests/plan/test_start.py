@@ -1,4 +1,4 @@
-"""`titanlite plan`, rejected starts, and reports of runs that are out of memory."""
+"""`titanlite plan` prints plans, starts that cannot fit are rejected, and OOM errors show a plan."""
 
 import json
 import os
@@ -26,7 +26,7 @@ def job_file(tmp_path) -> Path:
     return path
 
 
-def test_a_state_that_cannot_fit_is_refused_before_anything_starts(tmp_path, monkeypatch, capsys):
+def test_a_state_that_cannot_fit_is_rejected_before_the_start(tmp_path, monkeypatch, capsys):
     """The launcher, a rank and the Python API reject it, unless the size of a GPU is unknown."""
     tool = tmp_path / "nvidia-smi"
     tool.write_text("#!/bin/sh\necho NVIDIA H100 80GB HBM3, 81000\n")
@@ -38,9 +38,9 @@ def test_a_state_that_cannot_fit_is_refused_before_anything_starts(tmp_path, mon
         assert (
             cli.main(f"{command} --model.flavor 8b --job.dump_folder {tmp_path}/out".split()) == 2
         )
-        said = capsys.readouterr().err
-        for words in ("state take ", "has 79.1 GiB", "2 such devices", "`titanlite plan`"):
-            assert words in said
+        output = capsys.readouterr().err
+        for options in ("state take ", "has 79.1 GiB", "2 such devices", "`titanlite plan`"):
+            assert options in output
     job = JobConfig.model_validate({"model": {"flavor": "8b"}})
 
     with pytest.raises(UserError, match="2 such devices"):
@@ -55,18 +55,18 @@ def test_a_state_that_cannot_fit_is_refused_before_anything_starts(tmp_path, mon
 
 
 @pytest.mark.slow
-def test_out_of_memory_is_reported_with_a_plan(job_file, tmp_path):
-    """Clipping allocates a tensor of 2**50 bytes."""
-    words = ("train", "--job.config_file", job_file, "--job.dump_folder", tmp_path / "out")
-    said = start_titanlite(*words, before=_run_out).ends_with(1)
+def test_an_out_of_memory_error_is_reported_with_a_plan(job_file, tmp_path):
+    """In this run, gradient clipping allocates 2**50 bytes."""
+    options = ("train", "--job.config_file", job_file, "--job.dump_folder", tmp_path / "out")
+    output = start_titanlite(*options, before=exhaust_memory).wait_for_exit(1)
     reports = "Out of memory at step 1: ,can't allocate memory,The plan: ,weights,To start again: "
     for report in reports.split(","):
-        assert report in said
+        assert report in output
 
-    assert "Traceback" not in said
+    assert "Traceback" not in output
 
 
-def _run_out() -> None:
+def exhaust_memory() -> None:
     import torch
 
     from titanlite.train import step
@@ -79,11 +79,13 @@ def _run_out() -> None:
 
 @pytest.mark.slow
 def test_the_command_prints_a_plan_and_the_fastest_jobs(job_file, tmp_path):
-    own = tmp_path / "gpu.toml"
+    gpu_file = tmp_path / "gpu.toml"
     rates = ("memory_gib", "bf16", "fp32", "bandwidth", "link", "network", "host", "machine")
-    own.write_text('name = "mine"\n' + "".join(f"{key} = {n}\n" for n, key in enumerate(rates, 4)))
-    words = ("plan", "--job.config_file", job_file, "--gpu", own)
-    output = titanlite(*words, "--json", "--quick", "--tokens", "2.5e9")
+    gpu_file.write_text(
+        'name = "mine"\n' + "".join(f"{key} = {n}\n" for n, key in enumerate(rates, 4))
+    )
+    options = ("plan", "--job.config_file", job_file, "--gpu", gpu_file)
+    output = titanlite(*options, "--json", "--quick", "--tokens", "2.5e9")
     plan = json.loads(output.splitlines()[-1])
 
     assert plan["memory"] == 4 * gpus.GIB
@@ -95,18 +97,18 @@ def test_the_command_prints_a_plan_and_the_fastest_jobs(job_file, tmp_path):
     assert time["gpu_hours"] == pytest.approx(24 * time["days"])  # on one GPU
     assert 0 < time["days_low"] < time["days_high"]
 
-    said = titanlite(*words, "--memory", "0.000001", "--tokens", "2.5B")
+    output = titanlite(*options, "--memory", "0.000001", "--tokens", "2.5B")
     for number in ("days", "days_low", "days_high"):
-        assert f"{time[number]:,.2f}" in said
+        assert f"{time[number]:,.2f}" in output
 
-    assert "DOES NOT FIT" in said
-    assert "tokens/s per device" in said
-    assert "No single change of the job makes it fit" in said
+    assert "DOES NOT FIT" in output
+    assert "tokens/s per device" in output
+    assert "No single change of the job makes it fit" in output
 
-    said = titanlite(*words, "--write", tmp_path / "best.toml", "--tokens", "2.5B")
-    assert "Fastest of " in said
-    assert "days" in said
-    # The folder and file of the given job are left out.
+    output = titanlite(*options, "--write", tmp_path / "best.toml", "--tokens", "2.5B")
+    assert "Fastest of " in output
+    assert "days" in output
+    # The written job has no output folder and no job file.
     assert "[job]" not in (tmp_path / "best.toml").read_text()
     assert "OK" in titanlite("check", "--job.config_file", tmp_path / "best.toml")
 
@@ -114,6 +116,6 @@ def test_the_command_prints_a_plan_and_the_fastest_jobs(job_file, tmp_path):
 def test_a_plan_ends_if_one_of_its_waiting_processes_is_killed():
     with pytest.raises(UserError, match="killed"), workers() as pool:  # noqa: PT012
         pool.submit(time.sleep, 2)
-        # The process has locked the queue, which the other process needs.
+        # The killed process holds the lock of the queue that the other process waits for.
         os.kill(pool.submit(os.getpid).result(), 9)
         pool.submit(int).result()

@@ -102,12 +102,12 @@ def pipeline(schedule: str, blocks: int, *marks: pytest.MarkDecorator, more: str
         pipeline("1F1B", 12, pytest.mark.long, more=RESHARDS),
     ],
 )
-def test_few_blocks_and_microbatches_tell_what_all_take(ranks, options):
+def test_plans_from_few_blocks_and_microbatches_equal_those_of_whole_jobs(ranks, options):
     run = tiny_run(with_blocks(9, options), ranks)
     for few, whole in zip(trace_run(run), trace_run(run, whole=True), strict=True):
         assert set(few.work) == set(whole.work)
         assert (few.moment, few.host) == (whole.moment, whole.host)
-        # A pipeline's schedule keeps losses of 4 bytes.
+        # Pipeline schedules keep the losses of all microbatches, 4 bytes each.
         assert few.kinds == pytest.approx(whole.kinds, abs=16)
 
     assert not dist.is_initialized()
@@ -116,11 +116,11 @@ def test_few_blocks_and_microbatches_tell_what_all_take(ranks, options):
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.long
-def test_a_real_step_takes_what_is_counted_on_fake_tensors(ranks):
+def test_a_real_step_takes_the_memory_counted_on_fake_tensors(ranks):
     jobs = {name: options for name, (_, options) in LAYOUTS.items()}
     for name, real in run_ranks(ranks, real_bytes, jobs)[0].items():
         planned = dict(trace_run(tiny_run(jobs[name], ranks))[0].kinds)
-        # A real collective keeps its input, a token count of 8 bytes, until it is waited for.
+        # A real collective keeps its input, a token count of 8 bytes, until the wait for it.
         assert 0 <= real.pop("other") - planned.pop("other") <= 8, name
         assert real == planned, name
 
@@ -132,7 +132,7 @@ def real_bytes(jobs: dict[str, str]) -> dict[str, dict[str, int]]:
     longer than the step does.
     """
     world = dist.get_world_size()
-    found = {}
+    results = {}
     gc.disable()
     for name, options in jobs.items():
         run = tiny_run(options, world)
@@ -142,13 +142,13 @@ def real_bytes(jobs: dict[str, str]) -> dict[str, dict[str, int]]:
         repeats = 1 if world == 1 else 3
         counts = [count_step(run, mesh, sharded, update).peaks for _ in range(repeats)]
         kinds = min((max(peaks.values(), key=sum) for peaks in counts), key=sum)
-        found[name] = dict(zip(ALL_KINDS[:-1], map(int, kinds), strict=False))
-    return found
+        results[name] = dict(zip(ALL_KINDS[:-1], map(int, kinds), strict=False))
+    return results
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("schedule", ["1F1B", "InterleavedZeroBubble"])
-def test_of_pipeline_ranks_that_are_alike_the_one_with_the_highest_peak_is_traced(
+def test_of_similar_pipeline_ranks_the_one_with_the_highest_peak_is_traced(
     schedule,
 ):
     options = (
@@ -160,10 +160,10 @@ def test_of_pipeline_ranks_that_are_alike_the_one_with_the_highest_peak_is_trace
     every = trace_run(run, whole=True)
 
     assert len(shown) < len(every) == 4
-    assert max(each.peak for each in shown) == max(each.peak for each in every)
+    assert max(rank.peak for rank in shown) == max(rank.peak for rank in every)
 
 
-def one_billion(mode: str, ranks: int) -> Run:
+def make_1b_run(mode: str, ranks: int) -> Run:
     """Return a run of the flavor 1b with one sequence of 4,096 tokens."""
     options = (
         f"model.flavor = '1b' ; training.seq_len = 4096 ; activation_checkpoint.mode = '{mode}'"
@@ -182,9 +182,9 @@ def one_billion(mode: str, ranks: int) -> Run:
         pytest.param(4, "none", 11740, 12528, marks=pytest.mark.long),
     ],
 )
-def test_a_small_job_is_planned_with_the_holes_in_its_memory(ranks, mode, allocated, reserved):
+def test_the_plan_of_a_small_job_includes_memory_fragmentation(ranks, mode, allocated, reserved):
     """Allocated and reserved MiB were measured with torch's allocator (benchmarks/planner.md)."""
-    run = one_billion(mode, ranks)
+    run = make_1b_run(mode, ranks)
     gpu = find_gpu("H100")
     traces = trace_run(run, gpu)
     plan = forecast(run, traces, gpu)
@@ -194,7 +194,7 @@ def test_a_small_job_is_planned_with_the_holes_in_its_memory(ranks, mode, alloca
 
 
 def test_all_flops_of_a_step_are_counted():
-    run = one_billion("full", 8)
+    run = make_1b_run("full", 8)
     (counted,) = trace_run(run)
     useful = 4096 * flops_per_token(run.arch, 4096)
     head = 8 * 4096 * run.arch.vocab_size * run.arch.dim  # is not recomputed
@@ -212,7 +212,7 @@ def test_only_the_visible_scores_of_blocks_with_a_window_are_counted(options):
     num_tokens = run.global_batch_size * run.job.training.seq_len
     num_scores = num_tokens * run.arch.n_layers * run.arch.attended(run.job.training.seq_len)
 
-    # 2 matmuls forward and 5 backward.
+    # Attention computes 2 matmuls in the forward and 5 in the backward pass.
     assert flops == 14 * num_scores * run.arch.q_dim
 
 
@@ -240,9 +240,11 @@ def test_offloaded_state_and_gradients_are_in_host_memory():
 
 def test_fp8_matmuls_are_planned_only_on_gpus_that_have_them():
     run = tiny_run(f"{FLOAT8} ; {COMPILED}", 2)
-    ops = {
-        gpu: {work.op for work in trace_run(run, find_gpu(gpu))[0].work} for gpu in ("H100", "A100")
-    }
+
+    ops = {}
+    for gpu in ("H100", "A100"):
+        (rank_trace,) = trace_run(run, find_gpu(gpu))
+        ops[gpu] = {work.op for work in rank_trace.work}
 
     assert "aten._scaled_mm" in ops["H100"] - ops["A100"]
 

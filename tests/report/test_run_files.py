@@ -70,7 +70,7 @@ SAVED = ("save", 50, "saved step 50")
         ([], ("running", "", 50)),
         ([SAVED, ("finish", 100, "Finished after step 100.")], ("finished", "", 100)),
         ([SAVED, ("finish", 60, "Finished after step 60: No gain.")], ("finished", "No gain.", 60)),
-        ([SAVED, ("stop", None, "Stopped by SIGTERM\nTo go on: ...")], ("stopped", "Stopped by SIGTERM", 50)),
+        ([SAVED, ("stop", None, "Stopped by SIGTERM\nTo resume: ...")], ("stopped", "Stopped by SIGTERM", 50)),
         ([("guard", None, "Step 51: loss is nan")], ("stopped", "Step 51: loss is nan", 50)),
         ([("refusal", None, "line 3: no JSON")], ("failed", "line 3: no JSON", 50)),
         ([SAVED, ("stop", 50, ""), ("data", None, ""), ("refusal", None, "x:\n  y\nz")], ("refused", "x: y", 50)),
@@ -160,9 +160,9 @@ def test_the_eta_is_unknown_until_a_resumed_run_logs_a_step(tmp_path):
 
 
 def test_damaged_lines_are_skipped_and_reported(tmp_path):
-    """The last line is not damaged, but not finished."""
+    """The last line is not reported, because a run may still be writing it."""
     path = create_run(tmp_path) / "metrics.jsonl"
-    # No JSON, no object, too deep.
+    # Invalid JSON, a list instead of an object, and too deep nesting.
     damage = b"\x00\xff\xfe{{{\n[1, 2]\n" + b"[" * 100_000 + b"\n"
     path.write_bytes(line(10).encode() + damage + line(20).encode() + b'{"step": 30, "lo')
 
@@ -182,15 +182,15 @@ def test_a_file_that_cannot_be_read_is_reported(tmp_path, name, make):
     assert any(name in problem for problem in read_status(tmp_path).problems)
 
 
-def in_terminal(*words: str, **environment: str) -> str:
+def in_terminal(*options: str, **environment: str) -> str:
     """Return what `titanlite WORDS` writes to a terminal, without escape codes."""
     ours, theirs = pty.openpty()
     variables = {**os.environ, "TERM": "xterm", "COLUMNS": "40", "LOG_RANK": "0", **environment}
-    command = [sys.executable, "-m", "titanlite", *words]
+    command = [sys.executable, "-m", "titanlite", *options]
     process = subprocess.Popen(command, stdout=theirs, stderr=theirs, env=variables)
     os.close(theirs)
     output = b""
-    # Linux reports the closed terminal as an error.
+    # On Linux, reading from a closed terminal is an error.
     with contextlib.suppress(OSError):
         while chunk := os.read(ours, 65536):
             output += chunk
@@ -224,7 +224,8 @@ def test_lines_fit_into_a_narrow_terminal(tmp_path):
 
     assert "finished  " in output
     assert all(len(text) <= 40 for text in output.splitlines())
-    assert "tokens/s" not in in_terminal("runs", str(tmp_path))  # no room
+    # The column does not fit into 40 characters.
+    assert "tokens/s" not in in_terminal("runs", str(tmp_path))
 
 
 def create_console(width: int, file: io.StringIO) -> Console:
@@ -337,8 +338,10 @@ def test_training_on_a_terminal_shows_its_log_and_the_view_below_it(tmp_path):
 
     assert re.search(r"\[\d\d:\d\d:\d\d\] step  3/12  loss", output)
     assert "running  mine" in output
-    assert not (out / "validation.jsonl").exists()  # the job has no validation
-    assert "running  mine" not in in_terminal(*command, TERM="dumb")  # it cannot move its cursor
+    # The job has no validation.
+    assert not (out / "validation.jsonl").exists()
+    # A dumb terminal cannot move its cursor, so it shows no view.
+    assert "running  mine" not in in_terminal(*command, TERM="dumb")
 
 
 def test_runs_are_listed_the_latest_first_and_each_once(tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""What reaches the terminal, train.log and events.jsonl, rank by rank."""
+"""Each rank logs to the terminal, train.log and events.jsonl as configured."""
 
 import json
 import logging
@@ -17,7 +17,7 @@ Output = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(autouse=True)
-def _fresh(monkeypatch) -> Iterator[None]:
+def restore_logging(monkeypatch) -> Iterator[None]:
     monkeypatch.delenv("LOG_RANK", raising=False)
     yield
     logging.captureWarnings(False)
@@ -32,19 +32,19 @@ def _fresh(monkeypatch) -> Iterator[None]:
         ("3", 0, "", rf"{CLOCK} \[rank 0\] ERROR: broken\n"),
     ],
 )
-def test_the_terminal_shows_the_ranks_that_are_asked_for_and_errors_of_all(
+def test_the_terminal_shows_the_selected_ranks_and_the_errors_of_all_ranks(
     shown: str, rank: int, out: str, err: str, monkeypatch, capsys
 ):
     monkeypatch.setenv("LOG_RANK", shown)
     setup_logging(rank, None)
-    # A second call does not say all twice.
+    # After a second call, each message must still be logged once.
     logger = setup_logging(rank, None)
     logger.info("a line")
     logger.error("broken")
-    said = capsys.readouterr()
+    output = capsys.readouterr()
 
-    assert re.fullmatch(out, said.out)
-    assert re.fullmatch(err, said.err)
+    assert re.fullmatch(out, output.out)
+    assert re.fullmatch(err, output.err)
 
 
 def test_rank_0_appends_to_its_files_even_if_the_terminal_shows_another_rank(
@@ -56,28 +56,25 @@ def test_rank_0_appends_to_its_files_even_if_the_terminal_shows_another_rank(
         setup_logging(0, log_file).info(f"{name} run")
         warnings.warn("look at this", stacklevel=1)
     setup_logging(1, log_file).info(Event("rank 1", "save", 1))
-    lines = [line for line in log_file.read_text().splitlines() if line.startswith("[")]
 
-    assert [line.rpartition("] ")[2] for line in lines if "WARNING" not in line] == [
-        "first run",
-        "second run",
-    ]
-    assert (
-        sum("WARNING: " in line and "look at this" in line for line in lines) == 1
-    )  # Python says it once
+    lines = [line for line in log_file.read_text().splitlines() if line.startswith("[")]
+    messages = [line.rpartition("] ")[2] for line in lines if "WARNING" not in line]
+    assert messages == ["first run", "second run"]
+    # Python shows repeated warnings once.
+    assert sum("WARNING: " in line and "look at this" in line for line in lines) == 1
     assert re.match(r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\] \[rank 0\]", lines[0])
     assert "first run" not in capsys.readouterr().out
     assert not (tmp_path / "run" / EVENTS_FILE).exists()
 
 
-def test_a_log_does_not_follow_a_link_that_takes_its_place(tmp_path):
+def test_a_log_does_not_follow_a_link_that_replaces_its_file(tmp_path):
     logger = setup_logging(0, tmp_path / LOG_FILE)
     (tmp_path / LOG_FILE).symlink_to(tmp_path / "elsewhere")
     logger.info("a line")
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_a_message_cannot_command_the_terminal_or_pretend_to_be_another_line(tmp_path, capsys):
+def test_messages_cannot_control_the_terminal_or_forge_lines(tmp_path, capsys):
     description = "mine\x1b[2J\r\u2028\n[12:00:00] step 9  loss 0.0\n[2026-01-01 12:00:00] saved\u202e\x85\ud800"
     setup_logging(0, tmp_path / LOG_FILE).info(Event(description, "save", 5, {"took": 0.5}))
     for text in (capsys.readouterr().out, (tmp_path / LOG_FILE).read_text()):
@@ -94,7 +91,7 @@ def test_a_message_cannot_command_the_terminal_or_pretend_to_be_another_line(tmp
 
 
 @pytest.mark.parametrize("full", [LOG_FILE, EVENTS_FILE, "the folder is gone", "standard output"])
-def test_what_cannot_be_written_is_said_once_counted_and_stops_nothing(
+def test_failed_writes_are_reported_once_and_counted_and_do_not_stop_the_run(
     tmp_path, capsys, monkeypatch, full: str
 ):
     folder = tmp_path / "run"
@@ -108,12 +105,12 @@ def test_what_cannot_be_written_is_said_once_counted_and_stops_nothing(
         folder.rename(tmp_path / "moved")
     for step in range(3):
         logger.info(Event(f"saved step {step}", "save", step))
-    out, err = capsys.readouterr()
-    said = (folder / LOG_FILE).read_text() if full == "standard output" else out
 
+    out, err = capsys.readouterr()
+    text = (folder / LOG_FILE).read_text() if full == "standard output" else out
+    # Without the folder, neither of the two files can be written.
+    num_warnings = 2 if full == "the folder is gone" else 1
     assert err == ""
-    assert said.count("The run continues, but cannot write to") == (
-        2 if full.startswith("the") else 1
-    )  # a file each
-    assert all(f"saved step {step}\n" in said for step in range(3))
+    assert text.count("The run continues, but cannot write to") == num_warnings
+    assert all(f"saved step {step}\n" in text for step in range(3))
     assert failed_writes() >= (1 if full == "standard output" else 3)

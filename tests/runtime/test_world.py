@@ -1,4 +1,4 @@
-"""Process groups: several in one process, wrong descriptions, and the number of connections."""
+"""A process can create several process groups in turn, and ranks open few connections."""
 
 import os
 import re
@@ -19,25 +19,25 @@ from titanlite.runtime.world import gathered, process_group
 
 
 @pytest.mark.slow
-def test_the_programs_of_the_documentation_run_on_two_ranks_of_torchrun(tmp_path):
-    """Each program starts a process group after the last, and resumes or scores its results."""
+def test_documented_programs_run_on_two_ranks_of_torchrun(tmp_path):
+    """Each program creates a new process group, and resumes or scores the run of the last one."""
     page = (Path(__file__).parents[2] / "docs/reference/python.md").read_text()
     programs = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     (tmp_path / "program.py").write_text("\n".join(programs))
     torchrun = "-m torch.distributed.run --standalone --nproc_per_node=2 program.py"
 
     command = [sys.executable, *torchrun.split()]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
 
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "2 x cpu" in ended.stdout
-    assert ended.stdout.count("step 6: loss") == 2
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 x cpu" in done.stdout
+    assert done.stdout.count("step 6: loss") == 2
     assert (tmp_path / "outputs/python-hf/config.json").exists()
 
 
 @pytest.mark.slow
 def test_a_second_open_trainer_is_rejected_and_the_first_one_still_trains(tmp_path):
-    World(1, open_two_trainers, tmp_path).ends_with(0)
+    World(1, open_two_trainers, tmp_path).wait_for_exit(0)
 
 
 def open_two_trainers(folder: Path, store: Path) -> None:
@@ -51,7 +51,7 @@ def open_two_trainers(folder: Path, store: Path) -> None:
     assert first.steps_done == 1
 
 
-def test_a_rank_without_a_launcher_is_told_which_variable_is_missing(monkeypatch, capsys):
+def test_a_missing_variable_of_the_launcher_is_an_error_that_names_it(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.delenv("MASTER_PORT", raising=False)
@@ -62,7 +62,7 @@ def test_a_rank_without_a_launcher_is_told_which_variable_is_missing(monkeypatch
 
 
 def count_sockets(store: Path) -> int:
-    """Use the groups of a training and of its checkpoints, and count the sockets of this rank."""
+    """Use the groups of a training run and its checkpoints, and count the sockets of this rank."""
     os.environ[STORE] = str(store)
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard_limit))
@@ -84,8 +84,8 @@ def count_open_sockets() -> int:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="counts in /proc")
-def test_a_rank_connects_only_to_the_ranks_that_it_exchanges_data_with():
-    """Groups that connect all with all would have 16 sockets on each of eight ranks."""
+def test_a_rank_connects_only_to_its_neighbors_in_each_group():
+    """If all ranks of each group were connected, each of the eight ranks would have 16 sockets."""
     world = World(8, count_sockets)
-    world.ends_with(0)
+    world.wait_for_exit(0)
     assert max(world.results()) <= 9

@@ -63,7 +63,8 @@ def order_threads() -> None:
     for name in ("result", "exception"):
         wrap(futures.Future, name, after=acquire)
 
-    wait, submit = futures.wait, futures.ThreadPoolExecutor.submit
+    wait = futures.wait
+    submit = futures.ThreadPoolExecutor.submit
 
     def ordered_wait(pending: Any, *args: Any, **kwargs: Any) -> Any:
         waited = wait(pending, *args, **kwargs)
