@@ -18,7 +18,7 @@ mkdir -p "$out/bin"
 site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 nvidia=$site/nvidia
 flags=(-O1 -fPIC -Wall -D__CUDA_FP16_H__ -D__CUDA_BF16_H__ "-I$nvidia/cu13/include" "-I$nvidia/cudnn/include" "-I$nvidia/nccl/include"
-    -idirafter "$site/triton/backends/nvidia/include") # triton's has the headers that the wheel of the runtime lacks
+    -idirafter "$site/triton/backends/nvidia/include") # Contains headers that the CUDA runtime wheel lacks.
 for part in memory runtime driver libraries; do
     gcc "${flags[@]}" -c -o "$out/$part.o" "$source/$part.c"
 done
@@ -41,7 +41,8 @@ gcc -shared -Wl,-soname,libcuda.so.1 -o "$out/libcuda.so.1" "$out"/*.o -ldl -lpt
 mkdir "$out/race"
 gcc -shared -Wl,-soname,libghost.so -o "$out/race/libghost.so" "$out"/*.o -ldl -lpthread
 gcc "${flags[@]}" -shared -Wl,-soname,libnvrtc.so.13 -Wl,--default-symver -o "$out/libnvrtc.so.13" "$source/nvrtc.c"
-ln -s libcuda.so.1 "$out/libcuda.so" # triton links its launchers against it
+# triton links its launchers against this name.
+ln -s libcuda.so.1 "$out/libcuda.so"
 ln -s libcuda.so.1 "$out/libnvidia-ml.so.1"
 cp "$source/nvidia-smi" "$out/bin/"
 source=tests/ghost/race

@@ -1,4 +1,4 @@
-// The CUDA driver, as far as torch and triton call it: one context, modules of triton and their launches.
+// The parts of the CUDA driver that torch and triton call: one context, modules of triton and their launches.
 #include "ghost.h"
 #include <cuda.h>
 #include <cuda_runtime_api.h>
@@ -35,7 +35,7 @@ CUresult cuPointerGetAttribute(void *value, CUpointer_attribute attribute, CUdev
     return CUDA_SUCCESS;
 }
 
-// NVML, which the allocator of torch calls: there is no NVLink fabric, and no process to list.
+// NVML, which the allocator of torch calls. It reports no NVLink fabric and no processes.
 int nvmlInit_v2(void) { return 0; }
 int nvmlDeviceGetHandleByPciBusId_v2(const char *bus, void **device) { return *device = (void *)bus, 0; }
 int nvmlSystemGetCudaDriverVersion_v2(int *version) { return *version = CUDA_VERSION, 0; }
@@ -44,7 +44,7 @@ int nvmlDeviceGetNvLinkRemoteDeviceType(void *device, unsigned link, void *type)
 int nvmlDeviceGetNvLinkRemotePciInfo_v2(void *device, unsigned link, void *info) { return 3; }
 int nvmlDeviceGetComputeRunningProcesses(void *device, unsigned *count, void *infos) { return *count = 0, 0; }
 
-// Tables that NVIDIA's tools ask for, such as CUPTI: there are none, so profilers record no kernels.
+// NVIDIA tools such as CUPTI request tables of functions. The ghost has none, so profilers record no kernels.
 CUresult cuGetExportTable(const void **table, const CUuuid *id) { return CUDA_ERROR_NOT_FOUND; }
 
 CUresult cuModuleLoadData(CUmodule *module, const void *image) { return *module = malloc(1), CUDA_SUCCESS; }

@@ -1,4 +1,4 @@
-// cuBLAS, cuDNN and NCCL: their work is counted, with sizes, and not done.
+// cuBLAS, cuDNN and NCCL. Their functions log the work and its size, and compute nothing.
 #include "ghost.h"
 #include <cublasLt.h>
 #include <cublas_v2.h>
@@ -128,7 +128,7 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
     return matmul(m, n, x[1] * x[2] / (m ? m : 1), 1, x[0], layout_b->data[0], y[0]);
 }
 
-// cuDNN. Each plan is said to exist, so whether cuDNN supports a shape remains unknown.
+// cuDNN. Every plan is reported as supported, even if cuDNN does not support the shape.
 cudnnStatus_t cudnnCreate(cudnnHandle_t *handle) { return *handle = malloc(1), CUDNN_STATUS_SUCCESS; }
 size_t cudnnGetVersion(void) { return CUDNN_VERSION; }
 size_t cudnnGetCudartVersion(void) { return CUDART_VERSION; }
@@ -171,7 +171,7 @@ cudnnStatus_t cudnnBackendExecute(cudnnHandle_t handle, cudnnBackendDescriptor_t
     return ghost_launch("cudnn", "plan"), CUDNN_STATUS_SUCCESS;
 }
 
-// NCCL. The values of small collectives are those of ranks that all hold what this one holds.
+// NCCL. Small collectives return the result that they have if all ranks hold the same values as this rank.
 struct ncclComm {
     int ranks, rank;
     uint64_t id;    // the same on all ranks
@@ -201,7 +201,7 @@ static uint64_t number_of(ncclUniqueId id) {
     return memcpy(&number, &id, sizeof number), number;
 }
 
-// Messages between the processes of a world are files, which their receiver removes.
+// Messages between processes are files. The receiver removes them.
 static void message_path(char path[128], ncclComm_t group, int from, int to, unsigned number) {
     snprintf(path, 128, "/dev/shm/ghost-%016lx.%d.%d.%u", (long)group->id, from, to, number);
 }
@@ -306,7 +306,7 @@ ncclResult_t ncclAlltoAll(const void *from, void *to, size_t count, ncclDataType
     return ncclSuccess;
 }
 
-// Only integers arrive. They are objects and their sizes, which torch sends one at a time.
+// Only integers are transferred: objects and their sizes, which torch sends one at a time.
 static int arrives(size_t count, ncclDataType_t type) { return type <= ncclUint64 && bytes_of(count, type) <= GHOST_SMALL; }
 
 ncclResult_t ncclSend(const void *from, size_t count, ncclDataType_t type, int peer, ncclComm_t group,

@@ -1,4 +1,4 @@
-// Memory: device memory is address space whose pages appear where something is copied to. Its amount is counted.
+// Device memory is address space whose pages exist only where something was copied to. Its size is counted.
 #define _GNU_SOURCE
 #include "ghost.h"
 #include <cuda.h>
@@ -35,7 +35,7 @@ void ghost_log(const char *format, ...) {
     pthread_mutex_unlock(&lock);
 }
 
-// For programs: ctypes.CDLL("libcuda.so.1").ghost_mark(b"step 3") puts a line "mark step 3" between the others.
+// Programs can call ctypes.CDLL("libcuda.so.1").ghost_mark(b"step 3") to write the line "mark step 3" to the log.
 void ghost_mark(const char *words) { ghost_log("mark %s", words); }
 
 static size_t capacity(void) {
@@ -43,7 +43,7 @@ static size_t capacity(void) {
     return (size_t)((gib ? atof(gib) : 79.1) * (1ul << 30));
 }
 
-// One range of addresses that CUDA has handed out.
+// A range of addresses that CUDA has allocated.
 typedef struct {
     char *start;
     size_t bytes;
@@ -154,7 +154,7 @@ cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *found, const 
     return cudaSuccess;
 }
 
-// The driver's virtual memory, which torch uses for expandable segments. A handle is the number of its bytes.
+// Virtual memory of the driver, which torch uses for expandable segments. A handle is the size in bytes.
 CUresult cuMemGetAllocationGranularity(size_t *bytes, const CUmemAllocationProp *properties,
                                        CUmemAllocationGranularity_flags option) {
     return *bytes = 2 << 20, CUDA_SUCCESS;
@@ -206,7 +206,7 @@ static void copy(void *to, const void *from, size_t bytes, int waits) {
     ghost_log("copy %s %s %zu", words[source], words[target], bytes);
     if (source == DEVICE && target == DEVICE) return ghost_move(to, from, bytes);
     memmove(to, from, bytes);
-    // CUDA can copy to memory that is not pinned only while the caller waits.
+    // Copies between the GPU and pageable memory block the caller.
     if (waits || (source == DEVICE && target == PAGEABLE)) ghost_log("wait copy");
 }
 

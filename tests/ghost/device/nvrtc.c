@@ -1,4 +1,4 @@
-// NVRTC, which torch loads by name for the few kernels that it compiles from text: they compile to nothing.
+// NVRTC, which torch loads by name to compile a few kernels from source. They compile to empty kernels.
 #include <nvrtc.h>
 #include <string.h>
 

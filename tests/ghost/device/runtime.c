@@ -1,4 +1,4 @@
-// The CUDA runtime: devices, streams, events, graphs and the launches of the kernels that torch's libraries hold.
+// The CUDA runtime: devices, streams, events, graphs, and launches of the kernels in the torch libraries.
 #define _GNU_SOURCE
 #include "ghost.h"
 #include <cuda_runtime_api.h>
@@ -126,7 +126,7 @@ const char *cudaGetErrorName(cudaError_t error) {
     return error == cudaErrorMemoryAllocation ? "cudaErrorMemoryAllocation" : "cudaErrorUnknown";
 }
 
-// Streams, events and graphs. All work is done when it is asked for, so a wait only counts.
+// Streams, events and graphs. All work completes immediately, so waits are only logged.
 struct CUstream_st {
     int priority, captures; // the number of its capture, or 0
 };
@@ -211,7 +211,7 @@ cudaError_t cudaDeviceSynchronize(void) { return ghost_log("wait device"), cudaS
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) { return ghost_log("wait stream"), cudaSuccess; }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) { return ghost_log("wait event"), cudaSuccess; }
 
-// Kernels. A library registers each with the address of a function of the host, which launches it.
+// Kernels. A library registers each kernel with the address of the host function that launches it.
 typedef struct {
     const void *function;
     const char *name;
@@ -315,7 +315,7 @@ static void compute(const char *name, dim3 grid, void **arguments) {
                (strstr(name, "15and_kernel_cuda") || strstr(name, "13MaxNanFunctorIlE") ||
                 strstr(name, "11sum_functorIlllE"))) {
         // One struct. Look in it for a source, a target, no second target, no accumulator, two buffers, base 0.
-        // The maximum of integers is the first one: torch computes that of numbers that all ranks share.
+        // The maximum of integers is the first one, because torch only reduces numbers that all ranks share.
         int64_t count = ((int *)arguments[0])[5], results = ((int *)arguments[0])[6]; // of a sum
         for (char **word = arguments[0], **end = word + 400; word < end; word++)
             if (ghost_place(word[0]) == DEVICE && ghost_place(word[1]) == DEVICE && !word[2] && !word[3] && !word[6]) {
@@ -328,7 +328,7 @@ static void compute(const char *name, dim3 grid, void **arguments) {
                 break;
             }
     } else if (strstr(name, "28DeviceReduceSingleTileKernel") && strstr(name, "9NonZeroOp")) { // source, target
-        // nonzero() finds nothing. Otherwise it has as many results as the integer that was there before.
+        // nonzero() returns no results. Without this, their number would be the integer that was there before.
         **(int32_t **)arguments[1] = 0;
     }
 }
@@ -386,7 +386,7 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *count, c
     return *count = 2, cudaSuccess;
 }
 
-// A function of the driver, by name. One that the ghost lacks succeeds without doing anything.
+// Look up a function of the driver by name. Unknown functions succeed without any effect.
 static int nothing(void) { return 0; }
 
 cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned version,

@@ -3,7 +3,7 @@
 //
 // A launch happens after what the launching thread knows. Events, waits and queries order streams and threads as CUDA
 // defines. Two accesses by different clocks that are not ordered are an alarm if one of them writes, or if the memory
-// was freed and allocated in between. What is ordered before a write is forgotten, because later accesses that are
+// was freed and allocated in between. Accesses that are ordered before a write are dropped, because later accesses that are
 // ordered after the write are also ordered after it. One lock protects all state of the process.
 #define Py_BUILD_CORE
 #include <Python.h> // must come first
@@ -109,7 +109,7 @@ int query(const Time &time) {
     return 1;
 }
 
-// Texts are stored once and referred to by number.
+// Strings are stored once and referenced by number.
 std::vector<std::string> texts{""};
 std::unordered_map<std::string, int> text_numbers;
 
@@ -123,7 +123,7 @@ const char *ascii(PyObject *text) {
     return text && PyUnicode_IS_COMPACT_ASCII(text) ? (const char *)((PyASCIIObject *)text + 1) : "?";
 }
 
-// Return the lines of Python that this thread runs, innermost first. Nobody else changes the frames of a thread while
+// Return the Python lines that this thread runs, innermost first. No other thread changes the frames of a thread while
 // it is here, so this is safe without the GIL.
 int python_lines() {
     static auto get_state = (PyThreadState * (*)()) dlsym(RTLD_DEFAULT, "PyGILState_GetThisThreadState");

@@ -3,18 +3,18 @@
 #include <cstddef>
 #include <cstdint>
 
-// How work uses memory. UNKNOWN is a kernel of the compiler whose parameters are not known.
+// Kinds of memory accesses. UNKNOWN is a kernel of the compiler with unknown parameters.
 enum Access : char { READ = 'R', WRITE = 'W', UNKNOWN = 'U' };
 
 extern "C" {
 int ghost_place(const void *pointer); // 0 is pageable, 1 is on the device, 2 is pinned
 
-// Work on a stream. The memory of a kernel is that of the tensors of its operator.
+// Work on a stream. A kernel accesses the memory of the tensors of its operator.
 void race_kernel(void *stream, const char *kernel);
 void race_library_stream(void *stream); // of the next matmul or cuDNN plan of this thread
 void race_library_kernel(const char *kernel);
 
-// Work on a stream whose addresses are known. race_work returns the clock that race_touch wants.
+// Work on a stream with known addresses. race_work returns the clock that race_touch needs.
 int race_work(void *stream);
 void race_touch(int clock, const void *start, size_t bytes, Access how, const char *what);
 void race_touch_allocation(int clock, uintptr_t address, const char *what); // all of the allocation after `address`

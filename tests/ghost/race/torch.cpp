@@ -1,4 +1,4 @@
-// What torch reports to the detector: operators with their tensors, and the caching allocator.
+// Callbacks of torch that report operators, their tensors and the caching allocator to the detector.
 //
 // Build it with NDEBUG, as torch is built, because the layout of at::RecordFunction depends on it.
 #include "race.h"
@@ -106,5 +106,5 @@ extern "C" void race_attach() {
         {at::RecordScope::FUNCTION, at::RecordScope::BACKWARD_FUNCTION, at::RecordScope::USER_SCOPE}));
 }
 
-// Call it when CUDA is initialized, because the allocators of the devices do not exist before.
+// Call this after CUDA is initialized, because the allocators of the devices do not exist before.
 extern "C" void race_attach_allocator() { c10::cuda::CUDACachingAllocator::attachAllocatorTraceTracker(trace); }
