@@ -147,7 +147,7 @@ class Checkpointer:
 
         self._saver = Saver(context, write_files, report_saved, self._mirror)
         self._resources.callback(self._saver.close)
-        # First, because other hooks change their tensors in `before_update`.
+        # Before all other hooks, because they change their tensors in `before_update`.
         trainer.hooks.insert(0, WaitForCopies(self._saver))
 
     def save_if_best(self, step: int, loss: float) -> None:

@@ -372,8 +372,8 @@ def linear_cross_entropy_sum(
 
     The logits exist for one chunk of tokens at a time. The forward pass computes the gradients
     together with the loss, so nothing is computed twice (https://arxiv.org/abs/2410.10989). The
-    gradient of `hidden` overwrites `hidden`. Softmax, sums and the weight gradient are in fp32 for
-    any input.
+    gradient of `hidden` overwrites `hidden`. Softmax and sums over chunks are in fp32 for any
+    input; the backward pass returns each gradient in the dtype of its tensor.
 
     Args:
         hidden: Hidden states, shape (B, T, C). Overwritten if gradients are computed, so nothing
@@ -588,6 +588,8 @@ def _create_carriers(
 
 class _GradientCarrier(torch.autograd.Function):
     """Autograd function that returns `value` and passes a precomputed gradient to `tensor`.
+
+    The gradient is converted to the dtype of `tensor`.
 
     The backward pass can run only once, because it scales the stored gradient in place and then
     frees it.

@@ -200,8 +200,8 @@ class Trainer:
         check_hook_names(hooks)
         for hook in hooks:
             self._resources.callback(hook.close)
-        # The hang report is the first hook, so that it covers the others. Its `close` is registered
-        # when it is created.
+        # The hang report precedes the other hooks, so that it covers them. Its `close` is
+        # registered when it is created.
         if self.hang_report is not None:
             hooks.insert(0, self.hang_report)
         return hooks
