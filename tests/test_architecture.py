@@ -1,6 +1,7 @@
 """docs/internals/architecture.md matches the code, and the code size stays below its ceilings."""
 
 import ast
+import importlib
 import re
 import runpy
 import tomllib
@@ -55,6 +56,19 @@ def test_the_page_lists_every_package_above_the_packages_that_it_imports():
 
 
 COUNT = runpy.run_path(str(ROOT / "scripts" / "count_code.py"))
+
+
+def test_the_names_that_examples_import_exist():
+    """Some examples need packages that are not installed, so no other test imports them."""
+    for path in sorted((ROOT / "examples").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if (
+                isinstance(node, ast.ImportFrom)
+                and (node.module or "").split(".")[0] == "titanlite"
+            ):
+                module = importlib.import_module(node.module or "")
+                missing = [name.name for name in node.names if not hasattr(module, name.name)]
+                assert not missing, f"{path.relative_to(ROOT)}: {node.module} lacks {missing}"
 
 
 def test_package_and_tests_stay_below_their_token_ceilings():

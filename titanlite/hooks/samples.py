@@ -9,9 +9,9 @@ forward pass over the whole text.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -28,6 +28,9 @@ from titanlite.optim.losses import fp32_logits
 
 if TYPE_CHECKING:
     from titanlite.train.trainer import Trainer
+
+LOGITS_CHUNK = 256
+"""Number of tokens whose logits are computed at once, which limits their memory."""
 
 
 class Samples(Hook):
@@ -81,18 +84,22 @@ class Samples(Hook):
         # One generator per prompt, so that a completion does not depend on the other prompts.
         generators = [torch.Generator().manual_seed(config.seed) for _ in decodings]
 
-        unfinished = list(zip(decodings, generators, strict=True))
-        while unfinished:
-            logits = self._next_logits([decoding.ids for decoding, _ in unfinished])
+        while True:
+            unfinished = [i for i, decoding in enumerate(decodings) if decoding.is_unfinished]
+            if not unfinished:
+                return [decoding.completion() for decoding in decodings]
+
+            # Compute the logits of the next token of each unfinished completion.
+            logits = self._next_logits([decodings[i].ids for i in unfinished])
+            logits = logits[:, : self._tokenizer.vocab_size]
             if not logits.isfinite().all():
                 return []  # a guard stops the run
 
-            for (decoding, generator), token_logits in zip(unfinished, logits, strict=True):
-                token = sample_token(token_logits, config.temperature, config.top_k, generator)
-                decoding.push(token)
-            unfinished = [pair for pair in unfinished if pair[0].is_unfinished]
+            # Sample the tokens.
+            for i, token_logits in zip(unfinished, logits, strict=True):
+                token = sample_token(token_logits, config.temperature, config.top_k, generators[i])
+                decodings[i].push(token)
             self._trainer.report_progress()
-        return [decoding.completion() for decoding in decodings]
 
     def _next_logits(self, sequences: Sequence[Sequence[int]]) -> Tensor:
         """Compute the logits of the token that follows each sequence.
@@ -105,51 +112,71 @@ class Samples(Hook):
         Returns:
             Logits, shape (N, V), in fp32 on the CPU of every rank.
         """
-        microbatches = self._pad(sequences)
-        # Each rank computes some of the logits, or none, and leaves the others at -inf.
+        # Give the last token of each sequence a label, whose value does not matter, because logits
+        # are computed only for tokens with a label.
+        windows = [Window(np.append(ids, 0), num_scored=1) for ids in sequences]
         batch_size = self._run.job.training.local_batch_size
-        shape = (len(microbatches), batch_size, self._run.arch.vocab_size)
-        logits = torch.full(shape, -torch.inf, device=self._device)
-        unfilled = iter(logits)
-
-        def store_logits(hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
-            """Store the logits of the next microbatch, and return a loss of 0."""
-            microbatch_logits = next(unfilled, None)
-            if microbatch_logits is not None:  # a pipeline schedule adds empty microbatches
-                self._compute_logits(hidden, weight, labels, out=microbatch_logits)
-            return torch.zeros_like(scale)
-
-        # This calls the function in place of the loss function, once for each microbatch in order.
-        self._trainer.forward_backward.evaluate(microbatches, store_logits)
-        dist.all_reduce(logits, op=dist.ReduceOp.MAX, group=self._trainer.mesh.world_group)
-        return logits.flatten(0, 1)[: len(sequences), : self._tokenizer.vocab_size].cpu()
-
-    def _pad(self, sequences: Sequence[Sequence[int]]) -> list[Microbatch]:
-        """Pad sequences to microbatches in which only the last token of each has a label."""
-        windows = [Window(np.append(ids, 0), num_scored=1) for ids in sequences]  # 0 is the label
-        batch_size = self._run.job.training.local_batch_size
-        length = padded_length(self._run, max(len(ids) for ids in sequences))
+        longest = max(len(ids) for ids in sequences)
+        length = padded_length(self._run, longest)
         microbatches = []
         for start in range(0, len(windows), batch_size):
             chunk = windows[start : start + batch_size]
             microbatches.append(padded_microbatch(chunk, batch_size, length, self._device))
-        return microbatches
 
-    def _compute_logits(self, hidden: Tensor, weight: Tensor, labels: Tensor, out: Tensor) -> None:
-        """Compute the logits of the labeled tokens that this rank holds.
+        # Only some ranks hold the last token of a sequence. The others contribute -inf.
+        shape = (len(microbatches), batch_size, self._run.arch.vocab_size)
+        all_logits = torch.full(shape, -torch.inf, device=self._device)
 
-        Args:
-            hidden: Hidden states of a microbatch, shape (B, T, C). With tensor parallelism, a
-                DTensor.
-            weight: Output matrix, shape (V, C). With tensor parallelism, a DTensor.
-            labels: Labels, shape (B, T), with at most one label per sequence.
-            out: Receives the logits, shape (B, V).
-        """
-        if isinstance(hidden, DTensor):
-            hidden = hidden.redistribute(placements=[Replicate()]).to_local()
-        sequences, positions = (labels != IGNORE_INDEX).nonzero(as_tuple=True)
-        logits = _whole_logits(hidden[sequences, positions], weight)
-        out[sequences] = soft_cap(logits, self._run.arch.logit_softcap)
+        def store(index: int, rows: Tensor, labels: Tensor, logits: Tensor) -> None:
+            all_logits[index, rows] = logits
+
+        use_logits(self._trainer, microbatches, store)
+        dist.all_reduce(all_logits, op=dist.ReduceOp.MAX, group=self._trainer.mesh.world_group)
+        return all_logits.flatten(0, 1)[: len(sequences)].cpu()
+
+
+def use_logits(
+    trainer: Trainer,
+    microbatches: Sequence[Microbatch],
+    use: Callable[[int, Tensor, Tensor, Tensor], None],
+) -> None:
+    """Run the model forward, and pass the logits of labeled tokens to the function `use`.
+
+    `use` is called with the index of the microbatch and, for up to `LOGITS_CHUNK` tokens at once,
+    their rows in the microbatch (n,), their labels (n,), and their logits (n, V) in fp32. It is
+    called on the ranks that hold the tokens, which includes all tensor-parallel ranks.
+
+    Args:
+        trainer: Trainer whose model computes the logits.
+        microbatches: Microbatches of this rank. Only tokens with a label other than `IGNORE_INDEX`
+            are passed.
+        use: Function that uses the logits.
+    """
+    # An evaluation passes hidden states and output weight to a loss function. Pass it a function
+    # that computes logits instead and returns a loss of 0. It is called for each microbatch in
+    # order, without its index, so count the calls.
+    indices = iter(range(len(microbatches)))
+    mesh = trainer.mesh.tensor
+
+    def pass_logits(hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
+        """Pass the logits of the next microbatch to `use`, and return a loss of 0."""
+        no_loss = torch.zeros_like(scale)
+        index = next(indices, None)
+        if index is None:  # a pipeline schedule adds empty microbatches
+            return no_loss
+
+        # With tensor parallelism, gather the hidden states of all tokens.
+        if mesh is not None:
+            hidden = cast(DTensor, hidden).redistribute(placements=[Replicate()]).to_local()
+        # Compute the logits of a few tokens at once, because all of them would need much memory.
+        positions = torch.stack((labels != IGNORE_INDEX).nonzero(as_tuple=True))
+        for rows, columns in positions.split(LOGITS_CHUNK, dim=1):
+            logits = _whole_logits(hidden[rows, columns], weight)
+            logits = soft_cap(logits, trainer.run.arch.logit_softcap)
+            use(index, rows, labels[rows, columns], logits)
+        return no_loss
+
+    trainer.forward_backward.evaluate(microbatches, pass_logits)
 
 
 def _whole_logits(hidden: Tensor, weight: Tensor) -> Tensor:

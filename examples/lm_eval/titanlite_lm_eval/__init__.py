@@ -21,7 +21,7 @@ from torch import Tensor
 
 from titanlite import Trainer, register
 from titanlite.config.errors import UserError
-from titanlite.config.schema import Names, PathText, Section
+from titanlite.config.schema import ListOf, PathText, Section
 from titanlite.data.batch import Window
 from titanlite.data.validation import TextWindows, window_batches
 from titanlite.hooks.hook import Hook
@@ -35,7 +35,7 @@ class Evaluation(Section):
 
     freq: PositiveInt = 1000
     """Steps between evaluations, a multiple of metrics.log_freq. The last step is evaluated too."""
-    tasks: Names = Field(default=(), min_length=1)
+    tasks: ListOf[str] = Field(default=(), min_length=1)
     """Tasks or groups, such as ["hellaswag", "my_text"], that score given answers or texts.
 
     Tasks that require generated text are rejected.
