@@ -52,6 +52,14 @@ def test_a_step_after_a_rollback_needs_its_checkpoint(tmp_path):
     assert "rolled back after step 4" in replay_rejected_step(out, 5)
 
 
+def test_a_run_without_recorded_events_is_replayed(tmp_path):
+    out = tmp_path / "out"
+    start_small(out, *WORDS, 4).wait_for_exit(0)
+    (out / "events.jsonl").unlink()
+
+    assert replay(out, 4)
+
+
 def test_a_step_of_an_earlier_start_needs_its_options(tmp_path):
     out = tmp_path / "out"
     start_small(out, *WORDS, 4).wait_for_exit(0)

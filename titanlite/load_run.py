@@ -94,7 +94,8 @@ def build_run(parsed: ParsedJob, world_size: int, *, check_outputs: bool = True)
     """Validate a parsed job for `world_size` ranks, and return the resulting run.
 
     This loads the tokenizer, converts lengths in tokens to steps, and applies all rules of
-    `titanlite.rules`. The output folder and the initial weights are checked on request.
+    `titanlite.rules`. The output folder and the initial weights are checked unless
+    `check_outputs` is False.
 
     Raises:
         ConfigError: If anything is invalid. The message lists all mistakes.

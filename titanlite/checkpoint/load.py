@@ -483,7 +483,7 @@ def check_tokenizer(path: Path, tokenizer: Tokenizer, name: object, num_embeddin
 def _load_and_check(
     tensors: dict[str, Tensor], arch: Architecture, reader: SafeReader, ranks: RankGroup
 ) -> None:
-    """Check the shapes of the saved tensors, load them in place, and check that they are finite.
+    """Check the shapes of the saved tensors, load them in place, and check the weights.
 
     All ranks call this together, and raise errors together.
 

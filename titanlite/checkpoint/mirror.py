@@ -384,7 +384,7 @@ class Mirror:
         started = time.perf_counter()
         tmp_folder = self._folder / f"{TMP_PREFIX}mirror-{self._context.token}"
         shutil.rmtree(tmp_folder, ignore_errors=True)  # left by a damaged checkpoint
-        self._download_files(name, tmp_folder)
+        files = self._download_files(name, tmp_folder)
         try:
             check_checkpoint(tmp_folder / name)
         except Damage as damage:
@@ -392,6 +392,8 @@ class Mirror:
             return False
 
         # Move the valid checkpoint to the folder of the run.
+        for file in files:
+            sync(file)
         target = self._get_path(name)
         target.parent.mkdir(exist_ok=True)
         publish_folder(tmp_folder / name, target)
@@ -400,8 +402,8 @@ class Mirror:
         self._log(f"Downloaded {name} from {self._url} in {seconds:.1f} s")
         return True
 
-    def _download_files(self, name: str, tmp_folder: Path) -> None:
-        """Download the files of a checkpoint to `tmp_folder / name`, and sync them to disk.
+    def _download_files(self, name: str, tmp_folder: Path) -> list[Path]:
+        """Download the files of a checkpoint to `tmp_folder / name`, and return their paths.
 
         Files that are missing at the mirror are skipped.
         """
@@ -413,8 +415,7 @@ class Mirror:
 
         (tmp_folder / name).mkdir(parents=True)
         download_files(self._storage, self._root, sizes, tmp_folder)
-        for path in sizes:
-            sync(tmp_folder / path)
+        return [tmp_folder / path for path in sizes]
 
     def _set_aside(self, name: str, reason: str, damage: str = "") -> None:
         """Rename the manifest of a checkpoint at the mirror, so that no reader finds it.
@@ -638,18 +639,24 @@ class Mirror:
         for step, name in self._list_mirror().items():
             if belongs_to_run(self._manifests[name], run_id):
                 names_by_step[step] = name
-        self._remove_leftovers(run_id)
 
+        incomplete = self._list_incomplete()
         best = self._find_best() if self._config.keep_best else None
         for step in select_outdated(list(names_by_step), self._config):
             name = names_by_step[step]
             if name != best:
                 self._remove(name)
+        self._remove_leftovers(incomplete, run_id)
 
-    def _remove_leftovers(self, run_id: str | None) -> None:
-        """Delete the files that interrupted copies and removals of this run left at the mirror."""
+    def _remove_leftovers(self, incomplete: list[str], run_id: str | None) -> None:
+        """Delete the files that interrupted copies and removals of this run left at the mirror.
+
+        Args:
+            incomplete: Names of the checkpoints whose copy or removal was interrupted.
+            run_id: ID of this run. Files of other runs stay.
+        """
         local_names = [self._get_name(path) for path in self._list_local()]
-        for name in self._list_incomplete():
+        for name in incomplete:
             path = f"{self._root}/{name}/{INCOMPLETE}"
             if name in self._manifests:  # interrupted at the end of a copy
                 self._storage.rm_file(path)

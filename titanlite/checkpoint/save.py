@@ -146,8 +146,9 @@ class Saver:
 
         if is_needed:
             info = self._get_manifest_info(train_state, weights_only)
+            tensors = self._get_tensors(weights_only)
             writer = CheckpointWriter(path.parent, step, self._new_token(), info)
-            self._start_save(writer, self._get_tensors(weights_only))
+            self._start_save(writer, tensors)
         if is_last:
             self._finish_last_save(path, step)
 
@@ -293,7 +294,7 @@ class Saver:
         """Copy tensors to CPU memory, so that training can change the originals during the save.
 
         Returns:
-            The copies by name. Only copies to pinned memory are made in the background.
+            A future of the copies by name. Only copies to pinned memory are made in the background.
         """
         if self._is_pinned:
             torch.cuda.current_stream().synchronize()  # the stager copies on another stream
@@ -318,7 +319,7 @@ class Saver:
 
         Args:
             writer: Writer of the checkpoint.
-            copies: The state to save, by name.
+            copies: Future of the tensors to save, by name.
             waited: Seconds for which training waited; None if it waits for the whole save.
 
         Returns:

@@ -418,10 +418,10 @@ def build_architecture(model: schema.Model, job: schema.JobConfig | None = None)
     if flavor.q_dim == flavor.dim:
         values["head_dim"] = 0  # becomes dim / n_heads, also if [model] overrides these
 
-    for name in asdict(flavor):
-        override = getattr(model, name)
+    for field in fields(Architecture):
+        override = getattr(model, field.name)
         if override is not None:
-            values[name] = override
+            values[field.name] = override
 
     if job is not None and job.model_extra:
         # Do not use getattr: the job may have an attribute of this name, such as `dropped`.

@@ -427,7 +427,7 @@ def _explain_no_match(kind: str, pattern: str, names: Iterable[str]) -> str:
 
 
 def _list_folder(folder: Path) -> dict[str, TreeEntry]:
-    """List the files in a local copy of a repository, by their path relative to `folder`.
+    """List the files with a suffix in a local copy of a repository, by their relative path.
 
     Raises:
         UserError: If `folder` is not a folder.

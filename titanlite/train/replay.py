@@ -73,11 +73,11 @@ def read_history(folder: Path) -> History:
     start_events, roll_backs = _read_events(folder)
 
     # A start trains up to the step from which the next one resumes. The newest start is open-ended.
-    last_steps = [event["step"] for event in start_events[1:]]
-    last_steps.append(NO_LAST_STEP)
+    resumed_steps = [event["step"] for event in start_events]
+    last_steps = [*resumed_steps[1:], NO_LAST_STEP]
 
     starts = []
-    for event, last_step in zip(start_events, last_steps, strict=True):
+    for event, last_step in zip(start_events, last_steps, strict=False):  # there may be no start
         environment = event["record"]
         job, _ = JobConfig.read(environment["job"])
         hooks = environment.get("hooks", list(job.job.hooks))

@@ -627,7 +627,7 @@ class Trainer:
         )
 
     def _reduce_losses(self, loss: Tensor, num_valid_tokens: int) -> Tensor:
-        """Compute the mean loss of the global batch, and the highest mean loss of one data rank.
+        """Return the mean loss of the global batch and the highest one of a data rank, shape (2,).
 
         Args:
             loss: This rank's part of the loss: the sum over its tokens, divided by the number of
