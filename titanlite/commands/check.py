@@ -76,7 +76,9 @@ def _check_resume(run: Run) -> str:
     saved_job = read_newest_job(run.checkpoint_folder)
     before = saved_job.model_dump(mode="json") | {"model": asdict(Run(saved_job).arch)}
     now = run.job.model_dump(mode="json") | {"model": asdict(run.arch)}
-    changes = compare_jobs(before, now, ([], []))
+    no_data_changes = ([], [])
+    changes = compare_jobs(before, now, no_data_changes)
+    # Raise the error, but do not log the compatible changes, which the run itself logs.
     report_changes(run.checkpoint_folder, changes, log=lambda line: None)
     # Only the start of a run compares the data position in the checkpoint.
     return f", if {run.checkpoint_folder} has the same data, seq_len and tokenizer"

@@ -142,7 +142,7 @@ def _add_stage(
     """Extend splits by a stage of up to `last_end` blocks in total, and return the best results.
 
     Splits are listed by their total number of blocks, and the possible times of the new stage by
-    its number of blocks.
+    its number of blocks, in ascending order.
     """
     longer_splits: dict[int, _Split] = {}
     for start, split in best_splits.items():

@@ -490,7 +490,7 @@ def _follow_pipeline(
         run_action = getattr(stage, method)
         location = Location(PIPELINE_ACTIONS[method], "stage", stage.stage_index)
         has_loss = method == "forward_one_chunk" and stage.is_last
-        returns_operations = method.startswith("get")
+        returns_operations = method.startswith("get")  # such as "get_fwd_send_ops"
 
         def follow(microbatch: int, *args: Any, **kwargs: Any) -> Any:
             nonlocal last_loss
