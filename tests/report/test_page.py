@@ -228,7 +228,10 @@ CHROMIUM = next(
 # Uses the page after its own scripts have run, and stores what it then shows.
 USE = """
 const scale = () => charts.map((chart) => [chart.plot.scales.x.min, chart.plot.scales.x.max]);
-const mean = () => charts[0].plot.data[charts[0].plot.data.length - 1].at(-1);
+const mean = () => {
+  const { data, columns } = columnsOf(chartSpecs()[0]);
+  return data[1 + columns.findIndex((column) => column.part === "mean")].findLast((y) => y !== null);
+};
 const seen = { scales: scale(), canvases: document.querySelectorAll("canvas").length, charts: D.charts.length };
 setZoom([100, 200]);
 (async () => {
