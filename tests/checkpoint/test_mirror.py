@@ -256,6 +256,17 @@ def test_mirror_with_only_imported_weights_is_an_error_before_training(tmp_path)
     assert not read_files(tmp_path / "new")
 
 
+def test_mirror_with_only_the_weights_of_the_last_step_is_an_error_before_training(tmp_path):
+    options = (
+        f"--checkpoint.mirror file://{tmp_path}/mirror --checkpoint.last_save_model_only "
+        "--checkpoint.keep_best --validation.freq 1 --validation.holdout 0.2 --training.steps 1"
+    )
+    start_small(tmp_path / "run", *options.split()).wait_for_exit(0)
+    assert list_names(tmp_path / "mirror") == ["final"]
+
+    start_small(tmp_path / "new", *options.split()).wait_for_exit(4)
+
+
 def fill_mirror() -> None:
     def raise_full(*_: object) -> None:
         raise OSError(28, "No space left on device")

@@ -165,7 +165,7 @@ def test_best_checkpoint_of_a_run_survives_worse_steps_and_a_restart(tmp_path):
     kept = {path.name for path in list_checkpoints(link.parent)}
     assert kept == {step_folder_name(best), "step-00000012"}
 
-    # The files are those of a run that went back to an earlier step.
+    # Such files exist after a run has gone back to an earlier step.
     link.unlink()
     link.symlink_to("step-00000099")
     start_small(out, options, "12").wait_for_exit(0)

@@ -197,7 +197,7 @@ def _split_quantized(name: str, tensor: Tensor) -> dict[str, Tensor]:
 
 
 def _shard_rows_like(tensor: DTensor, shard: Tensor) -> DTensor:
-    """Return the matrix of which this rank has `shard`, if its rows are sharded like `tensor`."""
+    """Return a matrix whose rows are sharded like `tensor`, from the `shard` of this rank."""
     return DTensor.from_local(
         shard,
         tensor.device_mesh,

@@ -376,7 +376,7 @@ def read_progress(run: Run) -> Progress:
 
 
 def _read_manifest_to_resume(run: Run) -> dict[str, Any]:
-    """Return the newest manifest of a run, or that of `checkpoint.load_step` if it exists."""
+    """Return the manifest of the newest checkpoint, or of `checkpoint.load_step` if it exists."""
 
     def list_candidates(folder: Path) -> list[Path]:
         paths = list_checkpoints(folder)

@@ -249,7 +249,7 @@ class Resumer:
     def _compare_with_saved_job(
         self, job: dict[str, Any], info: dict[str, Any]
     ) -> list[tuple[Effect, str]]:
-        """Compare the options, the architecture and the data of a job with those of a checkpoint.
+        """Compare the options, the architecture and the data of a job with a checkpoint.
 
         Different keys of [model] can describe the same model, so the architectures are compared
         instead.
@@ -527,7 +527,7 @@ def _check_shapes(tensors: dict[str, Tensor], arch: Architecture, reader: SafeRe
 
     Args:
         tensors: This rank's tensors to load, by their names in the checkpoint.
-        arch: Architecture of the model, of which a pipeline rank has only a part.
+        arch: Architecture of the whole model. A pipeline rank holds only a part of it.
         reader: Reader of the checkpoint.
 
     Raises:

@@ -306,49 +306,41 @@ class Mirror:
         has_mirrored_checkpoints = self._has_checkpoints()
 
         newest_local_step = get_step(local_checkpoints[-1]) if local_checkpoints else -1
-        is_newest_downloaded = self._download_newest(names, newest_local_step)
-        is_selected_downloaded = self._download_selected(names)
+        self._download_newest(names, newest_local_step)
+        self._download_selected(names)
 
         # Never start from scratch if the mirror has checkpoints, but all of them are unusable.
-        has_usable = local_checkpoints or is_newest_downloaded or is_selected_downloaded
-        if has_mirrored_checkpoints and not has_usable:
+        # Weights in `final` are not enough to resume.
+        if has_mirrored_checkpoints and not list_checkpoints(self._folder):
             raise CheckpointError(
                 f"{self._url} has no valid checkpoint. Each has a damaged {MANIFEST}, or one that "
                 f"was renamed to {MANIFEST}.damaged or {MANIFEST}.archived."
             )
 
-    def _download_selected(self, names: dict[int, str]) -> bool:
-        """Download the checkpoints that `load_step` and `keep_best` need, unless they are local.
-
-        Return whether a checkpoint was downloaded.
-        """
+    def _download_selected(self, names: dict[int, str]) -> None:
+        """Download the checkpoints that `load_step` and `keep_best` need, unless they are local."""
         selected = [names.get(self._config.load_step)]
         if self._config.keep_best:
             selected.append(self._find_best())
 
-        is_downloaded = False
         for name in selected:
             # Checkpoints that turned out to be damaged are no longer in `_manifests`.
             if name in self._manifests and not self._get_path(name).exists():
-                is_downloaded |= self._download(name)
-        return is_downloaded
+                self._download(name)
 
-    def _download_newest(self, names: dict[int, str], local_step: int) -> bool:
+    def _download_newest(self, names: dict[int, str], local_step: int) -> None:
         """Download the newest valid checkpoint at the mirror that is newer than `local_step`.
 
         Args:
             names: Names of the checkpoints at the mirror by step, in ascending order.
             local_step: The newest step in the local folder, or -1.
 
-        Returns:
-            Whether a checkpoint was downloaded.
-
         Raises:
             UserError: If the checkpoint contains imported weights, so no run can resume from it.
         """
         for step, name in reversed(names.items()):
             if step <= local_step:
-                return False
+                return
             if not holds_run_state(self._manifests[name]):
                 url = f"{self._url}/{name}"
                 raise UserError(
@@ -357,8 +349,7 @@ class Mirror:
                     f'To start from it, set checkpoint.initial_load_path = "{url}".'
                 )
             if self._download(name):
-                return True
-        return False
+                return
 
     def _has_checkpoints(self) -> bool:
         """Return whether titanlite wrote a manifest at the mirror, valid, damaged or renamed."""
