@@ -147,7 +147,7 @@ def _find_invalid_sections(mistakes: Sequence[Mistake]) -> set[str]:
 
 
 def _apply_rules(run: Run, invalid_sections: set[str], check_outputs: bool) -> list[Problem]:
-    """Return the problems of a run, except those of rules that read an invalid section."""
+    """Return all problems of a run. Rules that read an invalid section are not applied."""
     rules = [*KEY_RULES, *DATA_RULES]
     if check_outputs:
         rules += OUTPUT_RULES

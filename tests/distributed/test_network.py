@@ -133,7 +133,7 @@ def test_a_crash_on_one_node_restarts_all_and_a_signal_to_one_saves_and_stops_al
         cluster = f"NGPU=1 NNODES=2 NODE_RANK={number} MASTER_ADDR=127.0.0.1 MASTER_PORT="
         assert f"To resume: {cluster}" in output
         assert " MAX_RESTARTS=1 titanlite launch --job.config_file job.toml" in output
-        # The agent prints a C++ stack if its store ends first and nobody catches the error.
+        # The agent prints a C++ stack if its store ends first and the error is not caught.
         assert "frame #" not in output
 
     # The second node reports the failure of its rank.

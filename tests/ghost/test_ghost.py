@@ -283,8 +283,8 @@ TRAFFIC = {
         ("reduce_scatter", 2): REDUCED,
         ("all_reduce", 2): 32 + 28 * 4,
     },
-    # Blocks communicate twice in each pass, and embedding and loss once. Sums over ranks are those of
-    # the loss and of the gradients of norms.
+    # Blocks communicate twice in each pass, and embedding and loss once. The loss and the
+    # gradients of norms are summed over ranks.
     (2, "tp"): {
         ("all_gather", 2): (4 * 4 + 2) * PART,
         ("reduce_scatter", 2): (4 * 4 + 2) * PART,
@@ -305,8 +305,8 @@ TRAFFIC = {
         ("all_reduce", 1): 8,
     },
 }
-# Full recomputation gathers keys and values again. Otherwise, a compiled block keeps those of the
-# whole sequence.
+# Full recomputation gathers keys and values again. Otherwise, a compiled block keeps the gathered
+# keys and values.
 TRAFFIC[2, "cp, full"] = TRAFFIC[2, "cp"] | {("all_gather", 2): GATHERED + 2 * CONTEXT_PART}
 # FP8 halves the gathered bytes of blocks, and reduces 18 float64 maxima in each block.
 MAXIMA = TRAFFIC[2, "tp"]["all_reduce", 2] + 4 * 18 * 8

@@ -1,4 +1,4 @@
-"""Gradient norms and update ratios by parameter group equal those of the whole model in any layout."""
+"""Gradient norms and update ratios of parameter groups are the same in every layout."""
 
 import math
 from pathlib import Path

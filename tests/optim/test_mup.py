@@ -47,7 +47,7 @@ def train(model: Llama, optimizer: torch.optim.Optimizer, output_factor: float) 
 
 @pytest.mark.parametrize("keys", MODELS.values(), ids=MODELS)
 def test_mup_is_bitwise_equal_to_explicit_multipliers(keys):
-    """The multipliers are those of table 8 in Tensor Programs V."""
+    """The multipliers equal table 8 in Tensor Programs V."""
     sizes = (32, 2, 2, 1, 64, 48)
     mup: dict[str, Any] = {"mup_base_dim": 32 // WIDER, "mup_base_head_dim": 16 // WIDER}
     model = Llama(Architecture(*sizes, **keys, **mup))

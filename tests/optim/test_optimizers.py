@@ -86,7 +86,7 @@ def test_a_resume_on_another_number_of_ranks_is_bitwise_equal(tmp_path):
 
 
 class TorchMuon(RandomGradients):
-    """Applies torch's Muon to copies of the weights, with the same gradients."""
+    """Applies `torch.optim.Muon` to copies of the weights, with the same gradients."""
 
     def started(self, step: int) -> None:
         names = [

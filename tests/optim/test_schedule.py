@@ -1,4 +1,4 @@
-"""Learning rates of all steps equal those of torchtitan."""
+"""Learning rates equal the ones of torchtitan in all steps."""
 
 from typing import Any
 

@@ -1091,7 +1091,7 @@ class JobConfig(Whole):
 
     @classmethod
     def _find_unknown_sections(cls, values: dict[str, Any]) -> list[Any]:
-        """Return an error like those of pydantic for each section that does not exist."""
+        """Return an error, in the format of pydantic, for each section that does not exist."""
         errors: list[Any] = []
         for name, table in values.items():
             if isinstance(name, str) and name not in cls.model_fields:

@@ -109,7 +109,7 @@ WHOLE_BATCH = ReaderShard()
 
 
 class _Unit(NamedTuple):
-    """What a stream reads at random: a document, or a part of a sequential source."""
+    """A document, or a part of a sequential source, that a stream reads at random."""
 
     index: int
     """Index in the source."""

@@ -212,8 +212,8 @@ def _parse_hf_config(config: dict[str, Any]) -> HFConfig:
 def _check_required_keys(parsed: HFConfig) -> None:
     """Check that a config.json has all sizes, for a family other than Llama.
 
-    transformers has different default sizes for each family, and this module has only those of
-    Llama.
+    transformers has different default sizes for each family, and this module has only the defaults
+    of Llama.
 
     Raises:
         UserError: If a size is missing.

@@ -355,7 +355,7 @@ class Counter(TorchDispatchMode):
         return result
 
     def _decompose(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run an operator such as `reshape` as several operators, each of which is counted.
+        """Run an operator such as `reshape` as several operators, and count each of them.
 
         Within a tensor subclass, `to`, `contiguous` and `reshape` arrive as one operator that
         returns a view or a copy. For operators without a decomposition, return NotImplemented.
