@@ -46,7 +46,8 @@ def read_all(path: Path) -> str:
 
 def test_a_new_run_archives_all_files_of_the_earlier_one_together(tmp_path):
     start(tmp_path, "first")
-    # A start without metrics archives nothing.
+    message_without_metrics = start(tmp_path, "first")
+    assert message_without_metrics == ""
 
     measure(tmp_path, 5, 10, note="of the first")
     before = {path.name: read_all(path) for path in tmp_path.iterdir()}
