@@ -59,7 +59,7 @@ def launch(argv: Sequence[str]) -> int:
     from titanlite.load_run import load_run
     from titanlite.observe.gpus import check_memory
 
-    variables, set_variables = read_variables()
+    variables = read_variables()
     num_workers = variables.NGPU
     min_nodes, max_nodes = _parse_node_counts(variables)
     logged_ranks(num_workers * max_nodes)
@@ -83,7 +83,7 @@ def launch(argv: Sequence[str]) -> int:
         return machines.run_node_process(Path(agent_folder), ranks)
 
     check_memory(run, num_workers)
-    settings = " ".join(f"{name}={value}" for name, value in set_variables.items())
+    settings = " ".join(f"{name}={value}" for name, value in get_set_variables().items())
     os.environ[COMMAND] = f"{settings} {os.environ.get(COMMAND, 'titanlite launch')}".strip()
     _set_threads(num_workers, run.job.training.num_threads)
     if variables.MASTER_ADDR is None or max_nodes == 1:
@@ -127,31 +127,31 @@ def launch_command(words: Sequence[str]) -> int:
     """
     from titanlite.launch.ranks import Ranks
 
-    variables, _ = read_variables()
+    variables = read_variables()
     num_workers = variables.NGPU
     _set_threads(num_workers, 0)
     return Ranks(["-m", "titanlite", *words], range(num_workers), num_workers).run()
 
 
-def read_variables() -> tuple[Variables, dict[str, str]]:
+def get_set_variables() -> dict[str, str]:
+    """Return the environment variables of the launcher that the user has set, by name."""
+    names = Variables.model_fields
+    return {name: os.environ[name] for name in names if os.environ.get(name)}
+
+
+def read_variables() -> Variables:
     """Read and validate the environment variables of the launcher.
 
     Returns:
-        All variables, with defaults for those that are not set, and a dictionary of the variables
-        that the user has set (name -> text).
+        All variables, with defaults for those that are not set.
 
     Raises:
         UserError: If a variable is invalid, or NGPU exceeds the number of GPUs.
     """
-    set_variables = {}
-    for name in Variables.model_fields:
-        if os.environ.get(name):
-            set_variables[name] = os.environ[name]
-
     num_gpus = count_gpus()
     defaults = {"NGPU": num_gpus or 1}
     try:
-        variables = Variables.model_validate(defaults | set_variables)
+        variables = Variables.model_validate(defaults | get_set_variables())
     except ValidationError as error:
         raise UserError(_describe_invalid_variable(error)) from None
 
@@ -161,7 +161,7 @@ def read_variables() -> tuple[Variables, dict[str, str]]:
             f"NGPU={variables.NGPU}: this machine has {num_gpus}. "
             "Set CUDA_VISIBLE_DEVICES= to train on the CPU."
         )
-    return variables, set_variables
+    return variables
 
 
 def _describe_invalid_variable(failure: ValidationError) -> str:

@@ -139,6 +139,10 @@ def _configure_agent(
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
+    local_address = _find_local_address(store)
+    if local_address is not None:
+        _set_interface(local_address)
+
     address, port = store
     rendezvous: dict[str, Any] = {"join_timeout": MEET_SECONDS, "read_timeout": MEET_SECONDS}
     if node_rank is not None:
@@ -158,7 +162,7 @@ def _configure_agent(
         rdzv_endpoint=f"{address}:{port}",
         rdzv_configs=rendezvous,
         max_restarts=restarts,
-        local_addr=_choose_address(store),
+        local_addr=local_address,
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
         # `_pass_on_signals` handles all other signals, because the agent would give the ranks too
         # little time to save.
@@ -283,15 +287,21 @@ def _log_missing_nodes(folder: Path, store: tuple[str, int], is_host: bool) -> N
     if is_host:
         reason = f"this node is ready at {where}, but other nodes have not joined."
     else:
-        try:
-            socket.create_connection(store, timeout=SILENT_SECONDS).close()
-            reason = f"{where} answers, but other nodes have not joined."
-        except OSError as error:
-            reason = (
-                f"nothing answers at {where} ({error.strerror or error}). "
-                "Start the node that has this address, or set NODE_RANK=0 on the first node."
-            )
+        reason = _check_connection(store)
     note(f"Still waiting after {SILENT_SECONDS:.0f} s: {reason}")
+
+
+def _check_connection(store: tuple[str, int]) -> str:
+    """Connect to the store, and return what this shows about the nodes that are missing."""
+    where = f"{store[0]}:{store[1]}"
+    try:
+        socket.create_connection(store, timeout=SILENT_SECONDS).close()
+    except OSError as error:
+        return (
+            f"nothing answers at {where} ({error.strerror or error}). "
+            "Start the node that has this address, or set NODE_RANK=0 on the first node."
+        )
+    return f"{where} answers, but other nodes have not joined."
 
 
 def _resolve(store: tuple[str, int]) -> list[str]:
@@ -327,25 +337,19 @@ def _is_local(addresses: Sequence[str]) -> bool:
     return False
 
 
-def _choose_address(store: tuple[str, int]) -> str | None:
+def _find_local_address(store: tuple[str, int]) -> str | None:
     """Return the IP address at which other nodes reach this node, or None if it is unknown.
 
-    Also make gloo use the network interface of this address, unless the user has chosen another.
-    By default, torch uses the address of this node's name, which /etc/hosts often maps to a
-    loopback address.
+    This is usually the address from which this node sends to the first node. By default, torch uses
+    the address of this node's name, which /etc/hosts often maps to a loopback address.
 
     Args:
         store: Address and port of the first node.
     """
-    # Other nodes usually reach the address from which this node reaches the first node.
     address = _source_address(store)
-    if address is None:
-        return None
-
-    # On the first node, its own name may lead to a loopback address, which no other node reaches.
-    if _is_loopback(address) and not _is_loopback(store[0]):
-        address = _source_address(DEFAULT_ROUTE) or address
-    _set_interface(address)
+    # The name of the first node may lead to a loopback address there, which no other node reaches.
+    if address is not None and _is_loopback(address) and not _is_loopback(store[0]):
+        return _source_address(DEFAULT_ROUTE) or address
     return address
 
 

@@ -17,6 +17,8 @@ from titanlite.launch.ranks import UNSAVED_STOPS
 from titanlite.runtime.folder_lock import LOCK_TIMEOUT, lock_file, lock_folder
 from titanlite.runtime.logging import EVENTS_FILE, LOG_FILE, LOGGER_NAME, note
 
+INVALID_JOB = UserError.exit_code
+
 FileId = tuple[int, int] | None
 """Device and inode number, which identify a file even after it was renamed. None: there is no
 file.
@@ -40,19 +42,18 @@ def run_in_output_folder(run: Run, train: Callable[[], int]) -> int:
         UserError: If `train` raises it, or another run does not release the folder in time.
     """
     new_folders = _missing_folders(run.dump_folder)
-    created_files = _wait_for_locks(run)
+    lock_files = _wait_for_locks(run)
     if not new_folders:
         return train()
 
-    created_files |= _create_logs(run.dump_folder)
+    created_files = lock_files | _create_logs(run.dump_folder)
     try:
         exit_code = train()
     except UserError as error:
-        is_invalid_job = error.exit_code == UserError.exit_code
-        if is_invalid_job:
+        if error.exit_code == INVALID_JOB:
             _remove_unused(run, new_folders, created_files)
         raise
-    if exit_code in (UserError.exit_code, *UNSAVED_STOPS):
+    if exit_code in (INVALID_JOB, *UNSAVED_STOPS):
         _remove_unused(run, new_folders, created_files)
     return exit_code
 
@@ -116,16 +117,15 @@ def _remove_unused(
     Args:
         run: The run that has ended.
         new_folders: Folders that this process has created, innermost first.
-        created_files: Files that this process has created -> their IDs. If the ID has changed, the
-            file belongs to another process.
+        created_files: Files that this process has created -> their IDs.
     """
     try:
         descriptor = lock_folder(run.dump_folder / "run", timeout=0.0, log=note)
     except UserError:  # another run has started to use the folder
         return
 
-    # Remove the files while this process holds the lock.
     try:
+        # If the ID of a file has changed, another process has replaced it.
         files = {path for path, file_id in created_files.items() if _file_id(path) == file_id}
         _remove_created(run, files, new_folders)
     finally:
@@ -133,20 +133,18 @@ def _remove_unused(
 
 
 def _remove_created(run: Run, files: Set[Path], new_folders: Sequence[Path]) -> None:
-    """Remove the new folders (innermost first), unless there is more in them than `files`."""
-    folders = list(new_folders)
-    checkpoints = run.checkpoint_folder
-    if checkpoints.parent == run.dump_folder and _is_empty_folder(checkpoints):
-        folders.insert(0, checkpoints)
-
+    """Remove the new folders (innermost first) and `files`, unless they contain anything else."""
     content = set(run.dump_folder.iterdir())
-    has_other_content = not content <= {*files, *folders}
-    if has_other_content:
+    folders = list(new_folders)
+    if run.checkpoint_folder in content and _is_empty_folder(run.checkpoint_folder):
+        content.remove(run.checkpoint_folder)
+        folders.insert(0, run.checkpoint_folder)
+    if not content <= files:
         return
 
     # Stop logging, because the error that ends this process would create the log again.
     logging.getLogger(LOGGER_NAME).handlers.clear()
-    for file in content & files:
+    for file in content:
         file.unlink(missing_ok=True)
     with suppress(OSError):  # another process may have put a file into one of the folders
         for folder in folders:

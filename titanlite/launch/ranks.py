@@ -166,7 +166,13 @@ class Ranks:
         try:
             self._start()
             failed, killed = self._watch()
-            return self._report(failed, killed)
+            if not failed and not killed:
+                return 0
+
+            hangs = _read_hangs(self._folder)
+            if hangs:
+                self._print_and_log("\n".join(hang.text for hang in hangs), "hang")
+            return self._report_end(_find_cause(failed, killed), killed)
         finally:
             self._kill()
 
@@ -218,17 +224,16 @@ class Ranks:
             must_kill = self._pass_on_signals()
 
             this_poll = time.time()
-            for end in self._collect_ends(running, previous_poll):
-                running.remove(end.rank)
-                if end.code != 0:
-                    failed.append(end)
+            ends = self._collect_ends(running, previous_poll)
             previous_poll = this_poll
+            running -= {end.rank for end in ends}
+            failed += [end for end in ends if end.code != 0]
 
             # A later failure can make the deadline earlier, but not later.
             deadline = min(deadline, time.monotonic() + self._get_patience(failed))
             if must_kill or time.monotonic() > deadline:
                 killed += self._kill()
-                running.difference_update(killed)
+                running -= set(killed)
             self._check_stall(running)
 
         return sorted(failed, key=lambda end: end.time), killed
@@ -301,16 +306,20 @@ class Ranks:
         """
         while self._received:
             number = self._received.pop(0)
-            is_stop = number != signal.SIGUSR2  # SIGUSR2 only requests a save
-            if is_stop and self._stop_signal:  # this is not the first one
-                return number == signal.SIGINT
-
-            if is_stop:
+            if number == signal.SIGUSR2:  # only requests a save
+                self._send_signal(number)
+            elif not self._stop_signal:
                 self._stop_signal = number
                 self._announce_stop()
-            for process in self._processes.values():
-                process.send_signal(number)  # does nothing if the process has ended
+                self._send_signal(number)
+            elif number == signal.SIGINT:
+                return True
         return False
+
+    def _send_signal(self, number: int) -> None:
+        """Send a signal to all ranks."""
+        for process in self._processes.values():
+            process.send_signal(number)  # does nothing if the process has ended
 
     def _announce_stop(self) -> None:
         """Print which signal stops the run, unless the live view of rank 0 shows it."""
@@ -331,55 +340,47 @@ class Ranks:
             self._processes[rank].wait()
         return running
 
-    def _report(self, failed: Sequence[RankEnd], killed: Sequence[int]) -> int:
-        """Print why the ranks ended, and return the exit code of the launcher.
+    def _report_end(self, cause: RankEnd, killed: Sequence[int]) -> int:
+        """Print and log why the run ended early, and return the exit code of the launcher.
 
         Args:
-            failed: How the failed ranks ended, sorted by time.
+            cause: End of the rank that caused the others to end.
             killed: Ranks that the launcher has killed.
         """
-        if not failed and not killed:
-            return 0
-        hangs = _read_hangs(self._folder)
-        if hangs:
-            self._print_and_log("\n".join(hang.text for hang in hangs), "hang")
-
-        cause = _find_cause(failed, killed)
-        exit_code, text = self._explain_end(cause, killed)
-        has_error_message = cause.reason != ""  # it also explains how to resume
-        if not has_error_message:
+        was_stopped = self._was_stopped(cause, killed)
+        exit_code = 128 + self._stop_signal if was_stopped else _exit_code(cause.code)
+        text = self._explain_end(cause, killed)
+        if not cause.reason:  # an error message of the rank also explains how to resume
             text = f"{text}\n{self.resume_hint()}".strip("\n")
             if is_live_terminal():
                 note("")  # ends the line in which the live view left the cursor
 
-        if has_error_message and cause.rank == 0:
+        if cause.reason and cause.rank == 0:
             _print(text)  # rank 0 has logged its error itself
         else:
             kind = "stop" if self._stop_signal else END_KINDS.get(exit_code, "failure")
             self._print_and_log(text, kind)
         return exit_code
 
-    def _explain_end(self, cause: RankEnd, killed: Sequence[int]) -> tuple[int, str]:
-        """Return the exit code of the launcher, and the reason why the run ended.
-
-        Args:
-            cause: End of the rank that caused the others to end.
-            killed: Ranks that the launcher has killed.
-        """
+    def _explain_end(self, cause: RankEnd, killed: Sequence[int]) -> str:
+        """Return the error message or traceback of `cause`, after an explanation if needed."""
         if _is_known(cause):
-            return _exit_code(cause.code), cause.reason
+            return cause.reason
 
-        was_stopped = cause.rank in killed or cause.code in UNSAVED_STOPS
-        if self._stop_signal and was_stopped:
-            exit_code = 128 + self._stop_signal
+        if self._was_stopped(cause, killed):
             text = f"Stopped by {signal.Signals(self._stop_signal).name} without a save."
         else:
-            exit_code = _exit_code(cause.code)
             text = f"Rank {cause.rank} failed first: {_describe_exit(cause.code)}."
         if killed:
             text += f" Killed, because they did not end: ranks {', '.join(map(str, killed))}."
         traceback = cause.reason  # may be empty
-        return exit_code, f"{text}\n{traceback}".rstrip("\n")
+        return f"{text}\n{traceback}".rstrip("\n")
+
+    def _was_stopped(self, cause: RankEnd, killed: Sequence[int]) -> bool:
+        """Return whether a signal to the launcher ended the run before it could save."""
+        if not self._stop_signal or _is_known(cause):
+            return False
+        return cause.rank in killed or cause.code in UNSAVED_STOPS
 
     def _print_and_log(self, text: str, kind: str) -> None:
         """Print a message, and log it as an event in train.log.

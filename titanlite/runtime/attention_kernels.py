@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
@@ -46,15 +46,16 @@ def attention_kernels(job: JobConfig, device: torch.device) -> Iterator[None]:
     if job.model.uses_document_bounds:
         # Importing it now defines the operator before activation checkpointing looks for it.
         importlib.import_module("torch.nn.attention.varlen")
-    uses_flash_package = backend in FLASH_VERSIONS
-    flash_package = _flash_package(backend) if uses_flash_package else nullcontext()
-    with flash_package, backend_order(device, prefers_flash=uses_flash_package):
+    with _flash_package(backend), backend_order(device, prefers_flash=backend in FLASH_VERSIONS):
         yield
 
 
 @contextmanager
 def _flash_package(backend: str) -> Iterator[None]:
-    """Use the kernels of a FlashAttention package, "fa3" or "fa4", within this context."""
+    """Use the FlashAttention package of "fa3" or "fa4". Do nothing for another backend."""
+    if backend not in FLASH_VERSIONS:
+        yield
+        return
     try:
         activate_flash_attention_impl(FLASH_VERSIONS[backend][0])
     except (ImportError, RuntimeError) as error:

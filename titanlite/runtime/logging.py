@@ -276,15 +276,12 @@ def log_end(text: str, kind: str, step: int | None = None, log_file: Path | None
         log_file: Path of train.log. If None, use the file that `setup_logging` opened in this
             process, if any.
     """
-    if log_file is not None:
-        handlers = _file_handlers(log_file, prefix="")
-    else:
-        handlers = logging.getLogger(LOGGER_NAME).handlers
-
+    logger = logging.getLogger(LOGGER_NAME)
     level = LEVEL_OF_END.get(kind, logging.ERROR)
-    record = logging.getLogger(LOGGER_NAME).makeRecord(
+    record = logger.makeRecord(
         LOGGER_NAME, level, fn="", lno=0, msg=Event(text, kind, step), args=(), exc_info=None
     )
+    handlers = logger.handlers if log_file is None else _file_handlers(log_file, prefix="")
     for handler in handlers:
         writes_to_file = isinstance(handler, LogHandler) and handler.file is not None
         if writes_to_file:

@@ -75,9 +75,7 @@ class RankGroup:
             error_here = UserError(f"{type(error).__name__}: {error}")
 
         errors = [error for error in self.gather(error_here) if error is not None]
-        for error in errors:
-            if not isinstance(error, Damage):
-                raise error
+        errors.sort(key=lambda error: isinstance(error, Damage))  # other errors come first
         if errors:
             raise errors[0]
         return cast(T, result)

@@ -16,7 +16,7 @@ from typing import Any, get_args
 import tomlkit
 
 from titanlite.config.errors import UserError
-from titanlite.config.flavors import FLAVORS
+from titanlite.config.flavors import FLAVORS, Architecture
 from titanlite.config.mistakes import ConfigError, describe_unknown_name, format_value
 from titanlite.config.other_formats import parse_json, parse_toml
 from titanlite.config.schema import SECTIONS, JobConfig, list_keys
@@ -203,19 +203,22 @@ class Migration:
         new_flavor = self._convert_flavor(flavor)
         self._set_default("model.flavor", new_flavor, DEFAULT)
 
-        why = f"torchtitan's {flavor}"
-        old_sizes = self._get_torchtitan_sizes(flavor)
-        for key, new_size in asdict(FLAVORS[new_flavor]).items():
-            depends_on_other_keys = key in ("vocab_size", "max_seq_len", "head_dim")
-            if not depends_on_other_keys and old_sizes[key] != new_size:
-                self._set_default(f"model.{key}", old_sizes[key], why)
+        self._keep_sizes(flavor, FLAVORS[new_flavor])
 
         # torchtitan sets the context length of the model to the sequence length.
         seq_len = self._get_integer("training.seq_len", 2048)
         if seq_len > FLAVORS[new_flavor].max_seq_len:
             self._set_default("model.max_seq_len", seq_len, "training.seq_len")
         if self.model == "llama3" and flavor in tables.FLAVORS_WITH_DOCUMENT_MASK:
-            self._set_default("dataset.document_mask", True, why)
+            self._set_default("dataset.document_mask", True, f"torchtitan's {flavor}")
+
+    def _keep_sizes(self, flavor: str, new_sizes: Architecture) -> None:
+        """Set the sizes in which a torchtitan flavor differs from the titanlite flavor."""
+        old_sizes = self._get_torchtitan_sizes(flavor)
+        for key, new_size in asdict(new_sizes).items():
+            depends_on_other_keys = key in ("vocab_size", "max_seq_len", "head_dim")
+            if not depends_on_other_keys and old_sizes[key] != new_size:
+                self._set_default(f"model.{key}", old_sizes[key], f"torchtitan's {flavor}")
 
     def _get_torchtitan_sizes(self, flavor: str) -> dict[str, Any]:
         """Return the sizes of a torchtitan flavor, replaced by those in a resolved config."""
@@ -260,23 +263,25 @@ class Migration:
         name_key = f"{old_section}.dataset"
         path_key = f"{old_section}.dataset_path"
         name = self._old.get(name_key, default)
+        has_path = path_key in self._old  # a local folder, or a name on the Hugging Face Hub
         is_c4 = name in ("c4", "c4_validation")  # two splits of the same dataset
-        if path_key in self._old:  # a local folder, or a name on the Hugging Face Hub
-            self._carry_over(f"{section}.source", "huggingface", name_key)
-            self._carry_over(f"{section}.path", self._old[path_key], path_key)
-            if is_c4:
-                self._set_default(f"{section}.config", "en")
-                self._set_default(f"{section}.streaming", True)
-        elif is_c4:
-            self._carry_over(f"{section}.source", "c4", name_key)
-        elif name == "c4_test":
-            self._replace_c4_test(section, name_key)
-        else:
+        if not has_path and not is_c4 and name != "c4_test":
             raise UserError(
                 f"{name_key} = {format_value(name)}: torchtitan has c4, c4_test and c4_validation. "
                 "Add dataset_path, a folder or a name on the Hub."
             )
 
+        if has_path:
+            self._carry_over(f"{section}.source", "huggingface", name_key)
+            self._carry_over(f"{section}.path", self._old[path_key], path_key)
+        elif is_c4:
+            self._carry_over(f"{section}.source", "c4", name_key)
+        else:
+            self._replace_c4_test(section, name_key)
+
+        if has_path and is_c4:
+            self._set_default(f"{section}.config", "en")
+            self._set_default(f"{section}.streaming", True)
         if name == "c4_validation":
             self._set_default(f"{section}.split", "validation")
 
@@ -316,20 +321,30 @@ class Migration:
         microbatch_size = self._get_microbatch_size(local_size, num_stages)
         self._set(local_key, microbatch_size, "the size of a microbatch")
 
+        has_global_size = self._get_integer("training.global_batch_size", -1) != -1
+        if not has_global_size:
+            self._add_global_batch_size(local_size, microbatch_size)
+
+    def _add_global_batch_size(self, local_size: int, microbatch_size: int) -> None:
+        """Set the global batch size for a pipeline, or report that it cannot be computed.
+
+        Args:
+            local_size: Number of sequences of a data-parallel rank per step.
+            microbatch_size: Number of sequences per microbatch.
+        """
+        local_key = "training.local_batch_size"
         global_key = "training.global_batch_size"
-        has_global_size = self._get_integer(global_key, -1) != -1
-        if has_global_size:
-            return
         num_ranks = self._find_num_data_parallel_ranks()
         if num_ranks is not None:
             self._set(global_key, local_size * num_ranks, local_key)
-        else:
-            self._report_lost(
-                local_key,
-                f"Each data-parallel rank trains on {local_size} sequences per step, in "
-                f"microbatches of {microbatch_size}. Set {global_key} to {local_size} times the "
-                "number of data-parallel ranks.",
-            )
+            return
+
+        self._report_lost(
+            local_key,
+            f"Each data-parallel rank trains on {local_size} sequences per step, in "
+            f"microbatches of {microbatch_size}. Set {global_key} to {local_size} times the "
+            "number of data-parallel ranks.",
+        )
 
     def _find_num_data_parallel_ranks(self) -> int | None:
         """Return the number of data-parallel ranks, or None if it depends on the world size."""

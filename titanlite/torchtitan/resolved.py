@@ -30,17 +30,10 @@ def read_config(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]
 def _read_sections(config: dict[str, Any]) -> dict[str, Any]:
     """Return a resolved config without its model, in the form of a torchtitan job file."""
     spec = config["model_spec"]
-    policy = config["activation_checkpoint"]
-    sections = {
-        **config,
-        "model_spec": {"name": spec["name"], "flavor": spec["flavor"]},
-        "optimizer": _read_optimizer(config["optimizer"]),
-        "activation_checkpoint": {
-            **(policy or {}),
-            "mode": _find_checkpoint_mode(policy),
-            "selective_ac_option": "op",
-        },
-    }
+    sections = dict(config)
+    sections["model_spec"] = {"name": spec["name"], "flavor": spec["flavor"]}
+    sections["optimizer"] = _read_optimizer(config["optimizer"])
+    sections["activation_checkpoint"] = _read_checkpointing(config["activation_checkpoint"])
     del sections["loss"]  # always the cross entropy
     if not config["validator"]["enable"]:
         del sections["validator"]
@@ -59,13 +52,17 @@ def _read_optimizer(optimizer: dict[str, Any]) -> dict[str, Any]:
     return {**section, "name": group["optimizer_name"], "beta1": beta1, "beta2": beta2}
 
 
-def _find_checkpoint_mode(policy: dict[str, Any] | None) -> str:
-    """Return the mode of activation checkpointing, which only the keys of the policy reveal."""
+def _read_checkpointing(policy: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the section [activation_checkpoint], whose mode only the keys of the policy reveal."""
     if policy is None:
-        return "none"
+        return {"mode": "none", "selective_ac_option": "op"}
+
+    mode = "full"
     if "memory_budget" in policy:
-        return "memory_budget"
-    return "selective" if "force_recompute_mm_shapes_by_fqns" in policy else "full"
+        mode = "memory_budget"
+    elif "force_recompute_mm_shapes_by_fqns" in policy:
+        mode = "selective"
+    return {**policy, "mode": mode, "selective_ac_option": "op"}
 
 
 def _read_sizes(model: dict[str, Any]) -> dict[str, Any]:

@@ -75,6 +75,10 @@ def torchtitan_weights(path: Path, model: Model) -> Weights:
         _check_rope_scaling(path, arch, "0.2")
     # Otherwise the checkpoint has only weights, and either version may have saved it.
 
+    # FP8 jobs of torchtitan save the weight wrapper of torchao. This import registers it as a type
+    # that is safe to load.
+    import torchao.float8  # noqa: F401
+
     weights = dcp_weights(reader, arch, prefix)
 
     def read(name: str) -> Tensor:
@@ -94,25 +98,19 @@ def _open_checkpoint(path: Path) -> tuple[SafeReader, list[str]]:
             f"{path} is a titanlite checkpoint. Pass it to checkpoint.initial_load_path."
         )
 
-    # The reader calls this for each tensor, but keeps only the weights.
-    names: list[str] = []
+    names: list[str] = []  # of all tensors, of which the reader keeps only the weights
 
-    def record_name(name: str) -> bool:
+    def is_weight(name: str) -> bool:
         names.append(name)
-        is_weight = _WEIGHT.fullmatch(name) is not None
-        return is_weight
+        return _WEIGHT.fullmatch(name) is not None
 
     try:
-        reader = SafeReader(path, {}, is_wanted=record_name)
+        reader = SafeReader(path, {}, is_wanted=is_weight)
     except CheckpointError as error:
         raise UserError(
             f"{path}: {error}. "
             "Pass the folder of one torchtitan step, which contains .metadata and *.distcp files."
         ) from None
-    # FP8 jobs of torchtitan save the weight wrapper of torchao. This import registers it as a type
-    # that is safe to load, before the caller reads weights.
-    import torchao.float8  # noqa: F401
-
     return reader, names
 
 
