@@ -77,17 +77,15 @@ def resolve_lengths(run: Run) -> tuple[Run, list[Problem]]:
     Returns:
         The run without lengths in tokens, and problems such as a length of less than one step.
     """
-    lengths = dict(_list_lengths(run))
+    lengths = list(_list_lengths(run))
     if not lengths:
         return run, []
 
-    problems = list(_find_rivals(run))
+    problems = _find_repeated_length(run)
     progress = read_progress(run)
-    for key, num_tokens in lengths.items():
-        counter = TokenCounter(run, progress)
-        steps = _find_num_steps(counter, key, num_tokens)
-        if key == WARMUP:
-            steps = _keep_completed_warmup(counter, steps)
+    for key, num_tokens in lengths:
+        counter = TokenCounter(run, progress)  # the run has the lengths converted so far
+        steps = _count_steps(counter, key, num_tokens)
         if not 1 <= steps <= MAX_STEPS:
             problems.append(_describe_bad_length(counter, key, steps))
             steps = 1
@@ -95,11 +93,12 @@ def resolve_lengths(run: Run) -> tuple[Run, list[Problem]]:
     return run, problems
 
 
-def _find_num_steps(counter: TokenCounter, key: str, num_tokens: int) -> int:
-    """Return the largest number of steps of the length `key` that take at most `num_tokens`."""
+def _count_steps(counter: TokenCounter, key: str, num_tokens: int) -> int:
+    """Convert the length `key` from tokens to steps, rounded down."""
     # Binary search for the first number of steps that takes more tokens. A step takes at least one.
     too_many_steps = bisect_right(range(MAX_TOKENS), num_tokens, key=partial(counter.count, key))
-    return too_many_steps - 1
+    steps = too_many_steps - 1
+    return _keep_completed_warmup(counter, steps) if key == WARMUP else steps
 
 
 def _keep_completed_warmup(counter: TokenCounter, steps: int) -> int:
@@ -142,11 +141,12 @@ def _list_lengths(run: Run) -> Iterator[tuple[str, int]]:
             yield key, parse_tokens(value)
 
 
-def _find_rivals(run: Run) -> Iterator[Problem]:
-    """Yield a problem if a job sets the length of the run more than once."""
+def _find_repeated_length(run: Run) -> list[Problem]:
+    """Return a problem if a job sets the length of the run more than once."""
     training = run.job.training
     names = [name for name in LENGTH_KEYS if name in training.model_fields_set]
     names = [name for name in names if getattr(training, name) is not None]
-    if len(names) > 1:
-        text = f"is not used with training.{names[1]}. Remove training.{names[0]}."
-        yield Problem(f"training.{names[0]}", text)
+    if len(names) < 2:
+        return []
+    text = f"is not used with training.{names[1]}. Remove training.{names[0]}."
+    return [Problem(f"training.{names[0]}", text)]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from titanlite.config.errors import UserError
@@ -100,21 +100,19 @@ def build_run(parsed: ParsedJob, world_size: int, *, check_outputs: bool = True)
     Raises:
         ConfigError: If anything is invalid. The message lists all mistakes.
     """
-    mistakes = [*parsed.mistakes, *_check_environment()]
-    unresolved_run, problems = _fit_to_tokenizer(Run(parsed.job, world_size))
-    run, length_problems = resolve_lengths(unresolved_run)
+    fitted_run, tokenizer_problems = _fit_to_tokenizer(Run(parsed.job, world_size))
+    run, length_problems = resolve_lengths(fitted_run)
 
-    # Skip rules that read a section with an invalid value. The default in its place could break a
-    # rule, and the report would then contain a mistake that the user did not make.
+    # The number of steps of a length in tokens depends on these sections.
+    mistakes = [*parsed.mistakes, *_check_environment()]
     invalid_sections = _find_invalid_sections(parsed.mistakes)
     if invalid_sections.isdisjoint(("model", "training", "parallelism", "dataset")):
-        mistakes += [make_mistake(unresolved_run, problem) for problem in length_problems]
-    invalid_sections |= {problem.key.partition(".")[0] for problem in length_problems}
-    problems += _apply_rules(run, invalid_sections, check_outputs)
-    if invalid_sections.isdisjoint(("training", "lr_scheduler")):
-        problems += check_warmup(run, is_preview=_is_preview(parsed.job, parsed.origins))
+        mistakes += [make_mistake(fitted_run, problem) for problem in length_problems]
 
-    mistakes += [make_mistake(run, problem) for problem in problems]
+    sections_with_bad_lengths = {problem.key.partition(".")[0] for problem in length_problems}
+    skipped_sections = invalid_sections | sections_with_bad_lengths  # they contain defaults
+    rule_problems = _apply_rules(run, parsed, skipped_sections, check_outputs)
+    mistakes += [make_mistake(run, problem) for problem in tokenizer_problems + rule_problems]
     if mistakes:
         origins = {**parsed.origins, THREADS: "environment variable"}
         raise parsed._replace(origins=origins).error(mistakes)
@@ -146,15 +144,22 @@ def _find_invalid_sections(mistakes: Sequence[Mistake]) -> set[str]:
     return sections
 
 
-def _apply_rules(run: Run, invalid_sections: set[str], check_outputs: bool) -> list[Problem]:
-    """Return all problems of a run. Rules that read an invalid section are not applied."""
+def _apply_rules(
+    run: Run, parsed: ParsedJob, skipped_sections: set[str], check_outputs: bool
+) -> list[Problem]:
+    """Return all problems of a run, except by rules that read one of `skipped_sections`.
+
+    The default in place of an invalid value could break a rule, which is no mistake of the user.
+    """
     rules = [*KEY_RULES, *DATA_RULES]
     if check_outputs:
         rules += OUTPUT_RULES
     problems: list[Problem] = []
     for rule in rules:
-        if invalid_sections.isdisjoint(rule.sections):
+        if skipped_sections.isdisjoint(rule.sections):
             problems += rule.check(run)
+    if skipped_sections.isdisjoint(("training", "lr_scheduler")):
+        problems += check_warmup(run, is_preview=_is_preview(parsed))
     return problems
 
 
@@ -171,22 +176,19 @@ def fit_vocab_size(job: JobConfig, tokenizer: Tokenizer) -> JobConfig:
     return job.model_copy(update={"model": model})
 
 
-def _is_preview(job: JobConfig, origins: Mapping[str, str]) -> bool:
+def _is_preview(parsed: ParsedJob) -> bool:
     """Return whether a job trains only the first steps of the run that its job file describes.
 
     This is the case if the command line sets the length of the run, such as `training.steps`, but
     not `lr_scheduler.warmup_steps`. It is also the case for the config.toml that such a run writes,
     which names the original job file.
-
-    Args:
-        job: The job.
-        origins: Where each key was set, as in `ParsedJob`.
     """
+    origins = parsed.origins
     length_origins = {origins.get(f"training.{name}", DEFAULT) for name in LENGTH_KEYS}
     warmup_origin = origins.get("lr_scheduler.warmup_steps", DEFAULT)
     if COMMAND_LINE in length_origins:
         return warmup_origin != COMMAND_LINE
-    return not length_origins <= {DEFAULT, job.job.config_file}
+    return not length_origins <= {DEFAULT, parsed.job.job.config_file}
 
 
 def _check_environment() -> list[Mistake]:

@@ -117,13 +117,11 @@ def compare_jobs(
     """
     old = flatten(before)
     new = flatten(now)
-    data_effect = INCOMPATIBLE if new["dataset.on_change"] == "error" else AFFECTS_TRAINING
     changes: list[tuple[Effect, str]] = []
     for key in old.keys() & new.keys():
-        is_tokenizer = key in ("tokenizer.path", "tokenizer.name")  # token IDs are compared instead
-        if is_tokenizer or old[key] == new[key]:
+        if old[key] == new[key]:
             continue
-        effect = _classify(key, old, new, data, data_effect)
+        effect = _classify(key, old, new, data)
         if effect is not None:
             change = f"{key}: {shorten(str(old[key]))} -> {shorten(str(new[key]))}"
             changes.append((effect, change))
@@ -133,8 +131,13 @@ def compare_jobs(
         for description in position_changes:
             changes.append((INCOMPATIBLE, description))
         for description in content_changes:
-            changes.append((data_effect, description))
+            changes.append((_content_effect(new), description))
     return sorted(changes, key=lambda change: (_ORDER.index(change[0]), change[1]))
+
+
+def _content_effect(new: dict[str, Any]) -> Effect:
+    """Return the effect of data with other contents, which `dataset.on_change` determines."""
+    return INCOMPATIBLE if new["dataset.on_change"] == "error" else AFFECTS_TRAINING
 
 
 def report_changes(
@@ -180,11 +183,7 @@ def flatten(table: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _classify(
-    name: str,
-    old: dict[str, Any],
-    new: dict[str, Any],
-    data: DataChanges | None,
-    data_effect: Effect,
+    name: str, old: dict[str, Any], new: dict[str, Any], data: DataChanges | None
 ) -> Effect | None:
     """Return the effect of a changed key, or None if another difference already describes it.
 
@@ -193,10 +192,11 @@ def _classify(
         old: Values of the job in the checkpoint, from `flatten`.
         new: Values of the job that resumes, from `flatten`.
         data: Differences of the data, or None if the data position is not used.
-        data_effect: Effect of changed data, which depends on `dataset.on_change`.
     """
     section = name.split(".")[0]
     key = name.split(".")[-1]
+    if name in ("tokenizer.path", "tokenizer.name"):
+        return None  # token IDs are compared instead
     if name == "optimizer.name":  # its state has other tensors
         is_excluded = "optimizer" in new["checkpoint.exclude_from_loading"]
         return AFFECTS_TRAINING if is_excluded else INCOMPATIBLE
@@ -211,7 +211,7 @@ def _classify(
 
     is_source_key = name.startswith("dataset.sources.")
     if is_source_key and key in _MIXTURE_KEYS:
-        return AFFECTS_TRAINING if data is None else data_effect
+        return AFFECTS_TRAINING if data is None else _content_effect(new)
     if is_source_key:  # treated like the key of a single source
         name = f"dataset.{key}"
     is_data_seed = name == "training.seed" and new["dataset.seed"] is None

@@ -132,29 +132,40 @@ def build_mistake(root: type[BaseModel], error: Any) -> Mistake:
     `root` is the model that was validated: a job, the options of a command, or the content of a
     file.
     """
-    # For example, the location ["dataset", "sources", "0", "pth"] gives the key "dataset.sources",
-    # by which the line in the job file is found, and the full name "dataset.sources.0.pth".
-    location = [str(part) for part in error["loc"]]
+    location = [str(part) for part in error["loc"]]  # such as ["dataset", "sources", "0", "path"]
+    kind = error["type"]
+    _, unknown_path = _find_unknown_name(root, location)
+    if kind == "extra_forbidden" and unknown_path:
+        return _describe_unknown(root, location, error["input"])
+
     key = ".".join(location[:2])
-    name = ".".join(location)
     if hasattr(root, "name_on_command_line"):
         name = root.name_on_command_line(location[0])  # type: ignore[attr-defined]
-
-    kind = error["type"]
+    else:
+        name = ".".join(location)
     value = "" if kind == "missing" else format_value(error["input"])
-    table, unknown_path = _find_unknown_name(root, location)
-    if kind == "extra_forbidden" and unknown_path:
-        removed_keys = getattr(table, "dropped", {})
-        if unknown_path[-1] in removed_keys:
-            _, problem = removed_keys[unknown_path[-1]]
-            return Mistake(key, name, value, problem, "gone")
-        if isinstance(error["input"], dict):
-            name = f"[{key}]"
-        return Mistake(key, name, "", _explain_unknown_name(root, location), kind)
-
     problem = _rephrase(error["msg"])
     hint = _suggest_value(problem, error["input"], location)
     return Mistake(key, name, value, f"{problem}.{hint}", kind)
+
+
+def describe_unknown_name(root: type[BaseModel], name: str) -> Mistake:
+    """Return the mistake for a name that does not exist in `root`, such as "training.stepz"."""
+    return _describe_unknown(root, name.split("."), None)
+
+
+def _describe_unknown(root: type[BaseModel], location: list[str], value: object) -> Mistake:
+    """Return the mistake for a value, or a table, whose location does not exist in `root`."""
+    key = ".".join(location[:2])
+    table, unknown_path = _find_unknown_name(root, location)
+    removed_keys = getattr(table, "dropped", {})
+    if unknown_path[-1] in removed_keys:
+        _, problem = removed_keys[unknown_path[-1]]
+        return Mistake(key, ".".join(location), format_value(value), problem, "gone")
+
+    is_table = isinstance(value, dict)
+    name = f"[{key}]" if is_table else ".".join(location)
+    return Mistake(key, name, "", _explain_unknown_name(root, location), "extra_forbidden")
 
 
 def _find_unknown_name(
@@ -238,12 +249,6 @@ def _suggest_choice(problem: str, value: str) -> str:
     return f" Did you mean {choices[similar[0]]}?" if similar else ""
 
 
-def describe_unknown_name(root: type[BaseModel], name: str) -> Mistake:
-    """Return the mistake for a name that does not exist in `root`, such as "training.stepz"."""
-    error = {"loc": name.split("."), "input": None, "type": "extra_forbidden"}
-    return build_mistake(root, error)
-
-
 def explain_error(model: type[BaseModel], failure: ValidationError) -> str:
     """Describe the first ten mistakes in a file in one line.
 
@@ -288,18 +293,18 @@ def _explain_unknown_name(root: type[BaseModel], location: list[str]) -> str:
     For example, ["training", "stepz"] gives "is unknown. Did you mean training.steps?". The first
     unknown name can also be a section, as in ["trainng", "steps"].
     """
-    key = location[-1]
-    tables = _list_tables(root)
+    sections = _list_tables(root)
     table, unknown_path = _find_unknown_name(root, location)
     known_names = [field.alias or name for name, field in table.model_fields.items()]
     if table is root:
-        known_names += [name for name in tables if name not in known_names]
+        known_names += [name for name in sections if name not in known_names]
 
-    suggestions = (
-        _find_synonyms(key, {*root.model_fields, *tables})  # of other trainers
-        or _find_similar_paths(unknown_path, known_names)
-        or [f"{name}.{key}" for name, table in tables.items() if key in table.model_fields]
-    )
+    key = location[-1]
+    suggestions = _find_synonyms(key, {*root.model_fields, *sections})
+    if not suggestions:
+        suggestions = _find_similar_paths(unknown_path, known_names)
+    if not suggestions:  # the same key in other sections
+        suggestions = [f"{name}.{key}" for name in sections if key in sections[name].model_fields]
     if suggestions:
         return f"is unknown. Did you mean {' or '.join(suggestions[:3])}?"
     return f"is unknown. Known names are {', '.join(known_names)}."

@@ -121,25 +121,25 @@ def balanced_cuts(times: PieceCosts, memory: list[PieceCosts], num_layers: int) 
     assert num_stages <= num_layers
     memory_limit = _max_memory_of_even_split(memory, num_layers)
 
-    # Dynamic programming: best_splits[n] is the best split of the first n blocks into the stages so
-    # far. At first there are no stages, and no blocks in them.
+    # Dynamic programming: after each stage, best_splits[n] is the best split of the first n blocks
+    # into the stages so far.
     best_splits = {0: _Split(0.0, 0.0, [])}
     for stage in range(num_stages):
-        stage_times: dict[int, float] = {}  # by the number of blocks in the stage
+        # Time of this stage for each number of blocks that fits into memory.
+        stage_times: dict[int, float] = {}
         for num_blocks in range(1, num_layers + 1):
             if memory[stage].of_stage(stage, num_stages, num_blocks) <= memory_limit:
                 stage_times[num_blocks] = times.of_stage(stage, num_stages, num_blocks)
-        num_later_stages = num_stages - 1 - stage  # each of them needs a block
-        best_splits = _add_stage(best_splits, stage_times, num_layers - num_later_stages)
+        best_splits = _add_stage(best_splits, stage_times, num_layers)
 
     # The end of each stage is the start of the next stage. The last stage has no next one.
     return best_splits[num_layers].ends[:-1]
 
 
 def _add_stage(
-    best_splits: dict[int, _Split], stage_times: dict[int, float], last_end: int
+    best_splits: dict[int, _Split], stage_times: dict[int, float], num_layers: int
 ) -> dict[int, _Split]:
-    """Extend splits by a stage of up to `last_end` blocks in total, and return the best results.
+    """Extend splits of a model with `num_layers` blocks by a stage, and return the best results.
 
     Splits are listed by their total number of blocks, and the possible times of the new stage by
     its number of blocks, in ascending order.
@@ -148,7 +148,7 @@ def _add_stage(
     for start, split in best_splits.items():
         for num_blocks, time in stage_times.items():
             end = start + num_blocks
-            if end > last_end:
+            if end > num_layers:
                 break
             candidate = split.add_stage(time, end)
             if end not in longer_splits or candidate.is_better_than(longer_splits[end]):
