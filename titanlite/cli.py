@@ -171,15 +171,11 @@ def run_quietly(command: Callable[[], object]) -> int:
     """Call a command, print its error if it fails, and return the exit code of the process.
 
     A user error is printed without a traceback, and has the exit code of its class. Any other
-    exception gives 1, Ctrl-C gives 130, and a closed pipe gives 141. Otherwise the exit code is the
-    integer that the command returns, or 0.
+    exception gives 1, Ctrl-C gives 130, and a closed pipe gives 141.
     """
     _set_up_streams()
     try:
-        result = command()
-        sys.stdout.flush()
-    except SystemExit as end:  # tyro raises it after a help text or a message
-        result = end.code
+        exit_code = _call(command)
     except BrokenPipeError:  # for example because of `titanlite runs | head`
         drop_output(sys.stdout)
         return 141
@@ -189,10 +185,19 @@ def run_quietly(command: Callable[[], object]) -> int:
     except Exception as error:
         return _report_error(error)
 
-    exit_code = result if isinstance(result, int) else 0
     if exit_code == 0:
         record_success()  # lets the launcher see that this rank has completed its work
     return exit_code
+
+
+def _call(command: Callable[[], object]) -> int:
+    """Call a command, and return the integer that it returns or exits with, or 0."""
+    try:
+        result = command()
+        sys.stdout.flush()
+    except SystemExit as end:  # tyro raises it after a help text or a message
+        result = end.code
+    return result if isinstance(result, int) else 0
 
 
 def _set_up_streams() -> None:

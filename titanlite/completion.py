@@ -344,9 +344,9 @@ def _next_logits(
 
     Args:
         model: Model.
-        inputs: Token IDs that follow the tokens in `cache`: B lists of equal length.
+        inputs: New token IDs of each sequence, shape (B, T).
         cache: Key-value cache of each layer.
-        padding: Number of padding positions at the front of each sequence.
+        padding: Number of padding positions at the front of each sequence, shape (B,).
 
     Returns:
         Logits, shape (B, V), in fp32 on the CPU.
@@ -368,28 +368,24 @@ def _forward(
 ) -> Tensor:
     """Run the model on new tokens, add them to the cache, and return all logits, shape (B, T, V).
 
-    Shapes are suffixes of names: B sequences, T new tokens (queries), and S cached and new tokens
-    (keys).
+    `padding_B` is the number of padding positions at the front of each sequence.
     """
-    # For example, 2 new tokens after 3 cached ones have the indices [3, 4], and attend to the
-    # indices [0, 1, 2, 3, 4].
+    # For example, 2 new tokens (T) after 3 cached ones have the indices [3, 4]. They attend to all
+    # tokens (S), which have the indices [0, 1, 2, 3, 4].
     num_cached = cache[0].length
     index_S = torch.arange(num_cached + tokens_BT.shape[1], device=tokens_BT.device)
     index_T = index_S[num_cached:]
 
-    window = model.arch.sliding_window
-    mask_BTS = _attention_mask(index_T, index_S, padding_B, window)
-    full_mask_BTS = _attention_mask(index_T, index_S, padding_B, sliding_window=0)
-    positions_BT = (index_T - padding_B[:, None]).clamp(min=0)  # for RoPE
-    return model(
-        tokens_BT, positions_BT, mask_BTS[:, None], cache, full_mask=full_mask_BTS[:, None]
-    )
+    mask = _attention_mask(index_T, index_S, padding_B, model.arch.sliding_window)
+    full_mask = _attention_mask(index_T, index_S, padding_B, sliding_window=0)
+    rope_positions_BT = (index_T - padding_B[:, None]).clamp(min=0)
+    return model(tokens_BT, rope_positions_BT, mask, cache, full_mask=full_mask)
 
 
 def _attention_mask(
     index_T: Tensor, index_S: Tensor, padding_B: Tensor, sliding_window: int
 ) -> Tensor:
-    """Return a boolean mask of the keys that each query attends to, shape (B, T, S).
+    """Return a boolean mask of the keys that each query attends to, shape (B, 1, T, S).
 
     Indices count from the start of the padded sequences. With a sliding window, a query attends
     only to the latest positions.
@@ -401,7 +397,8 @@ def _attention_mask(
     if sliding_window:
         mask_BTS &= distance_TS < sliding_window
     # Padding attends to itself, because a softmax over nothing is NaN.
-    return mask_BTS | (distance_TS == 0)
+    mask_BTS |= distance_TS == 0
+    return mask_BTS[:, None]  # the same for all heads
 
 
 def sample_token(

@@ -28,10 +28,9 @@ MAX_PEAK_LR = 1e-3
 
 
 def split_from_option(argv: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Separate the option `--from` from the other words of a command line.
+    """Separate the value of `--from`, or None, from the other words of a command line.
 
-    Returns:
-        The value of `--from` or None, and all other words.
+    For example, `--from=my_model --training.steps 5` gives "my_model" and the last two words.
 
     Raises:
         UserError: If `--from` has no value, or occurs twice.
@@ -46,12 +45,13 @@ def split_from_option(argv: Sequence[str]) -> tuple[str | None, list[str]]:
         return None, words
 
     position = words.index(FROM)
-    value = words[position + 1 : position + 2]  # empty if there is no next word
-    if not value or value[0].startswith("--") or words.count(FROM) > 1:
+    other_words = words[:position] + words[position + 2 :]
+    has_value = position + 1 < len(words) and not words[position + 1].startswith("--")
+    if not has_value or FROM in other_words:
         raise UserError(
             f"{FROM}: takes one folder, or OWNER/NAME of a model on the Hugging Face Hub."
         )
-    return value[0], words[:position] + words[position + 2 :]
+    return words[position + 1], other_words
 
 
 def _find_folder(name: str) -> Path:

@@ -254,14 +254,13 @@ def check_stages(run: Run) -> Problems:
     num_layers = run.arch.n_layers
     num_ranks = run.degrees.pipeline
     num_stages = run.stages_per_rank * num_ranks
-    if run.pipeline_cuts:
-        if not _are_valid_cuts(run):
-            yield Problem(
-                "parallelism.pipeline_parallel_split_points",
-                f"must rise up to at most layers.{num_layers - 1} and make {run.stages_per_rank} "
-                f"stages for each of {num_ranks} ranks.",
-            )
-    elif num_stages > num_layers:
+    if run.pipeline_cuts and not _are_valid_cuts(run):
+        yield Problem(
+            "parallelism.pipeline_parallel_split_points",
+            f"must rise up to at most layers.{num_layers - 1} and make {run.stages_per_rank} "
+            f"stages for each of {num_ranks} ranks.",
+        )
+    if not run.pipeline_cuts and num_stages > num_layers:
         yield Problem(
             "parallelism.pipeline_parallel_degree",
             f"makes {num_stages} stages, but the model has only {num_layers} blocks.",

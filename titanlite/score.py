@@ -167,6 +167,7 @@ def _build_run(saved: JobConfig, options: Scoring, window: int, parallelism: Par
     if window > max_window:
         raise UserError(f"--window {window}: must be at most model.max_seq_len = {max_window}.")
 
+    # The sizes of sequences and batches depend on the degrees of the layout.
     world_size = read_world_size()
     degrees = Run(JobConfig(parallelism=parallelism), world_size).degrees
     training = _make_training_section(saved, options, window, degrees)

@@ -50,7 +50,7 @@ def find_checkpoints(path: Path) -> list[Path]:
         UserError: If the folder does not exist.
         CheckpointError: If it contains no checkpoint.
     """
-    path = resolve_url(path)
+    path = download_if_url(path)
     if not os.path.isdir(path):  # unlike Path.is_dir, it accepts names of any length
         problem = "is a file" if os.path.isfile(path) else "does not exist"
         raise UserError(
@@ -72,7 +72,7 @@ def find_checkpoints(path: Path) -> list[Path]:
     return checkpoints
 
 
-def resolve_url(path: Path) -> Path:
+def download_if_url(path: Path) -> Path:
     """Download the newest checkpoint at a URL, and return its local path.
 
     Args:
@@ -173,7 +173,7 @@ def verify(folder: Path) -> dict[str, Any]:
         UserError: If the folder does not exist.
         CheckpointError: If it contains no checkpoint.
     """
-    local_folder = resolve_url(folder).resolve()
+    local_folder = download_if_url(folder).resolve()
     step_folders = find_checkpoints(local_folder)
     checkpoints = _verify_step_folders(step_folders, local_folder)
 

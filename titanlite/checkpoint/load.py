@@ -26,12 +26,12 @@ from titanlite.checkpoint.dcp import (
     model_tensors,
 )
 from titanlite.checkpoint.find import (
+    download_if_url,
     find_checkpoints,
     get_checkpoint_keys,
     get_data_state,
     has_gone_back,
     load_newest,
-    resolve_url,
 )
 from titanlite.checkpoint.huggingface import load_hf_weights
 from titanlite.checkpoint.manifest import (
@@ -214,7 +214,7 @@ class Resumer:
     def _load_newest_weights(self, path_or_url: Path) -> Path:
         """Load the weights of the newest valid checkpoint at a path, and return its step folder."""
         ranks = self._ranks
-        folder = ranks.run_together(lambda: resolve_url(path_or_url))
+        folder = ranks.run_together(lambda: download_if_url(path_or_url))
         return load_newest(
             folder,
             load=lambda step_folder: load_weights(step_folder, self._live.model, ranks),

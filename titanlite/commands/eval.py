@@ -51,21 +51,22 @@ def main(argv: Sequence[str]) -> None:
         CheckpointError: If no checkpoint can be used, or its output is not finite.
     """
     # Report invalid options before ranks are started.
-    options, words = parse_options_and_job(Eval, argv, "eval", _LAYOUT_HELP)
-    parallelism = _load_layout(words)
+    options, layout_words = parse_options_and_job(Eval, argv, "eval", _LAYOUT_HELP)
+    parallelism = _load_layout(layout_words)
     find_checkpoints(options.checkpoint)
     start_ranks("eval", argv)
 
     from titanlite.score import evaluate_text  # slow, because it imports torch
 
-    # Options of `Scoring`, such as --window and --stride, have the names of the arguments.
+    settings = options.model_dump(include={*Scoring.model_fields})  # window, stride, ...
+    if is_first_rank():
+        settings["log"] = note
     score = evaluate_text(
         options.checkpoint,
         options.data,
         parallelism=parallelism,
         tokenizer=options.tokenizer_path,
-        log=note if is_first_rank() else lambda line: None,
-        **options.model_dump(include=set(Scoring.model_fields)),
+        **settings,
     )
     documents = format_count(score.documents, "document")
     amount = f"{documents}, {score.tokens:,} tokens, {score.bytes:,} bytes"

@@ -132,13 +132,13 @@ def read_prompts(path: Path) -> list[str]:
     try:
         lines = content.decode().split("\n")
         prompts = [_parse_prompt(line, is_json) for line in lines if line.strip()]
-        if not prompts:
-            raise ValueError("the file has no prompt")
-    except (ValueError, RecursionError):  # not UTF-8, an invalid line, or no prompt
+    except (ValueError, RecursionError):  # not UTF-8, or an invalid line
+        prompts = []
+    if not prompts:
         raise UserError(
             f"--prompts {path}: must contain one prompt per line in UTF-8. In a .jsonl file, each "
             'line must be a JSON string, or an object with a string "prompt".'
-        ) from None
+        )
     return prompts
 
 

@@ -7,9 +7,9 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 from pydantic import Field
 
@@ -82,24 +82,21 @@ def main(argv: Sequence[str]) -> None:
 
     # Handle SIGTERM like Ctrl-C, which also ends the worker processes.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    out = sys.stdout
+    stdout = sys.stdout
     with contextlib.redirect_stdout(sys.stderr):  # some libraries print when they are imported
-        text = _plan_or_search(options, run, tokens, out)
-    if text:
-        print(text)
+        result = _plan_or_search(options, run, tokens, stdout)
+    if result:
+        print(result)
 
 
-def _plan_or_search(options: Plan, run: Run, tokens: int | None, out: TextIO) -> str:
-    """Estimate a job with `_plan`, or search for faster jobs with `_search`.
+def _plan_or_search(options: Plan, run: Run, tokens: int | None, stdout: TextIO) -> str:
+    """Estimate a job, or search for faster jobs, and return the text to print at the end.
 
     Args:
         options: Options of the command.
         run: The run to estimate.
         tokens: Number of tokens of the whole training run, from --tokens.
-        out: Stream for the estimate of `_plan`.
-
-    Returns:
-        Text to print at the end.
+        stdout: Stream on which `_plan` prints its estimate early.
     """
     gpu = _choose_device(options, run.world_size)
 
@@ -111,11 +108,11 @@ def _plan_or_search(options: Plan, run: Run, tokens: int | None, out: TextIO) ->
     is_search = options.search or options.write is not None
     if is_search:
         with workers() as pool:
-            return _search(options, run, gpu, pool.map, tokens)
+            return _search(options, run, gpu, tokens, pool.map)
     if run.degrees.pipeline > 2:  # a long pipeline has many stages to trace
         with workers() as pool:
-            return _plan(options, run, gpu, pool.map, tokens, out)
-    return _plan(options, run, gpu, map, tokens, out)
+            return _plan(options, run, gpu, tokens, pool.map, stdout)
+    return _plan(options, run, gpu, tokens, map, stdout)
 
 
 def _parse_tokens(text: str) -> int:
@@ -144,16 +141,12 @@ def _check_new_file(path: Path) -> None:
 
 
 def _plan(
-    options: Plan,
-    run: Run,
-    gpu: Gpu,
-    apply: Apply,
-    tokens: int | None,
-    out: TextIO,
+    options: Plan, run: Run, gpu: Gpu, tokens: int | None, map_function: Apply, stdout: TextIO
 ) -> str:
-    """Estimate the memory and step time of a job, and search for changes that improve it.
+    """Print an estimate of a job to `stdout`, then search for changes that improve the job.
 
-    The search takes longer, so the estimate is printed to `out` first, unless --json is set.
+    The job and the changes are traced with `map_function`: `map`, or that of a process pool. With
+    --json, nothing is printed.
 
     Returns:
         The changes that make the job fit into memory, or the largest batch size if it fits. With
@@ -163,10 +156,11 @@ def _plan(
 
     def print_estimate(plan: Forecast) -> None:
         if not options.as_json:
-            print(_format_plan(run, _add_training_time(plan, tokens)), file=out, flush=True)
+            estimate = _format_plan(run, _add_training_time(plan, tokens))
+            print(estimate, file=stdout, flush=True)
 
     plan = advice.make_plan(
-        run, gpu, options.quick, options.remedies, show=print_estimate, apply=apply
+        run, gpu, options.quick, options.remedies, show=print_estimate, apply=map_function
     )
     if options.as_json:
         return _add_training_time(plan, tokens).model_dump_json()
@@ -191,10 +185,11 @@ def _format_advice(run: Run, plan: Forecast) -> str:
     return f"Largest training.local_batch_size that fits: {largest} (now {current})."
 
 
-def _search(options: Plan, run: Run, gpu: Gpu, apply: Apply, tokens: int | None) -> str:
+def _search(options: Plan, run: Run, gpu: Gpu, tokens: int | None, map_function: Apply) -> str:
     """Search for the fastest variants of a job that fit into memory.
 
-    With --write, also write the fastest variant as a job file.
+    The variants are traced with `map_function`, as in `_plan`. With --write, also write the fastest
+    variant as a job file.
 
     Returns:
         The 10 fastest variants as a table, or as JSON with --json.
@@ -204,26 +199,27 @@ def _search(options: Plan, run: Run, gpu: Gpu, apply: Apply, tokens: int | None)
     """
     from titanlite.plan import advice
 
-    results, num_traced, num_candidates = advice.search(run, gpu, apply)
-    if not results:
+    variants, num_traced, num_candidates = advice.search(run, gpu, map_function)
+    if not variants:
         raise UserError(
             f"None of {num_traced} jobs fits. Use more or larger devices, or a smaller model."
         )
+    fastest_settings, fastest_plan = variants[0]
     if options.write:
-        fastest_settings, _ = results[0]
         fastest_job = advice.with_keys(run, fastest_settings).job
         write_output(options.write, dump_config(fastest_job, without=("job",)).encode())
 
-    best = []
-    for settings, plan in results[:_MAX_LISTED]:
-        values = _add_training_time(plan, tokens).model_dump()
-        best.append({"options": advice.format_options(settings), **values})
+    best = [
+        (advice.format_options(settings), _add_training_time(plan, tokens))
+        for settings, plan in variants[:_MAX_LISTED]
+    ]
     if options.as_json:
-        return json.dumps({"traced": num_traced, "candidates": num_candidates, "best": best})
+        objects = [{"options": words, **plan.model_dump()} for words, plan in best]
+        return json.dumps({"traced": num_traced, "candidates": num_candidates, "best": objects})
 
-    devices = f"{best[0]['world_size']} x {best[0]['gpu']}"
+    devices = f"{fastest_plan.world_size} x {fastest_plan.gpu}"
     title = f"Fastest of {num_traced} traced jobs (of {num_candidates} candidates) on {devices}"
-    return f"{title}\n\n{_format_results(best)}"
+    return f"{title}\n\n{_format_variants(best)}"
 
 
 def _add_training_time(plan: Forecast, tokens: int | None) -> Forecast:
@@ -341,24 +337,27 @@ def _format_memory(plan: Forecast) -> list[str]:
     return lines
 
 
-def _format_results(plans: Sequence[Mapping[str, Any]]) -> str:
-    """Format the results of a search as a table. With --tokens, it has a column for the days."""
+def _format_variants(variants: Sequence[tuple[Sequence[str], Forecast]]) -> str:
+    """Format variants of a job, with the options that change the job, as a table.
+
+    With --tokens, the table has a column for the days of training.
+    """
     columns = ["tokens/s", "MFU (causal)", "MFU (full)", "peak GiB", "job"]
     rows = []
-    for plan in plans:
+    for words, plan in variants:
         cells = [
-            f"{plan['tokens_per_second']:,.0f}",
-            f"{plan['mfu']:.1%}",
-            f"{plan['mfu_full_attention']:.1%}",
-            f"{plan['peak'] / GIB:.1f}",
-            " ".join(plan["options"]) or "(unchanged)",
+            f"{plan.tokens_per_second:,.0f}",
+            f"{plan.mfu:.1%}",
+            f"{plan.mfu_full_attention:.1%}",
+            f"{plan.peak / GIB:.1f}",
+            " ".join(words) or "(unchanged)",
         ]
-        time = plan["training"]
+        time = plan.training
         if time is not None:
-            days = f"{time['days']:,.2f} ({time['days_low']:,.2f} to {time['days_high']:,.2f})"
-            cells.insert(1, days)
+            cells.insert(1, f"{time.days:,.2f} ({time.days_low:,.2f} to {time.days_high:,.2f})")
         rows.append(cells)
 
-    if plans[0]["training"] is not None:
+    _, first_plan = variants[0]
+    if first_plan.training is not None:
         columns.insert(1, "days (90% interval)")
     return format_table(columns, rows)

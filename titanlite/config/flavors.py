@@ -113,15 +113,13 @@ class Architecture:
             name: Name of the parameter, for example "layers.3.attention.wo.weight".
             ndim: Number of dimensions of the parameter.
         """
-        width_ratio = (self.mup_base_dim or self.dim) / self.dim
-        head_ratio = (self.mup_base_head_dim or self.head_dim) / self.head_dim
-        output = "norm.weight" if self.tied_embeddings else "output.weight"
+        # A tied output matrix is also the embedding, so the norm in front of it is scaled instead.
+        output_name = "norm.weight" if self.tied_embeddings else "output.weight"
         is_block_matrix = name.startswith("layers.") and ndim >= 2
-
-        lr_factor = 1.0
-        if is_block_matrix or name == output:
-            lr_factor = width_ratio
+        width_ratio = (self.mup_base_dim or self.dim) / self.dim
+        lr_factor = width_ratio if is_block_matrix or name == output_name else 1.0
         if self._scales_queries(name):
+            head_ratio = (self.mup_base_head_dim or self.head_dim) / self.head_dim
             lr_factor *= math.sqrt(head_ratio)
 
         init_factor = lr_factor

@@ -286,21 +286,21 @@ def find_key_lines(text: str) -> dict[str, int]:
     """
     lines: dict[str, int] = {}
     list_lengths: Counter[str] = Counter()  # number of [[table]] headers so far, by name
-    table_prefix = ""  # of the current table, such as "dataset.sources.0."
+    prefix = ""  # of keys in the current table, such as "dataset.sources.0."
     for number, line in enumerate(text.splitlines(), start=1):
-        header = re.match(r"\s*(\[\[?)\s*([\w.-]+)\s*\]", line)  # [table] or [[table]]
-        assignment = re.match(r"\s*([\w.-]+)\s*=", line)  # key = value
-        if header:
-            brackets, table = header.groups()
-            lines.setdefault(table, number)
-            if brackets == "[[":
-                index = list_lengths[table]
-                list_lengths[table] += 1
-                table = f"{table}.{index}"
-                lines[table] = number
-            table_prefix = f"{table}."
-        elif assignment:
-            lines.setdefault(table_prefix + assignment[1], number)
+        if header := re.match(r"\s*\[\s*([\w.-]+)\s*\]", line):  # [table]
+            name = header[1]
+            lines.setdefault(name, number)
+            prefix = f"{name}."
+        elif header := re.match(r"\s*\[\[\s*([\w.-]+)\s*\]", line):  # [[table]]
+            name = header[1]
+            numbered_name = f"{name}.{list_lengths[name]}"
+            list_lengths[name] += 1
+            lines.setdefault(name, number)
+            lines[numbered_name] = number
+            prefix = f"{numbered_name}."
+        elif assignment := re.match(r"\s*([\w.-]+)\s*=", line):  # key = value
+            lines.setdefault(prefix + assignment[1], number)
     return lines
 
 
@@ -309,8 +309,8 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
 
     Invalid options are collected in the result instead of raising an error.
     """
-    mistakes: list[Mistake] = []
     stray_words, options = _split_options(argv)
+    mistakes: list[Mistake] = []
     for word in stray_words:
         problem = f"is not an option. To pass a job file, write --{CONFIG_FILE} {word}."
         mistakes.append(Mistake(word, word, "", problem))
@@ -336,7 +336,7 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
 def _split_options(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, list[str]]]]:
     """Split a command line into the words before the first option, and the options.
 
-    An option is a pair of flag and values: `--a.b=1` and `--a.b 1` both give ("--a.b", ["1"]).
+    For example, `x --a.b=1 --c 2 3` gives ["x"] and [("--a.b", ["1"]), ("--c", ["2", "3"])].
     """
     stray_words: list[str] = []
     options: list[tuple[str, list[str]]] = []
@@ -344,11 +344,12 @@ def _split_options(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, list
         # Replace undecodable bytes, which cannot be written to config.toml.
         word = argument.encode(errors="replace").decode()
         if word.startswith("--") or word == "-h":
-            flag, has_value, value = word.partition("=")
-            options.append((flag, [value] if has_value else []))
+            flag, equals_sign, value = word.partition("=")
+            values = [value] if equals_sign else []
+            options.append((flag, values))
         elif options:
-            _, words = options[-1]
-            words.append(word)
+            _, last_values = options[-1]
+            last_values.append(word)
         else:
             stray_words.append(word)
     return stray_words, options
@@ -380,10 +381,10 @@ def _find_key(flag: str, keys: Mapping[str, Any]) -> tuple[str, bool]:
 
 
 def _parse_option(flag: str, words: list[str], keys: Mapping[str, Any]) -> tuple[str, Any]:
-    """Convert an option such as "--training.steps" and its value to a key of a job and its value.
+    """Convert an option to a key and its value: "--training.steps", ["5"] -> "training.steps", 5.
 
     Args:
-        flag: The option as written.
+        flag: The option as written, such as "--training.steps" or "--no-compile.enable".
         words: Words that follow the option.
         keys: Schema of all keys of a job, by their full names.
 
@@ -398,14 +399,13 @@ def _parse_option(flag: str, words: list[str], keys: Mapping[str, Any]) -> tuple
         raise ValueError(describe_unknown_name(JobConfig, key).problem)
 
     annotation = keys[key].annotation
-    negated_key = key.replace(".", ".no-")
-    is_boolean = bool in find_types(annotation)
-    if is_boolean and words:
-        raise ValueError(f"takes no value. Write --{key} or --{negated_key}.")
-    if is_boolean:
+    if bool in find_types(annotation):
+        if words:
+            raise ValueError(f"takes no value. Write --{key} or --{key.replace('.', '.no-')}.")
         return key, not is_negated
     if is_negated:
-        raise ValueError(describe_unknown_name(JobConfig, _flag_to_name(negated_key)).problem)
+        negated_key = key.replace(".", ".no_")
+        raise ValueError(describe_unknown_name(JobConfig, negated_key).problem)
     if find_table_model(annotation):
         raise ValueError(f"is a list of tables. Write [[{key}]] in a job file.")
     return key, _parse_words(words, annotation)

@@ -139,10 +139,9 @@ def build_mistake(root: type[BaseModel], error: Any) -> Mistake:
         return _describe_unknown(root, location, error["input"])
 
     key = ".".join(location[:2])
+    name = ".".join(location)
     if hasattr(root, "name_on_command_line"):
         name = root.name_on_command_line(location[0])  # type: ignore[attr-defined]
-    else:
-        name = ".".join(location)
     value = "" if kind == "missing" else format_value(error["input"])
     problem = _rephrase(error["msg"])
     hint = _suggest_value(problem, error["input"], location)
@@ -157,15 +156,16 @@ def describe_unknown_name(root: type[BaseModel], name: str) -> Mistake:
 def _describe_unknown(root: type[BaseModel], location: list[str], value: object) -> Mistake:
     """Return the mistake for a value, or a table, whose location does not exist in `root`."""
     key = ".".join(location[:2])
+    name = ".".join(location)
     table, unknown_path = _find_unknown_name(root, location)
     removed_keys = getattr(table, "dropped", {})
     if unknown_path[-1] in removed_keys:
         _, problem = removed_keys[unknown_path[-1]]
-        return Mistake(key, ".".join(location), format_value(value), problem, "gone")
+        return Mistake(key, name, format_value(value), problem, "gone")
 
-    is_table = isinstance(value, dict)
-    name = f"[{key}]" if is_table else ".".join(location)
-    return Mistake(key, name, "", _explain_unknown_name(root, location), "extra_forbidden")
+    name_in_file = f"[{key}]" if isinstance(value, dict) else name
+    problem = _explain_unknown_name(root, location)
+    return Mistake(key, name_in_file, "", problem, "extra_forbidden")
 
 
 def _find_unknown_name(
@@ -300,11 +300,11 @@ def _explain_unknown_name(root: type[BaseModel], location: list[str]) -> str:
         known_names += [name for name in sections if name not in known_names]
 
     key = location[-1]
-    suggestions = _find_synonyms(key, {*root.model_fields, *sections})
-    if not suggestions:
-        suggestions = _find_similar_paths(unknown_path, known_names)
-    if not suggestions:  # the same key in other sections
-        suggestions = [f"{name}.{key}" for name in sections if key in sections[name].model_fields]
+    suggestions = (
+        _find_synonyms(key, {*root.model_fields, *sections})
+        or _find_similar_paths(unknown_path, known_names)
+        or [f"{name}.{key}" for name in sections if key in sections[name].model_fields]
+    )
     if suggestions:
         return f"is unknown. Did you mean {' or '.join(suggestions[:3])}?"
     return f"is unknown. Known names are {', '.join(known_names)}."

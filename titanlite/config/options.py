@@ -118,15 +118,15 @@ def parse_options_and_job(
         UserError: If an option is missing, invalid or misspelled.
     """
     prog = f"titanlite {command}"
-    if "-h" in argv or "--help" in argv:
-        description = f"{options.__doc__}\n\n{keys}"
-        print(wrap_text(description.strip()), end="\n\n")  # tyro would not wrap it
+    asks_for_help = "-h" in argv or "--help" in argv
+    if asks_for_help:
+        # tyro would not wrap the description. Below, it prints the options and exits.
+        print(wrap_text(f"{options.__doc__}\n\n{keys}".strip()), end="\n\n")
     else:
         _check_required(options, argv, prog)
     _check_repeated_or_dropped(options, argv)
     _check_numbers(options, argv)
 
-    # With --help, tyro prints the options and exits.
     parsed, words = tyro.cli(
         options, args=[*argv], prog=prog, description="", config=_STYLE, return_unknown_args=True
     )

@@ -336,21 +336,22 @@ def sequence_divisor(degree: Degrees) -> int:
 def stage_memory(run: Run, num_stages: int) -> list[PieceCosts]:
     """Estimate the bytes of the embedding, of one block and of the output, for each stage."""
     arch = run.arch
-    bytes_per_parameter = _bytes_per_parameter(run)
-    block_bytes = arch.block_matrices * bytes_per_parameter
-    embedding_bytes = arch.vocab_size * arch.dim * bytes_per_parameter
-
     training = run.job.training
-    num_tokens = training.local_batch_size * training.seq_len / run.degrees.context
-    activation_bytes = 2 * _kept_activations(run) * num_tokens  # of one microbatch, in bf16
-    num_logits = min(num_tokens, LOSS_TOKENS) * arch.vocab_size / run.degrees.tensor
+    microbatch_tokens = training.local_batch_size * training.seq_len / run.degrees.context
+
+    # The embedding and the output have a matrix each. The loss computes chunks of the logits.
+    bytes_per_parameter = _bytes_per_parameter(run)
+    embedding_bytes = arch.vocab_size * arch.dim * bytes_per_parameter
+    num_logits = min(microbatch_tokens, LOSS_TOKENS) * arch.vocab_size / run.degrees.tensor
     output_bytes = embedding_bytes + LOGIT_BYTES * num_logits
 
+    # Blocks also keep the activations of several microbatches, in bf16.
+    matrix_bytes = arch.block_matrices * bytes_per_parameter
+    activation_bytes = 2 * _kept_activations(run) * microbatch_tokens
     memory = []
     for stage in range(num_stages):
-        num_microbatches = _microbatches_in_flight(run, stage)
-        block_memory = block_bytes + num_microbatches * activation_bytes
-        memory.append(PieceCosts(embedding_bytes, block_memory, output_bytes))
+        block_bytes = matrix_bytes + _microbatches_in_flight(run, stage) * activation_bytes
+        memory.append(PieceCosts(embedding_bytes, block_bytes, output_bytes))
     return memory
 
 
@@ -415,7 +416,8 @@ def build_architecture(model: schema.Model, job: schema.JobConfig | None = None)
     """
     flavor = FLAVORS[model.flavor]
     values = asdict(flavor)
-    if flavor.q_dim == flavor.dim:
+    has_default_head_dim = flavor.q_dim == flavor.dim
+    if has_default_head_dim:
         values["head_dim"] = 0  # becomes dim / n_heads, also if [model] overrides these
 
     for field in fields(Architecture):
@@ -425,7 +427,8 @@ def build_architecture(model: schema.Model, job: schema.JobConfig | None = None)
 
     if job is not None and job.model_extra:
         # Do not use getattr: the job may have an attribute of this name, such as `dropped`.
-        values |= dict(job.model_extra.get(model.architecture, ()))
+        plugin_section = job.model_extra.get(model.architecture, ())
+        values |= dict(plugin_section)
     architecture_class = ARCHITECTURES[model.architecture]
     return architecture_class(**values)
 

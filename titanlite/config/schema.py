@@ -977,9 +977,13 @@ class Whole(Section):
         try:
             return validate(values)
         except ValidationError as failure:
-            errors = failure.errors(include_url=False)
-            mistakes = [build_mistake(cls, error) for error in errors]
-            raise ConfigError(mistakes, cls.source) from None
+            raise cls._build_config_error(failure.errors(include_url=False)) from None
+
+    @classmethod
+    def _build_config_error(cls, errors: Sequence[Any]) -> ConfigError:
+        """Convert the errors of pydantic, from `ValidationError.errors`, to one error."""
+        mistakes = [build_mistake(cls, error) for error in errors]
+        return ConfigError(mistakes, cls.source)
 
 
 RENAMED_KEYS = {"metrics.writers": "metrics.loggers"}
@@ -997,14 +1001,15 @@ def rename_keys(tables: dict[str, Any]) -> list[str]:
     renamed = []
     for former_key, key in RENAMED_KEYS.items():
         section, former_name = former_key.split(".")
-        name = key.removeprefix(f"{section}.")
+        _, name = key.split(".")
         table = tables.get(section)
         if not isinstance(table, dict) or former_name not in table or name in table:
             continue
 
-        value = table[former_name]
-        other_keys = {key: table[key] for key in table if key != former_name}
-        tables[section] = {**other_keys, name: value}  # a copy: the caller may use the section
+        new_table = dict(table)  # the caller may use the table itself
+        value = new_table.pop(former_name)
+        new_table[name] = value
+        tables[section] = new_table
         if value:
             renamed.append(former_key)
     return renamed
@@ -1056,14 +1061,13 @@ class JobConfig(Whole):
             plugin_sections, errors = cls._take_plugin_sections(values)
             errors += cls._find_unknown_sections(values)
 
-        job = None
         try:
             job = validate(values)
         except ValidationError as failure:
             errors += failure.errors(include_url=False)
-        if job is None or errors:
-            mistakes = [build_mistake(cls, error) for error in errors]
-            raise ConfigError(mistakes, cls.source)
+            raise cls._build_config_error(errors) from None
+        if errors:
+            raise cls._build_config_error(errors)
 
         job.__pydantic_extra__ = plugin_sections  # makes them attributes of the job
         return job

@@ -353,42 +353,44 @@ def get_local_copy(path: str | Path, beside: str = "", *, deep: bool = False) ->
 
     with storage_errors(url):
         storage, remote_path = open_storage(url)
-        if not storage.isfile(remote_path):
-            files = list_files(storage, remote_path, deep)
-            if not files:
-                raise FileNotFoundError("no files")
-            return _download_to_cache(url, storage, remote_path, files)
+        if storage.isfile(remote_path):
+            return _download_file(url, storage, remote_path, beside)
+        files = list_files(storage, remote_path, deep)
+        if not files:
+            raise FileNotFoundError("no files")
+        return _download_to_cache(url, storage, remote_path, files)
 
-        folder, name = os.path.split(remote_path)
-        files = {name: storage.info(remote_path)}
-        if beside and storage.exists(f"{folder}/{beside}"):
-            files[beside] = storage.info(f"{folder}/{beside}")
-        return _download_to_cache(url, storage, folder, files) / name
+
+def _download_file(url: str, storage: Any, remote_path: str, beside: str) -> Path:
+    """Download a file and, if it exists, the file `beside` to the cache. See `get_local_copy`."""
+    folder, name = os.path.split(remote_path)
+    files = {name: storage.info(remote_path)}
+    if beside and storage.exists(f"{folder}/{beside}"):
+        files[beside] = storage.info(f"{folder}/{beside}")
+    return _download_to_cache(url, storage, folder, files) / name
 
 
 def _download_to_cache(
-    url: str, storage: Any, folder: str, files: Mapping[str, Mapping[str, Any]]
+    url: str, storage: Any, remote_folder: str, files: Mapping[str, Mapping[str, Any]]
 ) -> Path:
-    """Download those files in a folder of a storage that the cache lacks.
+    """Download the files that the cache lacks, and return their local folder.
 
-    `files` has the path of each file relative to the folder, and its metadata from fsspec.
-
-    Returns:
-        Folder of the files in the cache.
+    `files` has the path of each file relative to `remote_folder`, and its metadata from fsspec.
     """
     # Changed files have other versions, so they are downloaded to another folder of the cache.
     versions = sorted((file, *file_version(info)) for file, info in files.items())
-    key = xxhash.xxh3_64_hexdigest(repr([url, *versions]).encode())
-    cache_folder = make_folder(_get_cache_folder() / key)
-    local_folder = cache_folder / folder.rpartition("/")[2]
+    cache_key = xxhash.xxh3_64_hexdigest(repr([url, *versions]).encode())
+    cache_folder = make_folder(_get_cache_folder() / cache_key)
+    local_folder = cache_folder / remote_folder.rpartition("/")[2]
 
     with _locked(cache_folder):  # only one process of the node downloads the files
-        missing_sizes = {
-            file: info["size"] for file, info in files.items() if not (local_folder / file).exists()
-        }
+        missing_sizes = {}
+        for file, info in files.items():
+            if not (local_folder / file).exists():
+                missing_sizes[file] = info["size"]
         if missing_sizes:
             gigabytes = sum(missing_sizes.values()) / 1e9
             amount = f"{len(missing_sizes)} files, {gigabytes:.3f} GB"
             logging.getLogger("titanlite").info(f"Copying {amount} from {url} to {local_folder}")
-            download_files(storage, folder, missing_sizes, local_folder)
+            download_files(storage, remote_folder, missing_sizes, local_folder)
     return local_folder
