@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
 # Train the debug model for 300 steps in bf16 and in tensorwise float8 (emulated without FP8
-# hardware), and score held-out
-# text. Print both losses, and fail if they differ by more than 1%. Arguments are passed to both
-# runs.
+# hardware), and score held-out text. Print both losses, and fail if they differ by more than 1%.
+# Arguments are passed to both runs.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 git describe --always --dirty # the commit that is measured

@@ -4,9 +4,8 @@
 #     scripts/matrix.sh FOLDER [--torch "2.13.0 2.15.0"] [--python "3.11 /opt/python3.13"] [PYTEST ARGUMENT ...]
 #
 # FOLDER receives a virtual environment (4 to 6 GB with a CUDA build of torch) and a log for each
-# pair. Existing
-# environments are reused. A Python is a version, such as 3.11 for python3.11, or a path. The exit
-# code is 1 if a pair failed.
+# pair. Existing environments are reused. A Python is a version, such as 3.11 for python3.11, or a
+# path. The exit code is 1 if a pair failed.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 folder="${1:?usage: scripts/matrix.sh FOLDER [--torch VERSIONS] [--python VERSIONS] [PYTEST ARGUMENT ...]}"

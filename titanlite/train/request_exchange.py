@@ -30,8 +30,12 @@ class RequestExchange:
 
     On a CPU, a request that is sent with a step is received after this step. On a GPU it is
     received one step later: the CPU launches the next step before it waits for the count, so the
-    GPU always has work. Therefore send the request for the actions after step s + `delay` with step
-    s.
+    GPU always has work. Therefore it is sent one step early:
+
+        when          | CPU (`delay` 0)             | GPU (`delay` 1)
+        before step 1 |                             | send for step 1
+        in step 1     | send and receive for step 1 | send for step 2, receive for step 1
+        in step 2     | send and receive for step 2 | send for step 3, receive for step 2
 
     Attributes:
         delay: Number of steps between sending and receiving a request; see `REQUEST_DELAY`.

@@ -282,41 +282,30 @@ class Trainer:
         """Train until the last step, a request to end the run, or a data error.
 
         After each step, the ranks combine their requests, and all take the same actions, such as a
-        save. On a GPU, a request arrives one step after it was sent, so it is sent one step early:
-
-            when          | CPU (`exchange.delay` 0)    | GPU (`exchange.delay` 1)
-            before step 1 |                             | send for step 1
-            in step 1     | send and receive for step 1 | send for step 2, receive for step 1
-            in step 2     | send and receive for step 2 | send for step 3, receive for step 2
+        save. `RequestExchange` explains when requests are sent.
 
         The actions that the ranks requested after the last step are not executed yet.
         """
         exchange = RequestExchange(self.mesh.world_group, self.device)
-        end = self._find_end_before_first_step(exchange)
+
+        # End before the first step if a rank has no data or has received a signal.
+        data_error = self._wait_for_data(1)
+        exchange.send(Request(stop=self.stop_signal, data_fails=data_error is not None))
+        end = self._find_end(exchange.receive())
         if exchange.delay > 0:
             exchange.send(self._collect_request(self.steps_done + 1))
 
         while end is None:
-            request = self._step_and_exchange_requests(exchange)
+            rank_request = self._collect_request(self.steps_done + 1 + exchange.delay)
+            self.step(has_request=rank_request != Request())
+            # The step has counted the ranks with a request. If no rank has one, nothing is sent.
+            exchange.send(rank_request, self._num_requests)
+            request = exchange.receive()
+
             end = self._find_end(request)
             if end is None:
                 self._act(request)
         return end
-
-    def _find_end_before_first_step(self, exchange: RequestExchange) -> _LoopEnd | None:
-        """Return why the run ends before its first step, such as missing data or a signal."""
-        data_error = self._wait_for_data(1)
-        exchange.send(Request(stop=self.stop_signal, data_fails=data_error is not None))
-        return self._find_end(exchange.receive())
-
-    def _step_and_exchange_requests(self, exchange: RequestExchange) -> Request:
-        """Train a step, and return the requests of all ranks for the actions after this step."""
-        next_step = self.steps_done + 1
-        rank_request = self._collect_request(next_step + exchange.delay)
-        self.step(has_request=rank_request != Request())
-        # The step has counted the ranks with a request. If no rank has one, nothing is sent.
-        exchange.send(rank_request, self._num_requests)
-        return exchange.receive()
 
     def step(self, has_request: bool = False) -> LoggedStep | None:
         """Run one optimizer step on this rank's part of the global batch.
