@@ -82,6 +82,8 @@ _LOADER_KEYS = {
     "training.seq_len",
     "validation.holdout",
 }
+# With "auto", a resume keeps the dtype of the checkpoint, and the backend depends on the device.
+_AUTO_KEYS = {"training.mixed_precision_param", "model.attention_backend"}
 # Keys of an entry of dataset.sources that [dataset] does not have.
 _MIXTURE_KEYS = {"max_epochs", "weight"}
 # Keys of [model] that change the shapes or names of parameters.
@@ -193,17 +195,14 @@ def _classify(
         new: Values of the job that resumes, from `flatten`.
         data: Differences of the data, or None if the data position is not used.
     """
-    section = name.split(".")[0]
-    key = name.split(".")[-1]
+    section, *_, key = name.split(".")
     if name in ("tokenizer.path", "tokenizer.name"):
         return None  # token IDs are compared instead
+    if name in _AUTO_KEYS and new[name] == "auto":
+        return None
     if name == "optimizer.name":  # its state has other tensors
         is_excluded = "optimizer" in new["checkpoint.exclude_from_loading"]
         return AFFECTS_TRAINING if is_excluded else INCOMPATIBLE
-    if name == "training.mixed_precision_param" and new[name] == "auto":
-        return None  # a resume keeps the dtype of the checkpoint
-    if name == "model.attention_backend" and new[name] == "auto":
-        return None  # it depends on the device
     if section == "model":
         if f"{new['model.architecture']}.{key}" in new:
             return None  # reported as a key of the architecture's own section
@@ -212,12 +211,15 @@ def _classify(
     is_source_key = name.startswith("dataset.sources.")
     if is_source_key and key in _MIXTURE_KEYS:
         return AFFECTS_TRAINING if data is None else _content_effect(new)
-    if is_source_key:  # treated like the key of a single source
-        name = f"dataset.{key}"
+    option = f"dataset.{key}" if is_source_key else name  # as for a single source
     is_data_seed = name == "training.seed" and new["dataset.seed"] is None
-    if data is not None and (name in _LOADER_KEYS or is_data_seed):
+    if data is not None and (option in _LOADER_KEYS or is_data_seed):
         return None if any(data) else COMPATIBLE
+    return _classify_option(section, option, old)
 
+
+def _classify_option(section: str, name: str, old: dict[str, Any]) -> Effect:
+    """Return the effect of an option, without regard to the model and the position in the data."""
     if name == "training.local_batch_size" and old.get("training.global_batch_size", -1) != -1:
         return COMPATIBLE  # an explicit global batch size determines the batch
     is_compatible = section in _COMPATIBLE_SECTIONS or name in _COMPATIBLE_KEYS
