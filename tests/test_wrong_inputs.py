@@ -16,6 +16,8 @@ import pytest
 from commands.test_saved_models import save_run
 
 from titanlite import cli
+from titanlite.config.errors import UserError
+from titanlite.config.options import Generation
 
 JOB = "[training]\nsteps = 10\nseq_len = 64\n"
 TEXT = "".join(
@@ -516,3 +518,9 @@ def test_a_wrong_input_is_an_error_that_names_it(case, folder, monkeypatch, caps
     assert code == case.code
     assert used < 5
     assert {path: path.read_bytes() for path in before if path.is_file()} == before
+
+
+@pytest.mark.parametrize("setting", ["topk", "stop"], ids=["unknown", "removed"])
+def test_a_setting_that_generate_does_not_have_is_named(setting: str):
+    with pytest.raises(UserError, match=setting):
+        Generation.model_validate({setting: 1})

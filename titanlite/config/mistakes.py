@@ -139,9 +139,10 @@ def build_mistake(root: type[BaseModel], error: Any) -> Mistake:
         return _describe_unknown(root, location, error["input"])
 
     key = ".".join(location[:2])
-    name = ".".join(location)
     if hasattr(root, "name_on_command_line"):
         name = root.name_on_command_line(location[0])  # type: ignore[attr-defined]
+    else:
+        name = ".".join(location)
     value = "" if kind == "missing" else format_value(error["input"])
     problem = _rephrase(error["msg"])
     hint = _suggest_value(problem, error["input"], location)
