@@ -85,7 +85,7 @@ def make_plan(
     return plan.model_copy(update={"largest_local_batch_size": largest_size})
 
 
-def find_largest_batch(run: Run, plan: Forecast, gpu: Gpu, apply: Apply = map) -> int | None:
+def find_largest_batch(run: Run, plan: Forecast, gpu: Gpu, apply: Apply) -> int | None:
     """Search for the largest training.local_batch_size that fits into memory.
 
     Memory is linear in the batch size. The line through the two largest sizes traced so far
@@ -103,9 +103,7 @@ def find_largest_batch(run: Run, plan: Forecast, gpu: Gpu, apply: Apply = map) -
 
     plans = {training.local_batch_size: plan}
     size = max(2 * training.local_batch_size, min_linear_size)
-    while len(plans) < MAX_TRACED_BATCHES:
-        if size in plans or not 0 < size <= max_size:
-            break
+    while len(plans) < MAX_TRACED_BATCHES and size not in plans and 0 < size <= max_size:
         new_plan = _trace_batch_size(run, size, gpu, apply)
         if new_plan is None:
             break
@@ -156,7 +154,7 @@ def _extrapolate_batch_size(plans: Mapping[int, Forecast], memory: int) -> int:
     return size1 + int(free_bytes // max(1.0, bytes_per_sequence))
 
 
-def find_remedies(run: Run, plan: Forecast, gpu: Gpu, apply: Apply = map) -> tuple[str, ...]:
+def find_remedies(run: Run, plan: Forecast, gpu: Gpu, apply: Apply) -> tuple[str, ...]:
     """Find changes of the job that make a run fit into GPU memory.
 
     Combinations of changes are traced only if no single change is sufficient.
@@ -237,17 +235,18 @@ def _plan_fitting(
         text: Progress message.
 
     Returns:
-        Pairs of changed options and the forecast with them, fastest first.
+        Changed options and the forecast with them, fastest first.
     """
     fitting: list[tuple[Settings, Forecast]] = []
     with working(text) as update_text:
         plans = apply(partial(_plan_changed, run=run, gpu=gpu), candidates)
         # Log each result as soon as its trace ends.
         for i, plan in enumerate(plans):
+            settings = candidates[i]
             if plan is not None and plan.fits:
-                fitting.append((candidates[i], plan))
+                fitting.append((settings, plan))
                 speed = f"{plan.tokens_per_second:,.0f} tokens/s per device"
-                note(f"{_describe(candidates[i])}: {_format_memory(plan)}, {speed}")
+                note(f"{_describe(settings)}: {_format_memory(plan)}, {speed}")
             update_text(f"{i + 1} of {len(candidates)} jobs traced")
     return sorted(fitting, key=lambda pair: -pair[1].tokens_per_second)
 
@@ -259,8 +258,7 @@ def _plan_changed(settings: Settings, run: Run, gpu: Gpu, apply: Apply = map) ->
     log the reason and return None, because other settings can still be traced.
 
     Args:
-        settings: Changed options, for example {"training.local_batch_size": 4}, or {} for the run
-            itself.
+        settings: Changed options, or {} for the run itself.
         run: The run to change.
         gpu: GPU of each rank.
         apply: `map`, or the `map` method of a process pool to trace in parallel.
@@ -383,9 +381,9 @@ def _list_options(
     Args:
         run: The run to change.
         gpu: GPU of each rank.
-        degrees: Options of the parallel degrees.
+        degrees: Options such as {"parallelism.tensor_parallel_degree": 2}.
         has_float8: Whether matmuls compute in FP8.
-        mode: Mode of activation checkpointing.
+        mode: Mode of activation checkpointing, such as "full".
     """
     has_tensor_parallel = degrees["parallelism.tensor_parallel_degree"] > 1
     gathers_float8 = has_float8 and run.job.float8.recipe_name == "tensorwise"
@@ -435,9 +433,9 @@ def _list_degrees(run: Run, gpu: Gpu) -> Iterator[dict[str, Any]]:
         }
         if pipeline == 1:
             yield degrees
-        else:
-            yield {**degrees, "parallelism.pipeline_parallel_schedule": "1F1B"}
-            yield {**degrees, "parallelism.pipeline_parallel_schedule": "Interleaved1F1B"}
+            continue
+        for schedule in ("1F1B", "Interleaved1F1B"):
+            yield {**degrees, "parallelism.pipeline_parallel_schedule": schedule}
 
 
 def _powers_of_two(maximum: int) -> list[int]:
@@ -446,11 +444,10 @@ def _powers_of_two(maximum: int) -> list[int]:
 
 
 def _choose_batch_sizes(run: Run, gpu: Gpu, layout: dict[str, Any]) -> list[tuple[float, Settings]]:
-    """Choose the two local batch sizes that seem to be fastest with a layout.
+    """Choose the two local batch sizes that seem to be fastest with a layout and fit into memory.
 
     Returns:
-        At most two pairs of tokens per second and the options to change, fastest first. Batch sizes
-        that do not seem to fit into memory are omitted.
+        At most two pairs of tokens per second and the options to change, fastest first.
     """
     choices: list[tuple[float, Settings]] = []
     for size in POWERS_OF_TWO:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch._functorch import partitioners
 from torch._inductor.decomposition import select_decomp_table
 from torch.func import functional_call
-from torch.fx import GraphModule, Node, map_arg, traceback
+from torch.fx import Graph, GraphModule, Node, map_arg, traceback
 from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import (
     _disable_current_modes,
@@ -252,40 +252,34 @@ def _partition(joint: GraphModule, inputs: Any, **options: Any) -> tuple[GraphMo
 
 
 def _checkpoint(function: Function, *inputs: Any, context_fn: Any = None, **options: Any) -> Any:
-    """Replace `torch.utils.checkpoint.checkpoint` while a graph is traced.
+    """Replace `torch.utils.checkpoint.checkpoint`, which has the same arguments, during a trace.
 
     Within a graph, it only marks nodes to be saved or recomputed. Outside of graphs, it calls the
     original function.
-
-    Args:
-        function: Function whose activations are recomputed.
-        inputs: Arguments of the function.
-        context_fn: Policy of selective activation checkpointing, as in torch.
-        options: Other options of the torch function.
     """
     if not torch.compiler.is_compiling():
         if context_fn is not None:
             options["context_fn"] = context_fn
         return checkpoint(function, *inputs, **options)
 
-    # Within the forward context, torch marks each node with the decision of the policy. It groups
-    # the nodes by `ac_graph_id`; a graph has only one group.
-    forward_context, _recompute_context = _enter_policy(context_fn)
-    forward_context.ac_graph_id = 0  # since torch 2.13
-    with traceback.preserve_node_meta(), forward_context:
+    # Within this context, torch marks each node with the decision of the policy. It groups the
+    # nodes by `ac_graph_id`; a graph has only one group.
+    policy_context = _make_policy_context(context_fn)
+    policy_context.ac_graph_id = 0  # since torch 2.13
+    with traceback.preserve_node_meta(), policy_context:
         traceback.current_meta["ac_graph_id"] = 0
         return function(*inputs)
 
 
-def _enter_policy(context_fn: Any) -> tuple[Any, Any]:
-    """Return the forward and the recomputation context of a policy.
+def _make_policy_context(context_fn: Any) -> Any:
+    """Return the context in which a forward pass follows the policy of `context_fn`.
 
     Without a policy, and with the policy to save nothing, all operators are recomputed.
     """
     # An empty list of operators is this policy; see `apply_activation_checkpointing`.
     saves_nothing = getattr(context_fn, "args", None) == ([],)
     if context_fn is not None and not saves_nothing:
-        return context_fn()
+        return context_fn()[0]
 
     # The compiler may save what it should only "prefer" to recompute, if that is cheaper.
     def recompute_all(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
@@ -293,7 +287,7 @@ def _enter_policy(context_fn: Any) -> tuple[Any, Any]:
             return CheckpointPolicy.MUST_RECOMPUTE
         return CheckpointPolicy.PREFER_RECOMPUTE
 
-    return create_selective_checkpoint_contexts(recompute_all)
+    return create_selective_checkpoint_contexts(recompute_all)[0]
 
 
 class _Kernel(NamedTuple):
@@ -314,22 +308,15 @@ class _Kernel(NamedTuple):
 
 
 def _imitate_kernels(gm: GraphModule, example_inputs: Any) -> Function:
-    """Return a function that allocates memory as compiled code would, without computing values.
+    """Return a function that allocates memory as the compiled code of a graph would.
 
-    `aot_function` calls this in place of a compiler, with a graph and example inputs. Operators
-    that the compiler does not fuse, such as matrix products, run as usual, so that they are
-    counted. A generated (fused) kernel only allocates its results.
+    `aot_function` calls this in place of a compiler. Operators that the compiler does not fuse,
+    such as matrix products, run as usual, so that they are counted. A generated (fused) kernel
+    computes no values, and only allocates its results.
     """
-    # Decide which values are written to memory, which kernels run, and when values are freed. A
-    # value that is a view has the tensor that it views as its base. The nodes of a graph are its
-    # inputs, its operations, and last a node with its results.
-    *nodes, output = gm.graph.nodes
-    inputs = [node for node in nodes if node.op == "placeholder"]
-    bases = _find_bases(nodes)
-    returned = {bases[node] for node in output.all_input_nodes}
-    stored = _find_stored(nodes, bases) | returned | set(inputs)
-    kernels = _list_kernels(nodes, bases, stored)
-    freed_after = _find_freed(kernels, bases, returned)
+    inputs = gm.graph.find_nodes(op="placeholder")
+    output = gm.graph.output_node()
+    kernels, freed_after = _schedule_kernels(gm.graph)
 
     def run(args: list[Any]) -> list[Any]:
         """Run the kernels in order, free each value after its last use, and return the results."""
@@ -348,6 +335,17 @@ def _imitate_kernels(gm: GraphModule, example_inputs: Any) -> Function:
     # `aot_function` passes a list that `run` clears, so that inputs can be freed early.
     run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
     return run
+
+
+def _schedule_kernels(graph: Graph) -> tuple[list[_Kernel], dict[Node, list[Node]]]:
+    """Decide which kernels of a graph run, and which values are freed after each of them."""
+    *nodes, output = graph.nodes
+    inputs = set(graph.find_nodes(op="placeholder"))
+    bases = _find_bases(nodes)
+    returned = {bases[node] for node in output.all_input_nodes}
+    stored = _find_stored(nodes, bases) | returned | inputs
+    kernels = _list_kernels(nodes, bases, stored)
+    return kernels, _find_freed(kernels, bases, returned)
 
 
 def _run_kernel(kernel: _Kernel, values: Mapping[Node, Any], gm: GraphModule) -> Any:
@@ -415,17 +413,15 @@ def _list_kernels(
 ) -> list[_Kernel]:
     """List the kernels of a graph in the order in which they run.
 
-    The compiler fuses generated kernels in a row, so together they access each value only once. For
-    example, if a kernel reads `x` and writes `y`, and the next one reads `x` and `y` and writes
-    `z`, only `z` counts for the second kernel.
-
     Args:
         nodes: Nodes of the graph in order, without its output.
-        bases: Node -> node that allocates its memory, from `_find_bases`.
-        stored: Nodes whose values are written to memory, from `_find_stored`.
+        bases: Node -> node that allocates its memory.
+        stored: Nodes whose values are written to memory.
     """
     kernels: list[_Kernel] = []
-    accessed: set[Node] = set()  # by the generated kernels in a row
+    # The compiler fuses generated kernels in a row, so together they access each value only once.
+    # If one reads `x` and writes `y`, and the next reads both and writes `z`, only `z` is new.
+    accessed: set[Node] = set()
     for node, reads in _find_reads(nodes, bases, stored).items():
         # A value that is not stored has no kernel: the kernels that use it compute it.
         is_kernel = node.op == "call_function" and (node in stored or _is_copy(node))
@@ -434,12 +430,11 @@ def _list_kernels(
         if _has_own_kernel(node):
             kernels.append(_Kernel(node, reads, is_generated=False, num_bytes=0))
             accessed = set()
-            continue
-
-        new_values = {node, *reads} - accessed
-        num_bytes = sum(_bytes_of(value) for value in new_values)
-        kernels.append(_Kernel(node, reads, is_generated=True, num_bytes=num_bytes))
-        accessed |= new_values
+        else:
+            new_values = {node, *reads} - accessed
+            num_bytes = sum(_bytes_of(value) for value in new_values)
+            kernels.append(_Kernel(node, reads, is_generated=True, num_bytes=num_bytes))
+            accessed |= new_values
     return kernels
 
 
@@ -462,15 +457,14 @@ def _find_reads(
 def _find_freed(
     kernels: Sequence[_Kernel], bases: Mapping[Node, Node], returned: set[Node]
 ) -> dict[Node, list[Node]]:
-    """List the values that can be freed after each kernel, because no later kernel reads them.
+    """Map the node of each kernel to the nodes whose values can be freed after it.
+
+    These are values that no later kernel reads, and that the graph does not return.
 
     Args:
         kernels: Kernels in the order in which they run.
         bases: Node -> node that allocates its memory.
-        returned: Nodes whose values the graph returns, so they are never freed.
-
-    Returns:
-        Node of a kernel -> nodes whose values are freed after this kernel.
+        returned: Nodes whose values the graph returns.
     """
     last_uses: dict[Node, Node] = {}  # node of a value -> node of the last kernel that uses it
     for kernel in kernels:

@@ -223,7 +223,7 @@ class Counter(TorchDispatchMode):
                 if self.kinds[number] in replaceable:
                     self.kinds[number] = kind
 
-    def start_action(self, name: Any, location: Location, replay: bool = False) -> None:
+    def start_action(self, name: Any, location: Location, is_skipped: bool) -> None:
         """End the current pipeline action, and start another one.
 
         A pipeline action is the forward or backward pass of one microbatch through one stage, or
@@ -232,18 +232,16 @@ class Counter(TorchDispatchMode):
         Args:
             name: Name of the action. All microbatches use the same name for the same action.
             location: Location of the action.
-            replay: Whether the action is skipped. If so, the log entries of the latest action with
-                this name are copied instead.
+            is_skipped: Whether the action will not run. If so, copy the log entries of the latest
+                action with this name.
         """
         self._record_action()
         self.location = location
         self._entries_before_pause = []
         self._action_start = len(self.log)
-        if replay:
-            self._current_action = None
+        self._current_action = None if is_skipped else name
+        if is_skipped:
             self.log += self._recorded_actions.get(name, ())
-        else:
-            self._current_action = name
 
     def _record_action(self) -> None:
         """Keep the log entries of the current action, in case a later microbatch repeats them."""
@@ -252,20 +250,20 @@ class Counter(TorchDispatchMode):
             self._recorded_actions[self._current_action] = entries
 
     @contextmanager
-    def inner_action(self, name: Any, replay: bool = False) -> Iterator[None]:
+    def inner_action(self, name: Any, is_skipped: bool) -> Iterator[None]:
         """Count an action that interrupts the current one until this context ends.
 
         Args:
             name: Name of the action. All microbatches use the same name for the same action.
-            replay: Whether the action is skipped. If so, the log entries of the latest action with
-                this name are copied instead.
+            is_skipped: Whether the action will not run. If so, copy the log entries of the latest
+                action with this name.
         """
         self._entries_before_pause += self.log[self._action_start :]
         start = len(self.log)
-        if replay:
+        if is_skipped:
             self.log += self._recorded_actions.get(name, ())
         yield
-        if not replay:
+        if not is_skipped:
             self._recorded_actions[name] = self.log[start:]
         self._action_start = len(self.log)
 
@@ -331,13 +329,12 @@ class Counter(TorchDispatchMode):
         if any(kind not in PLAIN_TYPES for kind in types):
             return NotImplemented  # a subclass such as DTensor first calls operators on its parts
 
-        if args and isinstance(args[0], FakeTensor):
-            if func is GET_DEVICE:  # a shortcut for more than half of all calls
-                return args[0].fake_device
-            if func is GET_SCALAR and args[0].constant is None:
-                # The value is unknown. For the flag by which a training step skips the optimizer
-                # step, 0 means that the optimizer step runs, and is counted.
-                return 0
+        if func is GET_DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # a shortcut for more than half of all calls
+        if func is GET_SCALAR and isinstance(args[0], FakeTensor) and args[0].constant is None:
+            # The value is unknown. For the flag by which a training step skips the optimizer step,
+            # 0 means that the optimizer step runs, and is counted.
+            return 0
 
         kwargs = kwargs or {}
         signature = _signature(func)
@@ -417,19 +414,13 @@ class Counter(TorchDispatchMode):
         if op in VARLEN_OPS:
             shape, flops = _count_varlen_flops(op, args)
         else:
-            # Traced flex attention passes its sliding window, a number of tokens, as the `scale` of
-            # the scores, which has no effect on a trace; see `simulate.simulate_gpu`.
+            # A trace of flex attention has the sliding window in `scale`; see `simulate_gpu`.
             window = int(kwargs.get("scale") or 0)
             shape, flops = _count_flops(op, inputs, window)
-        # The dtype is that of the first floating-point input, or else of the first input.
-        floating = [tensor for tensor in inputs if tensor.is_floating_point()]
-        dtypes = [tensor.dtype for tensor in (*floating, *inputs)]
-        dtype = dtypes[0] if dtypes else torch.float32
-
         return Work(
             phase,
             op=signature.name.replace("::", "."),
-            dtype=str(dtype).removeprefix("torch."),
+            dtype=_describe_dtype(inputs),
             shape=shape,
             flops=flops,
             bytes=_count_traffic(signature, args, kwargs, result),
@@ -580,6 +571,17 @@ def _collective_name(operator: str) -> str | None:
     return None
 
 
+def _describe_dtype(inputs: Sequence[Tensor]) -> str:
+    """Return the dtype of the first floating-point input, or else of the first input.
+
+    For example, "bfloat16". Without inputs, return "float32".
+    """
+    floating = [tensor for tensor in inputs if tensor.is_floating_point()]
+    candidates = floating or inputs
+    dtype = candidates[0].dtype if candidates else torch.float32
+    return str(dtype).removeprefix("torch.")
+
+
 def _count_traffic(
     signature: _Signature, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
 ) -> int:
@@ -592,16 +594,15 @@ def _count_traffic(
 
 
 def _count_flops(op: str, inputs: Sequence[Tensor], window: int) -> tuple[tuple[int, ...], int]:
-    """Count the FLOPs of a matmul or an attention operator.
+    """Return the shape and the FLOPs of a matmul or an attention operator.
+
+    The shape is (m, k, n) or (batch, heads, queries, keys, head_dim). Other operators have the
+    shape () and 0 FLOPs.
 
     Args:
         op: Operator without "aten::", such as "mm".
         inputs: Tensor arguments, starting with the factors of a matmul.
-        window: Sliding window of flex attention, or 0; see `simulate.simulate_gpu`.
-
-    Returns:
-        The shape, (m, k, n) of a matmul or (batch, heads, queries, keys, head_dim) of attention,
-        and the number of FLOPs. Other operators return () and 0.
+        window: Sliding window of flex attention in tokens, or 0.
     """
     if op in MATMULS:
         a, b = inputs[:2]

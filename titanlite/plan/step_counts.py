@@ -6,8 +6,9 @@ Microbatches are alike, so only some of them run, and the counts of one are repe
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -106,8 +107,7 @@ def count_step(
     with counter.watching():
         _run_steps(counter, allocator, run, sharded, train_step, skipped)
 
-    # With a pipeline, `_follow_pipeline` has already copied the log entries of another microbatch
-    # for each skipped one.
+    # With a pipeline, the log already has copied entries for each skipped microbatch.
     num_missing = len(skipped) if run.degrees.pipeline == 1 else 0
     work = _add_up_work(counter, num_missing)
     peaks = _find_peaks(counter)
@@ -155,16 +155,15 @@ def _run_steps(
         train_step: Training step of the model.
         skipped: Indices of the microbatches that do not run in the second step.
     """
-    training = run.job.training
     learning_rate = run.job.optimizer.lr
     microbatches = [blank_microbatch(run.job, DEVICE) for _ in range(run.microbatches)]
 
-    hooks: list[Hook] = [StepFollower(counter, sharded, train_step, run)]
+    follower = StepFollower(counter, sharded, train_step, run)
+    hooks: list[Hook] = [follower]
     if run.job.ema.decay:
         ema = Ema(run.job.ema.decay)
         ema.follow(train_step.model)
-        kind = OFFLOADED if training.enable_cpu_offload else "optimizer state"
-        counter.mark(ema.tensors().values(), kind)
+        counter.mark(ema.tensors().values(), follower.state_kind)
         hooks.append(ema)
 
     if run.degrees.pipeline > 1:
@@ -224,9 +223,7 @@ def _describe_groups(mesh: Mesh) -> dict[str, Group]:
             groups[name] = submesh.get_group()
     if mesh.fsdp.ndim == 2:  # HSDP
         groups["replicate"] = mesh.fsdp.get_group(0)
-        groups["fsdp"] = mesh.fsdp.get_group(1)
-    else:
-        groups["fsdp"] = mesh.fsdp.get_group(0)
+    groups["fsdp"] = mesh.fsdp.get_group(mesh.fsdp.ndim - 1)
 
     descriptions = {}
     for name, group in groups.items():
@@ -237,33 +234,23 @@ def _describe_groups(mesh: Mesh) -> dict[str, Group]:
 
 
 def _add_up_work(counter: Counter, num_missing: int) -> dict[tuple[Any, ...], np.ndarray]:
-    """Add up the work of a step by kind of work.
+    """Add up the work of a step by kind of work: `Work.key` -> count, FLOPs and bytes.
 
-    If microbatches were skipped, the first, the second and the last one ran. The skipped ones would
-    do the same work as the second one, so its work is multiplied. For example, it counts 6 times if
-    5 microbatches were skipped. The first and the last one can differ: the first one does not add
-    its gradients to earlier ones, for example.
-
-    Args:
-        counter: Counter with the log of the step.
-        num_missing: Number of skipped microbatches, which are missing in the log.
-
-    Returns:
-        `Work.key` -> array of count, FLOPs and bytes.
+    Skipped microbatches are missing in the log. Their work equals that of the second microbatch,
+    which is therefore multiplied. The first and the last one can differ. For example, the first one
+    does not add its gradients to earlier ones.
     """
-    multiplied = range(0)  # indices in the log
+    second_microbatch = range(0)  # its indices in the log
     if num_missing:
         second_start, third_start = counter.forward_starts[1:3]
-        multiplied = range(second_start, third_start)
+        second_microbatch = range(second_start, third_start)
 
     totals: dict[tuple[Any, ...], np.ndarray] = {}
     for i, (_, entry) in enumerate(counter.log):
-        if isinstance(entry, Allocation):
-            continue
-        amounts = np.array(entry.amounts)
-        if i in multiplied:
-            amounts *= 1 + num_missing
-        totals[entry.key] = totals.get(entry.key, 0) + amounts
+        if isinstance(entry, Work):
+            num_equal = 1 + num_missing if i in second_microbatch else 1
+            amounts = num_equal * np.array(entry.amounts)
+            totals[entry.key] = totals.get(entry.key, 0) + amounts
     return totals
 
 
@@ -335,6 +322,9 @@ class StepFollower(Hook):
 
     Persistent tensors are weights, gradients and optimizer state. The hook changes no tensor, and
     keeps none alive.
+
+    Attributes:
+        state_kind: Kind of memory of the optimizer state.
     """
 
     def __init__(
@@ -345,7 +335,7 @@ class StepFollower(Hook):
         self._train_step = train_step
         is_offloaded = run.job.training.enable_cpu_offload
         self._gradient_kind = OFFLOADED if is_offloaded else "gradients"
-        self._state_kind = OFFLOADED if is_offloaded else "optimizer state"
+        self.state_kind = OFFLOADED if is_offloaded else "optimizer state"
         # Before FP8 weights get scales, which torchao compares.
         counter.mark(train_step.model.parameters(), OFFLOADED if is_offloaded else "weights")
         self._mark_state()
@@ -371,7 +361,7 @@ class StepFollower(Hook):
     def _mark_state(self) -> None:
         """Mark the optimizer state that exists."""
         for state in self._train_step.optimizer.state.values():
-            self._counter.mark(state.values(), self._state_kind)
+            self._counter.mark(state.values(), self.state_kind)
 
 
 def _follow_stage(counter: Counter, stage: int, module: Llama) -> None:
@@ -380,34 +370,17 @@ def _follow_stage(counter: Counter, stage: int, module: Llama) -> None:
     The counter then assigns memory and work to the embedding, the blocks, the final norm or the
     output, forward or backward. The hooks also mark unsharded parameters and gradients.
     """
-    start = Location("forward", "forward", stage)
-    has_hook = set[int]()  # identities of parameters
-
-    def start_forward(*_: Any) -> None:
-        counter.location = start
-        counter.forward_starts.append(len(counter.log))
-
-    def mark_unsharded(part: nn.Module, _: Any) -> None:
-        parameters = list(part.parameters())
-        counter.mark(parameters, "unsharded parameters", DEFAULT_KINDS)
-        for parameter in parameters:
-            if parameter.requires_grad and id(parameter) not in has_hook:
-                parameter.register_post_accumulate_grad_hook(mark_gradient)
-                has_hook.add(id(parameter))
-
-    def mark_gradient(parameter: Tensor) -> None:
-        counter.mark((parameter.grad,), "gradients", DEFAULT_KINDS)
-
     parts = [
         ("embedding", module.tok_embeddings),
         ("norm", module.norm),
         ("output", module.output),
         *(("block", block) for block in module.layers.values()),
     ]
+    followed = set[int]()  # identities of parameters that have a hook
     for name, part in parts:
         if part is None:
             continue
-        part.register_forward_pre_hook(mark_unsharded)
+        part.register_forward_pre_hook(partial(_mark_unsharded, counter, followed))
         if name == "output":
             continue  # `_follow_loss` sets its location
         location = Location("forward", name, stage)
@@ -415,7 +388,30 @@ def _follow_stage(counter: Counter, stage: int, module: Llama) -> None:
         part.register_forward_pre_hook(enter, prepend=True)
         follow_backward = partial(_follow_backward, counter, location)
         part.register_forward_hook(follow_backward, prepend=True)
+
+    def start_forward(*_: Any) -> None:
+        counter.location = Location("forward", "forward", stage)
+        counter.forward_starts.append(len(counter.log))
+
     module.register_forward_pre_hook(start_forward, prepend=True)
+
+
+def _mark_unsharded(counter: Counter, followed: set[int], part: nn.Module, _: Any) -> None:
+    """Mark the unsharded parameters of a module, and let hooks mark their gradients.
+
+    Args:
+        counter: Counter of the step.
+        followed: Identities of the parameters that have a hook.
+        part: Module whose forward pass begins.
+    """
+    parameters = list(part.parameters())
+    counter.mark(parameters, "unsharded parameters", DEFAULT_KINDS)
+    for parameter in parameters:
+        if parameter.requires_grad and id(parameter) not in followed:
+            parameter.register_post_accumulate_grad_hook(
+                lambda updated: counter.mark((updated.grad,), "gradients", DEFAULT_KINDS)
+            )
+            followed.add(id(parameter))
 
 
 def _follow_loss(counter: Counter, train_step: TrainStep, last_stage: int) -> None:
@@ -479,46 +475,7 @@ def _follow_pipeline(
         stages: Pipeline stages of this rank.
         skipped: Indices of the skipped microbatches.
     """
-    last_loss = torch.zeros(())  # of the last microbatch that ran
-
-    def follow_action(stage: PipelineStage, method: str) -> Callable[..., Any]:
-        """Return a function that counts a call of `stage.<method>`.
-
-        For a skipped microbatch, it repeats the log entries of an earlier one, and returns what the
-        schedule needs: the loss of the last microbatch that ran, or no communication operations.
-        """
-        run_action = getattr(stage, method)
-        location = Location(PIPELINE_ACTIONS[method], "stage", stage.stage_index)
-        has_loss = method == "forward_one_chunk" and stage.is_last
-        returns_operations = method.startswith("get")  # such as "get_fwd_send_ops"
-
-        def follow(microbatch: int, *args: Any, **kwargs: Any) -> Any:
-            nonlocal last_loss
-            is_skipped = microbatch in skipped
-            counter.start_action((method, stage.stage_index), location, replay=is_skipped)
-            if is_skipped and has_loss:
-                return last_loss
-            if is_skipped:
-                return [] if returns_operations else None
-
-            result = run_action(microbatch, *args, **kwargs)
-            if has_loss:
-                last_loss = result.detach()
-            return result
-
-        return follow
-
-    def follow_receive(stage: PipelineStage, method: str) -> Callable[[int], list[Any]]:
-        """Return a function that counts the receive buffers which `stage.<method>` allocates."""
-        get_operations = getattr(stage, method)
-
-        def follow(microbatch: int) -> list[Any]:
-            is_skipped = microbatch in skipped
-            with counter.inner_action((method, stage.stage_index), replay=is_skipped):
-                return [] if is_skipped else get_operations(microbatch)
-
-        return follow
-
+    follower = _PipelineFollower(counter, skipped, last_loss=torch.zeros(()))
     # Before the first step, torch exchanges between ranks whether all of them know the shapes to
     # receive. No other rank answers here, so replace the exchange by a positive answer.
     agreement = {
@@ -527,7 +484,64 @@ def _follow_pipeline(
     }
     with ExitStack() as stack:
         for stage in stages:
-            actions = {method: follow_action(stage, method) for method in PIPELINE_ACTIONS}
-            receives = {method: follow_receive(stage, method) for method in PIPELINE_RECEIVES}
+            actions = {
+                method: partial(follower.run_action, stage, method, getattr(stage, method))
+                for method in PIPELINE_ACTIONS
+            }
+            receives = {
+                method: partial(follower.run_receive, stage, method, getattr(stage, method))
+                for method in PIPELINE_RECEIVES
+            }
             stack.enter_context(override(stage, **actions, **receives, **agreement))
         yield
+
+
+@dataclass
+class _PipelineFollower:
+    """Calls the methods of pipeline stages, and counts each call as a separate action.
+
+    Attributes:
+        counter: Counter of the step.
+        skipped: Indices of microbatches for which no method is called. They repeat the counts of
+            an earlier microbatch.
+        last_loss: Loss of the last microbatch that ran.
+    """
+
+    counter: Counter
+    skipped: range
+    last_loss: Tensor
+
+    def run_action(
+        self,
+        stage: PipelineStage,
+        name: str,
+        method: Any,
+        microbatch: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Count a call of one of `PIPELINE_ACTIONS`.
+
+        For a skipped microbatch, return what the schedule needs: the loss of the last microbatch
+        that ran, or no communication operations.
+        """
+        location = Location(PIPELINE_ACTIONS[name], "stage", stage.stage_index)
+        has_loss = name == "forward_one_chunk" and stage.is_last
+        is_skipped = microbatch in self.skipped
+        self.counter.start_action((name, stage.stage_index), location, is_skipped)
+        if not is_skipped:
+            result = method(microbatch, *args, **kwargs)
+            if has_loss:
+                self.last_loss = result.detach()
+            return result
+        if has_loss:
+            return self.last_loss
+        return [] if name.startswith("get") else None  # such as "get_fwd_send_ops"
+
+    def run_receive(
+        self, stage: PipelineStage, name: str, method: Any, microbatch: int
+    ) -> list[Any]:
+        """Count the receive buffers that a call of one of `PIPELINE_RECEIVES` allocates."""
+        is_skipped = microbatch in self.skipped
+        with self.counter.inner_action((name, stage.stage_index), is_skipped):
+            return [] if is_skipped else method(microbatch)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -25,7 +25,7 @@ from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model
 from titanlite.plan.allocator import CUBLAS_WORKSPACES
 from titanlite.plan.compiled import compiling
-from titanlite.plan.counter import KINDS, Location, Work
+from titanlite.plan.counter import ALL_KINDS, KINDS, OFFLOADED, Location, Work
 from titanlite.plan.simulate import simulate_gpu, simulate_mxfp8, simulate_ranks
 from titanlite.plan.step_counts import DEVICE, StepCounts, count_step
 from titanlite.train.step import TrainStep
@@ -121,15 +121,10 @@ def trace_run(
 
 
 def _choose_ranks(run: Run, whole: bool) -> list[int]:
-    """Return the ranks to trace, one for each kind of pipeline rank.
+    """Return the ranks to trace: one of each kind of pipeline ranks, or of each one if `whole`.
 
-    Pipeline ranks are of the same kind if their stages have equal blocks, and if both or neither
-    have the embedding and the output. Only the first rank of a kind is traced: it holds the most
-    microbatches at a time, so it needs the most memory.
-
-    Args:
-        run: The validated job and the number of ranks.
-        whole: Return one rank for every pipeline rank.
+    Pipeline ranks are of the same kind if their stages are alike. The first one of a kind holds the
+    most microbatches at a time, so it needs the most memory.
     """
     num_pipeline_ranks = run.degrees.pipeline
     schedule = run.job.parallelism.pipeline_parallel_schedule
@@ -220,28 +215,25 @@ def _count_rank(run: Run, rank: int, gpu: Gpu | None, whole: bool) -> StepCounts
     Args:
         run: The validated job and the number of ranks.
         rank: Rank to simulate.
-        gpu: The GPU of each rank. None means a CPU.
+        gpu: GPU of the rank. None means a CPU.
         whole: Run all microbatches instead of repeating the counts of one.
     """
     recipe = run.job.float8.recipe_name
+    on_gpu = gpu is not None and not gpu.cpu
     has_float8 = gpu is not None and float8.is_supported(recipe, gpu.capability, gpu.fp8 > 0)
-    with ExitStack() as stack:
-        stack.enter_context(simulate_ranks(run.world_size, rank))
-        if gpu is not None and not gpu.cpu:
-            stack.enter_context(simulate_gpu())
-        if recipe == "mxfp8":
-            stack.enter_context(simulate_mxfp8())
-        stack.enter_context(compiling())
+    with (
+        simulate_ranks(run.world_size, rank),
+        simulate_gpu() if on_gpu else nullcontext(),
+        simulate_mxfp8() if recipe == "mxfp8" else nullcontext(),
+        compiling(),
+    ):
         return _count_fake_step(run, has_float8, whole)
 
 
 def _count_fake_step(run: Run, has_float8: bool, whole: bool) -> StepCounts:
     """Build the model of this rank on fake tensors, and count a training step.
 
-    Args:
-        run: The validated job and the number of ranks.
-        has_float8: Whether the device computes in FP8.
-        whole: Run all microbatches instead of repeating the counts of one.
+    If `whole`, run all microbatches instead of repeating the counts of one.
     """
     mesh = build_mesh(run.degrees, DEVICE.type)
     meta = torch.device("meta")
@@ -288,13 +280,13 @@ def _summarize(rank: int, counts: StepCounts, on_gpu: bool, has_replay: bool) ->
         rank: Number of the rank.
         counts: Counts for all blocks of the rank.
         on_gpu: Whether the rank has a GPU.
-        has_replay: Whether allocations were replayed on a simulated allocator. If not, the reserved
-            memory is estimated.
+        has_replay: Whether a simulated allocator replayed the allocations of the rank.
     """
-    # The sizes are in the order of `ALL_KINDS`: the kinds on the GPU, and last the offloaded bytes.
-    location, sizes = max(counts.peaks.items(), key=lambda item: item[1][:-1].sum())
-    *gpu_sizes, offloaded_size = map(int, sizes)
-    peak = sum(gpu_sizes)
+    # The first sizes of a peak are those of `KINDS`, the kinds of GPU memory.
+    location = max(counts.peaks, key=lambda x: counts.peaks[x][: len(KINDS)].sum())
+    sizes = dict(zip(ALL_KINDS, counts.peaks[location].tolist(), strict=True))
+    offloaded = sizes.pop(OFFLOADED)
+    peak = sum(sizes.values())
     moment = location.name
     if location.name == "block":
         moment = f"{location.phase} of a block"
@@ -309,9 +301,9 @@ def _summarize(rank: int, counts: StepCounts, on_gpu: bool, has_replay: bool) ->
         rank=rank,
         peak=peak,
         moment=moment,
-        kinds=dict(zip(KINDS, gpu_sizes, strict=True)),
-        host=offloaded_size,
-        work=tuple(Work(*key, *map(int, amounts)) for key, amounts in counts.work.items()),
+        kinds=sizes,
+        host=offloaded,
+        work=tuple(Work(*key, *amounts.tolist()) for key, amounts in counts.work.items()),
         reserved=reserved,
     )
 

@@ -71,7 +71,7 @@ def relative_error(value: Tensor, expected: Tensor, minimum: float = 0.0) -> flo
 
     value = value.double()
     expected = expected.double()
-    are_nan = value.isnan() & expected.isnan()  # such as the history of a guard that is not full
+    are_nan = value.isnan() & expected.isnan()  # such as the unused part of a guard's history
     value = value.masked_fill(are_nan, 0.0)
     expected = expected.masked_fill(are_nan, 0.0)
 
@@ -90,8 +90,8 @@ def fraction_of_different(value: Tensor, expected: Tensor) -> float:
         return 1.0
     if value.numel() == 0 or torch.equal(value, expected):
         return 0.0
-    are_nan = value.isnan() & expected.isnan() if value.is_floating_point() else False
-    return ((value != expected) & ~torch.as_tensor(are_nan)).double().mean().item()
+    are_nan = value.isnan() & expected.isnan()
+    return ((value != expected) & ~are_nan).double().mean().item()
 
 
 def compare_bitwise(

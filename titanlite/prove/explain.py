@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from titanlite.config.run import Run
 from titanlite.prove.record import Tensors
@@ -68,22 +69,16 @@ def explain_ratio(ratio: float, run: Run) -> str:
 
 
 def _name_factor(factor: float, run: Run) -> str:
-    """Name the parallel degrees that equal a factor, or whose square root equals it.
+    """Name the parallel degrees that equal a factor, or whose square root equals it, or return "".
 
-    For example, "the square root of the number of replicas". If there are none, return "".
+    For example, "the square root of the number of replicas".
     """
-    equal = []
-    squares = []
-    for name, number in _layout_numbers(run).items():
-        if number == 1:
-            continue
-        if abs(factor / number - 1) < RATIO_TOLERANCE:
-            equal.append(f"the {name}")
-        if abs(factor / math.sqrt(number) - 1) < RATIO_TOLERANCE:
-            squares.append(f"the {name}")
-
+    degrees = _layout_numbers(run).items()
+    equal = [name for name, degree in degrees if abs(factor / degree - 1) < RATIO_TOLERANCE]
     if equal:
         return " = ".join(equal)
+
+    squares = [name for name, x in degrees if abs(factor / math.sqrt(x) - 1) < RATIO_TOLERANCE]
     if squares:
         return f"the square root of {' = '.join(squares)}"
     return ""
@@ -93,18 +88,18 @@ def _layout_numbers(run: Run) -> dict[str, int]:
     """Return the numbers by which a value may be wrong, such as the parallel degrees."""
     degrees = run.degrees
     return {
-        "data-parallel degree": degrees.data,
-        "number of replicas": degrees.replicate,
-        "number of shards": degrees.shard,
-        "tensor-parallel degree": degrees.tensor,
-        "context-parallel degree": degrees.context,
-        "pipeline-parallel degree": degrees.pipeline,
-        "number of microbatches": run.microbatches,
-        "number of ranks": run.world_size,
+        "the data-parallel degree": degrees.data,
+        "the number of replicas": degrees.replicate,
+        "the number of shards": degrees.shard,
+        "the tensor-parallel degree": degrees.tensor,
+        "the context-parallel degree": degrees.context,
+        "the pipeline-parallel degree": degrees.pipeline,
+        "the number of microbatches": run.microbatches,
+        "the number of ranks": run.world_size,
     }
 
 
-def explain_factor(value: torch.Tensor, expected: torch.Tensor, run: Run) -> str:
+def explain_factor(value: Tensor, expected: Tensor, run: Run) -> str:
     """Describe the factor by which a wrong tensor is scaled, for the message of a failed check.
 
     Returns:
@@ -139,13 +134,14 @@ def describe_names(failed: Sequence[str], names: Sequence[str], run: Run) -> str
 
     # Check whether the same parameters differ in all blocks.
     kinds = {remove_block_number(name) for name in failed}
-    if set(failed) == {name for name in names if remove_block_number(name) in kinds}:
+    names_of_kinds = {name for name in names if remove_block_number(name) in kinds}
+    if set(failed) == names_of_kinds:
         return f"only parameters of the kind {', '.join(sorted(kinds))} differ"
 
     # Check whether all parameters of some pipeline stages differ.
     stages = {_find_stage(name, run) for name in failed}
-    on_same_stages = {name for name in names if _find_stage(name, run) in stages}
-    if run.degrees.pipeline > 1 and set(failed) == on_same_stages:
+    names_of_stages = {name for name in names if _find_stage(name, run) in stages}
+    if run.degrees.pipeline > 1 and set(failed) == names_of_stages:
         noun = "stage" if len(stages) == 1 else "stages"
         return f"only the parameters of pipeline {noun} {_join(stages)} differ"
 
@@ -183,7 +179,7 @@ def explain_gradient(
     failed: Sequence[str],
     gradients: Tensors,
     expected: Tensors,
-    weights: Mapping[str, torch.Tensor],
+    weights: Mapping[str, Tensor],
     sequences: Tensors,
     reference: ReferenceTrainer,
 ) -> str:
@@ -196,40 +192,44 @@ def explain_gradient(
         expected: Gradients of the reference.
         weights: Weights before the step.
         sequences: Sequences of the step.
-        reference: The reference.
+        reference: Computes gradients again, to reproduce the wrong ones.
     """
     where = describe_names(failed, list(expected), run)
     names = [name for name in failed if name in gradients]
     if not names:
         return f"{where}: they have no gradient"
 
-    def concatenate(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return torch.cat([tensors[name].double().flatten() for name in names])
+    def compute_again(changed_sequences: Tensors, **options: Any) -> Tensor:
+        _, computed = reference.compute_gradients(weights, changed_sequences, **options)
+        return _concatenate(computed, names)
 
-    def compute(part: Tensors, *indices: slice, **options: Any) -> torch.Tensor:
-        _, gradients = reference.compute_gradients(weights, part, *indices, **options)
-        return concatenate(gradients)
-
-    cause = _find_cause(run, concatenate(gradients), concatenate(expected), sequences, compute)
+    wrong = _concatenate(gradients, names)
+    right = _concatenate(expected, names)
+    cause = _find_cause(run, wrong, right, sequences, compute_again)
     return f"{where}: {cause}"
+
+
+def _concatenate(tensors: Tensors, names: Sequence[str]) -> Tensor:
+    """Concatenate all elements of the tensors with these names, in float64."""
+    return torch.cat([tensors[name].double().flatten() for name in names])
 
 
 def _find_cause(
     run: Run,
-    wrong: torch.Tensor,
-    right: torch.Tensor,
+    wrong: Tensor,
+    right: Tensor,
     sequences: Tensors,
-    compute: Callable[..., torch.Tensor],
+    compute: Callable[..., Tensor],
 ) -> str:
-    """Find the mistake that explains a wrong gradient.
+    """Find the mistake that explains why a gradient is wrong.
 
     Args:
         run: The tested run on several ranks.
-        wrong: Gradient of the run.
+        wrong: Gradient of the run, shape (elements,).
         right: Gradient of the reference.
         sequences: Sequences of the step.
-        compute: Computes the gradient with the arguments of `ReferenceTrainer.compute_gradients`
-            after the weights.
+        compute: Computes the gradient of the reference for some sequences and options of
+            `ReferenceTrainer.compute_gradients`.
     """
     if not wrong.isfinite().all():
         return "they are not finite"
@@ -238,57 +238,65 @@ def _find_cause(
         return factor
 
     # Check whether the reference computes the wrong gradient when it makes the same mistake.
-    largest_residual = FIT_TOLERANCE * (wrong - right).norm()
-    for mistake, changed, options in _possible_mistakes(run, sequences):
-        if (compute(changed, **options) - wrong).norm() < largest_residual:
+    tolerance = FIT_TOLERANCE * (wrong - right).norm()
+    for mistake, wrong_sequences, options in _list_mistakes(run, sequences):
+        gradient = compute(wrong_sequences, **options)
+        if (gradient - wrong).norm() < tolerance:
             return mistake
 
-    # The gradient of a step is the sum of the gradients of its sequences. Fit a factor for each
-    # sequence, which shows the sequences that are missing or counted too often.
-    num_sequences = len(sequences["labels"])
-    parts = [compute(sequences, slice(i, i + 1)) for i in range(num_sequences)]
-    matrix = torch.stack(parts, dim=1)
-    factors = torch.linalg.lstsq(matrix, wrong[:, None]).solution[:, 0]
-    if (matrix @ factors - wrong).norm() < largest_residual:
-        return _describe_factors(run, factors.tolist())
+    # Check whether some sequences are missing or counted too often.
+    factors, gradient = _fit_sequences(wrong, sequences, compute)
+    if (gradient - wrong).norm() < tolerance:
+        return _describe_factors(run, factors)
     return _list_suspects(run)
 
 
-def _possible_mistakes(
-    run: Run, sequences: Tensors
-) -> Iterator[tuple[str, Tensors, dict[str, Any]]]:
-    """Yield typical mistakes of a layout, and how to make each of them in the reference.
+def _fit_sequences(
+    wrong: Tensor, sequences: Tensors, compute: Callable[..., Tensor]
+) -> tuple[list[float], Tensor]:
+    """Fit a wrong gradient by a weighted sum of the gradients of the single sequences.
 
-    If the reference makes a mistake on purpose and then computes the wrong gradients of the layout,
-    the layout probably makes the same mistake.
+    Returns:
+        The factor of each sequence, which is 1 in a correct gradient, and the weighted sum.
+    """
+    num_sequences = len(sequences["labels"])
+    gradients = [compute(sequences, indices=slice(i, i + 1)) for i in range(num_sequences)]
+    matrix = torch.stack(gradients, dim=1)  # (elements, sequences)
+    factors = torch.linalg.lstsq(matrix, wrong[:, None]).solution[:, 0]
+    return factors.tolist(), matrix @ factors
+
+
+def _list_mistakes(run: Run, sequences: Tensors) -> Iterator[tuple[str, Tensors, dict[str, Any]]]:
+    """Yield typical mistakes of a layout, which the reference can make on purpose.
 
     Yields:
-        Description of the mistake, and the sequences and keyword arguments to pass to
-        `ReferenceTrainer.compute_gradients`.
+        Description of the mistake, the sequences with the mistake, and the options of
+        `ReferenceTrainer.compute_gradients` with the mistake.
     """
+    for description, wrong in _list_wrong_sequences(run, sequences):
+        yield description, wrong, {}
+    if run.arch.sliding_window:
+        yield "the sliding window is ignored", sequences, {"use_window": False}
+    if run.job.training.z_loss:
+        yield "the z-loss is left out", sequences, {"use_z_loss": False}
+
+
+def _list_wrong_sequences(run: Run, sequences: Tensors) -> Iterator[tuple[str, Tensors]]:
+    """Yield typical mistakes in the sequences of a step: a description, and the wrong sequences."""
     ids = sequences["input_ids"]
     seq_len = ids.shape[1]
     positions = torch.arange(seq_len).expand_as(ids)
-
-    # Mistakes in the masks and positions of documents, or of context parallelism.
     if "document_ids" in sequences:
         without_ids = {key: value for key, value in sequences.items() if key != "document_ids"}
-        yield "tokens attend to other documents", without_ids, {}
-        wrong = sequences | {"positions": positions}
-        yield "positions do not restart at documents", wrong, {}
+        yield "tokens attend to other documents", without_ids
+        yield "positions do not restart at documents", sequences | {"positions": positions}
     elif run.degrees.context > 1:
         wrong = sequences | {"positions": positions % (seq_len // run.degrees.context)}
-        yield "positions restart in each context-parallel rank", wrong, {}
-
-    # Mistakes in the labels and in the options of the model and the loss.
+        yield "positions restart in each context-parallel rank", wrong
     if run.microbatches > 1:
         microbatch_size = run.job.training.local_batch_size * run.degrees.data
         wrong = sequences | {"labels": sequences["labels"].roll(microbatch_size, 0)}
-        yield "the labels are those of another microbatch", wrong, {}
-    if run.arch.sliding_window:
-        yield "the sliding window is ignored", sequences, {"window": 0}
-    if run.job.training.z_loss:
-        yield "the z-loss is left out", sequences, {"z_loss": 0.0}
+        yield "the labels are those of another microbatch", wrong
 
 
 def _list_suspects(run: Run) -> str:

@@ -334,8 +334,8 @@ def _compare_steps(
     Args:
         run: The tested run on several ranks.
         steps: Records of the tested run, by step.
-        single: The job on one rank.
-        recorder: Records the steps of `single` in the precision of the tested run.
+        single: The same job on one rank.
+        recorder: Records the steps of `single`.
         device: Device of this rank.
     """
     reference = ReferenceTrainer(single, device)  # in float64
@@ -421,32 +421,39 @@ def compare_sequences(
         step: Number of the step.
         after: Records of the step, with the sequences that each rank read.
         sequences: Fields of the global batch, such as "input_ids", each of shape (sequences, T).
-
-    Yields:
-        One check for each rank.
     """
-    num_parts = run.degrees.data
+    # Of n data-parallel ranks, rank r reads the sequences r, r + n, r + 2n, ...
+    n = run.degrees.data
+    parts = [{name: values[r::n] for name, values in sequences.items()} for r in range(n)]
     for rank, record in enumerate(after.ranks):
-        # With n data-parallel ranks, rank r reads the sequences r, r + n, r + 2n, ...
         data_rank = coordinates(run, rank)["data"]
-        errors = []
-        for name, values in record.sequences.items():
-            expected = sequences[name][data_rank::num_parts]
-            errors.append(fraction_of_different(values, expected))
-
-        # If the rank read the part of another rank, name that rank.
-        hint = ""
-        for other in range(num_parts):
-            other_ids = sequences["input_ids"][other::num_parts]
-            if other != data_rank and torch.equal(record.sequences["input_ids"], other_ids):
-                hint = f"it read those of data-parallel rank {other} instead of {data_rank}"
+        expected = parts[data_rank]
+        errors = [
+            fraction_of_different(values, expected[name])
+            for name, values in record.sequences.items()
+        ]
+        hint = _describe_wrong_part(record.sequences, parts, data_rank)
         yield Check("sequences", step, f"rank {rank}", max(errors), 0.0, hint)
+
+
+def _describe_wrong_part(sequences: Tensors, parts: list[Tensors], data_rank: int) -> str:
+    """Describe whose part of the global batch a rank has read, if it is that of another rank.
+
+    For example, "it read those of data-parallel rank 1 instead of 0".
+    """
+    hint = ""
+    for other, part in enumerate(parts):
+        if other != data_rank and torch.equal(sequences["input_ids"], part["input_ids"]):
+            hint = f"it read those of data-parallel rank {other} instead of {data_rank}"
+    return hint
 
 
 def compare_replicas(
     run: Run, step: int, name: str, after: LayoutStep, kind: str
 ) -> Iterator[Check]:
     """Check that replicated shards are bitwise equal on all ranks that hold them.
+
+    Yield one check for each tensor that differs, or a single one if all replicas are equal.
 
     Args:
         run: The tested run on several ranks.
@@ -455,17 +462,17 @@ def compare_replicas(
         after: Records of all ranks.
         kind: Recorded tensors to compare: "gradients" or "state".
     """
-    replicas = list(_list_replicas(after, kind))
-    hints: dict[str, str] = {}  # tensor name -> hint, if ranks differ
-    for tensor, first_rank, rank, is_equal in replicas:
-        if not is_equal and tensor not in hints:
-            hints[tensor] = _describe_ranks(run, first_rank, rank)
+    num_replicas = 0
+    hints: dict[str, str] = {}  # tensor name -> the first two ranks that differ
+    for tensor, first_rank, rank, is_equal in _list_replicas(after, kind):
+        num_replicas += 1
+        if not is_equal:
+            hints.setdefault(tensor, _describe_ranks(run, first_rank, rank))
 
-    # Yield one check for each tensor that differs, or a single one if all replicas are equal.
     for tensor, hint in hints.items():
         yield Check(name, step, tensor, 1.0, 0.0, hint)
-    if replicas and not hints:
-        yield Check(name, step, f"{len(replicas)} shards", 0.0, 0.0)
+    if num_replicas and not hints:
+        yield Check(name, step, f"{num_replicas} shards", 0.0, 0.0)
 
 
 def _list_replicas(after: LayoutStep, kind: str) -> Iterator[tuple[str, int, int, bool]]:
@@ -479,10 +486,11 @@ def _list_replicas(after: LayoutStep, kind: str) -> Iterator[tuple[str, int, int
     digests_of_ranks = [getattr(record, kind).digests for record in after.ranks]
     for rank, digests in enumerate(digests_of_ranks):
         for shard, digest in digests.items():
+            tensor, _position = shard
             first_rank = first_ranks.setdefault(shard, rank)
             if first_rank != rank:
                 is_equal = digest == digests_of_ranks[first_rank][shard]
-                yield shard[0], first_rank, rank, is_equal
+                yield tensor, first_rank, rank, is_equal
 
 
 def _describe_ranks(run: Run, first: int, second: int) -> str:
@@ -608,7 +616,7 @@ def compare_resumed(
         for rank, record in enumerate(actual.ranks):
             sequences = expected.ranks[rank].sequences
             for check in compare_bitwise("resume: sequences", step, record.sequences, sequences):
-                yield check._replace(subject=f"rank {rank}")
+                yield check._replace(subject=f"rank {rank}")  # instead of "input_ids", for example
         yield from compare_bitwise("resume: gradient", step, actual.gradients, expected.gradients)
         yield from compare_bitwise("resume: state", step, actual.state, expected.state)
 
@@ -635,15 +643,14 @@ def compare_resumed_on_one_rank(
         yield from compare_bitwise("resume on one rank: loaded state", step, loaded, saved.state)
         recorder.train()
 
-    record = recorder.steps[step + 1]
+    step += 1
+    record = recorder.steps[step]
     yield from compare_bitwise(
-        "resume on one rank: sequences", step + 1, record.sequences, next_step.sequences
+        "resume on one rank: sequences", step, record.sequences, next_step.sequences
     )
     gradients = record.gradients.unsharded
-    expected_gradients = next_step.gradients.unsharded
-    yield from compare_bitwise(
-        "resume on one rank: gradient", step + 1, gradients, expected_gradients
-    )
+    expected = next_step.gradients.unsharded
+    yield from compare_bitwise("resume on one rank: gradient", step, gradients, expected)
 
 
 def compare_export(weights: Tensors, folder: Path, step: int) -> Iterator[Check]:

@@ -96,8 +96,8 @@ class ReferenceTrainer:
         sequences: Tensors,
         indices: slice = slice(None),
         *,
-        window: int | None = None,
-        z_loss: float | None = None,
+        use_window: bool = True,
+        use_z_loss: bool = True,
     ) -> tuple[float, Tensors]:
         """Compute the loss and the gradients of some weights in float64.
 
@@ -106,8 +106,8 @@ class ReferenceTrainer:
             sequences: Sequences from `read_sequences`.
             indices: Sequences that contribute to the loss. The divisor is always the number of
                 valid tokens of all sequences.
-            window: Sliding window in tokens. By default, the window of the model.
-            z_loss: Weight of the z-loss. By default, the weight in the job.
+            use_window: Whether attention has the sliding window of the model, if there is one.
+            use_z_loss: Whether the loss includes the z-loss of the job, if there is one.
 
         Returns:
             The loss, and the gradients by parameter name.
@@ -116,10 +116,8 @@ class ReferenceTrainer:
             for name, parameter in self.model.named_parameters():
                 parameter.copy_(weights[name])
         self.model.zero_grad()
-        if window is None:
-            window = self._run.arch.sliding_window
-        if z_loss is None:
-            z_loss = self._run.job.training.z_loss
+        window = self._run.arch.sliding_window if use_window else 0
+        z_loss = self._run.job.training.z_loss if use_z_loss else 0.0
 
         num_valid_tokens = int((sequences["labels"] != IGNORE_INDEX).sum())
         part = {name: values[indices] for name, values in sequences.items()}

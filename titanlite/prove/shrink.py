@@ -75,10 +75,8 @@ def parse_original(argv: Sequence[str]) -> JobConfig:
         UserError: If a value is invalid, or the parallel degrees do not fit the model.
     """
     model, options = split_from_option(argv)
-    if model is None:
-        parsed = parse_job(options)
-    else:
-        parsed = parse_job(options, build_base=partial(build_job_tables, model))
+    build_base = None if model is None else partial(build_job_tables, model)
+    parsed = parse_job(options, build_base=build_base)
     if parsed.mistakes:
         raise parsed.error(parsed.mistakes)
 
@@ -112,7 +110,7 @@ def shrink(job: JobConfig, world_size: int | None, steps: int, out: Path) -> Sma
     Raises:
         UserError: If the job is invalid, or its dimensions do not fit `world_size`.
     """
-    # Shrink the layout, the model and the batches.
+    # Shrink the layout, the model and the training.
     degrees = shrink_degrees(job, world_size)
     num_ranks = math.prod(degrees.values())
     original = Run(job, num_ranks)
@@ -120,15 +118,15 @@ def shrink(job: JobConfig, world_size: int | None, steps: int, out: Path) -> Sma
     model, lost_properties = shrink_model(original, Run(small, num_ranks))
     small = small.model_copy(update={"model": model})
     small = _shrink_training(small, original)
-
-    # Replace the settings that the small job cannot have.
-    small, lost_names = _drop_missing_names(small)
-    small, lost_data = _shrink_data(small, out)
-    small, lost_hooks = _shrink_outputs(small, out)
     small = _update(small, "training", steps=steps, tokens=None, tokens_per_parameter=None)
 
+    # Replace the settings that the small job cannot have.
+    small, dropped_options = _drop_missing_names(small)
+    small, replaced_data = _shrink_data(small, out)
+    small, removed_hooks = _shrink_outputs(small, out)
+
     run = check_run(small, num_ranks)
-    not_kept = [*lost_properties, *lost_names, *lost_data, *lost_hooks]
+    not_kept = [*lost_properties, *dropped_options, *replaced_data, *removed_hooks]
     return SmallJob(job, run, list_changes(original, run), not_kept)
 
 
@@ -165,23 +163,17 @@ def shrink_degrees(job: JobConfig, world_size: int | None) -> dict[str, int]:
     )
     degrees = {name: min(2, getattr(job.parallelism, name)) for name in names}
     has_fsdp = job.parallelism.data_parallel_shard_degree != 1
+    fsdp_degree = 2 if has_fsdp else 1
     if world_size is not None:
         fsdp_degree = _fill_ranks(world_size, math.prod(degrees.values()), has_fsdp)
-    else:
-        fsdp_degree = 2 if has_fsdp else 1
     return {**degrees, "data_parallel_shard_degree": fsdp_degree}
 
 
 def _fill_ranks(world_size: int, other_degrees: int, has_fsdp: bool) -> int:
     """Return the FSDP degree with which the small job uses all ranks.
 
-    Args:
-        world_size: Number of ranks.
-        other_degrees: Product of all other parallel degrees.
-        has_fsdp: Whether the original job has FSDP. If not, the degree is 1.
-
-    Raises:
-        UserError: If no degree uses all ranks.
+    For example, 8 ranks with other degrees of 2 x 2 need an FSDP degree of 2. A job without FSDP
+    can use exactly 4 ranks. For any other number, raise UserError.
     """
     if has_fsdp:
         is_possible = world_size > 0 and world_size % other_degrees == 0
@@ -333,20 +325,19 @@ def _drop_missing_names(small: JobConfig) -> tuple[JobConfig, list[str]]:
     parameter_names = list(parameter_shapes(Run(small).arch))
     groups = []
     for group in small.optimizer.groups:
-        matching = [x for x in group.params if fnmatch.filter(parameter_names, x)]
-        missing = [x for x in group.params if x not in matching]
-        notes += [f"optimizer.groups: {x!r} is not in the small model." for x in missing]
-        if matching:
-            groups.append(group.model_copy(update={"params": tuple(matching)}))
+        kept_patterns = []
+        for pattern in group.params:
+            if fnmatch.filter(parameter_names, pattern):
+                kept_patterns.append(pattern)
+            else:
+                notes.append(f"optimizer.groups: {pattern!r} is not in the small model.")
+        if kept_patterns:
+            groups.append(group.model_copy(update={"params": tuple(kept_patterns)}))
     return _update(small, "optimizer", groups=tuple(groups)), notes
 
 
 def _shrink_data(small: JobConfig, out: Path) -> tuple[JobConfig, list[str]]:
-    """Replace the data of the small job by a toy text if the job cannot read its own data.
-
-    Args:
-        small: The small job.
-        out: Folder in which the toy text is written.
+    """Replace the data of a small job by a toy text in `out` if the job cannot read its own data.
 
     Returns:
         The changed job, and one sentence for each changed setting of the data.

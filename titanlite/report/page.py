@@ -329,19 +329,12 @@ def _round(values: NDArray[np.float64], digits: int = 6) -> list[float]:
 def _read_events(entries: Iterable[Entry], metrics: Columns) -> list[dict[str, Any]]:
     """Return the events of a run, such as starts and saves, in the order of the file.
 
-    The order of the events shows two things that the file does not contain:
-
-    - A killed process records no end. If a start directly follows a run without an end, an event
-      "killed" is added before the start.
-    - A start at an earlier step trains the later steps again. The earlier events of these later
-      steps get "undone": True.
+    A killed process records no end, so an event "killed" is added before the next start. A start at
+    an earlier step trains the later steps again, so their earlier events get "undone": True.
 
     Args:
         entries: Lines of the events file.
         metrics: Columns of metrics.jsonl, which show the step at the time of an event.
-
-    Returns:
-        Events with the keys "time", "step", "undone", "kind" and "text".
     """
     events: list[dict[str, Any]] = []
     is_running = False
@@ -371,9 +364,8 @@ def _parse_events(
 ) -> Iterator[tuple[dict[str, Any], float]]:
     """Yield each event for the page, and the step that the run had reached before the event.
 
-    The run had reached the step of the previous event, or a later step that it has logged since
-    then. For example, if a run starts at step 100, logs step 120 and crashes, it had reached step
-    120 before the crash.
+    For example, if a run starts at step 100, logs step 120 and crashes, it had reached step 120
+    before the crash.
 
     Args:
         entries: Lines of the events file.
@@ -381,18 +373,18 @@ def _parse_events(
     """
     logged_steps = metrics["step"]
     log_times = metrics.get("time", logged_steps)
-    previous_step = 0.0  # of an event; lower than the one before it if a start goes back
+    step = 0.0  # of the previous event
     for entry in entries:
         unix_time = get_number(entry, "time")
         if unix_time is None:
             continue
 
-        earlier_steps = logged_steps[log_times <= unix_time]
-        reached_step = max(previous_step, float(np.max(earlier_steps, initial=0.0)))
+        # The run had reached the step of the previous event, or a later step that it has logged.
+        logged_before = logged_steps[log_times <= unix_time]
+        reached_step = float(np.max(logged_before, initial=step))
         step = get_number(entry, "step")
         if step is None:  # such as a crash
             step = reached_step
-        previous_step = step
         event = {
             "time": unix_time,
             "step": step,

@@ -249,9 +249,7 @@ def read_table(path: Path, parse: Callable[[str], Any], problems: list[str]) -> 
     except (UserError, ValueError, RecursionError) as error:
         problems.append(f"{path.name} cannot be read: {error}")
         return {}
-    if not isinstance(content, dict):
-        return {}
-    return content
+    return content if isinstance(content, dict) else {}
 
 
 def read_config(folder: Path, problems: list[str]) -> dict[str, Entry]:
@@ -379,17 +377,15 @@ def _find_state(
     if last_kind in ENDS:
         return _describe_end(starts_and_ends)
 
-    # The launcher is starting new processes, so do not look for those of the last start.
     age = time.time() - (status.last_update or 0.0)  # seconds
     if last_kind == "restart" and age < STALE_SECONDS:
+        # New processes are starting, so do not look for those of the last start.
         return "running", "its launcher is restarting it"
 
     # On the node of the run, check whether its process exists.
     start = starts_and_ends[-1] if starts_and_ends else {}
     if start.get("host") == socket.gethostname():
-        if _is_alive(start.get("process"), start["time"]):
-            return "running", ""
-        return "crashed", "its process was killed, or the node went down"
+        return _check_process(start)
 
     # On other nodes, a run is stale after five minutes, or ten slow steps, without an update.
     ten_steps = 10 * status.numbers.get("step_time", 0.0)
@@ -397,6 +393,13 @@ def _find_state(
         return "running", ""
     rounded_age = timedelta(seconds=round(age))
     return "stale", f"no end was recorded, and the last update was {rounded_age} ago"
+
+
+def _check_process(start: Entry) -> tuple[State, str]:
+    """Return the state of a run whose last start was on this node, and the reason."""
+    if _is_alive(start.get("process"), start["time"]):
+        return "running", ""
+    return "crashed", "its process was killed, or the node went down"
 
 
 def _describe_end(starts_and_ends: Sequence[Entry]) -> tuple[State, str]:
