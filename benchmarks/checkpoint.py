@@ -26,7 +26,7 @@ from runs import commit
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
-from titanlite.checkpoint.dcp import LiveState
+from titanlite.checkpoint.live_state import LiveState
 from titanlite.checkpoint.load import Resumer
 from titanlite.checkpoint.manifest import (
     CheckpointContext,
@@ -106,7 +106,7 @@ def measure(training: Training, mode: str, folder: Path) -> Row:
     meanwhile = []
     for save in range(SAVES + 1):
         started = time.perf_counter()
-        saver.save(save, {"step": save, "tokens": 0})
+        saver.save(save, lambda step=save: {"step": step, "tokens": 0})
         stopped = time.perf_counter() - started
         steps = []
         target = folder / step_folder_name(save)

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from train_variants import merge
 
-from titanlite.checkpoint.dcp import LiveState
 from titanlite.checkpoint.find import load_newest
+from titanlite.checkpoint.live_state import LiveState
 from titanlite.checkpoint.load import Resumer, load_weights
 from titanlite.checkpoint.manifest import CheckpointContext, read_manifest
 from titanlite.checkpoint.save import Saver
@@ -73,10 +73,12 @@ class Checkpoints:
         )
         self.context.prepare_folder()
         self.saver = Saver(self.context)
-        self.save = self.saver.save
         self.has_saved = self.saver.has_saved
         self.stats = self.saver.stats
         self.resumer = Resumer(self.context, lambda other: other == tokenizer, compare_data)
+
+    def save(self, step: int, state: dict[str, Any], **keys: Any) -> None:
+        self.saver.save(step, lambda: state, **keys)
 
     def load(self) -> Any:
         state = self.resumer.load()

@@ -20,8 +20,8 @@ from small_runs import job_tables
 from torch.nn import functional as F
 
 from titanlite import cli, completion, generate, generate_many, load_checkpoint
-from titanlite.checkpoint.dcp import LiveState
 from titanlite.checkpoint.huggingface import checkpoint_weights
+from titanlite.checkpoint.live_state import LiveState
 from titanlite.checkpoint.manifest import CheckpointContext
 from titanlite.checkpoint.save import Saver
 from titanlite.completion import LoadedCheckpoint, sample_token
@@ -84,7 +84,8 @@ def save_run(folder: Path, *steps: int, job: JobConfig = JOB) -> Path:
         )
         context.prepare_folder()
         data = {"version": 1, "tokenizer": TOKENIZER.fingerprint}
-        Saver(context).save(step, {"step": step, "tokens": 0, "data": data})
+        state = {"step": step, "tokens": 0, "data": data}
+        Saver(context).save(step, lambda state=state: state)
     dist.destroy_process_group()
     return folder
 

@@ -16,7 +16,7 @@ from small_runs import read_metrics
 from torch import Tensor
 
 from titanlite import Trainer, load_checkpoint
-from titanlite.checkpoint.dcp import LiveState, local
+from titanlite.checkpoint.live_state import LiveState, local
 from titanlite.config.errors import GuardError
 from titanlite.hooks.guards import SpikeGuard
 from titanlite.hooks.hook import Hook

@@ -9,7 +9,7 @@ from small_runs import read_losses
 from torch import Tensor
 
 from titanlite import Trainer, load_checkpoint
-from titanlite.checkpoint.dcp import local
+from titanlite.checkpoint.live_state import local
 from titanlite.hooks.hook import Hook
 
 pytestmark = pytest.mark.slow

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_args
 
 from titanlite.checkpoint.manifest import (
+    Manifest,
     check_checkpoint,
     get_step,
     list_checkpoints,
@@ -138,7 +139,7 @@ def load_newest(
 
 def read_newest_manifest(
     path: Path, list_paths: Callable[[Path], list[Path]] = find_checkpoints
-) -> dict[str, Any]:
+) -> Manifest:
     """Return the newest manifest at a path that is not damaged.
 
     This is fast, because it does not check the other files of the checkpoint.
@@ -258,10 +259,12 @@ def read_job(step_folder: Path, tokenizer_path: Path | None = None) -> JobConfig
             _require_tokenizer(step_folder, info)
         job = _read_saved_job(step_folder, info["job"])
 
+    if tokenizer_path is not None:
+        return set_tokenizer_path(job, tokenizer_path)
     is_in_checkpoint = job.tokenizer.path in manifest["files"]
-    if tokenizer_path is None and is_in_checkpoint:
-        tokenizer_path = step_folder / job.tokenizer.path
-    return job if tokenizer_path is None else set_tokenizer_path(job, tokenizer_path)
+    if is_in_checkpoint:
+        return set_tokenizer_path(job, step_folder / job.tokenizer.path)
+    return job
 
 
 def set_tokenizer_path(job: JobConfig, path: str | Path) -> JobConfig:
@@ -375,7 +378,7 @@ def read_progress(run: Run) -> Progress:
     return Progress(schedule["step"], num_sequences, warmup_steps)
 
 
-def _read_manifest_to_resume(run: Run) -> dict[str, Any]:
+def _read_manifest_to_resume(run: Run) -> Manifest:
     """Return the manifest of the newest checkpoint, or of `checkpoint.load_step` if it exists."""
 
     def list_candidates(folder: Path) -> list[Path]:
@@ -386,7 +389,7 @@ def _read_manifest_to_resume(run: Run) -> dict[str, Any]:
     return read_newest_manifest(run.checkpoint_folder, list_candidates)
 
 
-def _read_newest_manifest_of(run: Run) -> dict[str, Any]:
+def _read_newest_manifest_of(run: Run) -> Manifest:
     """Return the newest manifest in the folder of a run, or else at its mirror, or else {}."""
     if is_saved(run):
         return read_newest_manifest(run.checkpoint_folder)
@@ -394,7 +397,7 @@ def _read_newest_manifest_of(run: Run) -> dict[str, Any]:
     return {} if mirror is None else _read_newest_manifest_at(mirror)
 
 
-def _read_newest_manifest_at(url: str) -> dict[str, Any]:
+def _read_newest_manifest_at(url: str) -> Manifest:
     """Return the manifest of the newest checkpoint at a mirror, or {} if there is no checkpoint."""
     with storage.storage_errors(url):
         files, root = storage.open_storage(url)

@@ -12,6 +12,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -25,18 +26,10 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from titanlite.checkpoint.dcp import (
-    CheckpointWriter,
-    SafeReader,
-    describe_error,
-    get_weight_prefix,
-    is_finite,
-    join_lines,
-    load_tensors,
-    manifest_info,
-    model_tensors,
-)
+from titanlite.checkpoint.dcp_reader import SafeReader, get_weight_prefix, join_lines, load_tensors
+from titanlite.checkpoint.dcp_writer import CheckpointWriter, describe_error, manifest_info
 from titanlite.checkpoint.find import set_tokenizer_path
+from titanlite.checkpoint.live_state import is_finite, model_tensors
 from titanlite.checkpoint.manifest import (
     TMP_PREFIX,
     publish_folder,
@@ -283,11 +276,11 @@ def hf_weights(folder: Path) -> Weights:
     config = read_json_object(find_file_inside(folder, "config.json"), _MAX_JSON_BYTES)
     arch = formats.architecture_from_hf(config)
 
-    def to_hf_name(name: str) -> str:
-        return hf_name(arch, name)
-
+    to_hf_name = partial(hf_name, arch)
     tensors = _open_safetensors(folder)
-    tied_output = tensors.pop(HF_OUTPUT, None) if arch.tied_embeddings else None
+    tied_output = None
+    if arch.tied_embeddings:
+        tied_output = tensors.pop(HF_OUTPUT, None)  # should be a copy of the embedding
     dtypes = check_tensors(folder, arch, tensors, "config.json", to_hf_name)
     if tied_output is not None:
         _check_tied_output(folder, tied_output, tensors[HF_EMBEDDING])

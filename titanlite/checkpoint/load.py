@@ -14,17 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from titanlite.checkpoint.dcp import (
-    WEIGHTS,
-    LiveState,
-    SafeReader,
-    get_weight_prefix,
-    is_finite,
-    join_lines,
-    load_tensors,
-    local,
-    model_tensors,
-)
+from titanlite.checkpoint.dcp_reader import SafeReader, get_weight_prefix, join_lines, load_tensors
 from titanlite.checkpoint.find import (
     download_if_url,
     find_checkpoints,
@@ -34,8 +24,10 @@ from titanlite.checkpoint.find import (
     load_newest,
 )
 from titanlite.checkpoint.huggingface import load_hf_weights
+from titanlite.checkpoint.live_state import WEIGHTS, LiveState, is_finite, local, model_tensors
 from titanlite.checkpoint.manifest import (
     CheckpointContext,
+    Manifest,
     check_checkpoint,
     get_step,
     has_titanlite_manifest,
@@ -173,17 +165,17 @@ class Resumer:
         folder = self.context.folder
         checkpoints = self._ranks.run_on_rank0(lambda: list_checkpoints(folder))
         earlier = [path for path in checkpoints if get_step(path) < step]
-        lines = [f"{folder}: no valid checkpoint before step {step}."]
+        problems = [f"{folder}: no valid checkpoint before step {step}."]
         for path in reversed(earlier):
             try:
                 return self._load(path)
             except Damage as damage:
                 problem = f"{path.name} is damaged: {damage}"
                 self._log(problem)
-                lines.append(problem)
+                problems.append(problem)
 
         if earlier:
-            raise CheckpointError("\n  ".join(lines))
+            raise CheckpointError("\n  ".join(problems))
         return None
 
     def load_initial_weights(self) -> None:
@@ -224,7 +216,7 @@ class Resumer:
             log=self._log,
         )
 
-    def check_job(self, path: PurePath, manifest: dict[str, Any]) -> None:
+    def check_job(self, path: PurePath, manifest: Manifest) -> None:
         """Compare the job of the run with the job that saved a checkpoint, and log differences.
 
         Raises:
@@ -237,8 +229,8 @@ class Resumer:
 
         changes = self._compare_with_saved_job(job, info)
         # The path of a tokenizer can stay the same although the file has changed.
-        data_state = get_data_state(info)
-        if "tokenizer" in data_state and not self._is_same_tokenizer(data_state["tokenizer"]):
+        fingerprint = get_data_state(info).get("tokenizer")
+        if fingerprint is not None and not self._is_same_tokenizer(fingerprint):
             description = f"tokenizer.path: {job['tokenizer']['path']} has other token IDs"
             changes.append((INCOMPATIBLE, description))
         # Versions with manifest format 1 started the decay of the learning rate one step earlier.
@@ -320,15 +312,15 @@ class Resumer:
         """Create or reset the state of hooks and optimizer, and return the tensors to load into."""
         saved_names = reader.index.keys()
         loads_hooks = "hooks" not in parts_to_reset
-        if loads_hooks:
-            self._prepare_hooks(reader, info["train_state"])
         has_optimizer = any(name.startswith("optimizer.") for name in saved_names)
         loads_optimizer = has_optimizer and "optimizer" not in parts_to_reset
-        self._prepare_optimizer(loads_optimizer)
         # Random states are saved by rank, so only the same number of ranks can restore them.
         has_same_size = info["layout"]["world_size"] == self._ranks.size
         loads_rng = has_same_size and "rng" not in parts_to_reset
 
+        if loads_hooks:
+            self._prepare_hooks(reader, info["train_state"])
+        self._prepare_optimizer(loads_optimizer)
         tensors = self._live.tensors(optimizer=loads_optimizer, hooks=loads_hooks, rng=loads_rng)
         # A checkpoint may lack hooks that the job has added, and generators of GPUs.
         for name in tensors.keys() - saved_names:
@@ -415,7 +407,7 @@ class Resumer:
         return {part for part in self._config.exclude_from_loading if part not in reset_before}
 
 
-def check_on_all_ranks(path: Path, ranks: RankGroup) -> dict[str, Any]:
+def check_on_all_ranks(path: Path, ranks: RankGroup) -> Manifest:
     """Verify a checkpoint before it is loaded, and return its manifest.
 
     Each rank checks a part of the files. Checksums of tensors are verified when they are loaded.
@@ -448,12 +440,8 @@ def load_weights(
         Damage: If the weights are damaged. The weights of `model` are then unusable.
         CheckpointError: If the weights are not finite, or cannot be read now.
     """
-
-    def open_checkpoint() -> tuple[SafeReader, str]:
-        reader = SafeReader(path, read_manifest(path)["files"])
-        return reader, get_weight_prefix(reader, averaged)
-
-    reader, prefix = ranks.run_together(open_checkpoint)
+    reader = ranks.run_together(lambda: SafeReader(path, read_manifest(path)["files"]))
+    prefix = get_weight_prefix(reader, averaged)  # raises the same error on all ranks
     tensors = {f"{prefix}{name}": tensor for name, tensor in model_tensors(model).items()}
     _load_and_check(tensors, model.arch, reader, ranks)
     return path

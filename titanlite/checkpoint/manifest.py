@@ -33,7 +33,7 @@ from titanlite.config.files import INCOMPLETE, MANIFEST, STEP_FOLDER
 from titanlite.runtime.logging import LOGGER_NAME
 
 if TYPE_CHECKING:
-    from titanlite.checkpoint.dcp import LiveState
+    from titanlite.checkpoint.live_state import LiveState
     from titanlite.runtime.logging import Event
     from titanlite.runtime.rank_group import RankGroup
 
@@ -65,6 +65,15 @@ Entry = dict[str, Any]
 
 `chunk_checksums` is true if the index has a checksum of each chunk in the file. titanlite 0.2 did
 not write this key.
+"""
+
+Manifest = dict[str, Any]
+"""Content of a manifest, with these keys:
+
+- "format": version number
+- "step"
+- "files": entry of each file by name
+- "info": job, architecture, training state and more
 """
 
 
@@ -290,22 +299,18 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def encode_manifest(body: dict[str, Any]) -> bytes:
+def encode_manifest(body: Manifest) -> bytes:
     """Return a manifest as bytes: indented JSON, whose last key is a checksum of the other keys."""
     content = json.dumps(body, separators=(",", ":")).encode()
     sealed = {**body, "checksum": xxhash.xxh3_128_hexdigest(content)}
     return (json.dumps(sealed, indent=1) + "\n").encode()
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Path) -> Manifest:
     """Read and check the manifest of a checkpoint.
 
     Args:
         folder: The step folder.
-
-    Returns:
-        A dictionary with the keys "format" (version number), "step", "files" (entry of each file
-        by name) and "info" (job, architecture, training state and more).
 
     Raises:
         Damage: If the manifest is missing or altered, or names files outside of the folder.
@@ -315,7 +320,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         return parse_manifest(file.read(), folder / MANIFEST)
 
 
-def parse_manifest(content: bytes, path: object) -> dict[str, Any]:
+def parse_manifest(content: bytes, path: object) -> Manifest:
     """Check and decode the content of a manifest. The path or URL is used in messages.
 
     Raises:
@@ -345,7 +350,7 @@ def _rename_old_hooks(hook_states: dict[str, Any]) -> None:
             hook_states[new_name] = hook_states.pop(old_name)
 
 
-def _decode_manifest(content: bytes) -> dict[str, Any] | None:
+def _decode_manifest(content: bytes) -> Manifest | None:
     """Parse a manifest and verify its checksum.
 
     Returns:
@@ -361,7 +366,7 @@ def _decode_manifest(content: bytes) -> dict[str, Any] | None:
         return None  # not JSON, or JSON of another form
 
 
-def _has_required_keys(body: dict[str, Any]) -> bool:
+def _has_required_keys(body: Manifest) -> bool:
     """Return whether a manifest has all keys that are read later."""
     for entry in body["files"].values():
         if not entry.keys() >= {"size", "xxh3_128"}:
@@ -370,7 +375,7 @@ def _has_required_keys(body: dict[str, Any]) -> bool:
     return has_info and body.keys() >= {"format", "step"}
 
 
-def get_run_id(manifest: dict[str, Any]) -> str | None:
+def get_run_id(manifest: Manifest) -> str | None:
     """Return the ID of the run that saved a checkpoint, or None if it has no ID.
 
     Checkpoints of titanlite 0.1, imported weights and averages of checkpoints have no ID.
@@ -378,7 +383,7 @@ def get_run_id(manifest: dict[str, Any]) -> str | None:
     return manifest["info"]["train_state"].get("run")
 
 
-def holds_run_state(manifest: dict[str, Any]) -> bool:
+def holds_run_state(manifest: Manifest) -> bool:
     """Return whether a training run saved a checkpoint, so that a run can resume from it.
 
     The result is False for imported weights and averages of checkpoints.
@@ -386,7 +391,7 @@ def holds_run_state(manifest: dict[str, Any]) -> bool:
     return "origin" not in manifest["info"]
 
 
-def belongs_to_run(manifest: dict[str, Any], run: str | None) -> bool:
+def belongs_to_run(manifest: Manifest, run: str | None) -> bool:
     """Return whether a run saved a checkpoint, so that it may also remove the checkpoint.
 
     Args:
@@ -420,7 +425,7 @@ def find_foreign_export(dump_folder: Path) -> Path | None:
     return path if is_foreign else None
 
 
-def get_validation_loss(manifest: dict[str, Any]) -> float:
+def get_validation_loss(manifest: Manifest) -> float:
     """Return the validation loss of the weights in a checkpoint.
 
     If the run did not validate at the step of the checkpoint, return infinity.
@@ -448,7 +453,7 @@ def select_outdated(steps: list[int], config: schema.Checkpoint) -> list[int]:
 
 def check_checkpoint(
     path: Path, *, verified_on_load: bool = False, share: tuple[int, int] = (0, 1)
-) -> dict[str, Any]:
+) -> Manifest:
     """Verify the files of a checkpoint against its manifest, and return the manifest.
 
     Args:

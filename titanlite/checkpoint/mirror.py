@@ -32,6 +32,7 @@ from titanlite.checkpoint.manifest import (
     TMP_PREFIX,
     CheckpointContext,
     Entry,
+    Manifest,
     belongs_to_run,
     check_checkpoint,
     get_run_id,
@@ -87,7 +88,7 @@ class Mirror:
     """
 
     def __init__(
-        self, context: CheckpointContext, check_job: Callable[[PurePath, dict[str, Any]], None]
+        self, context: CheckpointContext, check_job: Callable[[PurePath, Manifest], None]
     ) -> None:
         self._context = context
         self._folder = context.folder
@@ -104,7 +105,7 @@ class Mirror:
         self._copied = set[str]()  # names of the checkpoints known to be at the mirror
         # The result of the last `_list_mirror`: all files, and manifests of complete checkpoints.
         self._files: dict[str, Any] = {}
-        self._manifests: dict[str, dict[str, Any]] = {}
+        self._manifests: dict[str, Manifest] = {}
         self._logged_as_damaged = set[str]()  # names of checkpoints with unusable manifests
         self._foreign = set[str]()  # names of checkpoints of other programs
 
@@ -139,12 +140,9 @@ class Mirror:
         Args:
             step: Step of the loaded checkpoint, or 0.
         """
-
-        def begin_on_rank0() -> None:
-            self._archive_checkpoints_after(step)
+        self._run_on_rank0(lambda: self._archive_checkpoints_after(step))
+        if self._ranks.rank == 0:
             self.notify()  # starts copying
-
-        self._run_on_rank0(begin_on_rank0)
 
     def _archive_checkpoints_after(self, step: int) -> None:
         """Rename the manifests of later checkpoints of this run, so that no start loads them."""
@@ -213,10 +211,8 @@ class Mirror:
         """
         self._files = list_files(self._storage, self._root)
         step_names = find_checkpoints(self._files)
-        final_names = find_checkpoints(self._files, "final/")
-
         manifests = {}
-        for name in (*step_names, *final_names):
+        for name in step_names + find_checkpoints(self._files, "final/"):
             # A manifest never changes, so read only those that the last call has not read.
             manifest = self._manifests.get(name) or self._read_manifest(name)
             if manifest is not None:
@@ -224,7 +220,7 @@ class Mirror:
         self._manifests = manifests
         return {get_step(Path(name)): name for name in step_names if name in manifests}
 
-    def _read_manifest(self, name: str) -> dict[str, Any] | None:
+    def _read_manifest(self, name: str) -> Manifest | None:
         """Return the manifest of a checkpoint at the mirror, or None if it is damaged.
 
         A damaged manifest is logged once. It is not renamed, because another program may have
@@ -300,18 +296,15 @@ class Mirror:
 
     def _restore(self) -> None:
         """Download the checkpoints that the run needs. Runs on rank 0; see `restore`."""
-        local_checkpoints = list_checkpoints(self._folder)
         names = self._list_mirror()
-        self._check_run(self._find_run_id())
-        has_mirrored_checkpoints = self._has_checkpoints()
-
-        newest_local_step = get_step(local_checkpoints[-1]) if local_checkpoints else -1
-        self._download_newest(names, newest_local_step)
+        run_id = self._find_run_id()
+        self._check_run(run_id)
+        self._download_newest(names)
         self._download_selected(names)
 
         # Never start from scratch if the mirror has checkpoints, but all of them are unusable.
         # Weights in `final` are not enough to resume.
-        if has_mirrored_checkpoints and not list_checkpoints(self._folder):
+        if self._has_checkpoints() and not list_checkpoints(self._folder):
             raise CheckpointError(
                 f"{self._url} has no valid checkpoint. Each has a damaged {MANIFEST}, or one that "
                 f"was renamed to {MANIFEST}.damaged or {MANIFEST}.archived."
@@ -328,18 +321,18 @@ class Mirror:
             if name in self._manifests and not self._get_path(name).exists():
                 self._download(name)
 
-    def _download_newest(self, names: dict[int, str], local_step: int) -> None:
-        """Download the newest valid checkpoint at the mirror that is newer than `local_step`.
+    def _download_newest(self, names: dict[int, str]) -> None:
+        """Download the newest valid checkpoint at the mirror, unless a local one is as new.
 
         Args:
             names: Names of the checkpoints at the mirror by step, in ascending order.
-            local_step: The newest step in the local folder, or -1.
 
         Raises:
             UserError: If the checkpoint contains imported weights, so no run can resume from it.
         """
+        local_steps = [get_step(path) for path in list_checkpoints(self._folder)]
         for step, name in reversed(names.items()):
-            if step <= local_step:
+            if step <= max(local_steps, default=-1):
                 return
             if not holds_run_state(self._manifests[name]):
                 url = f"{self._url}/{name}"
@@ -475,8 +468,8 @@ class Mirror:
         started = time.perf_counter()
         try:
             with storage_errors(url, CheckpointError):
-                is_new = self._copy(path, name)
-                if is_new:
+                was_copied = self._copy(path, name)
+                if was_copied:
                     seconds = time.perf_counter() - started
                     text = f"Copied {url} in {seconds:.1f} s"
                     self._log(Event(text, "mirror", get_step(path)))
@@ -484,9 +477,8 @@ class Mirror:
                 self._remove_outdated()
         except UserError as error:
             # The run may remove a checkpoint during its copy. `close` aborts the copy.
-            is_removed = not (path / MANIFEST).is_file()
-            if not is_removed and not self._is_ending.is_set():
-                return error
+            is_needed = (path / MANIFEST).is_file() and not self._is_ending.is_set()
+            return error if is_needed else None
         return None
 
     def _copy(self, path: Path, name: str) -> bool:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from titanlite.checkpoint.dcp import LiveState
+from titanlite.checkpoint.live_state import LiveState
 from titanlite.checkpoint.load import Resumer
 from titanlite.checkpoint.manifest import BEST_CHECKPOINT, CheckpointContext
 from titanlite.checkpoint.mirror import Mirror
@@ -184,8 +184,8 @@ class Checkpointer:
             state = self._resumer.load_before(step)
         if state is None:
             return None
-        # Compute the FP8 scales of the restored weights. Leaving `evaluation_mode` does this only
-        # for schedule-free optimizers.
+        # `evaluation_mode` computes the FP8 scales only with a schedule-free optimizer, so compute
+        # those of the restored weights here.
         self._trainer.train_step.precompute_scales()
         self._forced_save_step = step
         return state["step"]
@@ -203,11 +203,7 @@ class Checkpointer:
             for hook in trainer.hooks:
                 hook.saving(step)
             with trainer.meter.timing("checkpoint"):
-                # Complete the previous save first: it calls `Hook.saved`, which may change the
-                # state of a hook.
-                self._saver.wait_until_saved()
-                state = trainer.state_dict()
-                self._saver.save(step, state, is_last=is_last)
+                self._saver.save(step, trainer.state_dict, is_last=is_last)
                 if has_modes(trainer.optimizer):
                     self._saver.wait_for_copies()  # leaving evaluation mode changes the weights
 

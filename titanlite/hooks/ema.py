@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from titanlite.checkpoint.dcp import plain
+from titanlite.checkpoint.live_state import plain
 from titanlite.checkpoint.manifest import EMA
 from titanlite.hooks.hook import Hook
 from titanlite.model.llama import Llama

@@ -25,9 +25,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from titanlite.checkpoint.dcp import AVERAGES, plain
 from titanlite.checkpoint.find import load_newest
 from titanlite.checkpoint.huggingface import checkpoint_weights, export_hf, hf_weights
+from titanlite.checkpoint.live_state import AVERAGES, plain
 from titanlite.config.run import Run, with_keys
 from titanlite.hooks.records import describe_code
 from titanlite.load_run import check_run

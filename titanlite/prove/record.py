@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from titanlite.checkpoint.dcp import LiveState, local, plain
+from titanlite.checkpoint.live_state import LiveState, local, plain
 from titanlite.config.registry import resolve
 from titanlite.config.run import Run
 from titanlite.data.batch import GlobalBatch

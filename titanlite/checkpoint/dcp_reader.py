@@ -1,0 +1,372 @@
+"""Read the tensors of a checkpoint with torch.distributed.checkpoint (DCP).
+
+Invariant: Reading a checkpoint runs no code from it and opens no file outside of its folder.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+import pickle
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.tensor import DTensor
+from torch.futures import Future
+
+from titanlite.checkpoint.dcp_writer import CHECKSUM, completed_future, describe_error
+from titanlite.checkpoint.live_state import AVERAGES, shard_chunk
+from titanlite.checkpoint.manifest import INDEX, OLD_HOOK_NAMES, Entry, open_file
+from titanlite.config.errors import CheckpointError, Damage, UserError
+from titanlite.config.mistakes import shorten
+
+
+class SafeReader(FileSystemReader):
+    """Reads a checkpoint with DCP, without running code from it, and verifies checksums.
+
+    DCP's own reader unpickles the index, which can execute arbitrary code.
+
+    Args:
+        path: Folder of the checkpoint.
+        files: Entries of the files in the manifest. Files without chunk checksums must have been
+            verified before. Empty for checkpoints of other programs.
+        is_wanted: Returns whether to read the tensor with a given name. Other entries of the index
+            are ignored and may be of any kind.
+
+    Attributes:
+        index: Description (size, dtype, chunks) of each wanted tensor by name.
+
+    Raises:
+        CheckpointError: If the index cannot be read.
+        Damage: If the index is missing or damaged.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        files: Mapping[str, Entry],
+        is_wanted: Callable[[str], bool] = lambda name: True,
+    ) -> None:
+        super().__init__(path)
+        self._folder = path
+        with open_file(path / INDEX) as file:
+            raw = file.read()
+        if INDEX in files and xxhash.xxh3_128_hexdigest(raw) != files[INDEX]["xxh3_128"]:
+            raise Damage(f"{INDEX}: checksum differs ({len(raw)} bytes)")
+
+        try:
+            self._metadata = _parse_index(raw, is_wanted)
+        except Exception as error:  # arbitrary bytes raise any kind of exception
+            problem = shorten(describe_error(error))
+            raise CheckpointError(f"cannot read {path / INDEX}: {problem}") from None
+        tensors = self._metadata.state_dict_metadata
+        self.index = cast(dict[str, TensorStorageMetadata], tensors)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the index of the tensors to load. DCP calls this before it reads any data."""
+        return self._metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Load the parts of tensors that this rank needs into its tensors in memory.
+
+        Args:
+            plan: DCP's list of the parts to load. Each is a part of a chunk (a saved tensor or
+                shard). Each chunk is read once.
+            planner: Returns the target of each part.
+
+        Raises:
+            Damage: If the checksum of a chunk differs.
+        """
+        parts_by_chunk: dict[MetadataIndex, list[ReadItem]] = defaultdict(list)
+        for part in plan.items:
+            parts_by_chunk[part.storage_index].append(part)
+
+        for file_name, chunks in self._group_by_file(parts_by_chunk).items():
+            with open_file(self._folder / file_name) as file:
+                for chunk in chunks:
+                    _load_chunk(file, self.storage_data[chunk], parts_by_chunk[chunk], planner)
+        return completed_future(None)
+
+    def _group_by_file(self, chunks: Iterable[MetadataIndex]) -> dict[str, list[MetadataIndex]]:
+        """Return the chunks of each file in the order of their positions, to read sequentially."""
+        chunks_by_file = defaultdict(list)
+        for chunk in sorted(chunks, key=lambda chunk: self.storage_data[chunk].offset):
+            chunks_by_file[self.storage_data[chunk].relative_path].append(chunk)
+        return chunks_by_file
+
+
+def _load_chunk(
+    file: BinaryIO, position: _StorageInfo, parts: Iterable[ReadItem], planner: LoadPlanner
+) -> None:
+    """Read one chunk (a saved tensor or shard), and copy the requested parts to their targets.
+
+    Raises:
+        Damage: If the checksum of the chunk differs.
+    """
+    content = _read_chunk(file, position)
+    chunk = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    for part in parts:
+        slices = []
+        for offset, size in zip(part.storage_offsets, part.lengths, strict=True):
+            slices.append(slice(offset, offset + size))
+        target = planner.resolve_tensor(part).detach()
+        target.copy_(chunk[tuple(slices)])
+        planner.commit_tensor(part, target)
+
+
+def _read_chunk(file: BinaryIO, position: _StorageInfo) -> bytes:
+    """Read the bytes of a chunk and verify their checksum.
+
+    Raises:
+        Damage: If the checksum differs.
+    """
+    start = position.offset
+    file.seek(start)
+    content = file.read(position.length)
+    expected = vars(position).get(CHECKSUM)  # None in checkpoints of other programs
+    if expected is not None and xxhash.xxh3_128_digest(content) != expected:
+        end = start + position.length
+        raise Damage(f"{position.relative_path}: checksum of bytes {start:,} to {end:,} differs")
+    return content
+
+
+def load_tensors(
+    reader: SafeReader, tensors: dict[str, Tensor], group: dist.ProcessGroup | None = None
+) -> None:
+    """Load values of a checkpoint into tensors in place. The layout may differ from the save.
+
+    After an error, some tensors may have been overwritten.
+
+    Args:
+        reader: Reader of the checkpoint.
+        tensors: Tensors to fill, by their names in the checkpoint.
+        group: The ranks that load together, or None for this process alone.
+
+    Raises:
+        Damage: On all ranks, if any rank has read damaged bytes.
+        CheckpointError: On all ranks, if any rank cannot read its tensors for another reason.
+    """
+    try:
+        dcp_load(
+            tensors,
+            storage_reader=reader,
+            planner=ShardLoadPlanner(flatten_state_dict=False),
+            process_group=group,
+            no_dist=group is None,
+        )
+    except CheckpointException as error:
+        causes_of_ranks = [cause for cause, _ in error.failures.values()]
+        if all(isinstance(cause, Damage) for cause in causes_of_ranks):
+            raise Damage(describe_error(error)) from None
+        raise CheckpointError(f"cannot load {reader.path}: {describe_error(error)}") from None
+
+
+def get_weight_prefix(reader: SafeReader, averaged: bool) -> str:
+    """Return the prefix of the names of the weights in a checkpoint, such as "model.".
+
+    Args:
+        reader: Reader of the checkpoint.
+        averaged: Whether to return the prefix of the averaged weights (EMA) instead.
+
+    Raises:
+        UserError: If `averaged` is true and the checkpoint has no averages.
+    """
+    if not averaged:
+        return "model."
+    if not any(name.startswith(AVERAGES) for name in reader.index):
+        raise UserError(
+            f"{reader.path} has no averaged weights: ema.decay was 0, or it is an average of "
+            "checkpoints. Leave out --ema."
+        )
+    return AVERAGES
+
+
+class ShardLoadPlanner(DefaultLoadPlanner):
+    """Plans which parts of a checkpoint a rank reads into its tensors and shards.
+
+    Create it with `flatten_state_dict=False`.
+    """
+
+    def create_local_plan(self) -> LoadPlan:
+        """Plan to read all parts of the checkpoint that overlap with tensors of this rank."""
+        plan = super().create_local_plan()
+        assert self.metadata is not None
+        items: list[ReadItem] = []
+        for item in plan.items:
+            if not isinstance(self.state_dict[item.dest_index.fqn], DTensor):
+                items.append(item)
+        for name, tensor in self.state_dict.items():
+            if isinstance(tensor, DTensor):
+                saved = self.metadata.state_dict_metadata[name]
+                assert isinstance(saved, TensorStorageMetadata)
+                items += create_read_items_for_chunk_list(name, saved, [shard_chunk(tensor)])
+        return dataclasses.replace(plan, items=items)
+
+
+def join_lines(lines: list[str], limit: int = 8) -> str:
+    """Join lines for an error message. More than `limit` lines end with "... and N more"."""
+    if len(lines) > limit:
+        lines = [*lines[:limit], f"... and {len(lines) - limit} more"]
+    return "\n  ".join(lines)
+
+
+# The index that DCP pickles
+
+
+_ALLOWED_NAMES = {
+    "torch": {
+        "Size",
+        *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
+    },
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "pathlib": {"PosixPath"},  # in checkpoints of other programs
+    "pathlib._local": {"PosixPath"},
+}
+"""Names of classes and functions that a pickled index may contain, by module. `_IndexUnpickler`
+replaces each by a subclass of `_Record`, so none of their code runs."""
+
+
+class _Record:
+    """Placeholder for an object in an untrusted index, which keeps its arguments and attributes.
+
+    Unlike the object itself, it runs no code when it is unpickled.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    """Unpickles an index into placeholder objects, and rejects classes that it may not contain."""
+
+    def find_class(self, module: str, name: str) -> type[_Record]:
+        if name not in _ALLOWED_NAMES.get(module, ()):
+            raise CheckpointError(f"it contains {module}.{name}, which is not allowed")
+        return type(name, (_Record,), {})
+
+
+def _parse_index(raw: bytes, is_wanted: Callable[[str], bool]) -> Metadata:
+    """Parse the pickled index of a checkpoint without running code from it.
+
+    Args:
+        raw: Bytes of the index file. Invalid bytes raise any kind of exception.
+        is_wanted: Returns whether to keep the tensor with a given name.
+
+    Raises:
+        CheckpointError: If the index contains a name that is not allowed, or a file outside of the
+            folder.
+    """
+    # Each object is unpickled as a placeholder, whose attribute `state` contains its fields.
+    index = _IndexUnpickler(io.BytesIO(raw)).load().state
+    tensors = {}
+    for saved_name, record in index["state_dict_metadata"].items():
+        name = _current_tensor_name(saved_name)
+        if is_wanted(name):
+            tensors[name] = _parse_tensor(name, record)
+
+    positions = _parse_chunk_positions(index["storage_data"], is_wanted)
+    return Metadata(tensors, storage_data=positions, storage_meta=StorageMeta())
+
+
+def _parse_chunk_positions(
+    records: Mapping[_Record, _Record], is_wanted: Callable[[str], bool]
+) -> dict[MetadataIndex, _StorageInfo]:
+    """Return the position in the files of each chunk (a saved tensor or shard)."""
+    positions = {}
+    for chunk_record, position_record in records.items():
+        name = _current_tensor_name(chunk_record.state["fqn"])
+        if is_wanted(name):
+            offset = _to_size(chunk_record.state["offset"])
+            chunk = MetadataIndex(name, offset)
+            positions[chunk] = _parse_chunk_position(position_record)
+    return positions
+
+
+def _parse_chunk_position(record: _Record) -> _StorageInfo:
+    """Convert an unpickled chunk position (file, offset and length) to DCP's class.
+
+    Raises:
+        CheckpointError: If the file is outside of the folder of the checkpoint.
+    """
+    fields = record.state
+    file_name = fields["relative_path"]
+    if Path(file_name).name != file_name:
+        raise CheckpointError(f"{file_name} is outside of this folder")
+    info = _StorageInfo(file_name, fields["offset"], fields["length"])
+    vars(info)[CHECKSUM] = fields.get(CHECKSUM)
+    return info
+
+
+def _parse_tensor(name: str, record: _Record) -> TensorStorageMetadata:
+    """Convert an unpickled description of a tensor (size, dtype and chunks) to DCP's class.
+
+    Raises:
+        CheckpointError: If the chunks do not add up to the size of the tensor.
+    """
+    size = _to_size(record.state["size"])
+    dtype_class = record.state["properties"].state[0]  # a placeholder with the name of the dtype
+    dtype = getattr(torch, dtype_class.__name__)
+
+    chunks = []
+    num_elements = 0
+    for chunk in record.state["chunks"]:
+        chunk_offsets = _to_size(chunk.state["offsets"])
+        chunk_size = _to_size(chunk.state["sizes"])
+        chunks.append(ChunkStorageMetadata(chunk_offsets, chunk_size))
+        num_elements += math.prod(chunk_size)
+    if num_elements != math.prod(size):
+        raise CheckpointError(f"the chunks of {name} do not add up to its size")
+
+    properties = TensorProperties(dtype=dtype)
+    return TensorStorageMetadata(properties, size, chunks)
+
+
+def _to_size(record: _Record) -> torch.Size:
+    return torch.Size(*record.args)
+
+
+def _current_tensor_name(name: str) -> str:
+    """Convert a tensor name of titanlite 0.2 or earlier to the current name.
+
+    Hooks had class names, so "hooks.Ema.*" becomes "hooks.ema.*". Other names are unchanged.
+    """
+    kind, _, rest = name.partition(".")
+    hook, _, tensor = rest.partition(".")
+    if kind == "hooks" and hook in OLD_HOOK_NAMES:
+        return f"hooks.{OLD_HOOK_NAMES[hook]}.{tensor}"
+    return name

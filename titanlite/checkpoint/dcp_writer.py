@@ -1,0 +1,262 @@
+"""Write the tensors of a checkpoint with torch.distributed.checkpoint (DCP), and publish it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import pickle
+import time
+import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
+from torch.futures import Future
+
+from titanlite import __version__
+from titanlite.checkpoint.live_state import shard_chunk
+from titanlite.checkpoint.manifest import (
+    INDEX,
+    TMP_PREFIX,
+    Entry,
+    HashingFile,
+    publish_checkpoint,
+    step_folder_name,
+    sync,
+)
+from titanlite.config.errors import CheckpointError
+from titanlite.config.flavors import Architecture
+
+# DCP also works in a process without a process group, and warns about it.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+
+CHECKSUM = "xxh3_128"
+"""Attribute of DCP's `_StorageInfo` with the checksum of a chunk. Other readers ignore it."""
+
+
+class CheckpointWriter(FileSystemWriter):
+    """Writes a checkpoint with DCP, and publishes its folder when all ranks have written.
+
+    DCP calls `write_data` on every rank. When all ranks have returned, it passes their results to
+    `finish` on rank 0, which publishes the checkpoint.
+
+    Args:
+        folder: Parent of the step folder.
+        step: The step to save.
+        token: Part of the name of the temporary folder, the same on all ranks.
+        info: JSON value to store in the manifest.
+
+    Attributes:
+        started: Time of the creation, by `time.perf_counter`.
+    """
+
+    def __init__(self, folder: Path, step: int, token: str, info: dict[str, Any]) -> None:
+        self.started = time.perf_counter()
+        name = step_folder_name(step)
+        self.tmp_folder = folder / f"{TMP_PREFIX}{name}-{token}"
+        super().__init__(self.tmp_folder)
+        self.step = step
+        self.info = info
+        self.target = folder / name
+        self.fs = _HashingFileSystem()
+
+    def add_file(self, name: str, content: bytes) -> None:
+        """Write a file that is not a tensor, such as the tokenizer, into the checkpoint.
+
+        Args:
+            name: Name of the file in the step folder.
+            content: Content of the file.
+        """
+        self.tmp_folder.mkdir(parents=True, exist_ok=True)
+        path = self.tmp_folder / name
+        with self.fs.create_stream(path, "wb") as file:
+            file.write(content)
+        sync(path)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's tensors to one file, or to one file per tensor.
+
+        Returns:
+            The position and checksum of each tensor, and the size and checksum of each file. DCP
+            sends them to `finish` on rank 0.
+        """
+        if self.single_file_per_rank:
+            items_of_files = [plan.items] if plan.items else []
+        else:
+            items_of_files = [[item] for item in plan.items]
+
+        results: list[WriteResult] = []
+        for index, items in enumerate(items_of_files):
+            # DCP sets "__RANK_" as prefix, so the first file of rank 3 is "__3_0.distcp".
+            file_name = f"{plan.storage_data.prefix}{index}.distcp"
+            results += self._write_file(file_name, items, planner)
+
+        # `finish` needs the size and the checksum of each file for the manifest.
+        for file_name, entry in self.fs.written.items():
+            results.append(_FileResult(MetadataIndex(file_name), entry["size"], entry))
+        return completed_future(results)
+
+    def _write_file(
+        self, name: str, items: list[WriteItem], planner: SavePlanner
+    ) -> list[WriteResult]:
+        """Write tensors to a file and sync it. Return the position and checksum of each tensor."""
+        results: list[WriteResult] = []
+        with self.fs.create_stream(self.tmp_folder / name, "wb") as file:
+            for item in items:
+                tensor = cast(Tensor, planner.resolve_data(item))
+                position = _write_tensor(file, name, tensor)
+                results.append(WriteResult(item.index, position.length, position))
+            os.fsync(file.fileno())
+        return results
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the index and the manifest, and publish the step folder. Runs on rank 0.
+
+        Args:
+            metadata: DCP's description of all tensors.
+            results: Results of `write_data` on each rank.
+        """
+        all_results = list(itertools.chain.from_iterable(results))
+        tensor_results = [item for item in all_results if not isinstance(item, _FileResult)]
+        # DCP writes the index with `self.fs` as ".metadata.tmp", syncs it, and then renames it.
+        super().finish(metadata, [tensor_results])
+        index_entry = self.fs.written[f"{INDEX}.tmp"]
+
+        file_results = [item for item in all_results if isinstance(item, _FileResult)]
+        entries = {result.index.fqn: result.storage_data for result in file_results}
+        entries[INDEX] = index_entry
+        publish_checkpoint(self.tmp_folder, self.step, entries, self.info)
+
+    def storage_meta(self) -> StorageMeta:
+        """Return DCP's description of the storage, without a path, so that folders can be moved."""
+        return StorageMeta(save_id=self.save_id)
+
+
+def _write_tensor(file: HashingFile, file_name: str, tensor: Tensor) -> _StorageInfo:
+    """Append a tensor to a file, and return its position and checksum."""
+    tensor = tensor.detach().cpu()
+    is_view = tensor.untyped_storage().nbytes() != tensor.nbytes
+    if is_view:
+        tensor = tensor.clone()  # torch.save would write the whole storage of a view
+    torch.save(tensor, file)
+    offset, length, checksum = file.end_chunk()
+    position = _StorageInfo(file_name, offset, length)
+    vars(position)[CHECKSUM] = checksum  # the dataclass is frozen and lacks this field
+    return position
+
+
+def completed_future(result: Any) -> Future[Any]:
+    """Return a future with a result. DCP requires one, although all data is already processed."""
+    future: Future[Any] = Future()
+    future.set_result(result)
+    return future
+
+
+class _FileResult(WriteResult):
+    """Size and checksum of a file that a rank has written, in a form that DCP sends to rank 0.
+
+    The attribute `index` contains the name of the file, and `storage_data` its manifest entry.
+    """
+
+
+class _HashingFileSystem(FileSystem):
+    """DCP's local file system, which also computes the checksums of the files that it writes.
+
+    `CheckpointWriter` writes the tensors with it, and DCP writes the index with it.
+
+    Attributes:
+        written: Manifest entries of the files written so far, by name.
+    """
+
+    def __init__(self) -> None:
+        self.written: dict[str, Entry] = {}
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Generator[HashingFile, None, None]:
+        with HashingFile(Path(path)) as file:
+            try:
+                yield file
+            except RuntimeError as error:
+                raise file.error or error from None
+            self.written[Path(path).name] = file.entry()
+
+
+class ShardSavePlanner(DefaultSavePlanner):
+    """Plans which tensors and shards a rank saves. Create it with `flatten_state_dict=False`."""
+
+    def create_local_plan(self) -> SavePlan:
+        """Plan to save the tensors of this rank, and its shards that are not empty."""
+        plan = super().create_local_plan()
+        items: list[WriteItem] = []
+        for item in plan.items:
+            tensor = self.state_dict[item.index.fqn]
+            if not isinstance(tensor, DTensor):
+                items.append(item)
+                continue
+            chunk = shard_chunk(tensor)
+            if 0 in chunk.sizes:
+                continue
+            index = MetadataIndex(item.index.fqn, chunk.offsets)
+            assert item.tensor_data is not None
+            data = dataclasses.replace(item.tensor_data, chunk=chunk)
+            items.append(dataclasses.replace(item, index=index, tensor_data=data))
+        return dataclasses.replace(plan, items=items)
+
+
+def manifest_info(arch: Architecture, train_state: dict[str, Any], **extra: Any) -> dict[str, Any]:
+    """Return the `info` entry of a checkpoint's manifest, which describes the model and the run.
+
+    Args:
+        arch: Architecture of the model.
+        train_state: Training state that is not a tensor, such as step and data position.
+        extra: Further keys, or other values of the keys below.
+    """
+    info = {
+        "train_state": train_state,
+        "job": None,
+        "layout": {"world_size": 1},
+        "versions": library_versions(),
+        "architecture": dataclasses.asdict(arch),
+    }
+    return info | extra
+
+
+@cache
+def library_versions() -> dict[str, str]:
+    """Return the versions of titanlite, torch, torchao and numpy, for the manifest.
+
+    The result is cached, because the lookup takes 5 ms and opens files.
+    """
+    libraries = {name: version(name) for name in ("torch", "torchao", "numpy")}
+    return {"titanlite": __version__} | libraries
+
+
+def describe_error(error: BaseException) -> str:
+    """Describe an exception of a save or a load in one line.
+
+    DCP wraps the exceptions of all ranks in a `CheckpointException`. If several ranks raised the
+    same exception, the line contains it once.
+    """
+    if isinstance(error, CheckpointException):
+        causes = {describe_error(cause) for cause, _ in error.failures.values()}
+        return "; ".join(sorted(causes))
+    if isinstance(error, pickle.UnpicklingError):
+        # The torch message recommends loading the file unsafely.
+        return "it contains more than tensors"
+    lines = str(error).splitlines() or [""]
+    if isinstance(error, CheckpointError):
+        return lines[0]
+    return f"{type(error).__name__}: {lines[0]}"

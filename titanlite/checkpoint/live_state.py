@@ -1,0 +1,179 @@
+"""Name the tensors of a run: the weights, the optimizer state and the tensors of hooks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transform_subclass
+
+from titanlite.checkpoint.manifest import EMA
+from titanlite.model.llama import Llama
+from titanlite.optim.adamw import local_shard, shard_slices
+
+AVERAGES = f"hooks.{EMA}."
+"""Prefix of the averages of the weights (EMA)."""
+WEIGHTS = ("model.", AVERAGES)
+"""Prefixes of weights and of their averages."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LiveState:
+    """The model, the optimizer and the hooks in the memory of this rank, to save or to load into.
+
+    Attributes:
+        model: The model, sharded or not. Its parameters may be offloaded to the CPU.
+        optimizer: Optimizer of `model`; None to save and load only weights.
+        new_optimizer: Builds another optimizer for the same parameters, to reset `optimizer`.
+        hook_tensors: Returns the tensors of the run's hooks, keyed by "<hook name>.<tensor name>".
+        prepare_hooks: Called before hook tensors are loaded, with the sizes of the saved tensors
+            and the saved `state_dict` of each hook.
+    """
+
+    model: Llama
+    optimizer: torch.optim.Optimizer | None = None
+    new_optimizer: Callable[[], torch.optim.Optimizer] | None = None
+    hook_tensors: Callable[[], dict[str, Tensor]] = dict
+    prepare_hooks: Callable[[Mapping[str, torch.Size], Mapping[str, Any]], None] = (
+        lambda sizes, states: None
+    )
+
+    def tensors(
+        self, *, optimizer: bool = True, hooks: bool = True, rng: bool = False
+    ) -> dict[str, Tensor]:
+        """Return the tensors to save or to load into, by their names in a checkpoint.
+
+        The names, such as "optimizer.layers.3.attention.wq.weight.exp_avg", do not depend on the
+        parallel layout. The tensors share memory with the model, the optimizer and the hooks, so
+        that a load changes these in place. The states of the random generators are copies.
+        """
+        tensors = {f"model.{name}": tensor for name, tensor in model_tensors(self.model).items()}
+        if optimizer and self.optimizer is not None:
+            tensors |= _optimizer_tensors(self.model, self.optimizer)
+        if hooks:
+            for name, tensor in self.hook_tensors().items():
+                tensors[f"hooks.{name}"] = plain(tensor)
+        if rng:
+            tensors |= _random_states()
+        return tensors
+
+
+def _random_states() -> dict[str, Tensor]:
+    """Return the states of this rank's random generators, such as "rng.cpu.0"."""
+    rank = dist.get_rank()
+    states = {f"rng.cpu.{rank}": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states[f"rng.cuda.{rank}"] = torch.cuda.get_rng_state()
+    return states
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and persistent buffers of a model by name, without autograd.
+
+    Tied tensors appear once, under their first name.
+    """
+    tensors = {}
+    seen = set()
+    # Calling `state_dict` also makes FSDP reshard parameters that are still gathered.
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            tensors[name] = plain(tensor)
+    return tensors
+
+
+def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return the optimizer state, keyed by "optimizer.<parameter name>.<state key>"."""
+    parameter_names: dict[Tensor, str] = {
+        parameter: name for name, parameter in model.named_parameters()
+    }
+    tensors = {}
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            name = f"optimizer.{parameter_names[parameter]}.{key}"
+            assert isinstance(value, Tensor), f"{name} is not a tensor: {type(value)}"
+            tensors |= _split_quantized(name, value)
+    return tensors
+
+
+def _split_quantized(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """Split an 8-bit optimizer state of torchao into ordinary tensors, which DCP can save.
+
+    torchao stores such a state as a code of 8 bits for each value, and a scale for each block of
+    values.
+
+    Returns:
+        "<name>.codes" and "<name>.scale" for an 8-bit state; `name` for any other state.
+    """
+    shard: Any = local(tensor)
+    is_quantized = hasattr(shard, "codes")
+    if not is_quantized or not isinstance(tensor, DTensor):
+        return {name: plain(tensor)}
+
+    # Each row has its own scales. For example, a matrix with 8 rows and 512 columns has codes of
+    # shape (8, 512), and with blocks of 256 values scales of shape (8, 2).
+    num_rows = shard.shape[0]
+    scale = shard.scale.view(num_rows, -1)
+    return {
+        f"{name}.codes": _shard_rows_like(tensor, shard.codes),
+        f"{name}.scale": _shard_rows_like(tensor, scale),
+    }
+
+
+def _shard_rows_like(tensor: DTensor, shard: Tensor) -> DTensor:
+    """Return a matrix whose rows are sharded like `tensor`, from the `shard` of this rank."""
+    return DTensor.from_local(
+        shard,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=torch.Size((tensor.shape[0], shard.shape[1])),
+        stride=shard.stride(),
+    )
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """Return a view of a tensor without autograd and without torchao's FP8 wrapper class.
+
+    Checkpoints contain ordinary tensors, so that they can be loaded with or without FP8. The result
+    shares memory with `tensor`.
+    """
+    tensor = tensor.detach()
+    if not is_traceable_wrapper_subclass(local(tensor)):
+        return tensor
+    if not isinstance(tensor, DTensor):
+        return local_shard(tensor)
+    # DTensor.from_local would move an offloaded tensor to the device of the mesh.
+    return transform_subclass(tensor, lambda _name, shard: local_shard(shard))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's shard if `tensor` is a DTensor, or else `tensor` itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether a tensor has no NaN or infinity."""
+    if tensor.sum().isfinite():  # usually decides, and allocates no memory
+        return True
+    return bool(tensor.isfinite().all())
+
+
+def shard_chunk(tensor: DTensor) -> ChunkStorageMetadata:
+    """Return the position and the size of this rank's shard in the whole tensor.
+
+    By default, DCP computes them itself. Up to torch 2.15, it computes wrong ones if tensor
+    parallelism and FSDP over three or more ranks divide the same dimension unevenly, such as a
+    vocabulary with an odd size. It then can neither save nor load the tensor.
+    """
+    slices = shard_slices(tensor)
+    return ChunkStorageMetadata(
+        offsets=torch.Size(part.start for part in slices),
+        sizes=torch.Size(part.stop - part.start for part in slices),
+    )

@@ -1,0 +1,217 @@
+"""Manage the folders that saves leave behind: outdated, best and final checkpoints, and exports.
+
+Invariant: The best checkpoint and folders of other runs or programs are never removed or renamed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from titanlite.checkpoint.dcp_writer import describe_error
+from titanlite.checkpoint.huggingface import checkpoint_weights, export_hf
+from titanlite.checkpoint.manifest import (
+    BEST_LINK,
+    EXPORT_MARKER,
+    CheckpointContext,
+    belongs_to_run,
+    check_checkpoint,
+    get_step,
+    get_validation_loss,
+    has_titanlite_manifest,
+    list_checkpoints,
+    read_manifest,
+    remove_checkpoint,
+    replace_link,
+    select_outdated,
+    set_aside,
+    sync,
+)
+from titanlite.checkpoint.mirror import Mirror
+from titanlite.config.errors import CheckpointError, Damage, UserError
+
+
+class SavedFolders:
+    """Removes outdated checkpoints, links the best one, and exports the last one.
+
+    Rank 0 calls the methods alone.
+
+    Args:
+        context: Checkpoint folder and options of the run.
+        write_tokenizer: Writes the tokenizer's files into a folder and returns its special token
+            IDs, for `checkpoint.last_save_in_hf`.
+        mirror: Copies checkpoints, which are not removed meanwhile.
+
+    Attributes:
+        run_id: ID of the run. Only its checkpoints are removed. The `Saver` sets it.
+    """
+
+    def __init__(
+        self,
+        context: CheckpointContext,
+        write_tokenizer: Callable[[Path], dict[str, int | None]],
+        mirror: Mirror | None,
+    ) -> None:
+        self.run_id: str | None = None
+        self._context = context
+        self._folder = context.folder
+        self._config = context.config
+        self._log = context.log
+        self._write_tokenizer = write_tokenizer
+        self._mirror = mirror
+        self._is_from_this_run: dict[Path, bool] = {}  # by checkpoint; read from the manifests
+
+    def remove_outdated(self) -> None:
+        """Remove the outdated checkpoints of this run. Failures are logged."""
+        try:
+            outdated = self._find_outdated()
+            # The newest checkpoint must survive a power failure before older ones are removed.
+            # `publish_checkpoint` has tried this too, but only warns if it fails.
+            sync(self._folder)
+        except Exception as error:  # any of them could be the best one, or the only durable one
+            self._log(f"Not removing old checkpoints: {describe_error(error)}")
+            return
+
+        for path in outdated:
+            try:
+                remove_checkpoint(path)
+            except Exception as error:
+                self._log(f"Could not remove the old {path.name}: {describe_error(error)}")
+
+    def is_best(self, loss: float) -> bool:
+        """Return whether a validation loss is lower than those of all saved checkpoints."""
+        try:
+            return loss < self._find_best()[0]
+        except CheckpointError:  # a manifest cannot be read now; an extra save costs little
+            return True
+
+    def update_best_link(self) -> None:
+        """Point the symbolic link `best` to the best checkpoint, or remove the link.
+
+        Raises:
+            CheckpointError: If a manifest cannot be read now.
+            UserError: If `best` exists and is no link.
+        """
+        link = self._folder / BEST_LINK
+        if os.path.lexists(link) and not link.is_symlink():
+            raise UserError(f"{link} is not a link, so it cannot point to the best one. Move it.")
+
+        loss, best = self._find_best()
+        if best is None:
+            link.unlink(missing_ok=True)
+        elif link.resolve() != best.resolve():
+            replace_link(link, best)
+            text = f"{best.name} has the lowest validation loss so far, {loss:.4f}"
+            self._log(f"{text}: {link} points to it")
+
+    def _find_outdated(self) -> list[Path]:
+        """Return the checkpoints of this run that are neither kept by an option nor in use.
+
+        In use are the best checkpoint and the one that is being copied to the mirror.
+        """
+        checkpoints = list_checkpoints(self._folder)
+        checkpoints = [path for path in checkpoints if self._belongs_to_this_run(path)]
+        if self._config.keep_best:
+            self.update_best_link()
+        # Never remove the target of `best`, even if this job does not set keep_best.
+        in_use: set[Path | None] = {(self._folder / BEST_LINK).resolve()}
+        if self._mirror is not None:
+            in_use.add(self._mirror.sending)
+
+        steps = select_outdated([get_step(path) for path in checkpoints], self._config)
+        outdated = [path for path in checkpoints if get_step(path) in steps]
+        return [path for path in outdated if path.resolve() not in in_use]
+
+    def _belongs_to_this_run(self, path: Path) -> bool:
+        """Return whether this run has saved a checkpoint. Imported weights are not its own."""
+        if path not in self._is_from_this_run:
+            try:
+                is_from_this_run = belongs_to_run(read_manifest(path), self.run_id)
+            except Damage:
+                is_from_this_run = False
+            self._is_from_this_run[path] = is_from_this_run
+        return self._is_from_this_run[path]
+
+    def _find_best(self) -> tuple[float, Path | None]:
+        """Find the checkpoint with the lowest validation loss.
+
+        Returns:
+            The loss, and the earliest checkpoint that has it. Infinity and None if no checkpoint
+            has a validation loss.
+        """
+        lowest = math.inf
+        best = None
+        final = self._folder.parent / "final"
+        for path in list_checkpoints(self._folder, final):
+            with suppress(Damage):
+                loss = get_validation_loss(read_manifest(path))
+                if loss < lowest:
+                    lowest = loss
+                    best = path
+        return lowest, best
+
+    # Outputs of the last save
+
+    def prepare_output_path(self, path: Path, keep: bool) -> bool:
+        """Prepare the path of a final output, and return whether the run must write it.
+
+        If an output of an earlier start is not kept, it is renamed. A path that another program has
+        written is never changed, so the run will fail to write it.
+
+        Args:
+            path: A step folder in `final`, or `final_hf`.
+            keep: Whether to keep an existing output, because no step was trained since.
+        """
+        if not path.exists():
+            return True
+        if keep:
+            self._log(f"Keeping {path}, which exists already")
+            return False
+
+        is_export = (path / EXPORT_MARKER).is_file()
+        if is_export or has_titanlite_manifest(path):
+            renamed = set_aside(path, "archived")
+            self._log(f"Renamed {path} of an earlier start to {renamed.name}")
+        return True
+
+    def export(self, path: Path, keep: bool) -> bool:
+        """Export a checkpoint to `final_hf` in Hugging Face format.
+
+        Args:
+            path: The step folder.
+            keep: Whether to keep an existing export, because no step was trained since.
+
+        Returns:
+            Whether the export succeeded. A failure is logged.
+        """
+        out = path.parents[1] / "final_hf"
+        try:
+            if self.prepare_output_path(out, keep):
+                self._write_export(path, out)
+        except (OSError, UserError) as error:
+            self._log(f"Writing {out} FAILED ({error})")
+            return False
+        return True
+
+    def _write_export(self, path: Path, out: Path) -> None:
+        """Write the weights of a checkpoint to the folder `out` in Hugging Face format.
+
+        The weights are read from disk, so no rank has to gather them in memory.
+        """
+        step = get_step(path)
+
+        def write_marker_and_tokenizer(folder: Path) -> dict[str, int | None]:
+            marker = {"run": self.run_id, "step": step}
+            (folder / EXPORT_MARKER).write_text(json.dumps(marker) + "\n")
+            return self._write_tokenizer(folder)
+
+        # Damage that this does not find is found when the weights are read.
+        check_checkpoint(path, verified_on_load=True)
+        weights = checkpoint_weights(path)
+        dtype = self._config.export_dtype
+        export_hf(weights, out, dtype, write_marker_and_tokenizer, token=self._context.token)
+        self._log(f"Exported step {step} to {out} in Hugging Face format ({dtype})")
