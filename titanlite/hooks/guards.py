@@ -129,11 +129,8 @@ class NonFiniteGuard(Hook):
             if is_skipped:
                 skipped_steps.append(self._inspect(step, result))
 
-        # All ranks skip the same steps, but only some ranks see the cause. So exchange their views.
         if skipped_steps:
-            steps_by_rank = gathered(skipped_steps, self._trainer.mesh.world_group)
-            for views_of_step in zip(*steps_by_rank, strict=True):
-                self._unreported.append(self._describe(views_of_step))
+            self._describe_together(skipped_steps)
 
     def _count(self, is_skipped: bool) -> None:
         """Count a step: the skipped steps in total, and the longest sequence of them."""
@@ -152,6 +149,15 @@ class NonFiniteGuard(Hook):
             parameter = self._parameter_names[finite_flags.index(False)]
         data_rank = self._trainer.mesh.data_rank
         return SkippedStep(step, data_rank, result.loss.item(), parameter)
+
+    def _describe_together(self, skipped_steps: list[SkippedStep]) -> None:
+        """Exchange the views of all ranks, and add a log line for each step to `_unreported`.
+
+        All ranks skip the same steps, but only some ranks see the cause.
+        """
+        steps_by_rank = gathered(skipped_steps, self._trainer.mesh.world_group)
+        for views_of_step in zip(*steps_by_rank, strict=True):
+            self._unreported.append(self._describe(views_of_step))
 
     def _describe(self, views: Sequence[SkippedStep]) -> str:
         """Return the log line of a skipped step, with the cause and the first affected rank.
@@ -269,7 +275,7 @@ class SpikeGuard(Hook):
         self._num_roll_backs = 0
         self._needs_roll_back = False
 
-        # Step -> values that the CPU has not read yet, because that would be a host sync: with
+        # Steps with a tensor that `before_update` has left on the GPU to avoid a host sync: with
         # "skip" the result of `_compare`, otherwise the loss, the gradient norm and the skip flag.
         self._unread: list[tuple[int, Tensor]] = []
 
@@ -406,9 +412,9 @@ class SpikeGuard(Hook):
             if self._should_skip:  # `before_update` has already compared the values
                 comparison = result
             else:
-                values, skip = result[:2], result[2]
-                comparison = self._compare(values, skip)
-                self._add_to_history(step, values, skip)
+                loss_and_norm, skip = result[:2], result[2]
+                comparison = self._compare(loss_and_norm, skip)
+                self._add_to_history(step, loss_and_norm, skip)
             self._report_spike(step, comparison)
 
     def _report_spike(self, step: int, comparison: Tensor) -> None:

@@ -100,9 +100,11 @@ def prepare_hooks(
     for hook in hooks:
         hook.resize_tensors(sizes_by_hook.get(hook.name, {}))
 
-    # An empty `state_dict` is no loss.
-    names_with_content = {*sizes_by_hook, *(name for name, state in states.items() if state)}
-    unknown = names_with_content - {hook.name for hook in hooks}
+    saved_hooks = set(sizes_by_hook)
+    for name, state in states.items():
+        if state:  # ignoring an empty `state_dict` is no loss
+            saved_hooks.add(name)
+    unknown = saved_hooks - {hook.name for hook in hooks}
     if unknown:
         names = ", ".join(sorted(unknown))
         warn(f"Ignoring the saved state of hooks that this run does not have: {names}")

@@ -296,20 +296,15 @@ def _read_git_commit(repository: Path) -> str | None:
 
     Return None if git is not installed, or the folder is not a clone.
     """
-    command = [
-        "git",
-        # Ignore GIT_* variables, and a repository above this folder.
-        f"--git-dir={repository / '.git'}",
-        f"--work-tree={repository}",
-        # Start no background process, and take no lock.
-        *("-c", "core.fsmonitor=false"),
-        "--no-optional-locks",
-        # Without tags, `git describe` prints the commit.
-        *("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"),
-    ]
+    # Ignore GIT_* variables, and a repository above this folder.
+    location = [f"--git-dir={repository / '.git'}", f"--work-tree={repository}"]
+    # Start no background process, and take no lock.
+    settings = ["-c", "core.fsmonitor=false", "--no-optional-locks"]
+    # Without tags, `git describe` prints the commit.
+    describe = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         result = subprocess.run(
-            command,
+            ["git", *location, *settings, *describe],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=GIT_SECONDS,

@@ -77,28 +77,25 @@ class Samples(Hook):
         """
         config = self._config
         seq_len = self._run.job.training.seq_len
-        decodings = [
-            Decoding(prompt, self._tokenizer, config.max_new_tokens, seq_len)
-            for prompt in config.prompts
-        ]
         # One generator per prompt, so that a completion does not depend on the other prompts.
-        generators = [torch.Generator().manual_seed(config.seed) for _ in decodings]
+        decodings = {}
+        for prompt in config.prompts:
+            decoding = Decoding(prompt, self._tokenizer, config.max_new_tokens, seq_len)
+            decodings[decoding] = torch.Generator().manual_seed(config.seed)
 
         while True:
-            unfinished = [i for i, decoding in enumerate(decodings) if decoding.is_unfinished]
+            unfinished = [decoding for decoding in decodings if decoding.is_unfinished]
             if not unfinished:
                 return [decoding.completion() for decoding in decodings]
 
-            # Compute the logits of the next token of each unfinished completion.
-            logits = self._next_logits([decodings[i].ids for i in unfinished])
+            logits = self._next_logits([decoding.ids for decoding in unfinished])
             logits = logits[:, : self._tokenizer.vocab_size]
             if not logits.isfinite().all():
                 return []  # a guard stops the run
-
-            # Sample the tokens.
-            for i, token_logits in zip(unfinished, logits, strict=True):
-                token = sample_token(token_logits, config.temperature, config.top_k, generators[i])
-                decodings[i].push(token)
+            for decoding, token_logits in zip(unfinished, logits, strict=True):
+                generator = decodings[decoding]
+                token = sample_token(token_logits, config.temperature, config.top_k, generator)
+                decoding.push(token)
             self._trainer.report_progress()
 
     def _next_logits(self, sequences: Sequence[Sequence[int]]) -> Tensor:
@@ -112,18 +109,9 @@ class Samples(Hook):
         Returns:
             Logits, shape (N, V), in fp32 on the CPU of every rank.
         """
-        # Give the last token of each sequence a label, whose value does not matter, because logits
-        # are computed only for tokens with a label.
-        windows = [Window(np.append(ids, 0), num_scored=1) for ids in sequences]
-        batch_size = self._run.job.training.local_batch_size
-        longest = max(len(ids) for ids in sequences)
-        length = padded_length(self._run, longest)
-        microbatches = []
-        for start in range(0, len(windows), batch_size):
-            chunk = windows[start : start + batch_size]
-            microbatches.append(padded_microbatch(chunk, batch_size, length, self._device))
-
+        microbatches = self._create_microbatches(sequences)
         # Only some ranks hold the last token of a sequence. The others contribute -inf.
+        batch_size = self._run.job.training.local_batch_size
         shape = (len(microbatches), batch_size, self._run.arch.vocab_size)
         all_logits = torch.full(shape, -torch.inf, device=self._device)
 
@@ -133,6 +121,18 @@ class Samples(Hook):
         use_logits(self._trainer, microbatches, store)
         dist.all_reduce(all_logits, op=dist.ReduceOp.MAX, group=self._trainer.mesh.world_group)
         return all_logits.flatten(0, 1)[: len(sequences)].cpu()
+
+    def _create_microbatches(self, sequences: Sequence[Sequence[int]]) -> list[Microbatch]:
+        """Create microbatches of sequences, in which only the last token of each has a label."""
+        # The value of the label does not matter. Logits are computed only for tokens with a label.
+        windows = [Window(np.append(ids, 0), num_scored=1) for ids in sequences]
+        batch_size = self._run.job.training.local_batch_size
+        length = padded_length(self._run, max(len(ids) for ids in sequences))
+        microbatches = []
+        for start in range(0, len(windows), batch_size):
+            chunk = windows[start : start + batch_size]
+            microbatches.append(padded_microbatch(chunk, batch_size, length, self._device))
+        return microbatches
 
 
 def use_logits(
@@ -152,12 +152,9 @@ def use_logits(
             are passed.
         use: Function that uses the logits.
     """
-    # An evaluation passes hidden states and output weight to a loss function. Pass it a function
-    # that computes logits instead and returns a loss of 0. It is called for each microbatch in
-    # order, without its index, so count the calls.
     indices = iter(range(len(microbatches)))
-    mesh = trainer.mesh.tensor
 
+    # An evaluation calls this instead of a loss function, for each microbatch in order.
     def pass_logits(hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
         """Pass the logits of the next microbatch to `use`, and return a loss of 0."""
         no_loss = torch.zeros_like(scale)
@@ -166,7 +163,7 @@ def use_logits(
             return no_loss
 
         # With tensor parallelism, gather the hidden states of all tokens.
-        if mesh is not None:
+        if trainer.mesh.tensor is not None:
             hidden = cast(DTensor, hidden).redistribute(placements=[Replicate()]).to_local()
         # Compute the logits of a few tokens at once, because all of them would need much memory.
         positions = torch.stack((labels != IGNORE_INDEX).nonzero(as_tuple=True))

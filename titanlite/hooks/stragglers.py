@@ -65,8 +65,9 @@ class Stragglers(Hook):
         self._times = torch.zeros(trainer.run.world_size, len(PARTS), device=trainer.device)
         # Start and end of each optimizer update since the last logged step.
         self._updates: list[tuple[Any, Any]] = []
-        # For each part: the slow rank, if any, and its number of consecutive logged steps.
-        self._slow_ranks: list[tuple[int | None, int]] = [(None, 0)] * len(PARTS)
+        # For each part: the rank that was slow at the last logged step, if any, and for how many
+        # consecutive logged steps.
+        self._slow_ranks: dict[TimedPart, tuple[int | None, int]] = dict.fromkeys(PARTS, (None, 0))
 
     def before_update(self, step: int, sums: StepSums, skip: Tensor) -> None:
         """Record the start of the optimizer update."""
@@ -151,20 +152,23 @@ class Stragglers(Hook):
     def _compare(self, step: int) -> None:
         """Log each rank that was by far the slowest in several consecutive logged steps."""
         times_by_part = self._times.cpu().unbind(1)
-        for i, (part, times) in enumerate(zip(PARTS, times_by_part, strict=True)):
+        for part, times in zip(PARTS, times_by_part, strict=True):
             slowest = int(times.argmax())
             seconds = times[slowest].item()
             median = times.quantile(0.5).item()
             is_slow = seconds > SLOW_FACTOR * median and seconds > median + part.min_difference
-            slow_rank = slowest if is_slow else None
-
-            previous_slow_rank, count = self._slow_ranks[i]
-            count = count + 1 if slow_rank == previous_slow_rank else 1
-            self._slow_ranks[i] = (slow_rank, count)
-            if is_slow and count == STEPS_UNTIL_REPORT:
+            num_steps = self._count_steps(part, slowest if is_slow else None)
+            if is_slow and num_steps == STEPS_UNTIL_REPORT:
                 text = (
                     f"Rank {slowest} ({self._trainer.hosts[slowest]}) "
                     f"{part.description.format(seconds)}; the median of the ranks is "
                     f"{median:.3g} s: it makes the others wait."
                 )
                 self._trainer.log(Event(text, "straggler", step))
+
+    def _count_steps(self, part: TimedPart, slow_rank: int | None) -> int:
+        """Return for how many consecutive logged steps a rank, or None, has been the slow one."""
+        previous_slow_rank, count = self._slow_ranks[part]
+        count = count + 1 if slow_rank == previous_slow_rank else 1
+        self._slow_ranks[part] = (slow_rank, count)
+        return count
