@@ -131,13 +131,12 @@ class CheckpointWriter(FileSystemWriter):
         """
         all_results = list(itertools.chain.from_iterable(results))
         tensor_results = [item for item in all_results if not isinstance(item, _FileResult)]
-        # DCP writes the index with `self.fs` as ".metadata.tmp", syncs it, and then renames it.
+        # DCP writes and syncs the index with `self.fs`, which keeps its manifest entry.
         super().finish(metadata, [tensor_results])
-        index_entry = self.fs.written[f"{INDEX}.tmp"]
 
         file_results = [item for item in all_results if isinstance(item, _FileResult)]
         entries = {result.index.fqn: result.storage_data for result in file_results}
-        entries[INDEX] = index_entry
+        entries[INDEX] = self.fs.written[INDEX]
         publish_checkpoint(self.tmp_folder, self.step, entries, self.info)
 
     def storage_meta(self) -> StorageMeta:
@@ -178,7 +177,7 @@ class _HashingFileSystem(FileSystem):
     `CheckpointWriter` writes the tensors with it, and DCP writes the index with it.
 
     Attributes:
-        written: Manifest entries of the files written so far, by name.
+        written: Manifest entries of the files written so far, by their names in the checkpoint.
     """
 
     def __init__(self) -> None:
@@ -191,7 +190,10 @@ class _HashingFileSystem(FileSystem):
                 yield file
             except RuntimeError as error:
                 raise file.error or error from None
-            self.written[Path(path).name] = file.entry()
+            # DCP writes the index as `.metadata.tmp`, and then renames it to `.metadata`. The
+            # manifest lists it under this final name.
+            name = Path(path).name.removesuffix(".tmp")
+            self.written[name] = file.entry()
 
 
 class ShardSavePlanner(DefaultSavePlanner):

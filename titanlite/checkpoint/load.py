@@ -229,8 +229,8 @@ class Resumer:
 
         changes = self._compare_with_saved_job(job, info)
         # The path of a tokenizer can stay the same although the file has changed.
-        fingerprint = get_data_state(info).get("tokenizer")
-        if fingerprint is not None and not self._is_same_tokenizer(fingerprint):
+        data_state = get_data_state(info)
+        if "tokenizer" in data_state and not self._is_same_tokenizer(data_state["tokenizer"]):
             description = f"tokenizer.path: {job['tokenizer']['path']} has other token IDs"
             changes.append((INCOMPATIBLE, description))
         # Versions with manifest format 1 started the decay of the learning rate one step earlier.

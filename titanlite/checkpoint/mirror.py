@@ -331,8 +331,9 @@ class Mirror:
             UserError: If the checkpoint contains imported weights, so no run can resume from it.
         """
         local_steps = [get_step(path) for path in list_checkpoints(self._folder)]
+        newest_local_step = max(local_steps, default=-1)
         for step, name in reversed(names.items()):
-            if step <= max(local_steps, default=-1):
+            if step <= newest_local_step:
                 return
             if not holds_run_state(self._manifests[name]):
                 url = f"{self._url}/{name}"

@@ -1,6 +1,7 @@
 """Manage the folders that saves leave behind: outdated, best and final checkpoints, and exports.
 
-Invariant: The best checkpoint and folders of other runs or programs are never removed or renamed.
+Invariant: The best checkpoint and those of other runs are never removed. Folders of other programs
+are neither removed nor renamed.
 """
 
 from __future__ import annotations
