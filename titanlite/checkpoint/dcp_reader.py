@@ -80,8 +80,7 @@ class SafeReader(FileSystemReader):
         except Exception as error:  # arbitrary bytes raise any kind of exception
             problem = shorten(describe_error(error))
             raise CheckpointError(f"cannot read {path / INDEX}: {problem}") from None
-        tensors = self._metadata.state_dict_metadata
-        self.index = cast(dict[str, TensorStorageMetadata], tensors)
+        self.index = cast(dict[str, TensorStorageMetadata], self._metadata.state_dict_metadata)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the index of the tensors to load. DCP calls this before it reads any data."""

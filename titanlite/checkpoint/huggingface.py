@@ -66,6 +66,9 @@ _TOKENIZER_CONFIG = "tokenizer_config.json"
 _MAX_JSON_BYTES = 1 << 24  # the index of Llama 405B takes about 100 kB
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
+TokenizerWriter = Callable[[Path], dict[str, int | None]]
+"""Writes the tokenizer's files into a folder, and returns its special token IDs."""
+
 
 @dataclass(frozen=True)
 class Weights:
@@ -103,7 +106,8 @@ def check_tensors(
         folder: The folder, for the message.
         arch: Architecture of the model.
         tensors: The tensors in the folder, by their stored names.
-        described_by: File or section that describes the architecture, for the message.
+        described_by: File or section that describes the architecture, such as "config.json", for
+            the message.
         to_stored_name: Converts the titanlite name of a parameter to its stored name.
 
     Raises:
@@ -194,7 +198,7 @@ def export_hf(
     source: Weights,
     out: Path,
     dtype: str,
-    write_tokenizer: Callable[[Path], dict[str, int | None]] = lambda folder: {},
+    write_tokenizer: TokenizerWriter = lambda folder: {},
     shard_bytes: int = 1_000_000_000,
     token: str | None = None,
 ) -> None:

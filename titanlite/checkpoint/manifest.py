@@ -479,7 +479,7 @@ def check_checkpoint(
     return manifest
 
 
-def _check_file(folder: Path, name: str, entry: dict[str, Any], *, only_size: bool) -> None:
+def _check_file(folder: Path, name: str, entry: Entry, *, only_size: bool) -> None:
     """Check that a file has the size and, unless `only_size`, the checksum of its manifest entry.
 
     Raises:

@@ -26,6 +26,7 @@ from titanlite.checkpoint.dcp_writer import (
     library_versions,
     manifest_info,
 )
+from titanlite.checkpoint.huggingface import TokenizerWriter
 from titanlite.checkpoint.live_state import WEIGHTS
 from titanlite.checkpoint.manifest import CheckpointContext, step_folder_name
 from titanlite.checkpoint.mirror import Mirror
@@ -60,7 +61,7 @@ class Saver:
     def __init__(
         self,
         context: CheckpointContext,
-        write_tokenizer: Callable[[Path], dict[str, int | None]] = lambda folder: {},
+        write_tokenizer: TokenizerWriter = lambda folder: {},
         on_saved: Callable[[int], None] = lambda step: None,
         mirror: Mirror | None = None,
     ) -> None:

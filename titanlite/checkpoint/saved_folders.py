@@ -9,12 +9,11 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from titanlite.checkpoint.dcp_writer import describe_error
-from titanlite.checkpoint.huggingface import checkpoint_weights, export_hf
+from titanlite.checkpoint.huggingface import TokenizerWriter, checkpoint_weights, export_hf
 from titanlite.checkpoint.manifest import (
     BEST_LINK,
     EXPORT_MARKER,
@@ -54,7 +53,7 @@ class SavedFolders:
     def __init__(
         self,
         context: CheckpointContext,
-        write_tokenizer: Callable[[Path], dict[str, int | None]],
+        write_tokenizer: TokenizerWriter,
         mirror: Mirror | None,
     ) -> None:
         self.run_id: str | None = None

@@ -129,8 +129,11 @@ class NonFiniteGuard(Hook):
             if is_skipped:
                 skipped_steps.append(self._inspect(step, result))
 
+        # All ranks skip the same steps, but only some ranks see the cause. So exchange their views.
         if skipped_steps:
-            self._describe_together(skipped_steps)
+            steps_by_rank = gathered(skipped_steps, self._trainer.mesh.world_group)
+            for views_of_step in zip(*steps_by_rank, strict=True):
+                self._unreported.append(self._describe(views_of_step))
 
     def _count(self, is_skipped: bool) -> None:
         """Count a step: the skipped steps in total, and the longest sequence of them."""
@@ -149,15 +152,6 @@ class NonFiniteGuard(Hook):
             parameter = self._parameter_names[finite_flags.index(False)]
         data_rank = self._trainer.mesh.data_rank
         return SkippedStep(step, data_rank, result.loss.item(), parameter)
-
-    def _describe_together(self, skipped_steps: list[SkippedStep]) -> None:
-        """Exchange the views of all ranks, and add a log line for each step to `_unreported`.
-
-        All ranks skip the same steps, but only some ranks see the cause.
-        """
-        steps_by_rank = gathered(skipped_steps, self._trainer.mesh.world_group)
-        for views_of_step in zip(*steps_by_rank, strict=True):
-            self._unreported.append(self._describe(views_of_step))
 
     def _describe(self, views: Sequence[SkippedStep]) -> str:
         """Return the log line of a skipped step, with the cause and the first affected rank.
