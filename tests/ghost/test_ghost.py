@@ -308,8 +308,9 @@ TRAFFIC = {
 # Full recomputation gathers keys and values again. Otherwise, a compiled block keeps the gathered
 # keys and values.
 TRAFFIC[2, "cp, full"] = TRAFFIC[2, "cp"] | {("all_gather", 2): GATHERED + 2 * CONTEXT_PART}
-# FP8 halves the gathered bytes of blocks, and reduces 18 float64 maxima in each block.
-MAXIMA = TRAFFIC[2, "tp"]["all_reduce", 2] + 4 * 18 * 8
+# FP8 halves the gathered bytes of blocks, and reduces 19 float64 maxima in each block (18 before
+# torch 2.14).
+MAXIMA = TRAFFIC[2, "tp"]["all_reduce", 2] + 4 * 19 * 8
 TRAFFIC[2, "float8 tp"] = TRAFFIC[2, "tp"] | {
     ("all_gather", 2): (4 * 2 + 2) * PART,
     ("all_reduce", 2): MAXIMA,
@@ -330,7 +331,8 @@ def test_ranks_communicate_exactly_the_bytes_that_the_layout_needs(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("name", "limit"), [("compiled", 30 + 17), ("tensorwise", 50 + 17)])
+# FP8 blocks launch up to 67 kernels with torch 2.13, and 68.5 with torch 2.14.
+@pytest.mark.parametrize(("name", "limit"), [("compiled", 30 + 17), ("tensorwise", 52 + 17)])
 def test_a_compiled_block_launches_few_kernels(measurements, name: str, limit: int):
     """Subtract the launches of two jobs, so only blocks and their FSDP copies and updates count."""
     (four_blocks,) = measurements(1)[name]
