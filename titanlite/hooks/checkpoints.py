@@ -191,21 +191,16 @@ class Checkpointer:
         return state["step"]
 
     def save(self, step: int, is_last: bool = False) -> None:
-        """Save the state after `step` as a checkpoint.
+        """Save the state after `step` as a checkpoint. `Trainer.save` prepares the state.
 
         Args:
             step: The step that has just been completed.
-            is_last: Whether the run ends here. If so, also write the outputs that the options
-                checkpoint.last_save_* select, such as a Hugging Face export.
+            is_last: Whether the run ends here; see `Trainer.save`.
         """
-        trainer = self._trainer
-        with trainer.evaluation_mode():
-            for hook in trainer.hooks:
-                hook.saving(step)
-            with trainer.meter.timing("checkpoint"):
-                self._saver.save(step, trainer.state_dict, is_last=is_last)
-                if has_modes(trainer.optimizer):
-                    self._saver.wait_for_copies()  # leaving evaluation mode changes the weights
+        self._saver.save(step, self._trainer.state_dict, is_last=is_last)
+        if has_modes(self._trainer.optimizer):
+            # The trainer changes the weights when it leaves evaluation mode.
+            self._saver.wait_for_copies()
 
     def stats(self) -> dict[str, Any]:
         """Return the number of failed saves and of saves that waited for the previous one.

@@ -405,9 +405,9 @@ class Trainer:
         if request.save and self.stop_signals is not None:
             # The save also serves a signal that has arrived since this rank sent its request.
             self.stop_signals.clear_save_request()
-        step = self.steps_done
-        if self.checkpointer is not None and (request.save or self.checkpointer.is_due(step)):
-            self.checkpointer.save(step, is_last=request.last)
+        is_due = self.checkpointer is not None and self.checkpointer.is_due(self.steps_done)
+        if request.save or is_due:
+            self.save(is_last=request.last)
 
     def validate(self) -> Score | None:
         """Compute the validation loss of the current weights, and log it.
@@ -427,17 +427,26 @@ class Trainer:
         self.log(Event(f"validation after step {step}: {score}", "validation", step))
         return score
 
-    def save(self) -> None:
+    def save(self, is_last: bool = False) -> None:
         """Save a checkpoint of the current step. Do nothing if the run has no checkpoints.
 
         This does not call `Hook.check`, with which guards reject a step in the training loop.
+
+        Args:
+            is_last: Whether the run ends here. If so, also write the outputs that the options
+                checkpoint.last_save_* select, such as a Hugging Face export.
 
         Raises:
             GuardError: If too many consecutive steps were skipped because of non-finite gradients.
                 Nothing is saved.
         """
-        if self.checkpointer is not None:
-            self.checkpointer.save(self.steps_done)
+        if self.checkpointer is None:
+            return
+        with self.evaluation_mode():
+            for hook in self.hooks:
+                hook.saving(self.steps_done)
+            with self.meter.timing("checkpoint"):
+                self.checkpointer.save(self.steps_done, is_last)
 
     @property
     def stop_signal(self) -> int:
