@@ -63,7 +63,7 @@ class SavedFolders:
         self._log = context.log
         self._write_tokenizer = write_tokenizer
         self._mirror = mirror
-        self._is_from_this_run: dict[Path, bool] = {}  # by checkpoint; read from the manifests
+        self._own_checkpoints = set[Path]()  # known to be from this run
 
     def remove_outdated(self) -> None:
         """Remove the outdated checkpoints of this run. Failures are logged."""
@@ -128,13 +128,15 @@ class SavedFolders:
 
     def _belongs_to_this_run(self, path: Path) -> bool:
         """Return whether this run has saved a checkpoint. Imported weights are not its own."""
-        if path not in self._is_from_this_run:
-            try:
-                is_from_this_run = belongs_to_run(read_manifest(path), self.run_id)
-            except Damage:
-                is_from_this_run = False
-            self._is_from_this_run[path] = is_from_this_run
-        return self._is_from_this_run[path]
+        if path in self._own_checkpoints:
+            return True
+        try:
+            is_own = belongs_to_run(read_manifest(path), self.run_id)
+        except Damage:
+            return False
+        if is_own:
+            self._own_checkpoints.add(path)
+        return is_own
 
     def _find_best(self) -> tuple[float, Path | None]:
         """Find the checkpoint with the lowest validation loss.
