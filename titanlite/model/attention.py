@@ -1,4 +1,4 @@
-"""Attention kernels, masks for packed documents, and the key-value cache for generation.
+"""Attention and RoPE kernels, masks for packed documents, and the key-value cache for generation.
 
 In grouped-query attention, several query heads share a key and value head. The kernels read the
 shared head once per group instead of repeating it in memory. The exception is fp32 on a GPU before
@@ -116,7 +116,9 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, bounds: DocumentBounds) ->
     from torch.nn.attention.varlen import varlen_attn  # importing it takes a second
 
     # The kernel reads the batch as one sequence of B * T tokens. These are views.
-    q_flat, k_flat, v_flat = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    q_flat = q.transpose(1, 2).flatten(0, 1)
+    k_flat = k.transpose(1, 2).flatten(0, 1)
+    v_flat = v.transpose(1, 2).flatten(0, 1)
     # torch 2.15 would prefer cuDNN on some GPUs. Use the same kernel with every version.
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         out = varlen_attn(
@@ -179,7 +181,9 @@ def flex_document_mask(document_ids: Tensor, window: int = 0) -> BlockMask:
         """Return whether query number `query` attends to key number `key`."""
         same_document = document_ids[batch, query] == document_ids[batch, key]
         visible = same_document & (query >= key)
-        return visible & (query - key < window) if window else visible
+        if window:
+            visible = visible & (query - key < window)
+        return visible
 
     batch_size, seq_len = document_ids.shape
     create_block_mask = flex_function("create_block_mask")
@@ -214,6 +218,72 @@ def flex_function(name: str) -> Callable[..., Any]:
 def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the compiled function. All callers share it, so it is compiled once per process."""
     return torch.compile(function)
+
+
+def apply_rope_eager(
+    q_BTHD: Tensor, k_BTHD: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Apply rotary position embeddings to queries and keys together, with few kernel launches.
+
+    Args:
+        q_BTHD: Queries, shape (B, T, H, D).
+        k_BTHD: Keys, shape (B, T, H_kv, D).
+        cos: Cosines of the angles, shape (T, 1, D / 2) or (B, T, 1, D / 2), fp32.
+        sin: Sines of the angles, same shape.
+
+    Returns:
+        Rotated queries and rotated keys, with the shapes and dtype of the inputs.
+    """
+    return _RotateHalves.apply(q_BTHD, k_BTHD, cos, sin)  # pyright: ignore
+
+
+class _RotateHalves(torch.autograd.Function):
+    """Rotate queries and keys. The backward pass rotates the gradients back."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        return _rotate(q, k, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        grad_q, grad_k = grads
+        # The gradient of a rotation is the rotation by the opposite angle.
+        return *_rotate(grad_q, grad_k, cos, sin, inverse=True), None, None
+
+
+def _rotate(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Rotate the channel pairs (i, i + D / 2) of queries and keys, or rotate them back.
+
+    A pair (a, b) becomes (a cos - b sin, b cos + a sin).
+
+    Args:
+        q: Queries, shape (B, T, H, D).
+        k: Keys, shape (B, T, H_kv, D).
+        cos: Cosines of the angles, shape (T, 1, D / 2) or (B, T, 1, D / 2), fp32.
+        sin: Sines of the angles, same shape.
+        inverse: Rotate by the negative angles.
+    """
+    # Process queries and keys together. The pairs have a dimension of length 2 for a and b.
+    x = torch.cat((q, k), dim=-2)  # (B, T, H + H_kv, D)
+    x_pairs = x.unflatten(-1, (2, -1))  # (B, T, H + H_kv, 2, D / 2)
+
+    # One kernel multiplies both channels of all pairs. The products are fp32, like cos and sin.
+    a_cos, b_cos = (x_pairs * cos[..., None, :]).unbind(-2)
+    a_sin, b_sin = (x_pairs * sin[..., None, :]).unbind(-2)
+
+    # Do not fuse multiplication and addition: the result would differ from a compiled block.
+    rotated = torch.empty_like(x)
+    rotated_a, rotated_b = rotated.chunk(2, dim=-1)  # views
+    sign = -1 if inverse else 1
+    torch.sub(a_cos, b_sin, alpha=sign, out=rotated_a)
+    torch.add(b_cos, a_sin, alpha=sign, out=rotated_b)
+
+    rotated_q, rotated_k = rotated.split((q.shape[-2], k.shape[-2]), dim=-2)
+    return rotated_q, rotated_k
 
 
 class LayerCache:

@@ -1,7 +1,7 @@
 """Llama 3 (https://arxiv.org/abs/2407.21783), with options for Mistral, Qwen, SmolLM3 and OLMo.
 
 `Architecture` holds the sizes and options. The model does not depend on ranks, job files or
-devices, so you can copy this file, attention.py and kernels.py and use them alone.
+devices, so you can copy this file and attention.py and use them alone.
 
 Shape suffixes: B batch, T sequence, C model dimension, H heads, D head dimension, V vocabulary.
 """
@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from titanlite.model.attention import LayerCache, attention
-from titanlite.model.kernels import apply_rope_eager
+from titanlite.model.attention import LayerCache, apply_rope_eager, attention
 
 if TYPE_CHECKING:
     from titanlite.config.flavors import Architecture
@@ -140,6 +139,21 @@ def causal_mask(num_queries: int, num_keys: int, window: int, device: torch.devi
     if window:
         mask = mask.triu(offset + 1 - window)
     return mask
+
+
+def default_mask(tokens: Tensor, cache: Sequence[LayerCache] | None, window: int) -> Tensor | None:
+    """Build the causal mask of `tokens`, or return None if `attention` needs no mask.
+
+    Args:
+        tokens: Token ids, shape (B, T), or hidden states, shape (B, T, C).
+        cache: Keys and values of earlier tokens, or None in training.
+        window: Number of tokens that a token attends to, including itself. 0 means all.
+    """
+    num_tokens = tokens.shape[1]
+    if cache is None and not 0 < window < num_tokens:
+        return None
+    num_cached = 0 if cache is None else cache[0].length
+    return causal_mask(num_tokens, num_cached + num_tokens, window, tokens.device)
 
 
 def soft_cap(logits: Tensor, softcap: float) -> Tensor:
@@ -364,6 +378,7 @@ class Llama(nn.Module):
         self.arch = arch
         self.tok_embeddings = nn.Embedding(arch.vocab_size, arch.dim) if is_first else None
         self.layers = nn.ModuleDict({str(i): self.block(arch) for i in blocks})
+        self._is_full_attention = [arch.is_full_attention(i) for i in blocks]
         for block in self.layers.values():
             for name in self.block.residual_weights:
                 block.get_parameter(name)  # raises AttributeError if the block has no such name
@@ -402,44 +417,26 @@ class Llama(nn.Module):
                 matrix (V, C). By default it computes the logits. In training it is the loss, which
                 never materializes all logits.
         """
-        num_tokens = tokens.shape[1]
-        num_cached = 0 if cache is None else cache[0].length
         if positions is None:
-            positions = torch.arange(num_cached, num_cached + num_tokens, device=tokens.device)
+            num_cached = 0 if cache is None else cache[0].length
+            num_keys = num_cached + tokens.shape[1]
+            positions = torch.arange(num_cached, num_keys, device=tokens.device)
         if head is None:
             head = self.compute_logits
-        arch = self.arch
-        num_keys = num_cached + num_tokens
-        window = arch.sliding_window
-        if mask is None and (cache is not None or 0 < window < num_tokens):
-            mask = causal_mask(num_tokens, num_keys, window, tokens.device)
-        if full_mask is None and cache is not None and arch.full_attention_interval:
-            full_mask = causal_mask(num_tokens, num_keys, 0, tokens.device)
-
-        # Not registered buffers: casting the model to bfloat16 would round the frequencies.
-        is_scaled = arch.rope_scaling_factor != 1.0
-        full_rope = rope_table(arch, positions, is_scaled)
-        window_rope = full_rope
-        if is_scaled and arch.full_attention_interval:
-            # Windows do not exceed the original context.
-            window_rope = rope_table(arch, positions, is_scaled=False)
+        if mask is None:
+            mask = default_mask(tokens, cache, self.arch.sliding_window)
+        if full_mask is None and self.arch.full_attention_interval:
+            full_mask = default_mask(tokens, cache, window=0)
+        ropes = self._rope_by_block(positions)
+        masks = [full_mask if is_full else mask for is_full in self._is_full_attention]
+        caches = cache or [None] * len(self.layers)
 
         x = tokens
         if self.tok_embeddings is not None:
             x = self.embed(self.tok_embeddings(tokens))  # (B, T, C)
 
-        interval = arch.no_rope_interval
-        if interval:
-            # Zero angles make RoPE the identity, so NoPE layers compile to the same graph.
-            no_rope = torch.ones_like(full_rope[0]), torch.zeros_like(full_rope[1])
-        caches = cache or [None] * len(self.layers)
-        for (name, block), layer_cache in zip(self.layers.items(), caches, strict=True):
-            layer = int(name)
-            rope, block_mask = window_rope, mask
-            if arch.is_full_attention(layer):
-                rope, block_mask = full_rope, full_mask
-            if interval and (layer + 1) % interval == 0:
-                rope = no_rope
+        blocks = self.layers.values()
+        for block, rope, block_mask, layer_cache in zip(blocks, ropes, masks, caches, strict=True):
             x = block(x, *rope, block_mask, layer_cache)
 
         if self.norm is None:
@@ -449,6 +446,26 @@ class Llama(nn.Module):
             return self.output(x, head)
         assert self.tok_embeddings is not None
         return head(x, self.tok_embeddings.weight)
+
+    def _rope_by_block(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return the cosines and sines of the RoPE angles for each block; see `rope_table`."""
+        # Not registered buffers: casting the model to bfloat16 would round the frequencies.
+        arch = self.arch
+        is_scaled = arch.rope_scaling_factor != 1.0
+        full_rope = rope_table(arch, positions, is_scaled)
+        window_rope = full_rope
+        if is_scaled and arch.full_attention_interval:
+            # Windows do not exceed the original context.
+            window_rope = rope_table(arch, positions, is_scaled=False)
+        ropes = [full_rope if is_full else window_rope for is_full in self._is_full_attention]
+
+        if arch.no_rope_interval:
+            # Zero angles make RoPE the identity, so NoPE layers compile to the same graph.
+            no_rope = torch.ones_like(full_rope[0]), torch.zeros_like(full_rope[1])
+            for i, name in enumerate(self.layers):
+                if (int(name) + 1) % arch.no_rope_interval == 0:
+                    ropes[i] = no_rope
+        return ropes
 
     def compute_logits(self, x: Tensor, weight: Tensor) -> Tensor:
         """Return the logits (B, T, V) of hidden states (B, T, C) for the output matrix (V, C)."""
@@ -478,11 +495,12 @@ class Llama(nn.Module):
             device: Device on which the values are drawn. Defaults to the device of each parameter.
         """
         for name, parameter in self.named_parameters():
-            full_device = device or parameter.device
-            full = torch.empty(parameter.shape, device=full_device, dtype=torch.float32)
-            self._fill_initial_value_(full, name, seed)
+            initial_value = torch.empty(
+                parameter.shape, dtype=torch.float32, device=device or parameter.device
+            )
+            self._fill_initial_value_(initial_value, name, seed)
             with torch.no_grad():
-                assign(parameter, full)
+                assign(parameter, initial_value)
 
     def _fill_initial_value_(self, x: Tensor, name: str, seed: int) -> None:
         """Fill `x` in place with the initial value of the parameter `name`."""
