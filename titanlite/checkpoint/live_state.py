@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transfor
 
 from titanlite.checkpoint.manifest import EMA
 from titanlite.model.llama import Llama
-from titanlite.optim.adamw import local_shard, shard_slices
+from titanlite.optim.adamw import shard_slices
+from titanlite.optim.clip import local_shard
 
 AVERAGES = f"hooks.{EMA}."
 """Prefix of the averages of the weights (EMA)."""

@@ -11,8 +11,7 @@ from titanlite.checkpoint.live_state import plain
 from titanlite.checkpoint.manifest import EMA
 from titanlite.hooks.hook import Hook
 from titanlite.model.llama import Llama
-from titanlite.optim.adamw import local_shard
-from titanlite.optim.clip import StepSums
+from titanlite.optim.clip import StepSums, local_shard
 
 if TYPE_CHECKING:
     from titanlite.train.trainer import Trainer

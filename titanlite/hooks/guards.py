@@ -20,8 +20,7 @@ from torch.distributed.tensor import DTensor
 from titanlite.checkpoint.manifest import NON_FINITE_GUARD, SPIKE_GUARD
 from titanlite.config.errors import GuardError, format_count
 from titanlite.hooks.hook import Hook, Request
-from titanlite.optim.adamw import local_shard
-from titanlite.optim.clip import StepSums, count_replicas
+from titanlite.optim.clip import StepSums, count_replicas, local_shard
 from titanlite.runtime.logging import Event
 from titanlite.runtime.world import gathered
 

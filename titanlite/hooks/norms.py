@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from titanlite.hooks.hook import Hook
 from titanlite.model.formats import parameter_shapes
-from titanlite.optim.adamw import local_shard
-from titanlite.optim.clip import StepSums, count_replicas, sum_of_squares
+from titanlite.optim.clip import StepSums, count_replicas, local_shard, sum_of_squares
 
 if TYPE_CHECKING:
     from titanlite.train.trainer import Trainer

@@ -18,21 +18,23 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from titanlite.config import schema
+from titanlite.optim.clip import local_shard
 
 EAGER_CHUNK = 2**22  # elements per eager update, which keeps its temporaries below 200 MB
 UINT32_MASK = 0xFFFFFFFF
 
 
-class ShardOffset(NamedTuple):
-    """Position of a rank's shard within the whole parameter, in elements.
+class ShardSeed(NamedTuple):
+    """Name and position of a rank's shard, from which stochastic rounding seeds each element.
 
-    Stochastic rounding seeds each element by its index in the whole parameter, so that the result
-    does not depend on the sharding.
+    An element is seeded by its index in the whole parameter, so that the result does not depend on
+    the sharding. All sizes are numbers of elements.
     """
 
+    name_seed: Tensor
+    """Hash of the name of the parameter."""
     local_width: int
     """Length of the last dimension of the shard."""
     full_width: int
@@ -42,7 +44,7 @@ class ShardOffset(NamedTuple):
 
 
 class StepScalars(NamedTuple):
-    """Scalars of one step that all elements of a parameter share, such as the learning rate.
+    """Scalars that all parameters of a group share in one step, such as the learning rate.
 
     They are tensors, because `torch.compile` would recompile the update for each new Python number.
     """
@@ -55,8 +57,6 @@ class StepScalars(NamedTuple):
     """Factor of the square root of the second moment, from its bias correction."""
     step_seed: Tensor
     """Seed of the random bits, from the step."""
-    name_seed: Tensor
-    """Seed of the random bits, from the name of the parameter."""
     skip: Tensor
     """1 to leave the parameter and its moments as they are, else 0."""
 
@@ -110,10 +110,7 @@ class AdamW(torch.optim.Optimizer):
                 self.state[parameter] = new_state(parameter, self.moments, state_dtype)
 
         self._stochastic_rounding = config.stochastic_rounding
-        self._name_seeds = {
-            parameter: torch.tensor(zlib.crc32(name.encode())) for parameter, name in names.items()
-        }
-        self._offsets = {parameter: _shard_offset(parameter) for parameter in names}
+        self._seeds = {parameter: _seed_shard(parameter, name) for parameter, name in names.items()}
         self._compiled = compiled
         self._update: Callable[..., None] = _update_
         if compiled:
@@ -142,13 +139,12 @@ class AdamW(torch.optim.Optimizer):
         steps_taken = self.state[parameters[0]]["step"]
         skip = getattr(self, "found_inf", torch.zeros_like(steps_taken))
         increment = 1 - skip  # a skipped step does not count
-        shared_scalars = self._step_scalars(group, steps_taken + 1, skip)
+        scalars = self._step_scalars(group, steps_taken + 1, skip)
         beta1, beta2 = group["betas"]
         rule = UpdateRule(self.rule, beta1, beta2, group["eps"], self._stochastic_rounding)
 
         for parameter in parameters:
             self.state[parameter]["step"].add_(increment)
-            scalars = shared_scalars._replace(name_seed=self._name_seeds[parameter])
             self._update_parameter(parameter, scalars, rule)
 
     def _step_scalars(self, group: dict[str, Any], step: Tensor, skip: Tensor) -> StepScalars:
@@ -159,23 +155,18 @@ class AdamW(torch.optim.Optimizer):
             step: Number of the step, counted from 1, as a tensor on the device.
             skip: 1 to skip the step, else 0.
         """
-        beta1, beta2 = group["betas"]
         lr = torch.as_tensor(group["lr"], dtype=torch.float32)
         decay = 1 - lr * group["weight_decay"]
+        step_seed = _hash32(step.to(torch.int64))
+        if self.rule != "AdamW":
+            return StepScalars(decay, lr, torch.ones_like(lr), step_seed, skip)
 
         # Moments start at zero, so they are too small in the first steps. AdamW corrects this:
         #     update = lr * (m / (1 - beta1**step)) / sqrt(v / (1 - beta2**step))
-        # The correction of m is part of `corrected_lr`. That of v is a factor of sqrt(v), which
-        # other rules compute as well.
-        corrected_lr = lr / (1 - beta1**step) if self.rule == "AdamW" else lr
-        return StepScalars(
-            decay=decay,
-            lr=corrected_lr,
-            rsqrt_correction=(1 - beta2**step).rsqrt(),
-            step_seed=_hash32(step.to(torch.int64)),
-            name_seed=torch.zeros((), dtype=torch.int64),
-            skip=skip,
-        )
+        beta1, beta2 = group["betas"]
+        corrected_lr = lr / (1 - beta1**step)
+        rsqrt_correction = (1 - beta2**step).rsqrt()
+        return StepScalars(decay, corrected_lr, rsqrt_correction, step_seed, skip)
 
     def _update_parameter(
         self, parameter: nn.Parameter, scalars: StepScalars, rule: UpdateRule
@@ -193,7 +184,7 @@ class AdamW(torch.optim.Optimizer):
         chunk = max(1, numel) if self._compiled else EAGER_CHUNK
         for start in range(0, numel, chunk):
             slices = [tensor[start : start + chunk] for tensor in flat]
-            self._update(slices, scalars, rule, self._offsets[parameter], start)
+            self._update(slices, scalars, rule, self._seeds[parameter], start)
 
 
 class Lion(AdamW):
@@ -233,20 +224,6 @@ def new_state(
     return state
 
 
-def local_shard(tensor: Tensor) -> Tensor:
-    """Return this rank's shard as a plain tensor, without DTensor or FP8 all-gather wrappers.
-
-    The result shares the memory of `tensor`.
-    """
-    if isinstance(tensor, DTensor):
-        tensor = tensor.to_local()
-    if is_traceable_wrapper_subclass(tensor):
-        # The first inner tensor of torchao's FP8 wrapper is the weight.
-        names, _ = tensor.__tensor_flatten__()
-        return getattr(tensor, names[0])
-    return tensor
-
-
 def shard_slices(tensor: DTensor) -> tuple[slice, ...]:
     """Return the part of the whole tensor that this rank holds, as one slice per dimension.
 
@@ -281,7 +258,7 @@ def _update_(
     slices: Sequence[Tensor],
     scalars: StepScalars,
     rule: UpdateRule,
-    offset: ShardOffset,
+    seed: ShardSeed,
     start: int,
 ) -> None:
     """Update a slice of a flat shard and its moments in place, by one optimizer step.
@@ -290,7 +267,7 @@ def _update_(
         slices: Slices of the parameter, its gradient and its moments, each of shape (N,).
         scalars: Scalars of this step, such as the learning rate.
         rule: Update rule and its constants.
-        offset: Position of the shard in the whole parameter.
+        seed: Seed of the shard, for stochastic rounding.
         start: Index of the first element of the slice in the shard.
     """
     parameter, gradient, *moments = slices
@@ -299,19 +276,19 @@ def _update_(
     update, new_moments = _compute_update(gradient.float(), moments, scalars, rule)
     new_parameter = parameter.float() * scalars.decay - update
 
-    # Stochastic rounding uses the low 16 bits of each integer. The parameter and up to two moments
-    # need different bits.
-    random_bits = torch.zeros((), dtype=torch.int64)
-    if rule.stochastic_rounding:
-        random_bits = _random_bits(parameter, scalars, offset, start)
-    bits_by_tensor = [random_bits, random_bits >> 16, _hash32(random_bits)]
-
-    # Overwrite the old values, unless the step is skipped.
     old_values = [parameter, *moments]
     new_values = [new_parameter, *new_moments]
-    for old, new, bits in zip(old_values, new_values, bits_by_tensor, strict=False):
-        rounded = _round(new, old.dtype, bits, rule.stochastic_rounding)
-        old.copy_(torch.where(scalars.skip > 0, old, rounded))
+
+    if rule.stochastic_rounding:
+        random_bits = _random_bits(parameter, scalars.step_seed, seed, start)
+        # The low 16 bits are used. The parameter and up to two moments need different bits.
+        bits_by_tensor = [random_bits, random_bits >> 16, _hash32(random_bits)]
+        for i, old in enumerate(old_values):
+            new_values[i] = _round_stochastically(new_values[i], old.dtype, bits_by_tensor[i])
+
+    # Overwrite the old values, unless the step is skipped.
+    for old, new in zip(old_values, new_values, strict=True):
+        old.copy_(torch.where(scalars.skip > 0, old, new.to(old.dtype)))
 
 
 def _compute_update(
@@ -344,9 +321,7 @@ def _compute_update(
     return scalars.lr * new_mean, [new_mean]
 
 
-def _random_bits(
-    parameter: Tensor, scalars: StepScalars, offset: ShardOffset, start: int
-) -> Tensor:
+def _random_bits(parameter: Tensor, step_seed: Tensor, seed: ShardSeed, start: int) -> Tensor:
     """Return random 32-bit integers for the elements of a slice, the same for any sharding.
 
     They are hashes of the step, the name of the parameter, and the index of the element in the
@@ -354,34 +329,34 @@ def _random_bits(
 
     Args:
         parameter: Slice of the flat shard, shape (N,).
-        scalars: Scalars of this step, with the seeds of the step and of the name.
-        offset: Position of the shard in the whole parameter.
+        step_seed: Seed of the step.
+        seed: Seed of the shard, for stochastic rounding.
         start: Index of the first element of the slice in the shard.
     """
     index_in_shard = torch.arange(len(parameter), device=parameter.device) + start
-    index_in_parameter = _index_in_parameter(index_in_shard, offset)
+    index_in_parameter = _index_in_parameter(index_in_shard, seed)
 
     element_seed = _hash32(index_in_parameter & UINT32_MASK)
-    parameter_seed = _hash32(scalars.step_seed ^ scalars.name_seed)
+    parameter_seed = _hash32(step_seed ^ seed.name_seed)
     return _hash32(element_seed ^ parameter_seed)
 
 
-def _index_in_parameter(index_in_shard: Tensor, offset: ShardOffset) -> Tensor:
+def _index_in_parameter(index_in_shard: Tensor, shard: ShardSeed) -> Tensor:
     """Convert flat indices in a shard to flat indices in the whole parameter.
 
     For example, a shard with two of eight columns has the indices 0, 1, 8, 9, 16, 17, ..., relative
     to its first element.
     """
     index = index_in_shard
-    if offset.local_width != offset.full_width:  # otherwise, avoid two slow divisions
-        row = index // offset.local_width
-        column = index % offset.local_width
-        index = row * offset.full_width + column
-    return index + offset.first
+    if shard.local_width != shard.full_width:  # otherwise, avoid two slow divisions
+        row = index // shard.local_width
+        column = index % shard.local_width
+        index = row * shard.full_width + column
+    return index + shard.first
 
 
-def _round(value: Tensor, dtype: torch.dtype, bits: Tensor, stochastic: bool) -> Tensor:
-    """Convert fp32 values to `dtype`, optionally with stochastic rounding to bfloat16.
+def _round_stochastically(value: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
+    """Round fp32 values to bfloat16 at random. If `dtype` is float32, return them unchanged.
 
     bfloat16 keeps the upper 16 bits of an fp32 value. Adding 16 random bits to the lower half
     before truncation rounds up with a probability equal to the discarded fraction.
@@ -390,10 +365,9 @@ def _round(value: Tensor, dtype: torch.dtype, bits: Tensor, stochastic: bool) ->
         value: fp32 tensor.
         dtype: float32 or bfloat16.
         bits: Random integers, of which the low 16 bits are used.
-        stochastic: Round to bfloat16 at random instead of to nearest.
     """
-    if not stochastic or dtype == torch.float32:
-        return value.to(dtype)
+    if dtype == torch.float32:
+        return value
     with_random_bits = value.view(torch.int32) + (bits & 0xFFFF).to(torch.int32)
     truncated = (with_random_bits & ~0xFFFF).view(torch.float32)
     return torch.where(value.isnan(), value, truncated).to(dtype)
@@ -411,15 +385,16 @@ def _hash32(x: Tensor) -> Tensor:
     return (x >> 16) ^ x
 
 
-def _shard_offset(parameter: Tensor) -> ShardOffset:
-    """Return the position of this rank's shard in the whole parameter."""
+def _seed_shard(parameter: Tensor, name: str) -> ShardSeed:
+    """Return the seed of this rank's shard of the parameter `name`."""
+    name_seed = torch.tensor(zlib.crc32(name.encode()))
     full_width = parameter.shape[-1]
     if not isinstance(parameter, DTensor):
-        return ShardOffset(full_width, full_width, 0)
+        return ShardSeed(name_seed, full_width, full_width, first=0)
 
     slices = shard_slices(parameter)
     first = slices[0].start
     if parameter.ndim > 1:
         first = slices[0].start * full_width + slices[1].start
     local_width = slices[-1].stop - slices[-1].start
-    return ShardOffset(max(1, local_width), full_width, first)
+    return ShardSeed(name_seed, max(1, local_width), full_width, first)

@@ -83,8 +83,17 @@ def build_optimizer(
         arch: Architecture of the model, which determines the learning rates of muP. None: no muP.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
-    recipe = Recipe(config, names, compiled, ranks)
+    groups = _group_parameters(names, config, arch)
+    return OPTIMIZERS.make(config.name, job, groups, Recipe(config, names, compiled, ranks))
 
+
+def _group_parameters(
+    names: dict[nn.Parameter, str], config: schema.Optimizer, arch: Architecture | None
+) -> Groups:
+    """Divide parameters into groups with the same learning rate factor and weight decay.
+
+    See `build_optimizer` for the arguments.
+    """
     # (lr_factor, weight_decay) -> parameters. The usual groups come first.
     members: dict[tuple[float, float], list[nn.Parameter]] = {
         (1.0, config.weight_decay): [],
@@ -99,12 +108,11 @@ def build_optimizer(
             weight_decay /= mup_factor
         members.setdefault((lr_factor, weight_decay), []).append(parameter)
 
-    groups = [
+    return [
         {"params": parameters, "lr_factor": lr_factor, "weight_decay": weight_decay}
         for (lr_factor, weight_decay), parameters in members.items()
         if parameters
     ]
-    return OPTIMIZERS.make(config.name, job, groups, recipe)
 
 
 def _choose_lr_factor_and_decay(

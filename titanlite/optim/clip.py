@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from titanlite.optim.adamw import local_shard
 from titanlite.optim.losses import compiled_once
 
 # A CPU accumulates an fp32 sum serially (in 8 or 16 lanes), so its error grows with the number of
@@ -63,36 +63,35 @@ def reduce_step_sums(
     sum_squares = compiled_once(sum_of_squares) if should_compile else sum_of_squares
     squares = sum_squares(shards)
 
-    # Write this rank's part of the three sums into one tensor, and add up the parts of all ranks.
-    totals = torch.zeros(3, dtype=torch.float64, device=squares.device)
-    squared_norm, total_loss, num_requests = totals.unbind()  # views of `totals`
-    _add_squares_(squared_norm, gradients, squares)
-    total_loss.copy_(_wait_for_offloaded_loss(loss, totals))
-    if has_request:
-        num_requests.fill_(1.0)
+    # Put this rank's part of the three sums into one tensor, and add up the parts of all ranks.
+    sums = torch.zeros(3, dtype=torch.float64, device=squares.device)
+    sums[0] = _sum_over_gradients(squares, gradients)
+    sums[1] = _wait_for_offloaded_loss(loss, sums)
+    sums[2] = float(has_request)
     if dist.is_initialized():
-        dist.all_reduce(totals)
+        dist.all_reduce(sums)
 
+    squared_norm, total_loss, num_requests = sums.unbind()
     return StepSums(squared_norm.sqrt().float(), total_loss, num_requests, squares)
 
 
-def _add_squares_(total: Tensor, gradients: Sequence[Tensor], squares: Tensor) -> None:
-    """Add this rank's part of the squared gradient norm to `total`, in place.
-
-    The square of each shard is divided by the number of ranks that hold the same shard.
+def _sum_over_gradients(squares: Tensor, gradients: Sequence[Tensor]) -> Tensor:
+    """Return this rank's part of the squared gradient norm, a float64 scalar.
 
     Args:
-        total: Scalar, float64.
+        squares: Sum of squares of the shard of each gradient. Each is divided by the number of
+            ranks that hold the same shard.
         gradients: Gradients of this rank.
-        squares: Sum of squares of the shard of each gradient.
     """
     squares_by_replicas: dict[int, list[Tensor]] = {}
     for gradient, square in zip(gradients, squares, strict=True):
         num_replicas = count_replicas(gradient)
         squares_by_replicas.setdefault(num_replicas, []).append(square)
 
+    total = torch.zeros((), dtype=torch.float64, device=squares.device)
     for num_replicas, replicated_squares in sorted(squares_by_replicas.items()):
         total += torch.stack(replicated_squares).sum() / num_replicas
+    return total
 
 
 def scale_gradients_(
@@ -115,14 +114,20 @@ def scale_gradients_(
 
 def sum_of_squares(shards: list[Tensor]) -> Tensor:
     """Return the sum of squares of each gradient shard in float64, shape (number of shards,)."""
-    if shards[0].is_cuda:
-        # fp32 is precise enough, because each GPU thread adds only a few dozen elements.
-        norms = torch._foreach_norm(shards, 2, dtype=torch.float32)  # pyright: ignore
-        return torch.stack(norms).double().square()
+    if not shards[0].is_cuda:
+        return _sum_of_squares_on_cpu(shards)
 
-    # On a CPU, long sums in fp32 are not precise enough. Sum rows of 256 elements in fp32, and the
-    # rows of each shard in float64. The rows of all shards are converted together, because an
-    # operator call costs more than its arithmetic in a small model.
+    # fp32 is precise enough, because each GPU thread adds only a few dozen elements.
+    norms = torch._foreach_norm(shards, 2, dtype=torch.float32)  # pyright: ignore
+    return torch.stack(norms).double().square()
+
+
+def _sum_of_squares_on_cpu(shards: list[Tensor]) -> Tensor:
+    """Return the sum of squares of each shard: fp32 within rows of 256 elements, then float64.
+
+    The rows of all shards are converted together, because an operator call costs more than its
+    arithmetic in a small model.
+    """
     matrices: list[Tensor] = []
     rows_per_shard: list[int] = []
     for shard in shards:
@@ -146,6 +151,20 @@ def _cut_into_rows(shard: Tensor) -> tuple[Tensor, Tensor]:
     return full_rows, flat[remainder_start:].view(1, -1)
 
 
+def local_shard(tensor: Tensor) -> Tensor:
+    """Return this rank's shard as a plain tensor, without DTensor or FP8 all-gather wrappers.
+
+    The result shares the memory of `tensor`.
+    """
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()
+    if is_traceable_wrapper_subclass(tensor):
+        # The first inner tensor of torchao's FP8 wrapper is the weight.
+        names, _ = tensor.__tensor_flatten__()
+        return getattr(tensor, names[0])
+    return tensor
+
+
 def count_replicas(tensor: Tensor) -> int:
     """Count the ranks that hold the same elements of a gradient.
 
@@ -162,16 +181,13 @@ def count_replicas(tensor: Tensor) -> int:
     return num_replicas
 
 
-def _wait_for_offloaded_loss(loss: Tensor, totals: Tensor) -> Tensor:
-    """Return the loss on the device of `totals`.
-
-    With CPU offload, `totals` is on the CPU. The CPU then waits for a copy of the loss from the
-    GPU. Otherwise return `loss` itself.
-    """
-    if not loss.is_cuda or totals.is_cuda:
+def _wait_for_offloaded_loss(loss: Tensor, sums: Tensor) -> Tensor:
+    """Return the loss on the device of `sums`, which is the CPU with CPU offload."""
+    is_offloaded = loss.is_cuda and not sums.is_cuda
+    if not is_offloaded:
         return loss
     # The gradients have already arrived on the CPU, so the loss is complete and this wait is short.
-    copied = loss.to(totals.device, non_blocking=True)
+    copied = loss.to(sums.device, non_blocking=True)
     arrived = torch.cuda.Event()
     arrived.record()
     arrived.synchronize()

@@ -313,7 +313,6 @@ def softmax_loss(
         The losses (n,), undefined where the label is ignored; and the gradient of the logits (n, V)
         in the memory and dtype of `logits`, or None.
     """
-    is_compiling = torch.compiler.is_compiling()
     x = logits.float()
     slope = None
     if softcap:
@@ -321,13 +320,15 @@ def softmax_loss(
         slope = 1.0 - x.square()  # derivative of the capped logits
         x = x.mul_(softcap)
         label_logits = soft_cap(label_logits.float(), softcap)
+
+    # The softmax of a row x is exp(x - max) / denominator.
     row_max = _all_reduce(x.amax(-1), "max", group)  # (n,)
     label_logit = label_logits.float() - row_max
+    is_compiling = torch.compiler.is_compiling()
     if is_compiling:
         exp = (x - row_max[:, None]).exp()
     else:
         exp = x.sub_(row_max[:, None]).exp_()
-
     denominator = exp.sum(-1)
     # Without a group nothing is stacked, so that a compiled graph can write the gradient in place.
     if group is not None:
@@ -343,17 +344,17 @@ def softmax_loss(
         log_sum_exp = log_denominator + row_max
         loss = loss + z_loss * log_sum_exp.square()
         factor = factor * (1.0 + 2.0 * z_loss * log_sum_exp)
-    if not is_compiling:
-        gradient = exp.mul_((factor / denominator)[:, None])
-        gradient.scatter_add_(1, targets.column, targets.label_grad)
-        return loss, gradient if slope is None else gradient.mul_(slope)
 
-    # Compute the exponential again, because a graph on a CPU would otherwise store all of the first
-    # one.
-    softmax = (x - row_max[:, None] - log_denominator[:, None]).exp()
-    is_label = torch.arange(x.shape[1], device=x.device) == targets.column
-    gradient = softmax * factor[:, None] + torch.where(is_label, targets.label_grad, 0.0)
-    return loss, logits.copy_(gradient if slope is None else gradient * slope)
+    if is_compiling:
+        # Compute the exponential again, because a graph on a CPU would otherwise store all of it.
+        softmax = (x - row_max[:, None] - log_denominator[:, None]).exp()
+        is_label = torch.arange(x.shape[1], device=x.device) == targets.column
+        gradient = softmax * factor[:, None] + torch.where(is_label, targets.label_grad, 0.0)
+        return loss, logits.copy_(gradient if slope is None else gradient * slope)
+
+    gradient = exp.mul_((factor / denominator)[:, None])
+    gradient.scatter_add_(1, targets.column, targets.label_grad)
+    return loss, gradient if slope is None else gradient.mul_(slope)
 
 
 def linear_cross_entropy_sum(
@@ -391,8 +392,6 @@ def linear_cross_entropy_sum(
             loss.
         compiled: Compile the softmax with its loss and gradient.
     """
-    needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    compute_loss = compiled_once(softmax_loss) if compiled else softmax_loss
     # Overwriting `tokens` overwrites `hidden`. Autograd detects this, and raises an error if an
     # operator has already saved `hidden` for its backward pass, as an earlier second head would.
     tokens = hidden.detach().flatten(0, -2)  # (N, C)
@@ -402,11 +401,21 @@ def linear_cross_entropy_sum(
     # exceed the gain.
     prepare = compiled_once(prepare_targets) if compiled and hidden.is_cuda else prepare_targets
     targets = prepare(labels, scale, first_class, len(matrix))
+    compute_loss = compiled_once(softmax_loss) if compiled else softmax_loss
+
+    needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     weight_grad = torch.empty_like(matrix, dtype=torch.float32) if needs_grad else None
 
+    # Let the backward pass of the loss return the gradients that are computed below. Autograd does
+    # not allow this after `hidden` was overwritten. Some pipeline schedules compute the gradients
+    # of `hidden` and `weight` at different times, so each has its own carrier.
     carriers: list[Tensor] = []
     if weight_grad is not None:
-        carriers = _create_carriers(hidden, tokens.view_as(hidden), weight, weight_grad)
+        hidden_grad = tokens.view_as(hidden)
+        carriers = [
+            _GradientCarrier.apply(hidden, hidden_grad),
+            _GradientCarrier.apply(weight, weight_grad),
+        ]
 
     def compute_chunk(chunk: slice) -> Tensor:
         """Return the token losses of one chunk, shape (n,), and accumulate its gradients."""
@@ -539,10 +548,10 @@ def _convert_in_place(x: Tensor, dtype: torch.dtype) -> Tensor:
     if num_columns <= block_size:
         return x.to(dtype)
 
-    # `converted` is a contiguous view of the first part of the memory. The rows must be contiguous:
-    # the bf16 matmul of CPUs with AMX (oneDNN 3.12) otherwise reads old values between the rows,
-    # which can be NaN.
-    converted = x.view(dtype).flatten()[: x.numel()].view(x.shape)
+    # The result takes the first part of the memory. Its rows must be contiguous: the bf16 matmul of
+    # CPUs with AMX (oneDNN 3.12) otherwise reads old values between the rows, which can be NaN.
+    memory = x.view(dtype).flatten()
+    converted = memory[: x.numel()].view(x.shape)
     block_rows = math.ceil(num_rows * block_size / num_columns)
     old_blocks = x.split(block_rows)
     new_blocks = converted.split(block_rows)
@@ -564,45 +573,23 @@ def _all_reduce(x: Tensor, operation: str, group: dist.ProcessGroup | None) -> T
     return collectives.wait_tensor(collectives.all_reduce(x, operation, group))
 
 
-def _create_carriers(
-    hidden: Tensor, hidden_grad: Tensor, weight: Tensor, weight_grad: Tensor
-) -> list[Tensor]:
-    """Return two zero scalars that pass precomputed gradients to `hidden` and `weight`.
-
-    The fused loss computes its gradients in the forward pass, but autograd asks for them in the
-    backward pass. If you add a carrier to the loss, its backward function returns the precomputed
-    gradient. Some pipeline schedules compute the two gradients at different times.
-
-    Args:
-        hidden: Hidden states, shape (B, T, C).
-        hidden_grad: Gradient of `hidden`, which may be incomplete until the backward pass.
-        weight: Output matrix, shape (V, C).
-        weight_grad: Gradient of `weight`, which may be incomplete until the backward pass.
-    """
-    zero = torch.zeros((), device=hidden.device)
-    return [
-        _GradientCarrier.apply(hidden, zero, hidden_grad),
-        _GradientCarrier.apply(weight, zero, weight_grad),
-    ]
-
-
 class _GradientCarrier(torch.autograd.Function):
-    """Autograd function that returns `value` and passes a precomputed gradient to `tensor`.
+    """Return 0. Added to a loss, it gives `tensor` a precomputed gradient in the backward pass.
 
-    The gradient is converted to the dtype of `tensor`.
+    The gradient may be incomplete until then. It is converted to the dtype of `tensor`.
 
     The backward pass can run only once, because it scales the stored gradient in place and then
     frees it.
     """
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, gradient: Tensor) -> Tensor:
         ctx.gradient = gradient
         ctx.dtype = tensor.dtype
-        return value.clone()
+        return torch.zeros((), device=tensor.device)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
         gradient = ctx.gradient
         if gradient is None:
             raise RuntimeError("The gradient of this loss was computed once and has been used.")
@@ -611,4 +598,4 @@ class _GradientCarrier(torch.autograd.Function):
         if gradient.dtype != ctx.dtype:
             result = torch.empty_like(gradient, dtype=ctx.dtype)
         torch.mul(gradient, grads[0], out=result)  # one kernel multiplies and converts
-        return result, None, None
+        return result, None

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titanlite.config import schema
-from titanlite.optim.adamw import local_shard
+from titanlite.optim.clip import local_shard
 
 NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # from the page linked above
 NEWTON_SCHULZ_ITERATIONS = 5

@@ -23,8 +23,7 @@ from titanlite.data.batch import blank_microbatch
 from titanlite.hooks.ema import Ema
 from titanlite.hooks.hook import Hook
 from titanlite.model.llama import Llama
-from titanlite.optim.adamw import local_shard
-from titanlite.optim.clip import StepSums
+from titanlite.optim.clip import StepSums, local_shard
 from titanlite.parallel.forward_backward import PipelineForwardBackward
 from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.parallelize import ShardedModel
