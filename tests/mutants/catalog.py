@@ -180,7 +180,7 @@ def last_microbatch_is_not_reduced() -> None:
         calls.append(0)
         if is_parallel():
             is_first = len(calls) % 2 == 1
-            options |= {"reduce_gradients": is_first, "is_last": is_first}
+            options = dict.fromkeys(options, is_first)
         original(model, **options)
 
     wrap("titanlite.parallel.forward_backward.configure_microbatch", configure)

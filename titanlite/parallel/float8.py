@@ -287,15 +287,13 @@ def _to_float8_style(style: Any, module: nn.Module) -> ParallelStyle:
             input_layouts=style.input_layouts, desired_input_layouts=style.desired_input_layouts
         )
 
-    float8_styles = {
-        ColwiseParallel: float8.Float8ColwiseParallel,
-        RowwiseParallel: float8.Float8RowwiseParallel,
-    }
-    if type(style) not in float8_styles:
+    if type(style) is ColwiseParallel:
+        float8_class = float8.Float8ColwiseParallel
+    elif type(style) is RowwiseParallel:
+        float8_class = float8.Float8RowwiseParallel
+    else:
         return style
-
-    float8_style = float8_styles[type(style)]
-    return float8_style(
+    return float8_class(
         input_layouts=style.input_layouts[0],
         output_layouts=style.output_layouts[0],
         use_local_output=style.use_local_output,

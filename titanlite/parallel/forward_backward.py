@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 from torch.profiler import record_function
 
 from titanlite.config import schema
@@ -133,7 +133,7 @@ class ForwardBackward:
         )
         self.loss_fn: ScaledLoss = build_loss(run.job, recipe)
         self._cross_entropy = CrossEntropy(recipe)
-        self._frees_output = frees_output_before_backward(run)
+        self._frees_output_before_backward = frees_output_before_backward(run)
 
         self._reduces_each_microbatch = run.fsdp_reduce == "microbatch"
         self._offloaded: OffloadedGradients | None = None
@@ -152,12 +152,14 @@ class ForwardBackward:
         """
         total_loss = torch.zeros((), device=self._device)
         for i, microbatch in enumerate(microbatches):
+            # The output matrix is the largest parameter, so it stays unsharded until the last
+            # microbatch. Its backward pass may not need the matrix.
             is_last = i == len(microbatches) - 1
             configure_microbatch(
                 self._model,
-                reduce_gradients=is_last or self._reduces_each_microbatch,
-                is_last=is_last,
-                frees_output=self._frees_output,
+                reduces_gradients=is_last or self._reduces_each_microbatch,
+                frees_output_after_forward=is_last and self._frees_output_before_backward,
+                frees_output_after_backward=is_last,
             )
 
             with record_function("forward"):
@@ -363,17 +365,16 @@ def local_inputs(
     attention: dict[str, Any] = {}
     for name, window in windows.items():
         if model.uses_document_bounds:
-            mask = _build_bounds(microbatches, window)
+            attention[name] = _build_bounds(microbatches, window)
         else:
-            mask = _build_mask(batch, mesh, window, model.attention_backend == "flex")
-        if mask is not None:
-            attention[name] = mask
+            uses_flex = model.attention_backend == "flex"
+            attention[name] = _build_mask(batch, mesh, window, uses_flex)
 
     if mesh.context is not None:
         batch = _select_local_chunks(batch, mesh.context)
-    if batch.positions is not None:
-        attention["positions"] = batch.positions
-    return LocalInputs(batch.input_ids, batch.labels, attention)
+    attention["positions"] = batch.positions
+    arguments = {name: value for name, value in attention.items() if value is not None}
+    return LocalInputs(batch.input_ids, batch.labels, arguments)
 
 
 def _join(microbatches: Sequence[Microbatch]) -> Microbatch:
@@ -402,23 +403,19 @@ def _select_local_chunks(batch: Microbatch, mesh: DeviceMesh) -> Microbatch:
 
 
 def _build_bounds(microbatches: Sequence[Microbatch], window: int) -> DocumentBounds | None:
-    """Return the bounds of the documents of each microbatch, or None if attention is causal.
-
-    A pipeline schedule splits the tensor into equal parts, one for each microbatch. Empty documents
-    at the end make the parts equal.
-    """
+    """Return the bounds of the documents of each microbatch, or None if attention is causal."""
     tokens = microbatches[0].input_ids
     batch_size, seq_len = tokens.shape
-    parts = [x.cu_seqlens for x in microbatches if x.cu_seqlens is not None]
-    if parts:
-        max_length = max(len(part) for part in parts)
-        num_tokens = batch_size * seq_len
-        padded = [F.pad(part, (0, max_length - len(part)), value=num_tokens) for part in parts]
-        return DocumentBounds(torch.cat(padded), window)
+    bounds = [x.cu_seqlens for x in microbatches if x.cu_seqlens is not None]
+    if bounds:
+        # A pipeline schedule splits the bounds into equal parts, one for each microbatch. Empty
+        # documents at the end make the parts equal.
+        padded = pad_sequence(bounds, batch_first=True, padding_value=batch_size * seq_len)
+        return DocumentBounds(padded.flatten(), window)
 
     if 0 < window < seq_len:  # each sequence is one document
-        bounds = equal_bounds(batch_size, seq_len, tokens.device)
-        return DocumentBounds(bounds.repeat(len(microbatches)), window)
+        sequence_bounds = equal_bounds(batch_size, seq_len, tokens.device)
+        return DocumentBounds(sequence_bounds.repeat(len(microbatches)), window)
     return None
 
 
@@ -435,12 +432,15 @@ def _build_mask(
         document_ids = torch.zeros_like(tokens)  # each sequence is one document
 
     if mesh.context is not None:
-        build_context_mask = flex_context_mask if uses_flex else context_mask
-        return build_context_mask(tokens, document_ids, mesh.context, window)
+        if uses_flex:
+            return flex_context_mask(tokens, document_ids, mesh.context, window)
+        return context_mask(tokens, document_ids, mesh.context, window)
+
     if document_ids is None:
         return None
-    build_mask = flex_document_mask if uses_flex else document_mask
-    return build_mask(document_ids, window)
+    if uses_flex:
+        return flex_document_mask(document_ids, window)
+    return document_mask(document_ids, window)
 
 
 def _default_positions(tokens: Tensor) -> Tensor:

@@ -185,32 +185,27 @@ def _should_reshard(blocks: Groups, mesh: DeviceMesh, run: Run) -> bool:
 
 
 def configure_microbatch(
-    model: Llama, *, reduce_gradients: bool, is_last: bool, frees_output: bool
+    model: Llama,
+    *,
+    reduces_gradients: bool,
+    frees_output_after_forward: bool,
+    frees_output_after_backward: bool,
 ) -> None:
-    """Set whether FSDP reduces gradients and frees the output matrix in the next microbatch.
-
-    Call it before the forward pass. The output matrix is the largest parameter, so it stays
-    unsharded from the first to the last microbatch of a step.
+    """Set what FSDP does in the next microbatch. Call it before the forward pass.
 
     Args:
         model: Model after `apply_fsdp`.
-        reduce_gradients: Reduce the accumulated gradients over the ranks in this backward pass.
-        is_last: Whether this is the last microbatch of the step.
-        frees_output: Whether the backward pass does not read the output matrix; see
-            `frees_output_before_backward`.
+        reduces_gradients: Reduce the accumulated gradients over the ranks in the backward pass.
+        frees_output_after_forward: Free the unsharded output matrix after the forward pass.
+        frees_output_after_backward: Free the unsharded output matrix after the backward pass.
     """
-    cast(FSDPModule, model).set_requires_gradient_sync(reduce_gradients)
+    cast(FSDPModule, model).set_requires_gradient_sync(reduces_gradients)
 
-    # Keep the output matrix unsharded until the backward pass of the last microbatch. With tied
-    # embeddings, it belongs to the group of the model.
-    for module in (model, model.output):
-        if isinstance(module, FSDPModule):
-            module.set_reshard_after_backward(is_last, recurse=False)
-
-    # If the last backward pass does not read the output matrix, already free it after the last
-    # forward pass.
     if isinstance(model.output, FSDPModule):
-        model.output.set_reshard_after_forward(is_last and frees_output, recurse=False)
+        model.output.set_reshard_after_forward(frees_output_after_forward, recurse=False)
+        model.output.set_reshard_after_backward(frees_output_after_backward, recurse=False)
+    # Tied embeddings are the output matrix, and belong to the group of the model itself.
+    cast(FSDPModule, model).set_reshard_after_backward(frees_output_after_backward, recurse=False)
 
 
 def reshard_all(model: nn.Module) -> None:

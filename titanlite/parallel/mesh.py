@@ -76,8 +76,8 @@ def build_mesh(degrees: Degrees, device_type: str) -> Mesh:
     assert degrees.world == dist.get_world_size()
     mesh = _build_shard_mesh(degrees, device_type)
 
-    # For all else, arrange the rank numbers in a grid with a dimension per degree, from pipeline to
-    # tensor. Ranks form a group if they differ only in the named dimensions.
+    # The grid has a dimension per degree, from pipeline to tensor. The ranks of a group differ only
+    # in the named dimensions.
     rank_grid = torch.arange(degrees.world).view(astuple(degrees))
     data_group = _create_group(rank_grid, REPLICATE, SHARD)
     loss_group = _create_group(rank_grid, PIPELINE, REPLICATE, SHARD, CONTEXT)
@@ -85,23 +85,23 @@ def build_mesh(degrees: Degrees, device_type: str) -> Mesh:
     groups = [_get_world_group(), *mesh.get_all_groups(), data_group, loss_group, stage_group]
 
     # Context parallelism needs a mesh of its own, because `mesh` has no context dimension.
-    context = None
+    context_mesh = None
     if degrees.context > 1:
         context_group = _create_group(rank_grid, CONTEXT)
-        context = DeviceMesh.from_group(context_group, device_type, mesh_dim_names=("cp",))
-        groups += context.get_all_groups()
+        groups.append(context_group)
+        context_mesh = DeviceMesh.from_group(context_group, device_type, mesh_dim_names=("cp",))
 
     return Mesh(
         degrees,
         fsdp=_select_fsdp_dims(mesh),
         tensor=mesh["tp"] if degrees.tensor > 1 else None,
-        context=context,
+        context=context_mesh,
         pipeline=mesh["pp"] if degrees.pipeline > 1 else None,
         data_rank=_find_data_rank(rank_grid),
         data_group=data_group,
         loss_group=loss_group,
         stage_group=stage_group,
-        groups=tuple(dict.fromkeys(groups)),
+        groups=tuple(dict.fromkeys(groups)),  # without duplicates
     )
 
 
@@ -140,18 +140,18 @@ def _create_group(rank_grid: torch.Tensor, *dims: int) -> dist.ProcessGroup:
     """Create the process group of the ranks that differ from this rank only along some dimensions.
 
     For example, the grid [[0, 1], [2, 3]] has the groups [0, 2] and [1, 3] along dimension 0. All
-    ranks call this together, with the same arguments. A group of all ranks is not created again.
+    ranks call this together, with the same arguments.
 
     Args:
         rank_grid: Rank numbers, one dimension per parallel dimension.
         dims: Indices of the dimensions of `rank_grid` along which ranks of a group differ.
     """
     # Move `dims` to the end, so that each row of the reshaped grid has the ranks of one group.
-    other_dims = [dim for dim in range(rank_grid.ndim) if dim not in dims]
+    fixed_dims = [dim for dim in range(rank_grid.ndim) if dim not in dims]
     group_size = math.prod(rank_grid.shape[dim] for dim in dims)
-    ranks_by_group = rank_grid.permute(*other_dims, *dims).reshape(-1, group_size)
+    ranks_by_group = rank_grid.permute(*fixed_dims, *dims).reshape(-1, group_size)
     if len(ranks_by_group) == 1:
-        return _get_world_group()
+        return _get_world_group()  # torch has already created the group of all ranks
 
     group, _ = dist.new_subgroups_by_enumeration(ranks_by_group.tolist())
     assert isinstance(group, dist.ProcessGroup)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -118,22 +119,24 @@ def checkpoint_and_compile(model: Llama, mesh: Mesh, run: Run) -> None:
     them have a sliding window, there are two graphs, one for each kind of mask.
     """
     config = run.job.activation_checkpoint
-    is_compiled = run.compiles("model")
-    compile_options: dict[str, Any] = {"fullgraph": True, "options": inductor_options(mesh, run)}
+    checkpoint_blocks = partial(
+        apply_activation_checkpointing,
+        model,
+        config,
+        saves_last_matmul=run.job.parallelism.memory_savers == "none",
+    )
+    if not run.compiles("model"):
+        checkpoint_blocks(in_graph=False)
+        return
 
-    # Usually compile after activation checkpointing, so that the compiler sees the recomputation
-    # and can optimize it.
-    compiles_first = _must_compile_first(config, mesh)
-    if is_compiled and compiles_first:
+    compile_options: dict[str, Any] = {"fullgraph": True, "options": inductor_options(mesh, run)}
+    if _must_compile_first(config, mesh):
         for block in model.layers.values():
             block.forward = torch.compile(block.forward, **compile_options)
-
-    if config.mode != "none":
-        in_graph = is_compiled and not compiles_first
-        saves_last_matmul = run.job.parallelism.memory_savers == "none"
-        apply_activation_checkpointing(model, config, in_graph, saves_last_matmul)
-
-    if is_compiled and not compiles_first:
+        checkpoint_blocks(in_graph=False)
+    else:
+        # Compile the recomputation together with the block, so that the compiler optimizes both.
+        checkpoint_blocks(in_graph=True)
         for block in model.layers.values():
             block.compile(**compile_options)
 

@@ -64,24 +64,30 @@ def apply_activation_checkpointing(
         saves_last_matmul: Whether mode "op" may save the output of the last matmul of a block,
             although the backward pass does not need it.
     """
+    if config.mode == "none":
+        return
     if config.mode == "memory_budget":
         _set_memory_budget(config.memory_budget)
         return
 
     preserves_rng_state = draws_random_numbers(type(model))
     recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=preserves_rng_state)
-
-    is_selective = config.mode == "selective"
-    if is_selective and config.selective_ac_option == "op":
+    if config.mode == "full":
+        _recompute_whole_blocks(model, recompute, in_graph, interval=1)
+    elif config.selective_ac_option == "op":
         _recompute_some_operations(model, recompute, saves_last_matmul)
-        return
+    else:
+        _recompute_whole_blocks(model, recompute, in_graph, int(config.selective_ac_option))
 
-    # Recompute all operations of every n-th block, or of all blocks.
+
+def _recompute_whole_blocks(
+    model: Llama, recompute: Callable[..., Tensor], in_graph: bool, interval: int
+) -> None:
+    """Recompute all operations of every `interval`-th block in the backward pass."""
     if in_graph:
         # Without a policy, the compiler would save inputs of collectives and of SwiGLU.
         save_nothing = partial(create_selective_checkpoint_contexts, [])
         recompute = partial(recompute, context_fn=save_nothing)
-    interval = int(config.selective_ac_option) if is_selective else 1
     for index, block in model.layers.items():
         if (int(index) + 1) % interval == 0:
             block.forward = _recompute_in_backward(block.forward, recompute)
@@ -144,7 +150,8 @@ def _create_op_contexts(unneeded_matmul: int) -> tuple[Any, Any]:
         """Return whether to save the output of `op` or to recompute it in the backward pass."""
         should_save = op in always_saved
         if op in MATMULS:
-            index = next(recompute_count if context.is_recompute else forward_count)
+            count = recompute_count if context.is_recompute else forward_count
+            index = next(count)
             should_save = index % 2 == 1 and index != unneeded_matmul
         return CheckpointPolicy.MUST_SAVE if should_save else CheckpointPolicy.PREFER_RECOMPUTE
 
