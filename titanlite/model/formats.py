@@ -163,15 +163,7 @@ def architecture_from_hf(config: dict[str, Any]) -> Architecture:
     """
     parsed = _parse_hf_config(config)
     family = type(parsed)
-
-    # transformers 5 writes the RoPE settings to rope_parameters, and earlier versions to
-    # rope_scaling. Some files have both, which must then be equal.
-    rope_settings = parsed.rope_parameters or parsed.rope_scaling or _DefaultRope()
-    rope = _rope_fields(rope_settings, parsed)
-    if parsed.rope_scaling is not None and _rope_fields(parsed.rope_scaling, parsed) != rope:
-        raise UserError(
-            "config.json: rope_scaling and rope_parameters differ. Remove the one that is wrong."
-        )
+    rope = _read_rope(parsed)
 
     # Convert all other fields, with 0 for null. The options of the family override the file.
     fields: dict[str, Any] = {}
@@ -289,6 +281,23 @@ class _YarnRope(_RopeTable):
 _AnyRope = _DefaultRope | _Llama3Rope | _YarnRope
 
 
+def _read_rope(config: HFConfig) -> dict[str, Any]:
+    """Return the fields of `Architecture` that the RoPE settings of a config.json determine.
+
+    transformers 5 writes the settings to rope_parameters, and earlier versions to rope_scaling.
+
+    Raises:
+        UserError: If both exist and differ, or if the settings are invalid.
+    """
+    settings = config.rope_parameters or config.rope_scaling or _DefaultRope()
+    fields = _rope_fields(settings, config)
+    if config.rope_scaling is not None and _rope_fields(config.rope_scaling, config) != fields:
+        raise UserError(
+            "config.json: rope_scaling and rope_parameters differ. Remove the one that is wrong."
+        )
+    return fields
+
+
 def _rope_fields(table: _AnyRope, config: HFConfig) -> dict[str, Any]:
     """Convert the RoPE settings of a config.json to fields of `Architecture`, such as "rope_theta".
 
@@ -313,7 +322,8 @@ def _rope_fields(table: _AnyRope, config: HFConfig) -> dict[str, Any]:
         if value is not None:
             fields[name] = value
     fields.setdefault("rope_original_max_seq_len", config.max_seq_len)
-    return fields | {"rope_scaling": table.rope_type}
+    fields["rope_scaling"] = table.rope_type
+    return fields
 
 
 def _add_rope_type(table: Any) -> Any:

@@ -326,11 +326,12 @@ def _memory_of_rank(ranks: int, is_offloaded: bool) -> int:
         Number of bytes, or 0 if the GPU is unknown.
     """
     gpu, memory = device_memory()
-    has_own_memory = gpu is not None and not is_offloaded
-    if has_own_memory or memory == 0:
+    if memory == 0:
+        return 0
+    if gpu is not None and not is_offloaded:
         return memory
 
-    # The ranks share the CPU memory of the node.
+    # Without a GPU or with CPU offload, the ranks share the CPU memory of the node.
     num_ranks = ranks or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return machine_memory() // num_ranks
 
