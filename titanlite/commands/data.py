@@ -83,6 +83,7 @@ def show_step(run: Run, step: int, index: int | None = None) -> str:
     Raises:
         UserError: If the step or the sequence does not exist, or the data cannot be read.
     """
+    from titanlite.data.packing import decode_ignored
     from titanlite.data.stream import OutOfData, SequenceReader, open_training_data
     from titanlite.data.tokenizer import load_tokenizer
 
@@ -109,12 +110,10 @@ def show_step(run: Run, step: int, index: int | None = None) -> str:
         for part, document, offset, length in sequence.segments.tolist():
             location = source.where(part, document)
             lines.append(f"--- {location}, tokens {offset} to {offset + length - 1}")
-            tokens = sequence.tokens[start : start + length].tolist()
-            # An id t that does not count in the loss is stored as its complement ~t.
-            num_ignored = sum(token < 0 for token in tokens)
-            if num_ignored:
-                lines.append(f"--- {num_ignored} of these tokens do not count in the loss")
-            lines.append(tokenizer.decode([max(token, ~token) for token in tokens]))
+            ids, is_ignored = decode_ignored(sequence.tokens[start : start + length])
+            if is_ignored.any():
+                lines.append(f"--- {is_ignored.sum()} of these tokens do not count in the loss")
+            lines.append(tokenizer.decode(ids.tolist()))
             start += length
         num_padding = len(sequence.tokens) - start
         if num_padding:

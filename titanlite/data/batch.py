@@ -12,7 +12,7 @@ from torch import Tensor
 
 from titanlite.config.run import Run, sequence_divisor
 from titanlite.config.schema import JobConfig
-from titanlite.data.stream import PackedSequence
+from titanlite.data.packing import PackedSequence, decode_ignored
 from titanlite.model.attention import equal_bounds
 from titanlite.model.microbatch import IGNORE_INDEX, Microbatch
 
@@ -28,52 +28,44 @@ class GlobalBatch(NamedTuple):
 
 
 def make_microbatch(
-    sequences: list[PackedSequence], job: JobConfig, device: torch.device
-) -> tuple[Microbatch, np.ndarray]:
-    """Convert packed sequences to input and label tensors on `device`, without a host sync.
+    sequences: list[PackedSequence], document_mask: bool, document_bounds: bool
+) -> Microbatch:
+    """Convert packed sequences to input and label tensors in CPU memory.
+
+    Labels of padding and of tokens that do not count in the loss are IGNORE_INDEX.
 
     Args:
         sequences: B sequences of T + 1 tokens.
-        job: With `dataset.document_mask`, the microbatch has document ids and positions, so that
-            attention stays within a document. No document then predicts the first token of the next
-            one.
-        device: Device of the tensors.
-
-    Returns:
-        The microbatch, and a copy of its labels in CPU memory, shape (B, T). Labels of padding and
-        of tokens that do not count in the loss are IGNORE_INDEX.
+        document_mask: Add document ids and positions, so that attention stays within a document. No
+            document then predicts the first token of the next one.
+        document_bounds: With `document_mask`, also add bounds for variable-length attention.
     """
     # Each token predicts the next one: inputs are tokens 0 to T - 1, labels are tokens 1 to T.
     tokens = np.stack([sequence.tokens for sequence in sequences]).astype(np.int64)  # (B, T + 1)
-    # An id t that does not count in the loss is stored as its complement ~t, which is negative.
-    labels = np.where(tokens < 0, IGNORE_INDEX, tokens)[:, 1:]  # (B, T)
-    tokens = np.maximum(tokens, ~tokens)
-    arrays = {"input_ids": tokens[:, :-1], "labels": labels}
+    ids, is_ignored = decode_ignored(tokens)
+    labels = np.where(is_ignored, IGNORE_INDEX, ids)[:, 1:]  # (B, T)
+    arrays = {"input_ids": ids[:, :-1], "labels": labels}
 
     # Mask the padding at the end of each sequence.
     for i, sequence in enumerate(sequences):
-        first_padding_label = max(0, int(sequence.segment_sizes.sum()) - 1)
-        labels[i, first_padding_label:] = IGNORE_INDEX
+        num_tokens = int(sequence.segments[:, 3].sum())
+        labels[i, max(0, num_tokens - 1) :] = IGNORE_INDEX
 
-    if job.dataset.document_mask:
+    if document_mask:
         document_ids, positions = _compute_documents(sequences)
         # Mask the first token of each document.
         labels[positions[:, 1:] == 0] = IGNORE_INDEX
         arrays["document_ids"] = document_ids[:, :-1]
         arrays["positions"] = positions[:, :-1]
-        if job.model.uses_document_bounds:
+        if document_bounds:
             # Every document starts at position 0. Only the CPU knows how many there are.
             starts = np.flatnonzero(positions[:, :-1] == 0)
             arrays["cu_seqlens"] = np.append(starts, labels.size).astype(np.int32)
 
-    # Copy to the device. From pinned memory, the copy overlaps with the step in progress.
     tensors: dict[str, Tensor] = {}
     for name, array in arrays.items():
-        tensor = torch.from_numpy(np.ascontiguousarray(array))
-        if device.type == "cuda":
-            tensor = tensor.pin_memory()
-        tensors[name] = tensor.to(device, non_blocking=True)
-    return Microbatch(**tensors), labels
+        tensors[name] = torch.from_numpy(np.ascontiguousarray(array))
+    return Microbatch(**tensors)
 
 
 def _compute_documents(sequences: list[PackedSequence]) -> tuple[np.ndarray, np.ndarray]:
@@ -89,11 +81,23 @@ def _compute_documents(sequences: list[PackedSequence]) -> tuple[np.ndarray, np.
     positions = []
     for sequence in sequences:
         # The padding counts as one more document.
-        num_padding = len(sequence.tokens) - sequence.segment_sizes.sum()
-        lengths = np.append(sequence.segment_sizes, num_padding)
+        sizes = sequence.segments[:, 3]
+        num_padding = len(sequence.tokens) - sizes.sum()
+        lengths = np.append(sizes, num_padding)
         document_ids.append(np.repeat(np.arange(len(lengths)), lengths))
         positions.append(np.concatenate([np.arange(length) for length in lengths]))
     return np.array(document_ids, dtype=np.int32), np.array(positions, dtype=np.int64)
+
+
+def copy_to_device(microbatch: Microbatch, device: torch.device) -> Microbatch:
+    """Copy the tensors of a microbatch to `device` without a host sync."""
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in vars(microbatch).items():
+        if tensor is not None:
+            # From pinned memory, the copy overlaps with the step in progress.
+            source = tensor.pin_memory() if device.type == "cuda" else tensor
+            tensors[name] = source.to(device, non_blocking=True)
+    return Microbatch(**tensors)
 
 
 class Window(NamedTuple):

@@ -11,6 +11,7 @@ import numpy as np
 from titanlite.config.errors import UserError
 from titanlite.config.run import Run
 from titanlite.config.schema import Dataset, DataSource, JobConfig
+from titanlite.data.packing import decode_ignored, encode_ignored
 from titanlite.data.sources.base import RandomAccess, Source, TokenSource
 from titanlite.data.sources.files import open_source
 from titanlite.data.sources.records import BadRecord, MaskedText, Prepared, Record, hash_text
@@ -76,8 +77,8 @@ class DocumentTokenizer:
                 reported a second time.
 
         Returns:
-            Token ids, shape (n,), int32. Those that do not count in the loss are stored as their
-            complement ~id. Empty if the record is skipped or not selected by the holdout.
+            Tokens, shape (n,), int32; see `encode_ignored`. Empty if the record is skipped or not
+            selected by the holdout.
 
         Raises:
             BadRecord: If the record cannot be read and `skip_bad` is False.
@@ -110,13 +111,14 @@ class DocumentTokenizer:
         parts = []
         last_end = 0
         for start, end in [*text.trained, (len(text), len(text))]:
-            parts.append(~self._encode_text(text[last_end:start]))
+            parts.append(encode_ignored(self._encode_text(text[last_end:start])))
             parts.append(self._encode_text(text[start:end]))
             last_end = end
 
         tokens = np.concatenate(parts)
-        bos = ~self._bos if (tokens[:1] < 0).any() else self._bos
-        eos = ~self._eos if (tokens[-1:] < 0).any() else self._eos
+        _, is_ignored = decode_ignored(tokens)
+        bos = encode_ignored(self._bos) if is_ignored[:1].any() else self._bos
+        eos = encode_ignored(self._eos) if is_ignored[-1:].any() else self._eos
         return np.concatenate([bos, tokens, eos])
 
     def _is_selected(self, record: str | Prepared) -> bool:

@@ -11,10 +11,8 @@ size, the number of workers, or restarts.
 
 from __future__ import annotations
 
-import logging
-import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -22,30 +20,28 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from titanlite.config.errors import CheckpointError, UserError
+from titanlite.config.job_diff import DataChanges
 from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
-from titanlite.data.amounts import MAX_EPOCHS
-from titanlite.data.batch import GlobalBatch, make_microbatch
+from titanlite.data.batch import GlobalBatch, copy_to_device, make_microbatch
 from titanlite.data.documents import log_skipped_records
-from titanlite.data.packing import DocumentPosition, StreamPosition
-from titanlite.data.sources.base import Source
-from titanlite.data.stream import (
-    OutOfData,
-    PackedSequence,
-    ReaderShard,
-    SequenceReader,
-    open_training_data,
+from titanlite.data.packing import PackedSequence, StreamPosition
+from titanlite.data.position import (
+    check_position,
+    compare_position,
+    measure_progress,
+    restore_position,
+    save_position,
+    warn_of_repetition,
 )
+from titanlite.data.stream import OutOfData, ReaderShard, SequenceReader, open_training_data
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.data.worker import Worker
 from titanlite.model.microbatch import IGNORE_INDEX
-from titanlite.runtime.logging import LOGGER_NAME
 from titanlite.runtime.world import gathered
 
 # Skipped records that a rank reports at once. There may be thousands of ranks.
 MAX_REPORTED = 100
-STATE_VERSION = 2
 
 
 class Loader:
@@ -94,12 +90,8 @@ class Loader:
 
         self._data = open_training_data(run, tokenizer)
         self.sources = self._data.sources
-        self._order = {
-            "seed": self._data.seed,
-            "seq_len": self._data.seq_len,
-            "packing": self._data.packing,
-            "holdout": self._data.documents.holdout,
-        }
+        self._document_mask = run.job.dataset.document_mask
+        self._document_bounds = run.job.model.uses_document_bounds
 
         self._readers: list[SequenceReader] | list[Worker] = []
         # Batches that were read ahead, and the error of the batch after them.
@@ -189,15 +181,15 @@ class Loader:
         return batch
 
     def _make_batch(self, sequences: list[PackedSequence]) -> GlobalBatch:
-        """Divide sequences into microbatches on the device."""
+        """Divide sequences into microbatches on the device, and count the valid labels."""
         batch_size = self._job.training.local_batch_size
         microbatches = []
         num_valid_tokens = 0
         for start in range(0, len(sequences), batch_size):
             chunk = sequences[start : start + batch_size]
-            microbatch, labels = make_microbatch(chunk, self._job, self._device)
-            microbatches.append(microbatch)
-            num_valid_tokens += int((labels != IGNORE_INDEX).sum())
+            microbatch = make_microbatch(chunk, self._document_mask, self._document_bounds)
+            num_valid_tokens += int((microbatch.labels != IGNORE_INDEX).sum())
+            microbatches.append(copy_to_device(microbatch, self._device))
         return GlobalBatch(microbatches, num_valid_tokens)
 
     def prefetch(self, num_batches: int) -> Exception | None:
@@ -242,51 +234,13 @@ class Loader:
             this process started, and the number of tokens and epochs of each source since step 1.
         """
         num_valid, num_tokens, num_skipped = self._synchronize()
-        epochs = self._count_epochs()
         if self._dp_rank == 0:
-            self._warn_of_repetition(epochs)
-
-        tokens = [count * self._data.seq_len for count in self._data.mixture.counts]
-        names = self._unique_names()
+            self._repeated_sources = warn_of_repetition(self._data, self._repeated_sources)
         return {
             "token_utilization": num_valid / max(1, num_tokens),
             "skipped_records": num_skipped,
-            "source_tokens": dict(zip(names, tokens, strict=True)),
-            "source_epochs": dict(zip(names, epochs, strict=True)),
+            **measure_progress(self._data),
         }
-
-    def _count_epochs(self) -> list[float]:
-        """Return how often each source has been read since step 1.
-
-        For sequential sources, count the parts (such as files) that have been read.
-        """
-        epochs = []
-        for source, positions in zip(self.sources, self._data.positions, strict=True):
-            # Each stream reads some of the documents, and `turn` counts them over all epochs.
-            num_read = sum(position.document.turn for position in positions)
-            epochs.append(num_read / source.num_units)
-        return epochs
-
-    def _unique_names(self) -> list[str]:
-        """Return the names of the sources. Duplicate names get an index, such as "c4 (1)"."""
-        names = [source.name for source in self.sources]
-        return [name if names.count(name) == 1 else f"{name} ({i})" for i, name in enumerate(names)]
-
-    def _warn_of_repetition(self, epochs: Sequence[float]) -> None:
-        """Warn once of each source that has been read `MAX_EPOCHS` times.
-
-        There is no warning for sources with `max_epochs`, because their repetition is intended.
-
-        Args:
-            epochs: Number of epochs read so far, one value per source.
-        """
-        for i, (source, spec) in enumerate(zip(self.sources, self._data.specs, strict=True)):
-            if epochs[i] >= MAX_EPOCHS and not spec.max_epochs and i not in self._repeated_sources:
-                self._repeated_sources.add(i)
-                logging.getLogger(LOGGER_NAME).warning(
-                    f"{source.name} has been read {epochs[i]:.1f} times; more teaches little. "
-                    "Add data, or set dataset.max_epochs to end a run after so many epochs."
-                )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the data position of the next global batch, to save in a checkpoint.
@@ -298,20 +252,7 @@ class Loader:
             A JSON value of a few kilobytes, which does not depend on the number of ranks.
         """
         self._synchronize()
-        sources = []
-        for source, positions in zip(self.sources, self._data.positions, strict=True):
-            # [turn, window, index, offset] of each stream; see `StreamPosition`
-            streams = [[*position.document, position.offset] for position in positions]
-            sources.append(
-                {"name": source.name, "fingerprint": source.fingerprint, "streams": streams}
-            )
-        return {
-            "version": STATE_VERSION,
-            **self._order,
-            "tokenizer": self._data.documents.tokenizer.fingerprint,
-            "schedule": self._data.mixture.state_dict(),
-            "sources": sources,
-        }
+        return save_position(self._data)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Move to the data position of a checkpoint, so that the next batch continues from there.
@@ -327,33 +268,12 @@ class Loader:
             UserError: If the data, its settings or the tokenizer do not match the state.
             CheckpointError: If the state has a version that this loader cannot read.
         """
-        self._reject_other_data(state)
+        check_position(state, self._data, self._job.dataset.on_change)
 
         # Discard what was read ahead from the old position.
         self.close()
         self._new_positions = {}
-
-        self._data.mixture.load_state_dict(state["schedule"])
-        counts = self._data.mixture.counts  # sequences read from each source
-        positions = []
-        for source, saved, count in zip(self.sources, state["sources"], counts, strict=True):
-            positions.append(_restore_positions(source, saved, count))
-        self._data.positions = positions
-
-    def _reject_other_data(self, state: dict[str, Any]) -> None:
-        """Check that a saved data position belongs to the data of this loader.
-
-        Raises:
-            UserError: If the data, its settings or the tokenizer differ. Changed contents of a
-                source are allowed if dataset.on_change is "warn".
-        """
-        incompatible, changed = self.compare(state)
-        if not self._data.documents.tokenizer.is_known_as(state["tokenizer"]):
-            incompatible.append("the tokenizer has changed")
-        rejects_changes = self._job.dataset.on_change == "error"
-        if incompatible or (changed and rejects_changes):
-            differences = "; ".join([*incompatible, *changed])
-            raise UserError(f"Cannot resume from the checkpoint's data position: {differences}")
+        restore_position(state, self._data)
 
     def describe(self) -> str:
         """Describe the name and the size of each source in one line, for the log."""
@@ -371,7 +291,7 @@ class Loader:
         self._prefetched.clear()
         self._read_error = None
 
-    def compare(self, state: dict[str, Any]) -> tuple[list[str], list[str]]:
+    def compare(self, state: dict[str, Any]) -> DataChanges:
         """List the differences between the data of this loader and the data of a saved state.
 
         `load_state_dict` uses the result to decide whether the run can resume. The tokenizer is not
@@ -389,52 +309,7 @@ class Loader:
         Raises:
             CheckpointError: If `state` has a version that this loader cannot read.
         """
-        version = state["version"]
-        if version != STATE_VERSION:
-            raise CheckpointError(
-                f"The data state has version {version}; this version of titanlite reads version "
-                f"{STATE_VERSION}."
-            )
-
-        incompatible = self._compare_settings(state)
-        num_before = len(state["sources"])
-        if num_before != len(self.sources):
-            incompatible.append(f"there were {num_before} sources and are now {len(self.sources)}")
-            return incompatible, []
-
-        changed = []
-        saved_sources = zip(state["sources"], self.sources, self._data.positions, strict=True)
-        for saved, source, positions in saved_sources:
-            name = saved["name"]
-            num_streams_before = len(saved["streams"])
-            # The holdout affects the number of streams, and its change is already reported.
-            same_holdout = state["holdout"] == self._order["holdout"]
-            if num_streams_before != len(positions) and same_holdout:
-                incompatible.append(
-                    f"the source {name} was read in {num_streams_before} streams and {source.name} "
-                    f"is read in {len(positions)}, because dataset.max_epochs or the number of "
-                    "documents or files has changed"
-                )
-            elif saved["fingerprint"] != source.fingerprint:
-                changed.append(
-                    f"the source {name} is now {source.name}, with changed files, contents, "
-                    "text_column or loss_mask_column"
-                )
-        return incompatible, changed
-
-    def _compare_settings(self, state: dict[str, Any]) -> list[str]:
-        """List the settings that determine the data order and differ from a saved state."""
-        names = {
-            "seed": "the seed of the data order",
-            "seq_len": "training.seq_len",
-            "packing": "dataset.packing",
-            "holdout": "validation.holdout",
-        }
-        differences = []
-        for key, name in names.items():
-            if state[key] != self._order[key]:
-                differences.append(f"{name} was {state[key]} and is now {self._order[key]}")
-        return differences
+        return compare_position(state, self._data)
 
     def _synchronize(self) -> list[int]:
         """Exchange stream positions, token counts and skipped records between all ranks.
@@ -470,29 +345,3 @@ class Loader:
     def _gather(self, value: Any) -> list[Any]:
         """Return the `value` of each rank of the data-parallel group, in the order of the ranks."""
         return [value] if self._dp_group is None else gathered(value, self._dp_group)
-
-
-def _restore_positions(
-    source: Source, saved: dict[str, Any], num_sequences: int
-) -> list[StreamPosition]:
-    """Return the position of each stream of a source, as stored in a checkpoint.
-
-    Args:
-        source: The source, whose contents may have changed since the checkpoint was saved.
-        saved: Entry of the source in the saved data position.
-        num_sequences: Number of sequences of the source that the run had read at the checkpoint.
-    """
-    has_changed = saved["fingerprint"] != source.fingerprint
-    num_streams = len(saved["streams"])
-    positions = []
-    for stream, (turn, window, index, offset) in enumerate(saved["streams"]):
-        document = DocumentPosition(turn, window, index)
-        if has_changed:
-            # Continue at the beginning of the document or part that was being read.
-            document = DocumentPosition(turn)
-            offset = 0
-
-        # Streams take turns: of 10 sequences, 4 streams have yielded 3, 3, 2 and 2.
-        num_read = math.ceil((num_sequences - stream) / num_streams)
-        positions.append(StreamPosition(num_read, document, offset))
-    return positions

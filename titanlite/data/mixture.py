@@ -31,9 +31,8 @@ class Mixture:
     """
 
     def __init__(self, dataset: Dataset, global_batch_size: int) -> None:
-        self._stages = stage_weights(dataset)
-        self._dataset = dataset
-        self._global_batch_size = global_batch_size
+        self._weights_by_step = stage_weights(dataset)
+        self._batch_sizes_by_step = _stage_batch_sizes(dataset, global_batch_size)
         num_sources = max(1, len(dataset.sources))
         self.step = 0
         self.counts = [0] * num_sources
@@ -48,15 +47,12 @@ class Mixture:
             has read from this source before. For example [(0, 70), (1, 30), (0, 71)].
         """
         # Restart the counts of the stage when a new stage begins.
-        weights = _weights_at(self._stages, self.step)
+        weights = _find_stage_value(self._weights_by_step, self.step)
         if weights != self.weights:
             self.weights = weights
             self.stage_counts = [0] * len(self.counts)
 
-        # A stage can also set another batch size.
-        batch_size = self._dataset.get_stage_value(
-            "global_batch_size", self.step, self._global_batch_size
-        )
+        batch_size = _find_stage_value(self._batch_sizes_by_step, self.step)
         has_one_source = len(self.counts) == 1
         batch = []
         for _ in range(batch_size):
@@ -129,7 +125,7 @@ def source_shares(dataset: Dataset, step: int) -> np.ndarray:
     Raises:
         UserError: If a stage in [[dataset.stages]] has the wrong number of weights, or only zeros.
     """
-    weights = _weights_at(stage_weights(dataset), step)
+    weights = _find_stage_value(stage_weights(dataset), step)
     return np.divide(weights, sum(weights))
 
 
@@ -164,9 +160,18 @@ def stage_weights(dataset: Dataset) -> list[tuple[int, list[int]]]:
     return [(start_step, _to_integers(weights)) for start_step, weights in stages]
 
 
-def _weights_at(stages: list[tuple[int, list[int]]], step: int) -> list[int]:
-    """Return the weights of the last stage that begins at or before `step`."""
-    return next(weights for start_step, weights in reversed(stages) if start_step <= step)
+def _stage_batch_sizes(dataset: Dataset, global_batch_size: int) -> list[tuple[int, int]]:
+    """Return the first step and the batch size of each stage that sets one, in ascending order."""
+    sizes = [(0, global_batch_size)]
+    for stage in dataset.stages:
+        if stage.global_batch_size is not None:
+            sizes.append((stage.start_step, stage.global_batch_size))
+    return sorted(sizes, key=lambda size: size[0])
+
+
+def _find_stage_value(stages: list[tuple[int, Any]], step: int) -> Any:
+    """Return the value at `step`, given pairs of the first step and the value of each stage."""
+    return next(value for start_step, value in reversed(stages) if start_step <= step)
 
 
 def _to_integers(weights: list[float]) -> list[int]:

@@ -50,7 +50,7 @@ class Segment(NamedTuple):
     """Consecutive tokens of one document that were placed into one sequence."""
 
     tokens: np.ndarray
-    """(n,) int32. Tokens that do not count in the loss are negative; see `Document`."""
+    """(n,) int32, see `encode_ignored`."""
     origin: tuple[int, int, int, int]
     """Index of the part, index of the document, offset of the first token in the document, and
     number of tokens."""
@@ -66,13 +66,47 @@ class Document(NamedTuple):
     number: int
     """Index of the document in the source, or in the part."""
     tokens: np.ndarray
-    """int32, with BOS and EOS. An id t that does not count in the loss is stored as ~t. Empty if
-    the document is skipped or held out."""
+    """(n,) int32, with BOS and EOS; see `encode_ignored`. Empty if the document is skipped or held
+    out."""
 
     def segment(self, offset: int, size: int) -> Segment:
         """Return the segment of `size` tokens that begins at token `offset` of this document."""
         tokens = self.tokens[offset : offset + size]
         return Segment(tokens, (self.part, self.number, offset, size))
+
+
+class PackedSequence(NamedTuple):
+    """A training sequence, with the documents in it and the data position after it."""
+
+    tokens: np.ndarray
+    """(T + 1,) int32, see `encode_ignored`. The first T are inputs, the last T are labels. Padding
+    follows the segments."""
+    segments: np.ndarray
+    """(S, 4) int64, one row per segment of a document: part, document number, offset of the first
+    token in the document, number of tokens."""
+    source: int
+    """Index of the source."""
+    stream: int
+    """Index of the stream in the source."""
+    position: StreamPosition
+    """Position of the stream after this sequence."""
+    skipped: list[str]
+    """Reasons why records were skipped before or within this sequence, in the first epoch only."""
+    index: int = 0
+    """Index in the global batch."""
+
+
+def encode_ignored(ids: np.ndarray) -> np.ndarray:
+    """Mark token ids as not counting in the loss: id t is stored as its complement ~t = -t - 1."""
+    return ~ids
+
+
+def decode_ignored(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the token ids, and which of them do not count in the loss.
+
+    For example, [7, ~8] gives the ids [7, 8] and the booleans [False, True].
+    """
+    return np.maximum(tokens, ~tokens), tokens < 0
 
 
 PackedSegments = Iterator[tuple[list[Segment], StreamPosition]]

@@ -34,6 +34,7 @@ from titanlite.data.mixture import Mixture
 from titanlite.data.packing import (
     Document,
     DocumentPosition,
+    PackedSequence,
     Segment,
     StreamPosition,
     best_fit,
@@ -60,32 +61,6 @@ WINDOW_CHARACTERS = 1 << 20  # or at this many characters
 
 class OutOfData(Exception):
     """Raised when the last epoch of a source has ended, which ends the run normally."""
-
-
-class PackedSequence(NamedTuple):
-    """A training sequence, with the documents in it and the data position after it."""
-
-    tokens: np.ndarray
-    """(T + 1,) int32. The first T are inputs, the last T are labels. An id t that does not count in
-    the loss is stored as ~t. Padding follows the segments."""
-    segments: np.ndarray
-    """(S, 4) int64, one row per segment of a document: part, document number, offset of the first
-    token in the document, number of tokens."""
-    source: int
-    """Index of the source."""
-    stream: int
-    """Index of the stream in the source."""
-    position: StreamPosition
-    """Position of the stream after this sequence."""
-    skipped: list[str]
-    """Reasons why records were skipped before or within this sequence, in the first epoch only."""
-    index: int = 0
-    """Index in the global batch."""
-
-    @property
-    def segment_sizes(self) -> np.ndarray:
-        """Return the number of tokens of each segment, shape (S,)."""
-        return self.segments[:, 3]
 
 
 class ReaderShard(NamedTuple):

@@ -18,11 +18,18 @@ import torch
 
 from titanlite.config.run import Run
 from titanlite.config.schema import Dataset
-from titanlite.data.batch import Window, make_microbatch, padded_length, padded_microbatch
+from titanlite.data.batch import (
+    Window,
+    copy_to_device,
+    make_microbatch,
+    padded_length,
+    padded_microbatch,
+)
 from titanlite.data.documents import DocumentTokenizer, log_skipped_records
+from titanlite.data.packing import PackedSequence
 from titanlite.data.sources.base import Source
 from titanlite.data.sources.records import BadRecord, Prepared
-from titanlite.data.stream import OutOfData, PackedDataset, PackedSequence, SequenceReader
+from titanlite.data.stream import OutOfData, PackedDataset, SequenceReader
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.model.microbatch import IGNORE_INDEX, Microbatch
 
@@ -55,7 +62,8 @@ class ValidationSet:
             UserError: If a source is missing or smaller than one sequence.
         """
         self._device = device
-        self._job = run.job
+        self._document_mask = run.job.dataset.document_mask
+        self._document_bounds = run.job.model.uses_document_bounds
         documents = DocumentTokenizer.for_run(run, tokenizer, validation=True)
         dataset = _read_once(getattr(run.job, documents.section))
         data = PackedDataset(
@@ -93,7 +101,8 @@ class ValidationSet:
         labels.
         """
         for sequences in self._batches:
-            yield make_microbatch(sequences, self._job, self._device)[0]
+            microbatch = make_microbatch(sequences, self._document_mask, self._document_bounds)
+            yield copy_to_device(microbatch, self._device)
 
     def describe(self) -> str:
         """Describe the validation data for the log, such as "512 sequences of c4"."""
@@ -109,12 +118,13 @@ class ValidationSet:
         Returns:
             Array of counts, indexed by token id.
         """
-        labels = []
+        valid_labels = []
         for start in range(0, len(sequences), batch_size):
             part = sequences[start : start + batch_size]
-            part_labels = make_microbatch(part, self._job, torch.device("cpu"))[1]
-            labels.append(part_labels[part_labels != IGNORE_INDEX])
-        return np.bincount(np.concatenate(labels))
+            microbatch = make_microbatch(part, self._document_mask, self._document_bounds)
+            labels = microbatch.labels
+            valid_labels.append(labels[labels != IGNORE_INDEX])
+        return torch.cat(valid_labels).bincount().numpy()
 
 
 def _read_once(section: Dataset) -> Dataset:

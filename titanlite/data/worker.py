@@ -25,13 +25,8 @@ from typing import IO, Any
 
 from titanlite.config.errors import UserError
 from titanlite.config.schema import JobConfig
-from titanlite.data.stream import (
-    OutOfData,
-    PackedDataset,
-    PackedSequence,
-    ReaderShard,
-    SequenceReader,
-)
+from titanlite.data.packing import PackedSequence
+from titanlite.data.stream import OutOfData, PackedDataset, ReaderShard, SequenceReader
 from titanlite.runtime.process import serve_parent, start_python
 
 PROGRESS_BYTES = 3 * 8  # int64 indices of the source, part and document that a worker is reading

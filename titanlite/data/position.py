@@ -1,0 +1,201 @@
+"""The data position of a run: saving, comparing and restoring it, and how much has been read.
+
+The position consists of `PackedDataset.mixture` and `PackedDataset.positions`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+from titanlite.config.errors import CheckpointError, UserError
+from titanlite.config.job_diff import DataChanges
+from titanlite.data.amounts import MAX_EPOCHS
+from titanlite.data.packing import DocumentPosition, StreamPosition
+from titanlite.data.stream import PackedDataset
+from titanlite.runtime.logging import LOGGER_NAME
+
+STATE_VERSION = 2
+# Settings that determine the data order, and their names in messages.
+_ORDER_SETTINGS = {
+    "seed": "the seed of the data order",
+    "seq_len": "training.seq_len",
+    "packing": "dataset.packing",
+    "holdout": "validation.holdout",
+}
+
+
+def save_position(data: PackedDataset) -> dict[str, Any]:
+    """Return the data position as a JSON value of a few kilobytes, to save in a checkpoint."""
+    sources = []
+    for source, positions in zip(data.sources, data.positions, strict=True):
+        # [turn, window, index, offset] of each stream; see `StreamPosition`
+        streams = [[*position.document, position.offset] for position in positions]
+        sources.append({"name": source.name, "fingerprint": source.fingerprint, "streams": streams})
+    return {
+        "version": STATE_VERSION,
+        "seed": data.seed,
+        "seq_len": data.seq_len,
+        "packing": data.packing,
+        "holdout": data.documents.holdout,
+        "tokenizer": data.documents.tokenizer.fingerprint,
+        "schedule": data.mixture.state_dict(),
+        "sources": sources,
+    }
+
+
+def check_position(saved: dict[str, Any], data: PackedDataset, on_change: str) -> None:
+    """Check that a run can continue to read its data from a saved position.
+
+    Args:
+        saved: A value that `save_position` returned.
+        data: Data of the run.
+        on_change: Value of dataset.on_change. "warn" allows changed contents of a source.
+
+    Raises:
+        UserError: If the data, its settings or the tokenizer differ.
+        CheckpointError: If `saved` has a version that this function cannot read.
+    """
+    incompatible, changed = compare_position(saved, data)
+    if not data.documents.tokenizer.is_known_as(saved["tokenizer"]):
+        incompatible.append("the tokenizer has changed")
+    if incompatible or (changed and on_change == "error"):
+        differences = "; ".join([*incompatible, *changed])
+        raise UserError(f"Cannot resume from the checkpoint's data position: {differences}")
+
+
+def compare_position(saved: dict[str, Any], data: PackedDataset) -> DataChanges:
+    """List the differences between the data of a saved position and the data of a run.
+
+    See `Loader.compare`, which describes the result.
+
+    Raises:
+        CheckpointError: If `saved` has a version that this function cannot read.
+    """
+    version = saved["version"]
+    if version != STATE_VERSION:
+        raise CheckpointError(
+            f"The data state has version {version}; this version of titanlite reads version "
+            f"{STATE_VERSION}."
+        )
+
+    current = save_position(data)
+    incompatible = []
+    for key, name in _ORDER_SETTINGS.items():
+        if saved[key] != current[key]:
+            incompatible.append(f"{name} was {saved[key]} and is now {current[key]}")
+
+    num_before = len(saved["sources"])
+    num_now = len(current["sources"])
+    if num_before != num_now:
+        incompatible.append(f"there were {num_before} sources and are now {num_now}")
+        return incompatible, []
+
+    other_streams, changed = _compare_sources(saved, current)
+    return incompatible + other_streams, changed
+
+
+def _compare_sources(saved: dict[str, Any], current: dict[str, Any]) -> DataChanges:
+    """List the sources with other numbers of streams, and those with changed contents."""
+    other_streams = []
+    changed = []
+    # The holdout affects the number of streams, and its change is already reported.
+    same_holdout = saved["holdout"] == current["holdout"]
+    for before, now in zip(saved["sources"], current["sources"], strict=True):
+        num_before = len(before["streams"])
+        num_now = len(now["streams"])
+        if num_before != num_now and same_holdout:
+            other_streams.append(
+                f"the source {before['name']} was read in {num_before} streams and {now['name']} "
+                f"is read in {num_now}, because dataset.max_epochs or the number of "
+                "documents or files has changed"
+            )
+        elif before["fingerprint"] != now["fingerprint"]:
+            changed.append(
+                f"the source {before['name']} is now {now['name']}, with changed files, contents, "
+                "text_column or loss_mask_column"
+            )
+    return other_streams, changed
+
+
+def restore_position(saved: dict[str, Any], data: PackedDataset) -> None:
+    """Move `data` to a saved position. If a source has changed, round down to a whole document."""
+    data.mixture.load_state_dict(saved["schedule"])
+    positions = []
+    for i, source in enumerate(saved["sources"]):
+        has_changed = source["fingerprint"] != data.sources[i].fingerprint
+        positions.append(_restore_streams(source["streams"], data.mixture.counts[i], has_changed))
+    data.positions = positions
+
+
+def _restore_streams(
+    saved: list[list[int]], num_sequences: int, has_changed: bool
+) -> list[StreamPosition]:
+    """Return the position of each stream of a source.
+
+    Args:
+        saved: [turn, window, index, offset] of each stream.
+        num_sequences: Number of sequences that were read from the source.
+        has_changed: Whether the source has changed. Each stream then continues at the beginning of
+            the document or part that was being read.
+    """
+    positions = []
+    for stream, (turn, window, index, offset) in enumerate(saved):
+        # Streams take turns: of 10 sequences, 4 streams have yielded 3, 3, 2 and 2.
+        num_read = math.ceil((num_sequences - stream) / len(saved))
+        position = StreamPosition(num_read, DocumentPosition(turn, window, index), offset)
+        if has_changed:
+            position = StreamPosition(num_read, DocumentPosition(turn))
+        positions.append(position)
+    return positions
+
+
+def measure_progress(data: PackedDataset) -> dict[str, dict[str, float]]:
+    """Return the number of tokens and epochs of each source up to the position, for the metrics."""
+    # Duplicate names get an index, such as "c4 (1)".
+    names = [source.name for source in data.sources]
+    unique_names = [
+        name if names.count(name) == 1 else f"{name} ({i})" for i, name in enumerate(names)
+    ]
+    tokens = [count * data.seq_len for count in data.mixture.counts]
+    return {
+        "source_tokens": dict(zip(unique_names, tokens, strict=True)),
+        "source_epochs": dict(zip(unique_names, _count_epochs(data), strict=True)),
+    }
+
+
+def _count_epochs(data: PackedDataset) -> list[float]:
+    """Return how often each source has been read since step 1.
+
+    For sequential sources, count the parts (such as files) that have been read.
+    """
+    epochs = []
+    for source, positions in zip(data.sources, data.positions, strict=True):
+        # Each stream reads some of the documents, and `turn` counts them over all epochs.
+        num_read = sum(position.document.turn for position in positions)
+        epochs.append(num_read / source.num_units)
+    return epochs
+
+
+def warn_of_repetition(data: PackedDataset, warned: set[int]) -> set[int]:
+    """Log a warning for each source that has been read `MAX_EPOCHS` times.
+
+    There is no warning for sources with `max_epochs`, because their repetition is intended.
+
+    Args:
+        data: Data of the run.
+        warned: Indices of the sources with an earlier warning, which is not repeated.
+
+    Returns:
+        Indices of all sources with a warning.
+    """
+    warned = set(warned)
+    for i, epochs in enumerate(_count_epochs(data)):
+        if epochs >= MAX_EPOCHS and not data.specs[i].max_epochs and i not in warned:
+            warned.add(i)
+            logging.getLogger(LOGGER_NAME).warning(
+                f"{data.sources[i].name} has been read {epochs:.1f} times; more teaches little. "
+                "Add data, or set dataset.max_epochs to end a run after so many epochs."
+            )
+    return warned
