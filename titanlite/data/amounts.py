@@ -77,20 +77,20 @@ def _extrapolate(source: Source, texts: list[str], sample_tokens: int) -> int | 
     For example, if the sample has 100 tokens and a fiftieth of the documents, return 5,000. Return
     None if the size of the source is unknown.
     """
-    # Compare the sizes of the sample and the source, if documents have known sizes.
+    # Compare the sizes of the sample and the source, in bytes, documents or characters.
     if isinstance(source, RandomAccess):
-        sizes = source.sizes()
-        sample_size = int(sizes[source.sample()].sum())
-        return sample_tokens * int(sizes.sum()) // sample_size
-
-    # Otherwise compare their numbers of documents or characters.
-    if source.num_documents is not None:
-        return sample_tokens * source.num_documents // max(1, len(texts))
-    source_characters = _count_characters(source)
-    if source_characters == 0:
+        document_sizes = source.sizes()
+        sample_size = int(document_sizes[source.sample()].sum())
+        source_size = int(document_sizes.sum())
+    elif source.num_documents is not None:
+        sample_size = len(texts)
+        source_size = source.num_documents
+    else:
+        sample_size = sum(len(text) for text in texts)
+        source_size = _count_characters(source)
+    if source_size == 0:
         return None
-    sample_characters = max(1, sum(len(text) for text in texts))
-    return sample_tokens * source_characters // sample_characters
+    return sample_tokens * source_size // max(1, sample_size)
 
 
 def _warn_of_lost_characters(source: Source, tokenizer: Tokenizer, texts: list[str]) -> None:
@@ -192,25 +192,22 @@ def _inspect_sources(run: Run, documents: DocumentTokenizer) -> list[SourceSize]
     return sizes
 
 
-def _compute_epochs(run: Run, sizes: Sequence[SourceSize]) -> list[tuple[float, float]]:
-    """Compute how much of the training data each source supplies, and how often it is read.
-
-    Returns:
-        One pair per source: its share of all training sequences (0 to 1), and the number of epochs,
-        which is 0 if the size is unknown.
-    """
-    # Add up the sequences of each source over the stages of the run.
-    sequences = np.zeros(len(sizes))
+def _count_sequences(run: Run) -> np.ndarray:
+    """Return the number of training sequences from each source, over all stages of the run."""
+    sequences = np.zeros(len(source_specs(run.job.dataset)))
     for start_step, stage_sequences in run.sequence_counts:
         sequences += stage_sequences * source_shares(run.job.dataset, start_step)
-    shares = sequences / sequences.sum()
+    return sequences
 
+
+def _compute_epochs(run: Run, sizes: Sequence[SourceSize]) -> list[float]:
+    """Return how often the run reads each source, 0 if the size of the source is unknown."""
     # An epoch also contains the documents that are held out, and thus not trained on.
-    tokens = sequences * run.job.training.seq_len / (1 - run.job.validation.holdout)
+    tokens = _count_sequences(run) * run.job.training.seq_len / (1 - run.job.validation.holdout)
     epochs = []
     for num_tokens, size in zip(tokens.tolist(), sizes, strict=True):
         epochs.append(num_tokens / size.tokens if size.tokens else 0.0)
-    return list(zip(shares.tolist(), epochs, strict=True))
+    return epochs
 
 
 def describe_sources(run: Run, sizes: Sequence[SourceSize]) -> str:
@@ -219,8 +216,9 @@ def describe_sources(run: Run, sizes: Sequence[SourceSize]) -> str:
     A line contains the share of the source, its size, bytes per token and number of epochs.
     """
     lines = []
-    epochs_of_sources = _compute_epochs(run, sizes)
-    for size, (share, epochs) in zip(sizes, epochs_of_sources, strict=True):
+    sequences = _count_sequences(run)
+    shares = sequences / sequences.sum()
+    for size, share, epochs in zip(sizes, shares, _compute_epochs(run, sizes), strict=True):
         line = f"{share:6.1%}  {size.description}"
         if size.bytes_per_token:
             if size.tokens:
@@ -237,21 +235,12 @@ def explain_toy_run(run: Run, tokenizer: Tokenizer, sizes: Sequence[SourceSize])
 
     The warning contains commands that download larger ones.
     """
-    lines = _explain_repeated_text(run, sizes)
-    num_embeddings = run.arch.vocab_size
-    if tokenizer.vocab_size <= _MIN_VOCABULARY_SHARE * num_embeddings:
-        lines += [
-            f"{run.job.tokenizer.path} has {tokenizer.vocab_size:,} tokens, but the model has "
-            f"{num_embeddings:,}",
-            "(model.vocab_size), so most of its embeddings are never trained. To get a tokenizer:",
-            f"    titanlite get {_propose_tokenizer(num_embeddings)}",
-        ]
-    if not lines:
+    problems = _explain_repeated_text(run, sizes) + _explain_small_vocabulary(run, tokenizer)
+    if not problems:
         return ""
-
-    lines.insert(0, f"{' THIS RUN TRAINS A TOY ':=^56}")
-    lines += ["`titanlite get` prints the lines for a job file.", "=" * 56]
-    return "\n".join(lines)
+    title = f"{' THIS RUN TRAINS A TOY ':=^56}"
+    hint = "`titanlite get` prints the lines for a job file."
+    return "\n".join([title, *problems, hint, "=" * 56])
 
 
 def _explain_repeated_text(run: Run, sizes: Sequence[SourceSize]) -> list[str]:
@@ -261,8 +250,7 @@ def _explain_repeated_text(run: Run, sizes: Sequence[SourceSize]) -> list[str]:
     """
     lines = []
     specs = source_specs(run.job.dataset)
-    epochs_of_sources = _compute_epochs(run, sizes)
-    for spec, size, (_, epochs) in zip(specs, sizes, epochs_of_sources, strict=True):
+    for spec, size, epochs in zip(specs, sizes, _compute_epochs(run, sizes), strict=True):
         if epochs > MAX_EPOCHS and not spec.max_epochs:
             steps = max(1, int(run.job.training.steps * MAX_EPOCHS / epochs))
             lines += [
@@ -272,6 +260,19 @@ def _explain_repeated_text(run: Run, sizes: Sequence[SourceSize]) -> list[str]:
                 f"{steps:,} steps read this text {MAX_EPOCHS} times: --training.steps {steps}",
             ]
     return lines
+
+
+def _explain_small_vocabulary(run: Run, tokenizer: Tokenizer) -> list[str]:
+    """Return lines about a tokenizer with far fewer tokens than the model has embeddings."""
+    num_embeddings = run.arch.vocab_size
+    if tokenizer.vocab_size > _MIN_VOCABULARY_SHARE * num_embeddings:
+        return []
+    return [
+        f"{run.job.tokenizer.path} has {tokenizer.vocab_size:,} tokens, but the model has "
+        f"{num_embeddings:,}",
+        "(model.vocab_size), so most of its embeddings are never trained. To get a tokenizer:",
+        f"    titanlite get {_propose_tokenizer(num_embeddings)}",
+    ]
 
 
 def _propose_tokenizer(num_embeddings: int) -> str:

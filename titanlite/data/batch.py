@@ -81,7 +81,7 @@ def _compute_documents(sequences: list[PackedSequence]) -> tuple[np.ndarray, np.
     positions = []
     for sequence in sequences:
         # The padding counts as one more document.
-        sizes = sequence.segments[:, 3]
+        sizes = sequence.segments[:, 3]  # tokens of each segment
         num_padding = len(sequence.tokens) - sizes.sum()
         lengths = np.append(sizes, num_padding)
         document_ids.append(np.repeat(np.arange(len(lengths)), lengths))
@@ -90,13 +90,15 @@ def _compute_documents(sequences: list[PackedSequence]) -> tuple[np.ndarray, np.
 
 
 def copy_to_device(microbatch: Microbatch, device: torch.device) -> Microbatch:
-    """Copy the tensors of a microbatch to `device` without a host sync."""
+    """Copy a microbatch from CPU memory to the CPU or GPU `device`, without a host sync."""
+    if device.type != "cuda":
+        return microbatch
+
     tensors: dict[str, Tensor] = {}
     for name, tensor in vars(microbatch).items():
         if tensor is not None:
             # From pinned memory, the copy overlaps with the step in progress.
-            source = tensor.pin_memory() if device.type == "cuda" else tensor
-            tensors[name] = source.to(device, non_blocking=True)
+            tensors[name] = tensor.pin_memory().to(device, non_blocking=True)
     return Microbatch(**tensors)
 
 

@@ -91,7 +91,6 @@ class DocumentTokenizer:
             return self._no_tokens
         if not self._is_selected(record):
             return self._no_tokens
-
         if isinstance(record, Prepared):
             return record.tokens
         if isinstance(record, MaskedText):
@@ -233,20 +232,21 @@ def _explain_too_little_text(
         num_tokens: Number of tokens that the source has.
         seq_len: Number of tokens that the source must exceed.
     """
-    skipped = documents.skipped
-    if skipped and num_tokens == 0:
-        problem = f"all {len(skipped):,} records are skipped"
-        return f"{source.name}: {problem}. The first one: {skipped[0]}."
+    if num_tokens == 0 and documents.skipped:
+        problem = f"all {len(documents.skipped):,} records are skipped"
+        return f"{source.name}: {problem}. The first one: {documents.skipped[0]}."
     if num_tokens == 0 and not documents.is_validation:
         return f"{source.name}: the documents contain no text. Choose other files."
 
-    limit = f"fewer than one sequence (training.seq_len = {seq_len:,})"
-    if documents.is_validation:
-        remedy = _propose_holdout(source, documents, seq_len)
-        text = f"the held-out documents contain {num_tokens:,} tokens"
-        return f"{source.name}: {text}, {limit}. {remedy}"
+    text = "the documents"
     remedy = "Lower training.seq_len or add text."
-    return f"{source.name}: the documents contain {num_tokens:,} tokens, {limit}. {remedy}"
+    if documents.is_validation:
+        text = "the held-out documents"
+        remedy = _propose_holdout(source, documents, seq_len)
+    return (
+        f"{source.name}: {text} contain {num_tokens:,} tokens, fewer than one sequence "
+        f"(training.seq_len = {seq_len:,}). {remedy}"
+    )
 
 
 def _propose_holdout(source: Source, documents: DocumentTokenizer, seq_len: int) -> str:

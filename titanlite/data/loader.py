@@ -27,7 +27,6 @@ from titanlite.data.batch import GlobalBatch, copy_to_device, make_microbatch
 from titanlite.data.documents import log_skipped_records
 from titanlite.data.packing import PackedSequence, StreamPosition
 from titanlite.data.position import (
-    check_position,
     compare_position,
     measure_progress,
     restore_position,
@@ -235,7 +234,7 @@ class Loader:
         """
         num_valid, num_tokens, num_skipped = self._synchronize()
         if self._dp_rank == 0:
-            self._repeated_sources = warn_of_repetition(self._data, self._repeated_sources)
+            warn_of_repetition(self._data, self._repeated_sources)
         return {
             "token_utilization": num_valid / max(1, num_tokens),
             "skipped_records": num_skipped,
@@ -268,12 +267,9 @@ class Loader:
             UserError: If the data, its settings or the tokenizer do not match the state.
             CheckpointError: If the state has a version that this loader cannot read.
         """
-        check_position(state, self._data, self._job.dataset.on_change)
-
-        # Discard what was read ahead from the old position.
-        self.close()
+        self.close()  # discard what was read ahead from the old position
+        restore_position(state, self._data, self._job.dataset.on_change)
         self._new_positions = {}
-        restore_position(state, self._data)
 
     def describe(self) -> str:
         """Describe the name and the size of each source in one line, for the log."""

@@ -32,7 +32,9 @@ class Mixture:
 
     def __init__(self, dataset: Dataset, global_batch_size: int) -> None:
         self._weights_by_step = stage_weights(dataset)
-        self._batch_sizes_by_step = _stage_batch_sizes(dataset, global_batch_size)
+        self._batch_sizes_by_step = _list_stage_values(
+            dataset, "global_batch_size", global_batch_size
+        )
         num_sources = max(1, len(dataset.sources))
         self.step = 0
         self.counts = [0] * num_sources
@@ -144,29 +146,24 @@ def stage_weights(dataset: Dataset) -> list[tuple[int, list[int]]]:
     """
     # Without [[dataset.sources]], [dataset] itself describes the only source.
     initial = [source.weight for source in dataset.sources] or [1.0]
-    stages = [(0, initial)]
-    for stage in dataset.stages:
-        if stage.weights is not None:
-            stages.append((stage.start_step, list(stage.weights)))
-
+    stages = _list_stage_values(dataset, "weights", initial)
     for start_step, weights in stages:
         if len(weights) != len(initial) or not any(weights):
             raise UserError(
-                f"dataset.stages: start_step = {start_step} has weights = {weights}; expected "
-                f"{len(initial)} weights (one per source), at least one above 0."
+                f"dataset.stages: start_step = {start_step} has weights = {list(weights)}; "
+                f"expected {len(initial)} weights (one per source), at least one above 0."
             )
-
-    stages.sort(key=lambda stage: stage[0])
     return [(start_step, _to_integers(weights)) for start_step, weights in stages]
 
 
-def _stage_batch_sizes(dataset: Dataset, global_batch_size: int) -> list[tuple[int, int]]:
-    """Return the first step and the batch size of each stage that sets one, in ascending order."""
-    sizes = [(0, global_batch_size)]
+def _list_stage_values(dataset: Dataset, key: str, initial: Any) -> list[tuple[int, Any]]:
+    """Return the first step and the value of each stage that sets `key`, in ascending order."""
+    stages = [(0, initial)]
     for stage in dataset.stages:
-        if stage.global_batch_size is not None:
-            sizes.append((stage.start_step, stage.global_batch_size))
-    return sorted(sizes, key=lambda size: size[0])
+        value = getattr(stage, key)
+        if value is not None:
+            stages.append((stage.start_step, value))
+    return sorted(stages, key=lambda stage: stage[0])
 
 
 def _find_stage_value(stages: list[tuple[int, Any]], step: int) -> Any:

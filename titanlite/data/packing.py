@@ -192,9 +192,11 @@ def best_fit(read_documents: ReadDocuments, length: int, start: StreamPosition) 
         window_end = window[-1].next_position
         for i in range(first_index, len(sequences)):
             num_sequences += 1
-            next_start = StreamPosition(num_sequences, window_start, i + 1)
-            if i + 1 == len(sequences):
+            is_last = i + 1 == len(sequences)
+            if is_last:
                 next_start = StreamPosition(num_sequences, window_end)
+            else:
+                next_start = StreamPosition(num_sequences, window_start, i + 1)
             yield sequences[i], next_start
 
         # Only the first window may begin in the middle, after a resume.
@@ -214,9 +216,9 @@ def _pack_window(
         segments += _cut(document, length)
     sequences = _place_segments(segments, length)
 
-    # Do not change the key, because it determines the data order of existing runs.
-    turn, first_record, index = window_start
+    # Each window has another key. Do not change it, or the data order of existing runs changes.
     num_tokens = sum(len(document.tokens) for document in window)
+    turn, first_record, index = window_start
     key = f"rows Place(turn={turn}, window={first_record}, index={index}) {num_tokens}"
     order = permuted(np.arange(len(sequences)), len(sequences), key)
     return [sequences[i] for i in order]
@@ -258,18 +260,16 @@ def _place_segments(segments: list[Segment], length: int) -> list[list[Segment]]
     free_space: list[tuple[int, int]] = []  # (free tokens, index of the sequence), sorted
     longest_first = sorted(segments, key=lambda segment: len(segment.tokens), reverse=True)
     for segment in longest_first:
-        # Find the sequence with the least sufficient space, or begin a new one.
         size = len(segment.tokens)
-        best = bisect_left(free_space, (size, -1))
-        if best < len(free_space):
-            free, index = free_space.pop(best)
+        best_fit = bisect_left(free_space, (size, -1))  # the first sequence with enough space
+        if best_fit < len(free_space):
+            num_free, index = free_space.pop(best_fit)
         else:
-            free = length
+            num_free = length
             index = len(sequences)
             sequences.append([])
 
-        # Add the segment to it.
         sequences[index].append(segment)
-        if free > size:
-            insort(free_space, (free - size, index))
+        if num_free > size:
+            insort(free_space, (num_free - size, index))
     return sequences

@@ -45,26 +45,6 @@ def save_position(data: PackedDataset) -> dict[str, Any]:
     }
 
 
-def check_position(saved: dict[str, Any], data: PackedDataset, on_change: str) -> None:
-    """Check that a run can continue to read its data from a saved position.
-
-    Args:
-        saved: A value that `save_position` returned.
-        data: Data of the run.
-        on_change: Value of dataset.on_change. "warn" allows changed contents of a source.
-
-    Raises:
-        UserError: If the data, its settings or the tokenizer differ.
-        CheckpointError: If `saved` has a version that this function cannot read.
-    """
-    incompatible, changed = compare_position(saved, data)
-    if not data.documents.tokenizer.is_known_as(saved["tokenizer"]):
-        incompatible.append("the tokenizer has changed")
-    if incompatible or (changed and on_change == "error"):
-        differences = "; ".join([*incompatible, *changed])
-        raise UserError(f"Cannot resume from the checkpoint's data position: {differences}")
-
-
 def compare_position(saved: dict[str, Any], data: PackedDataset) -> DataChanges:
     """List the differences between the data of a saved position and the data of a run.
 
@@ -119,8 +99,26 @@ def _compare_sources(saved: dict[str, Any], current: dict[str, Any]) -> DataChan
     return other_streams, changed
 
 
-def restore_position(saved: dict[str, Any], data: PackedDataset) -> None:
-    """Move `data` to a saved position. If a source has changed, round down to a whole document."""
+def restore_position(saved: dict[str, Any], data: PackedDataset, on_change: str) -> None:
+    """Move `data` to a saved position.
+
+    Args:
+        saved: A value that `save_position` returned.
+        data: Data of the run.
+        on_change: Value of dataset.on_change. With "warn", a changed source continues at the
+            beginning of the document or part that was being read.
+
+    Raises:
+        UserError: If the data, its settings or the tokenizer differ.
+        CheckpointError: If `saved` has a version that this function cannot read.
+    """
+    incompatible, changed = compare_position(saved, data)
+    if not data.documents.tokenizer.is_known_as(saved["tokenizer"]):
+        incompatible.append("the tokenizer has changed")
+    if incompatible or (changed and on_change == "error"):
+        differences = "; ".join([*incompatible, *changed])
+        raise UserError(f"Cannot resume from the checkpoint's data position: {differences}")
+
     data.mixture.load_state_dict(saved["schedule"])
     positions = []
     for i, source in enumerate(saved["sources"]):
@@ -178,19 +176,15 @@ def _count_epochs(data: PackedDataset) -> list[float]:
     return epochs
 
 
-def warn_of_repetition(data: PackedDataset, warned: set[int]) -> set[int]:
+def warn_of_repetition(data: PackedDataset, warned: set[int]) -> None:
     """Log a warning for each source that has been read `MAX_EPOCHS` times.
 
     There is no warning for sources with `max_epochs`, because their repetition is intended.
 
     Args:
         data: Data of the run.
-        warned: Indices of the sources with an earlier warning, which is not repeated.
-
-    Returns:
-        Indices of all sources with a warning.
+        warned: Indices of the sources with an earlier warning, to which this function adds.
     """
-    warned = set(warned)
     for i, epochs in enumerate(_count_epochs(data)):
         if epochs >= MAX_EPOCHS and not data.specs[i].max_epochs and i not in warned:
             warned.add(i)
@@ -198,4 +192,3 @@ def warn_of_repetition(data: PackedDataset, warned: set[int]) -> set[int]:
                 f"{data.sources[i].name} has been read {epochs:.1f} times; more teaches little. "
                 "Add data, or set dataset.max_epochs to end a run after so many epochs."
             )
-    return warned

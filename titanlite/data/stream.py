@@ -254,6 +254,7 @@ class SequenceReader:
 
         self._progress[0] = source  # for the report of a read that hangs
         for sequence in self._streams[source, stream]:
+            # Skip sequences that other ranks read.
             if sequence.position.sequence > index_in_stream:
                 return sequence._replace(index=index_in_batch)
 
@@ -268,7 +269,7 @@ class SequenceReader:
         read_documents = partial(self._read_documents, source, stream)
         start = data.positions[source][stream]
 
-        skipped = data.documents.skipped  # reading documents adds to this list
+        skipped = data.documents.skipped  # a list to which `read_documents` adds
         skipped.clear()
         for segments, position in pack(read_documents, data.seq_len + 1, start):
             yield PackedSequence(
@@ -323,9 +324,9 @@ class SequenceReader:
         for start in range(0, len(positions), block_size):
             block = positions[start : start + block_size]
             indices = epoch_order(num_units, self._data.seed, np.array(block))
-            for position, index in zip(block, indices.tolist(), strict=True):
-                is_repeated = position >= num_units
-                yield _Unit(index, position, position // num_streams, is_repeated)
+            for index, position in zip(indices.tolist(), block, strict=True):
+                turn = position // num_streams
+                yield _Unit(index, position, turn, is_repeated=position >= num_units)
 
     def _read_document(self, source: RandomAccess, unit: _Unit) -> Document:
         """Read and tokenize a document of a source with random access."""
@@ -345,14 +346,15 @@ class SequenceReader:
             size = len(window)
             key = f"{self._data.seed} position {part.position} window {window_start}"
             order = permuted(np.arange(size), size, key).tolist()
-            positions = [DocumentPosition(part.turn, window_start, i) for i in range(size)]
-            positions.append(DocumentPosition(part.turn, window_start + size))  # the next window
-
             for i in range(first_index, size):
+                position = DocumentPosition(part.turn, window_start, i)
+                next_position = DocumentPosition(part.turn, window_start, i + 1)
+                if i + 1 == size:
+                    next_position = DocumentPosition(part.turn, window_start + size)
                 record = window[order[i]]
                 tokens = self._data.documents.encode(record, is_repeated=part.is_repeated)
                 number = window_start + order[i]
-                yield Document(positions[i], positions[i + 1], part.index, number, tokens)
+                yield Document(position, next_position, part.index, number, tokens)
             first_index = 0  # only the first window may begin in the middle
 
     def _read_windows(
@@ -370,10 +372,11 @@ class SequenceReader:
             # For the report of a read that hangs.
             self._progress[1] = part
             self._progress[2] = number
-            if record is not None:  # None stands for a record before `start`
-                window.append(record)
-            if isinstance(record, str):
-                num_characters += len(record)
+            if record is None:  # before `start`
+                continue
+
+            window.append(record)
+            num_characters += len(record) if isinstance(record, str) else 0
             if len(window) == WINDOW_DOCUMENTS or num_characters >= WINDOW_CHARACTERS:
                 yield window_start, window
                 window_start += len(window)

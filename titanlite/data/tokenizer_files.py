@@ -202,23 +202,25 @@ def convert_tiktoken(source: TiktokenTokenizer) -> Any:
     from tokenizers import AddedToken, Tokenizer, decoders, models, processors
 
     # Write the bytes of each token as visible characters, which tokenizer.json requires.
-    symbols = {byte: symbol for symbol, byte in byte_level_symbols().items()}
+    symbol_of_byte = {byte: symbol for symbol, byte in byte_level_symbols().items()}
     ids = {}
     for token, rank in sorted(source.ranks.items(), key=itemgetter(1)):
-        ids["".join(symbols[byte] for byte in token)] = rank
+        ids["".join(symbol_of_byte[byte] for byte in token)] = rank
 
-    result: Any = Tokenizer(models.BPE(ids, _list_merges(ids), ignore_merges=True))
-    result.pre_tokenizer = _create_pre_tokenizer()
-    result.decoder = decoders.ByteLevel()
+    converted: Any = Tokenizer(models.BPE(ids, _list_merges(ids), ignore_merges=True))
+    converted.pre_tokenizer = _create_pre_tokenizer()
+    converted.decoder = decoders.ByteLevel()
     special_names = llama3_special_tokens()
-    result.add_special_tokens([AddedToken(name, special=True) for name in special_names])
+    converted.add_special_tokens([AddedToken(name, special=True) for name in special_names])
 
     # Add BOS, the first special token, before each text ($A) or pair of texts ($A and $B).
     bos = special_names[0]
     bos_id = source.bos_id
     add_bos = processors.TemplateProcessing(f"{bos} $A", f"{bos} $A {bos} $B", [(bos, bos_id)])
-    result.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), add_bos])
-    return result
+    converted.post_processor = processors.Sequence(
+        [processors.ByteLevel(trim_offsets=False), add_bos]
+    )
+    return converted
 
 
 def _list_merges(ids: dict[str, int]) -> list[tuple[str, str]]:
@@ -250,18 +252,18 @@ def write_tokenizer(tokenizer: Tokenizer, out: Path, max_seq_len: int) -> dict[s
     """
     path = tokenizer.path
     ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
-    config: dict[str, Any] = {}
     if isinstance(tokenizer, TiktokenTokenizer):
         convert_tiktoken(tokenizer).save(str(out / "tokenizer.json"), pretty=False)
+        config = _create_config(tokenizer, ids, max_seq_len)
     elif isinstance(tokenizer, HuggingFaceTokenizer):
         shutil.copyfile(path, out / "tokenizer.json")
-        config = formats.read_config(path)  # with more settings, such as a chat template
+        # The original configuration has more settings, such as a chat template.
+        config = formats.read_config(path) or _create_config(tokenizer, ids, max_seq_len)
     else:
         # Copy the file of a plugin's tokenizer unchanged. transformers cannot load it.
         shutil.copyfile(path, out / path.name)
         return ids
 
-    config = config or _create_config(tokenizer, ids, max_seq_len)
     # Text that looks like a special token is encoded as ordinary text, as in training.
     config["split_special_tokens"] = True
     (out / formats.CONFIG).write_text(json.dumps(config, indent=2) + "\n")

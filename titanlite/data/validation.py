@@ -7,7 +7,6 @@ the same number of microbatches, because a rank with more would wait for the oth
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -75,19 +74,17 @@ class ValidationSet:
 
         # Fill up with padding, so that all ranks have the same number of full microbatches. All
         # labels of a sequence without segments are IGNORE_INDEX.
-        local_batch_size = run.job.training.local_batch_size
+        batch_size = run.job.training.local_batch_size
         num_ranks = run.degrees.data
-        num_batches = math.ceil(len(sequences) / (num_ranks * local_batch_size))
-        num_local = num_batches * local_batch_size
         padding = sequences[0]._replace(segments=sequences[0].segments[:0])
-        local = sequences[dp_rank::num_ranks]
-        local += [padding] * (num_local - len(local))
+        num_missing = -len(sequences) % (num_ranks * batch_size)
+        padded = sequences + [padding] * num_missing
+        local = padded[dp_rank::num_ranks]
         self._batches = [
-            local[start : start + local_batch_size]
-            for start in range(0, num_local, local_batch_size)
+            local[start : start + batch_size] for start in range(0, len(local), batch_size)
         ]
 
-        token_counts = self._count_labels(sequences, local_batch_size)
+        token_counts = self._count_labels(sequences)
         self.num_tokens = int(token_counts.sum())
         self.num_bytes = 0
         for token in np.flatnonzero(token_counts).tolist():
@@ -108,20 +105,11 @@ class ValidationSet:
         """Describe the validation data for the log, such as "512 sequences of c4"."""
         return f"{self.num_sequences:,} sequences of {self._name}"
 
-    def _count_labels(self, sequences: list[PackedSequence], batch_size: int) -> np.ndarray:
-        """Count how often each token id occurs as a valid label.
-
-        Args:
-            sequences: The sequences of all ranks.
-            batch_size: Number of sequences to process at once.
-
-        Returns:
-            Array of counts, indexed by token id.
-        """
+    def _count_labels(self, sequences: list[PackedSequence]) -> np.ndarray:
+        """Count how often each token id occurs as a valid label. Index the result by token id."""
         valid_labels = []
-        for start in range(0, len(sequences), batch_size):
-            part = sequences[start : start + batch_size]
-            microbatch = make_microbatch(part, self._document_mask, self._document_bounds)
+        for sequence in sequences:
+            microbatch = make_microbatch([sequence], self._document_mask, self._document_bounds)
             labels = microbatch.labels
             valid_labels.append(labels[labels != IGNORE_INDEX])
         return torch.cat(valid_labels).bincount().numpy()

@@ -346,10 +346,10 @@ class Sequential(Source):
         try:
             for i, (location, raw) in enumerate(self.raw(file, number)):
                 last_location = location
-                if i < start:
-                    yield None
-                else:
-                    yield parse_record(raw, self.column, location, self.mask_column)
+                record = None
+                if i >= start:
+                    record = parse_record(raw, self.column, location, self.mask_column)
+                yield record
         except Exception as error:  # each library has its own exception types
             _check_all(files)  # a file that has changed is the more likely cause
             raise UserError(

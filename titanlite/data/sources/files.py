@@ -491,9 +491,7 @@ def find_files(spec: TextSource) -> list[Path]:
     pattern = _choose_pattern(spec.path, spec.source)
     files = _find_matching_files(pattern)
     if is_builtin:  # a plugin may accept any files
-        if not files:
-            raise UserError(_explain_no_match(pattern, spec.source))
-        _check_suffixes(files, spec.source)
+        _check_files(files, pattern, spec.source)
     return files
 
 
@@ -528,12 +526,14 @@ def _explain_no_match(pattern: str, source: str) -> str:
     return f"matches no file (of {searched}){propose_download('data', pattern)}"
 
 
-def _check_suffixes(files: list[Path], source: str) -> None:
-    """Reject files that a built-in source cannot read: tables and compressed text.
+def _check_files(files: list[Path], pattern: str, source: str) -> None:
+    """Check that `pattern` matches files, and that a built-in source can read them.
 
     Raises:
-        UserError: If there is such a file. The message explains how to convert it.
+        UserError: If there is no file, a table or compressed text. The message proposes a remedy.
     """
+    if not files:
+        raise UserError(_explain_no_match(pattern, source))
     tables = [file for file in files if file.suffix.lower() in _TABLES]
     if tables and source in ("jsonl", "parquet"):
         raise UserError(f"names a table of text. {_convert_table(tables[0])}")

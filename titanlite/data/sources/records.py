@@ -147,25 +147,26 @@ def _parse_mask(mask: object, column: str, length: int) -> list[tuple[int, int]]
     """
     ranges = []
     last_end = 0
-    items = mask if isinstance(mask, list) else [mask]
+    items = mask if isinstance(mask, list) else [mask]  # another type is reported below
     for item in items:
-        if not _is_pair_of_integers(item) or not last_end <= item[0] <= item[1] <= length:
+        if not _is_range(item, last_end, length):
             raise ValueError(
                 f"field {column!r} (loss_mask_column) must be a list of [start, end] in ascending "
                 f"order, within the {length:,} characters of the text; it contains "
                 f"{shorten(repr(item))}"
             )
-        start, end = item
-        ranges.append((start, end))
-        last_end = end
+        start, last_end = item
+        ranges.append((start, last_end))
     return ranges
 
 
-def _is_pair_of_integers(item: object) -> TypeGuard[tuple[int, int]]:
-    """Return whether `item` is a list such as [5, 9]."""
+def _is_range(item: object, min_start: int, max_end: int) -> TypeGuard[tuple[int, int]]:
+    """Return whether `item` is a list [start, end] of two integers within the limits."""
     if not isinstance(item, list | tuple) or len(item) != 2:
         return False
-    return isinstance(item[0], int) and isinstance(item[1], int)
+    start, end = item
+    are_integers = isinstance(start, int) and isinstance(end, int)
+    return are_integers and min_start <= start <= end <= max_end
 
 
 def _parse_line(line: bytes) -> object:

@@ -234,12 +234,9 @@ def _open_token_file(file: File, dtype: str | None) -> TokenFile:
     Raises:
         UserError: If the suffix is unknown, or the file or its index cannot be read.
     """
-    try:
-        reader = _READERS[file.path.suffix]
-    except KeyError:
-        suffixes = ", ".join(_READERS)
-        raise UserError(f"{file.path}: token files must end with {suffixes}") from None
-
+    reader = _READERS.get(file.path.suffix)
+    if reader is None:
+        raise UserError(f"{file.path}: token files must end with {', '.join(_READERS)}")
     try:
         tokens = reader(file, dtype)
     except ValueError as error:
@@ -279,7 +276,7 @@ def _read_megatron_index(file: File) -> tuple[np.dtype, np.ndarray, np.ndarray]:
     code, num_sequences, num_bounds = struct.unpack_from("<BQQ", raw, len(_MEGATRON_START))
     if code not in _MEGATRON_DTYPES:
         raise ValueError(f"{file.path} has the data type code {code}, which is not for token ids")
-    bounds_start = _MEGATRON_HEADER_BYTES + 12 * num_sequences
+    bounds_start = _MEGATRON_HEADER_BYTES + (4 + 8) * num_sequences
     if len(raw) < bounds_start + 8 * num_bounds:
         raise ValueError(f"{file.path} is truncated")
     lengths = np.frombuffer(raw, "<i4", num_sequences, _MEGATRON_HEADER_BYTES)
