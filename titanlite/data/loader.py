@@ -326,17 +326,13 @@ class Loader:
         totals = np.zeros_like(self._counts)
         for counts, skips, positions in reports:
             totals += counts
-            self._update_positions(positions)
+            for (source, stream), position in positions.items():
+                # Several ranks may have read the stream. The largest position is the newest.
+                known_positions = self._data.positions[source]
+                known_positions[stream] = max(position, known_positions[stream])
             if self._dp_rank == 0:
                 log_skipped_records(skips)
         return totals.tolist()
-
-    def _update_positions(self, positions: dict[tuple[int, int], StreamPosition]) -> None:
-        """Store the positions of (source, stream) that a rank has reported."""
-        for (source, stream), position in positions.items():
-            # Several ranks may have read the stream. The largest position is the newest.
-            known_positions = self._data.positions[source]
-            known_positions[stream] = max(position, known_positions[stream])
 
     def _gather(self, value: Any) -> list[Any]:
         """Return the `value` of each rank of the data-parallel group, in the order of the ranks."""

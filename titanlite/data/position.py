@@ -72,13 +72,6 @@ def compare_position(saved: dict[str, Any], data: PackedDataset) -> DataChanges:
         incompatible.append(f"there were {num_before} sources and are now {num_now}")
         return incompatible, []
 
-    other_streams, changed = _compare_sources(saved, current)
-    return incompatible + other_streams, changed
-
-
-def _compare_sources(saved: dict[str, Any], current: dict[str, Any]) -> DataChanges:
-    """List the sources with other numbers of streams, and those with changed contents."""
-    other_streams = []
     changed = []
     # The holdout affects the number of streams, and its change is already reported.
     same_holdout = saved["holdout"] == current["holdout"]
@@ -86,7 +79,7 @@ def _compare_sources(saved: dict[str, Any], current: dict[str, Any]) -> DataChan
         num_before = len(before["streams"])
         num_now = len(now["streams"])
         if num_before != num_now and same_holdout:
-            other_streams.append(
+            incompatible.append(
                 f"the source {before['name']} was read in {num_before} streams and {now['name']} "
                 f"is read in {num_now}, because dataset.max_epochs or the number of "
                 "documents or files has changed"
@@ -96,7 +89,7 @@ def _compare_sources(saved: dict[str, Any], current: dict[str, Any]) -> DataChan
                 f"the source {before['name']} is now {now['name']}, with changed files, contents, "
                 "text_column or loss_mask_column"
             )
-    return other_streams, changed
+    return incompatible, changed
 
 
 def restore_position(saved: dict[str, Any], data: PackedDataset, on_change: str) -> None:

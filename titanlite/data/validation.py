@@ -109,8 +109,7 @@ class ValidationSet:
         """Count how often each token id occurs as a valid label. Index the result by token id."""
         valid_labels = []
         for sequence in sequences:
-            microbatch = make_microbatch([sequence], self._document_mask, self._document_bounds)
-            labels = microbatch.labels
+            labels = make_microbatch([sequence], self._document_mask, self._document_bounds).labels
             valid_labels.append(labels[labels != IGNORE_INDEX])
         return torch.cat(valid_labels).bincount().numpy()
 

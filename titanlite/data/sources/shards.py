@@ -228,14 +228,13 @@ class Shards(TokenSource):
         file = self._tokens[shard]
         file_size = entry.tokens * self._dtype.itemsize
         first_block = start // TOKEN_BLOCK_BYTES
-        end_block = math.ceil(end / TOKEN_BLOCK_BYTES)
+        num_blocks = math.ceil(end / TOKEN_BLOCK_BYTES) - first_block
         blocks_start = first_block * TOKEN_BLOCK_BYTES
-        blocks_end = min(end_block * TOKEN_BLOCK_BYTES, file_size)
+        blocks_end = min(blocks_start + num_blocks * TOKEN_BLOCK_BYTES, file_size)
 
         blocks = file.read(blocks_start, blocks_end - blocks_start)
         # The index has the end of each document first, then the checksum of each block.
-        first_checksum = entry.documents + first_block
-        checksums = self._indexes[shard].read(first_checksum, end_block - first_block)
+        checksums = self._indexes[shard].read(entry.documents + first_block, num_blocks)
         _verify(file, blocks, first_block, checksums, TOKEN_BLOCK_BYTES)
         return blocks[start - blocks_start : end - blocks_start]
 
