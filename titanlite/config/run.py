@@ -11,7 +11,7 @@ second time.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from itertools import pairwise
@@ -119,17 +119,18 @@ class Run:
 
         Without pipeline parallelism, one stage contains all blocks.
         """
-        cuts = []
+        cuts: Sequence[int] = []
         if self.degrees.pipeline > 1:
             cuts = self.pipeline_cuts or self._choose_cuts()
         boundaries = [0, *cuts, self.arch.n_layers]
         return [range(first, end) for first, end in pairwise(boundaries)]
 
-    def _choose_cuts(self) -> list[int]:
+    def _choose_cuts(self) -> tuple[int, ...]:
         """Return the first block of stages 1, 2, ..., so that the slowest stage is fast."""
         num_stages = self.degrees.pipeline * self.stages_per_rank
         times = piece_times(self.arch, self.job.training.seq_len)
-        return balanced_cuts(times, stage_memory(self, num_stages), self.arch.n_layers)
+        memory = tuple(stage_memory(self, num_stages))
+        return balanced_cuts(times, memory, self.arch.n_layers)
 
     @property
     def stages_per_rank(self) -> int:

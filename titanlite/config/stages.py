@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -103,7 +104,10 @@ class _Split(NamedTuple):
         return (self.slowest, self.squares) < (other.slowest, other.squares)
 
 
-def balanced_cuts(times: PieceCosts, memory: list[PieceCosts], num_layers: int) -> list[int]:
+@cache  # a search for the fastest layout calls it thousands of times, with few arguments
+def balanced_cuts(
+    times: PieceCosts, memory: tuple[PieceCosts, ...], num_layers: int
+) -> tuple[int, ...]:
     """Choose which blocks belong to each pipeline stage, so that the slowest stage is fast.
 
     No stage takes more memory than the largest stage of an even split. If several splits have an
@@ -115,7 +119,7 @@ def balanced_cuts(times: PieceCosts, memory: list[PieceCosts], num_layers: int) 
         num_layers: Number of blocks of the model.
 
     Returns:
-        First block of stages 1, 2, ... For example, [3, 6] means that stage 1 begins with block 3.
+        First block of stages 1, 2, ... For example, (3, 6) means that stage 1 begins with block 3.
     """
     num_stages = len(memory)
     assert num_stages <= num_layers
@@ -133,7 +137,7 @@ def balanced_cuts(times: PieceCosts, memory: list[PieceCosts], num_layers: int) 
         best_splits = _add_stage(best_splits, stage_times, num_layers)
 
     # The end of each stage is the start of the next stage. The last stage has no next one.
-    return best_splits[num_layers].ends[:-1]
+    return tuple(best_splits[num_layers].ends[:-1])
 
 
 def _add_stage(
@@ -156,7 +160,7 @@ def _add_stage(
     return longer_splits
 
 
-def _max_memory_of_even_split(memory: list[PieceCosts], num_layers: int) -> float:
+def _max_memory_of_even_split(memory: tuple[PieceCosts, ...], num_layers: int) -> float:
     """Return the memory of the largest pipeline stage if the model is split evenly."""
     num_stages = len(memory)
     boundaries = [0, *even_cuts(num_layers, num_stages), num_layers]
