@@ -23,7 +23,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from small_runs import SMALL
+from small_runs import SMALL_WITHOUT_WORKERS
 
 from titanlite.runtime.process import STORE, leave
 
@@ -182,10 +182,11 @@ def start_small(
 ) -> World:
     """Start `titanlite train` with the small job and the output folder `out`.
 
+    Ranks read the data themselves, without data workers.
     Strings are split at spaces: "--training.steps 4" is an option and its value.
     """
     job = out.with_suffix(".toml")
-    job.write_text(SMALL)
+    job.write_text(SMALL_WITHOUT_WORKERS)
     files = ("--job.config_file", job, "--job.dump_folder", out)
     return start_titanlite("train", *files, *split_words(options), ranks=ranks, before=before)
 
@@ -210,7 +211,7 @@ def small_trainer(folder: str, hooks: Hook | list[Hook], *options: str) -> Train
 
     job = Path(folder, f"{os.environ['RANK']}.toml")
     job.parent.mkdir(exist_ok=True)
-    job.write_text(SMALL)
+    job.write_text(SMALL_WITHOUT_WORKERS)
     files = ["--job.config_file", str(job), "--job.dump_folder", f"{folder}/out"]
     run = load_run([*files, *" ".join(options).split()], int(os.environ["WORLD_SIZE"]))
     return Trainer(run, torch.device("cpu"), hooks if isinstance(hooks, list) else [hooks])

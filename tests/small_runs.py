@@ -43,6 +43,9 @@ log_freq = 1
 enable_tensorboard = false
 """
 
+# Tests that do not test data workers save the time to start one for each rank.
+SMALL_WITHOUT_WORKERS = f"{SMALL}\n[dataset]\nnum_workers = 0\n"
+
 
 def job_tables(text: str) -> dict[str, Any]:
     """Return the tables of a job file that is written in one line, with " ; " between its keys."""

@@ -65,7 +65,7 @@ def train_with_stages(folder: str) -> None:
         "--model.n_kv_heads 2 --training.local_batch_size 1 --lr_scheduler.total_steps 9 "
         "--training.steps"
     )
-    with patch("ranks.SMALL", SMALL + STAGES):
+    with patch("ranks.SMALL_WITHOUT_WORKERS", SMALL + STAGES):
         for name, (ends, layout) in RUNS.items():
             for end in ends:
                 arguments = f"{layout} {options} {end}".split()

@@ -27,7 +27,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("kill")]
 
 OPTIONS = (
     "--training.steps 8 --training.seq_len 32 --training.local_batch_size 1 "
-    "--training.global_batch_size 2 --checkpoint.interval 2 --checkpoint.keep_latest_k 1"
+    "--training.global_batch_size 2 --checkpoint.interval 2 --checkpoint.keep_latest_k 1 "
+    "--dataset.num_workers 1"
 )
 LONG = "TITANLITE_KILLS" in os.environ
 # Number of random kills over all layouts.
