@@ -159,6 +159,10 @@ def _describe_unknown(root: type[BaseModel], location: list[str], value: object)
     key = ".".join(location[:2])
     name = ".".join(location)
     table, unknown_path = _find_unknown_name(root, location)
+    if not unknown_path:
+        problem = f"belongs to a list of tables. Write [[{key}]] in a job file."
+        return Mistake(key, name, "", problem, "extra_forbidden")
+
     removed_keys = getattr(table, "dropped", {})
     if unknown_path[-1] in removed_keys:
         _, problem = removed_keys[unknown_path[-1]]
@@ -177,15 +181,16 @@ def _find_unknown_name(
     For example, ["dataset", "sorces", "0", "path"] gives the model of [dataset], which lacks the
     name, and ["dataset", "sorces"]. The path is empty if all names are known.
     """
-    table = root
+    outer_table = table = root
     for depth, name in enumerate(location, start=1):
-        is_list_index = name.isdecimal()
+        # An index follows the name of a list of tables, as in ["dataset", "sources", "0", "path"].
+        is_list_index = depth == 3 and name.isdecimal() and table is not outer_table
         if is_list_index:
             continue
         inner_table = _get_inner_table(table, name)
         if inner_table is None:
             return table, location[:depth]
-        table = inner_table
+        outer_table, table = table, inner_table
     return table, []
 
 
