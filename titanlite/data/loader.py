@@ -267,8 +267,8 @@ class Loader:
             UserError: If the data, its settings or the tokenizer do not match the state.
             CheckpointError: If the state has a version that this loader cannot read.
         """
-        self.close()  # discard what was read ahead from the old position
         restore_position(state, self._data, self._job.dataset.on_change)
+        self.close()  # discard what was read ahead from the old position
         self._new_positions = {}
 
     def describe(self) -> str:

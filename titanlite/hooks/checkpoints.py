@@ -191,7 +191,9 @@ class Checkpointer:
         return state["step"]
 
     def save(self, step: int, is_last: bool = False) -> None:
-        """Save the state after `step` as a checkpoint. `Trainer.save` prepares the state.
+        """Save the state after `step` as a checkpoint.
+
+        Call `Trainer.save` instead, which prepares the state of optimizer and hooks first.
 
         Args:
             step: The step that has just been completed.

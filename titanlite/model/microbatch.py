@@ -14,7 +14,7 @@ IGNORE_INDEX = -100
 class Microbatch:
     """The sequences of one forward pass on one rank: token ids, labels and document ids.
 
-    All tensors are on the device of the model.
+    All tensors are on one device.
     """
 
     input_ids: Tensor

@@ -67,7 +67,8 @@ def reduce_step_sums(
     sums = torch.zeros(3, dtype=torch.float64, device=squares.device)
     sums[0] = _sum_over_gradients(squares, gradients)
     sums[1] = _wait_for_offloaded_loss(loss, sums)
-    sums[2] = float(has_request)
+    if has_request:
+        sums[2].fill_(1.0)  # assigning a Python number to a GPU tensor would cause a host sync
     if dist.is_initialized():
         dist.all_reduce(sums)
 
