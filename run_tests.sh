@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Check formatting, lint, imports and types, and run the tests in two workers, fast tests first. Arguments
+# Check formatting, lint, types and imports, then run the tests in two workers, fast tests first. Arguments
 # are passed to pytest: --long adds the long tests, and --ghost runs only the tests on the simulated GPU
 # (docs/internals/ghost.md).
 set -euo pipefail
@@ -13,14 +13,6 @@ fi
 export PATH="$PWD/.venv/bin:$PATH"
 ruff format --check .
 ruff check .
+pyright
 lint-imports
-# The type check uses one core for a minute, so it runs beside the first tests.
-type_report=$(mktemp)
-pyright >"$type_report" &
-type_check=$!
-trap 'kill "$type_check" 2>/dev/null || true; rm -f "$type_report"' EXIT
-exit_code=0
-python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder "$@" || exit_code=$?
-wait "$type_check" || exit_code=$?
-cat "$type_report"
-exit "$exit_code"
+exec python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder "$@"

@@ -274,7 +274,7 @@ def test_a_failed_start_creates_no_folder_and_keeps_the_checkpoints_of_a_finishe
     with pytest.raises(UserError, match="model"):
         check.main([*job, "--model.dim", "32"])
 
-    run(job_file, out, *bad_data, code=2)
+    launch_job(job_file, out, *bad_data, code=2)
     status = read_status(out)
     assert (status.state, status.step) == ("finished", 2)
     assert "bad.jsonl, line 1" in status.exit_reason
@@ -320,7 +320,7 @@ class Leaving(Hook):
 
 
 @pytest.mark.parametrize(
-    "call", ["os._exit(0)", pytest.param("sys.exit(0)", marks=pytest.mark.long)]
+    "call", ["sys.exit(0)", pytest.param("os._exit(0)", marks=pytest.mark.long)]
 )
 def test_a_rank_that_exits_with_0_during_training_has_crashed(
     job_file, tmp_path, monkeypatch, call: str

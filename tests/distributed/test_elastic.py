@@ -12,7 +12,8 @@ from titanlite.checkpoint.manifest import read_manifest
 pytestmark = pytest.mark.slow
 
 OPTIONS = (
-    "--model.n_layers 4 --model.n_kv_heads 2 --training.seq_len 32 --lr_scheduler.decay_ratio 0"
+    "--model.n_layers 4 --model.n_kv_heads 2 --training.seq_len 32 --lr_scheduler.decay_ratio 0 "
+    "--dataset.num_workers 1"
 )
 ONE_SEQUENCE = "--training.local_batch_size 1"
 PIPELINE = (

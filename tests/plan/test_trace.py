@@ -106,7 +106,7 @@ def pipeline(schedule: str, blocks: int, *marks: pytest.MarkDecorator, more: str
     ],
 )
 def test_plans_from_few_blocks_and_microbatches_equal_those_of_whole_jobs(ranks, options):
-    run = tiny_run(with_blocks(6, options), ranks)
+    run = tiny_run(with_blocks(7, options), ranks)
     for few, whole in zip(trace_run(run), trace_run(run, whole=True), strict=True):
         assert set(few.work) == set(whole.work)
         assert (few.moment, few.host) == (whole.moment, whole.host)

@@ -102,8 +102,8 @@ class Resumer:
         - If there is no checkpoint, the weights at `initial_load_path` are loaded, if it is set.
 
         Returns:
-            The training state that was passed to `Saver.save`, without the keys in
-            `exclude_from_loading`. None if there is no checkpoint.
+            The training state that was saved, without the keys in `exclude_from_loading`. None if
+            there is no checkpoint.
 
         Raises:
             UserError: If model, optimizer, tokenizer or data of the job do not fit the checkpoint.

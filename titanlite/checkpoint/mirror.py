@@ -140,9 +140,12 @@ class Mirror:
         Args:
             step: Step of the loaded checkpoint, or 0.
         """
-        self._run_on_rank0(lambda: self._archive_checkpoints_after(step))
-        if self._ranks.rank == 0:
+
+        def begin_on_rank0() -> None:
+            self._archive_checkpoints_after(step)
             self.notify()  # starts copying
+
+        self._run_on_rank0(begin_on_rank0)
 
     def _archive_checkpoints_after(self, step: int) -> None:
         """Rename the manifests of later checkpoints of this run, so that no start loads them."""

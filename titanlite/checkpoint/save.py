@@ -256,6 +256,7 @@ class Saver:
 
         self._log_success(writer, waited)
         if self._ranks.rank == 0:
+            self._saved_folders.own_checkpoints.add(writer.target)
             self._saved_folders.remove_outdated()
             if self._mirror is not None:
                 self._mirror.notify()
@@ -271,7 +272,7 @@ class Saver:
         problem = ""
         try:
             state = get_state()
-        except Exception as error:
+        except BaseException as error:
             problem = f"copying the state failed: {describe_error(error)}"
         # Raise the error on all ranks, because the others would otherwise wait for this rank.
         problems = [text for text in self._ranks.gather(problem) if text]

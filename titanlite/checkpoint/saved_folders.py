@@ -48,6 +48,7 @@ class SavedFolders:
 
     Attributes:
         run_id: ID of the run. Only its checkpoints are removed. The `Saver` sets it.
+        own_checkpoints: Checkpoints that are known to be from this run. The `Saver` adds new ones.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class SavedFolders:
         self._log = context.log
         self._write_tokenizer = write_tokenizer
         self._mirror = mirror
-        self._own_checkpoints = set[Path]()  # known to be from this run
+        self.own_checkpoints = set[Path]()
 
     def remove_outdated(self) -> None:
         """Remove the outdated checkpoints of this run. Failures are logged."""
@@ -128,14 +129,14 @@ class SavedFolders:
 
     def _belongs_to_this_run(self, path: Path) -> bool:
         """Return whether this run has saved a checkpoint. Imported weights are not its own."""
-        if path in self._own_checkpoints:
+        if path in self.own_checkpoints:
             return True
         try:
             is_own = belongs_to_run(read_manifest(path), self.run_id)
         except Damage:
             return False
         if is_own:
-            self._own_checkpoints.add(path)
+            self.own_checkpoints.add(path)
         return is_own
 
     def _find_best(self) -> tuple[float, Path | None]:
