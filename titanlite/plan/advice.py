@@ -93,7 +93,7 @@ def find_largest_batch(run: Run, plan: Forecast, gpu: Gpu, apply: Apply) -> int 
     50 of 80 GiB, the next size is 7.
 
     Returns:
-        The largest size whose trace fits, or None if none fits.
+        The largest traced size, in sequences, that fits into memory, or None if none fits.
     """
     training = run.job.training
     context = run.degrees.context
@@ -127,9 +127,10 @@ def _trace_batch_size(run: Run, size: int, gpu: Gpu, apply: Apply) -> Forecast |
 
 
 def _set_batch_size(run: Run, size: int) -> Settings:
-    """Return the options that set the local batch size, and keep the global one if it is possible.
+    """Return the options that set the local batch size to `size` sequences.
 
-    Otherwise the global batch consists of one microbatch per data-parallel rank (-1).
+    Keep the global batch size of the run if all microbatches can have this size. Otherwise, set it
+    to -1, which means one microbatch per data-parallel rank.
     """
     global_size = run.job.training.global_batch_size
     is_divisible = global_size % (size * run.degrees.data) == 0
@@ -194,7 +195,8 @@ def search(
 ) -> tuple[list[tuple[Settings, Forecast]], int, int]:
     """Search for faster layouts of a run.
 
-    The run itself is traced first, then other layouts in the order of their estimated speed.
+    Trace the run itself, and then other layouts in the order of their estimated speed, until
+    `max_jobs` jobs are traced.
 
     Args:
         run: The validated job and the number of ranks.
@@ -203,10 +205,10 @@ def search(
         max_jobs: Largest number of jobs to trace, including the run itself.
 
     Returns:
-        - Settings and forecasts of the jobs that fit and are at least as fast as the run, fastest
-          first.
-        - The number of jobs that were traced.
-        - The number of jobs that could have been traced.
+        - Changed options and forecast of each traced job that fits into memory, fastest first. Jobs
+          that are slower than the run itself are omitted.
+        - The number of jobs selected for tracing.
+        - The number of candidates, including the jobs that `max_jobs` excluded.
     """
     unchanged: Settings = {}
     candidates = [unchanged, *list_layouts(run, gpu)]
@@ -252,10 +254,11 @@ def _plan_fitting(
 
 
 def _plan_changed(settings: Settings, run: Run, gpu: Gpu, apply: Apply = map) -> Forecast | None:
-    """Trace a run with other settings, and return the forecast of its memory and speed.
+    """Trace a run with some options changed, and forecast its memory and speed.
 
-    Return None if the changed job is invalid, equals the run, or cannot fit. If the trace fails,
-    log the reason and return None, because other settings can still be traced.
+    Return None if the changed job is invalid, equals the run, or has more optimizer state than
+    memory. If the trace fails, log the reason and return None, so that a search can go through all
+    candidates.
 
     Args:
         settings: Changed options, or {} for the run itself.
@@ -281,7 +284,11 @@ def _plan_changed(settings: Settings, run: Run, gpu: Gpu, apply: Apply = map) ->
 
 
 def _has_memory_for_state(run: Run, gpu: Gpu) -> bool:
-    """Check without a trace whether the optimizer state fits into GPU memory or is offloaded."""
+    """Return whether weights, gradients and optimizer state fit into the memory of a rank.
+
+    With CPU offload on a GPU, return True. This takes no trace, so a search can quickly discard
+    jobs.
+    """
     if run.job.training.enable_cpu_offload:
         return not gpu.cpu  # a CPU has no other memory
     return state_bytes(run) <= gpu.memory
@@ -324,7 +331,10 @@ def _list_single_remedies(run: Run) -> list[Settings]:
 
 
 def _list_tensor_parallel_degrees(run: Run) -> list[Settings]:
-    """List higher tensor parallel degrees within a node, with the same sequences per step."""
+    """List changes that raise the tensor parallel degree to 2, 4 or 8.
+
+    FSDP gets the remaining ranks, and the global batch size stays the same.
+    """
     return [
         {
             "parallelism.data_parallel_shard_degree": -1,  # the remaining ranks
@@ -337,7 +347,11 @@ def _list_tensor_parallel_degrees(run: Run) -> list[Settings]:
 
 
 def _list_combined_remedies(run: Run) -> list[Settings]:
-    """List combinations of changes, which save more memory than `_list_single_remedies`."""
+    """List combinations of changes, for runs that no single change makes fit into memory.
+
+    All of them use the smallest local batch size and full activation checkpointing.
+    """
+    # Without a smaller batch, {} leaves the batch size unchanged.
     smallest_batch = ([{}, *_list_smaller_batches(run)])[-1]
     base = {**smallest_batch, **SAVE_NOTHING}
     return [
@@ -351,12 +365,13 @@ def _list_combined_remedies(run: Run) -> list[Settings]:
 def list_layouts(run: Run, gpu: Gpu) -> list[Settings]:
     """List combinations of layout, activation checkpointing, precision and batch size to try.
 
-    Each combination has the two batch sizes that seem to be fastest. If the job sets a global batch
-    size, all layouts keep it. Layouts that break a rule of the configuration or do not seem to fit
-    into memory are omitted.
+    For each combination of the other options, only the two local batch sizes with the highest
+    estimated speed are listed. If the job sets a global batch size, all candidates keep it.
+    Candidates that break a rule of the configuration, or exceed the memory by estimate, are
+    omitted.
 
     Returns:
-        Changed options, in the order of the estimated speed, fastest first.
+        Changed options of each candidate, in the order of the estimated speed, fastest first.
     """
     can_use_float8 = is_supported(
         run.job.float8.recipe_name, gpu.capability, has_float8=gpu.fp8 > 0
@@ -376,12 +391,13 @@ def list_layouts(run: Run, gpu: Gpu) -> list[Settings]:
 def _list_options(
     run: Run, gpu: Gpu, degrees: Mapping[str, Any], has_float8: bool, mode: str
 ) -> dict[str, Any]:
-    """Return all options of a layout except for its degrees and its batch size.
+    """Return the options of a candidate layout, except for `degrees` and the batch sizes.
 
     Args:
         run: The run to change.
         gpu: GPU of each rank.
-        degrees: Options such as {"parallelism.tensor_parallel_degree": 2}.
+        degrees: Options that set the parallel degrees, such as
+            {"parallelism.tensor_parallel_degree": 2}.
         has_float8: Whether matmuls compute in FP8.
         mode: Mode of activation checkpointing, such as "full".
     """
@@ -400,9 +416,9 @@ def _list_options(
 
 
 def _list_degrees(run: Run, gpu: Gpu) -> Iterator[dict[str, Any]]:
-    """Yield the parallel degrees to try in a search for faster layouts.
+    """Yield the combinations of parallel degrees to try in a search for faster layouts.
 
-    With pipeline parallelism, each combination of degrees is yielded once per pipeline schedule.
+    Each combination with pipeline parallelism is yielded once per pipeline schedule.
 
     Yields:
         Changed options, such as {"parallelism.tensor_parallel_degree": 2, ...}.
@@ -444,10 +460,15 @@ def _powers_of_two(maximum: int) -> list[int]:
 
 
 def _choose_batch_sizes(run: Run, gpu: Gpu, layout: dict[str, Any]) -> list[tuple[float, Settings]]:
-    """Choose the two local batch sizes that seem to be fastest with a layout and fit into memory.
+    """Choose the two local batch sizes with the highest estimated speed that fit into memory.
+
+    Args:
+        run: The run to change.
+        gpu: GPU of each rank.
+        layout: Options that set the parallel degrees, precision and activation checkpointing.
 
     Returns:
-        At most two pairs of tokens per second and the options to change, fastest first.
+        At most two pairs of estimated tokens per second and the options to change, fastest first.
     """
     choices: list[tuple[float, Settings]] = []
     for size in POWERS_OF_TWO:
@@ -468,15 +489,16 @@ def _choose_batch_sizes(run: Run, gpu: Gpu, layout: dict[str, Any]) -> list[tupl
 
 
 def _keep_changes(settings: Settings, run: Run) -> Settings:
-    """Return the settings that differ from the options of a run."""
+    """Return only those settings whose values differ from the options of a run."""
     return {key: value for key, value in settings.items() if attrgetter(key)(run.job) != value}
 
 
 def _choose_global_batch_size(run: Run, layout: dict[str, Any], local_size: int) -> int:
-    """Return the global batch size of the job, or a larger one that keeps a pipeline busy.
+    """Choose the global batch size of a layout, in sequences.
 
-    If the job sets no size (-1), each data-parallel rank has one microbatch, with which a pipeline
-    is idle most of the time.
+    If the job sets a size, or the layout has no pipeline, return the size of the job, where -1
+    means one microbatch per data-parallel rank. Otherwise, return a size with 4 microbatches per
+    pipeline rank, so that the pipeline is idle less than a fifth of the time.
     """
     job_size = run.job.training.global_batch_size
     tensor = layout["parallelism.tensor_parallel_degree"]
@@ -493,7 +515,7 @@ def _choose_global_batch_size(run: Run, layout: dict[str, Any], local_size: int)
 def _guess_plan(run: Run, gpu: Gpu) -> Forecast:
     """Forecast a compiled run from formulas, which is faster but less accurate than a trace.
 
-    Use the result only to choose the jobs to trace.
+    A search uses such forecasts only to choose which jobs to trace.
     """
     peak = _guess_peak(run)
     trace = RankTrace(
@@ -543,7 +565,8 @@ def _guess_work(run: Run) -> tuple[Work, ...]:
 def _guess_matmuls(run: Run) -> Work:
     """Estimate the work of all matmuls of a step, as one kernel.
 
-    They take 2 FLOPs per weight and token forward, 4 backward, and 2 if they are recomputed.
+    Per weight and token, the forward pass takes 2 FLOPs and the backward pass 4. Full activation
+    checkpointing adds 2.
     """
     flops_per_weight = 6 + 2 * _recomputed_share(run)
     flops = flops_per_weight * _count_weights(run) * _step_tokens(run)
@@ -564,7 +587,10 @@ def _guess_attention(run: Run) -> Work:
 
 
 def _guess_other_kernels(run: Run) -> Work:
-    """Estimate the traffic of all other kernels: 20 bytes per value that a block stores."""
+    """Estimate the memory traffic of all kernels except matmuls and attention, as one kernel.
+
+    Assume 20 bytes per activation that a block without checkpointing saves for its backward pass.
+    """
     values_per_token = activation_values(run.arch, run.degrees.tensor)  # of a block
     num_bytes = 20 * values_per_token * _step_tokens(run) * _count_layers(run)
     return Work("backward", "other", bytes=int(num_bytes))
@@ -583,7 +609,7 @@ def _guess_tensor_parallel(run: Run) -> Work:
 
 
 def _guess_fsdp(run: Run) -> Iterator[Work]:
-    """Estimate the collectives of FSDP and HSDP in a step."""
+    """Estimate the all-gathers, reduce-scatters and all-reduces of FSDP and HSDP in a step."""
     degrees = run.degrees
     num_shards = degrees.shard * degrees.context
     shard_group = Group("fsdp", num_shards, num_shards * degrees.tensor)
@@ -608,12 +634,15 @@ def _guess_fsdp(run: Run) -> Iterator[Work]:
 
 
 def _count_layers(run: Run) -> float:
-    """Return the number of blocks of a rank."""
+    """Return the average number of blocks on a pipeline rank."""
     return run.arch.n_layers / run.degrees.pipeline
 
 
 def _step_tokens(run: Run) -> int:
-    """Return the number of tokens of a step on one context parallel rank."""
+    """Return the number of tokens that a rank processes in a step.
+
+    A context parallel rank processes only its share of each sequence.
+    """
     return run.microbatches * _microbatch_tokens(run)
 
 
@@ -623,12 +652,15 @@ def _count_weights(run: Run) -> float:
 
 
 def _recomputed_share(run: Run) -> float:
-    """Estimate the share of the forward pass that activation checkpointing computes again."""
+    """Estimate the fraction of the forward pass that activation checkpointing repeats."""
     return {"none": 0.0, "full": 1.0}.get(run.job.activation_checkpoint.mode, 0.5)
 
 
 def _microbatch_tokens(run: Run) -> int:
-    """Return the number of tokens of a microbatch on one context parallel rank."""
+    """Return the number of tokens of a microbatch that a rank processes.
+
+    A context parallel rank processes only its share of each sequence.
+    """
     training = run.job.training
     return training.local_batch_size * training.seq_len // run.degrees.context
 
@@ -645,7 +677,11 @@ def change_run(run: Run, settings: Settings) -> Run | None:
 
 
 def format_options(settings: Settings) -> tuple[str, ...]:
-    """Return settings as command-line options, such as ("--compile.enable", "--model.dim", "9")."""
+    """Convert changed options to command-line arguments.
+
+    For example, {"compile.enable": False, "model.dim": 9} becomes ("--compile.no-enable",
+    "--model.dim", "9").
+    """
     words: list[str] = []
     for key, value in settings.items():
         if value is False:
@@ -658,9 +694,13 @@ def format_options(settings: Settings) -> tuple[str, ...]:
 
 
 def _describe(settings: Settings) -> str:
-    """Return settings as command-line options, or "the job as it is" if there are none."""
+    """Format changed options for a message, such as "--model.dim 9".
+
+    If `settings` is empty, return "the job as it is".
+    """
     return " ".join(format_options(settings)) or "the job as it is"
 
 
 def _format_memory(plan: Forecast) -> str:
+    """Format the memory that a rank needs and has, such as "61.3 of 80.0 GiB"."""
     return f"{plan.needs / GIB:.1f} of {plan.memory / GIB:.1f} GiB"

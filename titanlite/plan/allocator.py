@@ -64,7 +64,10 @@ class CachingAllocator:
         segment.free(address, size)
 
     def run_matmul(self) -> None:
-        """Allocate the workspaces of cuBLAS, if this is the first matmul."""
+        """Simulate a matmul.
+
+        The first matmul allocates the workspaces of cuBLAS, which are never freed.
+        """
         if not self._has_workspaces:
             self._has_workspaces = True
             self.allocate(NEVER_FREED, CUBLAS_WORKSPACES, stream=0)
@@ -142,13 +145,13 @@ class ReservedSegment:
         return address
 
     def _insert(self, address: int, size: int) -> None:
-        """Add a free block to the lists."""
+        """Register `size` bytes at `address` as a free block."""
         insort(self._free, (size, address))
         self._size_at[address] = size
         self._start_of[address + size] = address
 
     def _remove(self, address: int) -> int:
-        """Remove a free block from the lists and return its size."""
+        """Unregister the free block at `address`, and return its size in bytes."""
         size = self._size_at.pop(address)
         del self._start_of[address + size]
         del self._free[bisect_left(self._free, (size, address))]

@@ -112,7 +112,8 @@ def _flatten_call(
     """Convert a call of a compiled function into a call whose arguments are only tensors.
 
     A graph can be traced only for tensors. For example, if the module has one parameter, the call
-    `function(x, 3, mask=m)` becomes `call(parameter, x, m)`. The constant 3 is a part of the key.
+    `function(x, 3, mask=m)` becomes `call(parameter, x, m)`. The constant 3 becomes a part of the
+    key that this function returns.
 
     Args:
         function: The compiled function.
@@ -227,7 +228,10 @@ def _trace_graph(function: Function, tensors: Sequence[Tensor]) -> Function:
 
 
 def _empty_like(tensor: Any) -> Any:
-    """Allocate a tensor with the type, shape and strides of `tensor`."""
+    """Allocate an uninitialized tensor with the type, shape and strides of `tensor`.
+
+    Return values that are not tensors unchanged.
+    """
     if is_traceable_wrapper_subclass(tensor):
         return transform_subclass(tensor, lambda _, inner: _empty_like(inner))
     if not isinstance(tensor, Tensor):  # the mesh of a DTensor
@@ -252,10 +256,10 @@ def _partition(joint: GraphModule, inputs: Any, **options: Any) -> tuple[GraphMo
 
 
 def _checkpoint(function: Function, *inputs: Any, context_fn: Any = None, **options: Any) -> Any:
-    """Replace `torch.utils.checkpoint.checkpoint`, which has the same arguments, during a trace.
+    """Simulate `torch.utils.checkpoint.checkpoint` while a graph is traced.
 
-    Within a graph, it only marks nodes to be saved or recomputed. Outside of graphs, it calls the
-    original function.
+    Within a graph, run `function` and only mark nodes to be saved or recomputed. Outside of graphs,
+    call the original checkpoint function with the same arguments.
     """
     if not torch.compiler.is_compiling():
         if context_fn is not None:
@@ -272,9 +276,13 @@ def _checkpoint(function: Function, *inputs: Any, context_fn: Any = None, **opti
 
 
 def _make_policy_context(context_fn: Any) -> Any:
-    """Return the context in which a forward pass follows the policy of `context_fn`.
+    """Return the context in which a forward pass follows a policy of activation checkpointing.
 
-    Without a policy, and with the policy to save nothing, all operators are recomputed.
+    The policy decides for each operator whether its result is saved or recomputed.
+
+    Args:
+        context_fn: Function that returns the contexts of the forward pass and of the recomputation.
+            If it is None, or its policy saves nothing, all operators are marked to be recomputed.
     """
     # An empty list of operators is this policy; see `apply_activation_checkpointing`.
     saves_nothing = getattr(context_fn, "args", None) == ([],)
@@ -338,7 +346,12 @@ def _imitate_kernels(gm: GraphModule, example_inputs: Any) -> Function:
 
 
 def _schedule_kernels(graph: Graph) -> tuple[list[_Kernel], dict[Node, list[Node]]]:
-    """Decide which kernels of a graph run, and which values are freed after each of them."""
+    """Decide which kernels of a graph run, and which values are freed after each of them.
+
+    Returns:
+        - Kernels in the order in which they run.
+        - Node of a kernel -> nodes whose values are freed after this kernel.
+    """
     *nodes, output = graph.nodes
     inputs = set(graph.find_nodes(op="placeholder"))
     bases = _find_bases(nodes)
@@ -349,9 +362,15 @@ def _schedule_kernels(graph: Graph) -> tuple[list[_Kernel], dict[Node, list[Node
 
 
 def _run_kernel(kernel: _Kernel, values: Mapping[Node, Any], gm: GraphModule) -> Any:
-    """Return the result of a kernel.
+    """Run a kernel and return its result.
 
-    The planner counts memory and needs no values, so the result of a generated kernel is empty.
+    The planner counts memory and needs no values, so a generated kernel computes nothing and
+    returns an uninitialized tensor.
+
+    Args:
+        kernel: The kernel to run.
+        values: Node -> value, for the values in memory.
+        gm: Module of the graph, which has its constants as attributes.
     """
     node = kernel.node
     if _is_copy(node):  # in place, so the result is the first argument
@@ -393,7 +412,11 @@ def _find_bases(nodes: Sequence[Node]) -> dict[Node, Node]:
 def _find_stored(nodes: Sequence[Node], bases: Mapping[Node, Node]) -> set[Node]:
     """Return the nodes whose values compiled code writes to memory.
 
-    The kernels that use other values compute these by themselves.
+    Kernels that need any other value compute it again instead of reading it.
+
+    Args:
+        nodes: Nodes of the graph in order, without its output.
+        bases: Node -> node that allocates its memory.
     """
     stored: set[Node] = set()
     for node in nodes:
@@ -441,9 +464,15 @@ def _list_kernels(
 def _find_reads(
     nodes: Sequence[Node], bases: Mapping[Node, Node], stored: set[Node]
 ) -> dict[Node, set[Node]]:
-    """Map each node to the stored values from which its value is computed.
+    """Map each node to the stored values that a kernel must read to compute it.
 
-    For example, if `a` is stored and `b` is not, `c = a + b` reads `a`, and what `b` reads.
+    For example, if `a` is stored and `b` is not, `c = a + b` reads `a` and all values that `b`
+    reads.
+
+    Args:
+        nodes: Nodes of the graph in order, without its output.
+        bases: Node -> node that allocates its memory.
+        stored: Nodes whose values are written to memory.
     """
     reads: dict[Node, set[Node]] = {}
     for node in nodes:
@@ -479,7 +508,7 @@ def _find_freed(
 
 
 def _is_view(node: Node) -> bool:
-    """Return whether a node returns a view, which launches no kernel."""
+    """Return whether a node only returns a view or an existing tensor, and launches no kernel."""
     if node.op != "call_function":
         return False
     is_view_op = node.target is operator.getitem or getattr(node.target, "is_view", False)
@@ -488,7 +517,7 @@ def _is_view(node: Node) -> bool:
 
 
 def _is_copy(node: Node) -> bool:
-    """Return whether a node writes into its first argument."""
+    """Return whether a node copies a tensor into its first argument (`aten::copy_`)."""
     return _operator_name(node) == "aten::copy_"
 
 
@@ -508,4 +537,5 @@ def _operator_name(node: Node) -> str:
 
 
 def _bytes_of(node: Node) -> int:
+    """Return the size of the value of a node in bytes."""
     return bytes_of(node.meta.get("val"))

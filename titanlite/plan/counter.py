@@ -160,9 +160,10 @@ LogEntry = tuple[Location, Work | Allocation]
 
 
 class Counter(TorchDispatchMode):
-    """Dispatch mode that logs every operator and allocation, with the current location in the step.
+    """Dispatch mode that logs every operator and allocation of a training step.
 
-    Enter it with `watching`.
+    Each log entry has the location in the step, such as the forward pass of the blocks. Use the
+    context manager `watching` to start counting.
 
     Args:
         groups: Name of a process group -> its description.
@@ -171,8 +172,10 @@ class Counter(TorchDispatchMode):
         location: Current location in the step, which `step_counts.StepFollower` updates.
         log: Pairs of a location and a piece of work or an allocation, in the order of the step. The
             log starts with the storages that existed before the step.
-        kinds: Kind of memory of each storage, such as "weights", indexed by its number.
-        streams: Index of the stream in which each storage was allocated. 0 is the compute stream.
+        kinds: Number of a storage -> kind of memory, such as "weights". Storages (the memory behind
+            tensors) are numbered in the order in which the counter first sees them.
+        streams: Number of a storage -> index of the stream in which it was allocated. 0 is the
+            compute stream.
         forward_starts: Indices in the log at which forward passes start.
     """
 
@@ -227,7 +230,7 @@ class Counter(TorchDispatchMode):
         """End the current pipeline action, and start another one.
 
         A pipeline action is the forward or backward pass of one microbatch through one stage, or
-        its communication.
+        its communication. Its log entries are kept, so that later microbatches can repeat them.
 
         Args:
             name: Name of the action. All microbatches use the same name for the same action.
@@ -251,7 +254,7 @@ class Counter(TorchDispatchMode):
 
     @contextmanager
     def inner_action(self, name: Any, is_skipped: bool) -> Iterator[None]:
-        """Count an action that interrupts the current one until this context ends.
+        """Count a pipeline action that interrupts the current one until this context ends.
 
         Args:
             name: Name of the action. All microbatches use the same name for the same action.
@@ -268,7 +271,7 @@ class Counter(TorchDispatchMode):
         self._action_start = len(self.log)
 
     def add_generated_kernel(self, num_bytes: int) -> None:
-        """Count one kernel that the compiler would generate."""
+        """Count one compiler-generated kernel that reads and writes `num_bytes` bytes in total."""
         work = Work(self.location.phase, GENERATED, bytes=num_bytes)
         self.log.append((self.location, work))
 
@@ -390,16 +393,17 @@ class Counter(TorchDispatchMode):
             self._storage_number(tensor)  # logs the allocation if the storage is new
 
     def _is_adding_gradients(self) -> bool:
-        """Return whether autograd runs the current addition.
+        """Return whether an addition that runs now is autograd's sum of two gradients.
 
-        It adds gradients with gradients disabled. A recomputed forward pass enables them.
+        In the backward phase, autograd disables gradients, and a recomputed forward pass enables
+        them.
         """
         return self.location.phase == "backward" and not torch.is_grad_enabled()
 
     def _describe_work(
         self, signature: _Signature, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
     ) -> Work:
-        """Return the work of one operator call: its shape, FLOPs and bytes."""
+        """Return the work of one operator call: its dtype, shape, FLOPs and bytes."""
         phase = self.location.phase
         collective = _collective_name(signature.name)
         if collective is not None:
@@ -427,7 +431,11 @@ class Counter(TorchDispatchMode):
         )
 
     def _find_group(self, args: Sequence[Any]) -> Group | None:
-        """Find the process group of a collective, which is an object or a name in its arguments."""
+        """Find the process group of a collective in the arguments of its operator.
+
+        The arguments contain the group as an object, or its name. Return None if the group is
+        unknown.
+        """
         for value in args:
             if isinstance(value, torch.ScriptObject):
                 group = dist.ProcessGroup.unbox(value)
@@ -455,14 +463,26 @@ class Counter(TorchDispatchMode):
         return number
 
     def _track(self, storage: torch.UntypedStorage, number: int) -> None:
-        """Watch a storage, to notice when it is freed."""
+        """Register a callback that logs when a storage is freed.
+
+        Args:
+            storage: Storage, the memory behind tensors.
+            number: Number of the storage in the log.
+        """
         # torch keeps the same Python object for a storage as long as the storage lives.
         identity = id(storage)
         reference = weakref.ref(storage, lambda _: self._handle_free(identity))
         self._living[identity] = number, reference
 
     def _handle_free(self, identity: int) -> None:
-        """Log that a storage was freed, unless a sum of gradients takes over its memory."""
+        """Log that a storage was freed.
+
+        If the pending sum of two gradients reuses its memory, log nothing, and track the storage of
+        the sum under the same number.
+
+        Args:
+            identity: `id` of the freed storage.
+        """
         number, _ = self._living.pop(identity)
         if self._pending_sum is not None and self._pending_sum[0] == identity:
             # Autograd adds gradients in place if nothing else uses the first one, but never with
@@ -474,7 +494,7 @@ class Counter(TorchDispatchMode):
             self._log_size(number, 0)
 
     def _count_pending_sum(self) -> None:
-        """Count the pending sum of two gradients as newly allocated memory.
+        """Count the pending sum of two gradients, if there is one, as newly allocated memory.
 
         Call this if the first gradient is still in use, because the sum cannot reuse its memory.
         """
@@ -494,7 +514,8 @@ class Counter(TorchDispatchMode):
 def _guess_kind(location: Location) -> str:
     """Guess the kind of new memory from the part of the step that allocates it.
 
-    `Counter.mark` corrects the kind later for weights, gradients and optimizer state.
+    Return "loss", "other" or "activations". Weights, gradients and optimizer state cannot be
+    guessed, and get their kind by `Counter.mark`.
     """
     if location.phase == "forward" and location.name == "loss":
         return "loss"
@@ -507,7 +528,11 @@ _active_counters: list[Counter] = []
 
 
 def count_generated_kernel(num_bytes: int) -> None:
-    """Count a compiled kernel in the active counter, if there is one."""
+    """Count a compiler-generated kernel in the active counter, if there is one.
+
+    Args:
+        num_bytes: Bytes that the kernel reads and writes.
+    """
     for counter in _active_counters:
         counter.add_generated_kernel(num_bytes)
 
@@ -585,7 +610,14 @@ def _describe_dtype(inputs: Sequence[Tensor]) -> str:
 def _count_traffic(
     signature: _Signature, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
 ) -> int:
-    """Return the bytes that an operator reads and writes."""
+    """Return how many bytes of memory an operator reads and writes.
+
+    Args:
+        signature: Properties of the operator.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
+        result: Result of the call.
+    """
     num_bytes = bytes_of(result) if signature.returns_new else 0
     for i, (name, num_passes) in enumerate(signature.arguments):
         value = args[i] if i < len(args) else None
@@ -682,7 +714,10 @@ def plain_tensors(tensor: Any) -> Iterator[Tensor]:
 
 
 def _find_tensors(value: Any) -> list[Tensor]:
-    """List the tensors in a value, which can be a tensor or nested lists and tuples."""
+    """List the tensors in a value, which can be a tensor or nested lists and tuples.
+
+    Any other value contains no tensors.
+    """
     if isinstance(value, Tensor):
         return [value]
     if not isinstance(value, list | tuple):
@@ -691,5 +726,5 @@ def _find_tensors(value: Any) -> list[Tensor]:
 
 
 def bytes_of(value: Any) -> int:
-    """Return how many bytes all tensors in a value take. It can be nested lists and tuples."""
+    """Return the total bytes of all tensors in a value, which can be nested lists and tuples."""
     return sum(tensor.numel() * tensor.element_size() for tensor in _find_tensors(value))

@@ -73,7 +73,7 @@ def forecast(run: Run, traces: Sequence[RankTrace], gpu: Gpu) -> Forecast:
 
     Args:
         run: The validated job and the number of ranks.
-        traces: Trace of one rank of each kind, from `trace_run`.
+        traces: One trace per kind of pipeline rank, from `trace_run`.
         gpu: GPU of each rank; see `Gpu.of_rank`.
     """
     # Estimate the time of each rank. All ranks wait for the slowest one.
@@ -205,8 +205,8 @@ def _time_step(run: Run, trace: RankTrace, gpu: Gpu) -> _StepTime:
 def _add_phase(time: _StepTime, phase: str, work: Iterable[Work], run: Run, gpu: Gpu) -> None:
     """Add the time of the forward pass, the backward pass or the optimizer to a step time.
 
-    FSDP collectives overlap with kernels, as does a share of async tensor parallelism. All other
-    collectives lengthen the step.
+    FSDP collectives overlap with kernels, and so does half of the async tensor parallel traffic.
+    All other collectives lengthen the step.
 
     Args:
         time: Time of the step, modified in place.
@@ -271,7 +271,7 @@ def _time_kernels(work: Work, gpu: Gpu) -> tuple[str, float]:
 
 
 def _attention_seconds(work: Work, gpu: Gpu) -> float:
-    """Estimate the seconds that the FLOPs of attention kernels take."""
+    """Estimate the seconds that attention kernels take, from their FLOPs."""
     op = work.op.removeprefix("aten.")
     is_flex = op in FLEX_OPS or op.replace(".", "::") in VARLEN_OPS
     is_hopper = gpu.fp8 > 0  # or newer
@@ -286,7 +286,7 @@ def _attention_seconds(work: Work, gpu: Gpu) -> float:
 
 
 def _matmul_seconds(work: Work, gpu: Gpu) -> float:
-    """Estimate the seconds that the FLOPs of matmuls take."""
+    """Estimate the seconds that matmuls take if only their FLOPs limit them."""
     if work.dtype.startswith("float8") and gpu.fp8:
         flops_per_second = gpu.fp8 * 1e12 * MATMUL["float8"]
     elif work.dtype == "float32":
@@ -328,7 +328,13 @@ def _time_ring(work: Work, num_ranks: int, num_nodes: int, gpu: Gpu) -> float:
 
 
 def _time_transfers(work: Work, seconds_per_gigabyte: float, latency: float) -> float:
-    """Add up the seconds of transfers that reach the share `LINK` of the peak bandwidth."""
+    """Estimate the total seconds of several transfers over a link.
+
+    Args:
+        work: Number of the transfers, and their total bytes.
+        seconds_per_gigabyte: Seconds at peak bandwidth, of which transfers reach the share `LINK`.
+        latency: Seconds to start one transfer.
+    """
     return work.bytes * seconds_per_gigabyte / (LINK * 1e9) + work.count * latency
 
 
@@ -336,9 +342,9 @@ def _bubble_share(run: Run) -> float:
     """Estimate the idle time of a pipeline rank, relative to the busy time of the other ranks.
 
     For p ranks, v stages per rank and m microbatches, it is (p - 1) / (v m)
-    (https://arxiv.org/abs/2104.04473). Zero-bubble schedules fill two thirds of it by delaying the
-    gradients of weights (https://arxiv.org/abs/2401.10241). The V-shaped zero-bubble schedule fills
-    all of it if there are at least 2 p microbatches.
+    (https://arxiv.org/abs/2104.04473). Zero-bubble schedules delay the gradients of weights to fill
+    two thirds of the idle time (https://arxiv.org/abs/2401.10241). The V-shaped zero-bubble
+    schedule fills all of it if there are at least 2 p microbatches.
     """
     num_ranks = run.degrees.pipeline
     schedule = run.job.parallelism.pipeline_parallel_schedule

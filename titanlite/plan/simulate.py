@@ -55,9 +55,16 @@ def _cudnn_attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Ten
 
 
 def _flex_attention(q: Tensor, k: Tensor, v: Tensor, block_mask: tuple[int], **_: Any) -> Tensor:
-    """Call flash attention in place of flex attention. It saves and returns equal tensors.
+    """Call flash attention in place of flex attention, which saves and returns equal tensors.
 
-    The scale of attention has no effect on a trace, so it passes the sliding window to the counter.
+    The scale of attention has no effect on a trace, so use it to pass the sliding window to the
+    counter of FLOPs.
+
+    Args:
+        q: Queries.
+        k: Keys.
+        v: Values.
+        block_mask: Result of `_small_mask`: the sliding window in tokens, as its only item.
     """
     flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
     return flash_attention(q, k, v, 0.0, True, scale=block_mask[0])[0]
@@ -73,7 +80,11 @@ def _rms_norm(
 
 
 def _small_mask(*args: Any) -> tuple[int]:
-    """Return only the sliding window in place of a block mask, whose memory is negligible."""
+    """Create (sliding window,) in place of a block mask of flex attention.
+
+    The memory of a block mask is negligible, so a trace does not need a real one. The sliding
+    window is the last argument of the functions that create masks.
+    """
     return (args[-1],)
 
 
@@ -119,14 +130,24 @@ _cast_columns.register_fake(_allocate_columns)
 
 @register_sharding(torch.ops.titanlite.cast_rows_to_mxfp8.default)
 def _shard_row_cast(_x: Any) -> Any:
-    """Return the placements of the results and of the input, as in torchao."""
+    """List the shardings that DTensor can use for the MXFP8 cast of rows, as in torchao.
+
+    Returns:
+        Pairs of the placements of both results and the placement of the input.
+    """
     layouts = (Replicate(), Shard(0), Shard(1))
     return [([layout, layout], [layout]) for layout in layouts]
 
 
 @register_sharding(torch.ops.titanlite.cast_columns_to_mxfp8.default)
 def _shard_column_cast(_x: Any) -> Any:
-    """Return the placements of the results and of the input. The scales are transposed."""
+    """List the shardings that DTensor can use for the MXFP8 cast of columns.
+
+    The scales are transposed, so they are sharded along the other dimension.
+
+    Returns:
+        Pairs of the placements of both results and the placement of the input.
+    """
     return [
         ([Replicate(), Replicate()], [Replicate()]),
         ([Shard(0), Shard(1)], [Shard(0)]),

@@ -121,13 +121,14 @@ def _add_gradient_on_gpu(
 ) -> None:
     """Add the GPU memory in which CPU offload keeps a gradient until it is copied to the CPU.
 
-    The counter counts all gradients as CPU memory. But FSDP2 reduces each one on the GPU, and keeps
-    it in a stream of its own during the copy. One gradient at a time is there, so add the largest.
+    `Counter` counts all gradients as CPU memory, but FSDP2 reduces each gradient on the GPU, and
+    keeps it in a separate stream during the copy. Only one gradient at a time is there, so add the
+    largest.
 
     Args:
         train_step: Training step of the model.
-        pools: (stream, location) -> peak memory, to which an entry is added.
-        allocator: Allocator in which the memory is allocated.
+        pools: (stream, location) -> peak memory in bytes, to which an entry is added.
+        allocator: Simulated allocator in which the memory is allocated.
     """
     shards = [local_shard(parameter) for parameter in train_step.model.parameters()]
     largest_gradient = max(shard.nbytes for shard in shards)
@@ -147,8 +148,8 @@ def _run_steps(
 
     Args:
         counter: Counter that is watching.
-        allocator: Allocator on which the allocations of both steps are replayed. Without a pipeline
-            only, because a pipeline repeats the log of a microbatch in another order.
+        allocator: Simulated allocator that replays the allocations of both steps. With a pipeline
+            it is unused, because the log repeats the entries of a microbatch in another order.
         run: The validated job and the number of ranks.
         sharded: This rank's part of the model.
         train_step: Training step of the model.
@@ -183,11 +184,11 @@ def _run_steps(
 
 
 def _skippable_microbatches(run: Run) -> range:
-    """Return the indices of microbatches that can be skipped, because they repeat an earlier one.
+    """Return the indices of microbatches that need not run, because they repeat an earlier one.
 
-    These follow the second microbatch, or with a pipeline the third, because part of the memory of
-    a microbatch is freed while the next one runs. The last microbatch always runs. For example, of
-    the microbatches 0 to 7 without a pipeline, 2 to 6 can be skipped.
+    The first two microbatches (three with a pipeline) and the last one always run, because a part
+    of the memory of a microbatch is freed while the next one runs. For example, of the microbatches
+    0 to 7 without a pipeline, 2 to 6 can be skipped. Return an empty range if all must run.
     """
     if run.degrees.pipeline == 1:
         return range(2, run.microbatches - 1)
@@ -197,7 +198,7 @@ def _skippable_microbatches(run: Run) -> range:
 
 
 def _has_equal_microbatches(run: Run) -> bool:
-    """Return whether the memory of a microbatch in a pipeline depends only on its stage."""
+    """Return whether all microbatches of a pipeline take the same memory in a given stage."""
     # In a V-shaped schedule, stages on one rank hand their results to each other.
     is_v_shaped = run.job.parallelism.pipeline_parallel_schedule in V_SHAPED
     # With many stages on a rank, torch unshards and reshards some while others run.
@@ -233,11 +234,18 @@ def _describe_groups(mesh: Mesh) -> dict[str, Group]:
 
 
 def _add_up_work(counter: Counter, num_missing: int) -> dict[tuple[Any, ...], np.ndarray]:
-    """Add up the work of a step by kind of work: `Work.key` -> count, FLOPs and bytes.
+    """Add up the work of a step by kind of work.
 
-    Skipped microbatches are missing in the log. Their work equals that of the second microbatch,
-    which is therefore multiplied. The first and the last one can differ. For example, the first one
-    does not add its gradients to earlier ones.
+    The log lacks the skipped microbatches, so count the work of the second microbatch several
+    times. The first and the last one can differ. For example, the first one does not add its
+    gradients to earlier ones.
+
+    Args:
+        counter: Counter with the log of the step.
+        num_missing: Number of skipped microbatches that the log lacks.
+
+    Returns:
+        `Work.key` -> count, FLOPs and bytes.
     """
     second_microbatch = range(0)  # its indices in the log
     if num_missing:
@@ -254,7 +262,7 @@ def _add_up_work(counter: Counter, num_missing: int) -> dict[tuple[Any, ...], np
 
 
 def _find_peaks(counter: Counter) -> dict[Location, np.ndarray]:
-    """Find the peak memory at each location of a step.
+    """Find the peak memory at each location of a step, such as the forward pass of the blocks.
 
     Returns:
         Location -> bytes of each of `ALL_KINDS` when GPU memory is at its peak there. The value of
@@ -285,7 +293,7 @@ def _find_stream_peaks(counter: Counter) -> dict[tuple[int, Location], int]:
     """Find the peak of the GPU memory in each CUDA stream, at each location of a step.
 
     Returns:
-        (stream, location) -> bytes that were allocated in this stream.
+        (stream, location) -> largest number of bytes that were allocated in this stream.
     """
     allocated = defaultdict[int, int](int)
     peaks = defaultdict[tuple[int, Location], int](int)
@@ -343,13 +351,16 @@ class StepFollower(Hook):
         _follow_loss(counter, train_step, last_stage=max(sharded.stages))
 
     def gradients(self, step: int) -> None:
-        """Mark the gradients, before they are clipped."""
+        """Mark the gradients, and set the location to the gradient norm.
+
+        The trainer calls this before it clips the gradients.
+        """
         gradients = [parameter.grad for parameter in self._train_step.model.parameters()]
         self._counter.mark(gradients, self._gradient_kind)
         self._counter.location = Location("optimizer", "gradient norm")
 
     def before_update(self, step: int, sums: StepSums, skip: Tensor) -> None:
-        """Set the location to the optimizer update."""
+        """Set the location to the optimizer update, which is about to run."""
         self._counter.location = Location("optimizer", "optimizer")
 
     def updated(self, step: int) -> None:
@@ -358,7 +369,7 @@ class StepFollower(Hook):
         self._counter.location = Location("optimizer", "end")
 
     def _mark_state(self) -> None:
-        """Mark the optimizer state that exists."""
+        """Mark the memory of all optimizer state that exists now."""
         for state in self._train_step.optimizer.state.values():
             self._counter.mark(state.values(), self.state_kind)
 
@@ -396,11 +407,11 @@ def _follow_stage(counter: Counter, stage: int, module: Llama) -> None:
 
 
 def _mark_unsharded(counter: Counter, followed: set[int], part: nn.Module, _: Any) -> None:
-    """Mark the unsharded parameters of a module, and let hooks mark their gradients.
+    """Mark the unsharded parameters of a module, and register hooks that mark their gradients.
 
     Args:
         counter: Counter of the step.
-        followed: Identities of the parameters that have a hook.
+        followed: `id` of each parameter that has such a hook, modified in place.
         part: Module whose forward pass begins.
     """
     parameters = list(part.parameters())
@@ -467,7 +478,7 @@ def _follow_pipeline(
 ) -> Iterator[None]:
     """Count the actions of a pipeline schedule separately within this context.
 
-    To save time, skipped microbatches compute nothing, and repeat the counts of the previous one.
+    To save time, skipped microbatches compute nothing, and repeat the counts of an earlier one.
 
     Args:
         counter: Counter of the step.
@@ -519,10 +530,18 @@ class _PipelineFollower:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Count a call of one of `PIPELINE_ACTIONS`.
+        """Call a method of a pipeline stage, and count it as one action.
 
-        For a skipped microbatch, return what the schedule needs: the loss of the last microbatch
-        that ran, or no communication operations.
+        For a skipped microbatch, do not call it, and return what the schedule needs: the loss of
+        the last microbatch that ran, or no communication operations.
+
+        Args:
+            stage: The pipeline stage.
+            name: Name of the method, one of `PIPELINE_ACTIONS`.
+            method: The original method.
+            microbatch: Index of the microbatch.
+            args: Further arguments of the method.
+            kwargs: Keyword arguments of the method.
         """
         location = Location(PIPELINE_ACTIONS[name], "stage", stage.stage_index)
         has_loss = name == "forward_one_chunk" and stage.is_last
@@ -540,7 +559,16 @@ class _PipelineFollower:
     def run_receive(
         self, stage: PipelineStage, name: str, method: Any, microbatch: int
     ) -> list[Any]:
-        """Count the receive buffers that a call of one of `PIPELINE_RECEIVES` allocates."""
+        """Call a method of a pipeline stage, and count the receive buffers that it allocates.
+
+        For a skipped microbatch, do not call it, and return no communication operations.
+
+        Args:
+            stage: The pipeline stage.
+            name: Name of the method, one of `PIPELINE_RECEIVES`.
+            method: The original method.
+            microbatch: Index of the microbatch.
+        """
         is_skipped = microbatch in self.skipped
         with self.counter.inner_action((name, stage.stage_index), is_skipped):
             return [] if is_skipped else method(microbatch)

@@ -121,10 +121,11 @@ def trace_run(
 
 
 def _choose_ranks(run: Run, whole: bool) -> list[int]:
-    """Return the ranks to trace: one of each kind of pipeline ranks, or of each one if `whole`.
+    """Choose the ranks to trace: the first pipeline rank of each kind.
 
     Pipeline ranks are of the same kind if their stages are alike. The first one of a kind holds the
-    most microbatches at a time, so it needs the most memory.
+    most microbatches at a time, so it needs the most memory. With `whole` or a V-shaped schedule,
+    choose every pipeline rank.
     """
     num_pipeline_ranks = run.degrees.pipeline
     schedule = run.job.parallelism.pipeline_parallel_schedule
@@ -143,7 +144,11 @@ def _choose_ranks(run: Run, whole: bool) -> list[int]:
 
 
 def _describe_pipeline_ranks(run: Run) -> list[list[Any]]:
-    """Describe the stages of each pipeline rank, so that equal descriptions mean equal work."""
+    """Describe the stages of each pipeline rank, so that equal descriptions mean equal work.
+
+    Returns:
+        For each pipeline rank, one description per stage.
+    """
     num_pipeline_ranks = run.degrees.pipeline
     num_stages = len(run.stages)
     schedule = run.job.parallelism.pipeline_parallel_schedule
@@ -160,7 +165,10 @@ def _describe_pipeline_ranks(run: Run) -> list[list[Any]]:
 
 
 def _count_removable_blocks(run: Run) -> int:
-    """Return how many blocks each stage can lose so that the extrapolation is still exact."""
+    """Return how many blocks a trace can leave out of each pipeline stage.
+
+    With the remaining blocks, the counts can still be extrapolated exactly to all blocks.
+    """
     # In a pipeline stage that stays unsharded, each block adds the same memory and work, so one is
     # enough. If FSDP unshards one block at a time, two neighbors are in memory together, so keep
     # two blocks at each end of the stage, where memory differs from the middle.
@@ -173,7 +181,7 @@ def _count_removable_blocks(run: Run) -> int:
 
 
 def _has_equal_blocks(run: Run) -> bool:
-    """Return whether all blocks take the same memory and work on a rank."""
+    """Return whether all blocks of a rank take the same memory and work."""
     checkpointing = run.job.activation_checkpoint
     recomputes_some_blocks = (
         checkpointing.mode == "selective" and checkpointing.selective_ac_option != "op"
@@ -184,7 +192,14 @@ def _has_equal_blocks(run: Run) -> bool:
 
 
 def _has_small_blocks(run: Run, num_blocks: int) -> bool:
-    """Return whether FSDP may group blocks, or may not reshard a model of `num_blocks` blocks."""
+    """Return whether blocks are so small that a shortened model may be sharded differently.
+
+    FSDP groups blocks with few parameters. On a single rank, it does not reshard a small model.
+
+    Args:
+        run: The validated job and the number of ranks.
+        num_blocks: Number of blocks of the shortened model.
+    """
     group_size = run.job.parallelism.fsdp_min_num_params
     block_size = num_params(run.arch) // run.arch.n_layers  # an upper bound, in parameters
     if block_size < 2 * group_size:
@@ -233,7 +248,10 @@ def _count_rank(run: Run, rank: int, gpu: Gpu | None, whole: bool) -> StepCounts
 def _count_fake_step(run: Run, has_float8: bool, whole: bool) -> StepCounts:
     """Build the model of this rank on fake tensors, and count a training step.
 
-    If `whole`, run all microbatches instead of repeating the counts of one.
+    Args:
+        run: The validated job and the number of ranks.
+        has_float8: Whether the GPU of the rank supports the FP8 recipe of the job.
+        whole: Run all microbatches instead of repeating the counts of one.
     """
     mesh = build_mesh(run.degrees, DEVICE.type)
     meta = torch.device("meta")
@@ -274,7 +292,7 @@ def _extrapolate(short: StepCounts, longer: StepCounts, num_removed: int) -> Ste
 
 
 def _summarize(rank: int, counts: StepCounts, on_gpu: bool, has_replay: bool) -> RankTrace:
-    """Summarize the counts of a rank, with the memory at the moment of its peak.
+    """Convert the counts of a rank to its trace: peak memory, reserved memory and work.
 
     Args:
         rank: Number of the rank.

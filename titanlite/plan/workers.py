@@ -20,8 +20,8 @@ NUM_WORKERS = 2
 def workers() -> Iterator[Executor]:
     """Fork a process pool that traces jobs, and stop it on exit.
 
-    Import the planner first, so that the processes do not have to. They print to standard error
-    only, and exit with this process, even if it is killed.
+    Import the planner before, so that the forked processes do not have to. The processes print to
+    standard error only, and exit with this process, even if it is killed.
 
     Yields:
         The pool. Its `map` method runs traces in parallel.
@@ -47,9 +47,9 @@ def workers() -> Iterator[Executor]:
 
 
 def _kill_workers() -> None:
-    """Kill the workers instead of waiting for their traces.
+    """Kill all processes of the pool instead of waiting for their traces.
 
-    A wait might never end: a worker that is killed while it takes a task keeps the lock of the
+    A wait might never end: a process that is killed while it takes a task keeps the lock of the
     queue, and the others wait for the lock.
     """
     for child in active_children():

@@ -52,7 +52,7 @@ class Check(NamedTuple):
 
     @property
     def has_passed(self) -> bool:
-        """Return whether the error is within the tolerance. NaN is not."""
+        """Return whether the error is within the tolerance. A NaN error never passes."""
         return self.error <= self.tolerance
 
 
@@ -85,7 +85,10 @@ def relative_error(value: Tensor, expected: Tensor, minimum: float = 0.0) -> flo
 
 
 def fraction_of_different(value: Tensor, expected: Tensor) -> float:
-    """Return the fraction of elements that are not bitwise equal."""
+    """Return the fraction of elements that are not bitwise equal.
+
+    NaN in both tensors counts as equal. The result is 1 if the shapes or dtypes differ.
+    """
     if value.shape != expected.shape or value.dtype != expected.dtype:
         return 1.0
     if value.numel() == 0 or torch.equal(value, expected):
@@ -97,7 +100,17 @@ def fraction_of_different(value: Tensor, expected: Tensor) -> float:
 def compare_bitwise(
     name: str, step: int, values: Mapping[str, Tensor], expected: Mapping[str, Tensor]
 ) -> list[Check]:
-    """Compare two sets of named tensors, whose elements must be equal."""
+    """Check that two sets of named tensors are bitwise equal.
+
+    Args:
+        name: Name of the returned checks, such as "initial weights".
+        step: Number of the training step.
+        values: Tensors to check, by name.
+        expected: Expected tensors, by name.
+
+    Returns:
+        One check for each tensor. It fails for a tensor that only one set contains.
+    """
     checks = []
     for key in sorted(values.keys() | expected.keys()):
         if key in values and key in expected:
@@ -111,7 +124,7 @@ def compare_bitwise(
 
 
 def compute_precision(run: Run) -> str:
-    """Return the lowest precision of the computation: "float32", "bfloat16" or "float8"."""
+    """Return the lowest precision in which a run computes: "float32", "bfloat16" or "float8"."""
     if run.job.float8.enable:
         return "float8"
     if run.job.training.dtype == "bfloat16":  # gradients have the dtype of the weights
@@ -120,7 +133,7 @@ def compute_precision(run: Run) -> str:
 
 
 def total_norm(tensors: Iterable[Tensor]) -> float:
-    """Return the norm of all elements of several tensors, in float64."""
+    """Return the Euclidean norm of all elements of several tensors together, in float64."""
     return math.sqrt(sum(tensor.double().square().sum().item() for tensor in tensors))
 
 
@@ -128,7 +141,7 @@ def gradient_tolerance(run: Run, error_of_one_rank: float) -> float:
     """Return the largest relative error that a gradient of a run on several ranks may have.
 
     It is four times the error that a single rank makes in the same precision, plus a small constant
-    for rounding in fp32.
+    for rounding in fp32. A limit caps the error of the single rank, which may be wrong as well.
 
     Args:
         run: The run, which determines the precision.
@@ -190,10 +203,11 @@ def compare_gradients(
 
 
 def _smallest_norms(gradients: Tensors) -> dict[str, float]:
-    """Return the norm of each gradient below which its error is divided by this norm instead.
+    """Return a lower bound of the norm by which the error of each gradient is divided.
 
-    A norm grows with the square root of the number of elements. For example, a parameter with 1% of
-    all elements gets 10% of the value for the whole model.
+    With the bound, rounding errors of a gradient that is nearly zero stay small. It is a thousandth
+    of the norm of all gradients, times the square root of the share of elements in the parameter.
+    For example, a parameter with 1% of all elements gets 10% of the value for the whole model.
     """
     smallest_total = SMALL_GRADIENT * total_norm(gradients.values())
     num_elements = sum(gradient.numel() for gradient in gradients.values())

@@ -69,9 +69,9 @@ def explain_ratio(ratio: float, run: Run) -> str:
 
 
 def _name_factor(factor: float, run: Run) -> str:
-    """Name the parallel degrees that equal a factor, or whose square root equals it, or return "".
+    """Name the parallel degrees that equal a factor, or else those whose square root equals it.
 
-    For example, "the square root of the number of replicas".
+    For example, "the square root of the number of replicas". If no degree fits, return "".
     """
     degrees = _layout_numbers(run).items()
     equal = [name for name, degree in degrees if abs(factor / degree - 1) < RATIO_TOLERANCE]
@@ -85,7 +85,7 @@ def _name_factor(factor: float, run: Run) -> str:
 
 
 def _layout_numbers(run: Run) -> dict[str, int]:
-    """Return the numbers by which a value may be wrong, such as the parallel degrees."""
+    """Return the degrees and counts of a layout that may explain a wrong factor, by their name."""
     degrees = run.degrees
     return {
         "the data-parallel degree": degrees.data,
@@ -167,7 +167,7 @@ def remove_block_number(name: str) -> str:
 
 
 def _find_stage(name: str, run: Run) -> int:
-    """Return the pipeline stage of a parameter."""
+    """Return the index of the pipeline stage that holds a parameter."""
     match = re.match(r"layers\.(\d+)\.", name)
     if match is None:
         return 0 if "embeddings" in name else len(run.stages) - 1
@@ -185,13 +185,15 @@ def explain_gradient(
 ) -> str:
     """Explain wrong gradients by a factor, by missing sequences, or by a mistake in the model.
 
+    The text starts with the parameters that differ, and is used in the message of a failed check.
+
     Args:
         run: The tested run on several ranks.
         failed: Names of the wrong gradients.
-        gradients: Gradients of the run.
-        expected: Gradients of the reference.
-        weights: Weights before the step.
-        sequences: Sequences of the step.
+        gradients: Gradients of the run, by parameter name.
+        expected: Gradients of the reference, by parameter name.
+        weights: Weights before the step, by parameter name.
+        sequences: Fields of the global batch, such as "input_ids", each of shape (sequences, T).
         reference: Computes gradients again, to reproduce the wrong ones.
     """
     where = describe_names(failed, list(expected), run)
@@ -210,7 +212,7 @@ def explain_gradient(
 
 
 def _concatenate(tensors: Tensors, names: Sequence[str]) -> Tensor:
-    """Concatenate all elements of the tensors with these names, in float64."""
+    """Concatenate all elements of the tensors called `names` in one vector, in float64."""
     return torch.cat([tensors[name].double().flatten() for name in names])
 
 
@@ -221,15 +223,17 @@ def _find_cause(
     sequences: Tensors,
     compute: Callable[..., Tensor],
 ) -> str:
-    """Find the mistake that explains why a gradient is wrong.
+    """Find the mistake that explains why a gradient is wrong, and describe it.
+
+    If no mistake explains the gradient, list the features of the job that may cause the error.
 
     Args:
         run: The tested run on several ranks.
         wrong: Gradient of the run, shape (elements,).
-        right: Gradient of the reference.
-        sequences: Sequences of the step.
-        compute: Computes the gradient of the reference for some sequences and options of
-            `ReferenceTrainer.compute_gradients`.
+        right: Gradient of the reference, shape (elements,).
+        sequences: Fields of the global batch, each of shape (sequences, T).
+        compute: Computes the gradient of the reference, shape (elements,), for some sequences and
+            options of `ReferenceTrainer.compute_gradients`.
     """
     if not wrong.isfinite().all():
         return "they are not finite"
@@ -256,6 +260,13 @@ def _fit_sequences(
 ) -> tuple[list[float], Tensor]:
     """Fit a wrong gradient by a weighted sum of the gradients of the single sequences.
 
+    For example, a factor of 0 means that the sequence did not contribute to the wrong gradient.
+
+    Args:
+        wrong: Gradient of the tested run, shape (elements,).
+        sequences: Fields of the global batch, each of shape (sequences, T).
+        compute: Computes the gradient of the reference for the sequences in the slice `indices`.
+
     Returns:
         The factor of each sequence, which is 1 in a correct gradient, and the weighted sum.
     """
@@ -267,7 +278,7 @@ def _fit_sequences(
 
 
 def _list_mistakes(run: Run, sequences: Tensors) -> Iterator[tuple[str, Tensors, dict[str, Any]]]:
-    """Yield typical mistakes of a layout, which the reference can make on purpose.
+    """Yield typical mistakes of parallel training, so that the reference can reproduce each one.
 
     Yields:
         Description of the mistake, the sequences with the mistake, and the options of
@@ -282,7 +293,11 @@ def _list_mistakes(run: Run, sequences: Tensors) -> Iterator[tuple[str, Tensors,
 
 
 def _list_wrong_sequences(run: Run, sequences: Tensors) -> Iterator[tuple[str, Tensors]]:
-    """Yield typical mistakes in the sequences of a step: a description, and the wrong sequences."""
+    """Yield typical mistakes in the sequences of a step, such as wrong positions.
+
+    Yields:
+        Description of the mistake, and the sequences with the mistake.
+    """
     ids = sequences["input_ids"]
     seq_len = ids.shape[1]
     positions = torch.arange(seq_len).expand_as(ids)
@@ -318,7 +333,12 @@ def _list_suspects(run: Run) -> str:
 
 
 def _describe_factors(run: Run, factors: Sequence[float]) -> str:
-    """Describe by which factors the sequences contribute to a wrong gradient."""
+    """Describe which sequences are missing in a wrong gradient, or all factors if none is.
+
+    Args:
+        run: The tested run on several ranks.
+        factors: Factor with which each sequence contributes, which is 1 in a correct gradient.
+    """
     missing = [i for i, factor in enumerate(factors) if abs(factor) < MISSING]
     if missing:
         data_degree = run.degrees.data
@@ -334,4 +354,5 @@ def _describe_factors(run: Run, factors: Sequence[float]) -> str:
 
 
 def _join(numbers: Iterable[int]) -> str:
+    """Return numbers as text, such as "0, 2"."""
     return ", ".join(map(str, numbers))

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 def summarize_checks(checks: Sequence[Check]) -> list[Row]:
-    """Summarize all comparisons of the same kind in one row of the printed table.
+    """Summarize all comparisons of the same kind in one row of a certificate.
 
-    Each row shows the check with the largest error relative to its tolerance.
+    Each row shows the comparison with the largest error relative to its tolerance.
     """
     checks_by_name: dict[str, list[Check]] = {}
     for check in checks:
@@ -45,6 +45,10 @@ def summarize_checks(checks: Sequence[Check]) -> list[Row]:
 
 
 def _severity(check: Check) -> tuple[bool, float]:
+    """Return a sort key that is largest for the worst check.
+
+    Failed checks come after all passed ones, and then the error relative to the tolerance decides.
+    """
     ratio = check.error / check.tolerance if check.tolerance else check.error
     return not check.has_passed, ratio
 
@@ -63,7 +67,7 @@ def describe_first_difference(checks: Sequence[Check]) -> str:
 
 
 def make_certificate(small: SmallJob, proof: Proof) -> Certificate:
-    """Create the certificate that records whether the layout of a job was proven correct.
+    """Create the certificate of a job, which states whether its layout computes correct results.
 
     Args:
         small: The original job, and the small version that was trained.
@@ -101,7 +105,10 @@ def write_certificate(certificate: Certificate, folder: Path) -> Path:
 
 
 def format_summary(certificate: Certificate) -> str:
-    """Format the layout, precision, device and sizes of the small job as a few lines of text."""
+    """Format the header of a certificate for the terminal, as a few lines of text.
+
+    It lists the layout, precision and device, and how the small job differs from the original one.
+    """
     layout = " x ".join(f"{name} {size}" for name, size in certificate.layout.items() if size > 1)
     lines = [
         f"Layout: {layout or 'one rank'}; {certificate.precision} on {certificate.device}",
@@ -115,7 +122,11 @@ def format_summary(certificate: Certificate) -> str:
 
 
 def table_rows(certificate: Certificate) -> list[tuple[str, ...]]:
-    """Return the rows of the table that the command prints."""
+    """Convert a certificate to the cells of the table that `titanlite prove` prints.
+
+    Returns:
+        For each kind of check: name, count, error, tolerance, result and the worst comparison.
+    """
     rows = []
     for row in certificate.rows:
         is_bitwise = row.tolerance == 0
