@@ -36,7 +36,7 @@ class Average(Options):
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run `titanlite average`: write a checkpoint with the mean of several checkpoints' weights.
+    """Run `titanlite average`: write a checkpoint with the averaged weights of several checkpoints.
 
     Raises:
         UserError: If an option is invalid, or the checkpoints have different models or tokenizers.

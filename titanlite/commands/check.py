@@ -66,7 +66,8 @@ def _check_resume(run: Run) -> str:
     """Check that the job can resume from its newest checkpoint, if there is one.
 
     Returns:
-        A condition of the resume that is not checked, or "".
+        Text that follows "the job can start" in a message: a condition that is checked only when
+        the run starts, or "" if there is no checkpoint.
 
     Raises:
         UserError: If a key has changed that must stay the same when a run resumes.
@@ -87,8 +88,12 @@ def _check_resume(run: Run) -> str:
 def plot_schedule(run: Run, width: int) -> str:
     """Plot the learning rate, the batch size and the share of each data source as text.
 
-    Each column is a step. A value that never changes takes only one line. Lines have at most
-    `width` characters.
+    Each column is a step, from the first to the last. A value that never changes takes only one
+    line.
+
+    Args:
+        run: The run.
+        width: Maximum length of a line in characters.
     """
     # For example, 3 columns show the steps 0, 33 and 66 of 100.
     num_steps = run.job.training.steps
@@ -109,7 +114,7 @@ def plot_schedule(run: Run, width: int) -> str:
 
 
 def _plot_shares(run: Run, steps: Sequence[int]) -> list[str]:
-    """Plot the share of each data source in the given steps."""
+    """Plot the share of each data source at given steps, as one small chart per source."""
     dataset = run.job.dataset
     shares_by_step = [source_shares(dataset, step).tolist() for step in steps]
     lines = []
@@ -145,9 +150,13 @@ def _plot_curve(name: str, values: Sequence[float], label_format: str, *, height
 
 
 def _draw_row(row: int, bar_heights: Sequence[float]) -> str:
-    """Draw one row of a bar chart. A character can be filled in steps of 1/8.
+    """Draw one row of a bar chart as text. A character can be filled in steps of 1/8.
 
     For example, a bar of height 2.5 fills rows 0 and 1 completely, and row 2 by 4/8.
+
+    Args:
+        row: Index of the row, where 0 is the lowest.
+        bar_heights: Height of the bar in each column, in rows.
     """
     characters = []
     for bar_height in bar_heights:

@@ -23,9 +23,14 @@ def is_first_rank() -> bool:
 
 
 def print_result(value: Mapping[str, Any], text: str, as_json: bool) -> None:
-    """Print the result of a command on rank 0, as `text` or, with `as_json`, as one line of JSON.
+    """Print the result of a command on rank 0, as text or as one line of JSON.
 
     JSON has no infinite and NaN numbers, so they are printed as strings.
+
+    Args:
+        value: The result, printed if `as_json` is set.
+        text: The result for people, printed otherwise.
+        as_json: Whether to print JSON.
     """
     if not is_first_rank():
         return
@@ -43,8 +48,11 @@ def print_result(value: Mapping[str, Any], text: str, as_json: bool) -> None:
 def format_table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Format rows of cells as a plain text table with aligned columns.
 
-    Cells are cropped to the width of the terminal. If all column names are empty, the table has no
-    title line.
+    On a terminal, cells are cropped to its width.
+
+    Args:
+        names: Column names. If all are empty, the table has no title line.
+        rows: Cells of each row.
     """
     from rich.console import Console
     from rich.table import Table
@@ -63,10 +71,10 @@ def format_table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def start_ranks(command: str, argv: Sequence[str]) -> None:
-    """Run a command in NGPU processes, and exit with their exit code.
+    """Run a command in as many processes as the environment variable NGPU sets, then exit.
 
-    This returns without effect if the environment variable NGPU is 1 or missing, or if this process
-    is already one of several ranks.
+    The exit code is that of the processes. Return without effect if NGPU is 1 or missing, or if
+    this process is already one of several ranks.
 
     Args:
         command: Name of the command, such as "eval".

@@ -72,8 +72,8 @@ def data(argv: Sequence[str]) -> None:
 def show_step(run: Run, step: int, index: int | None = None) -> str:
     """Return the documents, token ranges and decoded text of a global batch as text.
 
-    Control characters are escaped. Late steps take long, because all text before the step is
-    tokenized first, unless the data was prepared.
+    Control characters are escaped. If the data was not prepared, late steps take long, because all
+    text before the step is tokenized first.
 
     Args:
         run: The run.
@@ -169,7 +169,7 @@ def tokenizer(argv: Sequence[str]) -> None:
 
 
 def format_job_lines(tokenizer_path: Path, vocab_size: int) -> str:
-    """Return the lines of a job file that select a tokenizer and a model vocabulary that fits it.
+    """Return the lines of a job file that select a tokenizer and the vocabulary size of the model.
 
     Args:
         tokenizer_path: Path of the tokenizer file.

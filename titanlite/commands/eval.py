@@ -74,13 +74,13 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _load_layout(words: Sequence[str]) -> Parallelism:
-    """Parse the options that select a parallel layout for `titanlite eval`.
+    """Parse the `--parallelism.*` options, which select the parallel layout of the ranks.
 
     Args:
         words: Words of the command line, such as ["--parallelism.tensor_parallel_degree", "2"].
 
     Raises:
-        UserError: If there is an option of another section, or a value is invalid.
+        UserError: If there is any other option, or a value is invalid.
     """
     for index, word in enumerate(words):
         is_value = index > 0 and not word.startswith("--")

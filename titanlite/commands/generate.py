@@ -75,7 +75,18 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _write_completions(loaded: LoadedCheckpoint, options: Generate, prompts: Sequence[str]) -> int:
-    """Complete the prompts, print the completions, and return the number of generated tokens."""
+    """Complete the prompts, and print the completions.
+
+    The completion of --prompt is printed piece by piece while it is generated.
+
+    Args:
+        loaded: The model and its tokenizer.
+        options: Options of the command.
+        prompts: Texts to complete.
+
+    Returns:
+        Number of generated tokens.
+    """
     from titanlite.completion import generate, generate_many
 
     settings = options.model_dump(include=set(Generation.model_fields))  # such as temperature
@@ -86,7 +97,7 @@ def _write_completions(loaded: LoadedCheckpoint, options: Generate, prompts: Seq
 
 
 def _describe_model(loaded: LoadedCheckpoint) -> str:
-    """Return the folder, size, dtype and device of a model as a line of text."""
+    """Return the folder, size, dtype and device of a loaded model as a line of text."""
     weight = loaded.model.get_parameter("tok_embeddings.weight")
     dtype = str(weight.dtype).removeprefix("torch.")
     size = num_params(loaded.model.arch)
@@ -94,7 +105,10 @@ def _describe_model(loaded: LoadedCheckpoint) -> str:
 
 
 def _write_pieces(pieces: Iterable[str]) -> int:
-    """Print the pieces of a completion as soon as they are generated.
+    """Print each piece of a completion as soon as it is generated.
+
+    Args:
+        pieces: Text of each generated token, and a last piece that belongs to no token.
 
     Returns:
         Number of generated tokens.
@@ -108,7 +122,11 @@ def _write_pieces(pieces: Iterable[str]) -> int:
 
 
 def _write_results(results: Iterable[Completion], as_json: bool) -> int:
-    """Print completions with their prompts, and return the number of generated tokens."""
+    """Print each prompt with its completion, or each result as a line of JSON.
+
+    Returns:
+        Number of generated tokens.
+    """
     num_tokens = 0
     for result in results:
         line = json.dumps(asdict(result)) if as_json else result.prompt + result.completion
@@ -118,7 +136,7 @@ def _write_results(results: Iterable[Completion], as_json: bool) -> int:
 
 
 def read_prompts(path: Path) -> list[str]:
-    """Read the prompts in a file, one per line. Blank lines are skipped.
+    """Read the prompts in a file, one per line, and skip blank lines.
 
     Args:
         path: File of prompts, or `-` for standard input. Each line of a .jsonl file is a JSON
@@ -143,11 +161,12 @@ def read_prompts(path: Path) -> list[str]:
 
 
 def _parse_prompt(line: str, is_json: bool) -> str:
-    """Parse one line of a prompt file.
+    """Parse one line of a file of prompts.
 
     Args:
         line: Text of the line.
-        is_json: Whether the line is a JSON string or an object with the key "prompt".
+        is_json: Whether the line is JSON: a string, or an object with the key "prompt". Otherwise,
+            the whole line is the prompt.
 
     Raises:
         ValueError: If a JSON line contains no prompt.
@@ -162,10 +181,10 @@ def _parse_prompt(line: str, is_json: bool) -> str:
 
 
 def _write(text: str) -> None:
-    """Write text to standard output, and flush it at once.
+    """Write text to standard output and flush it, so that it appears at once.
 
     On a terminal, control characters are escaped, because they could change its state. Files and
-    pipes receive the text unchanged, except for surrogates, which are not valid UTF-8.
+    pipes receive the text unchanged, except that invalid Unicode (surrogates) is replaced.
     """
     if sys.stdout.isatty():
         text = printable(text)

@@ -61,7 +61,7 @@ class Import(CheckpointOptions):
 def main(argv: Sequence[str]) -> None:
     """Run `titanlite import`: convert published weights to a checkpoint at step 0.
 
-    Afterwards, the lines of a job file that train from this checkpoint are printed.
+    Then print the lines of a job file that start training from this checkpoint.
 
     Args:
         argv: Arguments after the name of the command. With --torchtitan, they include the options
@@ -115,13 +115,14 @@ def _load_tokenizer(
     """Load the tokenizer that `titanlite import` copies into the new checkpoint.
 
     Args:
-        file: Tokenizer file, or None for the default tokenizer.
-        origin: Folder of the weights, which may contain the default tokenizer.
-        job: Job that describes the model. If it sets a tokenizer, that is the default.
+        file: Tokenizer file, or None for the default: the tokenizer of the job, or else the one in
+            `origin`.
+        origin: Folder of the weights.
+        job: Job that describes the model.
         vocab_size: Number of rows of the embedding.
 
     Returns:
-        The tokenizer, or None if there is no usable default tokenizer. The reason is then logged.
+        The tokenizer. If there is no usable default tokenizer, log the reason and return None.
 
     Raises:
         UserError: If `file` cannot be used.
@@ -144,7 +145,7 @@ def _load_tokenizer(
 
 
 def _find_default_tokenizer(origin: Path, job: JobConfig) -> Path:
-    """Return the tokenizer file that the job sets, or else the one in the folder of the weights.
+    """Find the tokenizer file that the job sets, or else the one in the folder of the weights.
 
     Args:
         origin: Folder of the weights.
@@ -162,7 +163,12 @@ def _find_default_tokenizer(origin: Path, job: JobConfig) -> Path:
 
 
 def _load_fitting_tokenizer(path: Path, job: JobConfig, vocab_size: int) -> Tokenizer:
-    """Load a tokenizer, and check that the embedding of the model has enough rows (`vocab_size`).
+    """Load a tokenizer, and check that the embedding of the model has enough rows for its tokens.
+
+    Args:
+        path: Tokenizer file.
+        job: Job that describes the model.
+        vocab_size: Number of rows of the embedding.
 
     Raises:
         UserError: If the tokenizer cannot be loaded, or has more than `vocab_size` tokens.

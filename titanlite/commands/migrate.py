@@ -34,7 +34,7 @@ class Migrate(Options):
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run `titanlite migrate`: convert a torchtitan job file, and report the converted keys.
+    """Run `titanlite migrate`: convert a torchtitan job file, and report what has changed.
 
     Raises:
         UserError: If the file is not a torchtitan job for a supported model or has invalid values,
@@ -62,7 +62,12 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _format_report(migration: Migration, options: Migrate) -> str:
-    """Format the report of a conversion: which keys of the job were renamed, added and left out."""
+    """Format the report of a conversion: which keys were renamed, added and left out, and why.
+
+    Args:
+        migration: The converted job.
+        options: Options of the command.
+    """
     name = f"Wrote {options.out}" if options.out else "This job"
     is_scaled = migration.rope_scaling_factor != 1.0
     scaling = "are scaled as in Llama 3.1" if is_scaled else "are not scaled"
@@ -76,7 +81,7 @@ def _format_report(migration: Migration, options: Migrate) -> str:
 
 
 def _format_changes(migration: Migration) -> list[str]:
-    """List the keys that are different in the new file."""
+    """Format the keys that were renamed, added or left out as one section each."""
     renamed = [f"{old} -> {new}" for old, new in migration.renamed.items()]
     added = [f"{key}  ({reason})" for key, reason in migration.added.items()]
     omitted = [f"{', '.join(keys)}\n      {reason}" for reason, keys in migration.lost.items()]

@@ -95,8 +95,8 @@ def _plan_or_search(options: Plan, run: Run, tokens: int | None, stdout: TextIO)
     Args:
         options: Options of the command.
         run: The run to estimate.
-        tokens: Number of tokens of the whole training run, from --tokens.
-        stdout: Stream on which `_plan` prints its estimate early.
+        tokens: Number of tokens of the whole training run, or None if --tokens is not set.
+        stdout: Stream on which the estimate is printed before the search for changes.
     """
     gpu = _choose_device(options, run.world_size)
 
@@ -116,7 +116,7 @@ def _plan_or_search(options: Plan, run: Run, tokens: int | None, stdout: TextIO)
 
 
 def _parse_tokens(text: str) -> int:
-    """Return the number of tokens in the value of --tokens, such as "500M" or "2.5e12".
+    """Parse the value of --tokens, such as "500M" or "2.5e12", into a number of tokens.
 
     Raises:
         UserError: If the value is not a number from 1 to 1e18, with or without a unit.
@@ -145,8 +145,15 @@ def _plan(
 ) -> str:
     """Print an estimate of a job to `stdout`, then search for changes that improve the job.
 
-    The job and the changes are traced with `map_function`: `map`, or that of a process pool. With
-    --json, nothing is printed.
+    With --json, print nothing.
+
+    Args:
+        options: Options of the command.
+        run: The run to estimate.
+        gpu: Device of each rank.
+        tokens: Number of tokens of the whole training run, or None if --tokens is not set.
+        map_function: `map`, or the `map` method of a process pool to trace in parallel.
+        stdout: Stream for the estimate.
 
     Returns:
         The changes that make the job fit into memory, or the largest batch size if it fits. With
@@ -168,9 +175,10 @@ def _plan(
 
 
 def _format_advice(run: Run, plan: Forecast) -> str:
-    """Format the changes that make a job fit, or the largest batch size if it fits.
+    """Format the changes that make a job fit into memory, or the largest batch size if it fits.
 
-    The result is empty if `titanlite plan --quick` has not searched for the largest batch size.
+    The result is empty if there is nothing to advise, for example if --quick has skipped the search
+    for the largest batch size.
     """
     # With --remedies, there are also changes if the job fits.
     if plan.changes:
@@ -188,8 +196,14 @@ def _format_advice(run: Run, plan: Forecast) -> str:
 def _search(options: Plan, run: Run, gpu: Gpu, tokens: int | None, map_function: Apply) -> str:
     """Search for the fastest variants of a job that fit into memory.
 
-    The variants are traced with `map_function`, as in `_plan`. With --write, also write the fastest
-    variant as a job file.
+    With --write, also write the fastest variant as a job file.
+
+    Args:
+        options: Options of the command.
+        run: The run to change.
+        gpu: Device of each rank.
+        tokens: Number of tokens of the whole training run, or None if --tokens is not set.
+        map_function: `map`, or the `map` method of a process pool to trace in parallel.
 
     Returns:
         The 10 fastest variants as a table, or as JSON with --json.
@@ -223,7 +237,7 @@ def _search(options: Plan, run: Run, gpu: Gpu, tokens: int | None, map_function:
 
 
 def _add_training_time(plan: Forecast, tokens: int | None) -> Forecast:
-    """Return the plan with the time to train on `tokens` tokens, or unchanged if it is None."""
+    """Return a plan with the time to train on `tokens` tokens. If it is None, change nothing."""
     if tokens is None:
         return plan
 
@@ -233,7 +247,11 @@ def _add_training_time(plan: Forecast, tokens: int | None) -> Forecast:
 
 
 def _choose_device(options: Plan, world_size: int) -> Gpu:
-    """Return the device of each rank, as --gpu and --memory describe it.
+    """Return the device of each rank, as the options --gpu and --memory describe it.
+
+    Args:
+        options: Options of the command.
+        world_size: Number of ranks, which share the cores and memory of a CPU.
 
     Raises:
         UserError: If --gpu is invalid, or --tokens is set without a GPU.
@@ -338,9 +356,12 @@ def _format_memory(plan: Forecast) -> list[str]:
 
 
 def _format_variants(variants: Sequence[tuple[Sequence[str], Forecast]]) -> str:
-    """Format variants of a job, with the options that change the job, as a table.
+    """Format variants of a job as a table of speed, memory and the options that differ.
 
     With --tokens, the table has a column for the days of training.
+
+    Args:
+        variants: Options that change the job and the forecast with them, fastest first.
     """
     columns = ["tokens/s", "MFU (causal)", "MFU (full)", "peak GiB", "job"]
     rows = []

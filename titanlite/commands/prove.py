@@ -114,8 +114,8 @@ def choose_world_size(option: int | None) -> int | None:
         option: Value of the option --world-size, or None if it is not set.
 
     Returns:
-        The number of ranks that a launcher such as torchrun has started, or else `option`, the
-        environment variable NGPU, or None.
+        The number of ranks that a launcher such as torchrun has started. Without a launcher,
+        `option` or else the environment variable NGPU, or None if neither is set.
 
     Raises:
         UserError: If a launcher has started another number of ranks than `option`.

@@ -60,7 +60,11 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _compute_step(run: Run, step: int) -> dict[str, Any]:
-    """Compute a step again, and return its loss and gradient norm as in metrics.jsonl."""
+    """Compute a step of a run again.
+
+    Returns:
+        A dictionary with the keys "loss" and "grad_norm", in the form of metrics.jsonl.
+    """
     from titanlite.train.replay import replay  # slow, because it imports torch
 
     metrics = replay(run, step)[-1]
@@ -68,7 +72,12 @@ def _compute_step(run: Run, step: int) -> dict[str, Any]:
 
 
 def _describe_difference(logged: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str:
-    """Describe how the logged numbers of a step differ from those that were computed now."""
+    """Describe how the logged loss and gradient norm differ from those computed again.
+
+    Args:
+        logged: "loss" and "grad_norm" in metrics.jsonl, or None if the step was not logged.
+        now: "loss" and "grad_norm" that were computed again.
+    """
     if logged is None:
         return "this step was not logged"
     if logged == now:

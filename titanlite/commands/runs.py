@@ -53,9 +53,13 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _format_cells(run: Mapping[str, Any]) -> dict[str, str]:
-    """Format the state of a run as table cells, by the title of their column.
+    """Format the status of a run as table cells.
 
-    Unknown values become "-".
+    Args:
+        run: Status of the run, from `list_runs`.
+
+    Returns:
+        Title of the column -> text of the cell. Unknown values become "-".
     """
 
     def format_number(key: str, template: str) -> str:

@@ -44,7 +44,11 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _format_report(report: Mapping[str, Any]) -> list[str]:
-    """Format the report of `verify`: a line for each checkpoint, followed by its damaged files."""
+    """Format the state of each checkpoint as a line, followed by lines for its damaged files.
+
+    Args:
+        report: Result of `titanlite.checkpoint.find.verify`.
+    """
     lines = []
     for checkpoint in report["checkpoints"]:
         size = f"{checkpoint['bytes'] / 1e9:10.3f} GB"

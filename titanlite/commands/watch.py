@@ -48,7 +48,10 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _follow(folder: Path) -> Iterator[RunStatus]:
-    """Yield the status of a run every second until the run ends."""
+    """Yield the status of a run every second, until the run ends.
+
+    The status after the end is yielded as well.
+    """
     while True:
         status = read_status(folder)
         yield status

@@ -333,7 +333,9 @@ def _list_suspects(run: Run) -> str:
 
 
 def _describe_factors(run: Run, factors: Sequence[float]) -> str:
-    """Describe which sequences are missing in a wrong gradient, or all factors if none is.
+    """Describe which sequences are missing in a wrong gradient, for a failed check.
+
+    If none is missing, list the factors of all sequences.
 
     Args:
         run: The tested run on several ranks.

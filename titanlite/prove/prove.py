@@ -76,8 +76,6 @@ EXPORTED_WEIGHTS = "exported weights"  # name of a check
 class Proof(NamedTuple):
     """Result of `titanlite prove`: all comparisons, and how they were made.
 
-    A certificate is written from this object.
-
     Attributes:
         run: The small run that was trained, with its compute dtype.
         checks: All comparisons, in the order of the computation.
@@ -101,10 +99,11 @@ class LayoutStep:
 
     Attributes:
         ranks: Record of each rank, in order of the rank number.
-        gradients: Unsharded gradients by parameter name.
-        state: Unsharded weights, optimizer state and hook tensors by checkpoint name.
-        initial: State before the initial matrices were amplified. Empty except before the first
-            step.
+        gradients: Unsharded gradients before clipping, by parameter name.
+        state: Unsharded weights, optimizer state and hook tensors after the step, by checkpoint
+            name.
+        initial: The same tensors before training, as initialized. Empty except in the record of the
+            state before the first step, whose `state` has enlarged matrices.
     """
 
     ranks: list[StepRecord]
@@ -119,7 +118,10 @@ class LayoutStep:
 
 
 def select(tensors: Tensors, prefix: str) -> Tensors:
-    """Return the tensors whose names have a prefix, without the prefix."""
+    """Return the tensors whose names start with `prefix`, without the prefix.
+
+    For example, with the prefix "model.", the name "model.norm.weight" becomes "norm.weight".
+    """
     return {
         name.removeprefix(prefix): tensor
         for name, tensor in tensors.items()
@@ -166,6 +168,9 @@ class SteeredRecorder(Recorder):
     Before each step, this hook copies the weights of the other run into the model. After the
     backward pass, it records the gradients, and then overwrites them with those of the other run.
     Both runs should therefore compute the same optimizer update.
+
+    Args:
+        steps: Records of the other run, by step number.
     """
 
     def __init__(self, steps: dict[int, LayoutStep]) -> None:
@@ -173,7 +178,7 @@ class SteeredRecorder(Recorder):
         self._followed = steps
 
     def before_step(self, step: int) -> None:
-        """Copy the weights that the other run had before this step."""
+        """Copy the weights that the other run had before this step into the model."""
         super().before_step(step)
         weights = self._followed[step - 1].weights
         with torch.no_grad():
@@ -246,7 +251,7 @@ def prove(run: Run, out: Path) -> Proof | None:
 
 @contextmanager
 def _write_output_to(path: Path) -> Iterator[None]:
-    """Append the output of the trainers to a file within this context."""
+    """Append standard output and standard error to a file within this context."""
     with path.open("a", encoding="utf-8") as log, redirect_stdout(log), redirect_stderr(log):
         yield
 
@@ -255,6 +260,10 @@ def _create_shared_folder(parent: Path, stack: ExitStack) -> Path:
     """Create a temporary folder on rank 0 and return its path on all ranks.
 
     Rank 0 deletes the folder when `stack` is closed, also after Ctrl-C or SIGTERM.
+
+    Args:
+        parent: Existing folder that all ranks share.
+        stack: Stack of contexts to which the deletion is added.
     """
     folder = ""
     if dist.get_rank() == 0:
@@ -269,7 +278,7 @@ def _create_shared_folder(parent: Path, stack: ExitStack) -> Path:
 
 
 def _build_proof(run: Run, checks: list[Check], device: torch.device) -> Proof:
-    """Combine the comparisons of a run with what readers must know to judge them."""
+    """Combine the comparisons of a run with the device, commit and limits of the proof."""
     device_name = "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
     optimizer_reference = "the same optimizer on one rank"
     if run.job.optimizer.name in FORMULAS:
@@ -285,7 +294,7 @@ def _build_proof(run: Run, checks: list[Check], device: torch.device) -> Proof:
 
 
 def _list_untested(run: Run, checks: list[Check]) -> list[str]:
-    """List what the comparisons of a run do not cover, one sentence each."""
+    """List the parts of the training that no comparison covers, one sentence each."""
     untested = []
     if has_random_numbers(run):
         untested.append("Dropout, if the model has any: it is off, except to check recomputation.")
@@ -300,9 +309,9 @@ def compare(run: Run, folder: Path, save_after: int) -> Iterator[Check]:
 
     Args:
         run: The tested run on several ranks.
-        folder: Folder with the record files of all ranks, and with "layout", the output folder of
-            the run.
-        save_after: Step after which the run saved its checkpoint.
+        folder: Folder with the record files of all ranks. Its subfolder "layout" is the output
+            folder of the run.
+        save_after: Number of the step after which the run saved its checkpoint.
     """
     first = load_steps(folder, "first", run.world_size)
     resumed = load_steps(folder, "resumed", run.world_size)
@@ -333,7 +342,7 @@ def _compare_steps(
 
     Args:
         run: The tested run on several ranks.
-        steps: Records of the tested run, by step.
+        steps: Records of the tested run, by step number. 0 is the state before the first step.
         single: The same job on one rank.
         recorder: Records the steps of `single`.
         device: Device of this rank.
@@ -437,9 +446,15 @@ def compare_sequences(
 
 
 def _describe_wrong_part(sequences: Tensors, parts: list[Tensors], data_rank: int) -> str:
-    """Describe whose part of the global batch a rank has read, if it is that of another rank.
+    """Describe which part of the global batch a rank has read by mistake.
 
-    For example, "it read those of data-parallel rank 1 instead of 0".
+    For example, "it read those of data-parallel rank 1 instead of 0". Return "" if the rank has not
+    read the part of another rank.
+
+    Args:
+        sequences: Sequences that the rank has read.
+        parts: Expected sequences of each data-parallel rank.
+        data_rank: Index of the part that the rank should read.
     """
     hint = ""
     for other, part in enumerate(parts):
@@ -451,7 +466,7 @@ def _describe_wrong_part(sequences: Tensors, parts: list[Tensors], data_rank: in
 def compare_replicas(
     run: Run, step: int, name: str, after: LayoutStep, kind: str
 ) -> Iterator[Check]:
-    """Check that replicated shards are bitwise equal on all ranks that hold them.
+    """Check that all ranks that hold the same shard have bitwise equal values of it.
 
     Yield one check for each tensor that differs, or a single one if all replicas are equal.
 
@@ -496,7 +511,7 @@ def _list_replicas(after: LayoutStep, kind: str) -> Iterator[tuple[str, int, int
 def _describe_ranks(run: Run, first: int, second: int) -> str:
     """Describe two ranks with different values, such as "ranks 0 and 2 differ (replicate)".
 
-    The text lists the parallel dimensions along which the ranks have different indices.
+    The parentheses list the parallel dimensions along which the ranks have different indices.
     """
     first_indices = coordinates(run, first)
     second_indices = coordinates(run, second)
@@ -539,6 +554,7 @@ def compare_update(
         if has_formula:
             gradient = after.gradients[name].double() * factor
             expected, update = expected_update(run, step, name, weight, gradient, moments)
+            # Rounding decides some elements of an update. Do not compare these.
             if update.is_sure is not None:
                 expected = torch.where(update.is_sure, expected, new_weight)
             expected_moments = update.moments
@@ -553,6 +569,7 @@ def compare_update(
         new_change = new_weight - weight.double()
         error = relative_error(new_change, change)
         size = change.norm().item()
+        # The error of rounding the new weights to their dtype, relative to the change.
         rounding = eps_of_weights * weight.double().norm().item() / size if size else 0.0
         tolerance = UPDATE_ROUNDINGS * EPS32 + rounding
         hint = explain_factor(new_change, change, run)
@@ -566,7 +583,15 @@ def compare_update(
 def _compare_moment(
     run: Run, step: int, name: str, value: torch.Tensor, expected: torch.Tensor
 ) -> Check:
-    """Compare one tensor of the optimizer state with its expected value."""
+    """Compare one tensor of the optimizer state with its expected value.
+
+    Args:
+        run: The tested run, whose parallel degrees may explain a difference.
+        step: Number of the step.
+        name: Name of the tensor, such as "norm.weight.exp_avg".
+        value: Tensor of the tested run.
+        expected: Expected tensor.
+    """
     if not value.is_floating_point():  # 8-bit codes: rounding can change a few by one
         error = fraction_of_different(value, expected)
         return Check("optimizer state", step, name, error, 1e-3)
@@ -624,7 +649,7 @@ def compare_resumed(
 def compare_resumed_on_one_rank(
     run: Run, device: torch.device, saved: LayoutStep, next_step: StepRecord
 ) -> Iterator[Check]:
-    """Resume from the checkpoint on one rank and train one step.
+    """Resume from the checkpoint on one rank, train one step, and compare the results.
 
     The loaded state, and the sequences and gradients of the step, must be bitwise equal to the
     recorded ones.
@@ -656,8 +681,8 @@ def compare_resumed_on_one_rank(
 def compare_export(weights: Tensors, folder: Path, step: int) -> Iterator[Check]:
     """Check that weights exported to Hugging Face transformers are bitwise equal.
 
-    The newest checkpoint is exported and read again. Models that transformers does not support are
-    skipped.
+    Export the newest checkpoint and read the result. Skip models that transformers does not
+    support.
 
     Args:
         weights: Weights of the tested run after the step, by parameter name.
@@ -678,9 +703,14 @@ def compare_export(weights: Tensors, folder: Path, step: int) -> Iterator[Check]
 def compare_recomputation(run: Run, device: torch.device, folder: Path) -> Iterator[Check]:
     """Compare gradients with and without activation checkpointing, with dropout enabled.
 
-    A difference can mean that the backward pass recomputes with another dropout mask. The
-    comparison is skipped if the job does not use activation checkpointing, or if the model has no
-    random numbers.
+    A difference can mean that the backward pass recomputes with another dropout mask. Yield nothing
+    if activation checkpointing is off or has a memory budget, or if the model draws no random
+    numbers.
+
+    Args:
+        run: The tested run on several ranks.
+        device: Device of this rank.
+        folder: Folder for the output folders of both runs.
     """
     if run.job.activation_checkpoint.mode in ("none", "memory_budget"):
         return

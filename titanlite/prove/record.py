@@ -83,6 +83,7 @@ class Recorder(Hook):
 
     Attributes:
         steps: Records of this rank by step number. The first entry is the state before training.
+        record: The entry of `steps` that is being filled.
     """
 
     observes_only = True
@@ -92,7 +93,7 @@ class Recorder(Hook):
         self.record = StepRecord()
 
     def built(self, trainer: Trainer) -> None:
-        """Keep the trainer, and record each batch that its loader returns."""
+        """Wrap the data loader of the trainer, so that each batch that it returns is recorded."""
         self.trainer = trainer
         self._keeps_unsharded = dist.get_rank(trainer.mesh.stage_group) == 0
         read_batch = trainer.loader.next_global_batch
@@ -110,10 +111,10 @@ class Recorder(Hook):
 
     @torch.no_grad()
     def amplify_weights(self) -> None:
-        """Multiply the matrices of all blocks by a power of two, and record the new initial state.
+        """Multiply the matrices of all blocks by a power of two, and record the state again.
 
         With the usual small initial weights, attention is nearly uniform, so a wrong mask or
-        position would hardly change the loss.
+        position would hardly change the loss. The state before becomes `StepRecord.initial`.
         """
         model = self.trainer.model
         exponent = -math.log2(INIT_STD * math.sqrt(model.arch.dim))
@@ -125,11 +126,11 @@ class Recorder(Hook):
         self.record.state = self.snapshot_state()
 
     def before_step(self, step: int) -> None:
-        """Begin the record of a step."""
+        """Create an empty record for this step."""
         self.record = self.steps[step] = StepRecord()
 
     def gradients(self, step: int) -> None:
-        """Record the gradients before clipping."""
+        """Record the gradients, which are not clipped yet."""
         gradients = {
             name: parameter.grad
             for name, parameter in self.trainer.model.named_parameters()
@@ -151,17 +152,21 @@ class Recorder(Hook):
             self.train()
 
     def after_step(self, step: int, result: StepResult) -> None:
-        """Record the FP8 scales of the new weights."""
+        """Record the FP8 scales of the updated weights."""
         self.record.scales = _float8_scales(self.trainer)
 
     def snapshot_state(self) -> Snapshot:
-        """Return the weights, the optimizer state and the tensors of hooks."""
+        """Record the current weights, optimizer state and tensors of hooks in a snapshot."""
         trainer = self.trainer
         hooks = partial(hook_tensors, trainer.hooks)
         live = LiveState(trainer.model, trainer.optimizer, hook_tensors=hooks)
         return self._snapshot(live.tensors())
 
     def _snapshot(self, tensors: Mapping[str, Tensor]) -> Snapshot:
+        """Record a digest of each shard and, on the first rank of a stage, the unsharded tensors.
+
+        All ranks must call this together.
+        """
         snapshot = Snapshot()
         for name, tensor in tensors.items():
             tensor = plain(tensor)
@@ -188,7 +193,7 @@ def stack_sequences(microbatches: list[Microbatch]) -> Tensors:
 
 
 def train_in_layout(run: Run, device: torch.device, save_after: int, folder: Path) -> None:
-    """Train a run, resume it from its checkpoint, and write the records of both runs.
+    """Train a run, train it again from its checkpoint, and write the records of both runs.
 
     Each rank writes "first-RANK.pt" and "resumed-RANK.pt". All ranks must call this together,
     within a process group.
@@ -196,7 +201,7 @@ def train_in_layout(run: Run, device: torch.device, save_after: int, folder: Pat
     Args:
         run: The tested run on several ranks.
         device: Device of this rank.
-        save_after: Step after which the checkpoint is saved.
+        save_after: Number of the step after which the checkpoint is saved.
         folder: Existing folder that all ranks share.
     """
     rank = dist.get_rank()
@@ -234,7 +239,7 @@ def has_random_numbers(run: Run) -> bool:
 
 
 def _offsets(tensor: Tensor) -> tuple[int, ...]:
-    """Return the position and size of this rank's shard within the unsharded tensor.
+    """Return where this rank's shard lies within the unsharded tensor.
 
     Returns:
         The first index of the shard along each dimension, followed by its length along each
@@ -249,11 +254,15 @@ def _offsets(tensor: Tensor) -> tuple[int, ...]:
 
 
 def _digest(tensor: Tensor) -> str:
+    """Return the SHA-256 of the bytes of a CPU tensor."""
     return hashlib.sha256(tensor.flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def _float8_scales(trainer: Trainer) -> Tensors:
-    """Return the precomputed FP8 scales of weights, by parameter name."""
+    """Return the precomputed FP8 scales of weights, by parameter name.
+
+    The result is empty if the job does not precompute scales.
+    """
     if not trainer.job.float8.precompute_float8_dynamic_scale_for_fsdp:
         return {}
     scales = {}
@@ -267,6 +276,6 @@ def _float8_scales(trainer: Trainer) -> Tensors:
 
 
 def _inner_tensors(tensor: Any) -> list[Tensor]:
-    """Return the tensors inside of a tensor subclass."""
+    """Return the tensors that a tensor subclass wraps."""
     names, _ = tensor.__tensor_flatten__()
     return [getattr(tensor, name) for name in names]

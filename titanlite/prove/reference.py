@@ -57,13 +57,21 @@ def computing_in_float64() -> Iterator[None]:
 class ReferenceTrainer:
     """Computes expected losses and gradients in float64 on one process.
 
+    The model runs without parallelism and dropout on the CPU.
+
     Attributes:
         initial: Initial weights in the dtype of the run, by parameter name.
         trainable: Names of the parameters that need a gradient.
     """
 
     def __init__(self, run: Run, device: torch.device) -> None:
-        """Build the model, and draw its initial weights on `device`."""
+        """Build the model of a run, and open its training data.
+
+        Args:
+            run: The job on one rank.
+            device: Device on which the initial weights are drawn, before the model moves to the
+                CPU.
+        """
         training = run.job.training
         arch = run.arch
         with torch.device("meta"):
@@ -87,7 +95,7 @@ class ReferenceTrainer:
         return stack_sequences(self._loader.next_global_batch().microbatches)
 
     def close(self) -> None:
-        """Stop the data workers."""
+        """Stop the workers that read the training data."""
         self._loader.close()
 
     def compute_gradients(
@@ -99,7 +107,7 @@ class ReferenceTrainer:
         use_window: bool = True,
         use_z_loss: bool = True,
     ) -> tuple[float, Tensors]:
-        """Compute the loss and the gradients of some weights in float64.
+        """Compute the loss and its gradients in float64 for given weights.
 
         Args:
             weights: Weights of the model in any dtype, by parameter name.
@@ -193,12 +201,14 @@ def _loss_head(
 
 
 def _sum_cross_entropy(logits: Tensor, targets: Tensor, z_loss: float) -> Tensor:
-    """Add up the cross-entropy of all tokens, and the z-loss with its weight.
+    """Return the summed cross-entropy of all tokens, plus the weighted z-loss.
+
+    The z-loss is the sum of the squared log-normalizers of the softmax.
 
     Args:
         logits: Logits, shape (tokens, V).
         targets: Labels, shape (tokens,).
-        z_loss: Weight of the z-loss.
+        z_loss: Weight of the z-loss. 0 leaves it out.
     """
     total = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
     if z_loss:
@@ -208,12 +218,13 @@ def _sum_cross_entropy(logits: Tensor, targets: Tensor, z_loss: float) -> Tensor
 
 
 class Update(NamedTuple):
-    """The update of one parameter by the formula of an optimizer.
+    """Result of an optimizer formula for one parameter.
 
     Attributes:
-        direction: The optimizer subtracts the direction, multiplied by the learning rate.
+        direction: Tensor that the optimizer multiplies by the learning rate and subtracts from the
+            weights.
         moments: Moments after the step, such as "exp_avg".
-        is_sure: Mask of the elements to compare. None means all elements.
+        is_sure: Mask of the elements to compare with a tested optimizer. None means all elements.
     """
 
     direction: Tensor
@@ -224,7 +235,7 @@ class Update(NamedTuple):
 def adamw(run: Run, step: int, weight: Tensor, grad: Tensor, moments: Tensors) -> Update:
     """Compute the direction and the moments of one AdamW step, by its published formula.
 
-    The caller multiplies the direction by the learning rate and applies weight decay.
+    The direction includes neither the learning rate nor weight decay.
     """
     config = run.job.optimizer
     mean = config.beta1 * moments["exp_avg"] + (1 - config.beta1) * grad
@@ -238,7 +249,7 @@ def adamw(run: Run, step: int, weight: Tensor, grad: Tensor, moments: Tensors) -
 def sgd(run: Run, step: int, weight: Tensor, grad: Tensor, moments: Tensors) -> Update:
     """Compute the direction and the momentum of one SGD step.
 
-    The caller multiplies the direction by the learning rate and applies weight decay.
+    The direction includes neither the learning rate nor weight decay.
     """
     momentum = run.job.optimizer.momentum * moments["momentum_buffer"] + grad
     return Update(momentum, {"momentum_buffer": momentum})
@@ -248,8 +259,8 @@ def lion(run: Run, step: int, weight: Tensor, grad: Tensor, moments: Tensors) ->
     """Compute the direction and the new moment of one Lion step, by its published formula.
 
     The direction is the sign of an average of the moment and the gradient. If an element of the
-    average is close to zero, rounding can flip its sign. The mask `Update.is_sure` is false there,
-    so that the caller does not compare this element with the tested optimizer.
+    average is close to zero, rounding can flip its sign, so `Update.is_sure` is false there. The
+    direction includes neither the learning rate nor weight decay.
     """
     config = run.job.optimizer
     mean = moments["exp_avg"]
@@ -294,7 +305,14 @@ def expected_update(
 
 
 def _get_lr_and_decay(run: Run, step: int, name: str, ndim: int) -> tuple[float, float]:
-    """Return the learning rate and the weight decay of a parameter."""
+    """Return the learning rate and the weight decay of a parameter in one step.
+
+    Args:
+        run: The run, whose optimizer options can differ between groups of parameters.
+        step: Number of the step, counted from 1.
+        name: Name of the parameter.
+        ndim: Number of dimensions. By default, only matrices have weight decay.
+    """
     config = run.job.optimizer
     lr = learning_rate_at(run.job, step)
     is_kept_embedding = "tok_embeddings" in name and not config.decay_embeddings

@@ -71,6 +71,8 @@ class SmallJob(NamedTuple):
 def parse_original(argv: Sequence[str]) -> JobConfig:
     """Parse the job described by `argv`, the options of `titanlite train`.
 
+    Also check that its parallel degrees fit its model, which the small job cannot show.
+
     Raises:
         UserError: If a value is invalid, or the parallel degrees do not fit the model.
     """
@@ -91,7 +93,10 @@ def parse_original(argv: Sequence[str]) -> JobConfig:
 
 
 def _smallest_world_size(job: JobConfig) -> int:
-    """Return the product of all parallel degrees. A degree of -1 counts as 1."""
+    """Return the product of all parallel degrees of a job.
+
+    A degree of -1, which means all remaining ranks, counts as 1.
+    """
     degrees = [value for name, value in job.parallelism if name.endswith("_degree")]
     return math.prod(max(degree, 1) for degree in degrees)
 
@@ -142,7 +147,7 @@ def list_changes(original: Run, small: Run) -> list[str]:
 
 
 def shrink_degrees(job: JobConfig, world_size: int | None) -> dict[str, int]:
-    """Return the parallel degrees of the small job: 2 for each degree that is larger than 1.
+    """Return the parallel degrees of the small job: 2 for each dimension that the job uses, or 1.
 
     Args:
         job: The original job.
@@ -153,7 +158,7 @@ def shrink_degrees(job: JobConfig, world_size: int | None) -> dict[str, int]:
         Degrees by option name, such as "tensor_parallel_degree".
 
     Raises:
-        UserError: If the degrees do not divide `world_size`.
+        UserError: If no FSDP degree uses exactly `world_size` ranks.
     """
     names = (
         "data_parallel_replicate_degree",
@@ -172,8 +177,15 @@ def shrink_degrees(job: JobConfig, world_size: int | None) -> dict[str, int]:
 def _fill_ranks(world_size: int, other_degrees: int, has_fsdp: bool) -> int:
     """Return the FSDP degree with which the small job uses all ranks.
 
-    For example, 8 ranks with other degrees of 2 x 2 need an FSDP degree of 2. A job without FSDP
-    can use exactly 4 ranks. For any other number, raise UserError.
+    For example, 8 ranks with a product of other degrees of 4 need an FSDP degree of 2.
+
+    Args:
+        world_size: Number of ranks.
+        other_degrees: Product of all other parallel degrees.
+        has_fsdp: Whether the job uses FSDP. If not, the only possible degree is 1.
+
+    Raises:
+        UserError: If no FSDP degree uses exactly `world_size` ranks.
     """
     if has_fsdp:
         is_possible = world_size > 0 and world_size % other_degrees == 0
@@ -213,7 +225,7 @@ def shrink_model(original: Run, layout: Run) -> tuple[Model, list[str]]:
     n_heads = n_kv_heads * (arch.n_heads // arch.n_kv_heads)
     dim = n_heads * head_dim
     if arch.q_dim != arch.dim:
-        dim += 32
+        dim += 32  # so that they differ in the small model as well
     multiple = size_multiple * tensor
     ffn_dim = multiple * max(1, round(dim * arch.ffn_dim / arch.dim / multiple))
 
@@ -254,8 +266,8 @@ def shrink_model(original: Run, layout: Run) -> tuple[Model, list[str]]:
 def _shrink_training(small: JobConfig, original: Run) -> JobConfig:
     """Shrink the batch size, sequence length and warmup of a job.
 
-    Options that depend on the size of the model, such as the grouping of blocks by FSDP, are set so
-    that the small model behaves like the original one.
+    Also set the options that depend on the size of the model, such as the grouping of blocks by
+    FSDP, so that the small model behaves like the original one.
 
     Args:
         small: Job with the small model and the small parallel degrees.
@@ -302,7 +314,7 @@ def _shrink_training(small: JobConfig, original: Run) -> JobConfig:
 
 
 def _accumulates_gradients(job: JobConfig) -> bool:
-    """Return whether a step of the job has several microbatches."""
+    """Return whether a training step of the job consists of several microbatches."""
     replicas = job.parallelism.data_parallel_replicate_degree
     shards = max(1, job.parallelism.data_parallel_shard_degree)
     num_sequences = job.training.local_batch_size * replicas * shards  # in a single microbatch
@@ -337,7 +349,11 @@ def _drop_missing_names(small: JobConfig) -> tuple[JobConfig, list[str]]:
 
 
 def _shrink_data(small: JobConfig, out: Path) -> tuple[JobConfig, list[str]]:
-    """Replace the data of a small job by a toy text in `out` if the job cannot read its own data.
+    """Replace the data of a small job by a toy text, if the small job cannot read the data.
+
+    Args:
+        small: Job with the small model, batch size and sequence length.
+        out: Folder in which the toy text is written.
 
     Returns:
         The changed job, and one sentence for each changed setting of the data.
@@ -358,7 +374,7 @@ def _shrink_data(small: JobConfig, out: Path) -> tuple[JobConfig, list[str]]:
 
 
 def _read_only(job: JobConfig, path: Path) -> JobConfig:
-    """Make a JSON Lines file the only data source of a job."""
+    """Return a copy of a job that reads only one JSON Lines file as training data."""
     return _update(
         job,
         "dataset",
@@ -375,7 +391,10 @@ def _read_only(job: JobConfig, path: Path) -> JobConfig:
 
 
 def _find_data_problem(dataset: Dataset) -> str:
-    """Return the first reason why the small job cannot read the data of a job, or ""."""
+    """Return why the small job cannot read the training data, or "" if it can.
+
+    For example, "the small sequences need shorter documents".
+    """
     if dataset.document_mask or dataset.packing != "concat":
         return "the small sequences need shorter documents"
     for source in dataset.sources or (dataset,):
@@ -402,7 +421,7 @@ def _find_source_problem(source: TextSource) -> str:
 
 
 def _make_toy_text() -> str:
-    """Return JSON lines of short documents, to replace training data that is not available.
+    """Return short documents as JSON lines, to replace training data that cannot be read.
 
     Several documents fit into a sequence of 64 tokens, so document masks are tested as well.
     """
@@ -444,7 +463,10 @@ def _shrink_outputs(small: JobConfig, out: Path) -> tuple[JobConfig, list[str]]:
 
 
 def _flat_options(run: Run) -> dict[str, Any]:
-    """Return all options of a run by key, such as "model.dim", with the sizes of its model."""
+    """Return all options of a run by key, such as "model.dim".
+
+    The sizes of the model are those of its architecture, even if the job does not set them.
+    """
     arch = run.arch
     model = {name: getattr(arch, name) for name in Model.model_fields if hasattr(arch, name)}
     return flatten(run.job.model_dump(mode="json") | {"model": model})

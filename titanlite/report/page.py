@@ -79,15 +79,18 @@ def make_page(folders: Sequence[Path]) -> str:
 
 
 def _hash_script(script: str) -> str:
-    """Return the SHA-256 of a script in the form of a Content-Security-Policy."""
+    """Return "'sha256-DIGEST'", which permits a script in a Content-Security-Policy."""
     digest = hashlib.sha256(script.encode()).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"
 
 
 def page_data(folders: Sequence[Path]) -> dict[str, Any]:
-    """Return the data that page.js draws, in a form that can be encoded as JSON.
+    """Read several runs, and return the data that the page draws, ready for JSON.
 
-    The runs share the limits of the page, so each run has fewer points if there are many runs.
+    All runs share the limits of the page, so each curve has fewer points if there are many runs.
+
+    Args:
+        folders: Output folders of the runs.
     """
     runs = [_read_run(folder, len(folders)) for folder in folders]
     num_points = _choose_num_points(runs)
@@ -111,7 +114,11 @@ def page_data(folders: Sequence[Path]) -> dict[str, Any]:
 
 
 def _choose_num_points(runs: Sequence[dict[str, Any]]) -> int:
-    """Return the number of points per curve with which the curves of all runs fit into the page."""
+    """Return the number of points per curve with which the curves of all runs fit into the page.
+
+    Args:
+        runs: Data of each run from `_read_run`.
+    """
     num_curves = sum(len(run["curves"]) + len(run["validations"]) for run in runs)
     numbers_per_curve = MAX_NUMBERS // max(1, num_curves)
     num_points = numbers_per_curve // 3  # Each point has mean, min and max.
@@ -124,10 +131,10 @@ def _read_static(name: str) -> str:
 
 
 def _make_safe(value: Any, max_length: int) -> Any:
-    """Return `value` in a form that is safe to embed in the page as JSON.
+    """Return a copy of `value` that is safe to embed in the page as JSON.
 
-    Control characters in strings are escaped, long strings and large dictionaries are cut, and
-    non-finite numbers become None.
+    Escape control characters in strings, cut long strings and large dictionaries, and replace
+    non-finite numbers by None.
 
     Args:
         value: Value with nested dictionaries and lists.
@@ -187,7 +194,10 @@ def _read_run(folder: Path, num_runs: int) -> dict[str, Any]:
 
 
 def _remove_equal_curves(metrics: Columns) -> None:
-    """Remove metrics of a single rank if they equal those of all ranks, as in a run on one rank."""
+    """Remove metrics of single ranks that equal the metrics of all ranks, as in a run on one rank.
+
+    For example, remove "loss_max_rank" if it always equals "loss".
+    """
     for name, total in (("loss_max_rank", "loss"), ("tps_per_device", "tps")):
         has_both = name in metrics and total in metrics
         if has_both and np.allclose(metrics[name], metrics[total], equal_nan=True):
@@ -200,11 +210,11 @@ def make_columns(entries: Iterable[Entry]) -> Columns:
     For example, the lines {"step": 1, "loss": 9.0} and {"step": 2, "loss": 8.0, "mfu": 0.4} become
     {"step": [1, 2], "loss": [9, 8], "mfu": [NaN, 0.4]}.
 
-    Lines whose step is not higher than that of the line before are skipped. A number in a nested
-    object has the key "OBJECT/KEY", such as "grad_norms/layers.0".
+    Skip lines whose step is not higher than all earlier ones. A number in a nested object has the
+    key "OBJECT/KEY", such as "grad_norms/layers.0".
 
     Args:
-        entries: Parsed lines, each with the key "step".
+        entries: Parsed lines. Lines without a valid "step" are skipped.
     """
     columns: dict[str, array[float]] = {"step": array("d")}
     num_rows = 0
@@ -232,7 +242,10 @@ def _pad(column: array[float], length: int) -> None:
 
 
 def _flatten_numbers(entry: Entry) -> dict[str, float]:
-    """Return all numbers of a line by name. Numbers in a nested object are named "OBJECT/KEY"."""
+    """Return all numbers of a line of a JSON Lines file by name.
+
+    Numbers in a nested object are named "OBJECT/KEY", such as "grad_norms/layers.0".
+    """
     numbers = get_numbers(entry)
     for name, value in entry.items():
         if isinstance(value, dict):
@@ -244,16 +257,16 @@ def _flatten_numbers(entry: Entry) -> dict[str, float]:
 def downsample(columns: Columns, max_points: int) -> dict[str, Any]:
     """Reduce each curve to at most `max_points` points, each of which covers several log steps.
 
-    For example, if 10 log steps are reduced to 4 points, the points cover the log steps 0 to 1,
-    2 to 4, 5 to 6, and 7 to 9.
+    For example, if 10 log steps are reduced to 4 points, the points cover the log steps 0 to 1, 2
+    to 4, 5 to 6, and 7 to 9.
 
     Args:
         columns: Values of each metric at the log steps, from `make_columns`.
         max_points: Maximum number of points per curve.
 
     Returns:
-        {"x": {axis: values}, "y": {metric: curve}}. The axes are "step", and "tokens" and "hours"
-        if they are known. See `_downsample_curve` for a curve. Curves that are always 0 are left
+        {"x": {axis: values}, "y": {metric: curve}}. The axes are "step" and, if they are known,
+        "tokens" and "hours". See `_downsample_curve` for a curve. Curves that are always 0 are left
         out.
     """
     num_rows = len(columns["step"])
@@ -277,7 +290,12 @@ def downsample(columns: Columns, max_points: int) -> dict[str, Any]:
 
 
 def _downsample_axis(values: NDArray[np.float64], edges: NDArray[np.int64]) -> list[float]:
-    """Return the mean of the values that each point covers, from edges[i] to edges[i + 1]."""
+    """Return the position of each point on an axis: the mean of the values that it covers.
+
+    Args:
+        values: Values of the axis at the log steps.
+        edges: Point i covers the values from index edges[i] up to, but not including, edges[i + 1].
+    """
     sums = np.add.reduceat(values, edges[:-1])
     means = sums / np.diff(edges)
     # Charts need ascending positions, even if the tokens in a file decrease.
@@ -313,7 +331,10 @@ def _downsample_curve(
 
 
 def _list_axes(columns: Columns) -> Columns:
-    """Return the values of the axes "step", "tokens" and "hours". Unknown axes are left out."""
+    """Return the values of the axes "step", "tokens" and "hours" at each log step.
+
+    Axes whose values are unknown are left out.
+    """
     axes = {name: columns[name] for name in ("step", "tokens") if name in columns}
     if "step_time" in columns:  # Hours of training do not include the time between starts.
         steps_per_row = np.diff(columns["step"], prepend=0.0)
@@ -322,15 +343,15 @@ def _list_axes(columns: Columns) -> Columns:
 
 
 def _round(values: NDArray[np.float64], digits: int = 6) -> list[float]:
-    """Round numbers to a number of significant digits, to keep the page small."""
+    """Round numbers to `digits` significant digits, to keep the page small."""
     return [float(f"{value:.{digits}g}") for value in values.tolist()]
 
 
 def _read_events(entries: Iterable[Entry], metrics: Columns) -> list[dict[str, Any]]:
-    """Return the events of a run, such as starts and saves, in the order of the file.
+    """Convert the lines of the events file, such as starts and saves, to events for the page.
 
-    A killed process records no end, so an event "killed" is added before the next start. A start at
-    an earlier step trains the later steps again, so their earlier events get "undone": True.
+    A killed process records no end, so add an event "killed" before the next start. If a run
+    resumes from an earlier step, its events at later steps no longer count, and get "undone": True.
 
     Args:
         entries: Lines of the events file.
@@ -353,7 +374,7 @@ def _read_events(entries: Iterable[Entry], metrics: Columns) -> list[dict[str, A
 
 
 def _mark_undone(events: Iterable[dict[str, Any]], start_step: float) -> None:
-    """Mark the events of the steps that a start at `start_step` trains again."""
+    """Mark the events after step `start_step` as undone, because a start repeats these steps."""
     for event in events:
         if event["step"] > start_step:
             event["undone"] = True
@@ -402,6 +423,7 @@ def _count_tokens(step: int, metrics: Columns) -> float | None:
     """
     if "tokens" not in metrics or metrics["step"][-1] == 0:
         return None
+    # With a single log step, the previous one is step 0 with 0 tokens.
     previous_step, last_step = np.append(0.0, metrics["step"])[-2:]
     previous_tokens, last_tokens = np.append(0.0, metrics["tokens"])[-2:]
     tokens_per_step = (last_tokens - previous_tokens) / (last_step - previous_step)

@@ -93,7 +93,7 @@ class RunStatus:
     last_update: float | None = None
 
     def to_lines(self) -> list[str]:
-        """Return the status as lines of text that are safe to print."""
+        """Format the status as lines of text, without control characters."""
         numbers = self.numbers
         lines = [f"{self.state}  {self.title}", self._format_progress()]
         if "loss" in numbers:
@@ -112,7 +112,7 @@ class RunStatus:
         return [one_line(line) for line in lines if line]
 
     def _format_progress(self) -> str:
-        """Return the progress as text, such as "step 300/1,000  0:10:00 left"."""
+        """Format the progress of the run, such as "step 300/1,000  0:10:00 left"."""
         progress = f"step {self.step:,}"
         if self.total_steps is not None:
             progress += f"/{self.total_steps:,}"
@@ -121,7 +121,10 @@ class RunStatus:
         return progress
 
     def to_text(self) -> Text:
-        """Return the status as colored text. A terminal cuts its lines instead of wrapping them."""
+        """Format the status as colored text for a terminal.
+
+        The terminal cuts long lines instead of wrapping them.
+        """
         from rich.text import Text
 
         text = Text("\n".join(self.to_lines()), no_wrap=True, overflow="ellipsis")
@@ -152,7 +155,10 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def _average_neighbors(values: Sequence[float], num_means: int) -> list[float]:
-    """Return the means of `num_means` groups of neighbors, of about equally many values each."""
+    """Divide values into `num_means` groups of neighbors, and return the mean of each group.
+
+    The groups have about the same size.
+    """
     ends = [i * len(values) // num_means for i in range(num_means + 1)]
     return [fmean(values[start:end]) for start, end in pairwise(ends)]
 
@@ -186,7 +192,9 @@ def read_json_lines(path: Path, problems: list[str], tail: int | None = None) ->
 
 
 def _read_finished_lines(path: Path, tail: int | None) -> Iterator[bytes]:
-    """Yield the lines of a file that end with a newline. A very long line is yielded in parts.
+    """Yield the lines of a file that end with a newline.
+
+    A line of more than 4 MiB is yielded in parts.
 
     Args:
         path: Path of the file.
@@ -210,7 +218,7 @@ def _read_finished_lines(path: Path, tail: int | None) -> Iterator[bytes]:
 
 
 def _parse_object(line: bytes) -> Entry | None:
-    """Return the JSON object in a line, or None if the line is damaged."""
+    """Parse a line that contains a JSON object. Return None if the line is damaged."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
@@ -219,7 +227,7 @@ def _parse_object(line: bytes) -> Entry | None:
 
 
 def read_metrics(folder: Path, problems: list[str], tail: int | None = None) -> Iterator[Entry]:
-    """Yield the lines of metrics.jsonl that have a step, with the current names of renamed fields.
+    """Yield the log steps in metrics.jsonl, with fields of older versions renamed.
 
     Args:
         folder: Output folder of the run.
@@ -253,7 +261,7 @@ def read_table(path: Path, parse: Callable[[str], Any], problems: list[str]) -> 
 
 
 def read_config(folder: Path, problems: list[str]) -> dict[str, Entry]:
-    """Return the sections of the config.toml of a run, without validating them.
+    """Read the sections of the config.toml of a run, without validating them.
 
     Args:
         folder: Output folder of the run.
@@ -273,13 +281,13 @@ def get_number(entry: Entry, key: str) -> float | None:
 
 
 def get_numbers(entry: Entry) -> dict[str, float]:
-    """Return all valid numbers in a line, by key."""
+    """Return all valid numbers in a line of a JSON Lines file, by key."""
     numbers = {key: get_number(entry, key) for key in entry}
     return {key: number for key, number in numbers.items() if number is not None}
 
 
 def read_status(folder: Path) -> RunStatus:
-    """Return the status of a run, derived from the last lines of its files.
+    """Read the status of a run from the last lines of the files in its output folder.
 
     Raises:
         UserError: If the folder is not the output folder of a run.
@@ -305,7 +313,11 @@ def read_status(folder: Path) -> RunStatus:
 
 
 def _add_metrics(status: RunStatus, folder: Path) -> None:
-    """Add the metrics of the last log step, and the losses of the last log steps, to the status."""
+    """Set the metrics and the losses of a status.
+
+    The metrics are those of the last log step. The losses are those of several log steps, for a
+    curve.
+    """
     metrics = list(read_metrics(folder, status.problems, TAIL_BYTES))
     if metrics:
         status.numbers = get_numbers(metrics[-1])
@@ -316,7 +328,12 @@ def _add_metrics(status: RunStatus, folder: Path) -> None:
 
 
 def _add_events(status: RunStatus, events: Sequence[Entry]) -> None:
-    """Add the last events, the step and the time of the last update to the status."""
+    """Set the last events, the step and the time of the last update of a status.
+
+    Args:
+        status: Status to change, which already has the metrics of the last log step.
+        events: Last events of the run, oldest first.
+    """
     for event in events:
         if event.get("event") != "data":
             first_line = event["text"].partition("\n")[0]
@@ -331,7 +348,12 @@ def _add_events(status: RunStatus, events: Sequence[Entry]) -> None:
 
 
 def _read_last_events(folder: Path, problems: list[str]) -> list[Entry]:
-    """Return the last events of a run that have a time and a text."""
+    """Read the last events of a run. Skip those without a valid time and text.
+
+    Args:
+        folder: Output folder of the run.
+        problems: List to which a description of any damage is appended.
+    """
     return [
         event
         for event in read_json_lines(folder / EVENTS_FILE, problems, TAIL_BYTES)
@@ -340,7 +362,10 @@ def _read_last_events(folder: Path, problems: list[str]) -> list[Entry]:
 
 
 def _add_config(status: RunStatus, config: dict[str, Entry]) -> None:
-    """Add the job's description and number of steps to the status, if the config has them."""
+    """Add the description of the job to the title of a status, and set its total steps.
+
+    Options that the config lacks change nothing.
+    """
     description = config.get("job", {}).get("description")
     if description:
         status.title += f": {description}"
@@ -352,7 +377,11 @@ def _add_config(status: RunStatus, config: dict[str, Entry]) -> None:
 def _find_step(status: RunStatus, events: Sequence[Entry]) -> int:
     """Return the number of completed steps: the highest step since the last start.
 
-    The metrics alone are not enough, because the run may have resumed from an earlier step.
+    The last log step alone is not enough, because events such as saves can have a later step.
+
+    Args:
+        status: Status with the metrics of the last log step.
+        events: Last events of the run, oldest first.
     """
     step = 0.0
     for event in events:
@@ -366,11 +395,11 @@ def _find_step(status: RunStatus, events: Sequence[Entry]) -> int:
 def _find_state(
     status: RunStatus, events: Sequence[Entry], starts_and_ends: Sequence[Entry]
 ) -> tuple[State, str]:
-    """Return the state of a run, such as running or failed, and the reason for this state.
+    """Return the state of a run, such as "running" or "failed", and the reason for this state.
 
     Args:
         status: Status of the run, except for the state.
-        events: Last events of the run.
+        events: Last events of the run, oldest first.
         starts_and_ends: The starts and ends among the events.
     """
     last_kind = events[-1].get("event") if events else None
@@ -396,7 +425,11 @@ def _find_state(
 
 
 def _check_process(start: Entry) -> tuple[State, str]:
-    """Return the state of a run whose last start was on this node, and the reason."""
+    """Return the state of a run without a recorded end, and the reason, from its process.
+
+    Args:
+        start: Event of the last start, which was on this node.
+    """
     if _is_alive(start.get("process"), start["time"]):
         return "running", ""
     return "crashed", "its process was killed, or the node went down"
@@ -422,12 +455,15 @@ def _describe_end(starts_and_ends: Sequence[Entry]) -> tuple[State, str]:
 
 
 def _describe_refusal(reason: str, earlier_kinds: Sequence[str]) -> tuple[State, str]:
-    """Return the state of a run that ended with an error that the user can fix.
+    """Return the state of a run that ended with an error that the user can fix, and the reason.
+
+    The state is "failed" if the last start has begun to train. Otherwise, it is "finished" if an
+    earlier start has finished the training, and "refused" if not.
 
     Args:
         reason: The error.
-        earlier_kinds: Kinds of the earlier starts and ends: "data" when a start begins to load
-            data, "start" when it begins to train, and kinds of ends.
+        earlier_kinds: Kinds of the earlier starts and ends, in order of time: "data" when a start
+            begins to load data, "start" when it begins to train, and kinds of ends.
     """
     is_training = bool(earlier_kinds) and earlier_kinds[-1] == "start"
     if is_training:
@@ -454,9 +490,14 @@ def _summarize_text(text: str) -> str:
 
 
 def _is_alive(pid: Any, since: float) -> bool:
-    """Return whether the process that had `pid` at Unix time `since` is still running on this node.
+    """Return whether a process still runs on this node.
 
-    A process that was started later and got the same process ID does not count.
+    A process that was started later and got the same process ID does not count. Without access to
+    the process, or on systems other than Linux, assume that it runs.
+
+    Args:
+        pid: Process ID from a file of the run, which may be damaged.
+        since: Unix time at which the process was running.
     """
     try:
         os.kill(pid, 0)  # Sends no signal, but fails if the process does not exist.
@@ -482,11 +523,14 @@ def _read_process(pid: int) -> tuple[str, float]:
 
 
 def list_runs(folder: Path) -> list[dict[str, Any]]:
-    """Return the runs in `folder` and up to three levels below, most recently updated first.
+    """Return the status of all runs in a folder, most recently updated first.
+
+    The folder and up to three levels of subfolders are searched.
 
     Returns:
-        For each run "run" (path), "state", "exit_reason", "step", "total_steps", "loss", "tps",
-        "last_update" (Unix time), "age" (seconds) and "problems". Unknown values are None.
+        For each run "run" (path), "state", "exit_reason", "step", "total_steps", "loss", "tps"
+        (tokens per second), "last_update" (Unix time), "age" (seconds) and "problems". Unknown
+        values are None.
 
     Raises:
         UserError: If there is no run in the folder.
@@ -519,7 +563,10 @@ def list_runs(folder: Path) -> list[dict[str, Any]]:
 
 
 def _find_runs(folder: Path) -> list[Path]:
-    """Return the output folders of runs in `folder` and up to three levels below, each once."""
+    """Find the output folders of runs in `folder` and up to three levels below.
+
+    A folder that several links point to is returned once. Archived runs are skipped.
+    """
     candidates = [folder]
     for pattern in ("*", "*/*", "*/*/*"):
         candidates += sorted(folder.glob(pattern))
@@ -531,5 +578,5 @@ def _find_runs(folder: Path) -> list[Path]:
 
 
 def _is_run(folder: Path) -> bool:
-    """Return whether a folder contains a file that only runs write."""
+    """Return whether a folder has a file that only runs write, such as metrics.jsonl."""
     return any(os.path.isfile(folder / name) for name in RUN_FILES)
