@@ -69,7 +69,7 @@ class Plan(Options):
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run `titanlite plan`: estimate the memory and step time of a job, or search faster jobs.
+    """Run `titanlite plan`: estimate memory and step time of a job, or search for faster ones.
 
     Raises:
         UserError: If the job or an option is invalid, or no job fits.
@@ -298,7 +298,7 @@ def _choose_gpu(name: str | None) -> Gpu:
 
 
 def _format_plan(run: Run, plan: Forecast) -> str:
-    """Format the estimate of a job as two tables: peak memory in GiB and step time in seconds."""
+    """Format the estimate of a job as text: peak memory in GiB, step time in seconds, and speed."""
     lines = [f"{plan.job} on {plan.world_size} x {plan.gpu}", ""]
     lines += [*_format_memory(plan), "", *_format_step_time(plan)]
 
@@ -338,7 +338,10 @@ def _format_training_time(time: TrainingTime) -> list[str]:
 
 
 def _format_memory(plan: Forecast) -> list[str]:
-    """Format the peak memory as table lines in GiB, with the largest kinds of tensors first."""
+    """Format the peak memory of a rank in GiB, by kind of tensor, as lines of a table.
+
+    The last line is the total, and whether it fits into memory.
+    """
     sizes = dict(sorted(plan.kinds.items(), key=lambda item: item[1], reverse=True))
     sizes["allocator and libraries (allowance)"] = plan.allowance
     sizes["in CPU memory"] = plan.host

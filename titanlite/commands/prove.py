@@ -53,7 +53,7 @@ class Prove(Options):
 
 
 class NotProven(UserError):
-    """Raised if a job does not compute what the reference computes."""
+    """Raised if a job and the reference compute different numbers."""
 
     exit_code = 3
 

@@ -61,8 +61,8 @@ def make_plan(
 ) -> Forecast:
     """Forecast the memory and speed of a run, and search for improvements.
 
-    If the run does not fit into memory, the result lists changes that make it fit. Otherwise it
-    includes the largest batch size that fits.
+    If the run does not fit into memory, the result lists changes that make it fit. Otherwise, it
+    includes the largest local batch size that fits.
 
     Args:
         run: The validated job and the number of ranks.
@@ -115,7 +115,7 @@ def find_largest_batch(run: Run, plan: Forecast, gpu: Gpu, apply: Apply) -> int 
 
 
 def _trace_batch_size(run: Run, size: int, gpu: Gpu, apply: Apply) -> Forecast | None:
-    """Trace a run with another local batch size, and log the memory that it takes.
+    """Trace a run with a local batch size of `size` sequences, and log the memory that it takes.
 
     Return None if the run cannot be traced with this size.
     """
@@ -160,9 +160,15 @@ def find_remedies(run: Run, plan: Forecast, gpu: Gpu, apply: Apply) -> tuple[str
 
     Combinations of changes are traced only if no single change is sufficient.
 
+    Args:
+        run: The run to change.
+        plan: Forecast of the unchanged run.
+        gpu: GPU of each rank.
+        apply: `map`, or the `map` method of a process pool to trace in parallel.
+
     Returns:
         At most `MAX_CHANGES` descriptions, fastest change first, such as
-        "--activation_checkpoint.mode full: 61.3 GiB, 20% slower".
+        "--activation_checkpoint.mode full: 61.3 GiB, 20% slower". Empty if no change is sufficient.
     """
     for candidates in (_list_single_remedies(run), _list_combined_remedies(run)):
         text = f"Tracing {len(candidates)} changes that take less memory"

@@ -89,7 +89,10 @@ class ReservedSegment:
         self._start_of: dict[int, int] = {}  # end of a free block -> its address
 
     def allocate(self, size: int) -> int:
-        """Allocate a block of `size` bytes and return its address."""
+        """Allocate a block of `size` bytes and return its address.
+
+        If no free block is large enough, the segment grows.
+        """
         address = self._best_fit(size)
         if address is None:
             address = self._grow(size)
@@ -118,6 +121,7 @@ class ReservedSegment:
         """
         last = self._start_of.get(self.size)
         first = bisect_left(self._free, (size, -1))
+        # Two candidates are enough, because at most one of them is the last block.
         for _, address in self._free[first : first + 2]:
             if address != last:
                 return address

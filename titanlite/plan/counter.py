@@ -135,12 +135,15 @@ class Work(NamedTuple):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Attributes that identify the kind of work. Work with equal keys is added up."""
+        """Return the attributes that identify the kind of work.
+
+        Work with equal keys is added up.
+        """
         return self[:5]
 
     @property
     def amounts(self) -> tuple[int, int, int]:
-        """Count, FLOPs and bytes."""
+        """Return the number of calls, their FLOPs and their bytes."""
         return self[5:]
 
 
@@ -279,8 +282,9 @@ class Counter(TorchDispatchMode):
     def watching(self) -> Iterator[None]:
         """Count all operators that run within this context.
 
-        As a dispatch mode, the counter receives each operator call. Three functions of torch that
-        are not operators, or must not be counted, are replaced within the context.
+        As a dispatch mode, the counter receives each operator call. Within the context, three
+        functions of torch are replaced, because they change memory or streams without an operator,
+        or call operators that must not be counted.
         """
         resize = torch.UntypedStorage.resize_
         infer_shapes = ShardingPropagator._propagate_tensor_meta_non_cached
@@ -569,7 +573,7 @@ class _Signature(NamedTuple):
 
 @cache
 def _signature(func: Any) -> _Signature:
-    """Return the properties of an operator, from its schema."""
+    """Derive the properties of an operator from its schema."""
     name = func.name().split(".")[0]
     arguments = []
     for argument in func._schema.arguments:
@@ -665,10 +669,11 @@ def _count_varlen_flops(op: str, args: Sequence[Any]) -> tuple[tuple[int, ...], 
     Returns:
         (batch, heads, queries, keys, head_dim), and the number of FLOPs.
     """
+    # The schemas of the two operators determine the indices of the arguments.
     is_backward = "backward" in op
     query = args[1 if is_backward else 0]  # (B * T, H, D)
     seq_len = args[8 if is_backward else 5]
-    num_earlier, _ = args[13 if is_backward else 9]  # -1 means all
+    num_earlier, _ = args[13 if is_backward else 9]  # visible earlier tokens; -1 means all
     num_tokens, heads, head_dim = query.shape
     shape = (num_tokens // seq_len, heads, seq_len, seq_len, head_dim)
     return shape, _attention_flops(op, shape, num_earlier + 1, is_backward)

@@ -188,7 +188,10 @@ class _StepTime:
 
 
 def _time_step(run: Run, trace: RankTrace, gpu: Gpu) -> _StepTime:
-    """Estimate the time of a training step on one rank, excluding the pipeline bubble."""
+    """Estimate the time of a training step on one rank.
+
+    The time in which a pipeline rank waits for other ranks (the bubble) is not included.
+    """
     time = _StepTime(defaultdict(float))
     for phase in ("forward", "backward", "optimizer"):
         work = [work for work in trace.work if work.phase == phase]
@@ -297,7 +300,13 @@ def _matmul_seconds(work: Work, gpu: Gpu) -> float:
 
 
 def _time_collectives(work: Work, group: Group, gpu: Gpu) -> float:
-    """Estimate the seconds of collectives, or of sends between two pipeline ranks."""
+    """Estimate the total seconds of several collectives, or of sends between two pipeline ranks.
+
+    Args:
+        work: Number of the collectives, and their total bytes.
+        group: Process group that they use.
+        gpu: GPU of each rank.
+    """
     if group.size == 1:
         return 0.0
 

@@ -210,7 +210,11 @@ def _has_equal_microbatches(run: Run) -> bool:
 
 
 def _describe_groups(mesh: Mesh) -> dict[str, Group]:
-    """Describe all process groups of a mesh, keyed by their names in torch."""
+    """Describe all process groups of a mesh.
+
+    Returns:
+        Name of the group in torch -> its mesh dimension, size and span.
+    """
     groups = {
         "stage": mesh.stage_group,
         "loss": mesh.loss_group,
@@ -282,7 +286,7 @@ def _find_peaks(counter: Counter) -> dict[Location, np.ndarray]:
         on_gpu = sum(allocated.values()) - allocated[OFFLOADED]
         if entry.change > 0 and on_gpu > gpu_peaks[location]:  # a peak follows an allocation
             gpu_peaks[location] = on_gpu
-            peaks[location] = np.array([allocated[kind] for kind in ALL_KINDS])
+            peaks[location] = np.array([allocated[name] for name in ALL_KINDS])
 
     for sizes in peaks.values():
         sizes[ALL_KINDS.index(OFFLOADED)] = offloaded_peak
@@ -325,10 +329,10 @@ def _replay_allocations(counter: Counter, allocator: CachingAllocator) -> None:
 
 
 class StepFollower(Hook):
-    """Informs a counter which part of the step is running, and which tensors are persistent.
+    """Hook that keeps a `Counter` informed about the parts of the training step.
 
-    Persistent tensors are weights, gradients and optimizer state. The hook changes no tensor, and
-    keeps none alive.
+    It sets the location in the step, and marks the memory of weights, gradients and optimizer
+    state. The hook changes no tensor, and keeps none alive.
 
     Attributes:
         state_kind: Kind of memory of the optimizer state.

@@ -211,7 +211,7 @@ def _has_small_blocks(run: Run, num_blocks: int) -> bool:
 
 
 def _remove_blocks(run: Run, num_removed: int) -> Run:
-    """Return the run with `num_removed` fewer blocks in each pipeline stage."""
+    """Return a copy of a run whose model has `num_removed` fewer blocks in each pipeline stage."""
     if not num_removed:
         return run
     stage_ends = list(accumulate(len(blocks) - num_removed for blocks in run.stages))

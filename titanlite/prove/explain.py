@@ -51,7 +51,8 @@ def explain_ratio(ratio: float, run: Run) -> str:
         run: The run, whose parallel degrees may explain the error.
 
     Returns:
-        The explanation, which is only the first part if no degree fits. "" if the ratio is 1.
+        The explanation. If no degree fits, only the ratio, such as "2 times the expected value". If
+        the ratio is 1, "".
     """
     if not math.isfinite(ratio) or ratio <= 0:
         return "the value is not a positive number"
@@ -343,6 +344,7 @@ def _describe_factors(run: Run, factors: Sequence[float]) -> str:
     """
     missing = [i for i, factor in enumerate(factors) if abs(factor) < MISSING]
     if missing:
+        # Of n data-parallel ranks, rank r reads the sequences r, r + n, r + 2n, ...
         data_degree = run.degrees.data
         local_batch_size = run.job.training.local_batch_size
         microbatches = sorted({i // data_degree // local_batch_size for i in missing})

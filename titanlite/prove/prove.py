@@ -151,8 +151,8 @@ def load_steps(folder: Path, name: str, num_ranks: int) -> dict[int, LayoutStep]
 def _combine_records(records: list[StepRecord]) -> LayoutStep:
     """Combine the records of all ranks for one step.
 
-    The first rank of each pipeline stage has recorded the unsharded tensors of the stage. The
-    dictionaries of all other ranks are empty.
+    The first rank of each pipeline stage has recorded the unsharded tensors of the stage. All other
+    ranks have recorded only digests of their shards.
     """
     step = LayoutStep(records)
     for record in records:
@@ -224,7 +224,7 @@ def prove(run: Run, out: Path) -> Proof | None:
 
     Args:
         run: The tested run on several ranks.
-        out: Existing folder for temporary files, which all ranks share.
+        out: Existing folder for temporary files and the log, which all ranks share.
 
     Returns:
         The comparisons on rank 0, and None on all other ranks.
@@ -726,7 +726,7 @@ def compare_recomputation(run: Run, device: torch.device, folder: Path) -> Itera
 
 
 def _train_first_step(run: Run, device: torch.device) -> Tensors:
-    """Train one step with dropout, and return its gradients by parameter name."""
+    """Train one step on one rank with dropout, and return its gradients by parameter name."""
     recorder = Recorder()
     with Trainer(run, device, [recorder]):
         recorder.amplify_weights()

@@ -58,13 +58,14 @@ class StepRecord:
     """Values that one rank has recorded in one step.
 
     Attributes:
-        initial: State before `Recorder.amplify_weights`. Empty except before the first step.
+        initial: State with the weights as initialized. Empty except in the record before the first
+            step, whose `state` has enlarged weights.
         sequences: Tokens, labels and, if there are any, document ids and positions of the sequences
             that the rank has read, each of shape (sequences, T).
         gradients: Gradients before clipping, by parameter name.
         state: Weights, optimizer state and tensors of hooks after the step, by their names in a
             checkpoint.
-        scales: FP8 scale of each weight that FSDP gathers in FP8.
+        scales: FP8 scale of each weight that FSDP gathers in FP8, by parameter name.
         loss: Logged loss.
         grad_norm: Logged gradient norm.
     """
@@ -117,6 +118,7 @@ class Recorder(Hook):
         position would hardly change the loss. The state before becomes `StepRecord.initial`.
         """
         model = self.trainer.model
+        # INIT_STD becomes about 1 / sqrt(dim), with which a matmul keeps the size of its inputs.
         exponent = -math.log2(INIT_STD * math.sqrt(model.arch.dim))
         for name, parameter in model.named_parameters():
             if parameter.ndim == 2 and name.startswith("layers."):

@@ -109,11 +109,11 @@ def shrink(job: JobConfig, world_size: int | None, steps: int, out: Path) -> Sma
         world_size: Number of ranks of the small job. None uses 2 ranks along each parallel
             dimension of the job.
         steps: Number of steps to train.
-        out: Output folder of the small job. A toy text is written there if the job cannot read its
-            own data.
+        out: Output folder of the small job. A toy text is written there if the small job cannot
+            read the data of the job.
 
     Raises:
-        UserError: If the job is invalid, or its dimensions do not fit `world_size`.
+        UserError: If the job is invalid, or its parallel degrees do not fit `world_size`.
     """
     # Shrink the layout, the model and the training.
     degrees = shrink_degrees(job, world_size)
@@ -136,7 +136,10 @@ def shrink(job: JobConfig, world_size: int | None, steps: int, out: Path) -> Sma
 
 
 def list_changes(original: Run, small: Run) -> list[str]:
-    """List the options that the small job changes, such as "training.seq_len: 4096 -> 64"."""
+    """List the options that have another value in the small job.
+
+    For example, "training.seq_len: 4096 -> 64".
+    """
     before = _flat_options(original)
     after = _flat_options(small)
     return [
@@ -324,6 +327,9 @@ def _accumulates_gradients(job: JobConfig) -> bool:
 def _drop_missing_names(small: JobConfig) -> tuple[JobConfig, list[str]]:
     """Remove options that name blocks or parameters that the small model does not have.
 
+    Args:
+        small: Job with the small model.
+
     Returns:
         The changed job, and one sentence for each removed option.
     """
@@ -434,6 +440,10 @@ def _make_toy_text() -> str:
 
 def _shrink_outputs(small: JobConfig, out: Path) -> tuple[JobConfig, list[str]]:
     """Disable validation, samples and metrics loggers, and remove hooks that may change weights.
+
+    Args:
+        small: The small job.
+        out: New output folder of the small job.
 
     Returns:
         The changed job, and one sentence for each removed hook.

@@ -157,7 +157,8 @@ def _read_run(folder: Path, num_runs: int) -> dict[str, Any]:
 
     Args:
         folder: Output folder of the run.
-        num_runs: Number of runs on the page, which share its limits on events and samples.
+        num_runs: Number of runs on the page. Together, they show a limited number of events and
+            samples.
     """
     status = read_status(folder)
     folder = Path(os.path.expanduser(folder)).resolve()
@@ -312,8 +313,8 @@ def _downsample_curve(
         starts: Index of the first value that each point covers.
 
     Returns:
-        Lists "mean", "min" and "max", with NaN for a point without finite values. If each point
-        covers one value, only "mean".
+        Lists "mean", "min" and "max" with one number per point, which is NaN if the point covers no
+        finite value. If each point covers one value, only "mean".
     """
     # `reduceat` combines the values from each start to the next one.
     is_finite = np.isfinite(values)
@@ -383,14 +384,17 @@ def _mark_undone(events: Iterable[dict[str, Any]], start_step: float) -> None:
 def _parse_events(
     entries: Iterable[Entry], metrics: Columns
 ) -> Iterator[tuple[dict[str, Any], float]]:
-    """Yield each event for the page, and the step that the run had reached before the event.
+    """Yield each event in the form for the page, and the step reached before the event.
 
     For example, if a run starts at step 100, logs step 120 and crashes, it had reached step 120
     before the crash.
 
     Args:
         entries: Lines of the events file.
-        metrics: Columns of metrics.jsonl.
+        metrics: Columns of metrics.jsonl, with the step and time of each log step.
+
+    Yields:
+        The event, and the step that the run had reached before it.
     """
     logged_steps = metrics["step"]
     log_times = metrics.get("time", logged_steps)
@@ -417,9 +421,14 @@ def _parse_events(
 
 
 def _count_tokens(step: int, metrics: Columns) -> float | None:
-    """Return the number of tokens trained on in the first `step` steps, or None if it is unknown.
+    """Estimate the number of tokens trained on in the first `step` steps.
 
-    Steps after the last log step are extrapolated from the steps before it.
+    Steps after the last log step are extrapolated from the steps before it. Return None if the run
+    has logged no tokens.
+
+    Args:
+        step: Number of completed steps.
+        metrics: Columns of metrics.jsonl.
     """
     if "tokens" not in metrics or metrics["step"][-1] == 0:
         return None

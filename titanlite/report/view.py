@@ -31,11 +31,12 @@ class View(Live):
         return Group(self._text, "")
 
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
-        """Erase the lines that the terminal has wrapped.
+        """Add control codes that erase the lines which the terminal has wrapped.
 
         `Live` calls this before it draws the display.
         """
         width, height = self.console.size
+        # A line of n cells continues on (n - 1) // width further lines.
         num_wrapped = sum(max(0, drawn - 1) // width for drawn in self._drawn_widths)
         line_above = ((ControlType.CURSOR_UP, 1), ERASE_LINE)
         erase = Control(ControlType.CARRIAGE_RETURN, ERASE_LINE, *(line_above * num_wrapped))
