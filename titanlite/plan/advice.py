@@ -260,11 +260,11 @@ def _plan_fitting(
 
 
 def _plan_changed(settings: Settings, run: Run, gpu: Gpu, apply: Apply = map) -> Forecast | None:
-    """Trace a run with some options changed, and forecast its memory and speed.
+    """Trace one step of a run with some options changed, and forecast its memory and speed.
 
     Return None if the changed job is invalid, equals the run, or has more optimizer state than
-    memory. If the trace fails, log the reason and return None, so that a search can go through all
-    candidates.
+    memory. If the trace fails, log the reason and return None, so that a search can continue with
+    other changes.
 
     Args:
         settings: Changed options, or {} for the run itself.
@@ -292,8 +292,8 @@ def _plan_changed(settings: Settings, run: Run, gpu: Gpu, apply: Apply = map) ->
 def _has_memory_for_state(run: Run, gpu: Gpu) -> bool:
     """Return whether weights, gradients and optimizer state fit into the memory of a rank.
 
-    With CPU offload on a GPU, return True. This takes no trace, so a search can quickly discard
-    jobs.
+    With CPU offload, which keeps them in CPU memory, return True for a GPU. The check takes no
+    trace, so that a search can quickly discard jobs.
     """
     if run.job.training.enable_cpu_offload:
         return not gpu.cpu  # a CPU has no other memory
@@ -353,7 +353,7 @@ def _list_tensor_parallel_degrees(run: Run) -> list[Settings]:
 
 
 def _list_combined_remedies(run: Run) -> list[Settings]:
-    """List combinations of changes, for runs that no single change makes fit into memory.
+    """List combinations of changes to try if no single change makes a run fit into memory.
 
     All of them use the smallest local batch size and full activation checkpointing.
     """
@@ -371,13 +371,13 @@ def _list_combined_remedies(run: Run) -> list[Settings]:
 def list_layouts(run: Run, gpu: Gpu) -> list[Settings]:
     """List combinations of layout, activation checkpointing, precision and batch size to try.
 
-    For each combination of the other options, only the two local batch sizes with the highest
-    estimated speed are listed. If the job sets a global batch size, all candidates keep it.
-    Candidates that break a rule of the configuration, or exceed the memory by estimate, are
-    omitted.
+    Each combination of the other options is listed with the two local batch sizes that have the
+    highest estimated speed. If the job sets a global batch size, all combinations keep it.
+    Combinations that break a rule of the configuration, or whose estimated memory exceeds that of
+    the GPU, are omitted.
 
     Returns:
-        Changed options of each candidate, in the order of the estimated speed, fastest first.
+        Changed options of each combination, in the order of the estimated speed, fastest first.
     """
     can_use_float8 = is_supported(
         run.job.float8.recipe_name, gpu.capability, has_float8=gpu.fp8 > 0
@@ -569,7 +569,7 @@ def _guess_work(run: Run) -> tuple[Work, ...]:
 
 
 def _guess_matmuls(run: Run) -> Work:
-    """Estimate the work of all matmuls of a step, as one kernel.
+    """Estimate the work of all matmuls of a step, as if they were one kernel.
 
     Per weight and token, the forward pass takes 2 FLOPs and the backward pass 4. Full activation
     checkpointing adds 2.
@@ -581,7 +581,7 @@ def _guess_matmuls(run: Run) -> Work:
 
 
 def _guess_attention(run: Run) -> Work:
-    """Estimate the work of attention in a step, as one kernel."""
+    """Estimate the work of attention in a step, as if it were one kernel."""
     # In a forward pass, a query takes 2 FLOPs per visible key and dimension for its scores, and 2
     # for its output. The backward pass is counted as three forward passes, and recomputing
     # everything as another one.
@@ -593,7 +593,7 @@ def _guess_attention(run: Run) -> Work:
 
 
 def _guess_other_kernels(run: Run) -> Work:
-    """Estimate the memory traffic of all kernels except matmuls and attention, as one kernel.
+    """Estimate the memory traffic of all kernels except matmuls and attention in a step.
 
     Assume 20 bytes per activation that a block without checkpointing saves for its backward pass.
     """

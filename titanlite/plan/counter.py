@@ -397,10 +397,10 @@ class Counter(TorchDispatchMode):
             self._storage_number(tensor)  # logs the allocation if the storage is new
 
     def _is_adding_gradients(self) -> bool:
-        """Return whether an addition that runs now is autograd's sum of two gradients.
+        """Return whether the addition that runs now is autograd's sum of two gradients.
 
-        In the backward phase, autograd disables gradients, and a recomputed forward pass enables
-        them.
+        In the backward phase, autograd adds with gradients disabled, while a recomputed forward
+        pass runs with gradients enabled.
         """
         return self.location.phase == "backward" and not torch.is_grad_enabled()
 
@@ -481,8 +481,8 @@ class Counter(TorchDispatchMode):
     def _handle_free(self, identity: int) -> None:
         """Log that a storage was freed.
 
-        If the pending sum of two gradients reuses its memory, log nothing, and track the storage of
-        the sum under the same number.
+        If the storage belongs to the first gradient of a pending sum, autograd would add in place.
+        Then log nothing, and let the sum take over the number of the storage.
 
         Args:
             identity: `id` of the freed storage.
@@ -500,7 +500,8 @@ class Counter(TorchDispatchMode):
     def _count_pending_sum(self) -> None:
         """Count the pending sum of two gradients, if there is one, as newly allocated memory.
 
-        Call this if the first gradient is still in use, because the sum cannot reuse its memory.
+        A sum is pending until it is known whether it reuses the memory of the first gradient. Call
+        this if the first gradient is still in use, so that its memory cannot be reused.
         """
         if self._pending_sum is not None:
             _, result = self._pending_sum

@@ -55,10 +55,10 @@ def _cudnn_attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Ten
 
 
 def _flex_attention(q: Tensor, k: Tensor, v: Tensor, block_mask: tuple[int], **_: Any) -> Tensor:
-    """Call flash attention in place of flex attention, which saves and returns equal tensors.
+    """Replace flex attention by flash attention.
 
-    The scale of attention has no effect on a trace, so use it to pass the sliding window to the
-    counter of FLOPs.
+    Both save and return equal tensors. The scale of attention has no effect on a trace, so use it
+    to pass the sliding window to the counter of FLOPs.
 
     Args:
         q: Queries.
@@ -80,10 +80,13 @@ def _rms_norm(
 
 
 def _small_mask(*args: Any) -> tuple[int]:
-    """Create (sliding window,) in place of a block mask of flex attention.
+    """Return (sliding window,) in place of a block mask of flex attention.
 
-    The memory of a block mask is negligible, so a trace does not need a real one. The sliding
-    window is the last argument of the functions that create masks.
+    The memory of a block mask is negligible, so a trace does not need a real one.
+
+    Args:
+        args: Arguments of a function that creates block masks. The last one is the sliding window
+            in tokens.
     """
     return (args[-1],)
 

@@ -355,7 +355,7 @@ class StepFollower(Hook):
         _follow_loss(counter, train_step, last_stage=max(sharded.stages))
 
     def gradients(self, step: int) -> None:
-        """Mark the gradients, and set the location to the gradient norm.
+        """Mark the gradients, and set the location to "gradient norm".
 
         The trainer calls this before it clips the gradients.
         """
@@ -364,7 +364,7 @@ class StepFollower(Hook):
         self._counter.location = Location("optimizer", "gradient norm")
 
     def before_update(self, step: int, sums: StepSums, skip: Tensor) -> None:
-        """Set the location to the optimizer update, which is about to run."""
+        """Set the location to "optimizer", because the optimizer update is about to run."""
         self._counter.location = Location("optimizer", "optimizer")
 
     def updated(self, step: int) -> None:

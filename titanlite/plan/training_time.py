@@ -58,7 +58,8 @@ PLAN_TO_PUBLISHED = (
 def estimate_training(plan: Forecast, tokens: int) -> TrainingTime:
     """Estimate the days and GPU hours that a job needs to train on `tokens` tokens.
 
-    The low and high estimates enclose 90% of the outcomes, judged by published measurements.
+    The low and high estimates are the ends of a 90% interval, which follows from the spread of
+    published measurements.
     """
     seconds = tokens / (plan.tokens_per_second * plan.world_size)
     days = seconds / 86400

@@ -20,8 +20,9 @@ NUM_WORKERS = 2
 def workers() -> Iterator[Executor]:
     """Fork a process pool that traces jobs, and stop it on exit.
 
-    Import the planner before, so that the forked processes do not have to. The processes print to
-    standard error only, and exit with this process, even if it is killed.
+    Import the planner before you enter this context, so that the forked processes need not import
+    it again. The processes print to standard error only, and exit with this process, even if it is
+    killed.
 
     Yields:
         The pool. Its `map` method runs traces in parallel.

@@ -141,7 +141,8 @@ def gradient_tolerance(run: Run, error_of_one_rank: float) -> float:
     """Return the largest relative error that a gradient of a run on several ranks may have.
 
     It is four times the error that a single rank makes in the same precision, plus a small constant
-    for rounding in fp32. A limit caps the error of the single rank, which may be wrong as well.
+    for rounding in fp32. The error of the single rank is capped, so that a mistake that it shares
+    with the run does not go unnoticed.
 
     Args:
         run: The run, which determines the precision.
@@ -203,11 +204,12 @@ def compare_gradients(
 
 
 def _smallest_norms(gradients: Tensors) -> dict[str, float]:
-    """Return a lower bound of the norm by which the error of each gradient is divided.
+    """Return, by parameter name, the smallest norm by which the error of a gradient is divided.
 
-    With the bound, rounding errors of a gradient that is nearly zero stay small. It is a thousandth
-    of the norm of all gradients, times the square root of the share of elements in the parameter.
-    For example, a parameter with 1% of all elements gets 10% of the value for the whole model.
+    Otherwise, rounding errors would be large relative to a gradient that is nearly zero. The
+    smallest norm is 0.1% of the norm of all gradients, times the square root of the parameter's
+    share of all elements. For example, a parameter with 1% of all elements gets 10% of the value
+    for the whole model.
     """
     smallest_total = SMALL_GRADIENT * total_norm(gradients.values())
     num_elements = sum(gradient.numel() for gradient in gradients.values())

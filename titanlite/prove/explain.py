@@ -86,7 +86,10 @@ def _name_factor(factor: float, run: Run) -> str:
 
 
 def _layout_numbers(run: Run) -> dict[str, int]:
-    """Return the degrees and counts of a layout that may explain a wrong factor, by their name."""
+    """Return the numbers of a layout by which a wrong value may be scaled, by description.
+
+    For example, {"the tensor-parallel degree": 2, "the number of microbatches": 4, ...}.
+    """
     degrees = run.degrees
     return {
         "the data-parallel degree": degrees.data,

@@ -102,8 +102,8 @@ class LayoutStep:
         gradients: Unsharded gradients before clipping, by parameter name.
         state: Unsharded weights, optimizer state and hook tensors after the step, by checkpoint
             name.
-        initial: The same tensors before training, as initialized. Empty except in the record of the
-            state before the first step, whose `state` has enlarged matrices.
+        initial: State before the initial matrices were multiplied by a power of two. Empty except
+            in the record before the first step.
     """
 
     ranks: list[StepRecord]

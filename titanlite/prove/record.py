@@ -58,8 +58,8 @@ class StepRecord:
     """Values that one rank has recorded in one step.
 
     Attributes:
-        initial: State with the weights as initialized. Empty except in the record before the first
-            step, whose `state` has enlarged weights.
+        initial: State before `Recorder.amplify_weights` multiplies the initial weights. Empty
+            except in the record before the first step.
         sequences: Tokens, labels and, if there are any, document ids and positions of the sequences
             that the rank has read, each of shape (sequences, T).
         gradients: Gradients before clipping, by parameter name.
@@ -112,10 +112,10 @@ class Recorder(Hook):
 
     @torch.no_grad()
     def amplify_weights(self) -> None:
-        """Multiply the matrices of all blocks by a power of two, and record the state again.
+        """Multiply the matrices of all blocks by a power of two, and record the new initial state.
 
         With the usual small initial weights, attention is nearly uniform, so a wrong mask or
-        position would hardly change the loss. The state before becomes `StepRecord.initial`.
+        position would hardly change the loss. The previous state is kept as `StepRecord.initial`.
         """
         model = self.trainer.model
         # INIT_STD becomes about 1 / sqrt(dim), with which a matmul keeps the size of its inputs.
@@ -195,7 +195,7 @@ def stack_sequences(microbatches: list[Microbatch]) -> Tensors:
 
 
 def train_in_layout(run: Run, device: torch.device, save_after: int, folder: Path) -> None:
-    """Train a run, train it again from its checkpoint, and write the records of both runs.
+    """Train a run, then resume it from its checkpoint, and write the records of both runs.
 
     Each rank writes "first-RANK.pt" and "resumed-RANK.pt". All ranks must call this together,
     within a process group.

@@ -201,9 +201,9 @@ def _loss_head(
 
 
 def _sum_cross_entropy(logits: Tensor, targets: Tensor, z_loss: float) -> Tensor:
-    """Return the summed cross-entropy of all tokens, plus the weighted z-loss.
+    """Return the summed cross-entropy of all valid tokens, plus the weighted z-loss.
 
-    The z-loss is the sum of the squared log-normalizers of the softmax.
+    The z-loss is the sum of the squared logarithms of the softmax denominators.
 
     Args:
         logits: Logits, shape (tokens, V).

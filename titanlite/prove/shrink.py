@@ -71,7 +71,8 @@ class SmallJob(NamedTuple):
 def parse_original(argv: Sequence[str]) -> JobConfig:
     """Parse the job described by `argv`, the options of `titanlite train`.
 
-    Also check that its parallel degrees fit its model, which the small job cannot show.
+    Also check that its parallel degrees fit its model. The small job cannot show this, because its
+    degrees and its model are smaller.
 
     Raises:
         UserError: If a value is invalid, or the parallel degrees do not fit the model.
