@@ -88,8 +88,7 @@ def _check_resume(run: Run) -> str:
 def plot_schedule(run: Run, width: int) -> str:
     """Plot the learning rate, the batch size and the share of each data source as text.
 
-    Each column is a step, from the first to the last. A value that never changes takes only one
-    line.
+    The columns are steps at about equal distances. A value that never changes takes only one line.
 
     Args:
         run: The run.

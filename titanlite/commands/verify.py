@@ -46,6 +46,9 @@ def main(argv: Sequence[str]) -> None:
 def _format_report(report: Mapping[str, Any]) -> list[str]:
     """Format the state of each checkpoint as a line, followed by lines for its damaged files.
 
+    The last lines list interrupted saves and removals, and damaged checkpoints that a run has
+    renamed.
+
     Args:
         report: Result of `titanlite.checkpoint.find.verify`.
     """

@@ -242,14 +242,20 @@ def _empty_like(tensor: Any) -> Any:
 
 
 def _partition(joint: GraphModule, inputs: Any, **options: Any) -> tuple[GraphModule, GraphModule]:
-    """Divide a joint graph into a forward and a backward graph, as Inductor does.
+    """Divide a graph of both passes into a forward and a backward graph, as Inductor does.
 
     Save the result of flex attention for the backward pass, unless activation checkpointing
     recomputes it.
+
+    Args:
+        joint: Graph of the forward and the backward pass.
+        inputs: Example inputs of the graph.
+        options: Further options of the torch partitioner.
     """
     for node in joint.graph.nodes:
         must_recompute = node.meta.get("recompute") == CheckpointPolicy.MUST_RECOMPUTE
         if node.target is FLEX_ATTENTION and not must_recompute:
+            # The node returns a tuple. The nodes that use it are the items of the tuple.
             for saved in (node, *node.users):
                 saved.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     return min_cut_rematerialization_partition(joint, inputs, compiler="inductor", **options)
@@ -304,8 +310,8 @@ class _Kernel(NamedTuple):
     Attributes:
         node: Graph node that the kernel computes.
         reads: Nodes whose values the kernel reads from memory.
-        is_generated: Whether the compiler generates the kernel. The imitation does not run such
-            kernels, and only allocates their results.
+        is_generated: Whether the compiler generates the kernel. If so, the planner only allocates
+            its result instead of running it.
         num_bytes: Bytes that a generated kernel reads and writes. 0 for other kernels.
     """
 
@@ -434,7 +440,7 @@ def _find_stored(nodes: Sequence[Node], bases: Mapping[Node, Node]) -> set[Node]
 def _list_kernels(
     nodes: Sequence[Node], bases: Mapping[Node, Node], stored: set[Node]
 ) -> list[_Kernel]:
-    """List the kernels of a graph in the order in which they run.
+    """List the kernels that compute the stored values of a graph, in the order in which they run.
 
     Args:
         nodes: Nodes of the graph in order, without its output.

@@ -100,8 +100,8 @@ class Group(NamedTuple):
     Attributes:
         name: Mesh dimension, such as "fsdp" or "tensor".
         size: Number of ranks.
-        span: Distance from the first to the last rank, plus 1. The group fits into one node if the
-            node has at least this many GPUs.
+        span: Distance from the first to the last rank, plus 1. For example, 7 for the ranks 0, 2, 4
+            and 6. The group fits into one node if the node has at least this many GPUs.
     """
 
     name: str
@@ -264,6 +264,7 @@ class Counter(TorchDispatchMode):
             is_skipped: Whether the action will not run. If so, copy the log entries of the latest
                 action with this name.
         """
+        # Keep the entries of the current action so far. It continues after this context.
         self._entries_before_pause += self.log[self._action_start :]
         start = len(self.log)
         if is_skipped:
@@ -445,6 +446,7 @@ class Counter(TorchDispatchMode):
                 group = dist.ProcessGroup.unbox(value)
                 if group is not None:
                     return self._groups.get(group.group_name)
+        # The name of the group is the last string, after the name of a reduction, for example.
         names = [value for value in args if isinstance(value, str)]
         return self._groups.get(names[-1])
 
@@ -481,8 +483,8 @@ class Counter(TorchDispatchMode):
     def _handle_free(self, identity: int) -> None:
         """Log that a storage was freed.
 
-        If the storage belongs to the first gradient of a pending sum, autograd would add in place.
-        Then log nothing, and let the sum take over the number of the storage.
+        If it was the first gradient of a pending sum, a real step would add the second gradient in
+        place. Then log nothing, and let the sum take over the number of the storage.
 
         Args:
             identity: `id` of the freed storage.
@@ -579,6 +581,7 @@ def _signature(func: Any) -> _Signature:
     arguments = []
     for argument in func._schema.arguments:
         is_written = argument.alias_info is not None and argument.alias_info.is_write
+        # The target of a copy and `out` arguments are not read.
         is_only_written = is_written and (argument.kwarg_only or name.endswith("copy_"))
         is_read = not is_only_written
         arguments.append((argument.name, is_read + is_written))

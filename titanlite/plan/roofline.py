@@ -117,7 +117,7 @@ def forecast(run: Run, traces: Sequence[RankTrace], gpu: Gpu) -> Forecast:
 def this_cpu() -> Gpu:
     """Measure the speed of this node's CPU with matmuls and a copy.
 
-    Return the result as a `Gpu`, which allows planning runs on CPUs.
+    Return the result as a `Gpu`, so that runs on CPUs can be planned like runs on GPUs.
     """
     num_cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):

@@ -57,8 +57,8 @@ def _cudnn_attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Ten
 def _flex_attention(q: Tensor, k: Tensor, v: Tensor, block_mask: tuple[int], **_: Any) -> Tensor:
     """Replace flex attention by flash attention.
 
-    Both save and return equal tensors. The scale of attention has no effect on a trace, so use it
-    to pass the sliding window to the counter of FLOPs.
+    Both save and return tensors of the same sizes. The scale of attention has no effect on a trace,
+    so use it to pass the sliding window to the counter of FLOPs.
 
     Args:
         q: Queries.

@@ -69,8 +69,8 @@ class StepCounts(NamedTuple):
     Attributes:
         peaks: Location in the step -> bytes of each of `ALL_KINDS` when GPU memory is at its peak
             there. The value of `OFFLOADED` is its maximum over the step.
-        pools: (stream, location) -> peak of the GPU memory that was allocated in this CUDA stream.
-        work: `Work.key` -> count, FLOPs and bytes.
+        pools: (stream, location) -> peak bytes of GPU memory allocated in this CUDA stream.
+        work: Kind of work (`Work.key`) -> number of calls, FLOPs and bytes.
         reserved: Bytes that the caching allocator of a GPU reserves for the blocks that ran. 0 with
             pipeline parallelism.
     """
@@ -176,7 +176,8 @@ def _run_steps(
                 train_step(microbatches, 1, learning_rate, hooks)
         return
 
-    remaining = [x for i, x in enumerate(microbatches) if i not in skipped]
+    # The first step needs only one microbatch to allocate what persists.
+    remaining = [microbatch for i, microbatch in enumerate(microbatches) if i not in skipped]
     for microbatches_now in (microbatches[-1:], remaining):
         counter.begin()
         train_step(microbatches_now, 1, learning_rate, hooks)
@@ -249,7 +250,7 @@ def _add_up_work(counter: Counter, num_missing: int) -> dict[tuple[Any, ...], np
         num_missing: Number of skipped microbatches that the log lacks.
 
     Returns:
-        `Work.key` -> count, FLOPs and bytes.
+        Kind of work (`Work.key`) -> number of calls, FLOPs and bytes.
     """
     second_microbatch = range(0)  # its indices in the log
     if num_missing:

@@ -46,7 +46,8 @@ class RankTrace:
         peak: Peak GPU memory in bytes.
         moment: Part of the step with the peak, such as "backward of a block" or "optimizer".
         kinds: Kind of memory -> bytes at the peak.
-        host: Peak CPU memory in bytes of weights, gradients and optimizer state with CPU offload.
+        host: Peak CPU memory in bytes that CPU offload uses for weights, gradients and optimizer
+            state.
         work: All kernels and collectives.
         reserved: Bytes that the torch allocator reserves on a GPU, including cuBLAS workspaces.
             Equal to `peak` on a CPU.

@@ -46,7 +46,8 @@ class Snapshot:
     Attributes:
         unsharded: Unsharded tensors on the CPU, by name. Empty except on the first rank of each
             pipeline stage.
-        digests: SHA-256 of each shard of this rank, to find replicas that differ.
+        digests: (tensor name, offsets of the shard) -> SHA-256 of this rank's shard, to find
+            replicas that differ.
     """
 
     unsharded: Tensors = field(default_factory=dict)
