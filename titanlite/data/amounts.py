@@ -63,7 +63,10 @@ def measure_source(source: Source, tokenizer: Tokenizer) -> SourceSize:
 
 
 def _read_sample(source: Source) -> list[str]:
-    """Read up to 64 documents, from all over the source if possible. Leave out bad records."""
+    """Read a sample of up to 64 documents, and return those that are readable text.
+
+    Sources with random access are sampled at random, other sources at their beginning.
+    """
     if isinstance(source, RandomAccess):
         records = [source.record(index) for index in source.sample()]
     else:
@@ -74,8 +77,13 @@ def _read_sample(source: Source) -> list[str]:
 def _extrapolate(source: Source, texts: list[str], sample_tokens: int) -> int | None:
     """Estimate the number of tokens of a source from the number of tokens of a sample.
 
-    For example, if the sample has 100 tokens and a fiftieth of the documents, return 5,000. Return
+    For example, if the sample has 100 tokens and is a fiftieth of the source, return 5,000. Return
     None if the size of the source is unknown.
+
+    Args:
+        source: The whole source.
+        texts: The documents of the sample.
+        sample_tokens: Number of tokens of the sample.
     """
     # Compare the sizes of the sample and the source, in bytes, documents or characters.
     if isinstance(source, RandomAccess):
@@ -113,9 +121,9 @@ def _warn_of_lost_characters(source: Source, tokenizer: Tokenizer, texts: list[s
 
 
 def _count_characters(source: Source) -> int:
-    """Count the characters of a small local source.
+    """Count the characters of a local source of at most 4 Mi characters.
 
-    Return 0 for remote sources and for more than 4 Mi characters, which would take too long.
+    Return 0 for remote or larger sources, because counting would take too long.
     """
     if not source.files or any(isinstance(file, RemoteFile) for file in source.files):
         return 0
@@ -129,10 +137,10 @@ def _count_characters(source: Source) -> int:
 
 
 def _guess_size(spec: TextSource, tokenizer: Tokenizer) -> SourceSize:
-    """Guess the number of tokens of local text files from one block of 64 KiB.
+    """Guess the number of tokens of local text files by tokenizing one block of 64 KiB.
 
-    This is a fallback for sources that take too long to open. The number stays unknown for
-    compressed files, remote files and other formats.
+    Use this if opening the source would take too long. The number of tokens in the result is None
+    for compressed files, remote files and formats other than plain text and JSON Lines.
     """
     name = f"{spec.source} {spec.path or ''}".rstrip()
     files = find_files(spec)
@@ -175,9 +183,9 @@ def inspect_data(run: Run, tokenizer: Tokenizer) -> list[SourceSize]:
 
 
 def _inspect_sources(run: Run, documents: DocumentTokenizer) -> list[SourceSize]:
-    """Inspect the sources in one section of the job, and return their sizes.
+    """Inspect the sources in the section `documents.section` of the job, and return their sizes.
 
-    Sources that take more than a second to open are not opened, and their sizes are guessed.
+    If opening a source would take more than a second, guess its size instead.
     """
     sizes = []
     for spec in source_specs(getattr(run.job, documents.section)):
@@ -201,7 +209,7 @@ def _count_sequences(run: Run) -> np.ndarray:
 
 
 def _compute_epochs(run: Run, sizes: Sequence[SourceSize]) -> list[float]:
-    """Return how often the run reads each source, 0 if the size of the source is unknown."""
+    """Return how many times the run reads each source, or 0 if the source's size is unknown."""
     # An epoch also contains the documents that are held out, and thus not trained on.
     tokens = _count_sequences(run) * run.job.training.seq_len / (1 - run.job.validation.holdout)
     epochs = []
@@ -211,9 +219,9 @@ def _compute_epochs(run: Run, sizes: Sequence[SourceSize]) -> list[float]:
 
 
 def describe_sources(run: Run, sizes: Sequence[SourceSize]) -> str:
-    """Describe the training sources of a run in one line of text each, for the log.
+    """Return a text for the log, with one line for each training source of a run.
 
-    A line contains the share of the source, its size, bytes per token and number of epochs.
+    A line contains the source's share of the sequences, its size, bytes per token and epochs.
     """
     lines = []
     sequences = _count_sequences(run)
@@ -233,7 +241,7 @@ def describe_sources(run: Run, sizes: Sequence[SourceSize]) -> str:
 def explain_toy_run(run: Run, tokenizer: Tokenizer, sizes: Sequence[SourceSize]) -> str:
     """Return a warning if the data or the tokenizer is too small for the run, otherwise "".
 
-    The warning contains commands that download larger ones.
+    The warning contains commands that download more data or a larger tokenizer.
     """
     problems = _explain_repeated_text(run, sizes) + _explain_small_vocabulary(run, tokenizer)
     if not problems:
@@ -244,9 +252,9 @@ def explain_toy_run(run: Run, tokenizer: Tokenizer, sizes: Sequence[SourceSize])
 
 
 def _explain_repeated_text(run: Run, sizes: Sequence[SourceSize]) -> list[str]:
-    """Return lines about each source that the run reads more than `MAX_EPOCHS` times.
+    """Return warning lines for each source that the run reads more than `MAX_EPOCHS` (4) times.
 
-    Sources with `max_epochs` are left out, because their repetition is intended.
+    Sources for which the job sets max_epochs are left out, because their repetition is intended.
     """
     lines = []
     specs = source_specs(run.job.dataset)
@@ -263,7 +271,7 @@ def _explain_repeated_text(run: Run, sizes: Sequence[SourceSize]) -> list[str]:
 
 
 def _explain_small_vocabulary(run: Run, tokenizer: Tokenizer) -> list[str]:
-    """Return lines about a tokenizer with far fewer tokens than the model has embeddings."""
+    """Return warning lines if the tokenizer has far fewer tokens than the model has embeddings."""
     num_embeddings = run.arch.vocab_size
     if tokenizer.vocab_size > _MIN_VOCABULARY_SHARE * num_embeddings:
         return []
@@ -276,7 +284,10 @@ def _explain_small_vocabulary(run: Run, tokenizer: Tokenizer) -> list[str]:
 
 
 def _propose_tokenizer(num_embeddings: int) -> str:
-    """Return the arguments of `titanlite get` for a tokenizer with at most `num_embeddings` ids."""
+    """Return `titanlite get` arguments for a tokenizer with at most `num_embeddings` ids.
+
+    For example, return "tokenizer gpt2".
+    """
     proposal = "tokenizer gpt2"
     for name, preset in load_presets().items():
         if preset.get("tokens", math.inf) <= num_embeddings:

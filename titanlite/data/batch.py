@@ -20,7 +20,7 @@ LENGTH_MULTIPLE = 64  # evaluation pads to multiples of this length to get few d
 
 
 class GlobalBatch(NamedTuple):
-    """The microbatches that this rank computes in one optimizer step."""
+    """The microbatches that one rank computes in one optimizer step."""
 
     microbatches: list[Microbatch]
     num_valid_tokens: int
@@ -32,13 +32,14 @@ def make_microbatch(
 ) -> Microbatch:
     """Convert packed sequences to input and label tensors in CPU memory.
 
-    Labels of padding and of tokens that do not count in the loss are IGNORE_INDEX.
+    The label is IGNORE_INDEX for padding and for tokens that do not count in the loss.
 
     Args:
         sequences: B sequences of T + 1 tokens.
-        document_mask: Add document ids and positions, so that attention stays within a document. No
-            document then predicts the first token of the next one.
-        document_bounds: With `document_mask`, also add bounds for variable-length attention.
+        document_mask: Add document ids and positions, so that attention stays within a document.
+            The first token of each document is then not predicted.
+        document_bounds: With `document_mask`, also add the bounds of the documents (`cu_seqlens`)
+            for variable-length attention.
     """
     # Each token predicts the next one: inputs are tokens 0 to T - 1, labels are tokens 1 to T.
     tokens = np.stack([sequence.tokens for sequence in sequences]).astype(np.int64)  # (B, T + 1)
@@ -90,7 +91,10 @@ def _compute_documents(sequences: list[PackedSequence]) -> tuple[np.ndarray, np.
 
 
 def copy_to_device(microbatch: Microbatch, device: torch.device) -> Microbatch:
-    """Copy a microbatch from CPU memory to the CPU or GPU `device`, without a host sync."""
+    """Copy a microbatch from CPU memory to `device` without a host sync.
+
+    If `device` is not a GPU, return the microbatch itself.
+    """
     if device.type != "cuda":
         return microbatch
 
@@ -103,7 +107,7 @@ def copy_to_device(microbatch: Microbatch, device: torch.device) -> Microbatch:
 
 
 class Window(NamedTuple):
-    """A sequence of tokens for evaluation, and the number of tokens at its end to score."""
+    """A sequence of tokens of which evaluation scores only the last `num_scored` ones."""
 
     tokens: np.ndarray
     """(n,) integers, n >= 2."""
@@ -114,9 +118,9 @@ class Window(NamedTuple):
 def padded_length(run: Run, longest: int) -> int:
     """Return the sequence length to which evaluation pads texts of at most `longest` tokens.
 
-    The length is a multiple of 64 and of the number of shards of a sequence, to get few different
-    shapes, but at most training.seq_len. Pipelines, compiled models and FP8 support only one shape,
-    so they always use training.seq_len.
+    Round up to a multiple of 64 to get few different shapes, and to a multiple that context and
+    tensor parallelism can divide, but return at most training.seq_len. Pipelines, compiled models
+    and FP8 support only one shape, so their length is always training.seq_len.
     """
     seq_len = run.job.training.seq_len
     has_one_shape = run.job.compile.enable or run.job.float8.enable
@@ -133,7 +137,8 @@ def padded_microbatch(
 ) -> Microbatch:
     """Pad windows on the right, and stack them into a microbatch of shape (batch_size, length).
 
-    Missing windows are filled with padding. Labels that are not scored are IGNORE_INDEX.
+    If there are fewer windows than `batch_size`, add sequences of padding. Labels that are not
+    scored are IGNORE_INDEX.
 
     Args:
         windows: Windows of at most `length` + 1 tokens.
@@ -162,7 +167,8 @@ def blank_microbatch(job: JobConfig, device: torch.device) -> Microbatch:
     """Create a microbatch of zeros, to measure the memory or time of a step without data.
 
     Args:
-        job: Determines the shape. With `dataset.document_mask`, each sequence is one document.
+        job: Job that sets the batch size and sequence length. With `dataset.document_mask`, each
+            sequence is one document.
         device: Device of the tensors.
     """
     shape = (job.training.local_batch_size, job.training.seq_len)

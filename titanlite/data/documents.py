@@ -24,7 +24,9 @@ _HOLDOUTS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 
 @dataclass
 class DocumentTokenizer:
-    """Tokenizes the records of a source, and selects the documents for training or for validation.
+    """Tokenizes the records of a source, and skips the documents of the other split.
+
+    The two splits are the training documents and the documents held out for validation.
 
     Attributes:
         tokenizer: Tokenizer of the run.
@@ -32,9 +34,9 @@ class DocumentTokenizer:
         is_validation: Select the held-out documents instead of all others.
         skip_bad: Skip records that cannot be read instead of raising an error.
         section: Section of the job file that describes the data, for messages.
-        can_skip: Whether an error may propose to skip records that cannot be read. Set to False if
-            the source seems to have no other records.
-        skipped: Reasons why records were skipped. The caller that reports them empties the list.
+        can_skip: Whether an error message may propose to skip records that cannot be read. Set to
+            False if the source seems to contain no readable record.
+        skipped: Reasons why records were skipped, one per record. `encode` adds to this list.
     """
 
     tokenizer: Tokenizer
@@ -73,12 +75,12 @@ class DocumentTokenizer:
 
         Args:
             record: A text, a document that was tokenized in advance, or the error for a bad record.
-            is_repeated: Whether the record was read in an earlier epoch. A bad record is then not
-                reported a second time.
+            is_repeated: Whether the record was read in an earlier epoch. If it is bad, it is then
+                not added to `skipped` a second time.
 
         Returns:
-            Tokens, shape (n,), int32; see `encode_ignored`. Empty if the record is skipped or not
-            selected by the holdout.
+            Tokens, shape (n,), int32. A token t that does not count in the loss is stored as ~t.
+            Empty if the record is skipped or belongs to the other split.
 
         Raises:
             BadRecord: If the record cannot be read and `skip_bad` is False.
@@ -102,10 +104,10 @@ class DocumentTokenizer:
         return self.tokenizer.encode_array(text).view(np.int32)
 
     def _encode_masked(self, text: MaskedText) -> np.ndarray:
-        """Tokenize the ranges of a masked text separately, so that no token crosses their bounds.
+        """Tokenize a text of which only some ranges of characters count in the loss.
 
-        BOS counts in the loss if the first character does, and EOS if the last one does. In an
-        empty text, both count.
+        Each range is tokenized separately, so that no token crosses its bounds. BOS counts if the
+        first character does, and EOS if the last one does. In an empty text, both count.
         """
         parts = []
         last_end = 0
@@ -121,10 +123,10 @@ class DocumentTokenizer:
         return np.concatenate([bos, tokens, eos])
 
     def _is_selected(self, record: str | Prepared) -> bool:
-        """Return whether a document belongs to the selected part: training or held-out documents.
+        """Return whether a document belongs to the split that this instance selects.
 
-        A document is held out if the hash of its text is in the lowest part of its 64-bit range, so
-        duplicates of a document are held out together.
+        A document is held out for validation if the 64-bit hash of its text is less than
+        `holdout` * 2**64. Duplicates therefore belong to the same split.
         """
         if not self.holdout:
             return True
@@ -133,7 +135,7 @@ class DocumentTokenizer:
         return is_held_out == self.is_validation
 
     def _explain(self, record: BadRecord) -> BadRecord:
-        """Return an error for a bad record that names the key of the job file to change."""
+        """Return a copy of the error that names the options of the job file to change."""
         problem = str(record).replace("Set text_column", f"Set {self.section}.text_column")
         if self.can_skip:
             problem += f'. To skip such records, set {self.section}.on_bad_record = "skip"'
@@ -201,16 +203,19 @@ def inspect_source(source: Source, documents: DocumentTokenizer, seq_len: int) -
 
 
 def _has_good_record(source: Source) -> bool:
-    """Return whether any of the first 64 records can be read.
+    """Return whether any of the first 64 records of a source can be read.
 
-    Otherwise, skipping bad records is no remedy that an error message may propose.
+    If none can, skipping bad records would skip everything, so error messages do not propose it.
     """
     first_records = islice(source, _SAMPLE_DOCUMENTS)
     return any(not isinstance(record, BadRecord) for record in first_records)
 
 
 def _count_tokens(source: Source, documents: DocumentTokenizer, limit: int) -> int:
-    """Count the tokens of the selected documents that are not empty, and stop above `limit`."""
+    """Count the tokens of the documents that `documents` selects, and stop above `limit` tokens.
+
+    Documents without text do not count.
+    """
     num_tokens = 0
     for record in source:
         size = len(documents.encode(record))
@@ -228,7 +233,7 @@ def _explain_too_little_text(
 
     Args:
         source: The source.
-        documents: Tokenizer, which has collected the skipped records.
+        documents: Tokenizer that has read the source, with the reasons for skipped records.
         num_tokens: Number of tokens that the source has.
         seq_len: Number of tokens that the source must exceed.
     """
@@ -250,9 +255,10 @@ def _explain_too_little_text(
 
 
 def _propose_holdout(source: Source, documents: DocumentTokenizer, seq_len: int) -> str:
-    """Propose a larger validation.holdout for an error message, or more text if none is sufficient.
+    """Return a proposal for an error message: a larger validation.holdout that is sufficient.
 
-    The proposed holdout leaves enough text for one sequence in both training and validation.
+    With this holdout, training and validation each have enough text for one sequence. If there is
+    no such holdout, propose to add text.
     """
     for holdout in _HOLDOUTS:
         if holdout <= documents.holdout:
@@ -269,6 +275,6 @@ def _propose_holdout(source: Source, documents: DocumentTokenizer, seq_len: int)
 
 
 def log_skipped_records(reasons: list[str]) -> None:
-    """Log a warning for each skipped record."""
+    """Log a warning for each skipped record, given the reasons why they were skipped."""
     for reason in reasons:
         logging.getLogger("titanlite").warning("Skipped a record: %s", reason)

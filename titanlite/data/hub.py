@@ -277,7 +277,7 @@ class HubFiles:
         os.rename(path, target)
 
     def _list_hub(self) -> dict[str, TreeEntry]:
-        """List the files of the newest revision of the repository on the Hub, by their path.
+        """Return the files of the newest revision of the repository on the Hub, keyed by path.
 
         Raises:
             UserError: If the Hub cannot be reached, denies access or returns a malformed list.
@@ -313,10 +313,14 @@ class HubFiles:
             yield from entries
 
     def _request_page(self, url: str, query: str) -> tuple[list[TreeEntry], str]:
-        """Request a page of the list at `url`.
+        """Request one page of a list of files from the Hub.
+
+        Args:
+            url: URL of the list, without a query.
+            query: Query string that selects the page, such as "recursive=true".
 
         Returns:
-            The entries of the page, and the query of the next page. The last page has the query "".
+            The entries of the page, and the query string of the next page ("" after the last page).
         """
         from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
 
@@ -335,8 +339,6 @@ class HubFiles:
 
     def _download(self, entry: TreeEntry, folder: Path) -> Path:
         """Download a file into `folder`, and return its path.
-
-        The download runs in this thread, so that Ctrl-C ends it immediately.
 
         Raises:
             UserError: If the file is longer than the size that the Hub lists.
@@ -373,7 +375,7 @@ class HubFiles:
 
     @contextmanager
     def _convert_errors(self) -> Iterator[None]:
-        """Convert exceptions of the huggingface_hub library to UserError with a remedy."""
+        """Convert exceptions of the huggingface_hub library to UserError, with a remedy."""
         try:
             with warnings.catch_warnings(action="ignore"):  # a full disk is reported below
                 yield
@@ -383,7 +385,7 @@ class HubFiles:
             raise UserError(self._explain(error)) from None
 
     def _explain(self, error: Exception) -> str:
-        """Return the message for an exception of the huggingface_hub library."""
+        """Return an error message with cause and remedy for an exception of huggingface_hub."""
         from huggingface_hub import constants
         from huggingface_hub.utils import GatedRepoError, RepositoryNotFoundError
 
@@ -406,9 +408,9 @@ class HubFiles:
 
 
 def _choose_suffix(kind: str, names: Sequence[str]) -> str:
-    """Return the first suffix in `SUFFIXES[kind]` with which any name ends, or "" if there is none.
+    """Return the preferred suffix of the files `names`, such as ".parquet" before ".jsonl".
 
-    The suffixes are in order of preference.
+    `SUFFIXES[kind]` lists the suffixes in order of preference. Return "" if no file has any.
     """
     for suffix in SUFFIXES[kind]:
         if any(name.endswith(suffix) for name in names):
@@ -417,7 +419,13 @@ def _choose_suffix(kind: str, names: Sequence[str]) -> str:
 
 
 def _explain_no_match(kind: str, pattern: str, names: Iterable[str]) -> str:
-    """Explain that none of the files `names` matches a pattern and has a suffix of this kind."""
+    """Explain that no file of a repository matches `pattern` and has a suffix for this kind.
+
+    Args:
+        kind: "tokenizer", "data" or "model".
+        pattern: Pattern that paths must match.
+        names: All files of the repository.
+    """
     suffixes = ", ".join(SUFFIXES[kind])
     existing = shorten(", ".join(names)) or "no files"
     problem = f"has no file that matches {pattern} and ends with {suffixes}. It has {existing}."
@@ -427,7 +435,9 @@ def _explain_no_match(kind: str, pattern: str, names: Iterable[str]) -> str:
 
 
 def _list_folder(folder: Path) -> dict[str, TreeEntry]:
-    """List the files with a suffix in a local copy of a repository, by their relative path.
+    """Return the files in a local copy of a repository, keyed by their path relative to `folder`.
+
+    Files without a suffix are left out.
 
     Raises:
         UserError: If `folder` is not a folder.
@@ -462,14 +472,14 @@ def _parse_page(content: bytes) -> list[TreeEntry]:
 
 
 def _find_preset(kind: str, name: str) -> Mapping[str, Any]:
-    """Return the entry of hub.toml for a repository, or a new entry with only the key "repo".
+    """Return the entry of hub.toml called `name`, or {"repo": "OWNER/NAME"} for other repositories.
 
     Args:
         kind: "tokenizer", "data" or "model".
         name: Name in hub.toml, OWNER/NAME of a repository, or the URL of its page.
 
     Raises:
-        UserError: If `name` is none of them. The message proposes a similar name.
+        UserError: If `name` has none of these forms. The message proposes a similar name.
     """
     preset = load_presets().get(f"{kind} {name}")
     if preset is not None:
@@ -487,7 +497,10 @@ def _find_preset(kind: str, name: str) -> Mapping[str, Any]:
 
 
 def _propose_name(kind: str, name: str) -> str:
-    """Propose the known name that is most similar to `name`, or else list those of this kind."""
+    """Return a proposal for an error message about the unknown `name` of a download.
+
+    Propose the most similar name in hub.toml. If none is similar, list the names of this kind.
+    """
     key_of_name = {key.split()[1]: key for key in load_presets()}  # "c4" -> "data c4"
     similar = difflib.get_close_matches(name.lower(), key_of_name, n=1)
     if similar:

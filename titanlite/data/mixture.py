@@ -111,7 +111,7 @@ class Mixture:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the progress that `state_dict` returned.
 
-        If the job now sets other weights, the next batch begins a new stage.
+        If the job has changed the weights since then, the next batch begins a new stage.
         """
         self.step = state["step"]
         self.counts = list(state["rows"])
@@ -135,7 +135,7 @@ def stage_weights(dataset: Dataset) -> list[tuple[int, list[int]]]:
     """Return the weights of the sources for each stage of a dataset.
 
     The first stage begins at step 0 with the weights of the sources. Each table in
-    [[dataset.stages]] that sets weights begins another one.
+    [[dataset.stages]] that sets weights begins a new stage.
 
     Returns:
         One pair per stage, in ascending order of steps: the first step, and the weights as integers
@@ -157,7 +157,16 @@ def stage_weights(dataset: Dataset) -> list[tuple[int, list[int]]]:
 
 
 def _list_stage_values(dataset: Dataset, key: str, initial: Any) -> list[tuple[int, Any]]:
-    """Return the first step and the value of each stage that sets `key`, in ascending order."""
+    """Return the values that an option has over the stages of a dataset.
+
+    Args:
+        dataset: Dataset with the tables [[dataset.stages]].
+        key: Option of a stage, "weights" or "global_batch_size".
+        initial: Value of the option before the first stage that sets it.
+
+    Returns:
+        Pairs of the first step and the value from then on, in ascending order of steps.
+    """
     stages = [(0, initial)]
     for stage in dataset.stages:
         value = getattr(stage, key)
@@ -167,7 +176,10 @@ def _list_stage_values(dataset: Dataset, key: str, initial: Any) -> list[tuple[i
 
 
 def _find_stage_value(stages: list[tuple[int, Any]], step: int) -> Any:
-    """Return the value at `step`, given pairs of the first step and the value of each stage."""
+    """Return the value that applies at `step`, from (first step, value) pairs in ascending order.
+
+    For example, with [(0, "a"), (100, "b")], the value at step 99 is "a".
+    """
     return next(value for start_step, value in reversed(stages) if start_step <= step)
 
 
