@@ -73,8 +73,8 @@ class Loader:
             dp_rank: Index of this data-parallel rank.
             dp_group: Process group of the data-parallel ranks. None if there is only one.
             device: Device to which microbatches are copied.
-            is_stopping: Function that returns whether the run is about to stop. Called several
-                times per second while the loader waits for data.
+            is_stopping: Function that returns whether the run is about to stop. The loader calls it
+                several times per second while it waits for data.
 
         Raises:
             UserError: If a source is missing, empty, or smaller than one sequence.
@@ -180,7 +180,7 @@ class Loader:
         return batch
 
     def _make_batch(self, sequences: list[PackedSequence]) -> GlobalBatch:
-        """Divide sequences into microbatches on the device, and count the valid labels."""
+        """Divide this rank's sequences into microbatches on the device, and count valid labels."""
         batch_size = self._job.training.local_batch_size
         microbatches = []
         num_valid_tokens = 0
@@ -257,8 +257,8 @@ class Loader:
         """Move to the data position of a checkpoint, so that the next batch continues from there.
 
         The number of ranks may differ from the run that saved the state. If the contents of a
-        source have changed and `dataset.on_change` is "warn", the source continues at the beginning
-        of the document or part that was being read.
+        source have changed and `dataset.on_change` is "warn", reading continues at the beginning of
+        the document or part (such as a file) that was being read.
 
         Args:
             state: A value that `state_dict` returned.
@@ -278,7 +278,7 @@ class Loader:
     def close(self) -> None:
         """Stop the data workers, and discard the batches that were read ahead.
 
-        The data position is kept. Reading another batch starts new workers at this position.
+        The data position is kept: reading the next batch starts new workers, which continue there.
         """
         for reader in self._readers:
             if isinstance(reader, Worker):
@@ -299,8 +299,8 @@ class Loader:
         Returns:
             Two lists of messages, one line per difference:
 
-            - differences with which the saved data position has no meaning, such as another seq_len
-            - sources with changed contents, which are allowed if dataset.on_change is "warn"
+            - differences that prevent resuming, such as a different seq_len
+            - sources with changed contents, with which dataset.on_change = "warn" allows resuming
 
         Raises:
             CheckpointError: If `state` has a version that this loader cannot read.

@@ -20,20 +20,25 @@ BEST_FIT_WINDOW = 64  # a window contains the tokens of about this many sequence
 
 
 class DocumentPosition(NamedTuple):
-    """Position of a document in its stream, from which reading can be resumed."""
+    """Position of a document in a stream of documents, from which reading can be resumed.
+
+    A stream of a source with random access consists of documents. A stream of a sequential source
+    consists of parts, such as files, whose documents are shuffled within windows.
+    """
 
     turn: int = 0
-    """Index of the document (random access) or part (sequential) in the stream, over all epochs."""
+    """Index of the document or part in the stream, counted over all epochs."""
     window: int = 0
-    """Sequential sources: index in the part of the first document of the shuffle window."""
+    """Sequential sources only: index in the part of the first document of the shuffle window."""
     index: int = 0
-    """Sequential sources: index in the shuffle window."""
+    """Sequential sources only: index of the document in the shuffled window."""
 
 
 class StreamPosition(NamedTuple):
     """Position in a stream of documents at which a training sequence begins.
 
-    Later positions compare greater. The meaning of some fields depends on dataset.packing.
+    Later positions compare greater. The meaning of `document` and `offset` depends on
+    dataset.packing, which is "concat" or "best_fit".
     """
 
     sequence: int = 0
@@ -47,13 +52,13 @@ class StreamPosition(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Consecutive tokens of one document that were placed into one sequence."""
+    """Consecutive tokens of one document that were placed into one training sequence."""
 
     tokens: np.ndarray
-    """(n,) int32, see `encode_ignored`."""
+    """(n,) int32. A token t that does not count in the loss is stored as ~t."""
     origin: tuple[int, int, int, int]
-    """Index of the part, index of the document, offset of the first token in the document, and
-    number of tokens."""
+    """Where the tokens come from: index of the part (0 without parts), index of the document in the
+    source or part, offset of the first token in the document, and number of tokens."""
 
 
 class Document(NamedTuple):
@@ -66,8 +71,8 @@ class Document(NamedTuple):
     number: int
     """Index of the document in the source, or in the part."""
     tokens: np.ndarray
-    """(n,) int32, with BOS and EOS; see `encode_ignored`. Empty if the document is skipped or held
-    out."""
+    """(n,) int32, with BOS and EOS. A token t that does not count in the loss is stored as ~t.
+    Empty if the document is skipped or held out."""
 
     def segment(self, offset: int, size: int) -> Segment:
         """Return the segment of `size` tokens that begins at token `offset` of this document."""
@@ -79,17 +84,17 @@ class PackedSequence(NamedTuple):
     """A training sequence, with the documents in it and the data position after it."""
 
     tokens: np.ndarray
-    """(T + 1,) int32, see `encode_ignored`. The first T are inputs, the last T are labels. Padding
-    follows the segments."""
+    """(T + 1,) int32. The first T are inputs, the last T are labels. A token t that does not count
+    in the loss is stored as ~t. Padding follows the segments."""
     segments: np.ndarray
     """(S, 4) int64, one row per segment of a document: part, document number, offset of the first
     token in the document, number of tokens."""
     source: int
     """Index of the source."""
     stream: int
-    """Index of the stream in the source."""
+    """Index of the stream among the streams of the source."""
     position: StreamPosition
-    """Position of the stream after this sequence."""
+    """Position at which the next sequence of the stream begins."""
     skipped: list[str]
     """Reasons why records were skipped before or within this sequence, in the first epoch only."""
     index: int = 0
@@ -97,12 +102,12 @@ class PackedSequence(NamedTuple):
 
 
 def encode_ignored(ids: np.ndarray) -> np.ndarray:
-    """Mark token ids as not counting in the loss: id t is stored as its complement ~t = -t - 1."""
+    """Mark token ids as not counting in the loss, by replacing each id t by ~t = -t - 1."""
     return ~ids
 
 
 def decode_ignored(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the token ids, and which of them do not count in the loss.
+    """Return token ids without marks, and whether each one is marked as not counting in the loss.
 
     For example, [7, ~8] gives the ids [7, 8] and the booleans [False, True].
     """
@@ -171,10 +176,10 @@ def concat(read_documents: ReadDocuments, length: int, start: StreamPosition) ->
 
 
 def best_fit(read_documents: ReadDocuments, length: int, start: StreamPosition) -> PackedSegments:
-    """Pack documents without cutting those that fit into one sequence.
+    """Pack documents into sequences, and cut only documents that are longer than a sequence.
 
-    Documents are packed in windows of about 64 sequences. Only longer documents are cut. Sequences
-    can be shorter than `length`; the caller pads them.
+    The tokens of about 64 sequences are packed together as one window. The yielded sequences can be
+    shorter than `length`.
 
     Args:
         read_documents: Reads the documents of the stream from a position.
@@ -210,13 +215,19 @@ def _pack_window(
     """Pack the documents of a window into sequences of at most `length` tokens, in random order.
 
     Without shuffling, the fullest sequences would come first, and batches would differ in size.
+
+    Args:
+        window: Consecutive documents of a stream.
+        window_start: Position of the first document, which seeds the random order.
+        length: Maximum number of tokens per sequence.
     """
     segments: list[Segment] = []
     for document in window:
         segments += _cut(document, length)
     sequences = _place_segments(segments, length)
 
-    # Each window has another key. Do not change it, or the data order of existing runs changes.
+    # Each window has a different key. Changing its format would change the data order of existing
+    # runs.
     num_tokens = sum(len(document.tokens) for document in window)
     turn, first_record, index = window_start
     key = f"rows Place(turn={turn}, window={first_record}, index={index}) {num_tokens}"
@@ -241,6 +252,7 @@ def _cut(document: Document, length: int) -> list[Segment]:
     """Cut a document into segments of at most `length` tokens.
 
     Consecutive segments overlap by one token, because the last token of a segment is only a label.
+    For example, "abcde" becomes "abc" and "cde" if `length` is 3.
     """
     size = len(document.tokens)
     if size == 0:
@@ -252,9 +264,9 @@ def _cut(document: Document, length: int) -> list[Segment]:
 def _place_segments(segments: list[Segment], length: int) -> list[list[Segment]]:
     """Distribute segments over sequences of at most `length` tokens by best-fit-decreasing.
 
-    Put each segment, the longest first, into the sequence with the least sufficient space. For
-    example, segments of 2, 5, 3 and 6 tokens become sequences of 6 + 2 and 5 + 3 tokens if the
-    length is 8. See "Fewer Truncations Improve Language Modeling" (Ding et al., 2024).
+    Start with the longest segment, and put each one into the fullest sequence that has space for
+    it. For example, segments of 2, 5, 3 and 6 tokens become sequences of 6 + 2 and 5 + 3 tokens if
+    `length` is 8. See "Fewer Truncations Improve Language Modeling" (Ding et al., 2024).
     """
     sequences: list[list[Segment]] = []
     free_space: list[tuple[int, int]] = []  # (free tokens, index of the sequence), sorted

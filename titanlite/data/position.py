@@ -48,7 +48,13 @@ def save_position(data: PackedDataset) -> dict[str, Any]:
 def compare_position(saved: dict[str, Any], data: PackedDataset) -> DataChanges:
     """List the differences between the data of a saved position and the data of a run.
 
-    See `Loader.compare`, which describes the result.
+    Args:
+        saved: A value that `save_position` returned.
+        data: Data of the run.
+
+    Returns:
+        Two lists of messages: differences that prevent resuming, such as a different seq_len, and
+        sources with changed contents.
 
     Raises:
         CheckpointError: If `saved` has a version that this function cannot read.
@@ -98,8 +104,8 @@ def restore_position(saved: dict[str, Any], data: PackedDataset, on_change: str)
     Args:
         saved: A value that `save_position` returned.
         data: Data of the run.
-        on_change: Value of dataset.on_change. With "warn", a changed source continues at the
-            beginning of the document or part that was being read.
+        on_change: "error" or "warn", as in dataset.on_change. With "warn", a changed source
+            continues at the beginning of the document or part (such as a file) that was being read.
 
     Raises:
         UserError: If the data, its settings or the tokenizer differ.
@@ -123,13 +129,14 @@ def restore_position(saved: dict[str, Any], data: PackedDataset, on_change: str)
 def _restore_streams(
     saved: list[list[int]], num_sequences: int, has_changed: bool
 ) -> list[StreamPosition]:
-    """Return the position of each stream of a source.
+    """Convert the saved stream positions of a source to `StreamPosition` objects.
 
     Args:
-        saved: [turn, window, index, offset] of each stream.
+        saved: [turn, window, index, offset] of each stream, which are the fields of
+            `DocumentPosition` and the offset in the document or window.
         num_sequences: Number of sequences that were read from the source.
         has_changed: Whether the source has changed. Each stream then continues at the beginning of
-            the document or part that was being read.
+            the document or part (such as a file) that was being read.
     """
     positions = []
     for stream, (turn, window, index, offset) in enumerate(saved):
@@ -143,7 +150,10 @@ def _restore_streams(
 
 
 def measure_progress(data: PackedDataset) -> dict[str, dict[str, float]]:
-    """Return the number of tokens and epochs of each source up to the position, for the metrics."""
+    """Return how many tokens and epochs of each source have been read, for the metrics.
+
+    For example {"source_tokens": {"c4": 4096}, "source_epochs": {"c4": 0.1}}.
+    """
     # Duplicate names get an index, such as "c4 (1)".
     names = [source.name for source in data.sources]
     unique_names = [
@@ -157,9 +167,9 @@ def measure_progress(data: PackedDataset) -> dict[str, dict[str, float]]:
 
 
 def _count_epochs(data: PackedDataset) -> list[float]:
-    """Return how often each source has been read since step 1.
+    """Return how many epochs of each source have been read since step 1, such as 1.5.
 
-    For sequential sources, count the parts (such as files) that have been read.
+    Sequential sources are counted in parts, such as files, and other sources in documents.
     """
     epochs = []
     for source, positions in zip(data.sources, data.positions, strict=True):
@@ -170,13 +180,14 @@ def _count_epochs(data: PackedDataset) -> list[float]:
 
 
 def warn_of_repetition(data: PackedDataset, warned: set[int]) -> None:
-    """Log a warning for each source that has been read `MAX_EPOCHS` times.
+    """Log a warning for each source that has been read `MAX_EPOCHS` (4) times.
 
-    There is no warning for sources with `max_epochs`, because their repetition is intended.
+    Sources for which the job sets max_epochs are left out, because their repetition is intended.
 
     Args:
         data: Data of the run.
-        warned: Indices of the sources with an earlier warning, to which this function adds.
+        warned: Indices of the sources with an earlier warning, which do not get a second one. The
+            function adds the sources of new warnings.
     """
     for i, epochs in enumerate(_count_epochs(data)):
         if epochs >= MAX_EPOCHS and not data.specs[i].max_epochs and i not in warned:

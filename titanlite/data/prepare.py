@@ -42,7 +42,10 @@ _UNITS_PER_SHARD = 64
 
 
 class _Unit(NamedTuple):
-    """Consecutive documents that one thread tokenizes."""
+    """Consecutive documents of a source after tokenization.
+
+    One thread tokenizes a unit of about 4 MiB of text. Several units form a shard.
+    """
 
     tokens: bytes
     lengths: list[int]
@@ -93,7 +96,7 @@ def prepare(run: Run, out: Path, workers: int) -> list[Path]:
 
 
 def _check_preparable(specs: Iterable[TextSource]) -> None:
-    """Check that all sources contain text that shards can represent.
+    """Check that the sources can be tokenized in advance.
 
     Raises:
         UserError: If a source is already tokenized, or has a loss mask.
@@ -108,7 +111,9 @@ def _check_preparable(specs: Iterable[TextSource]) -> None:
 def _prepare_source(
     source: Source, folder: Path, documents: DocumentTokenizer, workers: int
 ) -> None:
-    """Tokenize one source and write its shards and manifest, or resume an interrupted run.
+    """Tokenize one source, and write its shards and manifest.
+
+    If an earlier call was interrupted, continue after its last complete shard.
 
     Args:
         source: The opened source.
@@ -163,16 +168,16 @@ def _prepare_source(
 
 
 def _read_shards(path: Path, header: dict[str, Any], tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """Return the entries of the shards that a manifest lists.
+    """Return the shards that a manifest lists, each as a dictionary with its name and sizes.
 
     Args:
         path: manifest.json of complete shards, or prepare.json of an interrupted run.
-        header: Fields that the manifest must have, such as the fingerprints of source and
+        header: Values that fields of the manifest must have, such as the fingerprints of source and
             tokenizer.
         tokenizer: Tokenizer of the job.
 
     Raises:
-        UserError: If the manifest is damaged, or differs from `header`.
+        UserError: If the manifest is damaged, or a field differs from `header`.
     """
     content = read_file(path, MAX_MANIFEST_BYTES)
     manifest = parse_json(path, content, RootModel[dict[str, Any]]).root
@@ -187,7 +192,12 @@ def _read_shards(path: Path, header: dict[str, Any], tokenizer: Tokenizer) -> li
 
 
 def _check_header(folder: Path, manifest: dict[str, Any], header: dict[str, Any]) -> None:
-    """Check that the shards in `folder` were made from the same source in the same way.
+    """Check that existing shards were made from the same source with the same settings.
+
+    Args:
+        folder: Folder of the shards, for the error message.
+        manifest: Content of the manifest in this folder.
+        header: Values that its fields must have, such as the fingerprint of the source.
 
     Raises:
         UserError: If `manifest` differs from `header`. The message lists the different fields.
@@ -204,9 +214,10 @@ def _check_header(folder: Path, manifest: dict[str, Any], header: dict[str, Any]
 
 
 def _divide(documents: Iterator[Record]) -> Iterator[list[Record]]:
-    """Group consecutive documents into units of about 4 MiB of text, which threads tokenize.
+    """Group consecutive documents into units of about 4 MiB of text, or at most 4,096 documents.
 
-    The units, and thus the shards, do not depend on the number of threads.
+    Each unit is the work of one thread. The units, and thus the shards, do not depend on the number
+    of threads.
     """
     unit: list[Record] = []
     num_chars = 0
@@ -238,7 +249,15 @@ def _tokenize_in_order(
 
 
 def _tokenize(documents: DocumentTokenizer, dtype: np.dtype, records: list[Record]) -> _Unit:
-    """Tokenize the records of a unit, and hash their texts. Called in a thread."""
+    """Tokenize the records of a unit, and hash their texts.
+
+    Threads can call this at the same time.
+
+    Args:
+        documents: Tokenizes the records.
+        dtype: Data type of the token ids in the result.
+        records: Records of the unit.
+    """
     documents = replace(documents)  # a copy with its own list of skipped records
     tokens = [documents.encode(record) for record in records]
     hashes = [hash_text(record) if isinstance(record, str) else 0 for record in records]
@@ -247,7 +266,7 @@ def _tokenize(documents: DocumentTokenizer, dtype: np.dtype, records: list[Recor
 
 
 def _join(units: list[_Unit]) -> _Unit:
-    """Concatenate the documents of several units."""
+    """Concatenate the documents of several units into one unit, which becomes a shard."""
     lengths: list[int] = []
     hashes: list[int] = []
     skipped: list[str] = []
@@ -261,7 +280,13 @@ def _join(units: list[_Unit]) -> _Unit:
 def _write_shard(folder: Path, number: int, documents: _Unit) -> dict[str, Any]:
     """Write the .bin, .idx and .hash files of a shard, and flush them to disk.
 
-    Return the entry of the shard in the manifest.
+    Args:
+        folder: Output folder of the source.
+        number: Index of the shard, which is part of the file names.
+        documents: The documents of the shard.
+
+    Returns:
+        The entry of the shard in the manifest, with its name, sizes and checksums.
     """
     name = f"shard-{number:05d}"
     ends = np.cumsum(documents.lengths, dtype="<u8")  # index of the token after each document

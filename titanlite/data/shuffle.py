@@ -46,9 +46,14 @@ def permuted(index: np.ndarray, n: int, key: str) -> np.ndarray:
 
 
 def _feistel(values: np.ndarray, half_bits: int, round_keys: np.ndarray) -> np.ndarray:
-    """Permute the integers of 2 * `half_bits` bits (uint64) by a Feistel network.
+    """Map integers of 2 * `half_bits` bits by a pseudo-random permutation, a Feistel network.
 
     Each round XORs a hash of one half of the bits into the other half, and swaps the halves.
+
+    Args:
+        values: Integers less than 2**(2 * half_bits), uint64.
+        half_bits: Number of bits in each half of an integer.
+        round_keys: One key per round, uint64.
     """
     shift = np.uint64(half_bits)
     mask = np.uint64((1 << half_bits) - 1)
@@ -89,9 +94,9 @@ def epoch_order(n: int, seed: int, positions: np.ndarray) -> np.ndarray:
 
 @lru_cache(maxsize=32)
 def _permutation_table(n: int, key: str) -> np.ndarray:
-    """Return the random permutation of range(n) that the seed `key` determines.
+    """Return the pseudo-random permutation of range(n) that the seed `key` determines.
 
-    The result is cached, because callers read only a few items at a time.
+    The result is cached, so that reading a few items at a time does not recompute it.
     """
     return permuted(np.arange(n), n, key)
 

@@ -64,9 +64,9 @@ class OutOfData(Exception):
 
 
 class ReaderShard(NamedTuple):
-    """The part of each global batch that one `SequenceReader` reads.
+    """Selects the sequences of each global batch that one reader reads.
 
-    A global batch is divided over the data-parallel ranks, and the part of each rank over its data
+    The sequences are divided over the data-parallel ranks, and those of a rank over its data
     workers.
     """
 
@@ -84,14 +84,17 @@ WHOLE_BATCH = ReaderShard()
 
 
 class _Unit(NamedTuple):
-    """A document, or a part of a sequential source, that a stream reads at random."""
+    """A document, or a part (such as a file) of a sequential source, in shuffled order.
+
+    The units of a source are shuffled in each epoch, and divided over its streams.
+    """
 
     index: int
-    """Index in the source."""
+    """Index of the unit in the source."""
     position: int
     """Position in the shuffled order of the source, counted over all epochs."""
     turn: int
-    """Index in the stream, counted over all epochs."""
+    """Position in the order of its stream, counted over all epochs."""
     is_repeated: bool
     """Whether the unit was read in an earlier epoch."""
 
@@ -99,15 +102,14 @@ class _Unit(NamedTuple):
 class PackedDataset:
     """The opened sources of a job, and the data position of the next global batch.
 
-    The loader updates the position, from which every `SequenceReader` starts. Instances are pickled
-    to send them to data workers.
+    Instances are pickled to send them to data workers.
 
     Attributes:
         specs: Tables of the job file that describe the sources.
         sources: The opened sources, in the same order.
         mixture: Chooses the source of each sequence of the next global batch.
-        positions: For each source and each of its streams, the position before the next global
-            batch.
+        positions: For each source, the position in each of its streams at which the next sequence
+            begins.
     """
 
     def __init__(
@@ -174,9 +176,9 @@ def _count_streams(source: Source, max_epochs: int, holdout: float) -> int:
 
 
 class SequenceReader:
-    """Reads, tokenizes and packs the sequences of each global batch that belong to one shard.
+    """Reads, tokenizes and packs the sequences of each global batch for one data worker.
 
-    A reader runs in the trainer, or in a data worker if dataset.num_workers is positive.
+    Without data workers (dataset.num_workers = 0), a reader runs in the training process.
 
     Args:
         data: The opened sources, and the positions from which to read.
@@ -199,7 +201,9 @@ class SequenceReader:
         self._streams: dict[tuple[int, int], Iterator[PackedSequence]] = {}
 
     def next_batch(self) -> list[PackedSequence]:
-        """Read this shard's sequences of the next global batch, in ascending order of their index.
+        """Read the sequences of the next global batch that belong to this reader.
+
+        They are in ascending order of their index in the batch.
 
         Raises:
             OutOfData: If a source with `max_epochs` ends within the batch. All ranks raise it at
@@ -224,8 +228,12 @@ class SequenceReader:
     def _choose_worker(self, source: int, index_in_source: int) -> int:
         """Return the index of the data worker that reads a sequence of a source.
 
-        All sequences of a stream have the same worker. If there is a single source, rank r reads
-        the streams r, r + num_ranks, r + 2 * num_ranks, ... and its workers take turns.
+        All sequences of a stream have the same worker. For example, with a single source, rank 0 of
+        4 reads the streams 0, 4, 8, ..., which its workers 0 and 1 read in turn.
+
+        Args:
+            source: Index of the source.
+            index_in_source: Index of the sequence in the source, counted over the whole run.
         """
         stream = index_in_source % len(self._data.positions[source])
         return (source + stream // self._shard.num_ranks) % self._shard.num_workers
@@ -233,7 +241,7 @@ class SequenceReader:
     def read(self, source: int, index_in_source: int, index_in_batch: int) -> PackedSequence:
         """Read one sequence of a source.
 
-        The sequences of a source must be read in ascending order, but some can be left out.
+        Read the sequences of a source in ascending order. You can leave out some of them.
 
         Args:
             source: Index of the source.
@@ -263,7 +271,12 @@ class SequenceReader:
         raise OutOfData(f"{name} has no more sequences (dataset.max_epochs = {epochs})")
 
     def _read_stream(self, source: int, stream: int) -> Iterator[PackedSequence]:
-        """Yield the sequences of a stream, from its saved position on."""
+        """Yield the packed sequences of a stream, from the position in `PackedDataset.positions`.
+
+        Args:
+            source: Index of the source.
+            stream: Index of the stream among the streams of the source.
+        """
         data = self._data
         pack = best_fit if data.packing == "best_fit" else concat
         read_documents = partial(self._read_documents, source, stream)
@@ -295,7 +308,13 @@ class SequenceReader:
     def _read_documents(
         self, source_index: int, stream: int, start: DocumentPosition
     ) -> Iterator[Document]:
-        """Yield the tokenized documents of a stream, from position `start` on."""
+        """Yield the tokenized documents of a stream, from position `start` on.
+
+        Args:
+            source_index: Index of the source.
+            stream: Index of the stream among the streams of the source.
+            start: Position of the first document to yield.
+        """
         source = self._data.sources[source_index]
         for unit in self._list_units(source_index, stream, start.turn):
             if isinstance(source, RandomAccess):
@@ -307,10 +326,15 @@ class SequenceReader:
                 yield from self._read_part(source, unit, part_start)
 
     def _list_units(self, source_index: int, stream: int, first_turn: int) -> Iterator[_Unit]:
-        """Yield the units of a stream, from index `first_turn` on, in the order of each epoch.
+        """Yield the documents or parts that a stream reads, in shuffled order.
 
-        The streams of a source take turns: for example, stream 1 of 4 has the units at positions 1,
-        5, 9, ... of the shuffled order.
+        The streams of a source take turns. For example, stream 1 of 4 has the positions 1, 5, 9,
+        ... of the shuffled order.
+
+        Args:
+            source_index: Index of the source.
+            stream: Index of the stream among the streams of the source.
+            first_turn: Number of documents or parts to skip.
         """
         num_units = self._data.sources[source_index].num_units
         num_streams = len(self._data.positions[source_index])
@@ -329,7 +353,7 @@ class SequenceReader:
                 yield _Unit(index, position, turn, is_repeated=position >= num_units)
 
     def _read_document(self, source: RandomAccess, unit: _Unit) -> Document:
-        """Read and tokenize a document of a source with random access."""
+        """Read and tokenize the document `unit` of a source with random access."""
         self._progress[2] = unit.index  # for the report of a read that hangs
         record = source.record(unit.index)
         tokens = self._data.documents.encode(record, is_repeated=unit.is_repeated)
@@ -340,7 +364,10 @@ class SequenceReader:
     def _read_part(
         self, source: Sequential, part: _Unit, start: DocumentPosition
     ) -> Iterator[Document]:
-        """Yield the tokenized documents of a part, shuffled within windows, from `start` on."""
+        """Yield the tokenized documents of a part of a sequential source, from `start` on.
+
+        The part is read in windows of consecutive documents, and each window is shuffled.
+        """
         first_index = start.index
         for window_start, window in self._read_windows(source, part.index, start.window):
             size = len(window)
@@ -360,10 +387,17 @@ class SequenceReader:
     def _read_windows(
         self, source: Sequential, part: int, start: int
     ) -> Iterator[tuple[int, list[Record]]]:
-        """Divide the records of a part, from record `start` on, into windows to shuffle in memory.
+        """Divide the records of a part into windows, each of which is shuffled in memory.
 
-        A window ends at `WINDOW_DOCUMENTS` records or `WINDOW_CHARACTERS` characters. Each one is
-        yielded with the index of its first record in the part.
+        A window ends when it has `WINDOW_DOCUMENTS` records or `WINDOW_CHARACTERS` characters.
+
+        Args:
+            source: The source.
+            part: Index of the part in the source.
+            start: Index in the part of the first record to read.
+
+        Yields:
+            The index in the part of the first record of a window, and the records of the window.
         """
         window_start = start
         window: list[Record] = []

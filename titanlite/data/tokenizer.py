@@ -98,7 +98,7 @@ class Tokenizer(ABC):
     def is_known_as(self, fingerprint: str) -> bool:
         """Return whether a fingerprint in a checkpoint or in shards identifies this tokenizer.
 
-        Recognize the fingerprints that older versions have stored.
+        Fingerprints that older versions of titanlite have stored are also recognized.
         """
         return fingerprint in self.fingerprints
 
@@ -129,7 +129,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def _encode_piece(self, text: str) -> np.ndarray:
-        """Return the token ids of a short text as an array of uint32.
+        """Return the token ids of a text of at most 256 Ki characters, as an array of uint32.
 
         Raises:
             UnicodeEncodeError: If the text contains half of a surrogate pair.
@@ -151,11 +151,11 @@ class Tokenizer(ABC):
 class TiktokenTokenizer(Tokenizer):
     """A tokenizer in the `tokenizer.model` format of Llama 3, which is the format of tiktoken.
 
-    Each line of the file contains a token in base64, and its rank. The file does not contain the
-    256 special tokens of Llama 3, whose ids follow.
+    Each line of the file contains a token in base64 and its rank, which is also its id. The 256
+    special tokens of Llama 3 are not in the file. They have the ids after the largest rank.
 
     Attributes:
-        ranks: Rank of each token, by its bytes. The rank is also the id.
+        ranks: Rank of each token, by its bytes.
     """
 
     def __init__(self, path: Path) -> None:
@@ -196,7 +196,7 @@ class TiktokenTokenizer(Tokenizer):
 
     @cached_property
     def encoding(self) -> tiktoken.Encoding:
-        """The tokenizer object of the tiktoken library, created at the first use."""
+        """The `Encoding` object of the tiktoken library, created at the first use."""
         import tiktoken
 
         return tiktoken.Encoding(
@@ -295,11 +295,13 @@ class HuggingFaceTokenizer(Tokenizer):
         return tuple(fingerprints)
 
     def _hash_as_tiktoken(self, value: dict[str, Any]) -> str:
-        """Return the fingerprint of the tokenizer.model with the same vocabulary.
+        """Return the fingerprint of the tokenizer.model from which a tokenizer.json was converted.
 
         Args:
-            value: Content of a tokenizer.json that was converted from tokenizer.model. Other
-                content raises KeyError, TypeError or IndexError.
+            value: Content of the tokenizer.json.
+
+        Raises:
+            KeyError, TypeError, IndexError: If the file was not converted from a tokenizer.model.
         """
         pattern = value["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]
         special = {token["content"]: token["id"] for token in value["added_tokens"]}
@@ -315,7 +317,7 @@ class HuggingFaceTokenizer(Tokenizer):
         """Convert exceptions and Rust panics of the tokenizers library to UserError.
 
         Args:
-            action: What the `with` block does, for the message, such as "encode a text".
+            action: Action of the `with` block, for the error message, such as "encode a text".
             remedy: Last sentence of the message.
         """
         try:
@@ -390,11 +392,11 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def byte_level_symbols() -> dict[str, int]:
-    """Return the byte that each character in the vocabulary of a byte-level tokenizer represents.
+    """Return a mapping from characters in a byte-level vocabulary to the bytes that they represent.
 
-    Such tokenizers write each byte as a visible character, as GPT-2's encoder.py does. Printable
-    Latin-1 bytes represent themselves, and U+0100 and the following characters the others. For
-    example, U+0120 is a space.
+    Byte-level tokenizers write each byte as a visible character, as GPT-2's encoder.py does.
+    Printable Latin-1 characters represent their own byte. The characters from U+0100 on represent
+    the other bytes: for example, U+0120 is a space.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     symbols = {chr(byte): byte for byte in printable}
@@ -405,10 +407,11 @@ def byte_level_symbols() -> dict[str, int]:
 
 
 def _divide(text: str) -> Iterator[str]:
-    """Divide a long text into pieces that can be encoded separately without changing any token.
+    """Divide a long text into pieces that are encoded separately, usually with the same tokens.
 
-    Pieces have at most `_PIECE_CHARS` characters and begin at lines that are not blank, where no
-    match of Llama 3's pattern continues. Without such a line, the text is cut at this size.
+    A piece has at most `_PIECE_CHARS` characters. It ends before a line that is not blank, because
+    no match of Llama 3's split pattern extends across this point. If there is no such line, the
+    piece is cut at `_PIECE_CHARS` characters, which can change tokens.
     """
     start = 0
     while len(text) - start > _PIECE_CHARS:
@@ -429,7 +432,7 @@ def _hash_ranks(
     bos_id: int | None,
     eos_id: int,
 ) -> str:
-    """Return the fingerprint of a byte-level BPE tokenizer with the merge rule of tiktoken.
+    """Return the fingerprint of a byte-level BPE tokenizer that merges tokens like tiktoken.
 
     Args:
         pattern: Regular expression that splits texts.

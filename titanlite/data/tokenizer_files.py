@@ -123,7 +123,8 @@ def _read_texts(
     """Yield documents of a source, in random order if possible, until they reach `max_bytes`.
 
     Args:
-        trained: Statistics, to which the number and the bytes of the documents are added.
+        trained: Statistics, to which this adds the number and the bytes of the documents. They
+            already contain the documents of earlier sources.
         source: Source of the documents.
         max_bytes: Maximum number of bytes to read from this source.
         skip_bad: Skip records that cannot be read instead of raising an error.
@@ -224,10 +225,13 @@ def convert_tiktoken(source: TiktokenTokenizer) -> Any:
 
 
 def _list_merges(ids: dict[str, int]) -> list[tuple[str, str]]:
-    """List all pairs of tokens that form a token of the vocabulary, in the order of the vocabulary.
+    """List all pairs of tokens that can be merged to another token, in the order of the vocabulary.
 
-    tiktoken merges all of them; tokenizers merges only listed pairs. For example, "the" can be
-    merged from ("t", "he") and ("th", "e").
+    tiktoken merges all such pairs, but the tokenizers library merges only listed ones. For example,
+    the token "the" can be merged from ("t", "he") and ("th", "e").
+
+    Args:
+        ids: Id of each token, in ascending order of the ids.
     """
     merges = []
     for token in ids:
@@ -248,7 +252,7 @@ def write_tokenizer(tokenizer: Tokenizer, out: Path, max_seq_len: int) -> dict[s
         max_seq_len: Longest sequence of the model, in tokens.
 
     Returns:
-        The entries "bos_token_id" and "eos_token_id" for the configuration of the model.
+        "bos_token_id" and "eos_token_id", as entries for the config.json of the model.
     """
     path = tokenizer.path
     ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
@@ -273,7 +277,13 @@ def write_tokenizer(tokenizer: Tokenizer, out: Path, max_seq_len: int) -> dict[s
 def _create_config(
     tokenizer: Tokenizer, ids: dict[str, int | None], max_seq_len: int
 ) -> dict[str, Any]:
-    """Return the content of a tokenizer_config.json with the names of the BOS and EOS tokens."""
+    """Return the content of a tokenizer_config.json with the names of the BOS and EOS tokens.
+
+    Args:
+        tokenizer: The tokenizer, which converts the ids to names.
+        ids: Ids of the tokens, with the keys "bos_token_id" and "eos_token_id".
+        max_seq_len: Longest sequence of the model, in tokens.
+    """
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_seq_len}
     for key, token in ids.items():
         if token is not None:

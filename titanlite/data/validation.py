@@ -94,8 +94,8 @@ class ValidationSet:
     def batches(self) -> Iterator[Microbatch]:
         """Yield this rank's microbatches, on the device.
 
-        All ranks yield the same number. Missing sequences are replaced by padding without valid
-        labels.
+        All ranks yield the same number of full microbatches. If there are too few sequences, some
+        consist of padding, whose labels are all IGNORE_INDEX.
         """
         for sequences in self._batches:
             microbatch = make_microbatch(sequences, self._document_mask, self._document_bounds)
@@ -106,7 +106,10 @@ class ValidationSet:
         return f"{self.num_sequences:,} sequences of {self._name}"
 
     def _count_labels(self, sequences: list[PackedSequence]) -> np.ndarray:
-        """Count how often each token id occurs as a valid label. Index the result by token id."""
+        """Count how often each token id occurs as a label, as an array indexed by token id.
+
+        Labels that are IGNORE_INDEX do not count.
+        """
         valid_labels = []
         for sequence in sequences:
             labels = make_microbatch([sequence], self._document_mask, self._document_bounds).labels
@@ -115,9 +118,9 @@ class ValidationSet:
 
 
 def _read_once(section: Dataset) -> Dataset:
-    """Return a copy of a data section that reads each document at most once (max_epochs = 1).
+    """Return a copy of a [dataset] or [validation] section with max_epochs = 1 for all sources.
 
-    The copy lacks the batch sizes of [[dataset.stages]], which apply to training only.
+    The batch sizes in [[dataset.stages]] are removed, because they apply to training only.
     """
     values = section.model_dump(include=set(Dataset.model_fields))
     for source in (values, *values["sources"]):
@@ -128,9 +131,9 @@ def _read_once(section: Dataset) -> Dataset:
 
 
 def _read_sequences(data: PackedDataset) -> list[PackedSequence]:
-    """Read the whole validation set, which is a single global batch of the dataset.
+    """Read the first global batch of `data`, which is the whole validation set.
 
-    Return validation.sequences sequences, or fewer if a source ends before.
+    It has validation.sequences sequences, or fewer if a source ends before.
     """
     reader = SequenceReader(data)
     sequences: list[PackedSequence] = []
@@ -148,10 +151,10 @@ def _read_sequences(data: PackedDataset) -> list[PackedSequence]:
 class TextWindows:
     """Yields overlapping windows over the documents of some files, to compute their perplexity.
 
-    Each window begins `stride` tokens after the previous one, and is scored on the tokens that no
-    earlier window of the document contains. A token is therefore predicted from at least `length -
-    stride` tokens, or from all tokens before it in the document. The Hugging Face guide on the
-    perplexity of fixed-length models describes the method.
+    Each window begins `stride` tokens after the previous one. Only the tokens that no earlier
+    window of the document contains are scored. Each token is therefore predicted from at least
+    `length - stride` tokens, or from all tokens before it in the document. See the guide
+    "Perplexity of fixed-length models" by Hugging Face.
 
     Attributes:
         sources: The opened files.
@@ -190,7 +193,7 @@ class TextWindows:
                 yield from self._windows_of(text)
 
     def _windows_of(self, text: str) -> Iterator[Window]:
-        """Yield the windows of one document, and add it to the counts of the evaluation."""
+        """Yield the windows of one document, and add it to the attributes that count documents."""
         bos_id = self.tokenizer.bos_id
         first_token = self.tokenizer.eos_id if bos_id is None else bos_id
         tokens = np.append(first_token, self.tokenizer.encode_array(text))
@@ -210,10 +213,10 @@ class TextWindows:
 def window_batches(
     windows: Iterable[Window], run: Run, dp_rank: int, device: torch.device
 ) -> Iterator[tuple[list[Microbatch], list[list[int]]]]:
-    """Distribute windows over microbatches and data-parallel ranks.
+    """Distribute windows of tokens over microbatches and data-parallel ranks.
 
-    Windows of similar length are batched together, to reduce padding. Every rank reads all windows,
-    because tokenizing them costs little and requires no communication.
+    Windows of similar length are batched together, to reduce padding. Every rank iterates over all
+    windows, so that the ranks need not communicate.
 
     Args:
         windows: The windows, in the same order on all ranks.
@@ -243,9 +246,15 @@ def window_batches(
 def _make_local_batch(
     global_batch: list[tuple[int, Window]], run: Run, dp_rank: int, device: torch.device
 ) -> tuple[Microbatch, list[int]]:
-    """Return this rank's part of a batch of windows, and the indices of the windows in it.
+    """Return this rank's microbatch of a global batch of windows, and the indices of its windows.
 
-    All ranks pad their windows to the longest one, which is the first of the global batch.
+    All ranks pad their windows to the length of the longest window in the global batch.
+
+    Args:
+        global_batch: Windows with their indices, the longest window first.
+        run: The run, with the local batch size and the number of ranks.
+        dp_rank: Index of this data-parallel rank.
+        device: Device of the microbatch.
     """
     _, longest = global_batch[0]
     length = padded_length(run, len(longest.tokens) - 1)

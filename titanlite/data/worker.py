@@ -40,16 +40,16 @@ class WorkerError(UserError):
 
 
 class Interrupted(Exception):
-    """The run was stopped while the trainer waited for data."""
+    """Raised when the run is stopped while the trainer waits for data."""
 
 
 class Worker:
-    """Reads the batches of one `SequenceReader` ahead of the trainer, in a separate process.
+    """Reads and tokenizes batches in a separate process, ahead of the trainer.
 
     A thread of the trainer receives the batches and puts them into a queue of dataset.prefetch
-    batches. When the queue is full, the thread stops receiving and the process blocks, which limits
-    how far the worker reads ahead. The process is a new interpreter rather than a fork, because
-    forking a process with torch threads or a CUDA context is unsafe.
+    batches. While the queue is full, the process waits, which limits how far it reads ahead. The
+    process is a new interpreter rather than a fork, because forking a process with torch threads or
+    a CUDA context is unsafe.
 
     Args:
         data: The opened sources, and the positions from which to read.
@@ -66,7 +66,7 @@ class Worker:
         job: JobConfig,
         is_stopping: Callable[[], bool],
     ) -> None:
-        """Start the process, and a thread that receives its batches. Do not wait for a batch."""
+        """Start the process and the thread, without waiting for the first batch."""
         self._sources = data.sources
         self._is_stopping = is_stopping
         # While this rank waits for data, the other ranks wait in a collective. Half their timeout
@@ -94,13 +94,13 @@ class Worker:
         self._thread.start()
 
     def next_batch(self) -> list[PackedSequence]:
-        """Return this worker's sequences of the next global batch, and wait for them if necessary.
+        """Return this worker's sequences of the next global batch. Wait until they are available.
 
         Raises:
             OutOfData: If a source with `max_epochs` ends within the batch.
             UserError: If a record cannot be read.
-            WorkerError: If the process has exited, or made no progress for half of the timeout of
-                collectives.
+            WorkerError: If the process has exited, or if it makes no progress for half of the
+                timeout of collectives.
             Interrupted: If the run is stopped during the wait.
         """
         result = self._wait_for_result()
@@ -110,7 +110,7 @@ class Worker:
         return result
 
     def _wait_for_result(self) -> list[PackedSequence] | Exception:
-        """Wait for the next batch or error that the process sends.
+        """Wait for the next batch or error that the process sends, and return it.
 
         Raises:
             WorkerError: If the process makes no progress within the timeout.
@@ -158,10 +158,10 @@ class Worker:
         )
 
     def _receive(self, stdin: IO[bytes], stdout: IO[bytes], setup: Any) -> None:
-        """Send `setup` to the process, and put each batch or error that it returns into a queue.
+        """Send `setup` to the process, and put each batch or error that it sends into the queue.
 
-        This runs in a thread. When the process exits, the last item of the queue is an error that
-        explains why.
+        This runs in a thread until the process exits. The last item that it puts into the queue is
+        an error that explains why the process has exited.
 
         Args:
             stdin: Standard input of the process.
@@ -194,9 +194,9 @@ class Worker:
 
 
 def main(progress_fd: int) -> None:
-    """Run a data worker, which reads batches and writes them to standard output as pickles.
+    """Read batches in a data worker process, and write them to standard output as pickles.
 
-    Return after the first error, at the end of the data, or when the trainer has ended.
+    Exit the process after the first error, at the end of the data, or when the trainer has ended.
 
     Args:
         progress_fd: Descriptor of a file, shared with the trainer, in which the worker records
@@ -214,7 +214,7 @@ def main(progress_fd: int) -> None:
 def _read_batches(progress_fd: int) -> Iterator[list[PackedSequence] | Exception]:
     """Yield the batches that this worker reads, until the data ends or reading fails.
 
-    An error or the end of the data is the last item, so that the trainer can raise it.
+    The last item is the exception that has ended the loop, so that the trainer can raise it.
 
     Args:
         progress_fd: Descriptor of a file, shared with the trainer, in which the worker records
@@ -237,9 +237,10 @@ def _read_batches(progress_fd: int) -> Iterator[list[PackedSequence] | Exception
 
 
 def _map_progress(fd: int) -> memoryview:
-    """Map the shared progress file into memory.
+    """Map the file that a data worker shares with the trainer into memory.
 
-    Return three int64 numbers: indices of the source, the part and the document being read.
+    Return a view of its three int64 numbers: the indices of the source, the part and the document
+    that the worker is reading.
     """
     return memoryview(mmap.mmap(fd, PROGRESS_BYTES)).cast("q")
 

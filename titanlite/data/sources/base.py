@@ -37,12 +37,12 @@ _fetchers = ThreadPoolExecutor(storage.PARALLEL)
 class File:
     """A local data file, which must not change while a run reads it.
 
-    Checkpoints store only positions in the file. A change of its size or modification time is an
-    error.
+    Checkpoints store only positions in the file. If its size or modification time changes, methods
+    raise an error.
 
     Args:
         path: Path of the file.
-        remedy: Last sentence of the error that reports a change.
+        remedy: Last sentence of this error, which proposes what to do.
     """
 
     def __init__(self, path: Path, remedy: str = _CHANGE_REMEDY) -> None:
@@ -67,7 +67,7 @@ class File:
         return stream
 
     def read(self, start: int = 0, size: int = -1) -> bytes:
-        """Read `size` bytes from byte `start` on, or all bytes after it if `size` is -1.
+        """Read `size` bytes from byte `start` on. If `size` is -1, read to the end of the file.
 
         Raises:
             UserError: If the file has changed.
@@ -81,11 +81,11 @@ class File:
         return raw
 
     def check(self, descriptor: int | None = None) -> tuple[int, Any]:
-        """Check that the file has not changed since the first call, and return its version.
+        """Check that the file has not changed since the first check, and return its version.
 
         Args:
-            descriptor: Descriptor of the open file to check. Default: the file that is at the path
-                now.
+            descriptor: File descriptor of an open stream of the file. Default: check the file that
+                is now at the path.
 
         Returns:
             The size of the file in bytes, and a value that identifies its version, such as the
@@ -114,7 +114,7 @@ class File:
         """Return the size of the file, and a value that changes when the file is written.
 
         Args:
-            descriptor: Descriptor of the open file. None reads the metadata of the path instead.
+            descriptor: File descriptor of an open stream of the file. If it is None, use the path.
 
         Raises:
             UserError: If the file does not exist or cannot be accessed.
@@ -129,15 +129,15 @@ class File:
 # A shard has up to three files, and a process can usually open 1,024.
 @lru_cache(maxsize=500)
 def _open_once(file: File) -> BinaryIO:
-    """Open a file without a buffer. It stays open, so that later reads reuse it."""
+    """Open a file without a buffer, or return its stream if an earlier call opened it."""
     return file.open(0)
 
 
 class _RemoteStream(AbstractBufferedFile):
-    """Stream of a file at a URL, whose blocks are fetched in parallel and cached on this node."""
+    """Stream of a file at a URL. Its blocks are fetched in parallel and cached on this node."""
 
     def _fetch_range(self, start: int, end: int) -> bytes:
-        """Return bytes `start` to `end` (exclusive) of the file."""
+        """Return bytes `start` to `end` (exclusive) of the file, as fsspec requires."""
         first = start // storage.BLOCK
         last = -(-min(end, self.size) // storage.BLOCK)
         fetch = partial(storage.read_block, self.path, self.kwargs["version"])
@@ -179,7 +179,7 @@ def make_file(path: Path, remedy: str = _CHANGE_REMEDY) -> File:
 
     Args:
         path: Local path or URL.
-        remedy: Last sentence of the error that reports a change of the file.
+        remedy: Last sentence of the error that is raised if the file changes.
     """
     return RemoteFile(path, remedy) if storage.as_url(path) else File(path, remedy)
 
@@ -198,7 +198,8 @@ class Source(ABC):
             Checkpoints store it to detect changed data.
         num_documents: Number of documents, or None if it is unknown before they are read.
         num_tokens: Number of tokens, or None if it is unknown before the text is tokenized.
-        num_units: Number of units that are shuffled: documents, or parts of a sequential source.
+        num_units: Number of items whose order is shuffled: documents, or the parts (such as files)
+            of a sequential source.
     """
 
     fingerprint: str
@@ -219,7 +220,7 @@ class Source(ABC):
         return self.documents()
 
     def describe(self) -> str:
-        """Describe the source for the log: its name and its number of documents."""
+        """Return one line for the log with the name and number of documents."""
         if self.num_documents is None:
             return f"{self.name}: streamed"
         return f"{self.name}: {format_count(self.num_documents, 'document')}"
@@ -260,7 +261,7 @@ class RandomAccess(Source):
     def sample(self) -> list[int]:
         """Return the indices of up to 64 random documents, the same in each call.
 
-        The sample serves to check a source at startup, and to estimate its size.
+        Use the sample to check a source at startup, and to estimate its size.
         """
         numbers = np.arange(min(self.num_units, _SAMPLE_DOCUMENTS))
         return permuted(numbers, self.num_units, "sample").tolist()
@@ -268,7 +269,7 @@ class RandomAccess(Source):
     def sizes(self) -> np.ndarray:
         """Return the size of each document in bytes, or all ones if the sizes are unknown.
 
-        They serve as weights to estimate the number of tokens from a sample.
+        Use the sizes to extrapolate the number of tokens from a sample.
         """
         return np.ones(self.num_units, dtype=int)
 
@@ -286,7 +287,7 @@ class TokenSource(RandomAccess):
 
         Args:
             tokenizer: Tokenizer of the run.
-            holdout: Value of validation.holdout. If it is positive, records have hashes.
+            holdout: Value of validation.holdout. If it is positive, `record` must return hashes.
 
         Raises:
             UserError: If the ids do not match the tokenizer, or a file is damaged.
@@ -303,8 +304,8 @@ class Sequential(Source):
     The order of the parts is shuffled, and the documents of a part are shuffled within windows.
 
     Attributes:
-        parts: For each part, the file that contains it (None if it is unknown), and the index of
-            the part in this file.
+        parts: For each part, the file that contains it, and the index of the part in this file. If
+            the file is unknown, it is None.
     """
 
     parts: list[tuple[Any, int]]
@@ -323,15 +324,14 @@ class Sequential(Source):
             number: Index of the part in the file.
 
         Yields:
-            The location for messages, and a line of JSON (bytes) or a dictionary that contains the
-            text.
+            The location for messages, such as "a.jsonl, line 3", and the content: a line of JSON
+            (bytes), or a dictionary.
         """
 
     def read(self, part: int, start: int = 0) -> Iterator[Record | None]:
-        """Yield the documents of a part.
+        """Yield the documents of a part from index `start` on.
 
-        Documents before index `start` are skipped. For each of them, None is yielded, so that the
-        caller can report progress.
+        For each document before `start`, yield None, so that the caller can report progress.
 
         Args:
             part: Index of the part.
@@ -383,6 +383,9 @@ def locate_document(
 ) -> tuple[int, int, int]:
     """Return the index of the file that contains a document, and the document's start and end.
 
+    For example, with `first` [0, 3] and `ends[0]` [10, 25, 40], document 1 is in file 0, from 10 to
+    25 (exclusive).
+
     Args:
         index: Index of the document in the source.
         first: Index in the source of the first document of each file.
@@ -395,9 +398,10 @@ def locate_document(
 
 
 def hash_samples(files: list[File], column: str) -> str:
-    """Return a fingerprint of files that are too large to read completely before the first step.
+    """Compute a fingerprint of files without reading them completely.
 
-    It covers the text column, and the name, the size, and the first and last 64 KiB of each file.
+    Hash the name of the text column, and for each file its name, its size, and its first and last
+    64 KiB.
     """
     digest = xxhash.xxh3_128()
     for file in files:
@@ -411,9 +415,9 @@ def hash_samples(files: list[File], column: str) -> str:
 
 
 def add_column(fingerprint: str, column: str) -> str:
-    """Combine the fingerprint of files with the name of the text column.
+    """Return a fingerprint that depends on the fingerprint of the files and on the text column.
 
-    The default column, "text", leaves the fingerprint unchanged.
+    For the default column, "text", it is the fingerprint of the files.
     """
     if column == "text":
         return fingerprint

@@ -145,15 +145,16 @@ class FileSpans(RandomAccess):
                 return BadRecord(f"{file.path}, line {line}: {error}")
 
     def _locate(self, index: int) -> tuple[File, int, int]:
-        """Return the file that contains a document, its first byte, and the byte after its end."""
+        """Return the file that contains document `index`, its first byte, and the byte after it."""
         file, start, end = locate_document(index, self._first, self._ends)
         return self.files[file], start, end
 
 
 def _find_line_ends(stream: BinaryIO, digest: xxhash.xxh3_128) -> Iterator[int]:
-    r"""Yield the offset of the end of each line that is not blank.
+    r"""Yield the byte offset of the end of each document in a file of JSON lines.
 
-    Blank lines belong to the document after them. For example, b"{}\n\n{}\n" has the ends 3 and 7.
+    Each line that is not blank is a document. Blank lines belong to the document after them. For
+    example, b"{}\n\n{}\n" has the ends 3 and 7.
 
     Args:
         stream: File of JSON lines.
@@ -175,10 +176,10 @@ def _find_line_ends(stream: BinaryIO, digest: xxhash.xxh3_128) -> Iterator[int]:
 
 
 def _find_text_ends(stream: BinaryIO, digest: xxhash.xxh3_128, max_bytes: int) -> Iterator[int]:
-    """Yield the offset of the end of each document in a text file.
+    """Yield the byte offset of the end of each document in a text file.
 
-    A large file is divided into several documents, so that they can be shuffled. It is cut at line
-    ends, or between characters in longer lines.
+    A file of more than `max_bytes` is divided into several documents, so that they can be shuffled.
+    It is cut after line ends. Lines that are too long are cut between characters.
 
     Args:
         stream: Text file in UTF-8.
@@ -197,10 +198,10 @@ def _find_text_ends(stream: BinaryIO, digest: xxhash.xxh3_128, max_bytes: int) -
 
 
 def _find_cut(block: bytes, max_bytes: int) -> int:
-    """Return where to cut a block of text: at most `max_bytes` bytes, after the last line end.
+    """Return the number of bytes, at most `max_bytes`, after which to cut a block of text.
 
-    If the line is too long, cut before a character of UTF-8, which has at most four bytes. Other
-    text is cut anywhere.
+    Cut after the last line end. Without a line end, cut between two UTF-8 characters. If the block
+    is not UTF-8, cut anywhere.
     """
     after_line_end = block.rfind(b"\n", 0, max_bytes) + 1
     if after_line_end > 0:
@@ -212,7 +213,7 @@ def _find_cut(block: bytes, max_bytes: int) -> int:
 
 
 def _is_utf8_continuation(byte: int) -> bool:
-    """Return whether a byte is not the first byte of a UTF-8 character."""
+    """Return whether a byte is the second, third or fourth byte of a UTF-8 character."""
     return byte & 0xC0 == 0x80
 
 
@@ -228,7 +229,8 @@ def _count_lines(stream: BinaryIO, offset: int) -> int:
 class CompressedLines(Sequential):
     """Source that reads JSON lines from .gz, .zst and uncompressed files.
 
-    Each file is a part. A resumed run decompresses the current file from its beginning.
+    Each file is a part, which is read from front to back. A resumed run decompresses the current
+    file again from its beginning.
     """
 
     def __init__(self, spec: TextSource, files: list[Path]) -> None:
@@ -249,7 +251,10 @@ class CompressedLines(Sequential):
 
 
 class Parquet(Sequential):
-    """The rows of Parquet files. Each row group is a part."""
+    """Source that reads the rows of Parquet files.
+
+    Each row group is a part, which is read from front to back.
+    """
 
     def __init__(self, spec: TextSource, files: list[Path]) -> None:
         """Read the metadata of all files to list their row groups.
@@ -259,7 +264,7 @@ class Parquet(Sequential):
             files: The files.
 
         Raises:
-            UserError: If a file is not Parquet, or has no column of this name.
+            UserError: If a file is not Parquet, or has no column with a name that `spec` sets.
         """
         super().__init__(spec, files)
         keys = {"text_column": self.column}
@@ -283,7 +288,7 @@ class Parquet(Sequential):
         self.fingerprint = hash_samples(self.files, self.column)
 
     def _open(self, file: File) -> Any:
-        """Open a file with pyarrow."""
+        """Open a file as a `pyarrow.parquet.ParquetFile`."""
         import pyarrow.parquet
 
         return pyarrow.parquet.ParquetFile(file.open())
@@ -327,8 +332,8 @@ class MappedDataset(RandomAccess):
 class StreamedDataset(Sequential):
     """Source that reads a Hugging Face dataset while it is downloaded.
 
-    Each shard of the dataset, such as a file on the Hub, is a part. The fingerprint covers the
-    number of shards and the first document.
+    Each shard of the dataset, such as a file on the Hub, is a part, which is read from front to
+    back. The fingerprint covers the number of shards and the first document.
     """
 
     def __init__(self, spec: TextSource, dataset: Any, files: list[Path]) -> None:
@@ -351,7 +356,7 @@ def open_datasets(spec: TextSource, files: list[Path]) -> MappedDataset | Stream
 
     Args:
         spec: Table of the job file with source "huggingface", "c4" or "arrow".
-        files: Not used, because the library finds the files by itself.
+        files: Not used, because the library finds the files.
 
     Returns:
         A streamed dataset for "c4" or if dataset.streaming is set, otherwise a memory-mapped one.
@@ -403,11 +408,11 @@ def open_datasets(spec: TextSource, files: list[Path]) -> MappedDataset | Stream
 
 
 def open_source(spec: TextSource, job: JobConfig | None = None) -> Source:
-    """Open the source that a table of the job file describes.
+    """Open the data source that a table of the job file describes.
 
     Args:
-        spec: The table.
-        job: The job, whose sections configure the sources of plugins.
+        spec: Table of the job file, [dataset] or one of [[dataset.sources]].
+        job: The job, whose sections configure sources from plugins.
 
     Raises:
         UserError: If a file is missing, a file cannot be opened, or the source is empty.
@@ -431,10 +436,10 @@ def open_source(spec: TextSource, job: JobConfig | None = None) -> Source:
 
 
 def open_quickly(spec: TextSource, job: JobConfig) -> Source | None:
-    """Open a source to inspect it, or return None if that takes more than a second.
+    """Open a source to inspect it, or return None if that may take more than a second.
 
-    None is returned for remote sources and for large text. Large JSON lines files are opened
-    without counting their lines.
+    Return None for remote sources, sources from plugins, and more than 32 MiB of text or .npy
+    files. Larger JSON lines files are opened without counting their lines.
     """
     files = find_files(spec)
     if spec.source not in _BUILTIN - {"huggingface", "c4"} or storage.as_url(spec.path):
@@ -448,7 +453,7 @@ def open_quickly(spec: TextSource, job: JobConfig) -> Source | None:
 
 
 def describe_file(file: Path, column: str) -> DataSource:
-    """Describe a file from the command line as a source of a job file.
+    """Return the table of a job file that reads a single file, given on the command line.
 
     The suffix selects the kind of source, such as "jsonl" for .jsonl and .gz. Files with an unknown
     suffix are read as text.
@@ -496,7 +501,11 @@ def find_files(spec: TextSource) -> list[Path]:
 
 
 def _choose_pattern(path: str, source: str) -> str:
-    """Return `path`, or the file in this folder that a source such as "shards" reads."""
+    """Return the path or glob pattern of the files that a source reads.
+
+    This is usually `path`. For sources whose path is a folder, it is a file in this folder, such as
+    "FOLDER/manifest.json" for "shards".
+    """
     if source not in _FILE_IN_FOLDER:
         return path
     folder = path if storage.as_url(path) else glob.escape(path)
@@ -515,7 +524,10 @@ def _find_matching_files(pattern: str) -> list[Any]:
 
 
 def _explain_no_match(pattern: str, source: str) -> str:
-    """Explain that a path matches no file, and propose a remedy if one is known."""
+    """Return the end of an error message for a path that matches no file.
+
+    Propose a remedy if one is known, such as a command that downloads the files.
+    """
     if os.path.isdir(pattern):
         # Text files can have any name. Token files are often Megatron files.
         suffix = {"text": "", "tokens": ".bin"}.get(source, f".{source}")
@@ -529,8 +541,14 @@ def _explain_no_match(pattern: str, source: str) -> str:
 def _check_files(files: list[Path], pattern: str, source: str) -> None:
     """Check that `pattern` matches files, and that a built-in source can read them.
 
+    Args:
+        files: The files that match.
+        pattern: Path or glob pattern, for the error message.
+        source: Kind of the source, such as "jsonl".
+
     Raises:
-        UserError: If there is no file, a table or compressed text. The message proposes a remedy.
+        UserError: If there is no file, a CSV or TSV file that `source` cannot read, or a compressed
+            text file. The message proposes a remedy.
     """
     if not files:
         raise UserError(_explain_no_match(pattern, source))
@@ -549,7 +567,11 @@ def has_compressed(files: list[Path]) -> bool:
 
 
 def _convert_table(file: Path) -> str:
-    """Explain how to convert a CSV or TSV file to Parquet, with a command to copy."""
+    """Return a sentence for error messages with a command that converts a table to Parquet.
+
+    Args:
+        file: The table, a CSV or TSV file.
+    """
     separator = r', delimiter="\t"' if file.suffix.lower() == ".tsv" else ""
     options = f"csv.ParseOptions(newlines_in_values=True{separator})"
     read = f"csv.read_csv({format_value(str(file))}, parse_options={options})"
@@ -574,7 +596,8 @@ def _find_stdlib_files() -> list[Path]:
 def find_markup(files: Sequence[Path]) -> str:
     """Return a warning if most of the text files contain JSON, HTML or tables, otherwise "".
 
-    This inspects up to 16 local files. The warning begins with a verb, such as "contains".
+    Inspect a sample of the local files. The warning begins with a verb, such as "contains", so that
+    the caller can put the name of the source before it.
     """
     step = max(1, len(files) // _SAMPLE_FILES)
     local_files = [file for file in files[::step] if isinstance(file, Path)]
@@ -589,7 +612,12 @@ def find_markup(files: Sequence[Path]) -> str:
 
 
 def _explain_markup(markup: str, files: list[Path]) -> str:
-    """Explain how `markup` ("JSON", "HTML", "table" or "") in `files` affects source "text"."""
+    """Return a warning about markup in files that are trained on as plain text.
+
+    Args:
+        markup: "JSON", "HTML" or "table". For "", which is no markup, return "".
+        files: The files, from which the warning takes the name of a table.
+    """
     if markup == "JSON":
         problem = 'contains JSON records, and source "text" trains on their braces and keys.'
         return f'{problem} Set source = "jsonl".'
@@ -603,7 +631,10 @@ def _explain_markup(markup: str, files: list[Path]) -> str:
 
 
 def _detect_markup(file: Path) -> str:
-    """Return "table", "JSON", "HTML" or "", depending on the suffix and first bytes of a file."""
+    """Guess the markup of a file from its suffix and its first bytes.
+
+    Return "table", "JSON", "HTML", or "" for plain text.
+    """
     if file.suffix.lower() in _TABLES:
         return "table"
     with File(file).open() as stream:

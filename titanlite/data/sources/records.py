@@ -25,8 +25,8 @@ _SPLIT_ARRAY = ". `jq -c '.[]' FILE > NEW.jsonl` writes each item of an array to
 class BadRecord(UserError):
     """Error for a record that cannot be read.
 
-    Functions return it in place of the text of the record. `dataset.on_bad_record` determines
-    whether the record is then skipped, or the error is raised.
+    Functions that read records return this error instead of raising it. The option
+    dataset.on_bad_record determines whether such a record is skipped or ends the run.
     """
 
 
@@ -34,7 +34,8 @@ class MaskedText(str):
     """The text of a document of which only some characters count in the loss.
 
     Attributes:
-        trained: Ranges of characters that count, as (start, end) in ascending order.
+        trained: Ranges of characters that count, as (start, end) with `end` exclusive, in ascending
+            order.
     """
 
     trained: list[tuple[int, int]]
@@ -66,7 +67,7 @@ def hash_text(text: str) -> int:
 
 
 def hash_bytes(content: bytes) -> int:
-    """Return a 64-bit hash of the bytes of a document. See `hash_text`."""
+    """Return a 64-bit hash of the bytes of a document, to select documents for validation."""
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest())
 
 
@@ -90,8 +91,8 @@ def parse_record(
 def read_lines(stream: BinaryIO) -> Iterator[bytes]:
     """Yield the lines of a file, including their line ends.
 
-    Lines of more than `MAX_LINE_BYTES` are truncated, so that a damaged file cannot exhaust memory.
-    They have one byte more than the limit, by which callers recognize them.
+    Lines of more than `MAX_LINE_BYTES` are truncated to `MAX_LINE_BYTES` + 1, so that a damaged
+    file cannot exhaust memory. You can recognize truncated lines by this length.
     """
     while line := stream.readline(MAX_LINE_BYTES + 1):
         is_truncated = len(line) > MAX_LINE_BYTES
@@ -135,7 +136,7 @@ def extract_text(raw: object, column: str, mask_column: str | None = None) -> st
 
 
 def _parse_mask(mask: object, column: str, length: int) -> list[tuple[int, int]]:
-    """Return the ranges of characters that count in the loss, as (start, end).
+    """Check a loss mask, and return the ranges of characters that count as (start, end) tuples.
 
     Args:
         mask: Content of the field that contains the loss mask, such as [[5, 9], [20, 31]].
@@ -161,7 +162,7 @@ def _parse_mask(mask: object, column: str, length: int) -> list[tuple[int, int]]
 
 
 def _is_range(item: object, min_start: int, max_end: int) -> TypeGuard[tuple[int, int]]:
-    """Return whether `item` is a list [start, end] of two integers within the limits."""
+    """Return whether `item` is [start, end] with `min_start` <= start <= end <= `max_end`."""
     if not isinstance(item, list | tuple) or len(item) != 2:
         return False
     start, end = item
@@ -193,7 +194,14 @@ def _parse_line(line: bytes) -> object:
 
 
 def _propose_conversion(line: bytes, error: json.JSONDecodeError) -> str:
-    """Propose how to read a file with a line that is not JSON, or return "" if nothing is known."""
+    """Return a proposal how to read a file with a line that is not JSON, for the error message.
+
+    Return "" if no remedy is known.
+
+    Args:
+        line: The line, without its line end.
+        error: The error from parsing it.
+    """
     if line.startswith(b"["):
         return _SPLIT_ARRAY
     if not line.startswith(b"{"):
@@ -205,9 +213,9 @@ def _propose_conversion(line: bytes, error: json.JSONDecodeError) -> str:
 
 
 def explain_encoding(error: UnicodeDecodeError) -> str:
-    """Explain that a file is not UTF-8, with the command that converts it.
+    """Return an error message for a file that is not UTF-8, with a command that converts it.
 
-    The message assumes UTF-16 if there are zero bytes, and otherwise Latin-1.
+    The command assumes UTF-16 if the first 64 bytes contain a zero byte, and otherwise Latin-1.
     """
     name, encoding = "Latin-1", "LATIN1"
     if b"\0" in error.object[:64]:
@@ -238,12 +246,18 @@ def check_column(
 
 
 def _explain_missing_field(column: str, fields: Iterable[str], key: str = "text_column") -> str:
-    """Explain that the field `column` of option `key` does not exist, and list the fields."""
+    """Return an error message for a record or table without the field that the job selects.
+
+    Args:
+        column: Name of the missing field.
+        fields: Names of the existing fields, which the message lists.
+        key: Option of the job that names the field.
+    """
     return f"no field {column!r} ({key}); there are: {', '.join(map(repr, fields))}"
 
 
 def _explain_missing_text(record: dict[str, Any], column: str) -> str:
-    """Explain that a record has no text in `column`, and propose what to do."""
+    """Return an error message for a record without text in the field `column`, with a remedy."""
     problem = _explain_missing_field(column, record)
     if column in record:
         json_type = type(record[column]).__name__.replace("NoneType", "null")
@@ -260,9 +274,10 @@ def _explain_missing_text(record: dict[str, Any], column: str) -> str:
 
 
 def _propose_text_column(record: dict[str, Any]) -> str:
-    """Propose fields of a record for text_column, or return "" if none of them contains text.
+    """Return a proposal which fields of a record to set as text_column, for the error message.
 
-    If there are several text fields, also propose a jq command that joins them.
+    If there are several text fields, also propose a jq command that joins them. Return "" if no
+    field contains text.
     """
     text_fields = [name for name, value in record.items() if isinstance(value, str)]
     filled_fields = [name for name in text_fields if record[name].strip()]
@@ -283,7 +298,7 @@ def _convert_conversation(name: str, message: dict[str, Any]) -> str:
 
     Args:
         name: Name of the field that contains the list of messages.
-        message: The first message, whose keys contain role and content.
+        message: The first message, such as {"role": "user", "content": "Hi"}.
     """
     role = next(field for field in _ROLE_FIELDS if field in message)
     content = next(field for field in _CONTENT_FIELDS if field in message)
@@ -291,10 +306,10 @@ def _convert_conversation(name: str, message: dict[str, Any]) -> str:
 
 
 def _join_with_jq(parts: str) -> str:
-    """Return a jq command that joins the results of an expression into a field "text".
+    """Return a jq command that joins several values of each record into a field "text".
 
     Args:
-        parts: jq expression, such as ".title, .body".
+        parts: jq expression that yields the values, such as ".title, .body".
     """
     program = f'{{text: [{parts}] | join("\\n")}}'
     return f"`jq -c {shlex.quote(program)} FILE > NEW.jsonl`"

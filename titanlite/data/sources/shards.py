@@ -82,7 +82,7 @@ def block_checksums(raw: bytes, block_bytes: int = TOKEN_BLOCK_BYTES) -> np.ndar
 
 
 class _IndexFile:
-    """A file of uint64 numbers (.idx or .hash) that verifies its content with each read.
+    """A file of uint64 numbers (.idx or .hash) whose content is verified by each read.
 
     The checksums of its blocks are kept in memory to detect changes after the file was opened.
     """
@@ -106,7 +106,7 @@ class _IndexFile:
         self._checksums = block_checksums(raw, _INDEX_BLOCK_BYTES)
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Return `count` numbers from index `start`, as uint64, and verify their blocks.
+        """Return `count` numbers from index `start` on, as uint64, and verify their checksums.
 
         Raises:
             UserError: If the file was changed after it was opened.
@@ -166,7 +166,8 @@ class Shards(TokenSource):
             holdout: Value of validation.holdout. If it is positive, the .hash files are opened.
 
         Raises:
-            UserError: If the shards do not match, or a file is damaged.
+            UserError: If the shards were made with a different tokenizer or have no hashes for a
+                holdout, or if a file is damaged.
         """
         if not tokenizer.is_known_as(self._manifest.tokenizer):
             raise UserError(
@@ -202,7 +203,7 @@ class Shards(TokenSource):
         return Prepared(np.frombuffer(content, self._dtype), text_hash)
 
     def _read_bounds(self, shard: int, index_in_shard: int) -> list[int]:
-        """Return the first token of a document, and the token after its end."""
+        """Return the index of the first token of a document, and of the token after its end."""
         # The index contains the end of each document, where the next document begins.
         ends = self._indexes[shard]
         if index_in_shard == 0:
@@ -261,7 +262,7 @@ class Shards(TokenSource):
 
 
 def _verify(file: File, raw: bytes, first: int, checksums: np.ndarray, block_bytes: int) -> None:
-    """Compare the checksums of consecutive blocks of a file with the expected ones.
+    """Check the checksums of consecutive blocks that were read from a file.
 
     Args:
         file: The file, for the error message.
@@ -280,5 +281,5 @@ def _verify(file: File, raw: bytes, first: int, checksums: np.ndarray, block_byt
 
 
 def _damaged(file: File, problem: str) -> UserError:
-    """Return the error for a damaged file of a shard."""
+    """Return the error for a damaged file, given a `problem` such as "is truncated"."""
     return UserError(f"{file.path} {problem}. {_REMEDY}")

@@ -60,7 +60,7 @@ class TokenFile:
         file: The file.
         dtype: Data type of the ids.
         offset: Number of bytes before the first id.
-        index: File that contains the ends of the documents, if there is one.
+        index: File that lists where the documents end. None if documents end at EOS.
         ends: Index of the token after each document, shape (n,). None if documents end at EOS.
         num_tokens: Number of ids in the file.
     """
@@ -90,7 +90,7 @@ class TokenFile:
                 raise ValueError(f"its {self.num_tokens:,} tokens do not match {self.index.path}")
 
     def read(self, start: int, end: int) -> np.ndarray:
-        """Return the ids from index `start` to `end`, exclusive.
+        """Return the token ids from index `start` to `end` (exclusive).
 
         Raises:
             UserError: If the file or its index has changed.
@@ -162,11 +162,11 @@ class TokenFiles(TokenSource):
 
         Args:
             tokenizer: Tokenizer of the run.
-            holdout: Value of validation.holdout. If it is positive, records have hashes.
+            holdout: Value of validation.holdout. If it is positive, `record` returns hashes.
 
         Raises:
-            UserError: If documents end at EOS and a file contains none, or if a document of the
-                sample contains an id outside of the vocabulary.
+            UserError: If a file without an index contains no EOS, or if a document of the sample
+                contains an id outside of the vocabulary.
         """
         self._vocab_size = tokenizer.vocab_size
         self._tokenizer_path = tokenizer.path
@@ -179,14 +179,18 @@ class TokenFiles(TokenSource):
         self._check_sample(tokenizer)
 
     def _compute_fingerprint(self) -> str:
-        """Hash the ends of all documents, and samples of their ids."""
+        """Return a hash of the ends of all documents and of the beginning and end of each file."""
         digest = xxhash.xxh3_128(hash_samples(self.files, self.column).encode())
         for tokens, ends in zip(self._token_files, self._ends, strict=True):
             digest.update(tokens.dtype.str.encode() + ends.tobytes())
         return digest.hexdigest()
 
     def _check_sample(self, tokenizer: Tokenizer) -> None:
-        """Read a sample, which checks its ids. Warn if none of its documents ends with EOS."""
+        """Read a sample of documents, and log a warning if none of them ends with EOS.
+
+        Raises:
+            UserError: If a document contains an id outside of the vocabulary.
+        """
         last_ids = [self.record(index).tokens[-1:] for index in self.sample()]
         if tokenizer.eos_id not in np.concatenate(last_ids):
             logging.getLogger("titanlite").warning(
@@ -219,7 +223,7 @@ class TokenFiles(TokenSource):
         return Prepared(ids, hash_bytes(ids.tobytes()) if self._has_holdout else -1)
 
     def _locate(self, index: int) -> tuple[TokenFile, int, int]:
-        """Return the file of a document, its first token, and the token after its end."""
+        """Return the file of document `index`, its first token, and the token after its end."""
         file, start, end = locate_document(index, self._first, self._ends)
         return self._token_files[file], start, end
 
@@ -229,10 +233,11 @@ def _open_token_file(file: File, dtype: str | None) -> TokenFile:
 
     Args:
         file: The file.
-        dtype: Option dataset.token_dtype.
+        dtype: Option dataset.token_dtype: data type of the ids, or None to read it from the file.
 
     Raises:
-        UserError: If the suffix is unknown, or the file or its index cannot be read.
+        UserError: If the suffix is unknown, the file or its index cannot be read, or the file has
+            another data type than `dtype`.
     """
     reader = _READERS.get(file.path.suffix)
     if reader is None:
@@ -250,7 +255,11 @@ def _open_token_file(file: File, dtype: str | None) -> TokenFile:
 
 
 def _open_megatron(file: File, dtype: str | None) -> TokenFile:
-    """Open a .bin file of Megatron, whose .idx file contains the documents and the data type."""
+    """Open a .bin file of Megatron. Its .idx file contains the document bounds and data type.
+
+    Raises:
+        ValueError: If the .idx file has another format, or does not match the .bin file.
+    """
     index = make_file(file.path.with_suffix(".idx"))
     stored_dtype, lengths, bounds = _read_megatron_index(index)
     # Join the sequences of each document, such as its sentences. For example, with sequences of 3,
@@ -267,7 +276,11 @@ def _read_megatron_index(file: File) -> tuple[np.dtype, np.ndarray, np.ndarray]:
     (8 bytes each), and the number of sequences before each document (8 bytes each).
 
     Returns:
-        The data type of the ids, the lengths of the sequences, and the numbers of sequences.
+        The data type of the ids, the length of each sequence in tokens, and the number of sequences
+        before each document.
+
+    Raises:
+        ValueError: If the file has another format or is truncated.
     """
     raw = file.read()
     if not raw.startswith(_MEGATRON_START) or len(raw) < _MEGATRON_HEADER_BYTES:
@@ -285,7 +298,11 @@ def _read_megatron_index(file: File) -> tuple[np.dtype, np.ndarray, np.ndarray]:
 
 
 def _open_npy(file: File, dtype: str | None) -> TokenFile:
-    """Open a .npy file of OLMo, which contains only ids, or of NumPy, which has a header."""
+    """Open a .npy file, which contains only ids (OLMo) or begins with a header (NumPy).
+
+    Raises:
+        ValueError: If there is no header and `dtype` is None, or the header is not for token ids.
+    """
     with file.open() as stream:
         if stream.read(6) == b"\x93NUMPY":
             stream.seek(0)
@@ -300,7 +317,7 @@ def _open_npy(file: File, dtype: str | None) -> TokenFile:
 
 
 def _open_numpy_array(file: File, stream: BinaryIO) -> TokenFile:
-    """Read the header of a .npy file of NumPy from its `stream`.
+    """Open a .npy file with a header, which is at the current position of `stream`.
 
     Raises:
         ValueError: If the file does not contain a list of integers.
@@ -319,7 +336,11 @@ def _open_numpy_array(file: File, stream: BinaryIO) -> TokenFile:
 
 
 def _open_datatrove(file: File, dtype: str | None) -> TokenFile:
-    """Open a .ds file of datatrove, whose .ds.index file contains the documents."""
+    """Open a .ds file of datatrove. Its .ds.index file contains the end of each document.
+
+    Raises:
+        ValueError: If there is a loss mask, or the index does not match.
+    """
     if os.path.exists(f"{file.path}.loss"):
         raise ValueError("its loss mask (.loss) is not supported")
     index = make_file(file.path.with_name(f"{file.path.name}.index"))
