@@ -111,6 +111,7 @@ class DocumentTokenizer:
         """
         parts = []
         last_end = 0
+        # Append an empty range at the end, so that the text after the last range is added too.
         for start, end in [*text.trained, (len(text), len(text))]:
             parts.append(encode_ignored(self._encode_text(text[last_end:start])))
             parts.append(self._encode_text(text[start:end]))

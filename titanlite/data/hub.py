@@ -67,8 +67,12 @@ def load_presets() -> dict[str, dict[str, Any]]:
     Returns:
         The entries, keyed by kind and name, such as "tokenizer gpt2" or "data c4".
     """
-    kinds = tomli.loads(Path(__file__).with_name("hub.toml").read_text(encoding="utf-8"))
-    return {f"{kind} {name}": row for kind, rows in kinds.items() for name, row in rows.items()}
+    tables = tomli.loads(Path(__file__).with_name("hub.toml").read_text(encoding="utf-8"))
+    presets = {}
+    for kind, entries in tables.items():
+        for name, entry in entries.items():
+            presets[f"{kind} {name}"] = entry
+    return presets
 
 
 def propose_download(kind: str, path: str, vocab_size: int = 0) -> str:

@@ -119,7 +119,7 @@ class Tokenizer(ABC):
             UserError: If a Hugging Face tokenizer has no token for a part of the text.
         """
         try:
-            # Encode long texts in pieces, which gives the same tokens.
+            # Encode long texts in pieces, because the regular expression engines need much stack.
             pieces = [self._encode_piece(piece) for piece in _divide(text)]
         except UnicodeEncodeError:
             # A JSON escape can contain half of a surrogate pair. Replace it with U+FFFD.

@@ -201,13 +201,13 @@ class TextWindows:
         self.tokens += len(tokens) - 1
         self.num_bytes += len(text.encode("utf-8", "surrogatepass"))
 
-        num_scored = 1  # the first token is not predicted
+        scored_end = 1  # tokens before this index are done; the first one is not predicted
         for start in range(0, len(tokens), self.stride):
             window = tokens[start : start + self.length]
             end = start + len(window)
-            if end > num_scored:
-                yield Window(window, end - num_scored)
-                num_scored = end
+            if end > scored_end:
+                yield Window(window, end - scored_end)
+                scored_end = end
 
 
 def window_batches(

@@ -66,7 +66,7 @@ class Worker:
         job: JobConfig,
         is_stopping: Callable[[], bool],
     ) -> None:
-        """Start the process and the thread, without waiting for the first batch."""
+        """Start the process and the thread that receives its batches. Do not wait for a batch."""
         self._sources = data.sources
         self._is_stopping = is_stopping
         # While this rank waits for data, the other ranks wait in a collective. Half their timeout

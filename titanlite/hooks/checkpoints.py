@@ -38,8 +38,12 @@ if TYPE_CHECKING:
 def build_resumer(trainer: Trainer, job: JobConfig) -> Resumer:
     """Create the `Resumer` that loads checkpoints into the model, optimizer and hooks of a trainer.
 
-    No checkpoint is read yet. The caller must close the process group `context.ranks` of the result
-    when it has loaded its last checkpoint. `job` is compared with the jobs stored in checkpoints.
+    This reads no checkpoint yet. After you have loaded the last checkpoint, close the process group
+    `context.ranks` of the result.
+
+    Args:
+        trainer: Trainer whose model, optimizer and hooks receive the loaded tensors.
+        job: Job that is compared with the job in each checkpoint.
     """
     live_state = LiveState(
         model=trainer.model,
@@ -67,17 +71,17 @@ class WaitForCopies(Hook):
     """Delays each weight update until the save in progress has copied the weights to CPU memory.
 
     This matters only for checkpoint.async_mode = "async_with_pinned_mem", which copies the weights
-    while the next step computes. Hook tensors are protected in the same way.
+    and hook tensors while the next step computes.
     """
 
     observes_only = True
 
     def __init__(self, saver: Saver) -> None:
-        """Wait for the copies of `saver`."""
+        """Wait in each step for the copies that `saver` makes."""
         self._saver = saver
 
     def before_update(self, step: int, sums: StepSums, skip: Tensor) -> None:
-        """Wait for the copies."""
+        """Wait until the save in progress, if any, has copied weights and hook tensors."""
         self._saver.wait_for_copies()
 
 
@@ -89,10 +93,7 @@ class Checkpointer:
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        """Store the trainer without reading any file.
-
-        Call `load` when the trainer is built. It creates the `Resumer` and the `Saver`.
-        """
+        """Store the trainer without reading any file. Call `load` before all other methods."""
         self._trainer = trainer
         self._forced_save_step = -1  # step to save even if no rank requests a save, -1 if none
         self._resources = ExitStack()
@@ -126,7 +127,10 @@ class Checkpointer:
             self._mirror.begin(trainer.steps_done)  # from now on, copy new checkpoints
 
     def _load_newest(self) -> None:
-        """Load the newest checkpoint into the trainer, if there is one."""
+        """Load the newest valid checkpoint, or else checkpoint.initial_load_path, into the trainer.
+
+        If neither exists, the weights stay randomly initialized.
+        """
         state = self._resumer.load()
         if state is None:  # the run starts at step 0
             return
@@ -136,7 +140,11 @@ class Checkpointer:
         self._saver.update_best_link()
 
     def _create_saver(self, context: CheckpointContext) -> None:
-        """Create the `Saver`, and add the hook that makes weight updates wait for async copies."""
+        """Create the `Saver` of the run.
+
+        Also add a hook to the trainer that delays weight updates until async saves have copied the
+        weights.
+        """
         trainer = self._trainer
         max_seq_len = trainer.run.arch.max_seq_len
         write_files = partial(write_tokenizer, trainer.tokenizer, max_seq_len=max_seq_len)
@@ -163,7 +171,7 @@ class Checkpointer:
             self._forced_save_step = step
 
     def is_due(self, step: int) -> bool:
-        """Return whether `step` must be saved even if no save is scheduled.
+        """Return whether `step` must be saved even if no rank requests a save.
 
         This is the case after a rollback, and after a validation with the lowest loss so far.
         """
@@ -172,9 +180,11 @@ class Checkpointer:
     def roll_back(self, step: int) -> int | None:
         """Restore weights, optimizer state and hook tensors from the newest valid checkpoint.
 
-        The spike guard calls this after a loss spike. The step count and the data position do not
-        change. The trainer then saves the restored state as a checkpoint of `step`, which has just
-        been completed.
+        The step count and the data position do not change, so training continues after `step`. The
+        trainer saves the restored state as a checkpoint of `step`.
+
+        Args:
+            step: The step that has just been completed, such as one with a loss spike.
 
         Returns:
             The step of the loaded checkpoint, or None if there is no checkpoint.
@@ -197,7 +207,8 @@ class Checkpointer:
 
         Args:
             step: The step that has just been completed.
-            is_last: Whether the run ends here; see `Trainer.save`.
+            is_last: Whether the run ends here. If so, also write the outputs that the options
+                checkpoint.last_save_* select.
         """
         self._saver.save(step, self._trainer.state_dict, is_last=is_last)
         if has_modes(self._trainer.optimizer):
@@ -205,11 +216,12 @@ class Checkpointer:
             self._saver.wait_for_copies()
 
     def stats(self) -> dict[str, Any]:
-        """Return the number of failed saves and of saves that waited for the previous one.
+        """Return metrics about saves since this start of the run.
 
         Returns:
-            The metrics "failed_saves" and "save_waits". If the job has a mirror, also
-            "failed_mirrors", the number of failed copies to it.
+            "failed_saves": Number of failed saves. "save_waits": Number of saves that waited for
+            the previous one. If the job has a mirror, also "failed_mirrors": Number of failed
+            copies to it.
         """
         stats = self._saver.stats()
         if self._mirror is not None:
@@ -233,7 +245,7 @@ class Checkpointer:
         return CheckpointError(f"{stopped}. {problem}" if stopped else problem)
 
     def _complete_save(self, step: int) -> str:
-        """Wait for the save of the last step. Return an error message if it has failed, or ""."""
+        """Wait until the last step is saved. Return an error message, or "" if this succeeded."""
         self._saver.wait_until_saved()
         if self._saver.has_saved(step):
             return ""
@@ -243,9 +255,9 @@ class Checkpointer:
         )
 
     def _complete_mirror(self) -> str:
-        """Wait for the copy of the newest checkpoint to the mirror, if the job has one.
+        """Wait until the newest checkpoint is copied to the mirror of the job, if there is one.
 
-        Return an error message if the copy has failed, or "".
+        Return an error message, or "" if this succeeded.
         """
         if self._mirror is None:
             return ""
@@ -277,7 +289,7 @@ class BestCheckpoint(Hook):
         self._newest: dict[str, Any] = {}  # step and loss of the newest validation
 
     def built(self, trainer: Trainer) -> None:
-        """Use the checkpointer of the trainer."""
+        """Keep a reference to the checkpointer of the trainer."""
         assert trainer.checkpointer is not None
         self._checkpointer = trainer.checkpointer
 

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 class Ema(Hook):
     """Maintains an exponential moving average of the weights.
 
-    After each step, average += (1 - decay) * (weight - average), unless the step is skipped. The
-    average is stored in fp32, sharded like the weights, and is part of each checkpoint. It is
-    initialized with the weights at the start of training, or when EMA is first enabled.
+    After each step that is not skipped, average += (1 - decay) * (weight - average). The average is
+    stored in fp32, sharded like the weights, and is part of each checkpoint. It is initialized with
+    the weights at the start of training, or when a resumed run enables EMA.
 
     Args:
         decay: Decay per step, such as 0.999.
@@ -38,7 +38,10 @@ class Ema(Hook):
         self.follow(trainer.model)
 
     def follow(self, model: Llama) -> None:
-        """Allocate an average for each parameter of `model`, which later updates then average."""
+        """Allocate an average for each parameter of `model`.
+
+        The averages are NaN until `started` or `saving` initializes them with the weights.
+        """
         self._weights = dict(model.named_parameters())
         # NaN marks averages that are not initialized yet.
         self._averages = {}
@@ -47,7 +50,7 @@ class Ema(Hook):
             self._averages[name] = average.fill_(torch.nan)
 
     def started(self, step: int) -> None:
-        """Initialize averages that the loaded checkpoint did not contain with the weights."""
+        """Initialize the averages with the weights if no checkpoint with averages was loaded."""
         self.saving(step)
 
     @torch.no_grad()
@@ -61,12 +64,15 @@ class Ema(Hook):
                 average.copy_(weight)
 
     def before_update(self, step: int, sums: StepSums, skip: Tensor) -> None:
-        """Keep a reference to the skip flag, because a guard may still set it before `updated`."""
+        """Keep a reference to the skip flag `skip`, whose final value `updated` reads.
+
+        Guards may still set the flag after this call.
+        """
         self._skip = skip
 
     @torch.no_grad()
     def updated(self, step: int) -> None:
-        """Move the averages toward the new weights, unless the step was skipped."""
+        """Move the averages toward the new weights. A skipped step leaves them unchanged."""
         is_updated = 1 - self._skip  # a tensor, 1.0 or 0.0, which avoids a host sync
         fraction = (1 - self._decay) * is_updated
         for average, weight in self._shards():

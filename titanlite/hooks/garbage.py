@@ -33,7 +33,7 @@ class GarbageCollection(Hook):
     def after_step(self, step: int, result: StepResult) -> None:
         """Collect garbage every `training.gc_freq` steps.
 
-        This skips the oldest generation, because objects that survive that long are rarely garbage.
+        Objects of the oldest generation are not collected, because they are rarely garbage.
         """
         if not gc.isenabled() and step % self._interval == 0:
             gc.collect(1)

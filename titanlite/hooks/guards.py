@@ -43,14 +43,17 @@ def build_guards() -> list[Hook]:
 
 
 class SkippedStep(NamedTuple):
-    """One rank's view of a skipped step. The views of all ranks form one log line."""
+    """The loss and the first non-finite gradient that one rank has seen in a skipped step.
+
+    All ranks skip the same steps, but only some ranks see the cause.
+    """
 
     step: int
     data_rank: int
     loss: float
     """This rank's part of the loss."""
     parameter: str | None
-    """First parameter whose gradient is not finite on this rank."""
+    """First parameter whose gradient is not finite on this rank, or None."""
 
 
 class NonFiniteGuard(Hook):
@@ -75,7 +78,7 @@ class NonFiniteGuard(Hook):
         self._max_consecutive = 0
 
     def after_step(self, step: int, result: StepResult) -> None:
-        """Keep the result of the step on the GPU. The next logged step or save reads it."""
+        """Keep the result of the step on the GPU until the next logged step or save reads it."""
         self._unread.append((step, result))
 
     def numbers(self, step: int) -> Mapping[str, Any]:
@@ -97,9 +100,11 @@ class NonFiniteGuard(Hook):
         self._report()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of skipped steps, in total ("skipped") and in a row ("in_row").
+        """Return the number of skipped steps since step 1, to store in a checkpoint.
 
-        If no step was skipped, return {}.
+        Returns:
+            "skipped": Number of all skipped steps. "in_row": Number of consecutive skipped steps up
+            to now. If no step was skipped, {}.
         """
         self._read_results()  # does nothing during a save, because `saving` has read all results
         if not self._num_skipped:
@@ -135,7 +140,10 @@ class NonFiniteGuard(Hook):
                 self._unreported.append(self._describe(views_of_step))
 
     def _count(self, is_skipped: bool) -> None:
-        """Count a step: the skipped steps in total, and the longest sequence of them."""
+        """Update the counts of all, current consecutive and most consecutive skipped steps.
+
+        Call this once per step, in order.
+        """
         if not is_skipped:
             self._num_consecutive = 0
             return
@@ -144,7 +152,10 @@ class NonFiniteGuard(Hook):
         self._max_consecutive = max(self._max_consecutive, self._num_consecutive)
 
     def _inspect(self, step: int, result: StepResult) -> SkippedStep:
-        """Return this rank's view of a skipped step."""
+        """Read the loss and the first non-finite gradient of this rank in a skipped step.
+
+        This waits for the GPU.
+        """
         parameter = None
         finite_flags = result.squares.isfinite().tolist()
         if not all(finite_flags):
@@ -156,7 +167,7 @@ class NonFiniteGuard(Hook):
         """Return the log line of a skipped step, with the cause and the first affected rank.
 
         Args:
-            views: What each rank knows of the step, in rank order.
+            views: The loss and the first non-finite gradient of each rank, in rank order.
         """
         causes = self._find_causes(views)
         if not causes:
@@ -166,7 +177,13 @@ class NonFiniteGuard(Hook):
         return f"Skipped step {step} without changing the weights: {'; '.join(causes)}. {hint}"
 
     def _find_causes(self, views: Sequence[SkippedStep]) -> list[str]:
-        """Describe the non-finite loss and the non-finite gradient of a step, if there are any."""
+        """Describe why a step was skipped: a non-finite loss, a non-finite gradient, or both.
+
+        Return one text per cause. The list is empty if the loss and all gradients are finite.
+
+        Args:
+            views: The loss and the first non-finite gradient of each rank, in rank order.
+        """
         causes = []
         bad_losses = [rank for rank, view in enumerate(views) if not math.isfinite(view.loss)]
         if bad_losses:
@@ -185,6 +202,10 @@ class NonFiniteGuard(Hook):
         """Describe the first of the affected ranks in detail, and count the others.
 
         For example: "rank 3 (node-0, sequences 3, 11) and 2 more ranks".
+
+        Args:
+            ranks: Affected ranks in ascending order.
+            views: The loss and the first non-finite gradient of each rank, in rank order.
         """
         first_rank = ranks[0]
         host = self._trainer.hosts[first_rank]
@@ -195,7 +216,7 @@ class NonFiniteGuard(Hook):
         return text
 
     def _list_sequences(self, view: SkippedStep) -> str:
-        """List the sequences of the global batch that a rank has trained on."""
+        """List the sequences of the global batch that a rank has trained on, such as "3, 7, 11"."""
         # Data-parallel ranks take turns. For example, rank 3 of 4 trains on sequences 3, 7, 11, ...
         batch_size = self._trainer.run.batch_size(view.step - 1)
         sequences = range(view.data_rank, batch_size, self._trainer.mesh.data_degree)
@@ -209,7 +230,7 @@ class NonFiniteGuard(Hook):
 
         Raises:
             GuardError: If more than guards.max_skipped consecutive steps were skipped. The message
-                contains the unlogged lines of the last `MAX_REPORTED_STEPS` skipped steps.
+                describes up to 10 (`MAX_REPORTED_STEPS`) of the last skipped steps.
         """
         lines = self._unreported
         self._unreported = []
@@ -219,10 +240,10 @@ class NonFiniteGuard(Hook):
             self._trainer.log(Event(line, "skip", self._trainer.steps_done))
 
     def _explain_many_skips(self, lines: list[str]) -> str:
-        """Return the error message after too many consecutive skipped steps.
+        """Return the error message that ends a run after too many consecutive skipped steps.
 
         Args:
-            lines: Log lines of the last skipped steps.
+            lines: Descriptions of the last skipped steps, one line each.
         """
         problem = (
             f"Step {self._trainer.steps_done}: {self._max_consecutive} consecutive steps were "
@@ -280,22 +301,23 @@ class SpikeGuard(Hook):
             self._history = self._history.to(local_shard(first_parameter).device)
 
     def resize_tensors(self, sizes: Mapping[str, torch.Size]) -> None:
-        """Resize the history to its length in the checkpoint, which another job may have chosen.
+        """Resize the history to its length in the checkpoint, so that it can be loaded.
 
-        After it is loaded, `started` converts it to the length set by `guards.spike_history`.
+        This length can differ from `guards.spike_history`, to which `started` converts the loaded
+        history.
         """
         if "history" in sizes:
             self._history = self._history.new_full(sizes["history"], torch.nan)
 
     def started(self, step: int) -> None:
-        """Convert the loaded history to the length set by this job (guards.spike_history)."""
+        """Convert a loaded history to the length that this job sets (guards.spike_history)."""
         self._fit_history(step)
 
     def _fit_history(self, step: int) -> None:
         """Convert a loaded history to the length `guards.spike_history`.
 
-        A longer history loses its oldest values. A shorter one is repeated, which hardly changes
-        its median and deviation.
+        A history that is too long loses its oldest values. One that is too short is repeated, which
+        hardly changes its median and deviation.
 
         Args:
             step: Step after which the history was saved.
@@ -309,10 +331,10 @@ class SpikeGuard(Hook):
         self._history[:, steps % size] = saved[:, steps % saved_size]
 
     def before_update(self, step: int, sums: StepSums, skip: Tensor) -> None:
-        """Keep the loss and the gradient norm of a step, to look for spikes later.
+        """Keep the loss and the gradient norm of a step on the GPU, to look for spikes later.
 
-        With on_spike = "skip", look for a spike now, on the GPU and without a host sync, and set
-        `skip` to 1 if the step is one.
+        With guards.on_spike = "skip", compare them now, on the GPU and without a host sync. If the
+        step is a spike, set `skip` to 1 in place.
         """
         values = torch.stack([sums.loss, sums.grad_norm.double()])
         if not self._should_skip:
@@ -330,11 +352,11 @@ class SpikeGuard(Hook):
 
         Args:
             values: Loss and gradient norm, shape (2,).
-            skip: 1 if the step is skipped for another reason, so it is not a spike. Otherwise 0.
+            skip: Scalar: 1 if the step is already skipped, so it does not count as a spike. Else 0.
 
         Returns:
-            Shape (3, 2). Columns: loss, gradient norm. Rows: whether the value is a spike (0 or 1),
-            the value, its limit.
+            Shape (3, 2). The columns are the loss and the gradient norm. The rows are whether the
+            value is a spike (0 or 1), the value, and the limit above which it is a spike.
         """
         limits = self._compute_limits()
         is_spike = (values > limits) & (skip == 0)
@@ -343,7 +365,7 @@ class SpikeGuard(Hook):
     def _compute_limits(self) -> Tensor:
         """Return the limits above which a loss and a gradient norm are spikes, shape (2,).
 
-        Until the history is full, it contains NaN, so the limits are NaN and nothing is a spike.
+        Until the history is full, the limits are NaN, so no value is a spike.
         """
         median = _row_medians(self._history)
         distances = (self._history - median[:, None]).abs()
@@ -353,12 +375,18 @@ class SpikeGuard(Hook):
         return median + self._config.spike_deviations * deviation
 
     def _add_to_history(self, step: int, values: Tensor, skip: Tensor) -> None:
-        """Add the loss and the gradient norm of a step, unless the step is skipped."""
+        """Add a step to the history, which keeps the last `guards.spike_history` steps.
+
+        Args:
+            step: Number of the step.
+            values: Loss and gradient norm, shape (2,).
+            skip: Scalar. If it is 1, the step was skipped and is not added.
+        """
         column = self._history[:, step % self._config.spike_history]
         column.copy_(torch.where(skip > 0, column, values))
 
     def numbers(self, step: int) -> Mapping[str, Any]:
-        """Return the metrics `spikes` and `roll_backs`, which are counted since step 1."""
+        """Return the metrics `spikes` and `roll_backs`: their numbers since step 1."""
         self._read_values()
         return {"spikes": self._num_spikes, "roll_backs": self._num_roll_backs}
 
@@ -367,7 +395,10 @@ class SpikeGuard(Hook):
         self._read_values()
 
     def check(self, step: int, request: Request) -> None:
-        """Roll back if there was a spike. Before a save or a validation, read all recent steps."""
+        """Roll back if on_spike is "roll_back" and a spike was found.
+
+        Before a save or a validation, look for spikes in all recent steps first.
+        """
         # A rollback must come before the save or the validation. Without rollbacks, the values are
         # only logged and stored, and `numbers` and `saving` read them in time.
         if self._should_roll_back and (request.save or request.validate):
@@ -376,7 +407,7 @@ class SpikeGuard(Hook):
             self._roll_back(step)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of spikes and rollbacks."""
+        """Return the number of spikes and rollbacks since step 1, or {} without any spike."""
         if not self._num_spikes:
             return {}
         return {"spikes": self._num_spikes, "roll_backs": self._num_roll_backs}
@@ -393,7 +424,7 @@ class SpikeGuard(Hook):
     def _read_values(self) -> None:
         """Read the losses and gradient norms of recent steps from the GPU, and report each spike.
 
-        This waits for the GPU, so it must be called only at logged steps, saves and validations.
+        This waits for the GPU, so call it only at logged steps, saves and validations.
         """
         unread = self._unread
         self._unread = []
@@ -405,17 +436,19 @@ class SpikeGuard(Hook):
             if self._should_skip:  # `before_update` has already compared the values
                 comparison = result
             else:
-                loss_and_norm, skip = result[:2], result[2]
+                loss_and_norm = result[:2]
+                skip = result[2]
                 comparison = self._compare(loss_and_norm, skip)
                 self._add_to_history(step, loss_and_norm, skip)
             self._report_spike(step, comparison)
 
     def _report_spike(self, step: int, comparison: Tensor) -> None:
-        """Log and count a spike. With on_spike = "roll_back", also request a rollback.
+        """If a step is a spike, log and count it. With on_spike = "roll_back", request a rollback.
 
         Args:
-            step: Number of the step. Nothing happens if it is not a spike.
-            comparison: Result of `_compare` for this step, shape (3, 2).
+            step: Number of the step.
+            comparison: Shape (3, 2). The columns are the loss and the gradient norm. The rows are
+                whether the value is a spike (0 or 1), the value, and its limit.
         """
         names = ("loss", "gradient norm")
         problems = []
@@ -431,9 +464,10 @@ class SpikeGuard(Hook):
         self._trainer.log(Event(text, "spike", step))
 
     def _roll_back(self, step: int) -> None:
-        """Restore the weights of the newest checkpoint, and continue training after `step`.
+        """Restore the weights of the newest checkpoint, so that training continues with them.
 
-        If there is no checkpoint, log this and continue with the current weights.
+        The step count does not change: the next step is `step` + 1. If there is no checkpoint, log
+        this and keep the current weights.
 
         Raises:
             GuardError: If the run has already rolled back guards.max_roll_backs times.
@@ -457,7 +491,11 @@ class SpikeGuard(Hook):
         self._trainer.log(Event(text, "roll back", step))
 
     def _check_roll_backs_left(self, step: int) -> None:
-        """Raise a GuardError if the run has rolled back guards.max_roll_backs times."""
+        """Check that the run may roll back once more.
+
+        Raises:
+            GuardError: If it has already rolled back guards.max_roll_backs times.
+        """
         max_roll_backs = self._config.max_roll_backs
         if self._num_roll_backs == max_roll_backs:
             raise GuardError(
@@ -468,9 +506,10 @@ class SpikeGuard(Hook):
 
 
 def _row_medians(values: Tensor) -> Tensor:
-    """Return the median of each row, or NaN for a row that contains NaN.
+    """Return the median of each row of a matrix, or NaN for a row that contains NaN.
 
-    This sorts the rows, because `torch.median` is not deterministic on a GPU.
+    With an even number of columns, this is the larger of the two middle values. The rows are
+    sorted, because `torch.median` is not deterministic on a GPU.
     """
     ordered = values.sort(dim=1).values
     middle = ordered[:, values.shape[1] // 2]
@@ -479,7 +518,9 @@ def _row_medians(values: Tensor) -> Tensor:
 
 
 class Shard(NamedTuple):
-    """A part of a parameter. Ranks with equal values of this tuple hold replicas of the same part.
+    """Identifies the part of a parameter that a rank holds.
+
+    Ranks with equal tuples hold replicas of the same part.
 
     Attributes:
         parameter: Name of the parameter.
@@ -493,12 +534,12 @@ class Shard(NamedTuple):
 class ReplicaGuard(Hook):
     """Detects silent data corruption by comparing replicas of the same weight between ranks.
 
-    The ranks compare checksums every `guards.compare_every` steps. With HSDP, all weights are
-    replicated; with tensor parallelism, those of the norms. Otherwise the guard does nothing.
+    The ranks compare checksums every `guards.compare_every` steps. HSDP replicates all weights, and
+    tensor parallelism the weights of the norms. In other layouts, the guard does nothing.
     """
 
     def built(self, trainer: Trainer) -> None:
-        """Find the parameters of which other ranks hold replicas."""
+        """Find the parameters of this rank of which other ranks hold replicas."""
         self._trainer = trainer
         self._interval = trainer.job.guards.compare_every
         self._replicated: dict[Shard, nn.Parameter] = {}
@@ -554,7 +595,14 @@ class ReplicaGuard(Hook):
 
 
 def _group_by_shard(checksums_by_rank: Sequence[dict[Shard, int]]) -> dict[Shard, dict[int, int]]:
-    """Return the checksums of the replicas of each shard: shard -> rank -> checksum."""
+    """Group checksums by shard, so that the replicas of a shard can be compared.
+
+    Args:
+        checksums_by_rank: For each rank, the checksum of each of its replicated shards.
+
+    Returns:
+        Shard -> rank -> checksum.
+    """
     checksums_by_shard: dict[Shard, dict[int, int]] = {}
     for rank, checksums in enumerate(checksums_by_rank):
         for shard, checksum in checksums.items():
@@ -569,7 +617,7 @@ def _differing_ranks(replicas: dict[int, int]) -> list[int]:
     equal, return [].
 
     Args:
-        replicas: Rank -> checksum of its replica.
+        replicas: Rank -> checksum of its replica of the same shard.
     """
     most_common, count = Counter(replicas.values()).most_common(1)[0]
     if 2 * count <= len(replicas):
@@ -590,9 +638,10 @@ def _shard_coordinates(parameter: Tensor) -> tuple[int, ...]:
 
 
 def _sum_bits(shard: Tensor) -> Tensor:
-    """Return the sum of the bit patterns of all elements, an int64 scalar tensor.
+    """Return a checksum of a tensor with elements of 4 or 2 bytes, as an int64 scalar tensor.
 
-    It is a checksum of the shard, because it changes if any single element changes.
+    The checksum is the sum of the bit patterns of all elements as integers. It changes if any
+    single element changes.
     """
     bits = shard.view(torch.int32 if shard.itemsize == 4 else torch.int16)
     return bits.sum(dtype=torch.int64)

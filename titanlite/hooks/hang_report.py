@@ -50,7 +50,11 @@ class HangReport(Hook):
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        """Set the timeout of all process groups for the first step, and start the thread."""
+        """Set the timeout of all process groups for the first step, and start the thread.
+
+        Args:
+            trainer: Trainer of this rank, whose process groups exist. The model need not be built.
+        """
         comm = trainer.job.comm
         checkpoint = trainer.job.checkpoint
         self._rank = trainer.rank
@@ -89,12 +93,12 @@ class HangReport(Hook):
         self._is_closed.set()
 
     def restart(self) -> None:
-        """Restart the time limit, because this rank makes progress."""
+        """Restart the time limit. Call this whenever this rank makes progress."""
         self._limit = self._train_limit
         self._progress_time = time.monotonic()
 
     def _watch(self, path: Path) -> None:
-        """Write the report when this rank exceeds the time limit, and delete it on progress.
+        """Write the report when this rank exceeds the time limit. Delete it after new progress.
 
         This runs in a background thread until the hook is closed.
 
@@ -111,7 +115,7 @@ class HangReport(Hook):
                 write_atomically(path, report.encode())
 
     def _describe(self) -> tuple[bool, int, str]:
-        """Return the content of the report: what this rank is doing now.
+        """Return the content of the report, which describes the current activity of this rank.
 
         Returns:
             - Whether this rank waits in a collective.
@@ -131,7 +135,10 @@ class HangReport(Hook):
         return bool(pending), self._rank, text
 
     def _describe_code(self) -> str:
-        """Return the lines that the main thread executes: in this package, and innermost."""
+        """Describe the line of titanlite that the main thread executes, and the innermost line.
+
+        For example, "trainer.py:310 in step, inside of linear.py:134 in forward".
+        """
         stack = traceback.extract_stack(sys._current_frames()[self._main_thread])
         package = f"{os.sep}titanlite{os.sep}"
         package_frames = [frame for frame in stack if package in frame.filename]
@@ -140,7 +147,7 @@ class HangReport(Hook):
 
 
 def _describe_frame(frame: traceback.FrameSummary) -> str:
-    """Return file, line and function of a stack frame."""
+    """Return the file, line and function of a stack frame, such as "a.py:12 in main"."""
     return f"{frame.filename}:{frame.lineno} in {frame.name}"
 
 

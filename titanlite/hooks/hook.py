@@ -84,7 +84,7 @@ class Hook:
         """
 
     def started(self, step: int) -> None:
-        """Called once before the first step, after the checkpoint is loaded.
+        """Called once before the first step, after the newest checkpoint (if any) is loaded.
 
         Args:
             step: Step of the loaded checkpoint, or 0.
@@ -93,7 +93,7 @@ class Hook:
     def train_begins(self, step: int) -> None:
         """Called when `Trainer.train` begins, after `started`.
 
-        This is never called in programs that call `Trainer.step` in a loop of their own.
+        It is not called if a program calls `Trainer.step` in a loop instead of `Trainer.train`.
 
         Args:
             step: Step of the loaded checkpoint, or 0.
@@ -155,9 +155,9 @@ class Hook:
     def wants(self, step: int) -> Request:
         """Return the actions that this rank requests after `step`, for example a save.
 
-        Called before `step` is trained; on a GPU one step earlier, to hide the exchange with other
-        ranks. After `step`, the trainer passes the combined requests of all ranks to `check` and
-        `act`.
+        On a CPU, this is called before `step` is trained. On a GPU, it is called one step earlier,
+        to hide the exchange with other ranks. After `step`, the trainer passes the combined
+        requests of all ranks to `check` and `act`.
         """
         return Request()
 
@@ -199,16 +199,16 @@ class Hook:
         """
 
     def saving(self, step: int) -> None:
-        """Called before a checkpoint of `step` is written. Raise an exception to prevent the save.
+        """Called before a checkpoint of `step` is written.
 
-        Bring the values of `state_dict` and `tensors` up to date here. With async saves, this is
-        called before `saved` for the previous checkpoint.
+        Update the values that `state_dict` and `tensors` return here. Raise an exception to prevent
+        the save. With async saves, this can be called before `saved` for the previous checkpoint.
         """
 
     def saved(self, step: int) -> None:
         """Called when the checkpoint of `step` is complete on disk.
 
-        After an async save, this is at the next save or at the end of the run.
+        After an async save, it is called at the next save or at the end of the run.
         """
 
     def ended(self, step: int, stopped: str) -> UserError | None:
@@ -243,7 +243,8 @@ class Hook:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state that `state_dict` returned when the checkpoint was saved.
 
-        Called before `started`, unless the checkpoint has no state of this hook or it is empty.
+        Called before `started`. Not called if the checkpoint has no state of this hook, or if the
+        state is empty.
         """
 
     def tensors(self) -> dict[str, Tensor]:
@@ -251,8 +252,8 @@ class Hook:
 
         A resume loads the saved values into these tensors in place. DTensors are allowed.
 
-        After a rollback to a checkpoint without these tensors, they have the values that `built`
-        has set, and `started` is not called again.
+        If a rollback loads a checkpoint without these tensors, they get the values that they had
+        after `built`. `started` is not called again.
         """
         return {}
 

@@ -14,13 +14,16 @@ from titanlite.hooks.hook import Hook
 
 
 def keeps_state(hook: Hook) -> bool:
-    """Return whether the class of a hook overrides `state_dict` or `tensors`, so it has state."""
+    """Return whether a hook has state to store in checkpoints.
+
+    This is the case if its class overrides `state_dict` or `tensors`.
+    """
     hook_class = hook.__class__
     return hook_class.state_dict is not Hook.state_dict or hook_class.tensors is not Hook.tensors
 
 
 def check_hook_names(hooks: Sequence[Hook]) -> None:
-    """Check the names under which checkpoints store the state of hooks.
+    """Check that each hook with state has a unique name, under which checkpoints store the state.
 
     Raises:
         UserError: If a hook with state has no name, the name of another hook, or a name with a dot.
@@ -116,7 +119,10 @@ def prepare_hooks(
 
 
 def _group_by_hook(sizes: Mapping[str, torch.Size]) -> dict[str, dict[str, torch.Size]]:
-    """Group the sizes of saved tensors: hook name -> tensor name -> size."""
+    """Group the sizes of saved tensors by hook.
+
+    For example, {"ema.bias": size} becomes {"ema": {"bias": size}}.
+    """
     sizes_by_hook: dict[str, dict[str, torch.Size]] = {}
     for key, size in sizes.items():
         hook_name, _, tensor_name = key.partition(".")
@@ -125,7 +131,10 @@ def _group_by_hook(sizes: Mapping[str, torch.Size]) -> dict[str, dict[str, torch
 
 
 def _hooks_with_state(hooks: Sequence[Hook]) -> set[str]:
-    """Return the names of the hooks whose state must be in every checkpoint."""
+    """Return the names of the hooks whose state every checkpoint with these hooks contains.
+
+    Use this to warn about state that is missing in a checkpoint.
+    """
     names = set()
     for hook in hooks:
         # titanlite 0.2 did not save the state of its own hooks while it was empty.

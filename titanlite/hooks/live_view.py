@@ -21,17 +21,20 @@ if TYPE_CHECKING:
 
 
 class LiveRun(Hook):
-    """Shows the view of `titanlite watch` below the log of rank 0 while the run trains."""
+    """Shows the status of the run below the log of rank 0, like `titanlite watch`.
+
+    The status is shown only on a terminal that can move its cursor.
+    """
 
     _view: View | None = None
 
     def built(self, trainer: Trainer) -> None:
-        """Decide whether this rank shows the view."""
+        """Decide whether this rank shows the status: only rank 0 does, on a suitable terminal."""
         self._trainer = trainer
         self._is_shown = trainer.rank == 0 and is_live_terminal()
 
     def train_begins(self, step: int) -> None:
-        """Start the thread that draws the view every two seconds."""
+        """Start a thread that draws the status every two seconds."""
         if not self._is_shown:
             return
         from titanlite.report.view import View

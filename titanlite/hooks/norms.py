@@ -63,7 +63,10 @@ class Norms(Hook):
                 self._store(GRADIENTS, parameter, local_shard(parameter.grad))
 
     def before_update(self, step: int, sums: StepSums, skip: Tensor) -> None:
-        """Keep a reference to the skip flag, because a guard may still set it before `numbers`."""
+        """Keep a reference to the skip flag `skip`, whose final value `numbers` reads.
+
+        Guards may still set the flag after this call.
+        """
         self._skip = skip
 
     @torch.no_grad()
@@ -102,7 +105,12 @@ class Norms(Hook):
         return numbers
 
     def _sum_over_ranks(self) -> list[list[float]]:
-        """Return the sums of squares of all gradients, updates and weights, and start new sums."""
+        """Add up the sums of squares of all ranks, and reset the local sums to zero.
+
+        Returns:
+            Three lists with one number per parameter of the model: sums of squares of the gradient,
+            of the update, and of the weights.
+        """
         total = self._squares
         self._squares = torch.zeros_like(total)
         dist.all_reduce(total)
@@ -129,10 +137,9 @@ class Norms(Hook):
         return group["lr"] * exp_avg / (1 - beta1**step) / denominator
 
     def _store(self, row: int, parameter: nn.Parameter, shard: Tensor) -> None:
-        """Store the sum of squares of this rank's shard, to be added up over all ranks.
+        """Store the sum of squares of a shard, divided by the number of ranks with the same shard.
 
-        The sum is divided by the number of ranks with the same shard, so that each shard counts
-        once.
+        The sum over all ranks therefore counts each shard once.
 
         Args:
             row: GRADIENTS, UPDATES or WEIGHTS.
@@ -161,7 +168,7 @@ class Norms(Hook):
         one parameter, such as the embedding, are left out.
 
         Args:
-            squares: Sum of the squared elements of each parameter, or of its gradient.
+            squares: Sum of squares of each parameter of the model, or of its gradient.
 
         Returns:
             Name of the group -> norm of its parameter in each block, in the order of the blocks.
@@ -174,9 +181,10 @@ class Norms(Hook):
 
 
 def _group_by_name(names: Sequence[str]) -> dict[str, list[int]]:
-    """Group parameters over the blocks, and return the indices of the parameters in each group.
+    """Group the parameters that have the same name in different transformer blocks.
 
-    For example, the group "attention.wq" has one parameter per block.
+    For example, the names "layers.0.attention.wq.weight", "layers.1.attention.wq.weight" and
+    "norm.weight" give {"attention.wq": [0, 1], "norm": [2]}. The values are indices of `names`.
     """
     groups: dict[str, list[int]] = {}
     for index, name in enumerate(names):

@@ -67,7 +67,12 @@ class Profiler(Hook):
     """
 
     def __init__(self, settings: Profiling, folder: Path) -> None:
-        """Create a profiler that writes to a subfolder of `folder`."""
+        """Create a profiler that writes to the folder `profile` in `folder`.
+
+        Args:
+            settings: Section [profiling] of the job.
+            folder: Output folder of the run.
+        """
         self._settings = settings
         self._folder = folder / PROFILES
         self._profiler: profile | None = None
@@ -97,10 +102,10 @@ class Profiler(Hook):
             self._profiler.start()
 
     def _create_profiler(self, step: int) -> profile:
-        """Create a profiler that calls `_write` at the end of each cycle of `profile_freq` steps.
+        """Create a torch profiler that records the last steps of each `profile_freq` steps.
 
         For example, with profile_freq = 100 and 3 warmup and 2 active steps, it waits for 95 steps,
-        warms up for 3, and records the last 2.
+        warms up for 3, records the last 2, and calls `_write`.
 
         Args:
             step: Number of steps completed so far.
@@ -152,8 +157,10 @@ class Profiler(Hook):
     def _write(self, profiler: profile) -> None:
         """Write the trace of the steps that have just been profiled, and log a table of operators.
 
+        If the job enables it, also write a snapshot of GPU memory.
+
         Args:
-            profiler: The profiler of torch, which calls this method at the end of each cycle.
+            profiler: The torch profiler that has recorded the steps.
         """
         step = self._first_step + profiler.step_num
         trace = self._make_path(f"step-{step:08d}", "trace.json.gz")

@@ -79,7 +79,7 @@ class Records:
     """Writes the log, the metrics and environment.json of a run. Only rank 0 writes files."""
 
     def __init__(self, trainer: Trainer) -> None:
-        """Open the log in the output folder, which must be locked."""
+        """Open the log in the output folder, which this run must have locked."""
         self._trainer = trainer
         self._metrics_loggers: list[MetricsLogger] = []
         self._failed: Counter[str] = Counter()  # Metrics logger -> failed calls.
@@ -96,8 +96,8 @@ class Records:
     def start(self, step: int) -> None:
         """Prepare the output files for a run that starts or resumes, and log the start.
 
-        A resumed run continues the files of its earlier starts, and logs what has changed since. A
-        run that starts from scratch archives the files that it finds.
+        A resumed run continues the files of its earlier starts, and logs how its environment has
+        changed since the previous one. A run that starts from scratch archives existing files.
 
         Args:
             step: Step of the checkpoint that was loaded, or 0.
@@ -128,12 +128,15 @@ class Records:
     def _describe_start(
         self, step: int, previous: Mapping[str, Any], environment: Mapping[str, Any]
     ) -> Event:
-        """Return the log event of a start. If the run resumes, it lists what has changed.
+        """Return the log event of a start.
+
+        If the run resumes, its text lists the changes of code, packages and hardware since the
+        previous start.
 
         Args:
             step: Step of the checkpoint that was loaded, or 0.
-            previous: environment.json of the previous start, or {}.
-            environment: environment.json of this start.
+            previous: Content of environment.json at the previous start, or {}.
+            environment: Content of environment.json at this start.
         """
         text = f"Training starts after step {step}" if step else "Training starts from scratch"
         details: dict[str, Any] = {
@@ -153,7 +156,7 @@ class Records:
         return Event(text, "start", step, details)
 
     def stats(self) -> dict[str, Any]:
-        """Return the metric `failed_writes`: the failed writes of metrics and log lines."""
+        """Return the metric `failed_writes`: the number of failed writes of metrics and logs."""
         return {"failed_writes": self._failed.total() + failed_writes()}
 
     def log_step(self, entry: LoggedStep) -> None:
@@ -189,8 +192,8 @@ class Records:
     def _call_loggers(self, call: Callable[[MetricsLogger], None]) -> None:
         """Call a function with each metrics logger.
 
-        A failed write does not end the run. It is counted, and the first failure of each logger is
-        logged.
+        If it raises OSError, count the failure and continue. For the first failure of each logger,
+        log a warning.
         """
         for metrics_logger in self._metrics_loggers:
             try:
@@ -226,7 +229,10 @@ def describe_environment(trainer: Trainer) -> dict[str, Any]:
 
 
 def _list_fingerprints(trainer: Trainer) -> dict[str, str]:
-    """Return the fingerprints of the tokenizer and of each data source, by name."""
+    """Return the fingerprints of the tokenizer (key "tokenizer") and of each data source, by name.
+
+    Sources with the same name share a key.
+    """
     fingerprints = {"tokenizer": trainer.tokenizer.fingerprint}
     for source in trainer.loader.sources:
         # Several sources can have the same name. Join their fingerprints.
@@ -254,10 +260,14 @@ def _list_plugins(hooks: Sequence[Hook]) -> list[str]:
 
 
 def find_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """List what has changed in environment.json since the previous start of a run.
+    """List the changes between two contents of environment.json, for the log.
 
     Each change is a line such as "packages.torch: 2.12.0 -> 2.13.0". Top-level keys that only `now`
     has are ignored, because older versions did not write them.
+
+    Args:
+        before: Content at the previous start of the run.
+        now: Content at this start.
     """
     # Convert nested tables to keys such as "packages.torch".
     old = flatten(before)
@@ -292,7 +302,7 @@ def describe_code(package: Path = PACKAGE) -> dict[str, str]:
 
 
 def _read_git_commit(repository: Path) -> str | None:
-    """Return the commit of a git clone, with "-dirty" after uncommitted changes.
+    """Return the current commit of a git clone, with "-dirty" if there are uncommitted changes.
 
     Return None if git is not installed, or the folder is not a clone.
     """

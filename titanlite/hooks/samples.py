@@ -45,7 +45,7 @@ class Samples(Hook):
         self._device = trainer.device
 
     def started(self, step: int) -> None:
-        """Do not sample the step of the loaded checkpoint again."""
+        """Remember the step of the loaded checkpoint, so that it is not sampled again."""
         self._sampled_step = step
 
     def act(self, step: int, request: Request) -> None:
@@ -123,7 +123,10 @@ class Samples(Hook):
         return all_logits.flatten(0, 1)[: len(sequences)].cpu()
 
     def _create_microbatches(self, sequences: Sequence[Sequence[int]]) -> list[Microbatch]:
-        """Create microbatches of sequences, in which only the last token of each has a label."""
+        """Create microbatches in which only the last token of each sequence has a label.
+
+        Logits are computed only for tokens with a label.
+        """
         # The value of the label does not matter. Logits are computed only for tokens with a label.
         windows = [Window(np.append(ids, 0), num_scored=1) for ids in sequences]
         batch_size = self._run.job.training.local_batch_size
@@ -140,17 +143,16 @@ def use_logits(
     microbatches: Sequence[Microbatch],
     use: Callable[[int, Tensor, Tensor, Tensor], None],
 ) -> None:
-    """Run the model forward, and pass the logits of labeled tokens to the function `use`.
+    """Run the model forward, and pass the logits of all tokens with a label to the function `use`.
 
-    `use` is called with the index of the microbatch and, for up to `LOGITS_CHUNK` tokens at once,
-    their rows in the microbatch (n,), their labels (n,), and their logits (n, V) in fp32. It is
-    called on the ranks that hold the tokens, which includes all tensor-parallel ranks.
+    `use` is called for up to `LOGITS_CHUNK` (256) tokens of a microbatch at once, on the ranks that
+    hold these tokens, including all tensor-parallel ranks.
 
     Args:
         trainer: Trainer whose model computes the logits.
-        microbatches: Microbatches of this rank. Only tokens with a label other than `IGNORE_INDEX`
-            are passed.
-        use: Function that uses the logits.
+        microbatches: Microbatches of this rank. Tokens whose label is IGNORE_INDEX are left out.
+        use: Function of the index of the microbatch, and of n of its tokens: their rows in the
+            microbatch (n,), labels (n,), and logits (n, V) in fp32.
     """
     indices = iter(range(len(microbatches)))
 

@@ -16,9 +16,8 @@ class StopSignals:
     """Records the signals that this process receives, until the training loop reads them.
 
     SIGINT, SIGTERM, SIGHUP and SIGUSR1 stop the run after a save. SIGUSR2 saves a checkpoint and
-    continues. After a signal that stops the run, another SIGINT ends the process at once. Another
-    SIGTERM does not, because a rank receives SIGTERM twice: from the scheduler and from the
-    launcher.
+    continues. After a signal that stops the run, the next SIGINT ends the process at once. A second
+    SIGTERM does not, because a rank can receive it from both the scheduler and the launcher.
 
     Attributes:
         stop_signal: Number of the last signal that stops the run, or 0.
@@ -43,10 +42,10 @@ class StopSignals:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def take_request(self) -> Request:
-        """Return the actions that the received signals request, for all ranks.
+        """Return the actions that this rank requests because of received signals.
 
-        After a stop signal, every call requests a stop. After a save signal, only the first call
-        requests a save.
+        After a signal that stops the run, every call requests a stop. After SIGUSR2, only the first
+        call requests a save.
         """
         request = Request(stop=self.stop_signal, save=self._has_save_signal)
         self._has_save_signal = False

@@ -54,7 +54,7 @@ PARTS = (
 
 
 class Stragglers(Hook):
-    """Logs stragglers: ranks that are by far the slowest in several consecutive logged steps."""
+    """Logs stragglers: ranks that are by far the slowest in three consecutive logged steps."""
 
     def built(self, trainer: Trainer) -> None:
         """Allocate the tensor that receives the times of all ranks."""
@@ -78,9 +78,9 @@ class Stragglers(Hook):
         self._updates.append((self._update_start, self._now()))
 
     def numbers(self, step: int) -> Mapping[str, Any]:
-        """Exchange the step times of all ranks, and report stragglers in the log.
+        """Send the times of this rank to all ranks, and log stragglers.
 
-        Times are sent in the background. They arrive, and are compared, at the next logged step.
+        The times are sent in the background, so they are compared at the next logged step.
 
         Returns:
             No metrics.
@@ -98,7 +98,12 @@ class Stragglers(Hook):
         return {}
 
     def _mean_times(self) -> list[float]:
-        """Return the mean seconds of each of `PARTS` in a step since the previous logged step."""
+        """Return the times of this rank, in the order of `PARTS`.
+
+        Returns:
+            Seconds per step spent waiting for data and in the optimizer update, as means since the
+            previous logged step, and the seconds of a matrix product measured now.
+        """
         num_steps = len(self._updates)
         product_seconds = self._time_product()
         data_seconds = self._trainer.meter.data_seconds / num_steps
@@ -115,8 +120,7 @@ class Stragglers(Hook):
     def _time_product(self) -> float:
         """Measure the seconds of a matrix product on the idle device of this rank.
 
-        Return the fastest of several products, because other processes may delay some of them. The
-        measurement itself counts as `other_time` of the logged step.
+        Return the fastest of several products, because other processes may delay some of them.
         """
         # Allocate the matrix each time, because training needs the memory in between.
         size = 2048 if self._is_cuda else 256
@@ -146,11 +150,15 @@ class Stragglers(Hook):
         return event
 
     def _seconds_between(self, start: Any, end: Any) -> float:
-        """Return the seconds between two results of `_now`."""
+        """Return the seconds between two results of `_now`, which must be complete on a GPU."""
         return start.elapsed_time(end) / 1e3 if self._is_cuda else end - start
 
     def _compare(self, step: int) -> None:
-        """Log each rank that was by far the slowest in several consecutive logged steps."""
+        """Compare the received times of all ranks, and log stragglers.
+
+        A rank is logged when it has been by far the slowest in some part of three consecutive
+        logged steps.
+        """
         times_by_part = self._times.cpu().unbind(1)
         for part, times in zip(PARTS, times_by_part, strict=True):
             slowest = int(times.argmax())
@@ -167,7 +175,14 @@ class Stragglers(Hook):
                 self._trainer.log(Event(text, "straggler", step))
 
     def _count_steps(self, part: TimedPart, slow_rank: int | None) -> int:
-        """Return for how many consecutive logged steps a rank, or None, has been the slow one."""
+        """Return for how many consecutive logged steps the same rank has been slow.
+
+        Call this once per logged step.
+
+        Args:
+            part: Part of the step whose times were compared.
+            slow_rank: Rank that was slow in this part of the current logged step, or None.
+        """
         previous_slow_rank, count = self._slow_ranks[part]
         count = count + 1 if slow_rank == previous_slow_rank else 1
         self._slow_ranks[part] = (slow_rank, count)

@@ -34,7 +34,7 @@ RANK_VARIABLES = (
 class TrainingTime(FileModel):
     """Estimated time of a whole training run.
 
-    The values from `low` to `high` are 90% intervals; see `plan.training_time`.
+    The fields that end with `_low` and `_high` are the bounds of 90% intervals.
     """
 
     tokens: int
@@ -104,16 +104,19 @@ class Forecast(FileModel):
 
     @property
     def needs(self) -> int:
-        """Bytes of device memory that the run needs, including the allowance for libraries."""
+        """Bytes of device memory that a rank needs, including `allowance` for libraries."""
         return self.peak + self.allowance
 
     @property
     def fits(self) -> bool:
-        """Whether the device has enough memory for the peak and the allowance for libraries."""
+        """Whether a rank has enough device memory for the peak and `allowance` for libraries."""
         return self.needs <= self.memory
 
     def explain_memory(self) -> str:
-        """Return a paragraph that breaks down the memory peak and suggests a change that fits."""
+        """Return a paragraph that breaks down the memory peak and suggests a change that fits.
+
+        Use it to explain why a run has run out of memory.
+        """
         largest_first = sorted(self.kinds.items(), key=lambda kind: kind[1], reverse=True)
         kinds = ", ".join(f"{name} {size / GIB:.2f}" for name, size in largest_first if size > 0)
         return (
@@ -138,7 +141,7 @@ def plan_in_child(argv: Sequence[str], world_size: int, *options: str) -> Foreca
     The child runs on the CPU, because this process may have used up the memory of its GPU.
 
     Args:
-        argv: Options of `titanlite train` that describe the job.
+        argv: Arguments of `titanlite train` that describe the job.
         world_size: Number of ranks.
         options: Further options of `titanlite plan`, such as "--gpu=H100".
 
@@ -158,7 +161,10 @@ def plan_in_child(argv: Sequence[str], world_size: int, *options: str) -> Foreca
 
 
 def _run_on_cpu(arguments: Sequence[str]) -> tuple[int, str, str]:
-    """Run a child Python process without GPU and without the variables that a launcher sets.
+    """Run Python in a child process that sees no GPU and no environment variables of a launcher.
+
+    Args:
+        arguments: Arguments of the Python interpreter, such as ["-m", "titanlite", "plan"].
 
     Returns:
         The exit code, and the text on standard output and on standard error.

@@ -38,7 +38,7 @@ Amount = Annotated[float, Field(gt=0, le=1e9)]
 class Gpu(FileModel):
     """Memory, peak compute rates and bandwidths of a GPU, or of a machine that trains on its CPU.
 
-    All values are per device. If `cpu` is true, they describe the whole machine.
+    All values are per GPU. If `cpu` is true, they describe the whole machine instead.
     """
 
     name: str
@@ -98,10 +98,10 @@ class Gpu(FileModel):
 
 @cache
 def known_gpus() -> tuple[Gpu, ...]:
-    """Load the specifications in gpus.toml.
+    """Load the specifications of all GPUs in gpus.toml.
 
-    Variants such as "H100 PCIe" come before the plain name, so the first match of a device name is
-    the most specific one.
+    Variants such as "H100 PCIe" come before the plain name, so the first entry that matches a
+    device name is the most specific one.
     """
     table = tomli.loads(TABLE.read_text(encoding="utf-8"))
     return tuple(Gpu.model_validate(entry) for entry in table["gpu"])
@@ -176,7 +176,9 @@ def _read_gpu(path: str) -> Gpu:
 
 @cache
 def device_memory() -> tuple[str | None, int]:
-    """Return the name and the memory in bytes of the first GPU of this node, without torch.
+    """Return the name and the memory in bytes of the first GPU of this node, or the CPU memory.
+
+    This does not import torch, so that a launcher can call it quickly.
 
     Returns:
         A pair (name, bytes):
@@ -199,7 +201,10 @@ def device_memory() -> tuple[str | None, int]:
 
 
 def _query_nvidia_smi() -> tuple[str, int] | None:
-    """Return the name and the memory in bytes of the first GPU that nvidia-smi lists, if any."""
+    """Return the name and the memory in bytes of the first GPU that nvidia-smi lists.
+
+    Return None if nvidia-smi is missing or lists no GPU.
+    """
     if shutil.which("nvidia-smi") is None:
         return None
 
@@ -223,14 +228,14 @@ def check_memory(run: Run, ranks: int = 0, elsewhere: bool = False) -> None:
 
     Each rank must at least hold its training state (parameters, gradients and optimizer moments)
     and, without CPU offload, the inputs of the transformer blocks. Only the first rank of a node
-    checks.
+    does the check.
 
     Args:
         run: Run to check.
-        ranks: Number of processes on this node. 0: take it from the environment variables of the
+        ranks: Number of ranks on this node. 0: take it from the environment variables of the
             launcher.
-        elsewhere: Whether the run is for other machines. The limit is then the memory of the
-            largest known device.
+        elsewhere: Whether the run is for other machines, whose memory is unknown. The limit is then
+            the memory of the largest known device.
 
     Raises:
         UserError: If the memory is too small.
@@ -255,7 +260,9 @@ def check_memory(run: Run, ranks: int = 0, elsewhere: bool = False) -> None:
 
 
 def _check_block_inputs(run: Run, memory: int, training_state: int) -> None:
-    """Check that a rank can hold the inputs of its transformer blocks beside its training state.
+    """Check that a rank has memory for the inputs of its transformer blocks and its training state.
+
+    The inputs of all blocks are kept for the backward pass.
 
     Args:
         run: Run to check.
@@ -304,7 +311,7 @@ def _describe_missing_memory(run: Run, memory: int, state: int) -> str:
 
 
 def _largest_memory(is_offloaded: bool) -> int:
-    """Return the most memory in bytes that a rank of any machine has for its training state.
+    """Return the memory of the largest known device, in bytes, as a limit for unknown machines.
 
     Args:
         is_offloaded: Whether the training state is in CPU memory.
@@ -337,5 +344,8 @@ def _memory_of_rank(ranks: int, is_offloaded: bool) -> int:
 
 
 def _split_name(name: str) -> set[str]:
-    """Split a device name into a set of words in upper case, such as {"H100", "PCIE"}."""
+    """Split a device name into a set of words in upper case, to compare names.
+
+    For example, "H100-PCIe" becomes {"H100", "PCIE"}.
+    """
     return set(re.split(r"[\s\-_]+", name.upper()))

@@ -130,7 +130,7 @@ class LoggedStep(BaseModel):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """Return the field that was formerly called `name`, which old plugins still use."""
+            """Return the field that older titanlite versions called `name`, for old plugins."""
             if name in RENAMED_FIELDS:
                 return getattr(self, RENAMED_FIELDS[name])
             return super().__getattr__(name)
@@ -171,7 +171,10 @@ def json_line(values: Mapping[str, Any]) -> str:
 
 
 def _to_strict_json(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Move non-finite numbers to the key "nonfinite" as strings, and drop empty dictionaries."""
+    """Replace numbers that strict JSON cannot represent, and remove empty dictionaries.
+
+    For example, {"loss": nan, "norms": {}} becomes {"loss": None, "nonfinite": {"loss": "nan"}}.
+    """
     result: dict[str, Any] = {}
     nonfinite: dict[str, str] = {}
     for name, value in values.items():

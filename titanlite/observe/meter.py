@@ -30,8 +30,8 @@ Part = Literal["data", "forward_backward", "optimizer", "checkpoint"]
 class Meter:
     """Sums up measurements over several steps, and returns their means as a `LoggedStep`.
 
-    Call `record` after each step, and `read` at each log step. The window of a log step consists of
-    the steps since the previous log step.
+    Call `record` after each step, and `read` after each step whose metrics are logged (log step).
+    The result of `read` covers all steps since the previous log step.
 
     Args:
         run: Run to measure.
@@ -68,10 +68,10 @@ class Meter:
         self._begin_window(step, self._start_time)
 
     def _begin_window(self, step: int, now: float) -> None:
-        """Reset all sums, to measure the steps after a log step.
+        """Reset all sums, to measure the steps up to the next log step.
 
         Args:
-            step: The log step, or the step of the loaded checkpoint.
+            step: The previous log step, or at the start the step of the loaded checkpoint.
             now: Current time, from `time.perf_counter`.
         """
         self._window_step = step
@@ -98,7 +98,7 @@ class Meter:
 
     @contextmanager
     def timing(self, part: Part) -> Iterator[None]:
-        """Measure the CPU time of a `with` block, and count it for `part`, such as "data"."""
+        """Measure the time of a `with` block, and add it to the time of `part`, such as "data"."""
         start = time.perf_counter()
         try:
             yield
@@ -113,7 +113,7 @@ class Meter:
         Args:
             grad_norm: L2 norm of the gradient before clipping, a scalar tensor.
             num_valid_tokens: Number of valid labels in the global batch, a scalar tensor.
-            seconds: CPU seconds of the parts of the step that were not measured with `timing`.
+            seconds: CPU seconds of each part of the step that was not measured with `timing`.
         """
         self._grad_norm = grad_norm.detach()
         self._num_clipped = self._num_clipped + (self._grad_norm > self._max_norm)
@@ -175,15 +175,15 @@ class Meter:
         return entry
 
     def _read_scalars(self, losses: Tensor) -> list[float]:
-        """Copy all measured values from the GPU in one transfer, which waits for the GPU.
+        """Copy all measured values from the GPU in one transfer, which is a host sync.
 
         Args:
             losses: Loss of the global batch, and highest loss of any data-parallel rank, shape
                 (2,).
 
         Returns:
-            Five numbers: both losses, the gradient norm of the last step, the number of steps with
-            a clipped gradient, and the number of tokens.
+            Five numbers: both losses, the gradient norm of the last step, and since the previous
+            log step the number of steps with a clipped gradient and the number of tokens.
         """
         assert self._grad_norm is not None, "read() before any record()"
         values = [*losses.unbind(), self._grad_norm, self._num_clipped, self._window_tokens]
@@ -218,7 +218,11 @@ def _read_memory(device: torch.device) -> dict[str, Any]:
 
 
 def _read_process_memory() -> dict[str, Any]:
-    """Measure the CPU memory of this process, with the same fields as `_read_memory`."""
+    """Measure the CPU memory of this process.
+
+    Returns:
+        The fields of `LoggedStep` that describe memory. Sizes are in GiB.
+    """
     # macOS reports the peak in bytes, Linux in KiB.
     peak_unit = 1 if sys.platform == "darwin" else 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * peak_unit

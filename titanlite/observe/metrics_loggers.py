@@ -39,7 +39,8 @@ class RunStart:
 
     Attributes:
         run: The run that starts.
-        step: Step of the checkpoint that was loaded, or 0. All later steps are logged again.
+        step: Step of the checkpoint that was loaded, or 0. All later steps will be logged, even if
+            an earlier start has logged them.
         environment: Content of environment.json. Its key "run" is the ID of the run.
     """
 
@@ -60,8 +61,8 @@ class MetricsLogger:
     counted in `failed_writes`. Any other exception ends the run.
 
     Args:
-        start: The start of the run. If it resumes an earlier one, the output files have already
-            been cut back to `start.step`.
+        start: The start of the run. If the run resumes, metrics of steps after `start.step` have
+            already been moved out of the JSON files.
     """
 
     def __init__(self, start: RunStart) -> None:
@@ -91,9 +92,9 @@ class MetricsLogger:
 
 
 class JsonLines(MetricsLogger):
-    """Metrics logger that writes metrics.jsonl, validation.jsonl and samples.jsonl.
+    """Metrics logger that appends JSON lines to metrics.jsonl, validation.jsonl and samples.jsonl.
 
-    It appends one JSON object per line.
+    Each line is a JSON object with the number of the step.
     """
 
     def __init__(self, start: RunStart) -> None:
@@ -138,9 +139,8 @@ class TensorBoard(MetricsLogger):
     """Metrics logger that writes event files for TensorBoard to the folder "tb".
 
     The files contain curves, histograms, samples, the job and the environment. If the job enables
-    Weights & Biases, it receives the same curves. Each call flushes its events. A resumed run shows
-    each step once, because TensorBoard hides the steps after `purge_step` that an earlier start has
-    written.
+    Weights & Biases, it receives the same curves. Each call flushes its events. TensorBoard shows
+    each step of a resumed run once: it hides the events of repeated steps from an earlier start.
 
     Raises:
         UserError: If W&B cannot start, for example because there is no API key.
@@ -161,7 +161,7 @@ class TensorBoard(MetricsLogger):
         self._add_texts({"job": dump_config(start.run.job), "environment": environment}, start.step)
 
     def logged(self, entry: LoggedStep) -> None:
-        """Write scalars and histograms."""
+        """Write the metrics of a step as scalars and histograms."""
         import numpy as np
 
         for name, groups in entry.distributions.items():

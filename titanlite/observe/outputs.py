@@ -43,8 +43,8 @@ HEAD_BYTES = 1 << 16
 def find_overwrite_problem(folder: Path) -> str | None:
     """Find a reason why a run must not write its files to the output folder.
 
-    A run neither overwrites files of other programs, nor writes through symbolic links or to
-    anything else that is not a regular file.
+    A run must not overwrite files of other programs. It also must not write through symbolic links,
+    or to anything else that is not a regular file.
 
     Returns:
         An error message that names the file and how to fix this, or None if there is no problem.
@@ -66,9 +66,9 @@ def find_overwrite_problem(folder: Path) -> str | None:
 
 
 def _is_written_by_run(path: Path) -> bool:
-    """Return whether a training run has written the file, judging by its content.
+    """Return whether a training run has written a file in an output folder, judging by its content.
 
-    For example, a metrics.jsonl must contain a line with a step and a loss.
+    For example, a metrics.jsonl must contain a line with a step, a loss and a gradient norm.
     """
     if path.name == ENVIRONMENT_FILE:
         environment = read_environment(path.parent)
@@ -82,7 +82,10 @@ def _is_written_by_run(path: Path) -> bool:
 
 
 def _is_log_of_run(path: Path) -> bool:
-    """Return whether the first lines of train.log or of a JSON Lines file were written by a run."""
+    """Return whether a training run has written train.log or a JSON Lines file.
+
+    Check the format of the first lines. An empty file counts as written by a run.
+    """
     with path.open("rb") as file:
         first_lines = file.read(HEAD_BYTES)
     if not first_lines:  # overwriting an empty file loses nothing
@@ -117,10 +120,10 @@ def read_environment(folder: Path) -> dict[str, Any]:
 
 
 class OutputFolder:
-    """Continues or archives the files that earlier starts have left in the output folder.
+    """Continues or archives the files that earlier starts of a run have left in the output folder.
 
-    Only rank 0 uses this class. Create the object before logging starts: it records the sizes of
-    the logs, to tell the lines of earlier starts from those of this start.
+    Use this class on rank 0 only. Create the object before logging starts: it records the sizes of
+    the logs, to distinguish the lines of earlier starts from those of this start.
 
     Args:
         folder: The output folder, which must exist.
@@ -141,10 +144,10 @@ class OutputFolder:
     ) -> str:
         """Continue or archive existing files, and write config.toml and environment.json.
 
-        - If this start resumes the run that wrote the files, the metrics after `resumed_step` are
-          archived, because these steps are trained again.
-        - If the resumed run has no step left to train, all files stay as they are.
-        - Otherwise this is another run, and all files are archived.
+        - If this start resumes the run that wrote the files, it archives the metrics after
+          `resumed_step`, because these steps will be trained again.
+        - If the resumed run has no step left to train, it changes no file.
+        - If an earlier run wrote the files, it archives all of them.
 
         Args:
             job: The job to write to config.toml.
@@ -189,8 +192,7 @@ class OutputFolder:
     def _archive_all(self, archive: Path) -> None:
         """Move all files of earlier starts to the new folder `archive`.
 
-        Logs that this start has created stay. Without metrics of an earlier start, nothing is
-        archived.
+        The log lines of this start stay. If there are no metrics of an earlier start, do nothing.
         """
         has_metrics = any(_file_size(self._folder / name) > 0 for name in JSON_FILES)
         if not has_metrics:
@@ -228,11 +230,13 @@ def _file_size(path: Path) -> int:
 
 
 def _archive_after(path: Path, archive: Path, last_step: int) -> None:
-    """Move the lines of a JSON Lines file that belong to later steps into an archive folder.
+    """Move the lines of a JSON Lines file with steps after `last_step` into an archive folder.
+
+    Damaged lines are moved too. If the file does not exist, do nothing.
 
     Args:
-        path: The file. Nothing happens if it does not exist.
-        archive: Folder to which lines after `last_step` and damaged lines are moved.
+        path: The file.
+        archive: Archive folder, which is created if there are lines to move.
         last_step: Last step whose line stays in the file.
     """
     if not path.is_file():
@@ -254,7 +258,7 @@ def _archive_after(path: Path, archive: Path, last_step: int) -> None:
 
 
 def _read_step(line: bytes) -> int | None:
-    """Return the value of "step" in a line of JSON, or None if the line is damaged."""
+    """Return the value of "step" in a line of JSON, or None if the line is invalid."""
     if not line.endswith(b"\n"):
         return None
     try:

@@ -34,8 +34,8 @@ from titanlite.runtime.world import gathered
 def standard_hooks(run: Run) -> list[Hook]:
     """Create the hooks that a job enables, in the order in which the trainer calls them.
 
-    The list contains the titanlite hooks, such as the profiler, the weight average and the guards
-    against bad steps, followed by the plugin hooks in job.hooks.
+    The built-in hooks come first, such as the profiler, the weight average and the guards against
+    bad steps. The plugin hooks in job.hooks follow.
     """
     job = run.job
     profiling = job.profiling
@@ -62,7 +62,10 @@ def standard_hooks(run: Run) -> list[Hook]:
 
 
 def _create_plugin_hooks(run: Run) -> list[Hook]:
-    """Create the plugin hooks in job.hooks. Hooks without a name get the registered name."""
+    """Create the plugin hooks in job.hooks.
+
+    A hook that sets no `name` gets the name under which it is registered.
+    """
     hooks: list[Hook] = []
     for name in run.job.job.hooks:
         hook: Hook = HOOKS.make(name, run.job)
@@ -74,8 +77,8 @@ def _create_plugin_hooks(run: Run) -> list[Hook]:
 def settle_compute_dtype(run: Run, device: torch.device) -> Run:
     """Replace `training.mixed_precision_param = "auto"` by a concrete dtype, the same on all ranks.
 
-    Rank 0 chooses, because the CPUs of other nodes may support other instructions. All ranks call
-    this together.
+    All ranks call this together. Rank 0 chooses for all of them, because the CPUs of the nodes may
+    differ: the dtype of the checkpoint to resume from, or else the fastest one on the device.
 
     Returns:
         The run with the chosen dtype, or `run` itself if the job sets a dtype.
@@ -97,8 +100,8 @@ def describe_run(
 ) -> Iterator[str | Event]:
     """Yield the first lines of the log: model size, data, number of tokens, and precision.
 
-    On rank 0, also measure the data, and log warnings about suspicious options and about runs that
-    are too small to train a useful model.
+    On rank 0, also estimate the size of the data. Log warnings about suspicious options, and if the
+    data or the tokenizer is too small to train a useful model.
     """
     yield _summarize_run(run, device, loader)
     yield describe_compute_dtype(run.job.training.mixed_precision_param, device)
@@ -133,9 +136,9 @@ def _summarize_run(run: Run, device: torch.device, loader: Loader) -> str:
 
 
 def _describe_data(run: Run, tokenizer: Tokenizer, loader: Loader) -> Iterator[Event]:
-    """Yield log events that describe the training data, and log warnings about the job.
+    """Yield a log event with the estimated size of each training source.
 
-    The number of tokens is estimated from a sample of each source.
+    Also log warnings about suspicious options, and if the data or the tokenizer is too small.
     """
     logger = logging.getLogger(LOGGER_NAME)
     for line in find_suspicious_values(run):
@@ -149,7 +152,7 @@ def _describe_data(run: Run, tokenizer: Tokenizer, loader: Loader) -> Iterator[E
 
 
 def describe_compute_dtype(dtype: str, device: torch.device) -> str:
-    """Return a log line with the compute dtype and whether a CPU has instructions for bfloat16.
+    """Return a log line with the compute dtype, and with the bfloat16 support of a CPU.
 
     Args:
         dtype: "float32" or "bfloat16".

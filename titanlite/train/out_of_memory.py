@@ -31,9 +31,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 def explain_out_of_memory(
     error: BaseException, run: Run, argv: Sequence[str], device: torch.device, when: str
 ) -> OutOfMemory:
-    """Return an error with the predicted memory peak of a run, and the command that resumes it.
+    """Convert an out-of-memory error to an error that explains how to make the run fit.
 
-    The planner predicts the peak, its parts, and the cheapest change of the job that reduces it.
+    It contains the memory peak that `titanlite plan` predicts, the cheapest change of the job that
+    fits, and the command that resumes the run.
 
     Args:
         error: The original error.
@@ -54,7 +55,10 @@ def explain_out_of_memory(
 
 
 def _predict_memory(run: Run, argv: Sequence[str], device: torch.device) -> str:
-    """Return the planner's explanation of the memory peak, or why the planner failed."""
+    """Return how `titanlite plan` explains the memory peak of a run, for the error message.
+
+    If the plan fails, return the reason instead.
+    """
     # Run the planner in a child process, because this process has no memory left.
     try:
         plan = plan_in_child(argv, run.world_size, "--remedies", *_planner_options(device))
@@ -64,7 +68,7 @@ def _predict_memory(run: Run, argv: Sequence[str], device: torch.device) -> str:
 
 
 def _planner_options(device: torch.device) -> list[str]:
-    """Return the options of `titanlite plan` that describe a device."""
+    """Return the options of `titanlite plan` that describe a device, such as ["--gpu", "cpu"]."""
     if device.type != "cuda":
         return ["--gpu", "cpu"]
     properties = torch.cuda.get_device_properties(device)

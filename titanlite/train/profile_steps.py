@@ -32,8 +32,8 @@ def profile_steps(
     Args:
         job: Job to profile. A JobConfig is validated first, a Run has already been validated.
             `[profiling]` selects the ranks, and whether memory is profiled.
-        steps: Number of profiled steps.
-        warmup: Number of steps before them.
+        steps: Number of steps to profile.
+        warmup: Number of steps to train before the profiled ones.
         out: Folder in which the folder `profile` is created. Defaults to job.dump_folder.
 
     Returns:

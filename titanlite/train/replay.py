@@ -35,11 +35,13 @@ NO_LAST_STEP = 10**9
 
 
 class Start(NamedTuple):
-    """One start of a run, either from step 1 or from a checkpoint.
+    """One start of a run, and the steps that it trained.
+
+    A run that is interrupted and resumed has several starts.
 
     Attributes:
         first_step: First step that was trained after the start.
-        last_step: Last step before the next start. `NO_LAST_STEP` for the newest start.
+        last_step: Step from which the next start resumed. `NO_LAST_STEP` for the newest start.
         job: Job with which the run was started.
         hooks: Names of the plugin hooks that may have changed weights or gradients.
     """
@@ -53,11 +55,12 @@ class Start(NamedTuple):
 class History(NamedTuple):
     """The starts and rollbacks of a run that led to its current weights.
 
-    Steps that a later start trained again, after a resume from an earlier checkpoint, are left out.
+    If a start resumed from step 80, starts and rollbacks of earlier starts after step 80 are left
+    out, because those steps were trained again.
 
     Attributes:
         starts: Starts in order.
-        roll_backs: Steps after which a guard restored an earlier checkpoint and training continued.
+        roll_backs: Steps after which the spike guard restored the weights of an earlier checkpoint.
     """
 
     starts: list[Start]
@@ -65,7 +68,7 @@ class History(NamedTuple):
 
 
 def read_history(folder: Path) -> History:
-    """Read the starts and rollbacks of a run from events.jsonl in its output folder.
+    """Read the starts and rollbacks that led to the weights of a run from its events.jsonl.
 
     Args:
         folder: Output folder of the run.
@@ -86,10 +89,17 @@ def read_history(folder: Path) -> History:
 
 
 def _read_events(folder: Path) -> tuple[list[dict[str, Any]], list[int]]:
-    """Read the events of all starts, and the steps of all rollbacks, that led to the final weights.
+    """Read the start events of a run and the steps of its rollbacks from events.jsonl.
 
-    For example, if a run trains 100 steps and then resumes from step 80, a rollback at step 90 is
-    left out. If the run resumes from step 80 twice, only the second of these starts is returned.
+    Leave out events of steps that the run trained again. For example, if it trains 100 steps and
+    then resumes from step 80, a rollback at step 90 is left out. If it resumes from step 80 twice,
+    only the second of these starts is returned.
+
+    Args:
+        folder: Output folder of the run.
+
+    Returns:
+        The events of the starts, and the steps after which the run rolled back.
     """
     start_events: list[dict[str, Any]] = []
     roll_backs: list[int] = []
@@ -109,7 +119,7 @@ def _read_events(folder: Path) -> tuple[list[dict[str, Any]], list[int]]:
 
 
 def check_history(history: History, job: JobConfig, loaded_step: int, step: int) -> None:
-    """Check that a replay from a checkpoint to `step` computes the same steps as the run did.
+    """Check that a replay from a checkpoint to `step` computes these steps as the run did.
 
     Args:
         history: Starts and rollbacks of the run.
@@ -118,8 +128,8 @@ def check_history(history: History, job: JobConfig, loaded_step: int, step: int)
         step: Last step to replay.
 
     Raises:
-        UserError: If the run rolled back between the two steps, was trained with other options, or
-            had plugin hooks that may have changed weights or gradients.
+        UserError: If the run rolled back between `loaded_step` and `step`, was trained with other
+            options, or had plugin hooks that may have changed weights or gradients.
     """
     prefix = f"--step {step}: the newest earlier checkpoint is of step {loaded_step}, and"
     if loaded_step == 0:
@@ -162,16 +172,19 @@ def check_history(history: History, job: JobConfig, loaded_step: int, step: int)
 
 
 def compare_computations(before: JobConfig, now: JobConfig, first: int, last: int) -> list[str]:
-    """Describe the options that differ between two jobs and affect the results of some steps.
+    """List the differences between two jobs that affect the results of a range of steps.
 
-    Options that change only the learning rate are ignored if both jobs have the same learning rate
-    at each of the steps.
+    Options of the learning rate are ignored if both jobs have the same learning rate at each step
+    of the range.
 
     Args:
         before: Job that trained the steps.
         now: Job of the replay.
-        first: First of the steps.
-        last: Last of the steps.
+        first: First step of the range.
+        last: Last step of the range.
+
+    Returns:
+        One line of text per option.
     """
     ignored_keys = KEYS_WITHOUT_EFFECT
     if _have_same_learning_rates(before, now, first, last):
@@ -192,7 +205,14 @@ def _have_same_learning_rates(before: JobConfig, now: JobConfig, first: int, las
 
 
 def _observes_only(hook: str) -> bool:
-    """Return whether a hook is known to leave weights, optimizer state and gradients unchanged."""
+    """Return whether a registered hook declares that it never changes the training state.
+
+    The training state consists of weights, optimizer state and gradients. For a hook that is not
+    registered, return False.
+
+    Args:
+        hook: Name under which the hook is registered.
+    """
     return hook in HOOKS and getattr(HOOKS[hook], "observes_only", False)
 
 
@@ -220,8 +240,8 @@ class ReplayTrainer(Trainer):
         """Load the newest valid checkpoint before the replayed step, or else the initial weights.
 
         Raises:
-            UserError: If the steps since the checkpoint cannot be computed again; see
-                `check_history`.
+            UserError: If the steps since the checkpoint cannot be reproduced: the run rolled back
+                in between, had other options, or used hooks that may have changed the weights.
         """
         resumer = build_resumer(self, self._saved_job)
         ranks = resumer.context.ranks
@@ -246,14 +266,20 @@ class ReplayTrainer(Trainer):
 
 
 def replay(run: Run, step: int) -> list[LoggedStep]:
-    """Recompute the steps after the newest valid checkpoint before `step`, up to `step`.
+    """Recompute the steps of a run from its newest valid checkpoint before `step`, up to `step`.
 
-    `titanlite replay` reproduces a loss spike with it, for example. All ranks call it together, on
-    the same number of ranks as the run. It returns the metrics of each computed step.
+    Use this to reproduce a loss spike, for example. All ranks call it together.
+
+    Args:
+        run: Run to replay, with the number of ranks of the original run.
+        step: Last step to recompute.
+
+    Returns:
+        The metrics of each computed step.
 
     Raises:
-        UserError: If the run has no step `step`, its history cannot be computed again, or its data
-            cannot be read.
+        UserError: If the run has no step `step`, the steps cannot be reproduced, or the data cannot
+            be read.
     """
     num_steps = run.job.training.steps
     if step > num_steps:
@@ -273,9 +299,10 @@ def replay(run: Run, step: int) -> list[LoggedStep]:
 
 
 def _adapt_job(job: JobConfig, step: int) -> JobConfig:
-    """Return a job that logs each step, and continues if all steps up to `step` are skipped.
+    """Return the job of a replay, which logs each step and is not ended by skipped steps.
 
-    A guard may have ended the run after too many skipped steps, where the replay must continue.
+    A guard may have ended the run because too many steps were skipped. The replay must reach `step`
+    even if it skips all steps.
     """
     metrics = job.metrics.model_copy(update={"log_freq": 1})
     guards = job.guards.model_copy(update={"max_skipped": step})

@@ -22,15 +22,16 @@ When a run ends on a GPU, the request that was sent last is dropped.
 
 
 class RequestExchange:
-    """Exchanges requests between all ranks, nearly always without a collective of its own.
+    """Exchanges requests for actions, such as a save, between all ranks.
 
-    Ranks must agree on the actions after a step, because saves and validations use collectives.
-    Most steps have no request on any rank. So the all-reduce of the gradient norm also counts the
-    ranks with a request, and the ranks gather their requests only if this count is not 0.
+    Ranks must agree on the actions after a step, because saves and validations use collectives. In
+    most steps, no rank has a request. To avoid another collective, the all-reduce of the gradient
+    norm also counts the ranks with a request. The ranks gather their requests only if this count is
+    not 0.
 
-    On a CPU, a request that is sent with a step is received after this step. On a GPU it is
-    received one step later: the CPU launches the next step before it waits for the count, so the
-    GPU always has work. Therefore it is sent one step early:
+    On a CPU, a request that is sent with a step is received after this step. On a GPU, it is
+    received one step later, because the CPU launches the next step before it waits for the count.
+    It must therefore be sent one step early:
 
         when          | CPU (`delay` 0)             | GPU (`delay` 1)
         before step 1 |                             | send for step 1
@@ -48,12 +49,10 @@ class RequestExchange:
         self._sent = deque[_SentRequest]()
 
     def send(self, request: Request, num_requests: Tensor | None = None) -> None:
-        """Send the request of this rank.
-
-        A later `receive` combines it with the requests of all ranks.
+        """Send the request of this rank. A later call of `receive` combines those of all ranks.
 
         Args:
-            request: Request of this rank, empty in most cases.
+            request: Request of this rank. In most steps it is empty.
             num_requests: Number of ranks with a request, from the `StepResult` of the step that has
                 just been launched; a scalar on the device. None before the first step.
         """
@@ -72,7 +71,7 @@ class RequestExchange:
         self._sent.append(_SentRequest(request, count, copied))
 
     def receive(self) -> Request:
-        """Return the combination of the oldest requests that the ranks have sent.
+        """Return the combined requests of all ranks that were sent first and not yet received.
 
         All ranks call this together, and all receive the same result. The CPU waits until the step
         that counted the requests has computed its gradient norm.
@@ -88,10 +87,10 @@ class RequestExchange:
 
 
 class _SentRequest(NamedTuple):
-    """A request between `RequestExchange.send` and `RequestExchange.receive`.
+    """A request of this rank that was sent and not yet received.
 
     Attributes:
-        request: Actions, such as a save, that this rank asked all ranks to take.
+        request: Actions, such as a save, that this rank has requested from all ranks.
         count: CPU tensor with the number of ranks that requested an action. None before the first
             step, because no step has counted them.
         copied: CUDA event at which the copy of `count` from the GPU is complete. None on a CPU.

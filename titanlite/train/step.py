@@ -35,14 +35,16 @@ class StepResult(NamedTuple):
     """Results of an optimizer step, as scalar tensors on the device unless noted otherwise.
 
     Attributes:
-        loss: This rank's part of the loss; see `ForwardBackward.__call__`.
+        loss: This rank's part of the loss: the sum over its tokens, divided by the number of valid
+            labels in the global batch.
         grad_norm: Norm of the whole gradient before clipping.
         num_valid_tokens: Number of valid labels in the global batch.
         seconds: CPU time of each part of the step. The GPU may still be computing.
         skipped: 1.0 if the weights were left unchanged, because the loss or gradient was not finite
             or a hook skipped the step. 0.0 otherwise. The same on all ranks.
-        num_requests: Number of ranks that passed `has_request`.
-        squares: See `StepSums`.
+        num_requests: Number of ranks that requested an action, such as a save.
+        squares: Sum of squares of this rank's shard of each gradient, float64, shape (number of
+            gradients,).
     """
 
     loss: Tensor
@@ -77,10 +79,9 @@ class TrainStep:
         self.optimizer = self.new_optimizer()
 
     def new_optimizer(self) -> torch.optim.Optimizer:
-        """Create an optimizer for the model, without any optimizer state.
+        """Create an optimizer for the model, as at the start of training.
 
-        The constructor calls this method. It is called again to reset the optimizer when a
-        checkpoint is loaded without optimizer state.
+        Call this to reset the optimizer when a checkpoint is loaded without optimizer state.
         """
         optimizer = build_optimizer(
             self.model,
@@ -106,17 +107,16 @@ class TrainStep:
         """Run one optimizer step: compute gradients, clip them, and update the weights.
 
         All ranks call this together. If the loss or the gradient norm is not finite, weights and
-        optimizer state keep their values. The module docstring lists when the CPU waits for the
-        GPU.
+        optimizer state keep their values. By default, the CPU does not wait for the GPU.
 
         Args:
             microbatches: This rank's sequences of the global batch.
             num_valid_tokens: Number of valid labels in `microbatches`.
-            lr: Learning rate.
+            lr: Learning rate for this step.
             hooks: Hooks whose methods `gradients`, `before_update` and `updated` are called.
             step: Number of the step, which is passed to the hooks.
-            has_request: Whether this rank has a request for the other ranks. The step counts these
-                ranks; see `RequestExchange`.
+            has_request: Whether this rank requests an action of all ranks, such as a save. The
+                result contains the number of ranks with a request.
 
         Returns:
             Loss, gradient norm and other results, as tensors on the device.
@@ -163,11 +163,15 @@ class TrainStep:
         )
 
     def _clip_gradients(self, loss: Tensor, has_request: bool) -> StepSums:
-        """Clip the gradients, and return the gradient norm, loss and requests of all ranks.
+        """Clip the gradients to training.max_norm.
 
         Args:
             loss: This rank's part of the loss.
-            has_request: Whether this rank has a request for the other ranks, such as a save.
+            has_request: Whether this rank requests an action of all ranks, such as a save.
+
+        Returns:
+            The gradient norm before clipping, the loss, and the number of ranks with a request,
+            summed over all ranks.
         """
         parameters = self.model.parameters()
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]

@@ -88,11 +88,11 @@ class Trainer:
 
         Args:
             job: Job to train. A JobConfig is validated first, a Run has already been validated.
-            device: Device of this rank, if the caller has already entered `process_group`. By
-                default the trainer enters it.
+            device: Device of this rank, if you have already entered `process_group`. By default,
+                the trainer enters it and uses its device.
             hooks: Additional hooks, called after the standard hooks.
-            standard: Whether to use the standard hooks. Without them nothing is logged, saved or
-                resumed.
+            standard: Whether to use the standard hooks, such as the guards. If False, nothing is
+                logged, saved or resumed either.
 
         Raises:
             UserError: If the job is invalid, or the data, tokenizer or checkpoint cannot be used.
@@ -121,9 +121,9 @@ class Trainer:
     ) -> None:
         """Create the mesh, hooks, tokenizer, loader, model and optimizer, and load a checkpoint.
 
-        The constructor calls this method once the process group exists. The order matters: the hang
-        report starts first to watch the build, the output folder is locked before files are
-        written, and hooks are `built` before their state is loaded.
+        The process group must exist. The order matters: the hang report starts first to watch the
+        build, the output folder is locked before files are written, and `Hook.built` is called
+        before the state of hooks is loaded.
 
         Args:
             run: Validated job.
@@ -174,9 +174,10 @@ class Trainer:
             hook.started(self.steps_done)
 
     def _open_outputs(self) -> None:
-        """Lock the output folder, open the log files, and create the signal handlers.
+        """Lock the output folder, open the log files, and create the hang report.
 
-        All ranks call this together, because they communicate to lock the output folder.
+        Also create the object that handles stop signals. All ranks call this together, because they
+        communicate to lock the output folder.
         """
         setup_logging(self.rank, None)
         self.hang_report = HangReport(self)  # first, so that it covers the rest of the build
@@ -227,8 +228,8 @@ class Trainer:
     def load_checkpoint(self) -> None:
         """Load the newest checkpoint of the run, or else `checkpoint.initial_load_path`.
 
-        The weights stay randomly initialized if neither exists. Subclasses override this method to
-        start from another checkpoint; `ReplayTrainer` does.
+        If neither exists, the weights stay randomly initialized. Override this method to load a
+        different checkpoint.
         """
         if self.checkpointer is not None:
             self.checkpointer.load()
@@ -255,9 +256,9 @@ class Trainer:
             raise
 
     def _train(self) -> None:
-        """Run the training loop, then save the last step and let all hooks finish.
+        """Run the training loop, save the last step, and end all hooks.
 
-        `train` calls this method, and reports its exceptions to the hooks.
+        Unlike `train`, do not call `Hook.failed` if an exception is raised.
         """
         first_step = self.steps_done
         if first_step >= self.job.training.steps:
@@ -282,9 +283,11 @@ class Trainer:
         """Train until the last step, a request to end the run, or a data error.
 
         After each step, the ranks combine their requests, and all take the same actions, such as a
-        save. `RequestExchange` explains when requests are sent.
+        save. After the last step, they take no action yet. See `RequestExchange` for the time at
+        which requests are sent.
 
-        The actions that the ranks requested after the last step are not executed yet.
+        Returns:
+            Why the loop has ended, with the actions that were requested after the last step.
         """
         exchange = RequestExchange(self.mesh.world_group, self.device)
 
@@ -292,7 +295,7 @@ class Trainer:
         data_error = self._wait_for_data(1)
         exchange.send(Request(stop=self.stop_signal, data_fails=data_error is not None))
         end = self._find_end(exchange.receive())
-        if exchange.delay > 0:
+        if exchange.delay > 0:  # on a GPU, requests are sent one step early
             exchange.send(self._collect_request(self.steps_done + 1))
 
         while end is None:
@@ -311,10 +314,11 @@ class Trainer:
         """Run one optimizer step on this rank's part of the global batch.
 
         Args:
-            has_request: Whether this rank has a request for the other ranks; see `RequestExchange`.
+            has_request: Whether this rank requests an action of all ranks, such as a save. The step
+                counts the ranks with a request.
 
         Returns:
-            The metrics, if this step is logged (metrics.log_freq), which synchronizes with the GPU.
+            The metrics if this step is logged (metrics.log_freq), which synchronizes with the GPU.
             Otherwise None.
 
         Raises:
@@ -351,9 +355,14 @@ class Trainer:
         return self._log_step(lr, result, batch.num_valid_tokens)
 
     def _log_step(self, lr: float, result: StepResult, num_valid_tokens: int) -> LoggedStep:
-        """Collect the metrics since the previous logged step, and pass them to records and hooks.
+        """Collect the metrics since the previous logged step, log them, and pass them to the hooks.
 
         This reads values from the GPU, so the CPU waits until the step is complete.
+
+        Args:
+            lr: Learning rate of the step.
+            result: Results of the step.
+            num_valid_tokens: Number of valid labels in this rank's sequences.
         """
         step = self.steps_done
         losses = self._reduce_losses(result.loss, num_valid_tokens)
@@ -378,8 +387,7 @@ class Trainer:
     def _act(self, request: Request) -> None:
         """Check the completed step, and take the requested actions: save, validate, run hooks.
 
-        The training loop calls this method after each step. Guards come first, so a step that a
-        guard rejects is never saved.
+        The guards check the step first, so a step that a guard rejects is never saved.
 
         Args:
             request: Combined requests of all ranks, so all ranks take the same actions.
@@ -401,7 +409,13 @@ class Trainer:
             hook.act(step, request)
 
     def _save_if_due(self, request: Request) -> None:
-        """Save the completed step if `request` contains it or the checkpointer requires it."""
+        """Save the completed step if a rank has requested it or the checkpointer requires it.
+
+        The checkpointer requires it after a rollback, for example.
+
+        Args:
+            request: Combined requests of all ranks.
+        """
         if request.save and self.stop_signals is not None:
             # The save also serves a signal that has arrived since this rank sent its request.
             self.stop_signals.clear_save_request()
@@ -430,7 +444,7 @@ class Trainer:
     def save(self, is_last: bool = False) -> None:
         """Save a checkpoint of the current step. Do nothing if the run has no checkpoints.
 
-        This does not call `Hook.check`, with which guards reject a step in the training loop.
+        This does not call `Hook.check`, in which guards can reject a step.
 
         Args:
             is_last: Whether the run ends here. If so, also write the outputs that the options
@@ -456,8 +470,8 @@ class Trainer:
     def report_progress(self) -> None:
         """Report that this rank is alive. Call it every few seconds during long work between steps.
 
-        Without the call, `HangReport` treats the work as a hang once it takes most of the timeout,
-        and writes a report for the launcher.
+        Otherwise, if the work takes most of the timeout of collectives, `HangReport` writes a
+        report that this rank hangs.
         """
         if self.hang_report is not None:
             self.hang_report.restart()
@@ -467,15 +481,15 @@ class Trainer:
         logging.getLogger(LOGGER_NAME).info(line)
 
     def warn(self, line: str) -> None:
-        """Log a warning. `ReplayTrainer` overrides this method."""
+        """Log a line at level WARNING."""
         logging.getLogger(LOGGER_NAME).warning(line)
 
     @contextmanager
     def evaluation_mode(self) -> Iterator[None]:
-        """Swap the weights for evaluation and checkpoints into the model for the `with` block.
+        """Use the evaluation weights of a schedule-free optimizer during the `with` block.
 
-        Only schedule-free optimizers keep two versions of the weights. With any other optimizer
-        this context manager does nothing.
+        Schedule-free optimizers keep two versions of the weights: one to train, and one to evaluate
+        and save. With any other optimizer, this context manager does nothing.
         """
         if not has_modes(self.optimizer):
             yield
@@ -510,8 +524,8 @@ class Trainer:
         """Restore the state that `state_dict` returned, when a run resumes.
 
         Args:
-            state: State from the checkpoint. Data or hooks start from the beginning if
-                checkpoint.exclude_from_loading removed their keys "data" or "hooks".
+            state: State from the checkpoint. If its key "data" is missing, the data starts from the
+                beginning. If "hooks" is missing, the hooks start without state.
         """
         self.steps_done = state["step"]
         self.resumed = True
@@ -542,8 +556,8 @@ class Trainer:
     def _collect_request(self, step: int) -> Request:
         """Collect the actions that this rank requests to take after `step`.
 
-        Call this once for each step, because it consumes a received signal to save (SIGUSR2). On a
-        GPU, call it one step earlier; see `RequestExchange`.
+        Call this once for each step, because it consumes a received SIGUSR2 (save). On a GPU, call
+        it before the previous step is trained; see `RequestExchange`.
         """
         if step > self.job.training.steps:
             return Request()
@@ -571,8 +585,8 @@ class Trainer:
         """Wait until the data of the next `num_steps` steps has been read on this rank.
 
         Returns:
-            The first exception that reading the data raised, such as `OutOfData`. None if the data
-            is ready, or if a stop signal arrived before.
+            The first exception that reading the data has raised, such as `OutOfData`, or None. A
+            stop signal during the wait gives `Interrupted`.
         """
         remaining_steps = self.job.training.steps - self.steps_done
         num_steps = max(0, min(num_steps, remaining_steps))
@@ -580,7 +594,9 @@ class Trainer:
             return self.loader.prefetch(num_steps)
 
     def _find_end(self, request: Request) -> _LoopEnd | None:
-        """Return why training ends now, or None. All ranks call this together and agree.
+        """Return why training ends now, or None if it continues.
+
+        All ranks call this together, and all get the same answer.
 
         Args:
             request: Combined requests of all ranks after the step that has just been completed.
@@ -606,7 +622,10 @@ class Trainer:
         return None
 
     def _gather_data_error(self) -> Exception | None:
-        """Return the error of the first rank that cannot read its data for the next step."""
+        """Return the error of the first rank that cannot read its data for the next step, or None.
+
+        All ranks call this together.
+        """
         data_errors = gathered(self._wait_for_data(1), self.mesh.world_group)
         return next((error for error in data_errors if error is not None), None)
 
@@ -625,7 +644,9 @@ class Trainer:
         )
 
     def _reduce_losses(self, loss: Tensor, num_valid_tokens: int) -> Tensor:
-        """Return the mean loss of the global batch and the highest one of a data rank, shape (2,).
+        """Return the mean loss of the global batch, and the highest mean loss of a data rank.
+
+        All ranks call this together. The result is a tensor of shape (2,) on the device.
 
         Args:
             loss: This rank's part of the loss: the sum over its tokens, divided by the number of
@@ -641,13 +662,18 @@ class Trainer:
         return torch.stack([mean_loss, mean_losses.max()])
 
     def _sum_losses_by_data_rank(self, loss: Tensor, num_valid_tokens: int) -> Tensor:
-        """Return the part of the loss and the number of valid tokens of each data rank.
+        """Return the part of the loss and the number of valid tokens of each data-parallel rank.
 
-        The context and pipeline parallel ranks of a data rank have different parts of its loss,
-        which add up. Its tensor parallel ranks compute the same loss and are not in `loss_group`.
+        Context and pipeline parallel ranks with the same sequences have different parts of the
+        loss, which are added up.
+
+        Args:
+            loss: This rank's part of the loss.
+            num_valid_tokens: Number of valid labels in this rank's sequences.
 
         Returns:
-            Two rows with an element for each data rank, float64, on the device.
+            Shape (2, number of data-parallel ranks), float64, on the device. The rows are the
+            losses and the numbers of tokens.
         """
         # Ranks that share the tokens of a data rank count the same tokens.
         degrees = self.mesh.degrees
@@ -655,11 +681,15 @@ class Trainer:
         sums = torch.zeros(2, self.mesh.data_degree, dtype=torch.float64, device=self.device)
         sums[0, self.mesh.data_rank] = loss
         sums[1, self.mesh.data_rank] = num_valid_tokens / num_sharing_ranks
+        # Tensor parallel ranks compute the same loss, so they are not in this group.
         dist.all_reduce(sums, group=self.mesh.loss_group)
         return sums
 
     def _complete_last_request(self, end: _LoopEnd, has_trained: bool) -> Request:
-        """Return the actions to take after the last step, which is always saved.
+        """Add a save and a validation to the actions that are requested after the last step.
+
+        The save is left out if a data error has prevented the first step. The validation is left
+        out if nothing was trained, or if a signal or a data error interrupts the run.
 
         Args:
             end: Why the training loop has ended.
@@ -678,6 +708,9 @@ class Trainer:
 
     def _finish(self, end: _LoopEnd) -> None:
         """End the run: call `Hook.ended`, wait for the last save, close the trainer, log the end.
+
+        Args:
+            end: Why the training loop has ended.
 
         Raises:
             Exception: The error of the training data, or else the first error of a hook or of the
@@ -707,10 +740,13 @@ class Trainer:
         self.log(Event(message, "finish", self.steps_done))
 
     def _end_hooks(self, stopped: str) -> list[Exception | None]:
-        """End all hooks, wait for the last save, and return the errors of both.
+        """Call `Hook.ended` of all hooks, wait for the last save, and return the errors of both.
 
         Args:
             stopped: Description of the signal that stopped the run, or "".
+
+        Returns:
+            An error or None for each hook, and for the last save.
         """
         errors: list[Exception | None] = []
         for hook in reversed(self.hooks):
@@ -720,7 +756,16 @@ class Trainer:
         return errors
 
     def _raise_stopped(self, stopped: str, stop_signal: signal.Signals) -> None:
-        """Raise the error with which a run ends that a signal has stopped."""
+        """Raise the error that ends a run after a stop signal.
+
+        Args:
+            stopped: Description of the signal, for the message.
+            stop_signal: The signal.
+
+        Raises:
+            StoppedBySignal: If the run has saved a checkpoint.
+            StoppedUnsaved: If checkpoint.enable is false.
+        """
         if self.job.checkpoint.enable:
             raise StoppedBySignal(f"{stopped}: saved.")
         message = f"{stopped}: nothing saved, as checkpoint.enable is false."
@@ -745,8 +790,8 @@ class _LoopEnd(NamedTuple):
 def train(run: Run, argv: Sequence[str] = ()) -> None:
     """Run a training job on this rank, from building the model to the last checkpoint.
 
-    `titanlite train` calls this function once in each process. The environment variables of the
-    launcher or torchrun (RANK, WORLD_SIZE, ...) identify the rank.
+    Call this once in each process. The environment variables of the launcher or torchrun (RANK,
+    WORLD_SIZE, ...) identify the rank.
 
     Args:
         run: Validated job.

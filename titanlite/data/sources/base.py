@@ -138,11 +138,11 @@ class _RemoteStream(AbstractBufferedFile):
 
     def _fetch_range(self, start: int, end: int) -> bytes:
         """Return bytes `start` to `end` (exclusive) of the file, as fsspec requires."""
-        first = start // storage.BLOCK
-        last = -(-min(end, self.size) // storage.BLOCK)
+        first_block = start // storage.BLOCK
+        end_block = -(-min(end, self.size) // storage.BLOCK)  # rounded up
         fetch = partial(storage.read_block, self.path, self.kwargs["version"])
-        raw = b"".join(_fetchers.map(fetch, range(first, last)))
-        offset = first * storage.BLOCK
+        raw = b"".join(_fetchers.map(fetch, range(first_block, end_block)))
+        offset = first_block * storage.BLOCK
         return raw[start - offset : end - offset]
 
 

@@ -316,7 +316,8 @@ class MappedDataset(RandomAccess):
         self.num_documents = self.num_units = count = len(dataset)
 
         digest = xxhash.xxh3_128(f"{count}".encode())
-        for i in range(0, count, max(1, -(-count // _SAMPLE_DOCUMENTS))):
+        stride = max(1, -(-count // _SAMPLE_DOCUMENTS))  # rounded up
+        for i in range(0, count, stride):
             text = self._dataset[i][self.column]
             digest.update(repr(text).encode("utf-8", "surrogatepass"))
         self.fingerprint = digest.hexdigest()

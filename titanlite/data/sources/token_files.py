@@ -349,7 +349,8 @@ def _open_datatrove(file: File, dtype: str | None) -> TokenFile:
         raise ValueError(f"the size of {index.path} is not a multiple of 8 bytes")
     ends = np.frombuffer(raw, "<i8")
     size, _ = file.check()
-    has_four_bytes = size == 4 * ends[-1:].sum()
+    num_tokens = ends[-1:].sum()  # 0 if there are no documents
+    has_four_bytes = size == 4 * num_tokens
     return TokenFile(file, np.dtype("<u4" if has_four_bytes else "<u2"), index=index, ends=ends)
 
 
