@@ -46,7 +46,8 @@ class SourceSize(NamedTuple):
 def measure_source(source: Source, tokenizer: Tokenizer) -> SourceSize:
     """Estimate the number of tokens of a source from a sample of 64 documents.
 
-    Log a warning if the tokenizer cannot represent some characters of the sample.
+    If the source was tokenized in advance, return its exact number of tokens instead. Log a warning
+    if the tokenizer cannot represent some characters of the sample.
     """
     # Sources that were tokenized in advance have an exact count.
     if source.num_tokens:
@@ -162,8 +163,7 @@ def _guess_size(spec: TextSource, tokenizer: Tokenizer) -> SourceSize:
 def inspect_data(run: Run, tokenizer: Tokenizer) -> list[SourceSize]:
     """Open and inspect the training and validation data, and estimate the size of each source.
 
-    `titanlite check` calls this function to find mistakes in the data that would stop a run at
-    startup.
+    Use this to find mistakes in the data that would stop a run at startup.
 
     Args:
         run: The run to check.

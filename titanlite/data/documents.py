@@ -24,14 +24,14 @@ _HOLDOUTS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 
 @dataclass
 class DocumentTokenizer:
-    """Tokenizes the records of a source, and skips the documents of the other split.
+    """Tokenizes the documents of a source that belong to one split, and skips all other documents.
 
-    The two splits are the training documents and the documents held out for validation.
+    The splits are the training documents, and the documents held out for validation.
 
     Attributes:
         tokenizer: Tokenizer of the run.
         holdout: Fraction of the documents that is held out for validation, 0 to 1.
-        is_validation: Select the held-out documents instead of all others.
+        is_validation: Select the held-out documents instead of the training documents.
         skip_bad: Skip records that cannot be read instead of raising an error.
         section: Section of the job file that describes the data, for messages.
         can_skip: Whether an error message may propose to skip records that cannot be read. Set to
@@ -80,7 +80,7 @@ class DocumentTokenizer:
 
         Returns:
             Tokens, shape (n,), int32. A token t that does not count in the loss is stored as ~t.
-            Empty if the record is skipped or belongs to the other split.
+            Empty if the record is skipped or does not belong to the selected split.
 
         Raises:
             BadRecord: If the record cannot be read and `skip_bad` is False.
@@ -124,7 +124,7 @@ class DocumentTokenizer:
         return np.concatenate([bos, tokens, eos])
 
     def _is_selected(self, record: str | Prepared) -> bool:
-        """Return whether a document belongs to the split that this instance selects.
+        """Return whether a document belongs to the selected split (training or held out).
 
         A document is held out for validation if the 64-bit hash of its text is less than
         `holdout` * 2**64. Duplicates therefore belong to the same split.
@@ -213,9 +213,9 @@ def _has_good_record(source: Source) -> bool:
 
 
 def _count_tokens(source: Source, documents: DocumentTokenizer, limit: int) -> int:
-    """Count the tokens of the documents that `documents` selects, and stop above `limit` tokens.
+    """Count the tokens of a source until there are more than `limit`.
 
-    Documents without text do not count.
+    Only documents with text that belong to the split of `documents` count.
     """
     num_tokens = 0
     for record in source:

@@ -100,9 +100,14 @@ def propose_download(kind: str, path: str, vocab_size: int = 0) -> str:
 
 
 def _find_target(kind: str, path: str, vocab_size: int) -> str:
-    """Return the arguments of `titanlite get` that download a missing file, "" if none are known.
+    """Return the arguments of `titanlite get` that download a missing file.
 
-    For example, "data/c4/*.jsonl" gives "data c4". See `propose_download`.
+    For example, the path "data/c4/*.jsonl" gives "data c4". Return "" if none are known.
+
+    Args:
+        kind: "tokenizer" or "data".
+        path: Path of the missing file in the job, or OWNER/NAME of a tokenizer.
+        vocab_size: Number of ids of the tokenizer to propose if `path` contains no known name.
     """
     # A folder with a known name.
     presets = load_presets()
@@ -176,7 +181,8 @@ class HubFiles:
     Attributes:
         repo: OWNER/NAME of the repository.
         sizes: Size of each file in bytes, by its path in the repository.
-        suffix: The key of `SUFFIXES` with which all files end, such as ".parquet".
+        suffix: Suffix of the files, such as ".parquet". For a model or a tokenizer, there are also
+            files with other suffixes.
     """
 
     def __init__(self, kind: str, name: str, origin: str | None, include: str | None) -> None:
@@ -503,7 +509,8 @@ def _find_preset(kind: str, name: str) -> Mapping[str, Any]:
 def _propose_name(kind: str, name: str) -> str:
     """Return a proposal for an error message about the unknown `name` of a download.
 
-    Propose the most similar name in hub.toml. If none is similar, list the names of this kind.
+    Propose the most similar name in hub.toml. If none is similar, list the names of this `kind`,
+    such as "data".
     """
     key_of_name = {key.split()[1]: key for key in load_presets()}  # "c4" -> "data c4"
     similar = difflib.get_close_matches(name.lower(), key_of_name, n=1)

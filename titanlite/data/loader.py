@@ -244,8 +244,8 @@ class Loader:
     def state_dict(self) -> dict[str, Any]:
         """Return the data position of the next global batch, to save in a checkpoint.
 
-        All ranks of the data-parallel group must call this together, because each rank only knows
-        the positions of the streams that it has read.
+        All ranks of the data-parallel group must call this together, because each rank reads only
+        some of the documents and does not know the positions of the others.
 
         Returns:
             A JSON value of a few kilobytes, which does not depend on the number of ranks.
@@ -308,10 +308,10 @@ class Loader:
         return compare_position(state, self._data)
 
     def _synchronize(self) -> list[int]:
-        """Exchange stream positions, token counts and skipped records between all ranks.
+        """Exchange data positions, token counts and skipped records between all ranks.
 
-        Afterwards every rank knows the position of every stream. The first rank logs the skipped
-        records.
+        Afterwards, every rank knows the position in each stream of documents. The first rank logs
+        the skipped records.
 
         Returns:
             The number of valid labels, of all labels, and of skipped records over all ranks, since

@@ -102,6 +102,7 @@ class _Unit(NamedTuple):
 class PackedDataset:
     """The opened sources of a job, and the data position of the next global batch.
 
+    The documents of a source are divided into streams, so that data workers can read in parallel.
     Instances are pickled to send them to data workers.
 
     Attributes:
@@ -160,9 +161,9 @@ def open_training_data(run: Run, tokenizer: Tokenizer) -> PackedDataset:
 def _count_streams(source: Source, max_epochs: int, holdout: float) -> int:
     """Return the number of streams into which the documents of a source are divided.
 
-    The result is a power of two, at most `MAX_STREAMS` and at most the number of documents (or
-    parts, for a sequential source). It determines the data order, so it must not depend on the
-    number of ranks.
+    Each stream is read by one data worker. The result is a power of two, at most `MAX_STREAMS` and
+    at most the number of documents (or parts, for a sequential source). It determines the data
+    order, so it must not depend on the number of ranks.
     """
     if max_epochs:
         return 1  # so that all ranks find the end of the source at the same step
@@ -241,7 +242,7 @@ class SequenceReader:
     def read(self, source: int, index_in_source: int, index_in_batch: int) -> PackedSequence:
         """Read one sequence of a source.
 
-        Read the sequences of a source in ascending order. You can leave out some of them.
+        Call this for the sequences of a source in ascending order. You can leave out some of them.
 
         Args:
             source: Index of the source.

@@ -198,7 +198,7 @@ def _create_pre_tokenizer() -> Any:
 def convert_tiktoken(source: TiktokenTokenizer) -> Any:
     """Convert a tiktoken tokenizer to a `tokenizers.Tokenizer` that gives the same ids.
 
-    By default, the result also adds BOS to each text, as Llama 3's tokenizer does.
+    By default, the result adds BOS to each text, as Llama 3's tokenizer does.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, processors
 

@@ -149,7 +149,7 @@ def _read_sequences(data: PackedDataset) -> list[PackedSequence]:
 
 @dataclass
 class TextWindows:
-    """Yields overlapping windows over the documents of some files, to compute their perplexity.
+    """Yields overlapping windows of tokens over the documents of files, to compute perplexity.
 
     Each window begins `stride` tokens after the previous one. Only the tokens that no earlier
     window of the document contains are scored. Each token is therefore predicted from at least
@@ -177,8 +177,8 @@ class TextWindows:
     def __iter__(self) -> Iterator[Window]:
         """Yield the windows of all documents.
 
-        A document begins with BOS, or with EOS if the tokenizer has no BOS: in training, an EOS
-        precedes each document but the first. The end of a document is not scored, because it
+        A document begins with BOS. If the tokenizer has no BOS, it begins with EOS, which precedes
+        most documents in training. No EOS is scored at the end of a document, because EOS
         represents no bytes of text.
 
         Raises:

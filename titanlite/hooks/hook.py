@@ -44,9 +44,9 @@ class Request(NamedTuple):
     """The run ends after this step. Set by the training loop only."""
 
     def __or__(self, other: Request) -> Request:
-        """Combine two requests into one for the actions of both.
+        """Combine two requests into a request for the actions of both.
 
-        If both have a reason to finish the run, the reason of `self` is used.
+        If both have a reason to finish the run, use the reason of `self`.
         """
         return Request(
             stop=max(self.stop, other.stop),
@@ -140,8 +140,8 @@ class Hook:
         Hooks may read GPU tensors here, because a logged step waits for the GPU in any case.
 
         Returns:
-            Metric values by name. Names of `LoggedStep` fields set these fields, and other names
-            add fields.
+            Metric values by name. The name of a field of `LoggedStep` sets this field. Any other
+            name adds a field.
         """
         return {}
 

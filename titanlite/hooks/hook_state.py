@@ -91,7 +91,9 @@ def prepare_hooks(
     sizes: Mapping[str, torch.Size],
     states: Mapping[str, Any],
 ) -> None:
-    """Resize the tensors of hooks before a checkpoint is loaded, and warn about mismatches.
+    """Resize the tensors of hooks to the sizes in a checkpoint, before they are loaded.
+
+    Warn about hooks whose state exists only in the checkpoint or only in this run.
 
     Args:
         hooks: Hooks of this run.

@@ -43,7 +43,7 @@ class LiveRun(Hook):
         self._view.start(refresh=True)
 
     def _render(self) -> Text:
-        """Return the content of the view: the status of the run, and any received stop signal."""
+        """Return the text to show: the status of the run, and any received stop signal."""
         text = read_status(self._trainer.run.dump_folder).to_text()
         number = self._trainer.stop_signal
         if number:
@@ -51,15 +51,15 @@ class LiveRun(Hook):
         return text
 
     def ended(self, step: int, stopped: str) -> None:
-        """Remove the view from the terminal."""
+        """Remove the status from the terminal."""
         self._remove()
 
     def failed(self, error: BaseException) -> None:
-        """Remove the view from the terminal, so that it does not cover the error message."""
+        """Remove the status from the terminal, so that it does not cover the error message."""
         self._remove()
 
     def _remove(self) -> None:
-        """Stop the thread and remove the view if it is shown."""
+        """Stop the thread and remove the status from the terminal, if it is shown."""
         if self._view is not None:
             with contextlib.suppress(OSError):  # the terminal may have been closed
                 self._view.stop()

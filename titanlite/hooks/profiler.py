@@ -36,6 +36,7 @@ class StepProfile:
     """Profile of consecutive steps on one rank.
 
     Attributes:
+        rank: The profiled rank.
         last_step: The last of the profiled steps.
         trace: Path of the trace, which Perfetto displays.
         table: Table of the operators that took the most time.
@@ -60,7 +61,7 @@ def _log_failures() -> Iterator[None]:
 
 
 class Profiler(Hook):
-    """Profiles steps of this rank on the schedule that the section [profiling] of the job sets.
+    """Profiles steps of this rank with torch.profiler, as the section [profiling] of the job sets.
 
     Attributes:
         profiles: All profiles completed so far.

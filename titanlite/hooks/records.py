@@ -47,8 +47,12 @@ GIT_SECONDS = 5.0
 def lock_folders(run: Run, log: Callable[[str], None], resources: ExitStack) -> str:
     """Lock the output folder and the checkpoint folder, so that no other run writes to them.
 
-    All ranks call this together, before anything is written. Rank 0 takes the locks, and
-    `resources` releases them when it closes.
+    All ranks call this together, before anything is written. Only rank 0 takes the locks.
+
+    Args:
+        run: The run that will write to the folders.
+        log: Function that logs a line, for example while this waits for a lock.
+        resources: Stack that releases the locks when it closes.
 
     Returns:
         A new random ID for the run, the same on all ranks.

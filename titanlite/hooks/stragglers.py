@@ -54,7 +54,11 @@ PARTS = (
 
 
 class Stragglers(Hook):
-    """Logs stragglers: ranks that are by far the slowest in three consecutive logged steps."""
+    """Logs stragglers: ranks that are by far the slowest in three consecutive logged steps.
+
+    The ranks compare times in which they do not wait for each other: for reading data, for the
+    optimizer update, and for a matrix product.
+    """
 
     def built(self, trainer: Trainer) -> None:
         """Allocate the tensor that receives the times of all ranks."""

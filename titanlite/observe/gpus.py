@@ -181,7 +181,7 @@ def device_memory() -> tuple[str | None, int]:
     This does not import torch, so that a launcher can call it quickly.
 
     Returns:
-        A pair (name, bytes):
+        A pair (name, bytes), such as ("NVIDIA H100 80GB HBM3", 85520809984). Other cases:
 
         - ("unknown", 0) if there is a GPU, but nvidia-smi cannot describe it.
         - (None, memory of this machine) if there is no GPU, or CUDA_VISIBLE_DEVICES hides it.

@@ -196,8 +196,8 @@ def scalar_points(entry: LoggedStep) -> Iterator[tuple[str, float]]:
     """Yield a TensorBoard tag and a value for each number in a log step.
 
     A field such as `loss` yields one pair: ("train/loss", 2.5). A dictionary yields one pair per
-    key, for example ("grad_norms/attention.wq", 0.5). The tag of a field that a hook has added is
-    "custom/" and its name.
+    key, for example ("grad_norms/attention.wq", 0.5). A field "x" that a hook has added has the tag
+    "custom/x".
     """
     for name, value in entry.model_dump(exclude={"step", "time", "distributions"}).items():
         tag = TAGS.get(name, f"custom/{name}")

@@ -205,8 +205,8 @@ class TensorBoard(MetricsLogger):
 def _start_wandb(start: RunStart) -> Any:
     """Start or resume a Weights & Biases run that uploads the TensorBoard curves.
 
-    The environment variables of W&B, such as WANDB_PROJECT and WANDB_API_KEY, select project and
-    account.
+    The environment variables of W&B, such as WANDB_PROJECT and WANDB_API_KEY, select the project
+    and the account.
 
     Returns:
         The W&B run. Call `finish` on it at the end.

@@ -262,7 +262,7 @@ class ReplayTrainer(Trainer):
             note(str(line))
 
     def warn(self, line: str) -> None:
-        """Ignore a warning about the state of hooks, because a replay does not load their state."""
+        """Ignore warnings about the saved state of hooks, most of which a replay does not have."""
 
 
 def replay(run: Run, step: int) -> list[LoggedStep]:

@@ -43,7 +43,12 @@ class RequestExchange:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Create an exchange between the ranks of `group`."""
+        """Create an exchange between the ranks of `group`.
+
+        Args:
+            group: Process group of all ranks.
+            device: Device of this rank, which determines `delay`.
+        """
         self.delay = REQUEST_DELAY[device.type]
         self._group = group
         self._sent = deque[_SentRequest]()

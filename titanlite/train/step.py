@@ -59,8 +59,8 @@ class StepResult(NamedTuple):
 class TrainStep:
     """Runs optimizer steps: forward and backward passes, gradient clipping, and the weight update.
 
-    The trainer calls the object once per step. `titanlite plan` calls it with fake tensors to
-    predict the memory of a run.
+    Call the object once per step. `titanlite plan` calls it with fake tensors to predict the memory
+    of a run.
 
     Attributes:
         model: This rank's part of the model.

@@ -644,7 +644,7 @@ class Trainer:
         )
 
     def _reduce_losses(self, loss: Tensor, num_valid_tokens: int) -> Tensor:
-        """Return the mean loss of the global batch, and the highest mean loss of a data rank.
+        """Return the mean loss of the global batch, and the highest one of a data-parallel rank.
 
         All ranks call this together. The result is a tensor of shape (2,) on the device.
 

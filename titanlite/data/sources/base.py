@@ -329,13 +329,13 @@ class Sequential(Source):
         """
 
     def read(self, part: int, start: int = 0) -> Iterator[Record | None]:
-        """Yield the documents of a part from index `start` on.
+        """Yield the documents of a part, or a `BadRecord` for each one that cannot be read.
 
-        For each document before `start`, yield None, so that the caller can report progress.
+        For each document before index `start`, yield None, so that the caller can report progress.
 
         Args:
             part: Index of the part.
-            start: Index in the part of the first document to return.
+            start: Index in the part of the first document to yield.
 
         Raises:
             UserError: If the part is damaged or has changed.
@@ -415,9 +415,9 @@ def hash_samples(files: list[File], column: str) -> str:
 
 
 def add_column(fingerprint: str, column: str) -> str:
-    """Return a fingerprint that depends on the fingerprint of the files and on the text column.
+    """Combine the fingerprint of files with the name of a column that the source reads.
 
-    For the default column, "text", it is the fingerprint of the files.
+    The default text column, "text", leaves the fingerprint unchanged.
     """
     if column == "text":
         return fingerprint

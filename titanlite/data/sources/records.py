@@ -194,7 +194,7 @@ def _parse_line(line: bytes) -> object:
 
 
 def _propose_conversion(line: bytes, error: json.JSONDecodeError) -> str:
-    """Return a proposal how to read a file with a line that is not JSON, for the error message.
+    """Propose how to read a file with a line that is not JSON, as the end of an error message.
 
     Return "" if no remedy is known.
 
@@ -274,7 +274,7 @@ def _explain_missing_text(record: dict[str, Any], column: str) -> str:
 
 
 def _propose_text_column(record: dict[str, Any]) -> str:
-    """Return a proposal which fields of a record to set as text_column, for the error message.
+    """Propose fields of a record as text_column, as the end of an error message.
 
     If there are several text fields, also propose a jq command that joins them. Return "" if no
     field contains text.
