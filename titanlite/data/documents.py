@@ -233,7 +233,7 @@ def _explain_too_little_text(
     """Return an error message for a source with fewer tokens than one sequence needs.
 
     Args:
-        source: The source.
+        source: Source whose name the message contains.
         documents: Tokenizer that has read the source, with the reasons for skipped records.
         num_tokens: Number of tokens that the source has.
         seq_len: Number of tokens that the source must exceed.

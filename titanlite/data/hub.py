@@ -216,6 +216,7 @@ class HubFiles:
 
         entries = self._list_hub() if self._folder is None else _list_folder(self._folder)
         pattern = include or preset.get("files", "*")
+        # Topmost files first.
         matching = sorted(filter_names(entries, pattern), key=lambda name: (name.count("/"), name))
         self.suffix = _choose_suffix(kind, matching)
         if not self.suffix:
@@ -228,7 +229,7 @@ class HubFiles:
         elif kind == "model":
             names = [name for name in names if "/" not in name]
             names += [name for name in _MODEL_FILES if name in entries]
-        elif pattern == "*":
+        elif pattern == "*":  # of a dataset, prefer the files of the training split
             names = [name for name in names if "train" in name] or names
         self._entries = {name: entries[name] for name in names}
         self.sizes = {name: entry.size for name, entry in self._entries.items()}

@@ -65,7 +65,7 @@ class Loader:
     ) -> None:
         """Open all sources and read a sample of each one, so that mistakes are reported at startup.
 
-        No data worker starts yet; see `start`.
+        Call `start` to start the data workers.
 
         Args:
             run: The run whose [dataset] is read.
@@ -290,8 +290,8 @@ class Loader:
     def compare(self, state: dict[str, Any]) -> DataChanges:
         """List the differences between the data of this loader and the data of a saved state.
 
-        `load_state_dict` uses the result to decide whether the run can resume. The tokenizer is not
-        compared; see `Tokenizer.is_known_as`.
+        Use this to decide whether the run can resume from the state. The tokenizer is not compared;
+        call `Tokenizer.is_known_as` for this.
 
         Args:
             state: A value that `state_dict` returned.

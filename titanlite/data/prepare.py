@@ -64,7 +64,7 @@ def prepare(run: Run, out: Path, workers: int) -> list[Path]:
 
     Args:
         run: The run whose [dataset] is tokenized.
-        out: Output folder. Each source of a mixture gets its own folder in it.
+        out: Output folder. Each source of a mixture gets a subfolder.
         workers: Number of threads that tokenize.
 
     Returns:
@@ -122,7 +122,7 @@ def _prepare_source(
         workers: Number of threads that tokenize.
 
     Raises:
-        UserError: If `folder` contains other files, or shards of another source or tokenizer.
+        UserError: If `folder` contains other files, or shards of a different source or tokenizer.
     """
     tokenizer = documents.tokenizer
     header = {

@@ -393,7 +393,7 @@ class SequenceReader:
         A window ends when it has `WINDOW_DOCUMENTS` records or `WINDOW_CHARACTERS` characters.
 
         Args:
-            source: The source.
+            source: Source that contains the part.
             part: Index of the part in the source.
             start: Index in the part of the first record to read.
 

@@ -172,7 +172,7 @@ class TiktokenTokenizer(Tokenizer):
                 base64.b64decode(token, validate=True): int(rank) for token, rank in lines
             }
         except ValueError:
-            self.ranks = {}
+            self.ranks = {}  # reported below
 
         num_ranks = len(self.ranks)
         has_all_bytes = all(bytes([byte]) in self.ranks for byte in range(256))
@@ -189,7 +189,7 @@ class TiktokenTokenizer(Tokenizer):
 
     @cached_property
     def fingerprints(self) -> tuple[str, ...]:
-        """Hashes that identify this tokenizer. See `Tokenizer.fingerprints`."""
+        """Hashes by which checkpoints and shards identify this tokenizer, the current one first."""
         current = _hash_ranks(LLAMA3_PATTERN, self.ranks, self._special, self.bos_id, self.eos_id)
         of_file = _sha256(b"tiktoken llama3 " + LLAMA3_PATTERN.encode() + self._raw)
         return current, of_file
@@ -211,7 +211,7 @@ class TiktokenTokenizer(Tokenizer):
         return self.encoding.encode_to_numpy(text, disallowed_special=())
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of a sequence of token ids."""
+        """Return the text of a sequence of token ids, including the names of special tokens."""
         return self.encoding.decode(ids)
 
     def token_bytes(self, token: int) -> bytes:
@@ -282,7 +282,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @cached_property
     def fingerprints(self) -> tuple[str, ...]:
-        """Hashes that identify this tokenizer. See `Tokenizer.fingerprints`."""
+        """Hashes by which checkpoints and shards identify this tokenizer, the current one first."""
         value = json.loads(self._raw)
         used = {key: part for key, part in value.items() if key not in _UNUSED_PARTS}
         current = json.dumps([used, self.bos_id, self.eos_id], sort_keys=True).encode()

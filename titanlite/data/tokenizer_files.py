@@ -225,7 +225,7 @@ def convert_tiktoken(source: TiktokenTokenizer) -> Any:
 
 
 def _list_merges(ids: dict[str, int]) -> list[tuple[str, str]]:
-    """List all pairs of tokens that can be merged to another token, in the order of the vocabulary.
+    """List all pairs of tokens whose concatenation is a token, in the order of the vocabulary.
 
     tiktoken merges all such pairs, but the tokenizers library merges only listed ones. For example,
     the token "the" can be merged from ("t", "he") and ("th", "e").

@@ -52,7 +52,7 @@ class ValidationSet:
         """Read all validation sequences, and keep those of one data-parallel rank in memory.
 
         Args:
-            run: The run.
+            run: Run whose job describes the validation data.
             tokenizer: Tokenizer of the run.
             dp_rank: Index of this data-parallel rank.
             device: Device of the microbatches.
@@ -88,6 +88,7 @@ class ValidationSet:
         self.num_tokens = int(token_counts.sum())
         self.num_bytes = 0
         for token in np.flatnonzero(token_counts).tolist():
+            # BOS and EOS represent no text.
             if token not in (tokenizer.bos_id, tokenizer.eos_id):
                 self.num_bytes += int(token_counts[token]) * len(tokenizer.token_bytes(token))
 

@@ -42,8 +42,8 @@ class HangReport(Hook):
     writes `<rank>.hang.json` into the folder of the launcher, and deletes the file if the rank
     makes progress again. Without a launcher, no thread is started.
 
-    The time limit until the end of the first step is longer (comm.init_timeout_seconds), because
-    this step compiles kernels.
+    The time limit is 80% of the timeout of collectives. Until the end of the first step, this is
+    comm.init_timeout_seconds, which is longer because the first step compiles kernels.
 
     A save does not restart the time limit, so a rank also writes a report during a long synchronous
     save. The report does not end the run, and is deleted after the next step.

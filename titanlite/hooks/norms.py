@@ -31,7 +31,7 @@ class Norms(Hook):
 
     Norms are computed at logged steps, for groups of parameters. A group consists of the parameters
     with the same name in all transformer blocks, such as `attention.wq`. A parameter outside of the
-    blocks forms a group of its own.
+    blocks forms a separate group.
     """
 
     def built(self, trainer: Trainer) -> None:

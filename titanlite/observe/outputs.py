@@ -235,7 +235,7 @@ def _archive_after(path: Path, archive: Path, last_step: int) -> None:
     Damaged lines are moved too. If the file does not exist, do nothing.
 
     Args:
-        path: The file.
+        path: JSON Lines file whose lines have the key "step".
         archive: Archive folder, which is created if there are lines to move.
         last_step: Last step whose line stays in the file.
     """

@@ -39,7 +39,7 @@ class RequestExchange:
         in step 2     | send and receive for step 2 | send for step 3, receive for step 2
 
     Attributes:
-        delay: Number of steps between sending and receiving a request; see `REQUEST_DELAY`.
+        delay: Number of steps between sending and receiving a request: 0 on a CPU, 1 on a GPU.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:

@@ -283,8 +283,8 @@ class Trainer:
         """Train until the last step, a request to end the run, or a data error.
 
         After each step, the ranks combine their requests, and all take the same actions, such as a
-        save. After the last step, they take no action yet. See `RequestExchange` for the time at
-        which requests are sent.
+        save. They do not yet take the actions after the last step. `RequestExchange` explains when
+        a request is sent.
 
         Returns:
             Why the loop has ended, with the actions that were requested after the last step.

@@ -251,7 +251,7 @@ class Source(ABC):
 class RandomAccess(Source):
     """Base class of sources that can read any document by its index.
 
-    The documents of such a source are shuffled individually, so `num_units` equals `num_documents`.
+    The documents of these sources are shuffled individually, so `num_units` equals `num_documents`.
     """
 
     @abstractmethod

@@ -87,7 +87,7 @@ class FileSpans(RandomAccess):
 
         Args:
             spec: Table of the job file that describes the source.
-            files: The files.
+            files: Files with the documents, in the order of the documents.
 
         Raises:
             UserError: If a file cannot be read.
@@ -261,7 +261,7 @@ class Parquet(Sequential):
 
         Args:
             spec: Table of the job file that describes the source.
-            files: The files.
+            files: Parquet files, in the order of the documents.
 
         Raises:
             UserError: If a file is not Parquet, or has no column with a name that `spec` sets.
@@ -460,7 +460,7 @@ def describe_file(file: Path, column: str) -> DataSource:
     suffix are read as text.
 
     Args:
-        file: The file.
+        file: Local file that contains the documents.
         column: Name of the field or column that contains the text.
     """
     source = _SOURCE_OF_SUFFIX.get(file.suffix.lower(), "text")

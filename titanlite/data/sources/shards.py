@@ -247,7 +247,7 @@ class Shards(TokenSource):
         """Check that a .bin file has the size that the manifest states.
 
         Raises:
-            UserError: If the file has another size.
+            UserError: If the size differs.
         """
         size = file.check()[0]
         expected = entry.tokens * self._dtype.itemsize

@@ -57,7 +57,7 @@ class TokenFile:
     """A file of token ids, and the documents in it.
 
     Attributes:
-        file: The file.
+        file: File that contains the ids.
         dtype: Data type of the ids.
         offset: Number of bytes before the first id.
         index: File that lists where the documents end. None if documents end at EOS.
@@ -86,7 +86,8 @@ class TokenFile:
             # Compare the ends instead of subtracting them, which overflows for a damaged index.
             bounds = np.concatenate([[0], self.ends, [self.num_tokens]])
             is_descending = bounds[1:] < bounds[:-1]
-            if is_descending.any() or bounds[-2] < self.num_tokens:
+            has_rest = bounds[-2] < self.num_tokens  # ids after the last document
+            if is_descending.any() or has_rest:
                 raise ValueError(f"its {self.num_tokens:,} tokens do not match {self.index.path}")
 
     def read(self, start: int, end: int) -> np.ndarray:
@@ -232,12 +233,12 @@ def _open_token_file(file: File, dtype: str | None) -> TokenFile:
     """Open a token file with the reader for its suffix.
 
     Args:
-        file: The file.
+        file: Token file, whose suffix selects the reader.
         dtype: Option dataset.token_dtype: data type of the ids, or None to read it from the file.
 
     Raises:
         UserError: If the suffix is unknown, the file or its index cannot be read, or the file has
-            another data type than `dtype`.
+            a data type other than `dtype`.
     """
     reader = _READERS.get(file.path.suffix)
     if reader is None:
@@ -258,7 +259,7 @@ def _open_megatron(file: File, dtype: str | None) -> TokenFile:
     """Open a .bin file of Megatron. Its .idx file contains the document bounds and data type.
 
     Raises:
-        ValueError: If the .idx file has another format, or does not match the .bin file.
+        ValueError: If the .idx file has a different format, or does not match the .bin file.
     """
     index = make_file(file.path.with_suffix(".idx"))
     stored_dtype, lengths, bounds = _read_megatron_index(index)
@@ -280,7 +281,7 @@ def _read_megatron_index(file: File) -> tuple[np.dtype, np.ndarray, np.ndarray]:
         before each document.
 
     Raises:
-        ValueError: If the file has another format or is truncated.
+        ValueError: If the file has a different format or is truncated.
     """
     raw = file.read()
     if not raw.startswith(_MEGATRON_START) or len(raw) < _MEGATRON_HEADER_BYTES:
