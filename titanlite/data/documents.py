@@ -206,7 +206,7 @@ def inspect_source(source: Source, documents: DocumentTokenizer, seq_len: int) -
 def _has_good_record(source: Source) -> bool:
     """Return whether any of the first 64 records of a source can be read.
 
-    If none can, skipping bad records would skip everything, so error messages do not propose it.
+    If none can, error messages do not propose to skip bad records, because all may be bad.
     """
     first_records = islice(source, _SAMPLE_DOCUMENTS)
     return any(not isinstance(record, BadRecord) for record in first_records)

@@ -178,14 +178,15 @@ def concat(read_documents: ReadDocuments, length: int, start: StreamPosition) ->
 def best_fit(read_documents: ReadDocuments, length: int, start: StreamPosition) -> PackedSegments:
     """Pack documents into sequences, and cut only documents that are longer than a sequence.
 
-    The tokens of about 64 sequences are packed together as one window. The yielded sequences can be
-    shorter than `length`.
+    Documents are packed in windows, each with the tokens of about 64 sequences. Within a window,
+    their order changes. The yielded sequences can be shorter than `length`.
 
     Args:
         read_documents: Reads the documents of the stream from a position.
         length: Maximum number of tokens per sequence: training.seq_len + 1, because labels are
             shifted by one.
-        start: Position of the first sequence to yield: the window, and the index in the window.
+        start: Position of the first sequence to yield: the first document of a window, and the
+            index of the sequence in the window.
 
     Yields:
         The segments of a sequence, and the position at which the next sequence begins.

@@ -119,7 +119,7 @@ class NonFiniteGuard(Hook):
     def _read_results(self) -> None:
         """Read the results of recent steps from the GPU, and count and describe skipped steps.
 
-        All ranks must call this together.
+        All ranks must call this together, because they exchange what they know of skipped steps.
         """
         results = self._unread
         self._unread = []
@@ -140,9 +140,9 @@ class NonFiniteGuard(Hook):
                 self._unreported.append(self._describe(views_of_step))
 
     def _count(self, is_skipped: bool) -> None:
-        """Update the counts of all, current consecutive and most consecutive skipped steps.
+        """Update the counts of skipped steps: in total, in a row now, and in a row at most.
 
-        Call this once per step, in order.
+        Call this once for each step, in order.
         """
         if not is_skipped:
             self._num_consecutive = 0
@@ -274,7 +274,7 @@ class SpikeGuard(Hook):
       do not depend on rollbacks.
     - Otherwise spikes are only logged.
 
-    Except with "skip", the CPU compares the values when it reads the metrics.
+    Except with "skip", the CPU looks for spikes later, when it reads the metrics.
     """
 
     name = SPIKE_GUARD

@@ -58,6 +58,6 @@ def flops_per_token(arch: Architecture, seq_len: int, is_causal: bool = True) ->
 def _matmul_params(arch: Architecture) -> int:
     """Return the number of weights in matrices that multiply activations.
 
-    The output projection counts even if it is tied to the embedding.
+    The output projection counts, even if its weights are tied to the embedding.
     """
     return arch.n_layers * arch.block_matrices + arch.vocab_size * arch.dim

@@ -104,12 +104,12 @@ class Forecast(FileModel):
 
     @property
     def needs(self) -> int:
-        """Bytes of device memory that a rank needs, including `allowance` for libraries."""
+        """Bytes of device memory that a rank needs: its peak and the allowance for libraries."""
         return self.peak + self.allowance
 
     @property
     def fits(self) -> bool:
-        """Whether a rank has enough device memory for the peak and `allowance` for libraries."""
+        """Whether a rank has enough device memory for its peak and the allowance for libraries."""
         return self.needs <= self.memory
 
     def explain_memory(self) -> str:

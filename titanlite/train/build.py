@@ -77,8 +77,8 @@ def _create_plugin_hooks(run: Run) -> list[Hook]:
 def settle_compute_dtype(run: Run, device: torch.device) -> Run:
     """Replace `training.mixed_precision_param = "auto"` by a concrete dtype, the same on all ranks.
 
-    All ranks call this together. Rank 0 chooses for all of them, because the CPUs of the nodes may
-    differ: the dtype of the checkpoint to resume from, or else the fastest one on the device.
+    The dtype is that of the checkpoint to resume from, or else the fastest one on the device. Rank
+    0 chooses it, because the CPUs of the nodes may differ. All ranks call this together.
 
     Returns:
         The run with the chosen dtype, or `run` itself if the job sets a dtype.
@@ -100,8 +100,8 @@ def describe_run(
 ) -> Iterator[str | Event]:
     """Yield the first lines of the log: model size, data, number of tokens, and precision.
 
-    On rank 0, also estimate the size of the data. Log warnings about suspicious options, and if the
-    data or the tokenizer is too small to train a useful model.
+    On rank 0, also estimate the size of the data, and log warnings: about suspicious options, and
+    about data or a tokenizer that is too small to train a useful model.
     """
     yield _summarize_run(run, device, loader)
     yield describe_compute_dtype(run.job.training.mixed_precision_param, device)
@@ -138,7 +138,8 @@ def _summarize_run(run: Run, device: torch.device, loader: Loader) -> str:
 def _describe_data(run: Run, tokenizer: Tokenizer, loader: Loader) -> Iterator[Event]:
     """Yield a log event with the estimated size of each training source.
 
-    Also log warnings about suspicious options, and if the data or the tokenizer is too small.
+    Also log warnings: about suspicious options, and about data or a tokenizer that is too small to
+    train a useful model.
     """
     logger = logging.getLogger(LOGGER_NAME)
     for line in find_suspicious_values(run):
@@ -152,7 +153,7 @@ def _describe_data(run: Run, tokenizer: Tokenizer, loader: Loader) -> Iterator[E
 
 
 def describe_compute_dtype(dtype: str, device: torch.device) -> str:
-    """Return a log line with the compute dtype, and with the bfloat16 support of a CPU.
+    """Return a log line with the compute dtype. For a CPU, add whether it supports bfloat16.
 
     Args:
         dtype: "float32" or "bfloat16".

@@ -55,8 +55,8 @@ class Start(NamedTuple):
 class History(NamedTuple):
     """The starts and rollbacks of a run that led to its current weights.
 
-    If a start resumed from step 80, starts and rollbacks of earlier starts after step 80 are left
-    out, because those steps were trained again.
+    Steps that were trained again do not count. For example, if a run resumed from step 80, earlier
+    rollbacks after step 80 are left out.
 
     Attributes:
         starts: Starts in order.

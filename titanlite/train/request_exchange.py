@@ -54,7 +54,7 @@ class RequestExchange:
         self._sent = deque[_SentRequest]()
 
     def send(self, request: Request, num_requests: Tensor | None = None) -> None:
-        """Send the request of this rank. A later call of `receive` combines those of all ranks.
+        """Send the request of this rank. A later call of `receive` combines it with all others.
 
         Args:
             request: Request of this rank. In most steps it is empty.
@@ -76,7 +76,7 @@ class RequestExchange:
         self._sent.append(_SentRequest(request, count, copied))
 
     def receive(self) -> Request:
-        """Return the combined requests of all ranks that were sent first and not yet received.
+        """Combine the oldest request of each rank that was not received yet, and return the result.
 
         All ranks call this together, and all receive the same result. The CPU waits until the step
         that counted the requests has computed its gradient norm.

@@ -174,10 +174,9 @@ class Trainer:
             hook.started(self.steps_done)
 
     def _open_outputs(self) -> None:
-        """Lock the output folder, open the log files, and create the hang report.
+        """Lock the output folder, open the log files, and create hang report and stop signals.
 
-        Also create the object that handles stop signals. All ranks call this together, because they
-        communicate to lock the output folder.
+        All ranks call this together, because they communicate to lock the output folder.
         """
         setup_logging(self.rank, None)
         self.hang_report = HangReport(self)  # first, so that it covers the rest of the build
@@ -470,8 +469,8 @@ class Trainer:
     def report_progress(self) -> None:
         """Report that this rank is alive. Call it every few seconds during long work between steps.
 
-        Otherwise, if the work takes most of the timeout of collectives, `HangReport` writes a
-        report that this rank hangs.
+        If you do not call it and the work takes most of the timeout of collectives, `HangReport`
+        reports that this rank hangs.
         """
         if self.hang_report is not None:
             self.hang_report.restart()
