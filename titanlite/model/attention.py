@@ -46,13 +46,14 @@ class DocumentBounds(NamedTuple):
 
 @contextmanager
 def backend_order(device: torch.device, *, prefers_flash: bool = False) -> Iterator[None]:
-    """Set which kernel of scaled dot-product attention has priority within this context.
+    """Set the order in which scaled dot-product attention tries its kernels in a `with` block.
 
     The order is fixed rather than benchmarked, so that a restarted run is bitwise identical.
 
     Args:
         device: A GPU.
-        prefers_flash: Prefer flash attention on all GPUs, because a newer version is active.
+        prefers_flash: Try flash attention before cuDNN on every GPU. By default, Hopper and newer
+            GPUs try cuDNN first.
     """
     # The first kernel that supports the inputs of a call is used.
     order = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]
@@ -101,13 +102,16 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None) -> Tens
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, bounds: DocumentBounds) -> Tensor:
     """Compute causal attention within documents with the variable-length kernel of FlashAttention.
 
-    The kernel exists only for GPUs. A CPU computes the same from a boolean mask.
+    The kernel exists only for GPUs. On a CPU, attention with a boolean mask computes the same.
 
     Args:
         q: Queries, shape (B, H, T, D).
         k: Keys, shape (B, H_kv, T, D).
         v: Values, same shape as `k`.
         bounds: Bounds of the documents in the B sequences.
+
+    Returns:
+        Attention output, shape (B, H, T, D).
     """
     batch_size, num_heads, seq_len, _ = q.shape
     if not q.is_cuda:
@@ -138,7 +142,7 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, bounds: DocumentBounds) ->
 
 
 def _bounds_to_mask(bounds: DocumentBounds, batch_size: int, seq_len: int) -> Tensor:
-    """Return the boolean mask, shape (B, 1, T, T), that is equivalent to document bounds."""
+    """Convert document bounds to an equivalent boolean attention mask, shape (B, 1, T, T)."""
     device = bounds.cu_seqlens.device
     tokens = torch.arange(batch_size * seq_len, dtype=torch.int32, device=device)
     document_ids = torch.searchsorted(bounds.cu_seqlens, tokens, right=True)
@@ -146,7 +150,10 @@ def _bounds_to_mask(bounds: DocumentBounds, batch_size: int, seq_len: int) -> Te
 
 
 def equal_bounds(batch_size: int, seq_len: int, device: torch.device) -> Tensor:
-    """Return the `cu_seqlens` of a batch in which each sequence is one document."""
+    """Return the `cu_seqlens` of `DocumentBounds` if each sequence of a batch is one document.
+
+    For example, 2 sequences of 4 tokens have the bounds [0, 4, 8].
+    """
     num_tokens = batch_size * seq_len
     return torch.arange(0, num_tokens + 1, seq_len, dtype=torch.int32, device=device)
 
@@ -170,7 +177,8 @@ def document_mask(document_ids: Tensor, window: int = 0) -> Tensor:
 def flex_document_mask(document_ids: Tensor, window: int = 0) -> BlockMask:
     """Build a block mask for flex attention that is causal within each document of a sequence.
 
-    Flex attention skips blocks between documents. See https://pytorch.org/blog/flexattention.
+    Flex attention skips blocks of query-key pairs that the mask excludes entirely, such as pairs
+    from different documents. See https://pytorch.org/blog/flexattention.
 
     Args:
         document_ids: Document of each token, shape (B, T).
@@ -200,8 +208,8 @@ def flex_document_mask(document_ids: Tensor, window: int = 0) -> BlockMask:
 def flex_function(name: str) -> Callable[..., Any]:
     """Return a function of `torch.nn.attention.flex_attention`, compiled if there is a GPU.
 
-    Only compiled flex attention avoids allocating a tensor of shape (T, T). Within a compiled
-    block, the plain function is returned, because it becomes part of the graph of the block.
+    Only compiled flex attention avoids allocating a tensor of shape (T, T). While the compiler
+    traces a transformer block, return the plain function, which becomes part of the block's graph.
 
     Args:
         name: "flex_attention" or "create_block_mask".
@@ -216,7 +224,7 @@ def flex_function(name: str) -> Callable[..., Any]:
 
 @cache
 def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the compiled function. All callers share it, so it is compiled once per process."""
+    """Compile a function, and return the same compiled function in all later calls."""
     return torch.compile(function)
 
 

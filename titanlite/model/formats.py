@@ -84,7 +84,7 @@ def _find_family(arch: Architecture) -> type[HFConfig]:
 
 
 def has_hf_family(arch: Architecture) -> bool:
-    """Return whether transformers has a model family that computes an architecture."""
+    """Return whether transformers can run an architecture, as one of its model families."""
     return any(family.can_represent(arch) for family in resolve(arch.families))
 
 
@@ -150,12 +150,17 @@ def _export_rope_scaling(arch: Architecture) -> dict[str, Any] | None:
 
 
 def _export_fields(arch: Architecture, model: type[FileModel]) -> dict[str, Any]:
-    """Return the fields of `arch` that `model` has, under their names in a config.json."""
+    """Return the values of `arch` for all fields with an alias in `model`, as in a config.json.
+
+    For example, `n_heads` = 32 becomes {"num_attention_heads": 32}.
+    """
     return {key: getattr(arch, name) for name, key in _aliases(model).items()}
 
 
 def architecture_from_hf(config: dict[str, Any]) -> Architecture:
-    """Convert the content of a config.json to an architecture, with the defaults of transformers.
+    """Convert the content of a config.json to an architecture.
+
+    Missing keys get the default values of transformers.
 
     Raises:
         UserError: If the model cannot be represented exactly. The message names every key that
@@ -202,13 +207,13 @@ def _parse_hf_config(config: dict[str, Any]) -> HFConfig:
 
 
 def _check_required_keys(parsed: HFConfig) -> None:
-    """Check that a config.json has all sizes, for a family other than Llama.
+    """Check that a config.json contains all model sizes, for a family other than Llama.
 
-    transformers has different default sizes for each family, and this module has only the defaults
-    of Llama.
+    transformers has different default sizes for each family, but titanlite has only the defaults of
+    Llama, so all other families must state their sizes.
 
     Raises:
-        UserError: If a size is missing.
+        UserError: If a size is missing. The message lists all missing keys.
     """
     keys = _aliases(HFConfig)
     required = keys.keys() - {"tied_embeddings", "head_dim"}
@@ -220,7 +225,7 @@ def _check_required_keys(parsed: HFConfig) -> None:
 
 
 def _families_by_kind() -> dict[str, type[HFConfig]]:
-    """Return the model families of all architectures, including plugins, by `model_type`."""
+    """Map each supported `model_type` of a config.json to its model family, including plugins."""
     families: dict[str, type[HFConfig]] = {}
     for name in ARCHITECTURES:
         for family in resolve(ARCHITECTURES[name].families):
@@ -465,7 +470,7 @@ class _SmolLM3(_Qwen2):
         For example, with an interval of 4, the list for 6 layers is [1, 1, 1, 0, 1, 1].
 
         Raises:
-            ValueError: If the layers without RoPE have another pattern.
+            ValueError: If the list differs from this pattern.
         """
         interval = info.data.get("no_rope_interval", 4)
         num_layers = info.data.get("n_layers", 0)
@@ -491,9 +496,10 @@ class _Olmo2(HFConfig):
 
 
 class _Olmo3(_Olmo2):
-    """The config.json of OLMo 3, in which every n-th layer has neither window nor unscaled RoPE.
+    """The config.json of OLMo 3, in which every n-th layer attends to all tokens.
 
-    The interval n is read from layer_types. RoPE scaling applies only to these layers.
+    Only these layers apply RoPE scaling. All other layers have a sliding window. The interval n is
+    read from `layer_types`.
     """
 
     kind: ClassVar = "olmo3"
@@ -507,10 +513,12 @@ class _Olmo3(_Olmo2):
     @field_validator("full_attention_interval", mode="before")
     @classmethod
     def _find_interval(cls, layer_types: Any, info: ValidationInfo) -> int:
-        """Return n if every n-th layer, and no other one, attends to all tokens.
+        """Return the interval n if exactly every n-th layer attends to all tokens.
+
+        For example, ["sliding_attention", "full_attention"] gives 2.
 
         Raises:
-            ValueError: If the layers have another pattern.
+            ValueError: If the layers do not repeat in this way.
         """
         if layer_types is None:
             return 4
@@ -524,10 +532,10 @@ class _Olmo3(_Olmo2):
     @field_validator("rope_parameters", mode="before")
     @classmethod
     def _select_full_attention(cls, tables: Any) -> Any:
-        """Return the RoPE settings of layers without a window.
+        """Return the RoPE settings of layers without a sliding window.
 
         Raises:
-            ValueError: If those of the other layers do more than to leave out the scaling.
+            ValueError: If layers with a window have another rope_theta, or scale RoPE.
         """
         if not tables:
             return tables
@@ -548,7 +556,7 @@ class _Olmo3(_Olmo2):
 
 
 def _layer_types(interval: int, num_layers: int) -> list[str]:
-    """Return the value of layer_types if every `interval`-th layer has no window."""
+    """Return the list `layer_types` of a config.json if every `interval`-th layer has no window."""
     layers = range(1, num_layers + 1)
     return ["sliding_attention" if layer % interval else "full_attention" for layer in layers]
 
@@ -582,9 +590,9 @@ _WITHOUT_EFFECT = frozenset(
 def compare_shapes(
     expected: dict[str, tuple[int, ...]], actual: dict[str, tuple[int, ...]]
 ) -> list[str]:
-    """List the tensors that are missing, unexpected, or have the wrong shape, one line each.
+    """List the tensors of a file that are missing, unexpected, or have the wrong shape.
 
-    A line is, for example, "norm.weight: missing".
+    Each item of the list is a line of text, for example "norm.weight: missing".
 
     Args:
         expected: Shapes of the parameters of the architecture, by name.
@@ -631,8 +639,8 @@ def architecture_from_meta(
 
     Args:
         params: Content of params.json.
-        vocab_size: Rows of the embedding, used if params.json has -1.
-        ffn_dim: Rows of the first feed-forward matrix.
+        vocab_size: Number of rows of the embedding, used if params.json has -1.
+        ffn_dim: Number of rows of the first feed-forward matrix.
         tied: Whether the embedding is also the output matrix.
     """
     fields = params.model_dump(include={"dim", "n_layers", "n_heads", "norm_eps", "rope_theta"})

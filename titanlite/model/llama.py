@@ -30,8 +30,13 @@ INIT_STD = 0.02
 def rope_frequencies(arch: Architecture, device: torch.device, is_scaled: bool) -> Tensor:
     """Compute the RoPE angle per position for each channel pair, in radians.
 
-    To extend the context length, low frequencies are divided by `rope_scaling_factor`, high ones
-    are kept, and those between are interpolated linearly.
+    RoPE scaling extends the context length: it divides low frequencies by `rope_scaling_factor`,
+    keeps high frequencies, and interpolates linearly between the two for all others.
+
+    Args:
+        arch: Architecture of the model.
+        device: Device of the result.
+        is_scaled: Whether to apply RoPE scaling.
 
     Returns:
         Frequencies, shape (D / 2,), fp32.
@@ -49,10 +54,11 @@ def rope_frequencies(arch: Architecture, device: torch.device, is_scaled: bool) 
 
 
 def _llama3_kept_part(arch: Architecture, frequencies: Tensor) -> Tensor:
-    """Return the part of each frequency that Llama 3.1 does not scale, from 0 to 1, shape (D / 2,).
+    """Return how much of each RoPE frequency Llama 3.1 keeps, from 0 to 1, shape (D / 2,).
 
-    It is 0 for a frequency that completes fewer than `rope_low_freq_factor` turns in the original
-    context, 1 for more than `rope_high_freq_factor` turns, and linear between them.
+    The rest of the frequency is divided by `rope_scaling_factor`. The result is 0 for a frequency
+    that completes fewer than `rope_low_freq_factor` turns in the original context, 1 for more than
+    `rope_high_freq_factor` turns, and linear in the number of turns in between.
     """
     turns = arch.rope_original_max_seq_len * frequencies / (2 * math.pi)
     low, high = arch.rope_low_freq_factor, arch.rope_high_freq_factor
@@ -60,10 +66,12 @@ def _llama3_kept_part(arch: Architecture, frequencies: Tensor) -> Tensor:
 
 
 def _yarn_kept_part(arch: Architecture, device: torch.device) -> Tensor:
-    """Return the part of each frequency that YaRN does not scale, from 0 to 1, shape (D / 2,).
+    """Return how much of each RoPE frequency YaRN keeps, from 0 to 1, shape (D / 2,).
 
-    YaRN (https://arxiv.org/abs/2309.00071) interpolates linearly in the index of the channel pair.
-    The limits, `rope_beta_slow` and `rope_beta_fast` turns, are rounded to whole channel pairs.
+    The rest of the frequency is divided by `rope_scaling_factor`. The result is 1 for channel pairs
+    that complete more than `rope_beta_fast` turns in the original context, and 0 for fewer than
+    `rope_beta_slow` turns. In between it is linear in the index of the pair, after both limits are
+    rounded to whole pairs. See https://arxiv.org/abs/2309.00071.
     """
 
     def find_pair(turns: float) -> float:
@@ -84,8 +92,8 @@ def rope_table(arch: Architecture, positions: Tensor, is_scaled: bool) -> tuple[
 
     Args:
         arch: Architecture of the model.
-        positions: Positions, shape (T,) or (B, T).
-        is_scaled: Whether to extend the context length.
+        positions: Token positions, shape (T,) or (B, T).
+        is_scaled: Whether to apply RoPE scaling, which extends the context length.
 
     Returns:
         Cosines and sines, each of shape (T, 1, D / 2) or (B, T, 1, D / 2), fp32.
@@ -157,7 +165,10 @@ def default_mask(tokens: Tensor, cache: Sequence[LayerCache] | None, window: int
 
 
 def soft_cap(logits: Tensor, softcap: float) -> Tensor:
-    """Return `softcap` * tanh(logits / `softcap`), or the logits themselves if `softcap` is 0."""
+    """Limit logits to the range from -`softcap` to `softcap` with a smooth tanh; 0 keeps them.
+
+    The result is `softcap` * tanh(logits / `softcap`).
+    """
     return (logits / softcap).tanh() * softcap if softcap else logits
 
 
@@ -308,11 +319,10 @@ class TransformerBlock(nn.Module):
 
 
 class Output(nn.Module):
-    """The output matrix, with a row for each of V tokens and a column for each of C dimensions.
+    """The output matrix, shape (V, C), with one row per token of the vocabulary.
 
-    A head, such as the loss, multiplies hidden states by the matrix.
-
-    It is a module so that FSDP gathers the matrix before the head runs and frees it afterward.
+    A head, such as the loss, multiplies hidden states by the matrix. The matrix is in a module of
+    its own so that FSDP gathers it before the head runs and frees it afterward.
     """
 
     def __init__(self, arch: Architecture) -> None:
@@ -474,7 +484,7 @@ class Llama(nn.Module):
     def embed(self, x: Tensor) -> Tensor:
         """Transform the token embeddings before the first block: (B, T, C) -> (B, T, C).
 
-        Llama uses them unchanged. A subclass may scale them, for example.
+        Llama uses the embeddings unchanged. A subclass can override this method to scale them.
         """
         return x
 
@@ -484,7 +494,7 @@ class Llama(nn.Module):
         assign: Callable[[Tensor, Tensor], object] = Tensor.copy_,
         device: torch.device | None = None,
     ) -> None:
-        """Initialize every parameter from its own generator, seeded by `seed` and its name.
+        """Initialize each parameter with a separate generator, seeded by `seed` and its name.
 
         The initial values therefore do not depend on the number of ranks or on the layout.
 
@@ -503,7 +513,10 @@ class Llama(nn.Module):
                 assign(parameter, initial_value)
 
     def _fill_initial_value_(self, x: Tensor, name: str, seed: int) -> None:
-        """Fill `x` in place with the initial value of the parameter `name`."""
+        """Fill `x` in place with the initial value of the parameter `name`.
+
+        Norms start at `norm_start`, biases at 0, and matrices with normal samples. muP scales them.
+        """
         init_factor, _ = self.arch.mup_factors(name, x.ndim)
         is_bias_or_norm = x.ndim == 1
         if is_bias_or_norm:

@@ -134,7 +134,7 @@ class AdamW(torch.optim.Optimizer):
                 self._update_parameters(parameters, group)
 
     def _update_parameters(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
-        """Update parameters of a group, which all have a gradient."""
+        """Update some parameters of one group. All of them must have a gradient."""
         # Compute the numbers that all parameters share.
         steps_taken = self.state[parameters[0]]["step"]
         skip = getattr(self, "found_inf", torch.zeros_like(steps_taken))
@@ -322,10 +322,10 @@ def _compute_update(
 
 
 def _random_bits(parameter: Tensor, step_seed: Tensor, seed: ShardSeed, start: int) -> Tensor:
-    """Return random 32-bit integers for the elements of a slice, the same for any sharding.
+    """Return a random 32-bit integer for each element of a slice, the same for any sharding.
 
-    They are hashes of the step, the name of the parameter, and the index of the element in the
-    whole parameter, so no random number generator is needed.
+    Each integer is a hash of the step, the name of the parameter, and the index of the element in
+    the whole parameter, so no random number generator is needed.
 
     Args:
         parameter: Slice of the flat shard, shape (N,).
@@ -386,7 +386,7 @@ def _hash32(x: Tensor) -> Tensor:
 
 
 def _seed_shard(parameter: Tensor, name: str) -> ShardSeed:
-    """Return the seed of this rank's shard of the parameter `name`."""
+    """Return the stochastic rounding seed of this rank's shard of the parameter `name`."""
     name_seed = torch.tensor(zlib.crc32(name.encode()))
     full_width = parameter.shape[-1]
     if not isinstance(parameter, DTensor):

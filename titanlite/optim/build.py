@@ -80,7 +80,8 @@ def build_optimizer(
         compiled: Whether to compile the update.
         ranks: Ranks that hold shards of the same parameters. None means the world.
         job: The whole job, in which the optimizer of a plugin may have its own section.
-        arch: Architecture of the model, which determines the learning rates of muP. None: no muP.
+        arch: Architecture of the model, which determines the learning rates of muP. None disables
+            muP.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     groups = _group_parameters(names, config, arch)
@@ -92,7 +93,10 @@ def _group_parameters(
 ) -> Groups:
     """Divide parameters into groups with the same learning rate factor and weight decay.
 
-    See `build_optimizer` for the arguments.
+    Args:
+        names: Name of each parameter in the whole model.
+        config: Section [optimizer] of the job.
+        arch: Architecture of the model for muP. None disables muP.
     """
     # (lr_factor, weight_decay) -> parameters. The usual groups come first.
     members: dict[tuple[float, float], list[nn.Parameter]] = {
@@ -118,10 +122,11 @@ def _group_parameters(
 def _choose_lr_factor_and_decay(
     name: str, ndim: int, config: schema.Optimizer
 ) -> tuple[float, float]:
-    """Return the learning rate factor and the weight decay of a parameter, without muP.
+    """Return the learning rate factor and the weight decay of a parameter, before muP changes them.
 
-    Norms have no weight decay, and neither does the embedding if `config.decay_embeddings` is
-    false, unless a table of `config.groups` sets one.
+    Matrices have weight decay; norms and biases do not. The embedding has weight decay only if
+    `config.decay_embeddings` is true. A table of `config.groups` that selects the parameter by name
+    can override both values.
     """
     is_embedding = "tok_embeddings" in name
     has_decay = ndim >= 2 and (config.decay_embeddings or not is_embedding)
@@ -136,10 +141,7 @@ def _choose_lr_factor_and_decay(
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate of each parameter group to `lr` times the `lr_factor` of the group.
-
-    The trainer calls it before each step.
-    """
+    """Set the learning rate of each parameter group to `lr` times the `lr_factor` of the group."""
     for group in optimizer.param_groups:
         group_lr = lr * group["lr_factor"]
         if isinstance(group["lr"], Tensor):  # torchao compiles a kernel that reads this tensor
@@ -157,9 +159,9 @@ def has_modes(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def set_mode(optimizer: torch.optim.Optimizer, mode: Literal["eval", "train"]) -> None:
-    """Load the weights for evaluation or for training into the model, for schedule-free optimizers.
+    """Put the training or the evaluation weights of a schedule-free optimizer into the model.
 
-    Do nothing for other optimizers, which use the same weights for both.
+    Other optimizers use the same weights for both, so for them this function does nothing.
 
     Args:
         optimizer: Optimizer of the model.
@@ -259,7 +261,7 @@ def sgd(groups: Groups, recipe: Recipe) -> torch.optim.Optimizer:
 
 
 def _build_elementwise(kind: type[AdamW], groups: Groups, recipe: Recipe) -> torch.optim.Optimizer:
-    """Build an optimizer of `titanlite.optim.adamw` from a recipe."""
+    """Build an elementwise optimizer of class `kind`, such as Lion, from a recipe."""
     return kind(
         groups, recipe.names, recipe.config, recipe.state_dtype, recipe.compiles_elementwise
     )

@@ -32,8 +32,7 @@ class StepSums(NamedTuple):
         grad_norm: Gradient norm before clipping, fp32 scalar. Inf or NaN if any gradient element
             is.
         loss: Loss of the global batch, float64 scalar.
-        num_requests: Number of ranks that passed `has_request` to `reduce_step_sums`, float64
-            scalar.
+        num_requests: Number of ranks that request a joint action, such as a save, float64 scalar.
         squares: Sum of squares of this rank's shard of each gradient, float64, shape (number of
             gradients,).
     """
@@ -48,8 +47,6 @@ def reduce_step_sums(
     gradients: Sequence[Tensor], loss: Tensor, has_request: bool = False, compiled: bool = False
 ) -> StepSums:
     """Compute the gradient norm, the loss and the number of requests in a single all-reduce.
-
-    It is the only collective that a step itself starts on the group of all ranks.
 
     Args:
         gradients: Gradients of this rank, at least one.
@@ -79,9 +76,11 @@ def reduce_step_sums(
 def _sum_over_gradients(squares: Tensor, gradients: Sequence[Tensor]) -> Tensor:
     """Return this rank's part of the squared gradient norm, a float64 scalar.
 
+    The parts of all ranks add up to the squared norm. If n ranks hold the same shard, each of them
+    contributes 1 / n of its squares.
+
     Args:
-        squares: Sum of squares of the shard of each gradient. Each is divided by the number of
-            ranks that hold the same shard.
+        squares: Sum of squares of the shard of each gradient, shape (number of gradients,).
         gradients: Gradients of this rank.
     """
     squares_by_replicas: dict[int, list[Tensor]] = {}
@@ -183,7 +182,7 @@ def count_replicas(tensor: Tensor) -> int:
 
 
 def _wait_for_offloaded_loss(loss: Tensor, sums: Tensor) -> Tensor:
-    """Return the loss on the device of `sums`, which is the CPU with CPU offload."""
+    """Return the loss on the device of `sums`. CPU offload requires a copy from GPU to CPU."""
     is_offloaded = loss.is_cuda and not sums.is_cuda
     if not is_offloaded:
         return loss

@@ -37,7 +37,7 @@ TOKENS_OF_FULL_CHUNKS = 4 * 4096
 
 @dataclass(frozen=True)
 class LossRecipe:
-    """Options of a loss, which its constructor receives.
+    """Options that the constructor of a loss receives.
 
     Attributes:
         z_loss: Weight of the z-loss, from `training.z_loss`.
@@ -216,7 +216,7 @@ def _gather_sequence(hidden: Tensor) -> Tensor:
 
 
 def tokens_per_chunk(num_tokens: int, fewer_launches: bool = False) -> int:
-    """Return the number of tokens in a chunk, whose logits the fused loss holds at a time.
+    """Return the chunk size of the fused loss: the number of tokens whose logits exist at a time.
 
     Usually this is an eighth of the microbatch, which takes an eighth of the memory. A chunk has at
     least 512 tokens, because each chunk reads and writes the whole weight gradient, and small
@@ -236,7 +236,7 @@ def tokens_per_chunk(num_tokens: int, fewer_launches: bool = False) -> int:
 
 @functools.cache
 def compiled_once(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the compiled function. All callers share it, so it is compiled once per process."""
+    """Compile a function, and return the same compiled function in all later calls."""
     return torch.compile(function)
 
 
@@ -301,8 +301,8 @@ def softmax_loss(
 
     Args:
         logits: Logits of this rank's classes, shape (n, V).
-        label_logits: Logits of the labels, shape (n,). The caller gathers them, because the
-            compiler could overwrite the logits before it gathered them here.
+        label_logits: Logits of the labels, shape (n,). They are passed separately, because the
+            compiler could overwrite `logits` before this function gathers them.
         targets: Prepared labels.
         needs_grad: Whether to compute the gradient. Without it, `z_loss` is ignored.
         z_loss: Weight of the z-loss; see `linear_cross_entropy_sum`.
@@ -537,7 +537,7 @@ def _convert_in_place(x: Tensor, dtype: torch.dtype) -> Tensor:
     writes the bytes 0-7, then reads the bytes 16-31 and writes the bytes 8-15.
 
     Args:
-        x: Contiguous matrix. With more than `VOCAB_BLOCK` columns, its memory gets the result.
+        x: Contiguous matrix. With more than `VOCAB_BLOCK` columns, the result overwrites it.
         dtype: A dtype that is at most as large as the dtype of `x`.
     """
     if x.dtype == dtype:
@@ -574,12 +574,11 @@ def _all_reduce(x: Tensor, operation: str, group: dist.ProcessGroup | None) -> T
 
 
 class _GradientCarrier(torch.autograd.Function):
-    """Return 0. Added to a loss, it gives `tensor` a precomputed gradient in the backward pass.
+    """Return a zero that you add to a loss to give `tensor` a precomputed gradient.
 
-    The gradient may be incomplete until then. It is converted to the dtype of `tensor`.
-
-    The backward pass can run only once, because it scales the stored gradient in place and then
-    frees it.
+    The backward pass of the loss scales this gradient, converts it to the dtype of `tensor`, and
+    returns it. Until then, the gradient may still be incomplete. The backward pass can run only
+    once, because it scales the stored gradient in place and then frees it.
     """
 
     @staticmethod

@@ -437,7 +437,7 @@ def _plan_round(by_owner: list[list[DTensor]], this_rank: int) -> _Round:
 
 
 def _iteration_flops(matrix: Tensor) -> int:
-    """Return the FLOPs of one Newton-Schulz iteration, to balance the work of the ranks."""
+    """Return the FLOPs of one Newton-Schulz iteration for a matrix, to balance work over ranks."""
     short, long = sorted(matrix.shape)
     return 4 * short * short * long + 2 * short**3
 
@@ -484,10 +484,10 @@ def _shard_numel(matrix: Any, rank: int) -> int:
 
 
 def _replica_index(matrix: Any, rank: int) -> int:
-    """Return which copy of a replicated matrix a rank holds a part of.
+    """Return the index of the replica of a matrix of which a rank holds a part.
 
-    With HSDP, for example, it is the index of the rank along the replicate dimension. Without
-    replication it is 0.
+    With HSDP, this is the index of the rank along the replicate dimension. Without replication, the
+    index is 0.
     """
     index = 0
     for size, placement, coordinate in _locate_rank(matrix, rank):

@@ -64,7 +64,10 @@ def wsd_learning_rate(step: int, peak: float, config: schema.LRScheduler, steps:
 def _count_decay_steps(
     config: schema.LRScheduler, total_steps: int, steps_after_warmup: int
 ) -> int:
-    """Return the number of decay steps. By default, decay follows directly after warmup."""
+    """Return the number of steps of the learning rate decay, at most `steps_after_warmup`.
+
+    By default, decay starts directly after warmup.
+    """
     if config.decay_steps is not None:
         return min(config.decay_steps, steps_after_warmup)
     if config.decay_ratio is not None:

@@ -36,8 +36,8 @@ else:
 def apply_context_parallel(model: Llama, mesh: DeviceMesh) -> None:
     """Make every block attend across the context parallel ranks, by replacing `Attention.attend`.
 
-    Afterwards, pass `positions` to the model: a rank holds two chunks of each sequence, whose
-    positions are not consecutive.
+    After this, always pass `positions` to the model, because a rank holds two chunks of each
+    sequence, and their positions are not consecutive.
 
     Args:
         model: Model or pipeline stage, modified in place.
@@ -68,8 +68,8 @@ def local_chunks(x: Tensor, mesh: DeviceMesh, dim: int = 1) -> Tensor:
 def gather_chunks(x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
     """All-gather the chunks of all ranks and return the whole tensor in sequence order.
 
-    This inverts `local_chunks`. The backward pass returns to each rank the summed gradient of its
-    own chunks.
+    This inverts `local_chunks`. In the backward pass, each rank receives the gradient of its two
+    chunks, summed over all ranks.
 
     Args:
         x: This rank's two chunks.
@@ -92,14 +92,14 @@ def context_mask(
     """Build the boolean attention mask from this rank's queries to all keys of the sequence.
 
     Args:
-        tokens: Whole sequences, shape (B, T). Unused; `flex_context_mask` has the same arguments.
-        document_ids: Document of each token, shape (B, T), which a window requires.
+        tokens: Unused, so that `flex_context_mask` can have the same arguments.
+        document_ids: Document of each token, shape (B, T). Required if `window` is not 0.
         mesh: 1-D mesh of the context parallel ranks.
         window: Number of tokens that a token attends to, including itself. 0 means all.
 
     Returns:
-        Boolean mask, shape (B, 1, T / degree, T). Without `document_ids`, None: `context_attention`
-        then attends causally.
+        Boolean mask, shape (B, 1, T / degree, T), or None without `document_ids`. For None,
+        `context_attention` attends causally.
     """
     if document_ids is None:
         return None
@@ -151,8 +151,8 @@ def context_attention(
 ) -> Tensor:
     """Attend from this rank's queries to the keys and values of the whole sequence.
 
-    This function replaces `titanlite.model.attention.attention` in every block. Without a mask,
-    each of the rank's two chunks attends causally.
+    With context parallelism, every block calls this function instead of
+    `titanlite.model.attention.attention`. Without a mask, attention is causal.
 
     Args:
         mesh: 1-D mesh of the context parallel ranks.
@@ -160,6 +160,9 @@ def context_attention(
         k: Keys of this rank, shape (B, H_kv, T / degree, D).
         v: Values of this rank, same shape as `k`.
         mask: Result of `context_mask` or `flex_context_mask`.
+
+    Returns:
+        Attention output of this rank, shape (B, H, T / degree, D).
     """
     full_kv = gather_chunks(torch.stack((k, v)), mesh, dim=3)  # (2, B, H_kv, T, D)
     full_k, full_v = full_kv.unbind()
@@ -170,7 +173,14 @@ def context_attention(
 
 
 def _attend_causally(q: Tensor, full_k: Tensor, full_v: Tensor, rank: int) -> Tensor:
-    """Attend from each of a rank's two chunks to the keys up to the end of the chunk."""
+    """Compute causal attention of a rank's two chunks of queries to the keys of whole sequences.
+
+    Args:
+        q: Queries of both chunks, shape (B, H, T / degree, D).
+        full_k: Keys of whole sequences, shape (B, H_kv, T, D).
+        full_v: Values of whole sequences, same shape as `full_k`.
+        rank: Index of this rank among the context parallel ranks.
+    """
     # The early chunk is chunk number `rank`, counted from the start of the sequence. The late chunk
     # has the same number, counted from the end.
     chunk_size = q.shape[2] // 2

@@ -33,7 +33,7 @@ def has_float8_hardware() -> bool:
 
 
 def is_supported(recipe_name: str, capability: float, has_float8: bool) -> bool:
-    """Return whether the FP8 matmuls of a recipe run on a GPU.
+    """Return whether a GPU has the matmul kernels of an FP8 recipe.
 
     torchao 0.18 has MXFP8 kernels for compute capability 10.x only. GeForce GPUs with the Blackwell
     architecture have 12.0.
@@ -41,21 +41,21 @@ def is_supported(recipe_name: str, capability: float, has_float8: bool) -> bool:
     Args:
         recipe_name: Value of float8.recipe_name.
         capability: CUDA compute capability, such as 10.0. 0 if the GPU has none.
-        has_float8: Whether the GPU supports FP8 matmuls.
+        has_float8: Whether the GPU supports the FP8 matmuls of all recipes other than "mxfp8".
     """
     return 10 <= capability < 11 if recipe_name == "mxfp8" else has_float8
 
 
 def check_mxfp8_gpu(gpu_name: str, capability: float, has_float8: bool) -> None:
-    """Check that the MXFP8 kernels of torchao run on a GPU.
+    """Check that a GPU can run the MXFP8 kernels of torchao.
 
     Args:
         gpu_name: Name of the GPU for the error message.
         capability: CUDA compute capability, such as 10.0. 0 if the GPU has none.
-        has_float8: Whether the GPU supports FP8 matmuls with other scales.
+        has_float8: Whether the GPU supports FP8 matmuls of other recipes, such as "rowwise".
 
     Raises:
-        UserError: If they do not. The message recommends another precision.
+        UserError: If the GPU cannot run the kernels. The message recommends another precision.
     """
     if is_supported("mxfp8", capability, has_float8):
         return
@@ -150,10 +150,12 @@ def convert_to_float8(
 
 
 def _detect_mxfp8(config: schema.Float8) -> bool:
-    """Return whether this process has a GPU for MXFP8.
+    """Return whether to run MXFP8 on the GPU of this process instead of emulating it.
+
+    MXFP8 is emulated if the job requests it, or if there is no GPU.
 
     Raises:
-        UserError: If it has another GPU, and the job does not ask for emulation.
+        UserError: If there is a GPU without MXFP8 kernels, and the job does not request emulation.
     """
     if config.emulate or not torch.cuda.is_available():
         return False
@@ -169,12 +171,13 @@ def _replace_by_float8(
     should_convert: Callable[[nn.Module, str], bool],
     emulate: bool,
 ) -> None:
-    """Replace chosen linear layers of a model with torchao's Float8Linear, in place.
+    """Replace some linear layers of a model with torchao's Float8Linear, in place.
 
     Args:
         model: Model on the meta device.
         config: Section [float8] of the job.
-        should_convert: Function that returns whether to replace a module with a name.
+        should_convert: Function that receives a module and its name, and returns whether to
+            replace the module.
         emulate: Compute in high precision, with values rounded to FP8.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -192,11 +195,12 @@ def _replace_by_float8(
 def _replace_by_mxfp8(
     model: nn.Module, should_convert: Callable[[nn.Module, str], bool], emulate: bool
 ) -> None:
-    """Replace chosen linear layers of a model with torchao's MXFP8Linear, in place.
+    """Replace some linear layers of a model with torchao's MXFP8Linear, in place.
 
     Args:
         model: Model on the meta device.
-        should_convert: Function that returns whether to replace a module with a name.
+        should_convert: Function that receives a module and its name, and returns whether to
+            replace the module.
         emulate: Compute in high precision, with values rounded to MXFP8.
 
     Raises:
@@ -229,9 +233,9 @@ def _replace_by_mxfp8(
 
 
 def _list_counts(counts: Counter[str]) -> str:
-    """Format the number of layers of each name for a log line.
+    """Format the number of layers of each name for a log line, or return "none" for no layers.
 
-    The result is, for example, "32 attention.wq, 32 attention.wk". It is "none" without layers.
+    The result is, for example, "32 attention.wq, 32 attention.wk".
     """
     return ", ".join(f"{count} {name}" for name, count in counts.items()) or "none"
 
@@ -253,8 +257,9 @@ def _compile_weight_cast() -> None:
 def float8_plan(plan: Mapping[str, ParallelStyle], block: nn.Module) -> dict[str, ParallelStyle]:
     """Convert a tensor parallel plan so that activations and their gradients are gathered in FP8.
 
-    Gathering FP8 values sends half as many bytes as bfloat16. It requires tensorwise scales. A
-    submodule keeps its style if one of its linear layers is not FP8, because they share the input.
+    Gathering FP8 values sends half as many bytes as bfloat16, but requires tensorwise scales. The
+    linear layers of a submodule share its input, so a submodule is converted only if all of them
+    are FP8 layers.
 
     Args:
         plan: Parallel style of each submodule of the block, such as "attention.wq".
@@ -269,10 +274,13 @@ def float8_plan(plan: Mapping[str, ParallelStyle], block: nn.Module) -> dict[str
 
 
 def _to_float8_style(style: Any, module: nn.Module) -> ParallelStyle:
-    """Return the FP8 version of a tensor parallel style, or the style if it has no FP8 version.
+    """Return the tensor parallel style with FP8 gathers that corresponds to a style.
+
+    A style without such a counterpart is returned unchanged, and so is the style of a module with
+    linear layers in high precision.
 
     Args:
-        style: Parallel style of `module`. A style from a plugin has no FP8 version.
+        style: Parallel style of `module`. Styles of plugins are returned unchanged.
         module: Submodule of a block: a linear layer, or a module that contains linear layers.
     """
     from torchao.float8 import float8_tensor_parallel as float8
@@ -327,9 +335,9 @@ def _patch_torchao_to_gather_bytes() -> None:
 def precompute_scales(model: nn.Module, config: schema.Float8) -> None:
     """Compute the FP8 scales of all weights with a single all-reduce, if the job enables it.
 
-    Call it whenever weights change: after initialization, after loading, and after each optimizer
-    step. If the job does not enable it, FSDP computes the scale of each weight with a separate
-    all-reduce.
+    Call this function whenever weights change: after initialization, after loading, and after each
+    optimizer step. If the job does not enable it, FSDP computes the scale of each weight with a
+    separate all-reduce.
 
     Args:
         model: Model after FSDP, with FP8 layers.

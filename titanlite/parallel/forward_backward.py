@@ -121,7 +121,14 @@ class ForwardBackward:
     """
 
     def __init__(self, model: ShardedModel, mesh: Mesh, run: Run, device: torch.device) -> None:
-        """Build the loss that `training.loss` names, for the sharded `model`."""
+        """Build the training loss that the job selects with `training.loss`.
+
+        Args:
+            model: This rank's part of the model.
+            mesh: Layout of the ranks.
+            run: The validated job and the number of ranks.
+            device: Device of this rank.
+        """
         self._model = model.whole
         self._mesh = mesh
         self._device = device
@@ -198,8 +205,8 @@ class ForwardBackward:
 
         Args:
             microbatches: This rank's sequences, in any number of microbatches.
-            loss_fn: Function to call instead of the cross entropy, on ranks with the output layer.
-                It is called for each microbatch in order.
+            loss_fn: Loss to compute instead of the cross entropy. On ranks with the output layer,
+                it is called once per microbatch, in order.
         """
         if loss_fn is None:
             loss_fn = self._cross_entropy
@@ -220,11 +227,14 @@ class ForwardBackward:
 class PipelineForwardBackward(ForwardBackward):
     """Runs the microbatches of one optimizer step with a pipeline schedule, such as 1F1B.
 
-    The rank with the last stage computes the loss. All other ranks return 0.
+    The rank with the last stage computes the loss. All other ranks return a loss of 0.
     """
 
     def __init__(self, model: ShardedModel, mesh: Mesh, run: Run, device: torch.device) -> None:
-        """Build the loss and the schedule for `run.microbatches` microbatches."""
+        """Build the training loss, and the pipeline schedule for `run.microbatches` microbatches.
+
+        See `ForwardBackward` for the arguments.
+        """
         super().__init__(model, mesh, run, device)
         self._num_microbatches = run.microbatches
         # A schedule has a fixed number of microbatches, and each data stage of the job may set
@@ -247,7 +257,8 @@ class PipelineForwardBackward(ForwardBackward):
     def _sum_losses(self, microbatches: Sequence[Microbatch], loss_fn: ScaledLoss) -> Tensor:
         """Return the sum of the losses of all microbatches, a float64 scalar.
 
-        A schedule runs a fixed number of microbatches, so the last ones are padded.
+        A schedule runs a fixed number of microbatches, so its last run is padded with microbatches
+        without labels.
         """
         divisor = torch.ones((), device=self._device)
         total = torch.zeros((), dtype=torch.float64, device=self._device)
@@ -350,10 +361,11 @@ def local_inputs(
     """Concatenate microbatches and select this rank's part of each sequence.
 
     Args:
-        microbatches: Microbatches that all have, or all lack, `document_ids` and `positions`.
+        microbatches: Microbatches of equal shape, in which `document_ids` and `positions` are set
+            either everywhere or nowhere.
         mesh: Layout of the ranks. With `mesh.context`, each rank gets two chunks of each sequence.
-        arch: Architecture of the model, which has sliding windows or not.
-        model: Section [model], which determines the kind of masks.
+        arch: Architecture of the model, which defines its sliding windows.
+        model: Section [model] of the job, which determines the kind of attention mask.
     """
     batch = _join(microbatches)
 
@@ -378,7 +390,7 @@ def local_inputs(
 
 
 def _join(microbatches: Sequence[Microbatch]) -> Microbatch:
-    """Concatenate microbatches along the batch dimension, all fields except `cu_seqlens`."""
+    """Concatenate microbatches along the batch dimension, without their `cu_seqlens`."""
     if len(microbatches) == 1:
         return microbatches[0]
 
@@ -391,7 +403,7 @@ def _join(microbatches: Sequence[Microbatch]) -> Microbatch:
 
 
 def _select_local_chunks(batch: Microbatch, mesh: DeviceMesh) -> Microbatch:
-    """Return the part of each sequence that this context parallel rank holds."""
+    """Select the tokens, labels and positions that this context parallel rank holds."""
     positions = batch.positions
     if positions is None:
         positions = _default_positions(batch.input_ids)
@@ -403,7 +415,12 @@ def _select_local_chunks(batch: Microbatch, mesh: DeviceMesh) -> Microbatch:
 
 
 def _build_bounds(microbatches: Sequence[Microbatch], window: int) -> DocumentBounds | None:
-    """Return the bounds of the documents of each microbatch, or None if attention is causal."""
+    """Return the document bounds of all microbatches, or None if plain causal attention is enough.
+
+    Args:
+        microbatches: Microbatches of equal shape.
+        window: Number of tokens that a token attends to, including itself. 0 means all.
+    """
     tokens = microbatches[0].input_ids
     batch_size, seq_len = tokens.shape
     bounds = [x.cu_seqlens for x in microbatches if x.cu_seqlens is not None]
@@ -422,9 +439,16 @@ def _build_bounds(microbatches: Sequence[Microbatch], window: int) -> DocumentBo
 def _build_mask(
     batch: Microbatch, mesh: Mesh, window: int, uses_flex: bool
 ) -> Tensor | BlockMask | None:
-    """Build the mask of this rank's queries to whole sequences, or None if attention is causal.
+    """Build the attention mask from this rank's queries to the keys of whole sequences.
 
-    `uses_flex` selects a block mask for flex attention instead of a boolean mask.
+    Args:
+        batch: Whole sequences.
+        mesh: Layout of the ranks. With `mesh.context`, this rank has only some of the queries.
+        window: Number of tokens that a token attends to, including itself. 0 means all.
+        uses_flex: Build a block mask for flex attention instead of a boolean mask.
+
+    Returns:
+        The mask, or None if plain causal attention is enough.
     """
     tokens = batch.input_ids
     document_ids = batch.document_ids

@@ -40,8 +40,8 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, run: Run) -> None:
     Args:
         model: Model on the meta device, after all other transformations.
         mesh: Mesh of shape (shard,), or (replicate, shard) for HSDP.
-        run: The validated job and the number of ranks. Selects dtypes, resharding, CPU offload and
-            memory savers.
+        run: The validated job and the number of ranks. The job selects dtypes, resharding, CPU
+            offload and memory savers.
     """
     shard: Any = partial(fully_shard, mesh=mesh, **_build_policies(mesh, run))
     embedding, blocks, output = _group_modules(model, run)
@@ -81,7 +81,7 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, run: Run) -> None:
 
 
 def _prefetch_groups(groups: Groups) -> None:
-    """Let FSDP gather the parameters of the next group while it computes a group.
+    """Let FSDP all-gather the parameters of a group while the previous group computes.
 
     Args:
         groups: FSDP groups in forward order.
@@ -94,7 +94,7 @@ def _prefetch_groups(groups: Groups) -> None:
 
 
 def _sum_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Let FSDP sum gradients over the ranks, where it would compute the mean by default."""
+    """Configure FSDP to sum gradients over the ranks instead of averaging them."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             if mesh.size() > 1:
@@ -105,7 +105,7 @@ def _sum_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def use_symmetric_memory(model: nn.Module, device_type: str) -> None:
-    """Run the collectives of all FSDP groups of a model in symmetric memory.
+    """Allocate the buffers of FSDP collectives in symmetric memory, for all FSDP groups of a model.
 
     Raises:
         UserError: If the ranks do not run on GPUs, or torch is older than 2.13.
@@ -174,10 +174,11 @@ def _group_blocks(blocks: Iterable[nn.Module], min_size: int) -> Groups:
 
 
 def _should_reshard(blocks: Groups, mesh: DeviceMesh, run: Run) -> bool:
-    """Return whether FSDP frees the parameters of blocks after the forward pass by default.
+    """Return whether FSDP frees the parameters of blocks between forward and backward pass.
 
-    A single group stays unsharded, because the backward pass starts with it. Small blocks on one
-    rank also stay unsharded, because copying them again takes 1% of a step.
+    This decides for jobs with `fsdp_reshard_after_forward` = "default". A single group stays
+    unsharded, because the backward pass starts with it. Small blocks on one rank also stay
+    unsharded, because copying them again takes 1% of a step.
     """
     num_params = sum(count_params(group) for group in blocks)
     is_small = mesh.size() == 1 and num_params < 16 * run.job.parallelism.fsdp_min_num_params
@@ -191,7 +192,9 @@ def configure_microbatch(
     frees_output_after_forward: bool,
     frees_output_after_backward: bool,
 ) -> None:
-    """Set what FSDP does in the next microbatch. Call it before the forward pass.
+    """Set which collectives and frees FSDP performs in the next microbatch.
+
+    Call this function before the forward pass of the microbatch.
 
     Args:
         model: Model after `apply_fsdp`.
@@ -209,9 +212,10 @@ def configure_microbatch(
 
 
 def reshard_all(model: nn.Module) -> None:
-    """Free all unsharded parameters of a model.
+    """Free the unsharded parameters of all FSDP modules of a model, and keep only the shards.
 
-    Call it after an evaluation, because they stay allocated after a forward pass without backward.
+    Call this function after an evaluation, because FSDP frees some parameters only in the backward
+    pass.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):

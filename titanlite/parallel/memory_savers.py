@@ -57,10 +57,10 @@ def apply_memory_savers(model: Llama, mesh: DeviceMesh, run: Run) -> None:
 
 
 def frees_output_before_backward(run: Run) -> bool:
-    """Return whether FSDP frees the output matrix after the forward pass, to save memory.
+    """Return whether FSDP frees the unsharded output matrix after the forward pass.
 
-    This is possible if the loss computes its gradients in the forward pass, as the fused cross
-    entropy does. The backward pass then does not read the matrix.
+    This saves memory. It is possible if the loss computes its gradients in the forward pass, as the
+    fused cross entropy does, because the backward pass then does not read the matrix.
     """
     backward_reads_weight = LOSSES[run.job.training.loss].backward_reads_weight
     return run.job.parallelism.memory_savers != "none" and not backward_reads_weight
@@ -82,28 +82,29 @@ def skip_unshard_in_backward(model: Llama, run: Run) -> None:
 def free_gather_buffer_before_loss(model: Llama) -> None:
     """Free the all-gather buffer of the output matrix before the loss, to save memory.
 
-    FSDP2 copies the weights out of this buffer in the forward pass of a module, and keeps the
-    buffer until the next module is gathered. No module follows the output layer, so its buffer,
-    1.0 GiB for the 8B model, would stay allocated during the loss. FSDP2 frees it at once if the
-    copy precedes the forward pass of the module. Only the streams of later all-gathers wait for it.
+    In the forward pass of a module, FSDP2 copies the weights out of their all-gather buffer, and
+    keeps the buffer until the next module is gathered. No module follows the output layer, so its
+    buffer, 1.0 GiB for the 8B model, would stay allocated during the loss. A hook therefore makes
+    the copy before the forward pass, after which FSDP2 frees the buffer at once. Only the streams
+    of later all-gathers wait for this.
     """
     if isinstance(model.output, FSDPModule):
         model.output.register_forward_pre_hook(_unshard, prepend=True)
 
 
 def _unshard(module: nn.Module, _args: Any) -> None:
-    """Gather the parameters of an FSDP module, or wait until they are gathered."""
+    """Gather the parameters of an FSDP module as a pre-forward hook, or wait for a prefetch."""
     cast(FSDPModule, module).unshard()
 
 
 def regroup_norm(
     blocks: Groups, output: Groups, mesh: DeviceMesh, run: Run
 ) -> tuple[Groups, Groups]:
-    """Separate the final norm from the output projection, so that FSDP can free the latter early.
+    """Separate the final norm from the output projection, so that FSDP frees the projection early.
 
     FSDP frees the weights of a group together. The backward pass does not need the projection, but
-    it reads the weight of the norm. For example, [block 0], [block 1] and [norm, projection]
-    become:
+    it reads the weight of the norm. For example, the groups [block 0], [block 1] and
+    [norm, projection] become:
 
     - [block 0], [block 1, norm] and [projection], which adds no group.
     - [block 0], [block 1], [norm] and [projection], if `reduces_output_first` returns True. A stage
@@ -132,9 +133,15 @@ def regroup_norm(
 def reduces_output_first(blocks: Groups, output: nn.Module, mesh: DeviceMesh, run: Run) -> bool:
     """Return whether the final norm becomes a separate FSDP group, to free a large buffer early.
 
-    FSDP2 keeps the input of a reduce-scatter until the next group starts its own. The input of the
-    output layer takes 2 GiB for the 8B model. If the norm is the next group, this buffer is freed
-    before the last block needs memory. However, the GPU waits for the reduce-scatter.
+    FSDP2 keeps the input of a reduce-scatter until the next group starts a reduce-scatter. For the
+    output layer of the 8B model, this input takes 2 GiB. If the norm is the next group, the input
+    is freed before the last block needs memory. However, the GPU waits for the reduce-scatter.
+
+    Args:
+        blocks: Modules of each FSDP group of blocks, in forward order.
+        output: Output projection.
+        mesh: Mesh of `fully_shard`.
+        run: The validated job.
     """
     num_params = count_params([output])
     is_large = num_params >= 16 * run.job.parallelism.fsdp_min_num_params
@@ -159,8 +166,8 @@ def count_params(modules: Iterable[nn.Module]) -> int:
 def are_reductions_final(run: Run) -> bool:
     """Return whether FSDP2 uses the result of each reduce-scatter as the gradient, without a copy.
 
-    If FSDP2 casts, accumulates or offloads the result, it frees the result before the main stream
-    has waited for the collective, so `reduce_in_main_stream` would be unsafe.
+    Otherwise, `reduce_in_main_stream` would be unsafe: if FSDP2 casts, accumulates or offloads the
+    result, it frees the result before the main stream has waited for the collective.
     """
     training = run.job.training
     is_cast = training.dtype != training.mixed_precision_reduce
@@ -171,9 +178,9 @@ def reduce_in_main_stream(model: Llama, mesh: DeviceMesh) -> None:
     """Allocate the results of FSDP reduce-scatters in the main stream, to save memory.
 
     The caching allocator keeps the memory of each stream separate, so the main stream cannot reuse
-    memory that was allocated for another stream. This saves 3.7 GiB for the 8B model. It needs no
-    additional wait, because FSDP2 makes its stream wait for the main stream before it allocates a
-    result.
+    memory that was allocated for another stream. Using the main stream saves 3.7 GiB for the 8B
+    model. No additional wait is needed, because FSDP2 makes its stream wait for the main stream
+    before it allocates a result.
 
     Call this only if `are_reductions_final` returns True. A result that is freed early would be
     overwritten while the collective still writes to it.
@@ -185,7 +192,7 @@ def reduce_in_main_stream(model: Llama, mesh: DeviceMesh) -> None:
 
 
 class _MainStreamReduceScatter:
-    """The default reduce-scatter of FSDP2, but with its result allocated in the main stream."""
+    """The reduce-scatter of FSDP2, except that the result is allocated in the main stream."""
 
     def __init__(self, device_type: str) -> None:
         self._streams: Any = torch.get_device_module(device_type)
@@ -220,8 +227,8 @@ def allocate_moments(optimizer: torch.optim.Optimizer) -> None:
     memory: up to 0.1 GiB for the 8B model. Other optimizers are left unchanged.
 
     Args:
-        optimizer: Optimizer without state. torch uses the moments that exist, as it does after
-            loading a checkpoint.
+        optimizer: Optimizer without state. In its first step, torch then finds existing moments, as
+            after loading a checkpoint, and does not allocate any.
     """
     for group in optimizer.param_groups:
         if group.get("fused"):
@@ -232,8 +239,8 @@ def allocate_moments(optimizer: torch.optim.Optimizer) -> None:
 def find_unneeded_matmul(block: nn.Module) -> int:
     """Return the index of the matmul of a block whose output the backward pass does not read.
 
-    This is the last matmul, because its output is only added to the residual stream. Not saving the
-    output reduces the memory of the 8B model by 4.0 GiB in eager mode.
+    This is the last matmul, because its output is only added to the residual stream. If activation
+    checkpointing does not save this output, the 8B model takes 4.0 GiB less in eager mode.
 
     Returns:
         Index of the matmul, counted from 1, or 0 for a block with FP8 layers: an FP8 layer in eager

@@ -66,11 +66,12 @@ class Mesh:
 
 
 def build_mesh(degrees: Degrees, device_type: str) -> Mesh:
-    """Create the meshes and process groups of a parallel layout. Call it once on every rank.
+    """Create the device meshes and process groups of a parallel layout.
+
+    Call this function once on every rank, after the default process group is initialized.
 
     Args:
-        degrees: Number of ranks along each dimension. Their product must be the world size of the
-            initialized default process group.
+        degrees: Number of ranks along each dimension. Their product must be the world size.
         device_type: "cuda" or "cpu".
     """
     assert degrees.world == dist.get_world_size()
@@ -123,7 +124,7 @@ def _build_shard_mesh(degrees: Degrees, device_type: str) -> DeviceMesh:
 
 
 def _select_fsdp_dims(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the dimensions "dp_replicate", if it exists, and "dp_shard" of a mesh."""
+    """Return the submesh for FSDP: "dp_shard", preceded by "dp_replicate" if the mesh has it."""
     all_dims = mesh.mesh_dim_names
     assert all_dims is not None
     fsdp_dims = tuple(dim for dim in all_dims if dim.startswith("dp_"))
@@ -137,10 +138,10 @@ def _find_data_rank(rank_grid: torch.Tensor) -> int:
 
 
 def _create_group(rank_grid: torch.Tensor, *dims: int) -> dist.ProcessGroup:
-    """Create the process group of the ranks that differ from this rank only along some dimensions.
+    """Create the process group of all ranks that differ from this rank only along `dims`.
 
     For example, the grid [[0, 1], [2, 3]] has the groups [0, 2] and [1, 3] along dimension 0. All
-    ranks call this together, with the same arguments.
+    ranks must call this function together, with the same arguments.
 
     Args:
         rank_grid: Rank numbers, one dimension per parallel dimension.

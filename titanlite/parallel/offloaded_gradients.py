@@ -17,7 +17,7 @@ class OffloadedGradients:
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Start without gradients.
+        """Create empty sums for the gradients of parameters.
 
         Args:
             parameters: Sharded parameters on the CPU.
@@ -37,9 +37,9 @@ class OffloadedGradients:
                 total.to_local().add_(gradient.to_local())
 
     def restore(self) -> None:
-        """Add the gradients of the latest microbatch, and store the sums in `parameter.grad`.
+        """Add the gradients of the latest microbatch, and move the sums to `parameter.grad`.
 
-        Call it after the last microbatch of a step, before gradient clipping.
+        Call this method after the last microbatch of a step, before gradient clipping.
         """
         self.add()
         for i, parameter in enumerate(self._parameters):

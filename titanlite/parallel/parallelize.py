@@ -144,15 +144,15 @@ def checkpoint_and_compile(model: Llama, mesh: Mesh, run: Run) -> None:
 def _must_compile_first(config: schema.ActivationCheckpoint, mesh: Mesh) -> bool:
     """Return whether blocks must be compiled before activation checkpointing is applied.
 
-    With tensor parallelism, torch 2.13 would otherwise try to save the DeviceMesh of a DTensor like
-    a tensor, in all modes except "op".
+    This is true with tensor parallelism, except in the selective mode "op". In the other order,
+    torch 2.13 would try to save the DeviceMesh of a DTensor like a tensor.
     """
     is_selective_by_op = config.mode == "selective" and config.selective_ac_option == "op"
     return mesh.tensor is not None and not is_selective_by_op
 
 
 def inductor_options(mesh: Mesh, run: Run) -> dict[str, Any] | None:
-    """Return the Inductor options for compiled blocks. Only FP8 layers on GPUs need any.
+    """Return the Inductor options for compiled blocks. Only FP8 layers on GPUs need options.
 
     Returns:
         Options for `torch.compile`, or None for the defaults.

@@ -49,8 +49,8 @@ def local_stages(run: Run, mesh: Mesh) -> dict[int, range]:
 def join_stages(stages: Sequence[Llama]) -> Llama:
     """Combine the stages of this rank into one module, for the optimizer and checkpoints.
 
-    The module shares the parameters of the stages, under the names that they have in the whole
-    model. It has no forward pass.
+    The module shares the parameters of the stages, with the parameter names of the whole model. Do
+    not call its forward pass.
     """
     if len(stages) == 1:
         return stages[0]
@@ -76,9 +76,9 @@ def build_schedule(
     Args:
         run: The validated job and the number of ranks.
         mesh: Layout of the ranks, with `mesh.pipeline`.
-        stages: Stage number -> module, for the stages of this rank.
+        stages: Modules of this rank's stages, by stage number.
         device: Device of this rank.
-        num_microbatches: Number of microbatches per step, which the schedule fixes.
+        num_microbatches: Number of microbatches per step. The schedule runs exactly this many.
 
     Returns:
         The schedule, and this rank's stages as the `PipelineStage` objects that the schedule runs.
@@ -115,10 +115,10 @@ def build_schedule(
 
 @contextmanager
 def forward_only(schedule: PipelineScheduleSingle | PipelineScheduleMulti) -> Iterator[None]:
-    """Remove the backward passes from a pipeline schedule within this context, for validation.
+    """Remove the backward passes from a pipeline schedule in a `with` block, for validation.
 
-    The `eval` method of a schedule should do this. Up to torch 2.15, it fails if consecutive stages
-    are on the same rank, as in ZBVZeroBubble.
+    Use this together with the `eval` method of the schedule. Up to torch 2.15, `eval` alone fails
+    if consecutive stages are on the same rank, as in ZBVZeroBubble.
     """
     any_schedule: Any = schedule
     # Actions of each rank in order. Only schedules with several stages per rank have the attribute.

@@ -40,9 +40,10 @@ MATMULS = {aten.mm.default, aten.addmm.default, aten._scaled_mm.default}
 
 
 def _always_saved() -> set[Any]:
-    """Return the operators whose results are always saved, with variable-length attention.
+    """Return the operators whose results selective activation checkpointing always saves.
 
-    Its operator exists only after an import that takes seconds, so only runs that use it import it.
+    The operator of variable-length attention is included only if its module has been imported. The
+    import takes seconds, so only runs that use this kind of attention import it.
     """
     if "torch.nn.attention.varlen" not in sys.modules:
         return ALWAYS_SAVED
@@ -83,7 +84,14 @@ def apply_activation_checkpointing(
 def _recompute_whole_blocks(
     model: Llama, recompute: Callable[..., Tensor], in_graph: bool, interval: int
 ) -> None:
-    """Recompute all operations of every `interval`-th block in the backward pass."""
+    """Recompute all operations of every `interval`-th block in the backward pass.
+
+    Args:
+        model: Model before FSDP, modified in place.
+        recompute: Function that calls its first argument under activation checkpointing.
+        in_graph: Whether each block is compiled together with its recomputation, as one graph.
+        interval: 1 selects all blocks, 2 every second block.
+    """
     if in_graph:
         # Without a policy, the compiler would save inputs of collectives and of SwiGLU.
         save_nothing = partial(create_selective_checkpoint_contexts, [])
@@ -96,7 +104,14 @@ def _recompute_whole_blocks(
 def _recompute_some_operations(
     model: Llama, recompute: Callable[..., Tensor], saves_last_matmul: bool
 ) -> None:
-    """Recompute some operations of every block in the backward pass; see `_create_op_contexts`."""
+    """Recompute some operations of every block in the backward pass; see `_create_op_contexts`.
+
+    Args:
+        model: Model before FSDP, modified in place.
+        recompute: Function that calls its first argument under activation checkpointing.
+        saves_last_matmul: Whether to save the output of the last matmul of a block, although the
+            backward pass does not need it.
+    """
     for block in model.layers.values():
         unneeded_matmul = 0 if saves_last_matmul else find_unneeded_matmul(block)
         save_some = partial(_create_op_contexts, unneeded_matmul)
@@ -119,16 +134,18 @@ def _set_memory_budget(budget: float) -> None:
 def draws_random_numbers(model: type[Llama]) -> bool:
     """Return whether the forward pass of a model class may draw random numbers, as dropout does.
 
-    Subclasses count as random unless they set the attribute `draws_random_numbers` to False.
+    The result is the attribute `draws_random_numbers` of the class itself. A class that only
+    inherits the attribute may have added dropout, so the result is True for such a class.
     """
     # Look only at the class itself, because a subclass may add dropout.
     return vars(model).get("draws_random_numbers", True)
 
 
 def _create_op_contexts(unneeded_matmul: int) -> tuple[Any, Any]:
-    """Create the checkpoint contexts of one block, which save attention and every second matmul.
+    """Create the contexts of selective activation checkpointing for one block.
 
-    It hardly matters which half of the matmuls is saved, as most have the same input width.
+    They save the outputs of attention and of every second matmul. It hardly matters which half of
+    the matmuls is saved, because most matmuls have the same input width.
 
     Args:
         unneeded_matmul: Index, from 1, of a matmul whose output the backward pass does not need, so
@@ -165,7 +182,7 @@ def _recompute_in_backward(
 
     Args:
         forward: Forward function of a block.
-        recompute: Checkpoint function, which is called with `forward` and its arguments.
+        recompute: Checkpoint function. It receives `forward` and the arguments of `forward`.
     """
     # Not a `partial`: the compiler skips functions that are defined in torch.
     return lambda *inputs: recompute(forward, *inputs)

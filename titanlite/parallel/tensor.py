@@ -40,8 +40,8 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, gather_float8: bool) -
     Args:
         model: Model or pipeline stage on the meta device.
         mesh: 1-D mesh of the tensor parallel ranks.
-        gather_float8: Gather activations and their gradients in FP8 where all layers that share an
-            input are FP8 layers.
+        gather_float8: Gather activations and their gradients in FP8. Inputs that an unconverted
+            layer also reads are still gathered in high precision.
     """
     create_plans = resolve(model.arch.tensor_parallel)  # `block_plan`, or a plugin's function
     for block in model.layers.values():
@@ -65,10 +65,11 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, gather_float8: bool) -
 
 
 def block_plan(arch: Architecture) -> list[dict[str, ParallelStyle]]:
-    """Return the tensor parallel plans of a block, to be applied one after the other.
+    """Return the tensor parallel plans of a transformer block, in the order to apply them.
 
-    The first matmuls of attention and feed-forward are split by columns, the last ones by rows.
-    Between blocks, each rank holds its part of the sequence as a plain tensor (B, T / degree, C).
+    The first matmuls of attention and feed-forward are split by columns, and their last matmuls by
+    rows. Between blocks, each rank holds its part of the sequence as a plain tensor, shape
+    (B, T / degree, C).
 
     Returns:
         Plans for `parallelize_module`, which map names of submodules, such as "attention.wq", to
@@ -120,9 +121,9 @@ def block_plan(arch: Architecture) -> list[dict[str, ParallelStyle]]:
 class _Wait(torch.autograd.Function):
     """Wait for a tensor parallel collective and return its result as a plain tensor.
 
-    Without this, the embedding gets no gradient. Its parallel style returns an
-    AsyncCollectiveTensor, and if torch 2.13 compiles a block with such an input, it traces an inner
-    tensor that requires no gradient.
+    Apply this to the output of the embedding. Its parallel style returns an AsyncCollectiveTensor.
+    If torch 2.13 compiles a block with such an input, it traces an inner tensor that requires no
+    gradient, so the embedding would get none.
     """
 
     @staticmethod
@@ -135,14 +136,14 @@ class _Wait(torch.autograd.Function):
 
 
 def _wait_for_output(_module: nn.Module, _inputs: Any, output: Tensor) -> Any:
-    """Forward hook that waits for the collective behind a module's output."""
+    """Wait for the collective that computes a module's output. This is a forward hook."""
     return _Wait.apply(output)
 
 
 def enable_async_tensor_parallel(mesh: DeviceMesh) -> None:
     """Let the compiler overlap matmuls with tensor parallel communication.
 
-    It uses symmetric memory, which requires GPUs.
+    The overlap uses symmetric memory, which requires GPUs.
 
     Args:
         mesh: 1-D mesh of the tensor parallel ranks.
