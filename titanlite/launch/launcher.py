@@ -103,7 +103,7 @@ def _parse_node_counts(variables: Variables) -> tuple[int, int]:
     """
     first, _, last = variables.NNODES.partition(":")
     minimum = int(first)
-    maximum = int(last or first)
+    maximum = int(last or first)  # without a colon, `last` is empty
     setting = f"NNODES={variables.NNODES}"
     if minimum > maximum:
         raise UserError(f"{setting} must have the minimum number of nodes first, as in 1:2.")
@@ -169,6 +169,7 @@ def _describe_invalid_variable(failure: ValidationError) -> str:
     error = failure.errors()[0]
     name = str(error["loc"][0])
     value = one_line(os.environ[name][:40])
+    # "Input should be a valid integer, unable to parse ..." becomes "must be a valid integer".
     requirement = error["msg"].replace("Input should", "must").partition(",")[0]
     return f"{name}={value}: {requirement}. {Variables.model_fields[name].description}"
 
@@ -186,12 +187,13 @@ def count_gpus() -> int:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return gpus
+    # Users hide all GPUs with an empty list or -1.
     names = [name for name in visible.split(",") if name.strip() not in ("", "-1")]
     return min(gpus, len(names))
 
 
 def _set_threads(num_workers: int, num_threads: int) -> None:
-    """Set OMP_NUM_THREADS, unless the user has set it.
+    """Set OMP_NUM_THREADS for the ranks of this node, unless the user has set it.
 
     Args:
         num_workers: Number of processes on this node.

@@ -292,7 +292,11 @@ def _log_missing_nodes(folder: Path, store: tuple[str, int], is_host: bool) -> N
 
 
 def _check_connection(store: tuple[str, int]) -> str:
-    """Connect to the store, and return what this shows about the nodes that are missing."""
+    """Try to connect to the store, and return the probable reason why nodes are missing.
+
+    The reason is the end of a log line, for example "host:29500 answers, but other nodes have not
+    joined."
+    """
     where = f"{store[0]}:{store[1]}"
     try:
         socket.create_connection(store, timeout=SILENT_SECONDS).close()
@@ -305,10 +309,10 @@ def _check_connection(store: tuple[str, int]) -> str:
 
 
 def _resolve(store: tuple[str, int]) -> list[str]:
-    """Return the IP addresses of MASTER_ADDR.
+    """Return the IP addresses of the c10d store, whose host is MASTER_ADDR.
 
     Raises:
-        UserError: If it cannot be resolved.
+        UserError: If MASTER_ADDR cannot be resolved.
     """
     try:
         answers = socket.getaddrinfo(*store, type=socket.SOCK_STREAM)
@@ -354,7 +358,7 @@ def _find_local_address(store: tuple[str, int]) -> str | None:
 
 
 def _is_loopback(host: str) -> bool:
-    """Return whether a host is given as a loopback address, as in a run on this node only."""
+    """Return whether a host name or address is a loopback address, such as "localhost"."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:  # a name
@@ -372,7 +376,11 @@ def _source_address(target: tuple[str, int]) -> str | None:
 
 
 def _set_interface(address: str) -> None:
-    """Set the network interface of gloo to the one with `address`, unless the user has set one."""
+    """Select the network interface with an IP address for gloo, unless the user has selected one.
+
+    Args:
+        address: IPv4 address of this node.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # the interface has no address

@@ -59,7 +59,7 @@ def run_in_output_folder(run: Run, train: Callable[[], int]) -> int:
 
 
 def _missing_folders(folder: Path) -> list[Path]:
-    """Return a folder and its parents as far as they do not exist yet, innermost first."""
+    """Return `folder` and its parents, innermost first, but only those that do not exist yet."""
     return [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
 
 
@@ -86,7 +86,7 @@ def _wait_for_locks(run: Run) -> dict[Path, FileId]:
 
 
 def _release_lock(descriptor: int | None) -> None:
-    """Release a lock that `lock_folder` has returned."""
+    """Release the lock of a folder by closing the file descriptor that `lock_folder` returned."""
     if descriptor is not None:  # None: the file system does not support locks
         os.close(descriptor)
 
@@ -133,7 +133,15 @@ def _remove_unused(
 
 
 def _remove_created(run: Run, files: Set[Path], new_folders: Sequence[Path]) -> None:
-    """Remove the new folders (innermost first) and `files`, unless they contain anything else."""
+    """Remove files and new folders, unless the output folder contains any other file.
+
+    An empty checkpoint folder is removed as well.
+
+    Args:
+        run: The run that has ended.
+        files: Files in the output folder that this process has created.
+        new_folders: Folders that this process has created, innermost first.
+    """
     content = set(run.dump_folder.iterdir())
     folders = list(new_folders)
     if run.checkpoint_folder in content and _is_empty_folder(run.checkpoint_folder):
@@ -156,6 +164,7 @@ def _is_empty_folder(path: Path) -> bool:
 
 
 def _file_id(path: Path) -> FileId:
+    """Return the device and inode number of a file, or None if the file does not exist."""
     try:
         status = os.lstat(path)
     except FileNotFoundError:

@@ -256,9 +256,12 @@ class Ranks:
         return ends
 
     def _get_patience(self, failed: Sequence[RankEnd]) -> float:
-        """Return the seconds after which ranks that are still running must be killed.
+        """Return how many seconds running ranks have to end by themselves before they are killed.
 
         The result is infinity if no rank has failed and no signal has arrived.
+
+        Args:
+            failed: How the ranks ended that have failed so far.
         """
         exit_codes = {end.code for end in failed}
         if exit_codes - KNOWN_EXITS:
@@ -268,17 +271,17 @@ class Ranks:
         return KNOWN_EXIT_PATIENCE if exit_codes else math.inf
 
     def _check_stall(self, running: Set[int]) -> None:
-        """Report a stall once, and again only if the ranks have continued in between."""
+        """Print a report if all running ranks of this node are stalled, once per stall."""
         is_stalled = self._is_stalled(running)
         if is_stalled and not self._is_stall_reported:
             self._report_stall()
         self._is_stall_reported = is_stalled
 
     def _is_stalled(self, running: Set[int]) -> bool:
-        """Return whether no rank of this node can continue by itself.
+        """Return whether no running rank of this node can continue by itself.
 
         A rank cannot continue if it has reported that it waits for another rank, or if SIGSTOP or a
-        debugger has stopped it. A rank that is busy, for example with a long save, does neither.
+        debugger has stopped it. A busy rank, for example during a long save, can continue.
         """
         hangs = _read_hangs(self._folder)
         if not hangs or not all(hang.is_waiting for hang in hangs):
@@ -344,7 +347,7 @@ class Ranks:
         """Print and log why the run ended early, and return the exit code of the launcher.
 
         Args:
-            cause: End of the rank that caused the others to end.
+            cause: How the rank ended that caused all other ranks to end.
             killed: Ranks that the launcher has killed.
         """
         was_stopped = self._was_stopped(cause, killed)
@@ -363,7 +366,15 @@ class Ranks:
         return exit_code
 
     def _explain_end(self, cause: RankEnd, killed: Sequence[int]) -> str:
-        """Return the error message or traceback of `cause`, after an explanation if needed."""
+        """Return the text to print about the end of a run.
+
+        If the rank in `cause` ended for a known reason, this is its error message. Otherwise, the
+        text describes the failure and ends with the rank's traceback, if there is one.
+
+        Args:
+            cause: How the rank ended that caused all other ranks to end.
+            killed: Ranks that the launcher has killed.
+        """
         if _is_known(cause):
             return cause.reason
 
@@ -396,10 +407,14 @@ class Ranks:
 
 
 def _find_cause(failed: Sequence[RankEnd], killed: Sequence[int]) -> RankEnd:
-    """Return the end of the rank that caused all other ranks to end.
+    """Return how the rank ended that caused all other ranks to end, for the launcher to report.
 
-    The launcher reports its error and its exit code. A rank that ended for a known reason comes
-    first, then the rank that failed first, then the first rank that was killed.
+    If ranks ended for a known reason, such as an invalid option, it is the lowest of them.
+    Otherwise, it is the rank that failed first, or if no rank failed, the first rank in `killed`.
+
+    Args:
+        failed: How the failed ranks ended, sorted by time.
+        killed: Ranks that the launcher has killed.
     """
     known = [end for end in failed if _is_known(end)]
     if known:
@@ -412,8 +427,8 @@ def _find_cause(failed: Sequence[RankEnd], killed: Sequence[int]) -> RankEnd:
 def _is_known(end: RankEnd) -> bool:
     """Return whether a rank ended for a known reason, so that a restart cannot help.
 
-    The exit codes of user errors, guards, checkpoint errors and saved stops are known reasons. A
-    rank that a signal stopped without a save also has one, if it wrote an error message.
+    User errors, guards, checkpoint errors, and stops after a save are known reasons. If a signal
+    stopped a rank without a save, the reason is known if the rank wrote an error message.
     """
     return end.code in KNOWN_EXITS or (end.code in UNSAVED_STOPS and end.reason != "")
 
@@ -430,9 +445,9 @@ def _read_end(folder: Path, rank: int, code: int, default_time: float) -> RankEn
 
     Args:
         folder: Private folder with the error reports of the ranks.
-        rank: The rank.
-        code: Return code of its process.
-        default_time: Unix time of the end if the rank wrote no report.
+        rank: Number of the rank.
+        code: Exit code of its process, or minus the number of the signal that killed it.
+        default_time: Unix time of the end, used if the rank wrote no report.
     """
     report = {"time": default_time, "message": ""}
     with contextlib.suppress(OSError, ValueError):  # the rank wrote no report, or the disk was full
@@ -453,9 +468,9 @@ def _is_stopped(pid: int) -> bool:
 
 
 def _read_hangs(folder: Path) -> list[HangReport]:
-    """Return the hang reports of all ranks.
+    """Read the hang reports that the ranks of this node wrote into the launcher's private folder.
 
-    Reports of late ranks come first, then reports of waiting ranks.
+    Reports of ranks that do not wait for other ranks come first.
     """
     reports = []
     for file in folder.glob("*.hang.json"):

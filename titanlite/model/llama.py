@@ -82,7 +82,8 @@ def _yarn_kept_part(arch: Architecture, device: torch.device) -> Tensor:
     first = max(math.floor(find_pair(arch.rope_beta_fast)), 0)
     last = min(math.ceil(find_pair(arch.rope_beta_slow)), arch.head_dim - 1)
     pairs = torch.arange(arch.head_dim // 2, dtype=torch.float32, device=device)
-    return 1.0 - ((pairs - first) / (last - first or 0.001)).clamp(0.0, 1.0)
+    num_interpolated = last - first or 0.001  # not 0, as it is a divisor
+    return 1.0 - ((pairs - first) / num_interpolated).clamp(0.0, 1.0)
 
 
 def rope_table(arch: Architecture, positions: Tensor, is_scaled: bool) -> tuple[Tensor, Tensor]:

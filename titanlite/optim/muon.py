@@ -65,6 +65,7 @@ class Muon(torch.optim.Optimizer):
         compiled: bool,
     ) -> None:
         super().__init__([*groups, *others.param_groups], {"lr": config.lr})
+        # Both optimizers share the groups and the state of the other parameters.
         self.state |= others.state
         others.state = self.state
         self._others = others
@@ -72,7 +73,7 @@ class Muon(torch.optim.Optimizer):
         self._ranks = ranks
 
         self._group_of: dict[Any, dict[str, Any]] = {}
-        for group in self.param_groups[: len(groups)]:
+        for group in self.param_groups[: len(groups)]:  # the groups of the matrices
             for matrix in group["params"]:
                 self._group_of[matrix] = group
                 momentum_buffer = torch.zeros_like(matrix, dtype=state_dtype)
@@ -397,12 +398,13 @@ def _plan_round(by_owner: list[list[DTensor]], this_rank: int) -> _Round:
     num_ranks = len(by_owner)
     owned = by_owner[this_rank]
 
+    # Count the elements that this rank sends to each owner and receives from each owner.
     matrices: list[DTensor] = []
     is_sender: list[bool] = []
     numel_to_owners = [0] * num_ranks
     numel_from_owners = [0] * num_ranks
-    for owner, of_owner in enumerate(by_owner):
-        for matrix in of_owner:
+    for owner, owner_matrices in enumerate(by_owner):
+        for matrix in owner_matrices:
             shard_numel = _shard_numel(matrix, this_rank)
             same_replica = _replica_index(matrix, this_rank) == _replica_index(matrix, owner)
             matrices.append(matrix)
@@ -411,6 +413,7 @@ def _plan_round(by_owner: list[list[DTensor]], this_rank: int) -> _Round:
             if same_replica:
                 numel_to_owners[owner] += shard_numel
 
+    # As an owner, this rank receives momentum from one replica and sends results to all ranks.
     senders: list[int] = []
     numel_of_received: list[int] = []
     numel_from_ranks = [0] * num_ranks

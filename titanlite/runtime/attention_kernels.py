@@ -28,12 +28,12 @@ FLASH_PACKAGES = {
 
 @contextmanager
 def attention_kernels(job: JobConfig, device: torch.device) -> Iterator[None]:
-    """Use the kernels of `model.attention_backend` within this context.
+    """Select the attention kernels of `model.attention_backend` in a `with` block.
 
-    Enter the context once, around the whole run.
+    Use a single `with` block around the whole run.
 
     Raises:
-        UserError: If the device or a missing package does not allow the backend.
+        UserError: If the device does not support the backend, or its package is not installed.
     """
     backend = job.model.attention_backend
     problem = _find_device_problem(job, device)
@@ -52,7 +52,13 @@ def attention_kernels(job: JobConfig, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _flash_package(backend: str) -> Iterator[None]:
-    """Use the FlashAttention package of "fa3" or "fa4". Do nothing for another backend."""
+    """Activate the FlashAttention package of the backend "fa3" or "fa4" in a `with` block.
+
+    Other backends need no package, so for them this function does nothing.
+
+    Raises:
+        UserError: If the package cannot be loaded.
+    """
     if backend not in FLASH_VERSIONS:
         yield
         return
@@ -72,8 +78,8 @@ def _flash_package(backend: str) -> Iterator[None]:
 def _find_device_problem(job: JobConfig, device: torch.device) -> str:
     """Return why the device cannot run the attention backend of the job, or "" if it can.
 
-    The text continues a sentence that starts with the key. On a CPU, "varlen" computes the same
-    values with other kernels.
+    The reason is the end of an error message that starts with the option, for example "needs a
+    GPU." The backend "varlen" also runs on a CPU, where other kernels compute the same values.
     """
     is_cpu = device.type == "cpu"
     if is_cpu and job.model.attention_backend in ("flex", "fa3", "fa4"):

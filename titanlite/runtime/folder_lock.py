@@ -27,13 +27,14 @@ def lock_folder(folder: Path, timeout: float, log: Callable[[str], None]) -> int
     """Lock a folder for this process, so that no other run writes to it.
 
     The lock is held until this process exits or closes the returned descriptor. Child processes do
-    not inherit it. On NFS, other nodes respect it.
+    not inherit the lock. On NFS, the lock also excludes runs on other nodes.
 
     Args:
-        folder: Part of an output folder, such as its checkpoints. It need not exist yet. Its parent
-            is created.
+        folder: Part of an output folder, such as its checkpoints. The folder need not exist yet.
+            Its parent is created.
         timeout: Seconds to wait for a run that holds the lock.
-        log: Called with one line of text if this process waits, or if it cannot lock.
+        log: Function that logs a line. It is called if this process must wait, or if the file
+            system does not support locks.
 
     Returns:
         The file descriptor that holds the lock; None if the file system does not support locks.
@@ -77,7 +78,11 @@ def lock_folder(folder: Path, timeout: float, log: Callable[[str], None]) -> int
 
 
 def _open_lock_file(path: Path) -> int:
-    """Open a lock file, which is created with its folder, and return its file descriptor."""
+    """Open a lock file and return its file descriptor. Create the file and its folder if needed.
+
+    Raises:
+        UserError: If the lock file is a symbolic link.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_symlink():
         raise UserError(f"{path} is a symbolic link, so a run cannot lock it. Remove the link.")
@@ -85,7 +90,10 @@ def _open_lock_file(path: Path) -> int:
 
 
 def _write_owner(descriptor: int) -> None:
-    """Write the name of this process to its lock file, for the message of other runs."""
+    """Write which process holds a lock into the lock file, for the messages of other runs.
+
+    The content is, for example, "process 123 on node1".
+    """
     with suppress(OSError):  # a full disk
         os.ftruncate(descriptor, 0)
         os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())

@@ -112,7 +112,10 @@ def working(text: str) -> Iterator[Callable[[str], None]]:
 
 
 def _note_at_intervals() -> Callable[[str], None]:
-    """Return a function that prints messages, but skips those that come too soon."""
+    """Return a function that prints a message at most every `PROGRESS_INTERVAL` seconds.
+
+    All other messages are skipped.
+    """
     last_time = time.monotonic()
 
     def update(text: str) -> None:
@@ -180,7 +183,11 @@ def setup_logging(rank: int, log_file: Path | None) -> logging.Logger:
 
 
 def _install_handlers(handlers: list[LogHandler]) -> logging.Logger:
-    """Let handlers receive Python's warnings and the lines of the logger "titanlite"."""
+    """Replace the handlers of the logger "titanlite" and of Python's warnings.
+
+    Returns:
+        The logger "titanlite".
+    """
     logging.captureWarnings(True)  # otherwise every rank prints its warnings on the terminal
     logger = logging.getLogger(LOGGER_NAME)
     for target in (logger, logging.getLogger("py.warnings")):
@@ -216,7 +223,7 @@ def report_end(text: str, kind: str, step: int | None = None) -> None:
     reached, the reason is printed on standard error.
 
     Args:
-        text: The reason or a traceback, and how to continue the run.
+        text: The reason or a traceback, and how to resume the run.
         kind: Kind of the event in events.jsonl; one of `ENDS`.
         step: Number of completed optimizer steps, if it is known.
     """

@@ -79,9 +79,9 @@ def python_command(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def begin() -> None:
-    """Prepare this process to run a command. Call it before any large module is imported.
+    """Prepare this process to run a command. Call this before any large module is imported.
 
-    It does the following:
+    The function has these effects:
 
     - SIGINT (Ctrl-C) ends the process immediately, without a traceback. SIGUSR2, which asks a run
       to save a checkpoint, is ignored. A run replaces these handlers when it starts to train.
@@ -102,7 +102,7 @@ def begin() -> None:
 
 
 def serve_parent() -> None:
-    """Prepare a worker process: ignore stop signals, and kill it when its parent ends.
+    """Make this worker process ignore stop signals, and be killed when its parent process ends.
 
     Call this function before any large module is imported. Ctrl-C and the signals of a scheduler
     reach all processes of a run. Only the parent process handles them, and then stops its workers.
@@ -130,8 +130,8 @@ def set_up_torch() -> None:
 
     - TORCHINDUCTOR_CACHE_DIR: a folder that only this user can enter. The default is a predictable
       folder in /tmp, which another user could create first to run code in this process.
-    - TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS: 0, because Inductor keeps precompiled headers in
-      the folder in /tmp in any case.
+    - TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS: 0, because Inductor always keeps precompiled
+      headers in the folder in /tmp, even if another cache folder is set.
     - PYTORCH_ALLOC_CONF: expandable segments, which reduce memory fragmentation on a GPU.
     """
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:

@@ -96,7 +96,7 @@ _worlds = count()
 
 @cache
 def _rendezvous(world_size: int, timeout: timedelta, file: str | None) -> Store:
-    """Return the store through which the ranks find each other, for all process groups.
+    """Return the store through which the ranks connect. All process groups share this store.
 
     Args:
         world_size: Number of ranks.
@@ -203,7 +203,13 @@ def _configure_torch(job: JobConfig, device: torch.device, local_world_size: int
 
 
 def _set_num_threads(num_threads: int, local_world_size: int) -> None:
-    """Divide the CPU cores of the node among its ranks, unless the user has set a number."""
+    """Set the number of CPU threads that torch uses in this process.
+
+    Args:
+        num_threads: Number of threads. If 0, use OMP_NUM_THREADS, or by default an equal share of
+            the CPU cores of this node.
+        local_world_size: Number of ranks on this node.
+    """
     if num_threads:
         torch.set_num_threads(num_threads)
     elif "OMP_NUM_THREADS" not in os.environ:
@@ -221,9 +227,10 @@ def _configure_communication() -> None:
 
 
 def _clear_mesh_cache() -> None:
-    """Clear the cache of device meshes in DTensor, which holds the names of their process groups.
+    """Clear the cache of device meshes in DTensor, so that another process group can be created.
 
-    A mesh of a new process group compares equal to a cached mesh with the names of old groups.
+    Cached meshes hold the names of destroyed process groups. A mesh of a new process group compares
+    equal to a cached mesh, so DTensor would use the old names.
     """
     # Imported here, because it takes 0.4 s, for which the first batch would wait.
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache

@@ -90,7 +90,7 @@ class Migration:
 
     @property
     def carried(self) -> int:
-        """Return the number of keys that kept their name."""
+        """Return the number of keys that have the same name in the old and the new file."""
         return sum(self._origin.get(key) == key for key in self._new)
 
     @property
@@ -100,6 +100,7 @@ class Migration:
         Returns:
             New names by old name.
         """
+        # Skip new keys that were removed again, and origins that are not in the old file.
         return {
             old: new
             for new, old in self._origin.items()
@@ -114,7 +115,9 @@ class Migration:
     # Access to the old and the new file.
 
     def _get_integer(self, key: str, default: int) -> int:
-        """Return the integer value of a key in the new file, or in the old file, or `default`.
+        """Return the integer value of a key from the new file, else from the old file.
+
+        If neither file has the key, return `default`.
 
         Raises:
             UserError: If the value is not an integer.
@@ -166,7 +169,10 @@ class Migration:
     # Conversion.
 
     def _convert_key(self, key: str, value: Any) -> None:
-        """Carry over a key that has one equivalent, or report a key that has none."""
+        """Copy a key with one titanlite equivalent to the new file, with its value converted.
+
+        Report a key without an equivalent as lost.
+        """
         if key in tables.CONVERTED:
             return  # another method converts it, together with other keys
         if key in tables.WITHOUT:
@@ -198,7 +204,7 @@ class Migration:
         return tables.convert_flavor(self.model, flavor)
 
     def _convert_model(self) -> None:
-        """Set the model flavor, and each size in which it differs from the torchtitan flavor."""
+        """Set the model flavor, and each size that differs between torchtitan and titanlite."""
         flavor = self._old.get("model.flavor", "debugmodel")
         new_flavor = self._convert_flavor(flavor)
         self._set_default("model.flavor", new_flavor, DEFAULT)
@@ -213,7 +219,7 @@ class Migration:
             self._set_default("dataset.document_mask", True, f"torchtitan's {flavor}")
 
     def _keep_sizes(self, flavor: str, new_sizes: Architecture) -> None:
-        """Set the sizes in which a torchtitan flavor differs from the titanlite flavor."""
+        """Set the sizes of a torchtitan flavor that differ from those of the titanlite flavor."""
         old_sizes = self._get_torchtitan_sizes(flavor)
         for key, new_size in asdict(new_sizes).items():
             depends_on_other_keys = key in ("vocab_size", "max_seq_len", "head_dim")
@@ -221,13 +227,16 @@ class Migration:
                 self._set_default(f"model.{key}", old_sizes[key], f"torchtitan's {flavor}")
 
     def _get_torchtitan_sizes(self, flavor: str) -> dict[str, Any]:
-        """Return the sizes of a torchtitan flavor, replaced by those in a resolved config."""
+        """Return the sizes of a torchtitan flavor. Sizes in a resolved config take precedence."""
         sizes = asdict(TORCHTITAN_FLAVORS[self.model][flavor])
         sizes["rope_scaling_factor"] = self.rope_scaling_factor
         return sizes | self._sizes
 
     def _convert_json_model(self) -> None:
-        """Convert what only the JSON configs of torchtitan 0.3 imply."""
+        """Enable document masks as torchtitan 0.3 does, and report its unlisted model converters.
+
+        Neither is part of the JSON config of torchtitan 0.3.
+        """
         self._set("dataset.document_mask", True, "torchtitan 0.3 always masks documents")
         self._report_lost(
             "converters of the model",
@@ -286,7 +295,10 @@ class Migration:
             self._set_default(f"{section}.split", "validation")
 
     def _replace_c4_test(self, section: str, name_key: str) -> None:
-        """Replace a small part of C4 for tests, which titanlite does not include."""
+        """Replace torchtitan's dataset c4_test, a small part of C4, by python_stdlib.
+
+        titanlite does not include c4_test.
+        """
         self._set_default(f"{section}.source", "python_stdlib")
         self._report_lost(
             name_key,
@@ -366,7 +378,7 @@ class Migration:
         return max(1, local_size // num_microbatches)
 
     def _report_converters(self) -> None:
-        """Report all model converters except those of linear layers to FP8 and MXFP8 as lost."""
+        """Report model converters as lost, except those of linear layers to FP8 and MXFP8."""
         converters = _parse_names(self._old.get("model.converters", []))
         others = [name for name in converters if not _has_float8([name])]
         if others:
@@ -390,7 +402,11 @@ class Migration:
         self._report_output_layer(names_to_skip)
 
     def _report_output_layer(self, names_to_skip: list[Any]) -> None:
-        """Report that the output layer is not converted to FP8, if torchtitan converts it."""
+        """Report that titanlite keeps the output layer in high precision, if torchtitan does not.
+
+        Args:
+            names_to_skip: Names in torchtitan's filter_fqns, which stay in high precision.
+        """
         # A part of a name is enough: "out" also skips the layer "output".
         skips_output = any(str(name) in "output" for name in names_to_skip)
         is_older_than_01 = "float8.enable_float8_linear" in self._old
@@ -402,7 +418,11 @@ class Migration:
             )
 
     def _get_layers_to_skip(self, section: str) -> list[Any]:
-        """Return the names in filter_fqns, whose section depends on the torchtitan version."""
+        """Return the option filter_fqns: names of layers that stay in high precision.
+
+        Args:
+            section: "float8" or "mx". torchtitan 0.2 has these sections in "quantize.linear".
+        """
         names = self._old.get(f"{section}.filter_fqns", [])
         return _parse_names(self._old.get(f"quantize.linear.{section}.filter_fqns", names))
 
@@ -515,7 +535,7 @@ def _suggest_keys(keys: Iterable[str]) -> str:
 
 
 def _parse_names(value: Any) -> list[Any]:
-    """Return a list of names, which a job file may also contain as comma-separated text.
+    """Convert the value of a torchtitan option to a list of names. Text is split at commas.
 
     Raises:
         UserError: If the value is neither text nor a list.
@@ -539,18 +559,21 @@ def _has_float8(value: Any) -> bool:
 
 
 def _has_mxfp8(value: Any) -> bool:
-    """Return whether a list of torchtitan converters has the one of linear layers to MXFP8."""
+    """Return whether a list of torchtitan model converters contains the converter to MXFP8."""
     names = ("mx", "quantize.linear.mx")  # of torchtitan 0.1 and 0.2
     return any(name in names for name in _parse_names(value))
 
 
 def _remove_small_layers(value: Any) -> list[Any]:
-    """Return the names of layers to filter, without `SMALL_LAYERS`, which is not a layer."""
+    """Return a list filter_fqns without `SMALL_LAYERS`, a keyword that names no layer."""
     return [name for name in _parse_names(value) if name != SMALL_LAYERS]
 
 
 def _find_tokenizer_file(path: Any) -> Any:
-    """Return the path of a tokenizer file. torchtitan also accepts its folder."""
+    """Return the path of the tokenizer file for the path of the file or of its folder.
+
+    torchtitan accepts both, but titanlite needs the file.
+    """
     is_folder = isinstance(path, str) and not path.endswith((".model", ".json"))
     return f"{path.rstrip('/')}/tokenizer.json" if is_folder else path
 

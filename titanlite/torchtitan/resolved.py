@@ -14,10 +14,13 @@ ADAMW_DEFAULTS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay"
 
 
 def read_config(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the sections of a resolved config as in a job file, and the sizes of its model.
+    """Convert a resolved torchtitan 0.3 config to the sections of a torchtitan job file.
+
+    Returns:
+        The sections, and the sizes of the model by their names in `Architecture`.
 
     Raises:
-        UserError: If the config is incomplete, or is not of a dense model.
+        UserError: If the config is incomplete, or its model is not a dense Llama or Qwen3.
     """
     try:
         return _read_sections(config), _read_sizes(config["model_spec"]["model"])
@@ -41,7 +44,11 @@ def _read_sections(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_optimizer(optimizer: dict[str, Any]) -> dict[str, Any]:
-    """Return the section [optimizer], with the arguments of the only parameter group."""
+    """Return the section [optimizer] of a job file for an optimizer with one parameter group.
+
+    Raises:
+        UserError: If the optimizer has several parameter groups.
+    """
     groups = optimizer["param_groups"]
     if len(groups) > 1:
         raise UserError("optimizer.param_groups: must be one group. Remove the others.")
@@ -53,7 +60,11 @@ def _read_optimizer(optimizer: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_checkpointing(policy: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the section [activation_checkpoint], whose mode only the keys of the policy reveal."""
+    """Return the section [activation_checkpoint] of a job file.
+
+    A resolved config does not name the mode of activation checkpointing, so the keys of its policy
+    determine the mode. Without a policy, the mode is "none".
+    """
     if policy is None:
         return {"mode": "none", "selective_ac_option": "op"}
 
@@ -66,7 +77,7 @@ def _read_checkpointing(policy: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _read_sizes(model: dict[str, Any]) -> dict[str, Any]:
-    """Return the sizes of a model by their names in `Architecture`."""
+    """Return the sizes of a resolved model by their names in `Architecture`, such as "n_layers"."""
     block = model["layers"][0]
     attention = block["attention"]
     rope = attention["rope"]

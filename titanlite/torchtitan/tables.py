@@ -108,7 +108,10 @@ def detect_version(keys: Collection[str]) -> Version:
 
 
 def rename_key(key: str) -> str:
-    """Return the name in torchtitan 0.2 of a key of 0.3, for example "profiling.profile_freq"."""
+    """Convert a key of torchtitan 0.3 to its name in 0.2, which may be the same.
+
+    For example, "profiler.enable_profiling" becomes "profiling.enable_profiling".
+    """
     for name, old_name in MOVED.items():
         if f"{key}.".startswith(f"{name}."):
             return old_name + key.removeprefix(name)
@@ -116,7 +119,10 @@ def rename_key(key: str) -> str:
 
 
 def drop_unused(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of a resolved config, except null and the defaults in `UNUSED`."""
+    """Remove the values of a resolved config that need neither a conversion nor a report.
+
+    These are null, and the default values of the keys in `UNUSED`.
+    """
     return {
         key: value
         for key, value in values.items()

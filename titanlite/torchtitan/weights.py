@@ -33,9 +33,9 @@ _DESCRIBED_BY = (
 
 
 def torchtitan_weights(path: Path, model: Model) -> Weights:
-    """Open the weights in a torchtitan checkpoint, converted to the layout of this model.
+    """Open the weights of a torchtitan checkpoint, and convert them to the layout of titanlite.
 
-    Weights are read from the files only when the caller asks for them. Optimizer state is ignored.
+    Each weight is read from the files only when it is used. Optimizer state is ignored.
 
     Args:
         path: Checkpoint folder of one step, with .metadata and *.distcp files.
@@ -128,7 +128,13 @@ def _check_head_dim(path: Path, arch: Architecture, rotary_frequencies: TensorIn
 
 
 def _check_rope_scaling(path: Path, arch: Architecture, version: Version) -> None:
-    """Raise UserError if the RoPE scaling of the model is not that of a torchtitan version."""
+    """Raise UserError if the RoPE scaling of the job differs from that of a torchtitan version.
+
+    Args:
+        path: Checkpoint folder, for the error message.
+        arch: Architecture that the job defines.
+        version: torchtitan version that saved the checkpoint.
+    """
     expected = ROPE_SCALING_FACTOR[version]
     if arch.rope_scaling_factor != expected:
         raise UserError(
