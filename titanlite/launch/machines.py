@@ -242,7 +242,9 @@ def run_node_process(folder: Path, ranks: Ranks) -> int:
 
 
 def _pass_on_signals(signals: set[signal.Signals], folder: Path) -> None:
-    """Pass received signals on to the node process. If it is not running, end this process.
+    """Pass signals on to the node process, which the torch agent in this process has started.
+
+    If a signal arrives while the node process is not running, end this process.
 
     Args:
         signals: Signals to wait for, which must be blocked.
@@ -257,9 +259,10 @@ def _pass_on_signals(signals: set[signal.Signals], folder: Path) -> None:
 
 
 def _leave_after_crash(folder: Path) -> None:
-    """Wait for a crash that the agent does not restart, and end this process some seconds later.
+    """Wait for a crash without a restart, and end this process `AGENT_SECONDS` later.
 
-    Otherwise the agent could wait many minutes for the connection to a node that is down.
+    Otherwise the torch agent, which runs in this process, could wait many minutes for the
+    connection to a node that is down.
 
     Args:
         folder: Folder in which the node process writes the exit code of the crash.

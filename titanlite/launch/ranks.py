@@ -177,7 +177,7 @@ class Ranks:
             self._kill()
 
     def _start(self) -> None:
-        """Start the processes of all ranks."""
+        """Start a process for each rank of this node."""
         variables = self._common_variables()
         self._processes.clear()
         for local_rank, rank in enumerate(self.ranks):
@@ -320,7 +320,7 @@ class Ranks:
         return False
 
     def _send_signal(self, number: int) -> None:
-        """Send a signal to all ranks."""
+        """Send a signal to the processes of all ranks on this node."""
         for process in self._processes.values():
             process.send_signal(number)  # does nothing if the process has ended
 

@@ -231,8 +231,9 @@ class Attention(nn.Module):
             x: Hidden states, shape (B, T, C).
             cos: Cosines of the RoPE angles, shape (T, 1, D / 2) or (B, T, 1, D / 2), fp32.
             sin: Sines of the RoPE angles, same shape.
-            mask: See `Llama.forward`.
-            cache: Cache of this layer for generation. It is extended by T tokens.
+            mask: Mask as in `attention`, with S keys per query. None means causal attention.
+            cache: Keys and values of earlier tokens during generation, to which those of `x` are
+                appended. None in training.
         """
         # Compute queries, keys and values, and divide them into heads.
         q, k, v = self.wq(x), self.wk(x), self.wv(x)
@@ -308,8 +309,8 @@ class TransformerBlock(nn.Module):
             x: Hidden states, shape (B, T, C).
             cos: Cosines of the RoPE angles, shape (T, 1, D / 2) or (B, T, 1, D / 2), fp32.
             sin: Sines of the RoPE angles, same shape.
-            mask: See `Llama.forward`.
-            cache: Cache of this layer for generation, or None in training.
+            mask: Mask as in `attention`, with S keys per query. None means causal attention.
+            cache: Keys and values of earlier tokens during generation, or None in training.
         """
         if self.norm_after:
             x = x + self.attention_norm(self.attention(x, cos, sin, mask, cache))
@@ -342,8 +343,8 @@ Head = Callable[[Tensor, Tensor], Tensor]
 class Llama(nn.Module):
     """A decoder-only transformer.
 
-    The constructor draws the initial weights of seed 0. Under `torch.device("meta")` it draws none:
-    call `to_empty` to allocate the parameters and then `init_weights`.
+    The constructor initializes the weights with seed 0. Under `torch.device("meta")` it does not:
+    call `to_empty` to allocate the parameters, and then `init_weights`.
 
     A model with tied embeddings has no `output` module. Its output matrix is
     `tok_embeddings.weight`.

@@ -54,7 +54,7 @@ class StepScalars(NamedTuple):
     lr: Tensor
     """Learning rate; for AdamW divided by the bias correction of the first moment."""
     rsqrt_correction: Tensor
-    """Factor of the square root of the second moment, from its bias correction."""
+    """Bias correction of the second moment: the factor of its square root."""
     step_seed: Tensor
     """Seed of the random bits, from the step."""
     skip: Tensor

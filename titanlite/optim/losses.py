@@ -517,7 +517,10 @@ def _add_weight_grad(
 def _add_rounded_weight_grad(
     weight_grad: Tensor, logits_grad: Tensor, hidden: Tensor, is_first: bool
 ) -> None:
-    """Add a weight gradient that is computed in bfloat16, for a CPU; see `_add_weight_grad`."""
+    """Add a chunk's weight gradient, rounded to bfloat16, to `weight_grad` on a CPU.
+
+    See `_add_weight_grad` for the arguments.
+    """
     # Compute some rows at a time, so that only these rows exist in bfloat16.
     block_size = VOCAB_BLOCK[hidden.device.type]
     weight_blocks = weight_grad.split(block_size)

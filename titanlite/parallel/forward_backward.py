@@ -88,9 +88,9 @@ class LossHead(NamedTuple):
     `Llama.forward` receives it as `head`, and calls it while FSDP holds the unsharded output
     matrix. So a chunked loss never needs the logits of all tokens at once.
 
-    The calls, from the outside to the inside: `Llama.forward`, `Output.forward` (unless embeddings
-    are tied), this head, `NormalizedLoss` (which sets the scale), and a `Loss`. The default `Loss`
-    is `CrossEntropy`, which calls `linear_cross_entropy_sum`.
+    The calls are nested in this order: `Llama.forward`, `Output.forward` (unless embeddings are
+    tied), this head, `NormalizedLoss` (which sets the scale), and a `Loss`. The default `Loss` is
+    `CrossEntropy`, which calls `linear_cross_entropy_sum`.
 
     A pipeline schedule splits the arguments of the model into microbatches. It splits `labels`,
     because it finds the tensors in a tuple, and passes `loss` on unchanged, because a

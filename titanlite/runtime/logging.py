@@ -128,9 +128,10 @@ def _note_at_intervals() -> Callable[[str], None]:
 
 
 def logged_ranks(world_size: int = MAX_WORLD_SIZE) -> list[int]:
-    """Return the ranks whose log lines appear on the terminal, from the variable LOG_RANK.
+    """Return the ranks whose log lines appear on the terminal.
 
-    LOG_RANK contains comma-separated ranks, for example "0,1". The default is rank 0.
+    The environment variable LOG_RANK contains these ranks, separated by commas, for example "0,1".
+    The default is rank 0.
 
     Raises:
         UserError: If LOG_RANK is not a list of ranks below `world_size`.

@@ -38,8 +38,8 @@ class Migration:
 
     Attributes:
         text: Content of the new job file.
-        model: the torchtitan model.name, for example "llama3".
-        version: torchtitan version as which the file was read.
+        model: The torchtitan model.name, for example "llama3".
+        version: torchtitan version that the file was written for, as passed or detected.
         added: "key = value" -> reason, for settings that the old file does not have, for example
             because torchtitan has another default.
         lost: Reason -> old keys without an equivalent.
@@ -524,7 +524,7 @@ def _check_keys(keys: Collection[str]) -> None:
 
 
 def _suggest_keys(keys: Iterable[str]) -> str:
-    """Return a hint, such as " Did you mean ...?", for each key that resembles a titanlite key."""
+    """Return hints, such as " Did you mean ...?", for all keys that resemble a titanlite key."""
     unknown = [key for key in keys if key not in list_keys()]
     problems = [describe_unknown_name(JobConfig, key).problem for key in unknown]
     hints = [problem.removeprefix("is unknown.") for problem in problems]
