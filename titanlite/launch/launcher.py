@@ -96,7 +96,7 @@ def launch(argv: Sequence[str]) -> int:
 def _parse_node_counts(variables: Variables) -> tuple[int, int]:
     """Parse NNODES, and return the minimum and the maximum number of nodes.
 
-    Both numbers are equal unless NNODES is a range, such as "1:2".
+    For example, NNODES=1:2 gives 1 and 2, and NNODES=4 gives 4 and 4.
 
     Raises:
         UserError: If the range is invalid or contradicts NODE_RANK, or MASTER_ADDR is missing.
@@ -117,7 +117,7 @@ def _parse_node_counts(variables: Variables) -> tuple[int, int]:
 def launch_command(words: Sequence[str]) -> int:
     """Start `titanlite WORDS` in NGPU processes on this node, and return the exit code.
 
-    This is for commands other than `train` that run on several GPUs, such as `eval`.
+    Use this for commands other than `train` that run on several GPUs, such as `eval`.
 
     Args:
         words: Name of the command and its options.
@@ -177,7 +177,8 @@ def _describe_invalid_variable(failure: ValidationError) -> str:
 def count_gpus() -> int:
     """Return the number of GPUs that this process can use, or 0 if there is no NVIDIA driver.
 
-    This calls nvidia-smi and reads CUDA_VISIBLE_DEVICES, because importing torch would be slow.
+    The function calls nvidia-smi and reads CUDA_VISIBLE_DEVICES, because importing torch would be
+    slow.
     """
     try:
         listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)

@@ -331,7 +331,8 @@ def _resolve(store: tuple[str, int]) -> list[str]:
 def _is_local(addresses: Sequence[str]) -> bool:
     """Return whether one of the addresses belongs to this node.
 
-    This is tested by binding a socket, which only succeeds for addresses of this node.
+    The function tries to bind a socket to each address, which only succeeds on the node that has
+    the address.
     """
     for address in addresses:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -347,8 +348,8 @@ def _is_local(addresses: Sequence[str]) -> bool:
 def _find_local_address(store: tuple[str, int]) -> str | None:
     """Return the IP address at which other nodes reach this node, or None if it is unknown.
 
-    This is usually the address from which this node sends to the first node. By default, torch uses
-    the address of this node's name, which /etc/hosts often maps to a loopback address.
+    Usually, this is the address from which this node sends to the first node. By default, torch
+    would use the address of this node's name, which /etc/hosts often maps to a loopback address.
 
     Args:
         store: Address and port of the first node.

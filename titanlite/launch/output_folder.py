@@ -28,8 +28,8 @@ file.
 def run_in_output_folder(run: Run, train: Callable[[], int]) -> int:
     """Train a run as soon as no other run uses its output folder.
 
-    A new output folder is removed again if training ends before there is anything to keep, because
-    the job was invalid or a signal stopped it.
+    If the job is invalid, or a signal stops the run before a save, a new output folder is removed
+    again.
 
     Args:
         run: The run to train.

@@ -110,10 +110,10 @@ class Ranks:
         ranks: Ranks on this node, for example range(8, 16) on the second node.
         size: Number of ranks on all nodes.
         stop_seconds: Seconds that the ranks have to save after a signal, before they are killed.
-        max_restarts: Maximum number of restarts after crashes. Each one resumes from the newest
+        max_restarts: Maximum number of restarts after crashes. Each restart resumes from the newest
             checkpoint.
-        resume_hint: Returns the lines that explain how to resume the run. They are printed if no
-            rank has printed them.
+        resume_hint: Function that returns the lines that explain how to resume the run. The
+            launcher prints these lines if no rank has printed them.
     """
 
     words: Sequence[str]
@@ -409,8 +409,9 @@ class Ranks:
 def _find_cause(failed: Sequence[RankEnd], killed: Sequence[int]) -> RankEnd:
     """Return how the rank ended that caused all other ranks to end, for the launcher to report.
 
-    If ranks ended for a known reason, such as an invalid option, it is the lowest of them.
-    Otherwise, it is the rank that failed first, or if no rank failed, the first rank in `killed`.
+    The cause is the lowest rank that ended for a known reason, such as an invalid option. Without a
+    known reason, it is the rank that failed first. If no rank failed, it is the first rank in
+    `killed`.
 
     Args:
         failed: How the failed ranks ended, sorted by time.

@@ -72,9 +72,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None) -> Tens
         q: Queries, shape (B, H, T, D).
         k: Keys, shape (B, H_kv, S, D). H_kv must divide H. Without a mask, S must equal T.
         v: Values, same shape as `k`.
-        mask: Boolean mask, broadcastable to (B, H, T, S), True where a query attends to a key; or a
-            block mask for flex attention; or document bounds for variable-length attention. By
-            default attention is causal.
+        mask: One of three kinds: a boolean mask, broadcastable to (B, H, T, S), True where a query
+            attends to a key; a block mask for flex attention; or document bounds for
+            variable-length attention. By default, attention is causal.
 
     Returns:
         Attention output, shape (B, H, T, D).

@@ -484,7 +484,7 @@ class _SmolLM3(_Qwen2):
 class _Olmo2(HFConfig):
     """The config.json of OLMo 2, whose norms follow the attention and the feed-forward network.
 
-    Its query and key norms span all heads.
+    In OLMo 2, query and key norms span all heads.
     """
 
     kind: ClassVar = "olmo2"
@@ -635,8 +635,8 @@ def architecture_from_meta(
 ) -> Architecture:
     """Convert Meta's params.json and the sizes of its tensors to an architecture.
 
-    If `use_scaled_rope` is set, the RoPE scaling factor is 32 for the two small models of Llama 3.2
-    and 8 otherwise, as in Meta's llama-models repository.
+    If `use_scaled_rope` is set, the RoPE scaling factor is 8, or 32 for the two small models of
+    Llama 3.2. Both factors are from Meta's llama-models repository.
 
     Args:
         params: Content of params.json.

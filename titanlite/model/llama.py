@@ -56,9 +56,9 @@ def rope_frequencies(arch: Architecture, device: torch.device, is_scaled: bool) 
 def _llama3_kept_part(arch: Architecture, frequencies: Tensor) -> Tensor:
     """Return how much of each RoPE frequency Llama 3.1 keeps, from 0 to 1, shape (D / 2,).
 
-    The rest of the frequency is divided by `rope_scaling_factor`. The result is 0 for a frequency
-    that completes fewer than `rope_low_freq_factor` turns in the original context, 1 for more than
-    `rope_high_freq_factor` turns, and linear in the number of turns in between.
+    The rest of the frequency is divided by `rope_scaling_factor`. The result depends on how many
+    turns the frequency completes in the original context. It is 0 up to `rope_low_freq_factor`
+    turns, 1 from `rope_high_freq_factor` turns on, and linear in between.
     """
     turns = arch.rope_original_max_seq_len * frequencies / (2 * math.pi)
     low, high = arch.rope_low_freq_factor, arch.rope_high_freq_factor
@@ -133,8 +133,8 @@ def causal_mask(num_queries: int, num_keys: int, window: int, device: torch.devi
     """Build a causal mask for the last `num_queries` of `num_keys` tokens.
 
     During generation there are more keys than queries, because the keys of earlier tokens are in
-    the cache. For example, the mask of the last 2 of 4 tokens is [[1, 1, 1, 0], [1, 1, 1, 1]], and
-    [[0, 1, 1, 0], [0, 0, 1, 1]] with a window of 2.
+    the cache. For example, the mask of the last 2 of 4 tokens is [[1, 1, 1, 0], [1, 1, 1, 1]]. With
+    a window of 2, it is [[0, 1, 1, 0], [0, 0, 1, 1]].
 
     Args:
         num_queries: Number of queries, which belong to the last tokens.
@@ -424,7 +424,7 @@ class Llama(nn.Module):
             full_mask: Mask without the window, for the blocks that `full_attention_interval`
                 selects. If you pass `mask` to such a model, pass both.
             cache: Keys and values of earlier tokens for generation, one `LayerCache` per block.
-                Each is extended by T tokens.
+                The keys and values of `tokens` are appended to them.
             head: Function that computes the result from the hidden states (B, T, C) and the output
                 matrix (V, C). By default it computes the logits. In training it is the loss, which
                 never materializes all logits.

@@ -75,7 +75,7 @@ class AdamW(torch.optim.Optimizer):
     """AdamW (https://arxiv.org/abs/1711.05101), computed in fp32 for any dtype of the parameters.
 
     State names and results equal those of `torch.optim.AdamW`. With `config.stochastic_rounding`,
-    new values are rounded to bfloat16 up or down at random so that the expected value is exact and
+    new values are rounded to bfloat16 up or down at random. The expected value is then exact, and
     small updates are not lost (https://arxiv.org/abs/2010.06192).
 
     Args:
@@ -324,8 +324,8 @@ def _compute_update(
 def _random_bits(parameter: Tensor, step_seed: Tensor, seed: ShardSeed, start: int) -> Tensor:
     """Return a random 32-bit integer for each element of a slice, the same for any sharding.
 
-    Each integer is a hash of the step, the name of the parameter, and the index of the element in
-    the whole parameter, so no random number generator is needed.
+    No random number generator is needed: each integer is a hash of the step, the name of the
+    parameter, and the index of the element in the whole parameter.
 
     Args:
         parameter: Slice of the flat shard, shape (N,).

@@ -72,7 +72,8 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build the optimizer that `config.name` selects, for all parameters of a model.
 
-    Call it after sharding, because the state gets the dtype, device and layout of the parameters.
+    Call this function after the model is sharded, because the optimizer state gets the dtype,
+    device and layout of the parameters.
 
     Args:
         model: Sharded model with the parameter names of the whole model.

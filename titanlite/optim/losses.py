@@ -243,7 +243,7 @@ def compiled_once(function: Callable[..., Any]) -> Callable[..., Any]:
 class Targets(NamedTuple):
     """The labels of n tokens, converted to the form that `softmax_loss` needs.
 
-    They are prepared once for all tokens and then split into chunks.
+    Labels are converted once for all tokens, and the result is then split into chunks.
 
     Attributes:
         column: Column of the label in the logits of this rank, shape (n, 1). Clamped to a valid
@@ -301,8 +301,8 @@ def softmax_loss(
 
     Args:
         logits: Logits of this rank's classes, shape (n, V).
-        label_logits: Logits of the labels, shape (n,). They are passed separately, because the
-            compiler could overwrite `logits` before this function gathers them.
+        label_logits: Logits of the labels, shape (n,). This function does not gather them from
+            `logits` itself, because the compiler could overwrite `logits` before.
         targets: Prepared labels.
         needs_grad: Whether to compute the gradient. Without it, `z_loss` is ignored.
         z_loss: Weight of the z-loss; see `linear_cross_entropy_sum`.
@@ -310,8 +310,9 @@ def softmax_loss(
         group: Ranks that hold the other classes, or None.
 
     Returns:
-        The losses (n,), undefined where the label is ignored; and the gradient of the logits (n, V)
-        in the memory and dtype of `logits`, or None.
+        The losses, shape (n,), undefined where the label is ignored; and the gradient of the
+        logits, shape (n, V), in the memory and dtype of `logits`. The gradient is None if
+        `needs_grad` is False.
     """
     x = logits.float()
     slope = None

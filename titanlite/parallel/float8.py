@@ -127,6 +127,7 @@ def convert_to_float8(
     kept: Counter[str] = Counter()
 
     def should_convert(module: nn.Module, name: str) -> bool:
+        """Return whether to convert a module, and count linear layers by their name in a block."""
         if not isinstance(module, nn.Linear):
             return False
         is_chosen = is_converted(name, (module.in_features, module.out_features), config)

@@ -58,8 +58,8 @@ class NormalizedLoss:
 
     Attributes:
         loss_fn: Function that returns a scaled sum of token losses, such as `CrossEntropy`.
-        num_valid_tokens: Divisor, a scalar on the device. It is read only when the loss is
-            computed, so the all-reduce that computes it can overlap with the forward pass.
+        num_valid_tokens: Divisor, a scalar on the device. The all-reduce that computes this number
+            can overlap with the forward pass, because only the loss reads the number.
         requires_grad: Always False. Zero-bubble schedules of torch 2.12 read this attribute and
             `grad_fn` of all arguments of a stage, as if they were tensors.
         grad_fn: Always None; see `requires_grad`.
@@ -93,7 +93,7 @@ class LossHead(NamedTuple):
     `CrossEntropy`, which calls `linear_cross_entropy_sum`.
 
     A pipeline schedule splits the arguments of the model into microbatches. It splits `labels`,
-    because it finds the tensors in a tuple, and passes `loss` on unchanged, because a
+    because it finds the tensors in a tuple. It passes `loss` on unchanged, because a
     `NormalizedLoss` is neither a tensor nor a tuple.
 
     Attributes:
@@ -113,7 +113,7 @@ class LossHead(NamedTuple):
 class ForwardBackward:
     """Runs the forward and backward passes of one optimizer step, one microbatch after another.
 
-    Gradients accumulate over the microbatches. They are reduced over the ranks once per step, or
+    Gradients accumulate over the microbatches. FSDP reduces them over the ranks once per step, or
     after each microbatch if `parallelism.fsdp_reduce` is "microbatch".
 
     Attributes:

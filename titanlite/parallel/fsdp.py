@@ -176,7 +176,7 @@ def _group_blocks(blocks: Iterable[nn.Module], min_size: int) -> Groups:
 def _should_reshard(blocks: Groups, mesh: DeviceMesh, run: Run) -> bool:
     """Return whether FSDP frees the parameters of blocks between forward and backward pass.
 
-    This decides for jobs with `fsdp_reshard_after_forward` = "default". A single group stays
+    The result applies to jobs with `fsdp_reshard_after_forward` = "default". A single group stays
     unsharded, because the backward pass starts with it. Small blocks on one rank also stay
     unsharded, because copying them again takes 1% of a step.
     """

@@ -59,8 +59,8 @@ def apply_memory_savers(model: Llama, mesh: DeviceMesh, run: Run) -> None:
 def frees_output_before_backward(run: Run) -> bool:
     """Return whether FSDP frees the unsharded output matrix after the forward pass.
 
-    This saves memory. It is possible if the loss computes its gradients in the forward pass, as the
-    fused cross entropy does, because the backward pass then does not read the matrix.
+    FSDP does this to save memory if the backward pass does not read the matrix. An example is the
+    fused cross entropy, which computes its gradients in the forward pass.
     """
     backward_reads_weight = LOSSES[run.job.training.loss].backward_reads_weight
     return run.job.parallelism.memory_savers != "none" and not backward_reads_weight
@@ -239,8 +239,9 @@ def allocate_moments(optimizer: torch.optim.Optimizer) -> None:
 def find_unneeded_matmul(block: nn.Module) -> int:
     """Return the index of the matmul of a block whose output the backward pass does not read.
 
-    This is the last matmul, because its output is only added to the residual stream. If activation
-    checkpointing does not save this output, the 8B model takes 4.0 GiB less in eager mode.
+    The last matmul is such a matmul, because its output is only added to the residual stream. If
+    activation checkpointing does not save this output, the 8B model takes 4.0 GiB less in eager
+    mode.
 
     Returns:
         Index of the matmul, counted from 1, or 0 for a block with FP8 layers: an FP8 layer in eager

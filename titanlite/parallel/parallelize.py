@@ -144,8 +144,8 @@ def checkpoint_and_compile(model: Llama, mesh: Mesh, run: Run) -> None:
 def _must_compile_first(config: schema.ActivationCheckpoint, mesh: Mesh) -> bool:
     """Return whether blocks must be compiled before activation checkpointing is applied.
 
-    This is true with tensor parallelism, except in the selective mode "op". In the other order,
-    torch 2.13 would try to save the DeviceMesh of a DTensor like a tensor.
+    The result is True with tensor parallelism, except in the selective mode "op". In the other
+    order, torch 2.13 would try to save the DeviceMesh of a DTensor like a tensor.
     """
     is_selective_by_op = config.mode == "selective" and config.selective_ac_option == "op"
     return mesh.tensor is not None and not is_selective_by_op

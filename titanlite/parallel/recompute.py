@@ -144,8 +144,9 @@ def draws_random_numbers(model: type[Llama]) -> bool:
 def _create_op_contexts(unneeded_matmul: int) -> tuple[Any, Any]:
     """Create the contexts of selective activation checkpointing for one block.
 
-    They save the outputs of attention and of every second matmul. It hardly matters which half of
-    the matmuls is saved, because most matmuls have the same input width.
+    The contexts save the outputs of attention and of every second matmul, and recompute all other
+    outputs. It hardly matters which half of the matmuls is saved, because most matmuls have the
+    same input width.
 
     Args:
         unneeded_matmul: Index, from 1, of a matmul whose output the backward pass does not need, so

@@ -78,8 +78,8 @@ def _flash_package(backend: str) -> Iterator[None]:
 def _find_device_problem(job: JobConfig, device: torch.device) -> str:
     """Return why the device cannot run the attention backend of the job, or "" if it can.
 
-    The reason is the end of an error message that starts with the option, for example "needs a
-    GPU." The backend "varlen" also runs on a CPU, where other kernels compute the same values.
+    The reason is the end of an error message, such as "needs a GPU", whose start names the option.
+    The backend "varlen" also runs on a CPU, where other kernels compute the same values.
     """
     is_cpu = device.type == "cpu"
     if is_cpu and job.model.attention_backend in ("flex", "fa3", "fa4"):

@@ -331,6 +331,7 @@ class LogHandler(logging.Handler):
                 drop_output(terminal)
 
     def _write(self, line: str, terminal: IO[str]) -> None:
+        """Append a line to the file, or print it on `terminal` if this handler has no file."""
         if self.file is None:
             terminal.write(line)
             terminal.flush()

@@ -171,8 +171,8 @@ def _is_private_folder(path: str) -> bool:
 def leave(code: int) -> NoReturn:
     """End this process immediately with an exit code. Close all files before you call it.
 
-    The function skips Python's shutdown, during which a late signal could replace the exit code,
-    and a gloo thread that frees a tensor could abort the process.
+    The function skips Python's shutdown. During the shutdown, a late signal could replace the exit
+    code, or a gloo thread that frees a tensor could abort the process.
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # the terminal may be gone

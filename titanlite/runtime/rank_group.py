@@ -17,8 +17,8 @@ T = TypeVar("T")
 class RankGroup:
     """A gloo process group of all ranks, used to coordinate file access, such as saves.
 
-    It is separate from the groups of the training step, so a background thread can use it while
-    training continues. All ranks call each method together.
+    The group is separate from the groups of the training step, so a background thread can use it
+    while training continues. All ranks must call each method together.
 
     Args:
         timeout_seconds: Longest time to wait for another rank. If None, create no process group:
@@ -44,7 +44,8 @@ class RankGroup:
     def close(self) -> None:
         """Wait for all ranks, and destroy the process group.
 
-        Call it before Python exits, because the threads of the group must have ended by then.
+        Call this method before Python exits, because the threads of the group must have ended by
+        then.
         """
         dist.barrier(self.group)
         dist.destroy_process_group(self.group)

@@ -49,9 +49,9 @@ def raise_descriptor_limit() -> None:
 def keep_freed_memory() -> None:
     """Configure glibc's malloc to keep the memory of freed tensors for the next step.
 
-    By default glibc maps new pages for each large tensor, and the kernel must fill them with zeros.
-    This takes a tenth of a training step on a CPU. With another C library, this function does
-    nothing.
+    By default, glibc maps new pages for each large tensor, and the operating system must fill these
+    pages with zeros, which takes a tenth of a training step on a CPU. With another C library, this
+    function does nothing.
     """
     if platform.libc_ver()[0] != "glibc":
         return

@@ -33,8 +33,8 @@ class Migration:
 
     Args:
         raw: Content of the torchtitan job file, or of a resolved config of torchtitan 0.3 (JSON).
-        version: torchtitan version that the file was written for. It affects the RoPE frequencies
-            of models. By default, detect it from the keys.
+        version: torchtitan version that the file was written for, which affects the RoPE
+            frequencies of models. By default, the version is detected from the keys.
 
     Attributes:
         text: Content of the new job file.

@@ -121,7 +121,7 @@ def rename_key(key: str) -> str:
 def drop_unused(values: dict[str, Any]) -> dict[str, Any]:
     """Remove the values of a resolved config that need neither a conversion nor a report.
 
-    These are null, and the default values of the keys in `UNUSED`.
+    Such values are null, and the default values of the keys in `UNUSED`.
     """
     return {
         key: value
