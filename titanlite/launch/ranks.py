@@ -264,7 +264,8 @@ class Ranks:
             failed: How the ranks ended that have failed so far.
         """
         exit_codes = {end.code for end in failed}
-        if exit_codes - KNOWN_EXITS:
+        crash_codes = exit_codes - KNOWN_EXITS
+        if crash_codes:
             return CRASH_PATIENCE
         if self._stop_signal or StoppedBySignal.exit_code in exit_codes:
             return self.stop_seconds
@@ -419,7 +420,7 @@ def _find_cause(failed: Sequence[RankEnd], killed: Sequence[int]) -> RankEnd:
     """
     known = [end for end in failed if _is_known(end)]
     if known:
-        return min(known)
+        return min(known)  # the lowest rank
     if failed:
         return failed[0]
     return RankEnd(killed[0], -signal.SIGKILL, 0.0, "")
@@ -464,8 +465,9 @@ def _is_stopped(pid: int) -> bool:
         status = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return False
+    # The state is a letter after the name of the program, which is in parentheses.
     state = status.rpartition(") ")[2][0]
-    return state in "tT"
+    return state in "tT"  # t: stopped by a debugger, T: by a signal
 
 
 def _read_hangs(folder: Path) -> list[HangReport]:

@@ -112,7 +112,7 @@ def hf_config(arch: Architecture, dtype: str) -> dict[str, Any]:
     family = _find_family(arch)
     rope_scaling = _export_rope_scaling(arch)
     fields = _export_fields(arch, family)
-    if "layer_types" in fields:
+    if "layer_types" in fields:  # OLMo 3, which scales RoPE only in layers without a window
         fields["layer_types"] = _layer_types(arch.full_attention_interval, arch.n_layers)
         unscaled = {"rope_type": "default", "rope_theta": arch.rope_theta}
         fields["rope_parameters"] = {
@@ -540,6 +540,7 @@ class _Olmo3(_Olmo2):
         """
         if not tables:
             return tables
+        # Both kinds of layers have a table of settings, with the same rope_theta.
         full = tables.get("full_attention") if isinstance(tables, dict) else None
         theta = full.get("rope_theta") if isinstance(full, dict) else None
         unscaled = {"rope_type": "default", "rope_theta": theta}

@@ -364,6 +364,7 @@ def _plan_rounds(matrices: Sequence[Any], this_rank: int, num_ranks: int) -> lis
 
     plans = []
     for i in range(num_rounds):
+        # An owner with fewer rounds owns no matrix in the last rounds.
         by_owner = [rounds[i] if i < len(rounds) else [] for rounds in rounds_of_owner]
         plans.append(_plan_round(by_owner, this_rank))
     return plans
@@ -382,7 +383,8 @@ def _assign_owners(matrices: Sequence[Any], num_ranks: int) -> list[list[list[DT
         work[owner] += _iteration_flops(matrix)
 
         rounds = rounds_of_owner[owner]
-        if sum(other.numel() for other in rounds[-1]) >= ROUND_NUMEL:
+        last_round_numel = sum(other.numel() for other in rounds[-1])
+        if last_round_numel >= ROUND_NUMEL:
             rounds.append([])
         rounds[-1].append(matrix)
     return rounds_of_owner

@@ -59,8 +59,8 @@ def apply_memory_savers(model: Llama, mesh: DeviceMesh, run: Run) -> None:
 def frees_output_before_backward(run: Run) -> bool:
     """Return whether FSDP frees the unsharded output matrix after the forward pass.
 
-    FSDP does this to save memory if the backward pass does not read the matrix. An example is the
-    fused cross entropy, which computes its gradients in the forward pass.
+    This saves memory, but requires a loss whose backward pass does not read the matrix. An example
+    is the fused cross entropy, which computes its gradients in the forward pass.
     """
     backward_reads_weight = LOSSES[run.job.training.loss].backward_reads_weight
     return run.job.parallelism.memory_savers != "none" and not backward_reads_weight

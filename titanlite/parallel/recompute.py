@@ -144,8 +144,8 @@ def draws_random_numbers(model: type[Llama]) -> bool:
 def _create_op_contexts(unneeded_matmul: int) -> tuple[Any, Any]:
     """Create the contexts of selective activation checkpointing for one block.
 
-    The contexts save the outputs of attention and of every second matmul, and recompute all other
-    outputs. It hardly matters which half of the matmuls is saved, because most matmuls have the
+    The contexts save the outputs of every second matmul and of a few other operators, such as
+    attention. It hardly matters which half of the matmuls is saved, because most matmuls have the
     same input width.
 
     Args:

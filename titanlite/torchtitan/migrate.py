@@ -371,7 +371,8 @@ class Migration:
         Old torchtitan versions set the number of microbatches per local batch instead.
         """
         size = self._get_integer("parallelism.pipeline_parallel_microbatch_size", 1)
-        if "experimental.pipeline_parallel_degree" not in self._old:
+        is_old_version = "experimental.pipeline_parallel_degree" in self._old
+        if not is_old_version:
             return size
         key = "experimental.pipeline_parallel_microbatches"
         num_microbatches = max(1, self._get_integer(key, num_stages))

@@ -113,6 +113,7 @@ def rename_key(key: str) -> str:
     For example, "profiler.enable_profiling" becomes "profiling.enable_profiling".
     """
     for name, old_name in MOVED.items():
+        # `name` is the whole key, or its first parts.
         if f"{key}.".startswith(f"{name}."):
             return old_name + key.removeprefix(name)
     return key
