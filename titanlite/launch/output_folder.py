@@ -144,6 +144,7 @@ def _remove_created(run: Run, files: Set[Path], new_folders: Sequence[Path]) -> 
     """
     content = set(run.dump_folder.iterdir())
     folders = list(new_folders)
+    # An empty checkpoint folder does not count as content, but must be removed first.
     if run.checkpoint_folder in content and _is_empty_folder(run.checkpoint_folder):
         content.remove(run.checkpoint_folder)
         folders.insert(0, run.checkpoint_folder)

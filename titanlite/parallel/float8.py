@@ -302,6 +302,7 @@ def _to_float8_style(style: Any, module: nn.Module) -> ParallelStyle:
         float8_class = float8.Float8RowwiseParallel
     else:
         return style
+    # Both styles store the layout of their single input, and of their single output, in a tuple.
     return float8_class(
         input_layouts=style.input_layouts[0],
         output_layouts=style.output_layouts[0],

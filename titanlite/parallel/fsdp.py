@@ -202,6 +202,7 @@ def configure_microbatch(
         frees_output_after_forward: Free the unsharded output matrix after the forward pass.
         frees_output_after_backward: Free the unsharded output matrix after the backward pass.
     """
+    # Without a reduction, FSDP accumulates unsharded gradients.
     cast(FSDPModule, model).set_requires_gradient_sync(reduces_gradients)
 
     if isinstance(model.output, FSDPModule):

@@ -131,6 +131,7 @@ def checkpoint_and_compile(model: Llama, mesh: Mesh, run: Run) -> None:
 
     compile_options: dict[str, Any] = {"fullgraph": True, "options": inductor_options(mesh, run)}
     if _must_compile_first(config, mesh):
+        # Checkpointing wraps `forward`, so compile only `forward` and leave the wrapper eager.
         for block in model.layers.values():
             block.forward = torch.compile(block.forward, **compile_options)
         checkpoint_blocks(in_graph=False)

@@ -77,7 +77,7 @@ def apply_activation_checkpointing(
         _recompute_whole_blocks(model, recompute, in_graph, interval=1)
     elif config.selective_ac_option == "op":
         _recompute_some_operations(model, recompute, saves_last_matmul)
-    else:
+    else:  # a number, such as "2" for every second block
         _recompute_whole_blocks(model, recompute, in_graph, int(config.selective_ac_option))
 
 

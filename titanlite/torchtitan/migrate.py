@@ -288,6 +288,7 @@ class Migration:
         else:
             self._replace_c4_test(section, name_key)
 
+        # Set the keys that the name of the dataset implies.
         if has_path and is_c4:
             self._set_default(f"{section}.config", "en")
             self._set_default(f"{section}.streaming", True)

@@ -98,7 +98,8 @@ def _open_checkpoint(path: Path) -> tuple[SafeReader, list[str]]:
             f"{path} is a titanlite checkpoint. Pass it to checkpoint.initial_load_path."
         )
 
-    names: list[str] = []  # of all tensors, of which the reader keeps only the weights
+    # The reader calls `is_weight` with the name of each tensor and keeps only the weights.
+    names: list[str] = []
 
     def is_weight(name: str) -> bool:
         names.append(name)
