@@ -49,13 +49,14 @@ class SafeReader(FileSystemReader):
 
     Args:
         path: Folder of the checkpoint.
-        files: Entries of the files in the manifest. Files without chunk checksums must have been
-            verified before. Empty for checkpoints of other programs.
-        is_wanted: Returns whether to read the tensor with a given name. Other entries of the index
-            are ignored and may be of any kind.
+        files: Manifest entry (size and checksums) of each file, by its name. Files without
+            checksums of chunks must have been verified before. Pass {} for a checkpoint that
+            another program wrote.
+        is_wanted: Returns whether you want to read the tensor with a given name. All other entries
+            of the index are ignored.
 
     Attributes:
-        index: Description (size, dtype, chunks) of each wanted tensor by name.
+        index: Size, dtype and chunks (saved shards) of each wanted tensor, by its name.
 
     Raises:
         CheckpointError: If the index cannot be read.
@@ -83,16 +84,19 @@ class SafeReader(FileSystemReader):
         self.index = cast(dict[str, TensorStorageMetadata], self._metadata.state_dict_metadata)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the index of the tensors to load. DCP calls this before it reads any data."""
+        """Return the size, dtype and file positions of each tensor. DCP plans its reads with them.
+
+        The arguments are ignored.
+        """
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Load the parts of tensors that this rank needs into its tensors in memory.
+        """Read all that this rank needs from the checkpoint files into its tensors in memory.
 
         Args:
-            plan: DCP's list of the parts to load. Each is a part of a chunk (a saved tensor or
-                shard). Each chunk is read once.
-            planner: Returns the target of each part.
+            plan: DCP's list of the parts to read. Each part is a slice of a chunk (a saved tensor
+                or shard). A chunk is read only once, even if several parts need it.
+            planner: Returns the tensor in memory to which a part is copied.
 
         Raises:
             Damage: If the checksum of a chunk differs.
@@ -108,7 +112,10 @@ class SafeReader(FileSystemReader):
         return completed_future(None)
 
     def _group_by_file(self, chunks: Iterable[MetadataIndex]) -> dict[str, list[MetadataIndex]]:
-        """Return the chunks of each file in the order of their positions, to read sequentially."""
+        """Group chunks (saved tensors or shards) by file name, sorted by their offset in the file.
+
+        This order makes the reads sequential.
+        """
         chunks_by_file = defaultdict(list)
         for chunk in sorted(chunks, key=lambda chunk: self.storage_data[chunk].offset):
             chunks_by_file[self.storage_data[chunk].relative_path].append(chunk)
@@ -118,7 +125,13 @@ class SafeReader(FileSystemReader):
 def _load_chunk(
     file: BinaryIO, position: _StorageInfo, parts: Iterable[ReadItem], planner: LoadPlanner
 ) -> None:
-    """Read one chunk (a saved tensor or shard), and copy the requested parts to their targets.
+    """Read one chunk (a saved tensor or shard), and copy the requested parts to memory.
+
+    Args:
+        file: The open file that contains the chunk.
+        position: Offset and length of the chunk in the file, in bytes.
+        parts: The slices of the chunk to copy.
+        planner: Returns the tensor in memory to which a part is copied.
 
     Raises:
         Damage: If the checksum of the chunk differs.
@@ -135,7 +148,13 @@ def _load_chunk(
 
 
 def _read_chunk(file: BinaryIO, position: _StorageInfo) -> bytes:
-    """Read the bytes of a chunk and verify their checksum.
+    """Read the bytes of a chunk (a saved tensor or shard), and verify their checksum.
+
+    Checkpoints of other programs have no checksums, so their chunks are not verified.
+
+    Args:
+        file: The open file that contains the chunk.
+        position: Offset and length of the chunk in the file, in bytes, and its checksum.
 
     Raises:
         Damage: If the checksum differs.
@@ -153,9 +172,10 @@ def _read_chunk(file: BinaryIO, position: _StorageInfo) -> bytes:
 def load_tensors(
     reader: SafeReader, tensors: dict[str, Tensor], group: dist.ProcessGroup | None = None
 ) -> None:
-    """Load values of a checkpoint into tensors in place. The layout may differ from the save.
+    """Fill tensors in place with the values in a checkpoint.
 
-    After an error, some tensors may have been overwritten.
+    The tensors may be sharded differently than when they were saved. After an error, some of them
+    may have been overwritten.
 
     Args:
         reader: Reader of the checkpoint.
@@ -186,7 +206,7 @@ def get_weight_prefix(reader: SafeReader, averaged: bool) -> str:
 
     Args:
         reader: Reader of the checkpoint.
-        averaged: Whether to return the prefix of the averaged weights (EMA) instead.
+        averaged: Return the prefix of the averaged weights (EMA) instead.
 
     Raises:
         UserError: If `averaged` is true and the checkpoint has no averages.
@@ -204,7 +224,8 @@ def get_weight_prefix(reader: SafeReader, averaged: bool) -> str:
 class ShardLoadPlanner(DefaultLoadPlanner):
     """Plans which parts of a checkpoint a rank reads into its tensors and shards.
 
-    Create it with `flatten_state_dict=False`.
+    Unlike DCP's planner, it supports dimensions that TP and FSDP divide unevenly (see
+    `shard_chunk`). Create it with `flatten_state_dict=False`.
     """
 
     def create_local_plan(self) -> LoadPlan:
@@ -224,7 +245,7 @@ class ShardLoadPlanner(DefaultLoadPlanner):
 
 
 def join_lines(lines: list[str], limit: int = 8) -> str:
-    """Join lines for an error message. More than `limit` lines end with "... and N more"."""
+    """Join lines for an error message. After `limit` lines, add only "... and N more"."""
     if len(lines) > limit:
         lines = [*lines[:limit], f"... and {len(lines) - limit} more"]
     return "\n  ".join(lines)
@@ -258,9 +279,11 @@ replaces each by a subclass of `_Record`, so none of their code runs."""
 
 
 class _Record:
-    """Placeholder for an object in an untrusted index, which keeps its arguments and attributes.
+    """Replaces an object in an untrusted pickle, so that unpickling it runs no code.
 
-    Unlike the object itself, it runs no code when it is unpickled.
+    Attributes:
+        args: Arguments with which the original object would be created.
+        state: Content of the original object, such as its attributes, if it has any.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -271,7 +294,10 @@ class _Record:
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Unpickles an index into placeholder objects, and rejects classes that it may not contain."""
+    """Unpickles DCP's index without running code: each object becomes a placeholder, `_Record`.
+
+    Classes and functions that a valid index does not contain raise CheckpointError.
+    """
 
     def find_class(self, module: str, name: str) -> type[_Record]:
         if name not in _ALLOWED_NAMES.get(module, ()):
@@ -283,12 +309,12 @@ def _parse_index(raw: bytes, is_wanted: Callable[[str], bool]) -> Metadata:
     """Parse the pickled index of a checkpoint without running code from it.
 
     Args:
-        raw: Bytes of the index file. Invalid bytes raise any kind of exception.
+        raw: Content of the index file. If it is damaged, this may raise any type of exception.
         is_wanted: Returns whether to keep the tensor with a given name.
 
     Raises:
-        CheckpointError: If the index contains a name that is not allowed, or a file outside of the
-            folder.
+        CheckpointError: If the index contains a class that is not allowed, or a file outside of
+            the folder.
     """
     # Each object is unpickled as a placeholder, whose attribute `state` contains its fields.
     index = _IndexUnpickler(io.BytesIO(raw)).load().state
@@ -305,7 +331,12 @@ def _parse_index(raw: bytes, is_wanted: Callable[[str], bool]) -> Metadata:
 def _parse_chunk_positions(
     records: Mapping[_Record, _Record], is_wanted: Callable[[str], bool]
 ) -> dict[MetadataIndex, _StorageInfo]:
-    """Return the position in the files of each chunk (a saved tensor or shard)."""
+    """Return the file, the offset and the length of each chunk (a saved tensor or shard).
+
+    Args:
+        records: Unpickled name and offset of each chunk -> its unpickled position in a file.
+        is_wanted: Returns whether to keep the chunks of the tensor with a given name.
+    """
     positions = {}
     for chunk_record, position_record in records.items():
         name = _current_tensor_name(chunk_record.state["fqn"])
@@ -356,13 +387,14 @@ def _parse_tensor(name: str, record: _Record) -> TensorStorageMetadata:
 
 
 def _to_size(record: _Record) -> torch.Size:
+    """Convert an unpickled size to torch.Size."""
     return torch.Size(*record.args)
 
 
 def _current_tensor_name(name: str) -> str:
-    """Convert a tensor name of titanlite 0.2 or earlier to the current name.
+    """Convert a tensor name that titanlite 0.2 or earlier has saved to the current name.
 
-    Hooks had class names, so "hooks.Ema.*" becomes "hooks.ema.*". Other names are unchanged.
+    For example, "hooks.Ema.weight" becomes "hooks.ema.weight". Other names do not change.
     """
     kind, _, rest = name.partition(".")
     hook, _, tensor = rest.partition(".")

@@ -56,11 +56,11 @@ class CheckpointWriter(FileSystemWriter):
     Args:
         folder: Parent of the step folder.
         step: The step to save.
-        token: Part of the name of the temporary folder, the same on all ranks.
-        info: JSON value to store in the manifest.
+        token: Suffix of the temporary folder's name. It must be unique, and equal on all ranks.
+        info: Description of the model and the run to store in the manifest, as a JSON value.
 
     Attributes:
-        started: Time of the creation, by `time.perf_counter`.
+        started: Value of `time.perf_counter()` when this writer was created, in seconds.
     """
 
     def __init__(self, folder: Path, step: int, token: str, info: dict[str, Any]) -> None:
@@ -87,7 +87,9 @@ class CheckpointWriter(FileSystemWriter):
         sync(path)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's tensors to one file, or to one file per tensor.
+        """Write this rank's tensors to a new file.
+
+        Without `single_file_per_rank`, write a new file for each tensor.
 
         Returns:
             The position and checksum of each tensor, and the size and checksum of each file. DCP
@@ -126,8 +128,8 @@ class CheckpointWriter(FileSystemWriter):
         """Write the index and the manifest, and publish the step folder. Runs on rank 0.
 
         Args:
-            metadata: DCP's description of all tensors.
-            results: Results of `write_data` on each rank.
+            metadata: DCP's description (size, dtype, shards) of all tensors.
+            results: The list that `write_data` returned on each rank.
         """
         all_results = list(itertools.chain.from_iterable(results))
         tensor_results = [item for item in all_results if not isinstance(item, _FileResult)]
@@ -140,12 +142,18 @@ class CheckpointWriter(FileSystemWriter):
         publish_checkpoint(self.tmp_folder, self.step, entries, self.info)
 
     def storage_meta(self) -> StorageMeta:
-        """Return DCP's description of the storage, without a path, so that folders can be moved."""
+        """Return DCP's description of the storage. Omit the path, so that you can move folders."""
         return StorageMeta(save_id=self.save_id)
 
 
 def _write_tensor(file: HashingFile, file_name: str, tensor: Tensor) -> _StorageInfo:
-    """Append a tensor to a file, and return its position and checksum."""
+    """Append a tensor to an open file, and return its offset, length in bytes and checksum.
+
+    Args:
+        file: The open file.
+        file_name: Name of the file, to include in the result.
+        tensor: The tensor, on any device.
+    """
     tensor = tensor.detach().cpu()
     is_view = tensor.untyped_storage().nbytes() != tensor.nbytes
     if is_view:
@@ -158,16 +166,17 @@ def _write_tensor(file: HashingFile, file_name: str, tensor: Tensor) -> _Storage
 
 
 def completed_future(result: Any) -> Future[Any]:
-    """Return a future with a result. DCP requires one, although all data is already processed."""
+    """Return a future that is already done. DCP expects one even from a synchronous function."""
     future: Future[Any] = Future()
     future.set_result(result)
     return future
 
 
 class _FileResult(WriteResult):
-    """Size and checksum of a file that a rank has written, in a form that DCP sends to rank 0.
+    """Size and checksum of a file that a rank has written.
 
-    The attribute `index` contains the name of the file, and `storage_data` its manifest entry.
+    It is a `WriteResult` because DCP sends only these to rank 0. The attribute `index` contains the
+    name of the file, and `storage_data` its manifest entry.
     """
 
 
@@ -197,10 +206,14 @@ class _HashingFileSystem(FileSystem):
 
 
 class ShardSavePlanner(DefaultSavePlanner):
-    """Plans which tensors and shards a rank saves. Create it with `flatten_state_dict=False`."""
+    """Plans which tensors and shards a rank saves.
+
+    Unlike DCP's planner, it supports dimensions that TP and FSDP divide unevenly (see
+    `shard_chunk`). Create it with `flatten_state_dict=False`.
+    """
 
     def create_local_plan(self) -> SavePlan:
-        """Plan to save the tensors of this rank, and its shards that are not empty."""
+        """Plan to save the tensors and shards of this rank, without empty shards."""
         plan = super().create_local_plan()
         items: list[WriteItem] = []
         for item in plan.items:
@@ -224,7 +237,8 @@ def manifest_info(arch: Architecture, train_state: dict[str, Any], **extra: Any)
     Args:
         arch: Architecture of the model.
         train_state: Training state that is not a tensor, such as step and data position.
-        extra: Further keys, or other values of the keys below.
+        extra: Additional keys, such as "origin", or values that replace the defaults of "job"
+            (None) and "layout" (one rank).
     """
     info = {
         "train_state": train_state,
@@ -238,7 +252,7 @@ def manifest_info(arch: Architecture, train_state: dict[str, Any], **extra: Any)
 
 @cache
 def library_versions() -> dict[str, str]:
-    """Return the versions of titanlite, torch, torchao and numpy, for the manifest.
+    """Return the installed versions of titanlite, torch, torchao and numpy, by package name.
 
     The result is cached, because the lookup takes 5 ms and opens files.
     """
@@ -247,10 +261,10 @@ def library_versions() -> dict[str, str]:
 
 
 def describe_error(error: BaseException) -> str:
-    """Describe an exception of a save or a load in one line.
+    """Describe an exception that was raised while saving or loading, in one line.
 
-    DCP wraps the exceptions of all ranks in a `CheckpointException`. If several ranks raised the
-    same exception, the line contains it once.
+    DCP wraps the exceptions of all ranks in one `CheckpointException`. If several ranks raised the
+    same exception, the line contains it only once.
     """
     if isinstance(error, CheckpointException):
         causes = {describe_error(cause) for cause, _ in error.failures.values()}

@@ -43,9 +43,9 @@ def find_checkpoints(path: Path) -> list[Path]:
     """Return the step folders at a path, sorted by step.
 
     Args:
-        path: A step folder, a checkpoint folder, the output folder of a run, or a link to one of
-            them. It can also be the URL of such a folder, from which only the newest checkpoint is
-            downloaded.
+        path: A step folder, a checkpoint folder (which contains step folders), the output folder of
+            a run, or a link to one of them. If it is the URL of such a folder, only the newest
+            checkpoint is downloaded and returned.
 
     Raises:
         UserError: If the folder does not exist.
@@ -115,15 +115,17 @@ def load_newest(
 
     Args:
         path: A path or URL that `find_checkpoints` accepts.
-        load: Loads a step folder, or raises `Damage`. Its result is returned.
-        check: Called before `load`. It raises `Damage` if the checkpoint is damaged.
+        load: Loads the checkpoint in a step folder, or raises `Damage`. Its result is returned.
+        check: Called with the step folder before `load`. It raises `Damage` if the checkpoint is
+            damaged.
         list_paths: Returns the step folders at the path, sorted by step. If several ranks load
             together, it must list them on one rank only, because a run may add checkpoints.
         log: Called with one line of text for each damaged checkpoint.
 
     Raises:
         UserError: If the folder does not exist.
-        CheckpointError: If there is no valid checkpoint, or one cannot be read now.
+        CheckpointError: If there is no valid checkpoint, or a checkpoint cannot be read for another
+            reason than damage.
     """
     problems: list[str] = []
     for step_folder in reversed(list_paths(path)):
@@ -140,7 +142,7 @@ def load_newest(
 def read_newest_manifest(
     path: Path, list_paths: Callable[[Path], list[Path]] = find_checkpoints
 ) -> Manifest:
-    """Return the newest manifest at a path that is not damaged.
+    """Return the manifest of the newest checkpoint at a path. If it is damaged, try older ones.
 
     This is fast, because it does not check the other files of the checkpoint.
 
@@ -194,7 +196,12 @@ def verify(folder: Path) -> dict[str, Any]:
 
 
 def _verify_step_folders(paths: Sequence[Path], folder: Path) -> list[dict[str, Any]]:
-    """Verify checkpoints, and return the report of each with its name relative to `folder`."""
+    """Verify several checkpoints, and return a report for each that still exists.
+
+    Args:
+        paths: The step folders.
+        folder: The folder that the user passed. Names in the reports are relative to it.
+    """
     reports = []
     for path in paths:
         name = path.name if path == folder else os.path.relpath(path, folder)
@@ -206,7 +213,7 @@ def _verify_step_folders(paths: Sequence[Path], folder: Path) -> list[dict[str, 
 
 
 def _verify_step_folder(path: Path) -> dict[str, Any]:
-    """Verify a checkpoint, and return its step, size in bytes, state and damage as a dictionary."""
+    """Verify a checkpoint, and return a dictionary with "step", "bytes", "state" and "damage"."""
     state = "good"
     damage = []
     try:
@@ -223,7 +230,9 @@ class NoTokenizerError(CheckpointError):
 
 
 def read_newest_job(path: Path, tokenizer_path: Path | None = None) -> JobConfig:
-    """Return the job of the newest checkpoint at a path whose manifest is not damaged.
+    """Return the job configuration in the newest checkpoint at a path.
+
+    If the manifest of this checkpoint is damaged, use the next older one.
 
     Args:
         path: A path or URL that `find_checkpoints` accepts.
@@ -231,14 +240,14 @@ def read_newest_job(path: Path, tokenizer_path: Path | None = None) -> JobConfig
 
     Raises:
         UserError: If the folder does not exist, or the job needs a plugin that is not loaded.
-        CheckpointError: If no checkpoint describes its model.
+        CheckpointError: If all manifests are damaged, or the job cannot be read.
     """
     read = partial(read_job, tokenizer_path=tokenizer_path)
     return load_newest(path, read, check=lambda step_folder: None)
 
 
 def read_job(step_folder: Path, tokenizer_path: Path | None = None) -> JobConfig:
-    """Return the job of a checkpoint, from which its model and tokenizer can be built.
+    """Return the job configuration in a checkpoint, from which you can build model and tokenizer.
 
     Args:
         step_folder: Folder of the checkpoint.
@@ -268,7 +277,7 @@ def read_job(step_folder: Path, tokenizer_path: Path | None = None) -> JobConfig
 
 
 def set_tokenizer_path(job: JobConfig, path: str | Path) -> JobConfig:
-    """Return a copy of a job with another tokenizer file."""
+    """Return a copy of a job configuration that loads the tokenizer from `path`."""
     tokenizer = job.tokenizer.model_copy(update={"path": str(path)})
     return job.model_copy(update={"tokenizer": tokenizer})
 
@@ -288,11 +297,15 @@ def _require_tokenizer(step_folder: Path, info: dict[str, Any]) -> None:
 
 
 def _read_saved_job(step_folder: Path, sections: dict[str, Any]) -> JobConfig:
-    """Validate the job in the manifest of a checkpoint, and return it.
+    """Validate the job configuration in the manifest of a checkpoint, and return it.
+
+    Args:
+        step_folder: The checkpoint, for messages.
+        sections: The job in the manifest: section name -> keys and values.
 
     Raises:
         UserError: If the job needs a plugin that is not loaded.
-        CheckpointError: If the job has keys that this version does not know.
+        CheckpointError: If the job has keys or values that this version cannot read.
     """
     job, mistakes = JobConfig.read(sections)
     require_plugins(job.job.plugins, step_folder)
@@ -308,9 +321,9 @@ def _read_saved_job(step_folder: Path, sections: dict[str, Any]) -> JobConfig:
 
 
 def _read_job_of_old_import(step_folder: Path) -> JobConfig:
-    """Return the job of imported weights whose manifest contains no job.
+    """Return the job configuration of imported weights whose manifest contains none.
 
-    Early versions wrote the job only to config.toml in the output folder of the run.
+    Early versions of titanlite wrote it only to config.toml in the output folder.
 
     Raises:
         CheckpointError: If the output folder has no config.toml.
@@ -379,7 +392,10 @@ def read_progress(run: Run) -> Progress:
 
 
 def _read_manifest_to_resume(run: Run) -> Manifest:
-    """Return the manifest of the newest checkpoint, or of `checkpoint.load_step` if it exists."""
+    """Return the manifest of the checkpoint from which a run would resume.
+
+    This is the checkpoint of step `checkpoint.load_step` if it exists, or else the newest one.
+    """
 
     def list_candidates(folder: Path) -> list[Path]:
         paths = list_checkpoints(folder)
@@ -390,7 +406,10 @@ def _read_manifest_to_resume(run: Run) -> Manifest:
 
 
 def _read_newest_manifest_of(run: Run) -> Manifest:
-    """Return the newest manifest in the folder of a run, or else at its mirror, or else {}."""
+    """Return the manifest of the newest checkpoint of a run, or {} if it has no checkpoint.
+
+    The checkpoints at `checkpoint.mirror` are used only if there is none in the local folder.
+    """
     if is_saved(run):
         return read_newest_manifest(run.checkpoint_folder)
     mirror = run.job.checkpoint.mirror
@@ -418,15 +437,19 @@ def get_checkpoint_keys(info: dict[str, Any]) -> dict[str, Any]:
 
 
 def get_data_state(info: dict[str, Any]) -> dict[str, Any]:
-    """Return the data position in the entry "info" of a manifest, or {} if it has none."""
+    """Return how far a run had read its data when it saved a checkpoint, or {} if unknown.
+
+    Args:
+        info: Entry "info" of the manifest.
+    """
     return info["train_state"].get("data") or {}
 
 
 def has_gone_back(checkpoints: Sequence[Path], step: int) -> bool:
-    """Return whether a run has already gone back to the step that `checkpoint.load_step` selects.
+    """Return whether a run has already gone back to `step` because of `checkpoint.load_step`.
 
     For example, a run with `load_step` = 100 loads the checkpoint of step 100 and trains up to
-    step 200. If it is restarted, it must not go back again, but resume from step 200.
+    step 200. If it is restarted, it must resume from step 200 instead of going back again.
 
     Args:
         checkpoints: Step folders of the run, sorted by step.
@@ -443,16 +466,16 @@ def has_gone_back(checkpoints: Sequence[Path], step: int) -> bool:
 
 
 def is_saved(run: Run) -> bool:
-    """Return whether the run has saved a checkpoint from which its next start resumes."""
+    """Return whether a run has checkpoints, and saving is enabled, so that a restart resumes."""
     return run.job.checkpoint.enable and bool(list_checkpoints(run.checkpoint_folder))
 
 
 def resume_hint(run: Run, argv: Sequence[str]) -> str:
-    """Describe how to resume a run that has ended early, in one line.
+    """Return a line for the user that shows the command to resume a run that has ended early.
 
     Args:
         run: The run.
-        argv: The words after `titanlite train` or `titanlite launch`.
+        argv: Arguments after `titanlite train` or `titanlite launch`.
     """
     words = [os.environ.get(COMMAND, "titanlite train"), *map(shlex.quote, argv)]
     command = " ".join(words)

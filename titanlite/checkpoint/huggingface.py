@@ -72,13 +72,13 @@ TokenizerWriter = Callable[[Path], dict[str, int | None]]
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights of a model in files of any format, which are read only when they are needed.
+    """Weights of a model that are stored in files, in any format. They are read one at a time.
 
     Attributes:
         arch: Architecture of the model.
         dtypes: Stored dtype of each parameter, by its name in titanlite, for example
             "layers.3.attention.wq.weight".
-        read: Returns a whole parameter, given its name in titanlite.
+        read: Reads a whole (unsharded) parameter from the files, given its name in titanlite.
     """
 
     arch: Architecture
@@ -103,16 +103,19 @@ def check_tensors(
     """Check that a folder contains exactly the parameters of a model, and return their dtypes.
 
     Args:
-        folder: The folder, for the message.
+        folder: The folder, for error messages.
         arch: Architecture of the model.
         tensors: The tensors in the folder, by their stored names.
         described_by: File or section that describes the architecture, such as "config.json", for
-            the message.
+            error messages.
         to_stored_name: Converts the titanlite name of a parameter to its stored name.
+
+    Returns:
+        Stored dtype of each parameter, by its titanlite name.
 
     Raises:
         UserError: If the width cannot be divided into heads, or if tensors are missing, unexpected,
-            or have another shape or dtype. The message lists all of them.
+            or have a wrong shape or an unsupported dtype. The message lists these tensors.
     """
     _check_heads(folder, arch)
 
@@ -130,10 +133,11 @@ def check_tensors(
 
 
 def _check_heads(folder: Path, arch: Architecture) -> None:
-    """Check that attention heads have an even width, as RoPE needs, and form equal groups.
+    """Check that the head width is even, as RoPE needs, and that query heads form equal groups.
 
     Raises:
-        UserError: If they do not. The message contains the folder.
+        UserError: If the head width is odd, or the number of heads is not a multiple of the number
+            of key/value heads. The message names `folder`.
     """
     if arch.head_dim % 2 or arch.n_heads % arch.n_kv_heads:
         heads = f"{arch.n_heads} heads of even width and {arch.n_kv_heads} key/value heads"
@@ -141,11 +145,11 @@ def _check_heads(folder: Path, arch: Architecture) -> None:
 
 
 def checkpoint_weights(path: Path, averaged: bool = False) -> Weights:
-    """Open the weights of a checkpoint, to read them one by one in a single process.
+    """Open the weights of a checkpoint, to read whole parameters one at a time in one process.
 
     Args:
         path: A step folder that has passed `check_checkpoint`.
-        averaged: Whether to return the averages of the weights (EMA).
+        averaged: Whether to return the averages of the weights (EMA) instead.
 
     Raises:
         UserError: If the checkpoint has no averages, or its architecture needs a plugin.
@@ -158,7 +162,16 @@ def checkpoint_weights(path: Path, averaged: bool = False) -> Weights:
 
 
 def _build_architecture(path: Path, sizes: dict[str, Any] | None) -> Architecture:
-    """Return the architecture with the sizes in the manifest of the checkpoint at `path`."""
+    """Create the architecture that the manifest of a checkpoint describes.
+
+    Args:
+        path: The step folder, for error messages.
+        sizes: Fields of the architecture in the manifest, or None if it has none.
+
+    Raises:
+        CheckpointError: If `sizes` is None.
+        UserError: If the architecture belongs to a plugin that is not loaded.
+    """
     if sizes is None:
         raise CheckpointError(f"{path} does not describe the architecture of its weights")
     name = sizes.get("architecture", "llama")
@@ -171,9 +184,9 @@ def _build_architecture(path: Path, sizes: dict[str, Any] | None) -> Architectur
 
 
 def dcp_weights(reader: SafeReader, arch: Architecture, prefix: str) -> Weights:
-    """Open the weights in the files of torch.distributed.checkpoint (DCP).
+    """Open weights that torch.distributed.checkpoint (DCP) has saved.
 
-    `Weights.read` raises `Damage` if a weight is damaged.
+    Later, `Weights.read` raises `Damage` if the weight that it reads is damaged.
 
     Args:
         reader: Reader of the checkpoint.
@@ -202,9 +215,10 @@ def export_hf(
     shard_bytes: int = 1_000_000_000,
     token: str | None = None,
 ) -> None:
-    """Write a Hugging Face model, which `transformers` can load.
+    """Write a model in Hugging Face format, so that `transformers` can load it.
 
-    The model family, such as Llama, is the first one that computes the same function as the model.
+    The exported model belongs to a family of `transformers`, such as Llama, that computes the same
+    function as the titanlite model.
 
     Args:
         source: The weights.
@@ -212,11 +226,13 @@ def export_hf(
         dtype: "float32", "bfloat16" or "float16".
         write_tokenizer: Writes the tokenizer's files into a folder, and returns bos_token_id and
             eos_token_id.
-        shard_bytes: Largest size of a weight file. Writing a file needs twice its size in memory.
-        token: Part of the name of the temporary folder; None: a random one.
+        shard_bytes: Largest size of a weight file in bytes. Writing a file needs twice its size in
+            memory.
+        token: Suffix of the temporary folder's name. Default: random.
 
     Raises:
-        UserError: If `out` exists or cannot be written, or no family computes this model.
+        UserError: If `out` exists or cannot be written, or if no family in `transformers` computes
+            the same function.
     """
     from huggingface_hub import split_torch_state_dict_into_shards  # slow to import
 
@@ -303,7 +319,7 @@ def _check_tied_output(folder: Path, output: Tensor, embedding: Tensor) -> None:
 def _open_safetensors(folder: Path) -> dict[str, Tensor]:
     """Memory-map the tensors of a Hugging Face model, and return them by name.
 
-    Tensors that follow from config.json, such as rotary angles, are left out.
+    Tensors that can be derived from config.json, such as rotary angles, are left out.
 
     Raises:
         UserError: If a file is missing or damaged.
@@ -347,7 +363,9 @@ def _list_safetensors(folder: Path) -> list[Path]:
 
 @torch.no_grad()
 def load_hf_weights(folder: Path, model: Llama) -> None:
-    """Load the weights of a Hugging Face model into a model. Each rank copies only its own shards.
+    """Load the weights of a Hugging Face model into a titanlite model in memory.
+
+    If the titanlite model is sharded, each rank copies only its own shards.
 
     Args:
         folder: Folder of the Hugging Face model.
@@ -364,7 +382,16 @@ def load_hf_weights(folder: Path, model: Llama) -> None:
 
 
 def _check_same_model(folder: Path, saved_arch: Architecture, arch: Architecture) -> None:
-    """Raise UserError if architectures differ in more than the context length."""
+    """Check that saved weights fit the model of the job. Only `max_seq_len` may differ.
+
+    Args:
+        folder: Folder of the saved weights, for the error message.
+        saved_arch: Architecture of the saved weights.
+        arch: Architecture of the job.
+
+    Raises:
+        UserError: If the architectures differ. The message lists the differences.
+    """
     saved_sizes = asdict(saved_arch)
     differences = []
     for key, size in asdict(arch).items():
@@ -382,11 +409,12 @@ def meta_weights(folder: Path) -> Weights:
     """Open the weights of a Llama in Meta's format.
 
     Args:
-        folder: Folder with params.json and consolidated.00.pth, consolidated.01.pth, ... The files
-            contain the tensor-parallel shards of each weight, which are joined when it is read.
+        folder: Folder with params.json and consolidated.00.pth, consolidated.01.pth, ... Each .pth
+            file contains one tensor-parallel shard of every weight. Reading a weight joins its
+            shards.
 
     Raises:
-        UserError: If files are missing, or their tensors do not form a Llama. The message
+        UserError: If files are missing, or their tensors are not those of a Llama. The message
             lists the differences.
     """
     path = find_file_inside(folder, "params.json")
@@ -462,14 +490,16 @@ def _load_pth(path: Path) -> dict[str, Tensor]:
 def average_weights(
     paths: Sequence[Path], sources: Sequence[Weights], factors: Sequence[float]
 ) -> Weights:
-    """Return the weighted mean of the weights of several checkpoints.
+    """Average the weights of several checkpoints, with a factor for each checkpoint.
 
-    Each mean is computed in float64 when it is read, and returned in float32.
+    `Weights.read` of the result computes the mean of a parameter in float64, and returns it in
+    float32.
 
     Args:
-        paths: Path of each checkpoint, for messages.
+        paths: Path of each checkpoint, for error messages.
         sources: Weights of each checkpoint.
-        factors: Factor of each checkpoint. The factors are divided by their sum.
+        factors: Factor of each checkpoint. They need not add up to 1, because they are divided by
+            their sum.
 
     Raises:
         UserError: If the checkpoints contain different models.
@@ -514,13 +544,15 @@ def import_weights(
         step: Step of the checkpoint.
         job: Job that describes the model. Default: a job with the architecture of `source`.
         tokenizer: Tokenizer of the model. Its files are copied into the checkpoint.
-        tokenizer_fingerprint: Fingerprint of the tokenizer, if its files are not to be copied.
+        tokenizer_fingerprint: Fingerprint to record if `tokenizer` is None, so that no files are
+            copied.
 
     Returns:
         The step folder.
 
     Raises:
-        UserError: If the step folder exists, cannot be written, or a weight is not finite.
+        UserError: If the step folder exists or cannot be written, or if a weight contains NaN or
+            infinity.
     """
     target = out / step_folder_name(step)
     if target.exists():
@@ -560,7 +592,7 @@ def import_weights(
 
 
 def describing_job(source: Weights, plugins: Sequence[str] = ()) -> JobConfig:
-    """Create the job of an imported checkpoint, from which commands build its model.
+    """Create the job configuration to store with imported weights, which describes their model.
 
     Args:
         source: The weights and their architecture.
@@ -592,9 +624,12 @@ def _tokenizer_files(tokenizer: Tokenizer) -> dict[str, Path]:
 
 
 class _ReadingPlanner(DefaultSavePlanner):
-    """DCP save planner that reads each weight just before it is written.
+    """DCP save planner that reads each weight from other files just before DCP writes it.
 
-    DCP itself receives tensors without data, so that only one weight is in memory at a time.
+    DCP plans the save with meta tensors, so that only one weight is in memory at a time.
+
+    Args:
+        source: The weights to read.
     """
 
     def __init__(self, source: Weights) -> None:

@@ -31,7 +31,8 @@ class LiveState:
     Attributes:
         model: The model, sharded or not. Its parameters may be offloaded to the CPU.
         optimizer: Optimizer of `model`; None to save and load only weights.
-        new_optimizer: Builds another optimizer for the same parameters, to reset `optimizer`.
+        new_optimizer: Builds a new optimizer for the same parameters. `optimizer` is reset to its
+            state.
         hook_tensors: Returns the tensors of the run's hooks, keyed by "<hook name>.<tensor name>".
         prepare_hooks: Called before hook tensors are loaded, with the sizes of the saved tensors
             and the saved `state_dict` of each hook.
@@ -52,7 +53,12 @@ class LiveState:
 
         The names, such as "optimizer.layers.3.attention.wq.weight.exp_avg", do not depend on the
         parallel layout. The tensors share memory with the model, the optimizer and the hooks, so
-        that a load changes these in place. The states of the random generators are copies.
+        that a load changes these in place.
+
+        Args:
+            optimizer: Include the optimizer state.
+            hooks: Include the tensors of hooks.
+            rng: Include copies of the states of this rank's random generators.
         """
         tensors = {f"model.{name}": tensor for name, tensor in model_tensors(self.model).items()}
         if optimizer and self.optimizer is not None:
@@ -66,7 +72,7 @@ class LiveState:
 
 
 def _random_states() -> dict[str, Tensor]:
-    """Return the states of this rank's random generators, such as "rng.cpu.0"."""
+    """Return the states of this rank's random generators by name, such as "rng.cpu.0"."""
     rank = dist.get_rank()
     states = {f"rng.cpu.{rank}": torch.get_rng_state()}
     if torch.cuda.is_available():
@@ -128,7 +134,12 @@ def _split_quantized(name: str, tensor: Tensor) -> dict[str, Tensor]:
 
 
 def _shard_rows_like(tensor: DTensor, shard: Tensor) -> DTensor:
-    """Return a matrix whose rows are sharded like `tensor`, from the `shard` of this rank."""
+    """Create a DTensor matrix from this rank's rows, sharded in the same way as `tensor`.
+
+    Args:
+        tensor: The sharded tensor, with as many rows as the result.
+        shard: This rank's rows of the result.
+    """
     return DTensor.from_local(
         shard,
         tensor.device_mesh,
@@ -167,11 +178,11 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def shard_chunk(tensor: DTensor) -> ChunkStorageMetadata:
-    """Return the position and the size of this rank's shard in the whole tensor.
+    """Return the offsets and the sizes of this rank's shard in the whole tensor.
 
-    By default, DCP computes them itself. Up to torch 2.15, it computes wrong ones if tensor
-    parallelism and FSDP over three or more ranks divide the same dimension unevenly, such as a
-    vocabulary with an odd size. It then can neither save nor load the tensor.
+    This replaces a computation of DCP, which is wrong up to torch 2.15 if tensor parallelism and
+    FSDP over three or more ranks divide the same dimension unevenly, such as a vocabulary with an
+    odd size.
     """
     slices = shard_slices(tensor)
     return ChunkStorageMetadata(

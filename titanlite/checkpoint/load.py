@@ -70,8 +70,10 @@ class Resumer:
 
     Args:
         context: Checkpoint folder, options, live state and ranks of the run.
-        is_same_tokenizer: Returns whether the run's tokenizer has a given fingerprint.
-        compare_data: Compares the data of the run with a saved data position. None: skip this.
+        is_same_tokenizer: Given the fingerprint of a saved tokenizer, returns whether the run uses
+            the same tokenizer.
+        compare_data: Given a saved data position, returns how the data of the run differs from the
+            saved data. None skips this comparison.
     """
 
     def __init__(
@@ -139,7 +141,14 @@ class Resumer:
     def _load_newest_valid(
         self, checkpoints: list[Path], problems: list[str]
     ) -> dict[str, Any] | None:
-        """Load the newest valid checkpoint. Rename damaged ones, and add them to `problems`."""
+        """Load the newest valid checkpoint, and return its training state, or None if there is none.
+
+        Damaged checkpoints are renamed.
+
+        Args:
+            checkpoints: Step folders, sorted by step.
+            problems: A description of each damaged checkpoint is added to this list.
+        """
         for path in reversed(checkpoints):
             try:
                 return self._load(path)
@@ -149,13 +158,13 @@ class Resumer:
         return None
 
     def load_before(self, step: int) -> dict[str, Any] | None:
-        """Load the newest valid checkpoint before `step`, for a rollback or a replay.
+        """Load the newest valid checkpoint before `step` in place, for a rollback or a replay.
 
         Unlike `load`, this never renames a damaged checkpoint.
 
         Returns:
-            The training state that was saved. None if there is no earlier checkpoint, and nothing
-            has changed.
+            The training state that was saved. If there is no earlier checkpoint, return None and
+            change nothing.
 
         Raises:
             UserError: If model, optimizer, tokenizer or data of the job do not fit the checkpoint.
@@ -179,10 +188,10 @@ class Resumer:
         return None
 
     def load_initial_weights(self) -> None:
-        """Load the weights at `checkpoint.initial_load_path`, if it is set, into the model.
+        """If `checkpoint.initial_load_path` is set, load the weights at this path into the model.
 
         Raises:
-            UserError: If the path contains another model or does not exist.
+            UserError: If the path does not exist, or contains a different model.
             CheckpointError: If there is no valid checkpoint at the path, or its weights are not
                 finite.
         """
@@ -204,7 +213,11 @@ class Resumer:
         return path
 
     def _load_newest_weights(self, path_or_url: Path) -> Path:
-        """Load the weights of the newest valid checkpoint at a path, and return its step folder."""
+        """Load the weights of the newest valid checkpoint at a path or URL.
+
+        Returns:
+            The local step folder.
+        """
         ranks = self._ranks
         folder = ranks.run_together(lambda: download_if_url(path_or_url))
         return load_newest(
@@ -219,8 +232,12 @@ class Resumer:
     def check_job(self, path: PurePath, manifest: Manifest) -> None:
         """Compare the job of the run with the job that saved a checkpoint, and log differences.
 
+        Args:
+            path: Path or URL of the checkpoint, for messages.
+            manifest: Manifest of the checkpoint, which contains the saved job.
+
         Raises:
-            UserError: If the job cannot resume from the checkpoint.
+            UserError: If the differences do not allow the run to resume from the checkpoint.
         """
         info = manifest["info"]
         job = self.context.job
@@ -241,10 +258,14 @@ class Resumer:
     def _compare_with_saved_job(
         self, job: dict[str, Any], info: dict[str, Any]
     ) -> list[tuple[Effect, str]]:
-        """Compare the options, the architecture and the data of a job with a checkpoint.
+        """Return the effect and the description of each difference between a job and a saved job.
 
-        Different keys of [model] can describe the same model, so the architectures are compared
-        instead.
+        The section [model] of both jobs is first replaced by the architecture that it describes,
+        because different keys can describe the same model.
+
+        Args:
+            job: Job of this run, as a JSON value.
+            info: Entry "info" of the manifest, which contains the saved job.
         """
         arch = self._live.model.arch
         saved_job = info["job"] | {"model": _complete_architecture(info["architecture"], arch)}
@@ -255,9 +276,9 @@ class Resumer:
         """Rename a checkpoint so that no later start loads it, and log why.
 
         Args:
-            path: The step folder. It is kept if titanlite did not write its manifest, because it
-                may belong to another program.
-            description: Beginning of the log line, which gives the reason.
+            path: The step folder. If titanlite did not write its manifest, it keeps its name,
+                because it may belong to another program.
+            description: Start of the log line, which gives the reason.
             suffix: Suffix of the new name, "damaged" or "archived".
         """
 
@@ -270,10 +291,10 @@ class Resumer:
         self._log(f"{description}; {result}")
 
     def _load(self, path: Path) -> dict[str, Any]:
-        """Load one checkpoint into the model, the optimizer and the hooks.
+        """Load one checkpoint into the model, the optimizer and the hooks in memory.
 
         Returns:
-            The training state, without the parts in `exclude_from_loading`.
+            The training state, without the parts that `checkpoint.exclude_from_loading` resets.
 
         Raises:
             Damage: On all ranks, if the checkpoint is damaged. The previous weights and optimizer
@@ -300,7 +321,13 @@ class Resumer:
     def _load_tensors(
         self, reader: SafeReader, info: dict[str, Any], parts_to_reset: set[str]
     ) -> None:
-        """Load the tensors of a checkpoint, and reset the state that is not loaded."""
+        """Load the tensors of a checkpoint in place, and reset the state that is not loaded.
+
+        Args:
+            reader: Reader of the checkpoint.
+            info: Entry "info" of its manifest.
+            parts_to_reset: Parts of the state, such as "optimizer", that are not loaded.
+        """
         tensors = self._prepare_tensors(reader, info, parts_to_reset)
         self._reset_hook_tensors(except_for=tensors)
         _load_and_check(tensors, self._live.model.arch, reader, self._ranks)
@@ -309,7 +336,11 @@ class Resumer:
     def _prepare_tensors(
         self, reader: SafeReader, info: dict[str, Any], parts_to_reset: set[str]
     ) -> dict[str, Tensor]:
-        """Create or reset the state of hooks and optimizer, and return the tensors to load into."""
+        """Create or reset the state of hooks and optimizer before a checkpoint is loaded.
+
+        Returns:
+            The tensors in memory to fill, by their names in the checkpoint.
+        """
         saved_names = reader.index.keys()
         loads_hooks = "hooks" not in parts_to_reset
         has_optimizer = any(name.startswith("optimizer.") for name in saved_names)
@@ -329,7 +360,7 @@ class Resumer:
         return tensors
 
     def _prepare_hooks(self, reader: SafeReader, train_state: dict[str, Any]) -> None:
-        """Let the hooks create tensors of the sizes in a checkpoint, to load values into them."""
+        """Let each hook create the tensors that it has in a checkpoint, to load values into them."""
         sizes = {}
         for name, entry in reader.index.items():
             if name.startswith("hooks."):
@@ -372,7 +403,12 @@ class Resumer:
             set_mode(optimizer, "eval")
 
     def _log_parts_to_reset(self, path: Path, parts_to_reset: set[str]) -> None:
-        """Log how the option `checkpoint.exclude_from_loading` applies to a checkpoint."""
+        """Log which parts of a checkpoint `checkpoint.exclude_from_loading` resets, and which not.
+
+        Args:
+            path: The step folder.
+            parts_to_reset: The parts, such as "optimizer", that are reset instead of loaded.
+        """
         if parts_to_reset:
             names = ", ".join(sorted(parts_to_reset))
             self._log(f"Not loaded from {path.name}: {names} (checkpoint.exclude_from_loading)")
@@ -382,10 +418,14 @@ class Resumer:
             self._log(f"{path.name} was saved after {names} had started fresh, so they are loaded")
 
     def _find_data_changes(self, info: dict[str, Any]) -> DataChanges | None:
-        """Compare the data of the run with the saved data position.
+        """Compare the data of the run with the data position in a checkpoint.
+
+        Args:
+            info: Entry "info" of the manifest.
 
         Returns:
-            The differences, or None if the run does not continue at the saved data position.
+            The differences. None if the checkpoint has no data position, or the run does not resume
+            from it.
         """
         data_state = get_data_state(info)
         if self._compare_data is None or not data_state:
@@ -395,10 +435,10 @@ class Resumer:
         return self._compare_data(data_state)
 
     def _find_parts_to_reset(self, info: dict[str, Any]) -> set[str]:
-        """Return the parts of the state, such as "optimizer", that are reset instead of loaded.
+        """Return the parts of the state, such as "optimizer", to reset instead of loading them.
 
-        These are the parts in `checkpoint.exclude_from_loading`, unless the run that saved the
-        checkpoint has already reset them because of the same option.
+        These are the parts in `checkpoint.exclude_from_loading`. A part that the same option had
+        already reset when the checkpoint was saved is not reset again.
 
         Args:
             info: Entry "info" of the manifest.
@@ -410,7 +450,8 @@ class Resumer:
 def check_on_all_ranks(path: Path, ranks: RankGroup) -> Manifest:
     """Verify a checkpoint before it is loaded, and return its manifest.
 
-    Each rank checks a part of the files. Checksums of tensors are verified when they are loaded.
+    Each rank checks some of the files. Checksums of tensors are not checked here, but when they are
+    loaded.
 
     Args:
         path: The step folder.
@@ -433,10 +474,11 @@ def load_weights(
         path: A step folder that has passed `check_checkpoint`.
         model: The model, sharded or not.
         ranks: The ranks that hold the model together. All of them must call this.
-        averaged: Whether to load the averages of the weights (EMA).
+        averaged: Whether to load the averages of the weights (EMA) instead.
 
     Raises:
-        UserError: If the checkpoint contains another model, or no averages.
+        UserError: If the checkpoint contains a different model, or no averages although `averaged`
+            is set.
         Damage: If the weights are damaged. The weights of `model` are then unusable.
         CheckpointError: If the weights are not finite, or cannot be read now.
     """
@@ -453,11 +495,12 @@ def check_tokenizer(path: Path, tokenizer: Tokenizer, name: object, num_embeddin
     Args:
         path: The step folder.
         tokenizer: The tokenizer.
-        name: Name of the tokenizer for the message, for example its path.
-        num_embeddings: Number of tokens that the model has an embedding for.
+        name: Name of the tokenizer for the error message, for example its path.
+        num_embeddings: Number of rows of the model's embedding.
 
     Raises:
-        CheckpointError: If the token IDs differ, or exceed the embeddings.
+        CheckpointError: If the tokenizer is not the one of the checkpoint, or has more tokens than
+            the model has embeddings.
     """
     saved_fingerprint = get_data_state(read_manifest(path)["info"]).get("tokenizer")
     is_same = saved_fingerprint is None or tokenizer.is_known_as(saved_fingerprint)
@@ -471,9 +514,9 @@ def check_tokenizer(path: Path, tokenizer: Tokenizer, name: object, num_embeddin
 def _load_and_check(
     tensors: dict[str, Tensor], arch: Architecture, reader: SafeReader, ranks: RankGroup
 ) -> None:
-    """Check the shapes of the saved tensors, load them in place, and check the weights.
+    """Check the shapes of saved tensors, load them in place, and check that weights are finite.
 
-    All ranks call this together, and raise errors together.
+    All ranks call this together. If one rank fails, all ranks raise an error.
 
     Args:
         tensors: This rank's tensors to fill, by their names in the checkpoint.
@@ -536,10 +579,15 @@ def _check_shapes(tensors: dict[str, Tensor], arch: Architecture, reader: SafeRe
 def _compare_with_saved_shapes(
     tensors: dict[str, Tensor], arch: Architecture, reader: SafeReader
 ) -> list[str]:
-    """Describe the differences of names and shapes between a checkpoint and the expected tensors.
+    """Return a line for each difference in names or shapes between a checkpoint and a model.
 
-    All weights of the model, and all tensors to load, are expected. Other tensors in the
-    checkpoint, such as optimizer state, are ignored.
+    The checkpoint must contain all weights of the model and all tensors in `tensors`, and no other
+    weights. Other tensors in the checkpoint, such as optimizer state, are ignored.
+
+    Args:
+        tensors: This rank's tensors to load, by their names in the checkpoint.
+        arch: Architecture of the whole model.
+        reader: Reader of the checkpoint.
     """
     expected = {f"model.{name}": shape for name, shape in parameter_shapes(arch).items()}
     for name, tensor in tensors.items():
@@ -568,13 +616,16 @@ def _check_finite(path: object, tensors: dict[str, Tensor]) -> None:
 
 
 def _complete_architecture(saved: dict[str, Any], arch: Architecture) -> dict[str, Any]:
-    """Return a saved architecture, completed by the options that are newer than the checkpoint.
+    """Add fields that an architecture lacks because an older version saved it.
 
-    The version that saved the checkpoint trained with the default values of these options.
+    The added fields get their default values, with which the older version trained.
 
     Args:
-        saved: Values of the fields that the architecture had at the time of the save.
-        arch: Architecture of this run, whose class defines the fields and their default values.
+        saved: Fields of the saved architecture.
+        arch: Architecture of this run, whose class defines all fields and their default values.
+
+    Returns:
+        All fields of the saved architecture, for a comparison with `arch`.
     """
     complete = dict(saved)
     for field in fields(arch):
@@ -586,10 +637,11 @@ def _complete_architecture(saved: dict[str, Any], arch: Architecture) -> dict[st
 
 
 def _set_random_state(tensors: dict[str, Tensor]) -> None:
-    """Restore the states of this rank's random generators, if a checkpoint contains them.
+    """Restore the states of this rank's random generators.
 
     Args:
-        tensors: The loaded tensors by name, such as "rng.cpu.0".
+        tensors: The loaded tensors by name. Only those such as "rng.cpu.0" and "rng.cuda.0" are
+            used. If there are none, nothing changes.
     """
     for name, tensor in tensors.items():
         if name.startswith("rng.cuda."):
@@ -599,7 +651,7 @@ def _set_random_state(tensors: dict[str, Tensor]) -> None:
 
 
 def _copy_hook_tensors(live: LiveState) -> dict[str, Tensor]:
-    """Copy this rank's shards of the tensors of hooks, so that they can be restored later.
+    """Return copies of this rank's shards of hook tensors by name, so that you can restore them.
 
     Tensors that contain only NaN are left out, because they have no value yet.
     """
@@ -614,9 +666,10 @@ def _copy_hook_tensors(live: LiveState) -> dict[str, Tensor]:
 
 
 def _fill_live_state_with_nan(live: LiveState) -> None:
-    """Fill all tensors with NaN and reset the optimizer, after a damaged checkpoint was loaded.
+    """Fill weights and hook tensors with NaN, and reset the optimizer.
 
-    This keeps training from silently using damaged values.
+    After a damaged checkpoint was partly loaded, this keeps training from silently using its
+    values.
     """
     for tensor in live.tensors(optimizer=False).values():
         _fill_with_nan(tensor)
