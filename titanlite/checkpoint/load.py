@@ -141,13 +141,14 @@ class Resumer:
     def _load_newest_valid(
         self, checkpoints: list[Path], problems: list[str]
     ) -> dict[str, Any] | None:
-        """Load the newest valid checkpoint, and return its training state, or None if there is none.
-
-        Damaged checkpoints are renamed.
+        """Load the newest valid checkpoint, and rename the damaged ones.
 
         Args:
             checkpoints: Step folders, sorted by step.
             problems: A description of each damaged checkpoint is added to this list.
+
+        Returns:
+            The training state in the checkpoint, or None if there is no valid one.
         """
         for path in reversed(checkpoints):
             try:
@@ -163,8 +164,8 @@ class Resumer:
         Unlike `load`, this never renames a damaged checkpoint.
 
         Returns:
-            The training state that was saved. If there is no earlier checkpoint, return None and
-            change nothing.
+            The training state that was saved. None if there is no earlier checkpoint, in which case
+            nothing changes.
 
         Raises:
             UserError: If model, optimizer, tokenizer or data of the job do not fit the checkpoint.
@@ -360,7 +361,7 @@ class Resumer:
         return tensors
 
     def _prepare_hooks(self, reader: SafeReader, train_state: dict[str, Any]) -> None:
-        """Let each hook create the tensors that it has in a checkpoint, to load values into them."""
+        """Let the hooks create the tensors that they have in a checkpoint, to load into them."""
         sizes = {}
         for name, entry in reader.index.items():
             if name.startswith("hooks."):

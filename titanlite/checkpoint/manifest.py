@@ -82,9 +82,12 @@ class HashingFile(io.BufferedWriter):
 
     Write sequentially; seeking is not supported.
 
+    Args:
+        path: Path of the file, which must not exist.
+
     Attributes:
-        error: The first OSError of a write, or None. `torch.save` replaces it by a less helpful
-            exception, so callers raise this one.
+        error: The OSError with which a write has failed, or None. Raise it instead of the less
+            helpful exception of `torch.save`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -108,7 +111,11 @@ class HashingFile(io.BufferedWriter):
         return written
 
     def end_chunk(self) -> tuple[int, int, bytes]:
-        """End the current chunk, and return its offset, its length in bytes and its checksum."""
+        """End a chunk, which consists of all bytes written since the end of the last chunk.
+
+        Returns:
+            The offset of the chunk in the file and its length, both in bytes, and its checksum.
+        """
         offset = self._chunk_start
         checksum = self._chunk_hash.digest()
         self._chunk_start = self._size
@@ -116,15 +123,15 @@ class HashingFile(io.BufferedWriter):
         return offset, self._size - offset, checksum
 
     def fileno(self) -> int:
-        """Flush the file and return its file descriptor.
+        """Flush Python's buffer, and return the file descriptor.
 
-        DCP syncs the file to disk by its descriptor, and does not flush it before.
+        DCP passes the descriptor to `os.fsync`, but does not flush the buffer before.
         """
         self.flush()
         return super().fileno()
 
     def entry(self) -> Entry:
-        """Return the manifest entry (size and checksum). Call this after the last write."""
+        """Return the size and the checksums for the manifest. Call this after the last write."""
         return {
             "size": self._size,
             "xxh3_128": self._file_hash.hexdigest(),
@@ -176,7 +183,12 @@ def open_file(path: Path) -> Iterator[io.BufferedReader[Any]]:
 
 
 def _unreadable(path: Path, error: OSError) -> CheckpointError:
-    """Return the error for a file that cannot be read now, for example on failing storage."""
+    """Create the error to raise if reading a file fails, for example because storage is offline.
+
+    Args:
+        path: Path of the file.
+        error: Error of the operating system.
+    """
     return CheckpointError(
         f"cannot read {path}: {type(error).__name__}: {error.strerror}. Its content may be intact. "
         "Fix the cause, or move this checkpoint away."
@@ -195,10 +207,10 @@ def get_step(path: Path) -> int:
 
 
 def list_checkpoints(*folders: Path) -> list[Path]:
-    """Return all checkpoints in some folders, sorted by step.
+    """Return the step folders that one or several folders contain, sorted by step.
 
-    Damaged checkpoints are included, also those without a manifest. Unfinished, partly removed and
-    renamed checkpoints are not included.
+    The result includes damaged checkpoints, even those that lack a manifest. It does not include
+    unfinished, partly removed or renamed checkpoints.
     """
     checkpoints = []
     for folder in folders:
@@ -210,31 +222,35 @@ def list_checkpoints(*folders: Path) -> list[Path]:
 
 
 def list_set_aside(folder: Path) -> list[Path]:
-    """Return damaged checkpoints that were renamed, such as "step-00000100.damaged"."""
+    """Return the damaged checkpoints that a run has renamed, such as "step-00000100.damaged"."""
     return sorted(folder.glob("step-*.damaged*"))
 
 
 def list_unfinished(folder: Path) -> list[Path]:
-    """Return the temporary folders of saves, and step folders whose removal is not complete."""
+    """Return the temporary folders of interrupted or current saves, and partly removed folders."""
     return sorted([*folder.glob(f"{TMP_PREFIX}*"), *_list_half_removed(folder)])
 
 
 def _list_half_removed(folder: Path) -> list[Path]:
+    """Return the step folders of which only some files have been removed."""
     return [path.parent for path in folder.glob(f"step-*/{INCOMPLETE}")]
 
 
 def publish_checkpoint(
     tmp_folder: Path, step: int, files: dict[str, Entry], info: dict[str, Any]
 ) -> Path:
-    """Write the manifest of a checkpoint, rename its folder to the final name, and return the path.
+    """Write the manifest of a checkpoint, and rename its folder so that readers find it.
 
     Call this on rank 0 when all ranks have written and synced their files.
 
     Args:
-        tmp_folder: The temporary folder.
+        tmp_folder: The temporary folder that contains the files.
         step: The step of the checkpoint.
-        files: Manifest entry of each file, by name.
-        info: JSON value to store in the manifest.
+        files: Manifest entry (size and checksums) of each file, by name.
+        info: JSON value to store in the manifest as "info".
+
+    Returns:
+        The step folder.
 
     Raises:
         FileExistsError: If the step folder exists.
@@ -258,7 +274,15 @@ def publish_checkpoint(
 
 
 def _check_complete(folder: Path, files: dict[str, Entry]) -> None:
-    """Raise OSError if this node does not see the complete files that other nodes have written."""
+    """Check that this node sees all files of a checkpoint, which other nodes may have written.
+
+    Args:
+        folder: The temporary folder that contains the files.
+        files: Manifest entry (size and checksums) of each file, by name.
+
+    Raises:
+        OSError: If a file is missing or has a different size.
+    """
     for name, entry in files.items():
         path = folder / name
         if not path.is_file() or path.stat().st_size != entry["size"]:
@@ -268,7 +292,9 @@ def _check_complete(folder: Path, files: dict[str, Entry]) -> None:
 
 
 def publish_folder(tmp_folder: Path, target: Path) -> None:
-    """Rename a complete temporary folder, whose files are synced, so that readers see it.
+    """Rename a temporary folder to `target`, so that readers find it, and sync it to disk.
+
+    The files in the folder must be complete and already synced.
 
     Raises:
         FileExistsError: If `target` exists.
@@ -300,7 +326,7 @@ def sync(path: Path) -> None:
 
 
 def encode_manifest(body: Manifest) -> bytes:
-    """Return a manifest as bytes: indented JSON, whose last key is a checksum of the other keys."""
+    """Encode a manifest as indented JSON, with a last key "checksum" that covers all other keys."""
     content = json.dumps(body, separators=(",", ":")).encode()
     sealed = {**body, "checksum": xxhash.xxh3_128_hexdigest(content)}
     return (json.dumps(sealed, indent=1) + "\n").encode()
@@ -321,7 +347,11 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def parse_manifest(content: bytes, path: object) -> Manifest:
-    """Check and decode the content of a manifest. The path or URL is used in messages.
+    """Check and decode the content of a manifest.
+
+    Args:
+        content: Content of the manifest file.
+        path: Path or URL of the file, for error messages.
 
     Raises:
         Damage: If the manifest is altered, or names files outside of the folder.
@@ -344,7 +374,13 @@ def parse_manifest(content: bytes, path: object) -> Manifest:
 
 
 def _rename_old_hooks(hook_states: dict[str, Any]) -> None:
-    """Rename the hook states of earlier versions, for example "Ema" to "ema"."""
+    """Replace names of hooks that earlier versions saved by the current names, in place.
+
+    For example, "Ema" becomes "ema".
+
+    Args:
+        hook_states: State of each hook in a manifest, by the name of the hook.
+    """
     for old_name, new_name in OLD_HOOK_NAMES.items():
         if old_name in hook_states:
             hook_states[new_name] = hook_states.pop(old_name)
@@ -367,7 +403,7 @@ def _decode_manifest(content: bytes) -> Manifest | None:
 
 
 def _has_required_keys(body: Manifest) -> bool:
-    """Return whether a manifest has all keys that are read later."""
+    """Return whether a manifest has all keys that other functions read from it."""
     for entry in body["files"].values():
         if not entry.keys() >= {"size", "xxh3_128"}:
             return False
@@ -384,25 +420,30 @@ def get_run_id(manifest: Manifest) -> str | None:
 
 
 def holds_run_state(manifest: Manifest) -> bool:
-    """Return whether a training run saved a checkpoint, so that a run can resume from it.
+    """Return whether a checkpoint was saved by a training run, not by an import or an average.
 
-    The result is False for imported weights and averages of checkpoints.
+    Imported weights and averages of checkpoints have an origin, which the manifest records.
     """
     return "origin" not in manifest["info"]
 
 
 def belongs_to_run(manifest: Manifest, run: str | None) -> bool:
-    """Return whether a run saved a checkpoint, so that it may also remove the checkpoint.
+    """Return whether a given run saved a checkpoint, so that this run may also remove it.
+
+    A checkpoint of titanlite 0.1 has no run ID, and counts as saved by any run.
 
     Args:
         manifest: Manifest of the checkpoint.
-        run: ID of the run. A checkpoint of titanlite 0.1 has no ID, and belongs to any run.
+        run: ID of the run.
     """
     return holds_run_state(manifest) and get_run_id(manifest) in (None, run)
 
 
 def is_titanlite_manifest(raw: bytes) -> bool:
-    """Return whether titanlite wrote the bytes of a manifest, even if they are damaged."""
+    """Return whether titanlite wrote a manifest file, given its content, which may be damaged.
+
+    Other programs may use the same file name.
+    """
     return b'"xxh3_128"' in raw
 
 
@@ -413,9 +454,9 @@ def has_titanlite_manifest(folder: Path) -> bool:
 
 
 def find_foreign_export(dump_folder: Path) -> Path | None:
-    """Return the path of the Hugging Face export, `final_hf`, if another program wrote it.
+    """Return the folder `final_hf` if it exists and no run of titanlite wrote it, or else None.
 
-    A run must not replace such a folder. Otherwise return None.
+    Runs export their model to this folder, but must not replace it if another program wrote it.
 
     Args:
         dump_folder: Output folder of the run.
@@ -438,7 +479,10 @@ def get_validation_loss(manifest: Manifest) -> float:
 
 
 def select_outdated(steps: list[int], config: schema.Checkpoint) -> list[int]:
-    """Return the steps whose checkpoints `keep_latest_k` and `keep_every_n_steps` do not keep.
+    """Return the steps whose checkpoints are outdated, so that they can be removed.
+
+    These are all steps except the last `keep_latest_k` ones and the multiples of
+    `keep_every_n_steps`. If `keep_latest_k` is 0, no checkpoint is outdated.
 
     Args:
         steps: Steps of all checkpoints, in ascending order.
@@ -458,13 +502,15 @@ def check_checkpoint(
 
     Args:
         path: The step folder.
-        verified_on_load: Whether to skip checksums that are verified again when tensors are loaded.
-        share: Part of the files to check. For example, (1, 4) checks the files 1, 5, 9...
+        verified_on_load: Set this if you load the tensors next. The checksums that loading verifies
+            are then skipped.
+        share: Which files to check: (first, stride), so that several ranks can share the work. For
+            example, (1, 4) checks files 1, 5, 9...
 
     Raises:
         Damage: If the manifest is altered, or a file is missing or has another size or checksum.
-        CheckpointError: If a file cannot be read now, or the format is newer. The content may be
-            intact.
+        CheckpointError: If a file cannot be read now, or a newer version of titanlite wrote it.
+            The content may be intact.
     """
     manifest = read_manifest(path)
     if manifest["step"] != get_step(path):
@@ -480,10 +526,16 @@ def check_checkpoint(
 
 
 def _check_file(folder: Path, name: str, entry: Entry, *, only_size: bool) -> None:
-    """Check that a file has the size and, unless `only_size`, the checksum of its manifest entry.
+    """Compare a file with its manifest entry.
+
+    Args:
+        folder: The step folder.
+        name: Name of the file.
+        entry: Its manifest entry.
+        only_size: Compare only the size, and not the checksum.
 
     Raises:
-        Damage: If they differ.
+        Damage: If the size or the checksum differs, or the file is missing.
         CheckpointError: If the file cannot be read now.
     """
     with open_file(folder / name) as file:
@@ -498,13 +550,14 @@ def _check_file(folder: Path, name: str, entry: Entry, *, only_size: bool) -> No
 
 
 def remove_unfinished(folder: Path, path_hash: str, log: Callable[[str], None]) -> None:
-    """Delete the temporary files that interrupted saves left in a folder.
+    """Delete the temporary files and folders that interrupted saves left in a folder.
 
-    Files that cannot be deleted, for example because they are open on another node, are logged.
+    If one of them cannot be deleted, for example because it is open on another node, log this.
 
     Args:
         folder: The folder to clean up.
-        path_hash: Part of the names of the files, which identifies their checkpoint folder.
+        path_hash: Hash of the path of the run's checkpoint folder, which its temporary names
+            contain. The temporary files of other runs are kept.
         log: Called with one line of text for each file.
     """
     for path in folder.glob(f"{TMP_PREFIX}*{path_hash}*"):
@@ -519,7 +572,12 @@ def remove_unfinished(folder: Path, path_hash: str, log: Callable[[str], None]) 
 
 
 def finish_removals(folder: Path, log: Callable[[str], None]) -> None:
-    """Complete removals of checkpoints that an earlier process began, but did not finish."""
+    """Remove the rest of each checkpoint in a folder whose removal was interrupted.
+
+    Args:
+        folder: Parent of the step folders.
+        log: Called with one line of text for each of these checkpoints.
+    """
     for path in _list_half_removed(folder):
         try:
             _remove_listed_files(path)
@@ -529,11 +587,11 @@ def finish_removals(folder: Path, log: Callable[[str], None]) -> None:
 
 
 def set_aside(path: Path, reason: str = "damaged") -> Path:
-    """Rename a checkpoint so that no reader finds it, for example to "step-00000100.damaged".
+    """Rename a step folder so that readers ignore it, for example to "step-00000100.damaged".
 
     Args:
         path: The step folder.
-        reason: Suffix of the new name. A number is appended if the name exists already.
+        reason: Suffix of the new name. If this name exists already, a number is added to it.
 
     Returns:
         The new path.
@@ -548,7 +606,7 @@ def set_aside(path: Path, reason: str = "damaged") -> Path:
 
 
 def replace_link(link: Path, target: Path) -> None:
-    """Create a symbolic link to a checkpoint, or atomically replace an existing link."""
+    """Create a relative symbolic link to a checkpoint, or atomically replace an existing link."""
     new_link = link.with_name(f".{link.name}.new")
     if new_link.is_symlink():  # left by a killed process
         new_link.unlink()
@@ -557,10 +615,10 @@ def replace_link(link: Path, target: Path) -> None:
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Delete the files of a checkpoint, and its folder unless it contains other files.
+    """Delete the files of a checkpoint, and then its folder, if the folder is empty.
 
-    The manifest is renamed first, so that readers ignore the checkpoint from then on. If the
-    removal is interrupted, `finish_removals` completes it.
+    The manifest is renamed first, so that readers already ignore the checkpoint while its files are
+    deleted. If the removal is interrupted, `finish_removals` completes it.
     """
     read_manifest(path)
     (path / MANIFEST).rename(path / INCOMPLETE)
@@ -568,9 +626,10 @@ def remove_checkpoint(path: Path) -> None:
 
 
 def _remove_listed_files(path: Path) -> None:
-    """Finish removing a checkpoint whose manifest was renamed to mark it as partly removed.
+    """Delete the files of a checkpoint whose manifest was already renamed for the removal.
 
-    This deletes the files that the manifest lists, then the manifest, and the folder if empty.
+    This deletes the files that the manifest lists, the manifest, and then the folder, if the folder
+    is empty.
     """
     with open_file(path / INCOMPLETE) as file:
         manifest = parse_manifest(file.read(), path / INCOMPLETE)
@@ -593,8 +652,8 @@ class CheckpointContext:
         log: Called with one line of text for each event, also from other threads.
         job: The resolved job as a JSON value. A save stores it in the manifest, and a resume
             compares it with the stored one.
-        token: Part of the names of temporary files. It is the same on all ranks, and no other
-            start has used it. Set by `prepare_folder`.
+        token: Part of the names of temporary files, set by `prepare_folder`. It is equal on all
+            ranks, and different each time the run is started.
     """
 
     config: schema.Checkpoint
@@ -629,13 +688,15 @@ class CheckpointContext:
         self.ranks.run_on_rank0(probe.unlink)
 
     def check_free_space(self, size: int) -> None:
-        """Check that a checkpoint fits on the disk, before training starts.
+        """Check that the disk has enough free space for a checkpoint, before training starts.
+
+        All ranks call this together.
 
         Args:
             size: Estimated size of a checkpoint in bytes.
 
         Raises:
-            UserError: On all ranks, if it does not fit.
+            UserError: On all ranks, if there is too little free space.
         """
         free = self.ranks.run_on_rank0(lambda: shutil.disk_usage(self.folder).free)
         if free < size:

@@ -79,12 +79,12 @@ class Mirror:
 
     Args:
         context: Checkpoint folder, options and ranks of the run.
-        check_job: Raises UserError if the job cannot resume from a checkpoint, given its path and
-            manifest; see `Resumer.check_job`.
+        check_job: Given the path and the manifest of a checkpoint, raises UserError if the job of
+            the run cannot resume from it.
 
     Attributes:
         sending: Local path of the checkpoint that is being copied, or None.
-        failed: Names of the checkpoints that could not be copied since this start.
+        failed: Names of the checkpoints that could not be copied since the process started.
     """
 
     def __init__(
@@ -116,11 +116,11 @@ class Mirror:
         self._next_send_time = 0.0
 
     def restore(self) -> None:
-        """Download the checkpoints that the run needs and that the local folder lacks.
+        """Download the checkpoints that the run needs from the mirror, unless they are local.
 
-        These are the newest one, that of `load_step` and, with `keep_best`, the best one. Damaged
-        checkpoints are renamed at the mirror. All ranks call this together, before a run loads its
-        checkpoint.
+        A run needs the newest checkpoint, the one of step `checkpoint.load_step` and, with
+        `checkpoint.keep_best`, the best one. Damaged checkpoints are renamed at the mirror. Call
+        this on all ranks, before the run loads its checkpoint.
 
         Raises:
             UserError: If the mirror has checkpoints of another run, or the job cannot resume from
@@ -148,26 +148,30 @@ class Mirror:
         self._run_on_rank0(begin_on_rank0)
 
     def _archive_checkpoints_after(self, step: int) -> None:
-        """Rename the manifests of later checkpoints of this run, so that no start loads them."""
+        """Rename the manifests of this run's checkpoints after `step` at the mirror.
+
+        Readers then ignore these checkpoints.
+        """
         run_id = self._find_run_id()
         for mirrored_step, name in self._list_mirror().items():
             if mirrored_step > step and belongs_to_run(self._manifests[name], run_id):
                 self._set_aside(name, "archived")
 
     def notify(self) -> None:
-        """Let the background thread copy all checkpoints that the mirror lacks.
+        """Start copying all checkpoints that the mirror lacks in the background, and return.
 
-        Rank 0 calls this after each save.
+        Call this on rank 0 after each save.
         """
         self._last_update = self._thread.submit(self._update)
 
     def wait_until_copied(self, report_alive: Callable[[], None]) -> bool:
         """Wait until the newest checkpoint is copied, for at most `checkpoint.timeout_seconds`.
 
-        All ranks call this together at the end of the run.
+        Call this on all ranks at the end of the run.
 
         Args:
-            report_alive: Called every few seconds, so that the wait is not reported as a hang.
+            report_alive: Called every few seconds during the wait, so that a watchdog does not
+                report a hang.
 
         Returns:
             Whether the newest checkpoint is at the mirror.
@@ -186,6 +190,7 @@ class Mirror:
         return self._run_on_rank0(self._is_newest_copied)
 
     def _is_newest_copied(self) -> bool:
+        """Return whether the newest local checkpoint is at the mirror, or there is none."""
         checkpoints = self._list_local()
         return not checkpoints or self._get_name(checkpoints[-1]) in self._copied
 
@@ -205,12 +210,13 @@ class Mirror:
     # Files at the mirror and in the folder
 
     def _list_mirror(self) -> dict[int, str]:
-        """Update `_files` and `_manifests`, and return the complete checkpoints at the mirror.
+        """List the mirror again, and return the complete checkpoints there.
 
-        Checkpoints with a damaged manifest are ignored.
+        This updates `_files` and `_manifests`. Checkpoints with a damaged manifest are ignored.
 
         Returns:
-            Step -> name of each complete checkpoint, sorted by step, without those in `final`.
+            Step -> name of each complete checkpoint, sorted by step. Weights in the folder `final`
+            are not included.
         """
         self._files = list_files(self._storage, self._root)
         step_names = find_checkpoints(self._files)
@@ -249,11 +255,11 @@ class Mirror:
         return [path for path in paths if (path / MANIFEST).is_file()]
 
     def _get_name(self, path: Path) -> str:
-        """Return the name at the mirror of a local checkpoint."""
+        """Return the name of a local checkpoint at the mirror, such as "final/step-00000100"."""
         return path.name if path.parent == self._folder else f"final/{path.name}"
 
     def _get_path(self, name: str) -> Path:
-        """Return the local path of a checkpoint at the mirror."""
+        """Return the local path for a checkpoint at the mirror, the inverse of `_get_name`."""
         is_final = name.startswith("final/")
         return (self._folder.parent if is_final else self._folder) / name
 
@@ -270,7 +276,7 @@ class Mirror:
         """Check that the mirror has no checkpoints of another run.
 
         Args:
-            run_id: ID of this run. None (not known yet) skips the check.
+            run_id: ID of this run. If it is None, because it is not known yet, nothing is checked.
 
         Raises:
             UserError: If a checkpoint at the mirror has another run ID.
@@ -285,7 +291,10 @@ class Mirror:
                 )
 
     def _find_best(self) -> str | None:
-        """Return the name of the checkpoint with the lowest validation loss, or None."""
+        """Return the name of the checkpoint at the mirror with the lowest validation loss.
+
+        Return None if no checkpoint has a validation loss.
+        """
         lowest = math.inf
         best = None
         for name, manifest in self._manifests.items():
@@ -314,7 +323,11 @@ class Mirror:
             )
 
     def _download_selected(self, names: dict[int, str]) -> None:
-        """Download the checkpoints that `load_step` and `keep_best` need, unless they are local."""
+        """Download the checkpoints that `load_step` and `keep_best` need, unless they are local.
+
+        Args:
+            names: Names of the checkpoints at the mirror by step.
+        """
         selected = [names.get(self._config.load_step)]
         if self._config.keep_best:
             selected.append(self._find_best())
@@ -349,7 +362,7 @@ class Mirror:
                 return
 
     def _has_checkpoints(self) -> bool:
-        """Return whether titanlite wrote a manifest at the mirror, valid, damaged or renamed."""
+        """Return whether the mirror has a titanlite checkpoint, even a damaged or renamed one."""
         for path in self._files:
             name, _, file = path.rpartition("/")
             is_manifest = file.startswith(MANIFEST) and file != INCOMPLETE
@@ -393,7 +406,7 @@ class Mirror:
     def _download_files(self, name: str, tmp_folder: Path) -> list[Path]:
         """Download the files of a checkpoint to `tmp_folder / name`, and return their paths.
 
-        Files that are missing at the mirror are skipped.
+        Files that are missing at the mirror are skipped. Verifying the checkpoint reports them.
         """
         sizes = {}  # path relative to the mirror -> bytes
         for file in (MANIFEST, *self._manifests[name]["files"]):
@@ -406,7 +419,7 @@ class Mirror:
         return [tmp_folder / path for path in sizes]
 
     def _set_aside(self, name: str, reason: str, damage: str = "") -> None:
-        """Rename the manifest of a checkpoint at the mirror, so that no reader finds it.
+        """Rename the manifest of a checkpoint at the mirror, so that readers ignore the checkpoint.
 
         Args:
             name: Name of the checkpoint.
@@ -419,7 +432,7 @@ class Mirror:
         self._log(f"{self._url}/{name} is {reason}{detail}: renamed its manifest to {renamed}")
 
     def _rename_manifest(self, name: str, new_name: str) -> None:
-        """Rename the manifest of a checkpoint at the mirror by a copy and a removal."""
+        """Rename the manifest of a checkpoint at the mirror, by a copy and a removal."""
         folder = f"{self._root}/{name}"
         self._storage.copy(f"{folder}/{MANIFEST}", f"{folder}/{new_name}")
         self._storage.rm_file(f"{folder}/{MANIFEST}")
@@ -428,7 +441,7 @@ class Mirror:
     # Copies, in the thread
 
     def _update(self) -> None:
-        """Copy the checkpoints that the mirror lacks, from the newest to the oldest."""
+        """Copy the checkpoints that the mirror lacks, newest first. Runs in the thread."""
         tried = set(self._copied)
         while True:
             # List again after each copy, because the run saves and removes checkpoints meanwhile.
@@ -465,8 +478,8 @@ class Mirror:
         """Try once to copy a checkpoint, and then remove outdated checkpoints at the mirror.
 
         Returns:
-            The error: a `CheckpointError` if the storage failed. None after a success, or if the
-            copy is no longer needed.
+            None after a success, or if the copy is no longer needed. Otherwise the error, which is
+            a `CheckpointError` if the storage failed, so that another try can help.
         """
         url = f"{self._url}/{name}"
         started = time.perf_counter()
@@ -549,7 +562,13 @@ class Mirror:
             copy.result()  # raises the error of a copy that failed
 
     def _may_write(self, name: str, files: Iterable[str], run_id: str | None) -> bool:
-        """Return whether a copy of a checkpoint to the mirror only overwrites files of this run."""
+        """Return whether copying a checkpoint to the mirror overwrites only files of this run.
+
+        Args:
+            name: Name of the checkpoint at the mirror.
+            files: Names of its files.
+            run_id: ID of this run.
+        """
         targets = [f"{name}/{file}" for file in (MANIFEST, *files)]
         if self._files.keys().isdisjoint(targets):
             return True  # nothing is overwritten
@@ -586,12 +605,12 @@ class Mirror:
             raise OSError(f"the copy of {path.name} differs from the checkpoint")
 
     def _is_intact(self, target: str, entry: Entry, part_md5s: list[bytes]) -> bool:
-        """Return whether a file at the mirror has the size and the content of its manifest entry.
+        """Return whether a file at the mirror has the size and the checksum in its manifest entry.
 
         Args:
             target: Path of the file in the storage.
             entry: Its manifest entry.
-            part_md5s: MD5 of each part that was sent.
+            part_md5s: MD5 digest of each part that was sent, in order.
         """
         info = self._storage.info(target)
         if info["size"] != entry["size"]:
@@ -605,10 +624,10 @@ class Mirror:
             return file_digest(copy, xxhash.xxh3_128).hexdigest() == entry["xxh3_128"]
 
     def _throttle(self, size: int) -> None:
-        """Wait until `size` bytes may be sent without exceeding `checkpoint.mirror_mbps`.
+        """Wait until sending `size` more bytes does not exceed `checkpoint.mirror_mbps`.
 
         Raises:
-            InterruptedError: If the run ends while this waits.
+            InterruptedError: If the run ends during the wait.
         """
         with self._throttle_lock:
             start = max(self._next_send_time, time.monotonic())
@@ -620,7 +639,10 @@ class Mirror:
     # Removals, in the thread
 
     def _remove_outdated(self) -> None:
-        """Remove the checkpoints of this run that its options do not keep, and any leftovers."""
+        """Remove from the mirror the checkpoints of this run that none of its options keeps.
+
+        Also remove the files that interrupted copies and removals have left there.
+        """
         run_id = self._find_run_id()
         names_by_step = {}
         for step, name in self._list_mirror().items():
@@ -654,7 +676,7 @@ class Mirror:
                         self._delete(name, manifest["files"])
 
     def _list_incomplete(self) -> list[str]:
-        """Return the names of the checkpoints at the mirror whose copy or removal is incomplete."""
+        """Return the names of partly copied or partly removed checkpoints at the mirror."""
         pattern = re.compile(f"((?:final/)?{STEP_FOLDER.pattern})/{re.escape(INCOMPLETE)}")
         matches = [pattern.fullmatch(path) for path in self._files]
         return [match[1] for match in matches if match is not None]
@@ -700,10 +722,10 @@ def _is_manifest_of(run_id: str | None, raw: bytes) -> bool:
 
 
 def _possible_etags(part_md5s: list[bytes]) -> list[str]:
-    """Return the ETags that S3 may assign to an object that was uploaded in parts.
+    """Return the ETags that S3 may assign to an object that was uploaded in parts or at once.
 
     Args:
-        part_md5s: MD5 of each part, in order.
+        part_md5s: MD5 digest of each part, in order.
     """
     combined = md5(b"".join(part_md5s), usedforsecurity=False).hexdigest()
     return [f"{combined}-{len(part_md5s)}", *(part.hex() for part in part_md5s[:1])]

@@ -47,15 +47,15 @@ class Saver:
         context: Checkpoint folder, options, live state and ranks of the run.
         write_tokenizer: Writes the tokenizer's files into a folder and returns its special token
             IDs, for `checkpoint.last_save_in_hf`.
-        on_saved: Called with the step when its checkpoint is complete on all ranks.
-        mirror: Copies each checkpoint to the URL `checkpoint.mirror`.
+        on_saved: Called with the step after each save that has succeeded on all ranks.
+        mirror: Copies each checkpoint to the URL `checkpoint.mirror`. None: no copies.
 
     Attributes:
-        loaded_step: Step of the checkpoint from which the run resumed, or None. The caller sets it
-            after loading.
+        loaded_step: Step of the checkpoint from which the run resumed, or None. Set this after
+            loading, so that the same step is not saved again.
 
     Raises:
-        UserError: If the async mode needs a GPU and there is none.
+        UserError: If `checkpoint.async_mode` needs a GPU and there is none.
     """
 
     def __init__(
@@ -116,10 +116,11 @@ class Saver:
 
         Args:
             step: The step that has just been completed.
-            collect_state: Returns the training state that is not a tensor: a small JSON value,
-                equal on all ranks, which a resumed run gets back.
-            is_last: Whether the run ends here. If so, follow the options `checkpoint.last_save_*`,
-                such as saving only the weights, and wait until the checkpoint is complete.
+            collect_state: Returns the training state that is not a tensor, such as the data
+                position: a small JSON value, equal on all ranks. Loading returns it.
+            is_last: Whether the run ends with this step. If so, apply the options
+                `checkpoint.last_save_*`, such as saving only the weights, and wait until the
+                checkpoint is complete.
         """
         # Complete the previous save first: it calls `on_saved`, which may change the state.
         self.wait_until_saved()
@@ -141,7 +142,14 @@ class Saver:
             self._export_if_requested(path, step)
 
     def _must_write(self, path: Path, step: int, weights_only: bool) -> bool:
-        """Return whether a save must write a checkpoint, because it does not exist yet."""
+        """Return whether the checkpoint of a step does not exist yet, so a save must write it.
+
+        Args:
+            path: The step folder.
+            step: The step to save.
+            weights_only: Whether to save only weights, in the folder `final`. If `path` exists
+                from an earlier start, it may be renamed to be written again.
+        """
         if not weights_only:
             return not self.has_saved(step)
         return self._ranks.run_on_rank0(
@@ -151,7 +159,14 @@ class Saver:
     def _create_writer(
         self, folder: Path, step: int, train_state: dict[str, Any], weights_only: bool
     ) -> CheckpointWriter:
-        """Create a writer with the description of the model and the run for the manifest."""
+        """Create the writer of a checkpoint, which also gets the content of the manifest.
+
+        Args:
+            folder: Parent of the step folder.
+            step: The step to save.
+            train_state: Training state that is not a tensor.
+            weights_only: Whether the checkpoint will contain only weights.
+        """
         info = manifest_info(
             self._live.model.arch,
             train_state,
@@ -166,7 +181,11 @@ class Saver:
         return CheckpointWriter(folder, step, token, info)
 
     def _get_tensors(self, weights_only: bool) -> Tensors:
-        """Return the tensors to save, by name. They share memory with the model."""
+        """Return the tensors to save by name, which share memory with model and optimizer.
+
+        Args:
+            weights_only: Return only the weights and their averages.
+        """
         if not weights_only:
             return self._live.tensors(rng=True)
         tensors = self._live.tensors(optimizer=False)
@@ -216,10 +235,10 @@ class Saver:
         return copies.result
 
     def _replace_thread(self) -> None:
-        """Replace the background thread after it could not take a save.
+        """Replace the executor of the background thread after `submit` has failed.
 
-        If an executor cannot start its thread, `submit` raises an exception but keeps the save in
-        its queue. A new executor makes sure that this save never runs.
+        If an executor cannot start its thread, `submit` raises an exception, but the save stays in
+        the queue. With a new executor, this save never runs.
         """
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._thread = ThreadPoolExecutor(1, "checkpoint")
@@ -236,8 +255,8 @@ class Saver:
 
         Args:
             writer: Writer of the checkpoint.
-            get_state: Returns the tensors to save, by name. Waits until they are copied.
-            waited: Seconds for which training waited; None if it waits for the whole save.
+            get_state: Waits for the copies of the tensors, and returns the tensors by name.
+            waited: Seconds for which training has waited. None if it waits for the whole save.
 
         Returns:
             Whether the checkpoint is complete. It is incomplete if any rank failed.
@@ -264,6 +283,9 @@ class Saver:
 
     def _wait_for_state(self, get_state: Callable[[], Tensors]) -> Tensors:
         """Wait until the state is copied on all ranks, and return the copies of this rank.
+
+        Args:
+            get_state: Waits for the copies of this rank, and returns them by name.
 
         Raises:
             CheckpointError: On all ranks, if copying failed on any rank.
@@ -294,9 +316,9 @@ class Saver:
         self._log(Event(text, "save", writer.step))
 
     def wait_until_saved(self) -> None:
-        """Wait until the save in progress ends, if there is one.
+        """If a save is in progress, wait until it ends.
 
-        If all ranks have succeeded, call the function `on_saved` that was passed to the saver.
+        If it has succeeded on all ranks, then call `on_saved`, an argument of the constructor.
         """
         if self._pending is None:
             return
@@ -309,7 +331,12 @@ class Saver:
         self._complete(step, result.result())
 
     def _complete(self, step: int, is_complete_here: bool) -> None:
-        """Combine the results of a save of all ranks: it is complete if all have succeeded."""
+        """Record whether a save has succeeded on all ranks, and call `on_saved` if it has.
+
+        Args:
+            step: The saved step.
+            is_complete_here: Whether the save has succeeded on this rank.
+        """
         results_of_ranks = self._ranks.gather(is_complete_here)
         if all(results_of_ranks):
             self._saved_step = step
@@ -323,7 +350,14 @@ class Saver:
         self._failed_step = step
 
     def _export_if_requested(self, path: Path, step: int) -> None:
-        """Export the last checkpoint, unless its save has failed or the job requests no export."""
+        """Export the last checkpoint in Hugging Face format if `checkpoint.last_save_in_hf` is set.
+
+        If the save of this checkpoint has failed, do nothing.
+
+        Args:
+            path: The step folder.
+            step: Step of the checkpoint.
+        """
         if not self._config.last_save_in_hf or step == self._failed_step:
             return
         is_exported = self._ranks.run_on_rank0(
@@ -335,7 +369,7 @@ class Saver:
     def has_saved(self, step: int) -> bool:
         """Return whether the state after a step is on disk, because it was loaded or saved.
 
-        The result is False if the newest save of this step, or its export, has failed.
+        If the last save of this step or its export has failed, return False.
         """
         return step in (self.loaded_step, self._saved_step) and step != self._failed_step
 
@@ -347,10 +381,7 @@ class Saver:
         return {"failed_saves": self._num_failed, "save_waits": self._num_waits}
 
     def wait_for_copies(self) -> None:
-        """Wait until the asynchronous copies of the state are complete.
-
-        Only then may the optimizer change the weights.
-        """
+        """Wait until the state is copied, so that the optimizer can change the weights again."""
         if self._copies is not None:
             wait([self._copies])
 

@@ -44,10 +44,12 @@ class SavedFolders:
         context: Checkpoint folder and options of the run.
         write_tokenizer: Writes the tokenizer's files into a folder and returns its special token
             IDs, for `checkpoint.last_save_in_hf`.
-        mirror: Copies checkpoints, which are not removed meanwhile.
+        mirror: Copies checkpoints to a URL, or None. A checkpoint is not removed while it is
+            copied.
 
     Attributes:
-        run_id: ID of the run. Only its checkpoints are removed. The `Saver` sets it.
+        run_id: ID of the run, to be set before the first removal. Checkpoints of other runs are
+            never removed.
         own_checkpoints: Checkpoints that are known to be from this run. The `Saver` adds new ones.
     """
 
@@ -91,11 +93,13 @@ class SavedFolders:
             return True
 
     def update_best_link(self) -> None:
-        """Point the symbolic link `best` to the best checkpoint, or remove the link.
+        """Point the symbolic link `best` to the checkpoint with the lowest validation loss.
+
+        If no checkpoint has a validation loss, remove the link.
 
         Raises:
             CheckpointError: If a manifest cannot be read now.
-            UserError: If `best` exists and is no link.
+            UserError: If `best` exists, but is not a link.
         """
         link = self._folder / BEST_LINK
         if os.path.lexists(link) and not link.is_symlink():
@@ -110,9 +114,9 @@ class SavedFolders:
             self._log(f"{text}: {link} points to it")
 
     def _find_outdated(self) -> list[Path]:
-        """Return the checkpoints of this run that are neither kept by an option nor in use.
+        """Return the checkpoints of this run that can be removed, because no option keeps them.
 
-        In use are the best checkpoint and the one that is being copied to the mirror.
+        The best checkpoint, and the one that is being copied to the mirror, are never included.
         """
         checkpoints = list_checkpoints(self._folder)
         checkpoints = [path for path in checkpoints if self._belongs_to_this_run(path)]
@@ -128,7 +132,7 @@ class SavedFolders:
         return [path for path in outdated if path.resolve() not in in_use]
 
     def _belongs_to_this_run(self, path: Path) -> bool:
-        """Return whether this run has saved a checkpoint. Imported weights are not its own."""
+        """Return whether this run has saved a checkpoint. For imported weights, return False."""
         if path in self.own_checkpoints:
             return True
         try:
@@ -143,8 +147,8 @@ class SavedFolders:
         """Find the checkpoint with the lowest validation loss.
 
         Returns:
-            The loss, and the earliest checkpoint that has it. Infinity and None if no checkpoint
-            has a validation loss.
+            The loss and the step folder, of the earliest step if several have the same loss. If no
+            checkpoint has a validation loss, (infinity, None).
         """
         lowest = math.inf
         best = None
@@ -160,14 +164,14 @@ class SavedFolders:
     # Outputs of the last save
 
     def prepare_output_path(self, path: Path, keep: bool) -> bool:
-        """Prepare the path of a final output, and return whether the run must write it.
+        """Make room at the path of a final output, and return whether the run must write it.
 
-        If an output of an earlier start is not kept, it is renamed. A path that another program has
-        written is never changed, so the run will fail to write it.
+        An existing output of an earlier start is renamed, unless `keep` is set. An output of
+        another program is never changed, so writing to its path will fail.
 
         Args:
-            path: A step folder in `final`, or `final_hf`.
-            keep: Whether to keep an existing output, because no step was trained since.
+            path: A step folder in `final`, or the folder `final_hf`.
+            keep: Keep an existing output, because no step was trained since the run has resumed.
         """
         if not path.exists():
             return True
@@ -186,7 +190,7 @@ class SavedFolders:
 
         Args:
             path: The step folder.
-            keep: Whether to keep an existing export, because no step was trained since.
+            keep: Keep an existing export, because no step was trained since the run has resumed.
 
         Returns:
             Whether the export succeeded. A failure is logged.

@@ -38,13 +38,14 @@ UNPROVEN_KEYS = {
 
 
 class Row(FileModel):
-    """One line of the result table of `titanlite prove`, which sums up all comparisons of one kind.
+    """Summary of all comparisons of one kind in `titanlite prove`, a line of its result table.
 
     Attributes:
         check: Kind of comparison.
-        error: Largest error, relative to its tolerance.
-        tolerance: Tolerance of the largest error. 0 in a bitwise comparison.
-        worst: Step and parameter or rank at which the largest error occurred.
+        error: Error of the worst comparison: the one whose error is largest relative to its
+            tolerance.
+        tolerance: Tolerance of the worst comparison. 0 if it is bitwise.
+        worst: Step and parameter or rank of the worst comparison.
         count: Number of comparisons.
         passed: Whether all comparisons of this kind have passed.
     """
@@ -71,8 +72,8 @@ class Certificate(FileModel):
         device: Name of the device.
         optimizer_reference: Description of the expected optimizer updates.
         versions: Versions of titanlite, torch, torchao and Python.
-        commit: Commit of titanlite, or "".
-        changes: Keys that the small job changes.
+        commit: Git commit of titanlite, or "".
+        changes: Keys that the small job sets to other values than the job.
         not_kept: Descriptions of the parts of the job that the small job leaves out.
         rows: One row per kind of comparison.
     """
@@ -94,14 +95,14 @@ class Certificate(FileModel):
 
     @property
     def is_valid(self) -> bool:
-        """Return whether all comparisons have passed, and the rows of the table agree."""
+        """Whether all comparisons have passed, according to both `proven` and every row."""
         return self.proven and all(row.passed for row in self.rows)
 
     def covers(self, degrees: Degrees) -> bool:
-        """Return whether the certificate also covers a run with other parallelism degrees.
+        """Return whether the proof is also valid for a run with the given parallelism degrees.
 
-        The proof must have used at least two ranks along each dimension in which the run is
-        parallel.
+        For each degree of the run that is above 1, the degree in the proof must be above 1 as well.
+        The two need not be equal.
 
         Args:
             degrees: Parallelism degrees of the run.
@@ -119,9 +120,9 @@ class Certificate(FileModel):
 def hash_job(job: JobConfig) -> str:
     """Return a hash of everything that determines what a training step of a job computes.
 
-    A certificate is valid only for jobs with the same hash. Apart from the job, the hash covers the
-    library versions and the source code of titanlite and of plugins, but not of modules that a
-    plugin imports.
+    A certificate is valid only for jobs with the same hash. The hash covers keys of the job,
+    library versions, and the source code of titanlite and of plugins. It does not cover other
+    modules that a plugin imports.
     """
     values = job.model_dump(mode="json")
     hashed = {section: values[section] for section in PROVEN_SECTIONS}
@@ -151,7 +152,11 @@ def read_versions() -> dict[str, str]:
 
 
 def _hash_module(name: str) -> str:
-    """Return a hash of the source files of a plugin, or "" if the plugin has no source files."""
+    """Return a hash of the source files of a module or package.
+
+    Args:
+        name: Name of the module. If it has no source file, the hash is "".
+    """
     spec = importlib.util.find_spec(name)
     if spec is None or spec.origin is None:
         return ""

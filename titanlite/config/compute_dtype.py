@@ -29,5 +29,9 @@ def cpu_has_bfloat16() -> bool:
 
 
 def fast_compute_dtype(on_gpu: bool) -> ComputeDtype:
-    """Return bfloat16 if the ranks compute on GPUs or this CPU supports it, otherwise float32."""
+    """Return "bfloat16" if the hardware computes it fast, or else "float32".
+
+    Args:
+        on_gpu: Whether the ranks compute on GPUs, which all count as fast.
+    """
     return "bfloat16" if on_gpu or cpu_has_bfloat16() else "float32"

@@ -20,9 +20,10 @@ _UNSAFE = re.compile(
 
 
 def printable(text: str) -> str:
-    """Escape control characters in `text`, so that it is safe to print in a terminal or log.
+    r"""Escape control characters in `text`, so that it is safe to print in a terminal or log.
 
-    Line feeds and tabs are kept. Escaping twice has the same result as escaping once.
+    For example, the escape character becomes the four characters \x1b. Line feeds and tabs are
+    kept. Escaping twice has the same result as escaping once.
     """
     return _UNSAFE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
@@ -63,7 +64,7 @@ class GuardError(UserError):
 
 
 class CheckpointError(UserError):
-    """Raised if there is no usable checkpoint, or if the state of the last step was not saved."""
+    """Raised if no checkpoint can be used, or if the state after the last step was not saved."""
 
     exit_code = 4
 
@@ -71,14 +72,14 @@ class CheckpointError(UserError):
 class Damage(CheckpointError):
     """Raised if a checkpoint is damaged. The message names the damaged file.
 
-    Callers can try an older checkpoint.
+    You can catch this and try an older checkpoint.
     """
 
 
 class StoppedBySignal(UserError):
-    """Raised when a signal has stopped the run after a save.
+    """Raised when a signal such as SIGTERM has stopped a run, after it saved a checkpoint.
 
-    The next start resumes from the save.
+    If you start the run again, it resumes from this checkpoint.
     """
 
     exit_code = 75

@@ -31,7 +31,7 @@ exists = os.path.lexists
 
 
 def check_regular(path: Path) -> None:
-    """Check that `path` is a regular file.
+    """Check that `path` is a regular file, or a link to one.
 
     Raises:
         UserError: If it does not exist, or is a folder, a pipe or a device.
@@ -49,7 +49,7 @@ def read_file(path: Path, limit: int) -> bytes:
     """Read a regular file of at most `limit` bytes.
 
     Raises:
-        UserError: If `path` is not a regular file, or is larger.
+        UserError: If `path` is not a regular file, cannot be read, or is larger than `limit`.
     """
     check_regular(path)
     try:
@@ -63,9 +63,10 @@ def read_file(path: Path, limit: int) -> bytes:
 
 
 def find_write_problem(folder: Path) -> str | None:
-    """Return why a command must not create files in `folder`, or None if it can.
+    """Return the reason why a command cannot create files in `folder`, or None if it can.
 
-    If the folder does not exist, its nearest existing parent is checked.
+    The reason is a sentence for the user, such as that the folder is not writable or is part of a
+    checkpoint. If the folder does not exist, its nearest existing parent is checked.
     """
     parents = (folder, *folder.parents)
     existing_parent = next(parent for parent in parents if os.path.lexists(parent))
@@ -84,7 +85,7 @@ def find_write_problem(folder: Path) -> str | None:
 
 
 def _find_checkpoint_around(folder: Path) -> Path | None:
-    """Return the checkpoint that `folder` is, or is inside of, or None."""
+    """Return the checkpoint that contains `folder`, or None. A checkpoint also contains itself."""
     real_path = Path(os.path.realpath(folder))
     for parent in (real_path, *real_path.parents):
         if STEP_FOLDER.fullmatch(parent.name) and os.path.lexists(parent / MANIFEST):
@@ -106,10 +107,10 @@ def make_folder(path: Path) -> Path:
 
 
 def write_output(path: Path, content: bytes) -> None:
-    """Write a file atomically, creating its folder if needed. An existing file is replaced.
+    """Write a file atomically. Create its folder if needed, and replace an existing file.
 
     Raises:
-        UserError: If `path` is not a regular file, or cannot be written.
+        UserError: If `path` exists but is not a regular file, or cannot be written.
     """
     if os.path.lexists(path):
         check_regular(path)
@@ -123,7 +124,7 @@ def write_output(path: Path, content: bytes) -> None:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file in an existing folder, so that readers see either the old or the new content.
+    """Write a file in an existing folder. Readers see either the old or the complete new content.
 
     Raises:
         OSError: If the file cannot be written.
@@ -134,7 +135,13 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def parse_json(path: Path, content: bytes, model: type[AnyModel], kind: str = "") -> AnyModel:
-    """Parse and validate the content of a JSON file, such as "a manifest" (`kind`).
+    """Parse the content of a JSON file, and validate it with a pydantic model.
+
+    Args:
+        path: Path of the file, for error messages.
+        content: Content of the file.
+        model: Pydantic model of the content.
+        kind: What the file should be, for error messages, such as "a manifest".
 
     Raises:
         UserError: If the content is not JSON or does not fit `model`. The message lists up to ten
@@ -148,22 +155,22 @@ def parse_json(path: Path, content: bytes, model: type[AnyModel], kind: str = ""
 
 
 def read_json_object(path: Path, limit: int) -> dict[str, Any]:
-    """Read a file that contains one JSON object, whose keys are not validated.
+    """Read a file that contains one JSON object. The keys of the object are not validated.
 
     Raises:
-        UserError: If the file cannot be read, exceeds `limit` bytes, or is not a JSON object.
+        UserError: If the file cannot be read, has more than `limit` bytes, or is not a JSON object.
     """
     return parse_json(path, read_file(path, limit), RootModel[dict[str, Any]]).root
 
 
 def find_file_inside(folder: Path, name: str) -> Path:
-    """Return the path of a file in a folder, and reject links that lead out of the folder.
+    """Return the path of the file called `name` in `folder`, and reject files outside of it.
 
-    The name may come from an untrusted file.
+    Use this if the name comes from an untrusted file.
 
     Raises:
-        UserError: If `name` is not a plain file name, the link leads out of the folder, or there is
-            no such regular file.
+        UserError: If `name` is not a plain file name, if it is a link that leads out of the folder,
+            or if there is no such regular file.
     """
     is_special_name = name in ("", ".", "..")
     if is_special_name or "/" in name or "\0" in name or len(name) > 255:
@@ -182,7 +189,8 @@ def find_file_inside(folder: Path, name: str) -> Path:
 def _may_link_to(folder: Path, target: Path) -> bool:
     """Return whether a file in `folder` may be a link to `target`.
 
-    In a Hugging Face cache, the files in snapshots/REVISION are links to the folder "blobs".
+    The target must be in the same folder, with one exception: in a Hugging Face cache, the files in
+    snapshots/REVISION are links to files in the folder "blobs".
     """
     if target.is_relative_to(folder):
         return True

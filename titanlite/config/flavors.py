@@ -76,9 +76,9 @@ class Architecture:
     architecture: str = "llama"
 
     def __post_init__(self) -> None:
-        """Set `head_dim` to dim / n_heads if it is 0.
+        """If `head_dim` is 0, set it to dim / n_heads.
 
-        If `dim` is not divisible by `n_heads`, set it to -1, which validation reports later.
+        If `dim` is not divisible by `n_heads`, set it to -1, which a later validation reports.
         """
         if not self.head_dim:
             divides = self.dim % self.n_heads == 0
@@ -86,7 +86,7 @@ class Architecture:
 
     @property
     def switches(self) -> dict[str, Any]:
-        """Fields in which this architecture differs from Llama, with their values."""
+        """Name and value of each field in `SWITCHES` that differs from Llama."""
         differences = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -105,13 +105,16 @@ class Architecture:
         return self.n_kv_heads * self.head_dim
 
     def mup_factors(self, name: str, ndim: int) -> tuple[float, float]:
-        """Return the factors of muP for the initial values and the learning rate of a parameter.
+        """Return the factors by which muP scales a parameter's initialization and learning rate.
 
         docs/guides/mup.md lists the factors. Without muP, both are 1.
 
         Args:
             name: Name of the parameter, for example "layers.3.attention.wo.weight".
             ndim: Number of dimensions of the parameter.
+
+        Returns:
+            The factor for the initial values, and the factor for the learning rate.
         """
         # A tied output matrix is also the embedding, so the norm in front of it is scaled instead.
         output_name = "norm.weight" if self.tied_embeddings else "output.weight"
@@ -128,18 +131,22 @@ class Architecture:
         return init_factor, lr_factor
 
     def _scales_queries(self, name: str) -> bool:
-        """Return whether the parameter `name` determines the scale of the queries."""
+        """Return whether the scale of the queries depends on the parameter called `name`."""
         if self.qk_norm == "none":
             return "attention.wq." in name
         return "attention.q_norm." in name  # this norm undoes any factor of wq
 
     def is_full_attention(self, layer: int) -> bool:
-        """Return whether `full_attention_interval` exempts block `layer` from the window."""
+        """Return whether block number `layer`, from 0, ignores the sliding window.
+
+        This is the case for every block whose number, counted from 1, is a multiple of
+        `full_attention_interval`.
+        """
         interval = self.full_attention_interval
         return interval > 0 and (layer + 1) % interval == 0
 
     def attended(self, seq_len: int, is_causal: bool = True) -> float:
-        """Return the number of tokens to which a token attends, in the mean over all blocks.
+        """Return the number of tokens to which a token attends, averaged over tokens and blocks.
 
         This determines the FLOPs of attention. Sliding windows reduce it.
 
@@ -286,7 +293,10 @@ def find_flavor(name: str) -> str:
 
 
 def _list_names() -> dict[str, str]:
-    """Return the flavor of each name, such as "8b", "meta-llama/llama-3.1-8b", "llama-3.1-8b"."""
+    """Return the flavor for each known name in lower case.
+
+    For example, "8b", "meta-llama/llama-3.1-8b" and "llama-3.1-8b" all have the flavor "8b".
+    """
     flavor_of_name = {flavor: flavor for flavor in FLAVORS}
     for hub_name, flavor in HUB_NAMES.items():
         name_without_owner = hub_name.rpartition("/")[2]

@@ -37,9 +37,12 @@ _TYPE_NAMES = {str: "<string>", int: "<integer>", float: "<float>", bool: "<bool
 
 
 def print_help(job: JobConfig, topics: Sequence[str]) -> None:
-    """Print the help on topics such as "training", "training.steps", "steps" or "all".
+    """Print the help of `titanlite train` on some sections or keys.
 
-    Without topics, print only the names of all keys. The values of `job` are shown as the defaults.
+    Args:
+        job: Job whose values are printed as the defaults.
+        topics: Sections or keys, such as "training", "training.steps" or "steps", or "all". If
+            empty, print only the usage and the names of all keys.
 
     Raises:
         UserError: If there is no such section or key.
@@ -59,7 +62,7 @@ def print_help(job: JobConfig, topics: Sequence[str]) -> None:
 
 
 def _list_topics() -> list[str]:
-    """Return all topics of the help, such as "training", "training.steps" and "steps"."""
+    """Return all topics that the help accepts, such as "training", "training.steps" and "steps"."""
     topics = ["all"]
     for full_name in list_keys():
         topics += [full_name, *full_name.split(".")]
@@ -79,9 +82,12 @@ def _print_overview() -> None:
 
 
 def _print_section(job: JobConfig, section: str, names: set[str]) -> None:
-    """Print the help on those keys of a section that the user has asked for, advanced keys last.
+    """Print the help on those keys of a section that the user has selected, advanced keys last.
 
-    `names` are sections and keys, or "all". The values of `job` are shown as the defaults.
+    Args:
+        job: Job whose values are printed as the defaults.
+        section: Name of the section.
+        names: Selected sections and keys, such as "training", "training.steps", "steps" or "all".
     """
     model = SECTIONS[section]
     common_keys = [key for key in model.model_fields if key not in model.advanced]
@@ -99,7 +105,7 @@ def _print_section(job: JobConfig, section: str, names: set[str]) -> None:
 
 
 def _print_keys(job: JobConfig, section: str, keys: Sequence[str]) -> None:
-    """Print the help on some keys of a section."""
+    """Print the help on some keys of a section, with the values of `job` as the defaults."""
     fields = SECTIONS[section].model_fields
     values = dict(job)[section]
     for key in keys:
@@ -112,8 +118,8 @@ def _print_key(key: str, field: FieldInfo, value: Any, prefix: str) -> None:
     Args:
         key: Full name of the key, such as "training.steps".
         field: Field of the schema.
-        value: Default value. PydanticUndefined means that the key is required.
-        prefix: "--", or "" for keys that can only be set in a job file.
+        value: Default value to print. PydanticUndefined means that the key is required.
+        prefix: "--", or "" for keys that you can set only in a job file.
     """
     table = find_table_model(field.annotation)
     if table is not None:
@@ -138,7 +144,7 @@ def _print_table_list(key: str, field: FieldInfo, table: type[BaseModel]) -> Non
 
 
 def _describe_default(value: Any) -> str:
-    """Return the default of a key for the help, such as "default: 100", or "required"."""
+    """Format the default value of a key for the help, such as "default: 100", or "required"."""
     if value is PydanticUndefined:
         return "required"
     text = "None" if value is None else format_value(value)
@@ -146,9 +152,9 @@ def _describe_default(value: Any) -> str:
 
 
 def describe_type(field: FieldInfo) -> str:
-    """Return the type of a key for the help, such as "<integer>" or "auto|bfloat16".
+    """Format the type of a key for the help, such as "<integer>" or "auto|bfloat16".
 
-    Lists end with an ellipsis, as in "<string> ...".
+    The type of a list ends with an ellipsis, as in "<string> ...".
     """
     registries = [item for item in field.metadata if isinstance(item, Registry)]
     names = _list_types(registries[0] if registries else field.annotation)
@@ -159,8 +165,8 @@ def describe_type(field: FieldInfo) -> str:
 def _list_types(annotation: Any) -> list[str]:
     """Return the names of the types in an annotation for the help text.
 
-    For example, `int | None` gives ["<integer>"], and `Literal["a", "b"]` gives ["a|b"]. A registry
-    of names, such as OPTIMIZERS, is treated like a literal.
+    For example, `int | None` gives ["<integer>"], and `Literal["a", "b"]` gives ["a|b"]. A
+    `Registry`, such as OPTIMIZERS, gives its names in the same form as a literal.
     """
     if isinstance(annotation, Registry):
         return ["|".join(annotation) or "<string>"]

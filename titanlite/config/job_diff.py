@@ -105,13 +105,14 @@ _SHAPE_KEYS = {
 def compare_jobs(
     before: Mapping[str, Any], now: Mapping[str, Any], data: DataChanges | None = None
 ) -> list[tuple[Effect, str]]:
-    """Compare the job in a checkpoint with the job that resumes from it.
+    """List the differences between the job in a checkpoint and the job that resumes from it.
 
     Args:
-        before: Job in the checkpoint, as JSON values, with its resolved architecture as [model].
+        before: Job in the checkpoint: section -> key -> value. The section "model" contains all
+            fields of the architecture.
         now: Job that resumes from the checkpoint, in the same form.
-        data: Differences of the data, from `Loader.compare`. None if the data position of the
-            checkpoint is not used.
+        data: Differences of the data, from `Loader.compare`. None if the run does not resume from
+            the data position in the checkpoint.
 
     Returns:
         Effect and description of each difference, sorted by effect, incompatible ones last. A
@@ -138,7 +139,11 @@ def compare_jobs(
 
 
 def _content_effect(new: dict[str, Any]) -> Effect:
-    """Return the effect of data with other contents, which `dataset.on_change` determines."""
+    """Return the effect of changed data files, which the option `dataset.on_change` determines.
+
+    Args:
+        new: Values of the job that resumes, from `flatten`.
+    """
     return INCOMPATIBLE if new["dataset.on_change"] == "error" else AFFECTS_TRAINING
 
 
@@ -147,8 +152,13 @@ def report_changes(
 ) -> None:
     """Log the differences between a checkpoint and the job that resumes from it.
 
+    Args:
+        path: Path or URL of the checkpoint, for messages.
+        changes: Effect and description of each difference, from `compare_jobs`.
+        log: Called with one line of text for each difference that is not incompatible.
+
     Raises:
-        UserError: If the run cannot resume with some of the differences. The message lists them.
+        UserError: If there are incompatible differences. The message lists them.
     """
     incompatible = []
     for effect, description in changes:
@@ -168,6 +178,10 @@ def flatten(table: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
 
     Dictionaries in a list are numbered. For example, {"sources": [{"path": "a"}]} becomes
     {"sources": "1 tables", "sources.0.path": "a"}.
+
+    Args:
+        table: The nested dictionaries.
+        prefix: Text to put in front of each key, such as "dataset.".
     """
     flat: dict[str, Any] = {}
     for key, value in table.items():
@@ -187,13 +201,17 @@ def flatten(table: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
 def _classify(
     name: str, old: dict[str, Any], new: dict[str, Any], data: DataChanges | None
 ) -> Effect | None:
-    """Return the effect of a changed key, or None if another difference already describes it.
+    """Return the effect of a changed key on a resumed run, or None if it need not be reported.
+
+    For example, a changed data path is not reported if `data` already lists the differences that
+    follow from it.
 
     Args:
         name: Full name of the key, such as "training.seed".
         old: Values of the job in the checkpoint, from `flatten`.
         new: Values of the job that resumes, from `flatten`.
-        data: Differences of the data, or None if the data position is not used.
+        data: Differences of the data. None if the run does not resume from the data position in the
+            checkpoint.
     """
     section, *_, key = name.split(".")
     if name in ("tokenizer.path", "tokenizer.name"):
@@ -219,7 +237,13 @@ def _classify(
 
 
 def _classify_option(section: str, name: str, old: dict[str, Any]) -> Effect:
-    """Return the effect of an option, without regard to the model and the position in the data."""
+    """Return the effect of a changed key that sets neither the model nor the data.
+
+    Args:
+        section: Section of the key.
+        name: Full name of the key, such as "training.seed".
+        old: Values of the job in the checkpoint, from `flatten`.
+    """
     if name == "training.local_batch_size" and old.get("training.global_batch_size", -1) != -1:
         return COMPATIBLE  # an explicit global batch size determines the batch
     is_compatible = section in _COMPATIBLE_SECTIONS or name in _COMPATIBLE_KEYS

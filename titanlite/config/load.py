@@ -61,10 +61,10 @@ class ParsedJob(NamedTuple):
 
     Attributes:
         job: The job, in which invalid values are replaced by their defaults.
-        mistakes: Invalid values. The job must not be used if there are any.
+        mistakes: Descriptions of all invalid values. If there are any, do not use the job.
         origins: Where each key was set: "section.key" -> path of the job file, `COMMAND_LINE` or
             `DEFAULT`.
-        lines: Line of the job file that sets each key or table, by full name.
+        lines: Number of the line in the job file that sets each key or table, by its full name.
         source: Path of the job file, or another description of where the job comes from, such as
             "--from".
     """
@@ -76,7 +76,7 @@ class ParsedJob(NamedTuple):
     source: str
 
     def error(self, mistakes: Sequence[Mistake]) -> ConfigError:
-        """Return an error that lists `mistakes`, each with the file and line that sets the key."""
+        """Create an error that lists `mistakes`, each with the file and line that sets its key."""
         places = {name: f"{self.source}:{line}" for name, line in self.lines.items()}
         for key, origin in self.origins.items():
             if origin != self.source:
@@ -103,8 +103,13 @@ class Arguments(NamedTuple):
 def load_job(argv: Sequence[str], trusted: bool = True) -> JobConfig:
     """Load the job described by a command line such as `["--job.config_file", "llama_8b.toml"]`.
 
-    This validates each value on its own. `titanlite.load_run.load_run` also applies the rules that
-    involve several keys, the number of ranks or files. An untrusted job file cannot import plugins.
+    This validates only single values. Use `titanlite.load_run.load_run` to apply also the rules
+    that involve several keys, the number of ranks, or files.
+
+    Args:
+        argv: Words of the command line.
+        trusted: Whether to import the plugins that the job file lists, which runs their code. If
+            not, these plugins must already be loaded.
 
     Raises:
         UserError: If a value is invalid (the message lists all mistakes), the job file cannot be
@@ -121,16 +126,17 @@ def parse_job(
     trusted: bool = True,
     build_base: Callable[[], Mapping[str, Tables]] | None = None,
 ) -> ParsedJob:
-    """Read the job file and the command line, and collect the mistakes in both instead of raising.
+    """Read the job file and the command line, and return the job with all mistakes in them.
 
-    If `argv` contains `--help`, print the help and exit with code 0.
+    An invalid value does not raise an error. If `argv` contains `--help`, print the help and exit
+    with code 0.
 
     Args:
         argv: Words of the command line.
         trusted: Whether to import the plugins that the job file lists, as in `load_job`.
-        build_base: Returns sections whose values replace the defaults of the schema, for example
-            those that follow from the pretrained model of `--from`. Called after plugins are
-            imported. If it is passed, the command line need not name a job file.
+        build_base: Returns default values that replace those of the schema: section -> key ->
+            value. `--from` passes values that follow from a pretrained model. Called after plugins
+            are imported. Without it, the default job file is read if `argv` names none.
 
     Raises:
         UserError: If the job file cannot be read, or one of its plugins cannot be imported.
@@ -170,12 +176,15 @@ def parse_job(
 
 
 def _find_origins(tables: Tables, arguments: Arguments, source: str) -> dict[str, str]:
-    """Return where each key was set, as in `ParsedJob.origins`.
+    """Return where each key was set, for error messages.
 
     Args:
         tables: Sections of the job file.
-        arguments: The command line.
+        arguments: The parsed command line.
         source: Path of the job file.
+
+    Returns:
+        "section.key" -> `source`, `COMMAND_LINE` or `DEFAULT`.
     """
     origins = dict.fromkeys(list_keys(), DEFAULT)
     for section, table in tables.items():
@@ -188,9 +197,9 @@ def _find_origins(tables: Tables, arguments: Arguments, source: str) -> dict[str
 
 
 def _add_defaults(tables: Tables, defaults: Mapping[str, Tables]) -> None:
-    """Add the keys in `defaults` to `tables` in place, unless they are set already.
+    """Add the keys that `tables` lacks from `defaults`, in place.
 
-    A section that is not a table is skipped, because validation reports it later.
+    If a section in `tables` is not a table, skip it. A later validation reports it.
     """
     for section, table in defaults.items():
         current = tables.setdefault(section, {})
@@ -199,9 +208,14 @@ def _add_defaults(tables: Tables, defaults: Mapping[str, Tables]) -> None:
 
 
 def _set_values(tables: Tables, values: Mapping[str, Any]) -> None:
-    """Set the values of the command line in `tables`, in place.
+    """Set the values of the command line in the sections of a job file, in place.
 
-    A length on the command line replaces the length in the job file, in steps or in tokens.
+    A length of the run on the command line, in steps or tokens, replaces all lengths in the job
+    file. For example, "training.steps" removes "training.tokens".
+
+    Args:
+        tables: Sections of the job file.
+        values: Values of the command line by "section.key".
     """
     sets_length = any(values.get(f"training.{name}") is not None for name in LENGTH_KEYS)
     training = tables.get("training")
@@ -216,10 +230,16 @@ def _set_values(tables: Tables, values: Mapping[str, Any]) -> None:
 
 
 def _load_plugins_of(tables: Tables, values: Mapping[str, Any], trusted: bool, source: str) -> None:
-    """Import the plugins that a job lists, or check that they were imported already.
+    """Import the plugins that a job lists or, if it is not trusted, check that they are loaded.
 
-    An untrusted job, such as one from a checkpoint, cannot trigger an import, because that runs
-    code. Plugins on the command line, in `values`, are always imported.
+    Importing a plugin runs its code, which an untrusted job file must not cause.
+
+    Args:
+        tables: Sections of the job file.
+        values: Values of the command line by "section.key". Plugins that it lists replace those of
+            the job file, and are always imported.
+        trusted: Whether the job file may import plugins.
+        source: Path of the job file, for error messages.
     """
     if PLUGINS in values:
         load_plugins(values[PLUGINS])
@@ -230,9 +250,9 @@ def _load_plugins_of(tables: Tables, values: Mapping[str, Any], trusted: bool, s
 
 
 def _get_plugin_names(tables: Tables) -> list[str]:
-    """Return the value of job.plugins, or an empty list if it is missing or invalid.
+    """Return the value of job.plugins in a job file, or [] if it is missing or invalid.
 
-    Validation reports invalid values later.
+    A later validation reports an invalid value.
     """
     job_section = tables.get("job")
     names = job_section.get("plugins") if isinstance(job_section, dict) else None
@@ -266,7 +286,7 @@ def _read_job_file(path: Path) -> tuple[Tables, dict[str, int]]:
     """Read a job file.
 
     Returns:
-        The sections of the job, and the line number of each key for error messages.
+        The sections of the job, and the line number of each key and table for error messages.
 
     Raises:
         UserError: If the file cannot be read or is not TOML.
@@ -334,7 +354,7 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
 
 
 def _split_options(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, list[str]]]]:
-    """Split a command line into the words before the first option, and the options.
+    """Split a command line into the words before the first option, and options with their words.
 
     For example, `x --a.b=1 --c 2 3` gives ["x"] and [("--a.b", ["1"]), ("--c", ["2", "3"])].
     """
@@ -361,9 +381,14 @@ def _flag_to_name(flag: str) -> str:
 
 
 def _find_key(flag: str, keys: Mapping[str, Any]) -> tuple[str, bool]:
-    """Find the key that a flag sets, which may not exist, and whether the flag negates it.
+    """Return the name of the key that a flag sets, and whether the flag negates the key.
 
-    For example, "--no-compile.enable" and "--compile.no-enable" give ("compile.enable", True).
+    For example, "--no-compile.enable" and "--compile.no-enable" give ("compile.enable", True). If
+    there is no such key, the name is returned nevertheless.
+
+    Args:
+        flag: The flag, such as "--training.steps".
+        keys: All keys of a job, by their full names.
     """
     name = _flag_to_name(flag)
     name = RENAMED_KEYS.get(name, name)
@@ -386,10 +411,11 @@ def _parse_option(flag: str, words: list[str], keys: Mapping[str, Any]) -> tuple
     Args:
         flag: The option as written, such as "--training.steps" or "--no-compile.enable".
         words: Words that follow the option.
-        keys: Schema of all keys of a job, by their full names.
+        keys: Pydantic field of each key of a job, by its full name.
 
     Raises:
-        ValueError: If the option is invalid. The message follows the flag: "is unknown."
+        ValueError: If the option is invalid. The message is the rest of a sentence that starts with
+            the flag, such as "is unknown."
     """
     key, is_negated = _find_key(flag, keys)
     if key in SECTIONS:
@@ -412,10 +438,14 @@ def _parse_option(flag: str, words: list[str], keys: Mapping[str, Any]) -> tuple
 
 
 def _parse_words(words: list[str], annotation: Any) -> Any:
-    """Convert the words after an option: any number of words for a list, and one word otherwise.
+    """Convert the words after an option to the value of its key.
+
+    Args:
+        words: The words. A key that is a list takes any number of words, any other key takes one.
+        annotation: Type annotation of the key.
 
     Raises:
-        ValueError: If there is not exactly one word for a key that is not a list.
+        ValueError: If the key is not a list, and there is no word or more than one.
     """
     types = find_types(annotation)
     if typing.get_origin(annotation) is tuple:
@@ -426,7 +456,11 @@ def _parse_words(words: list[str], annotation: Any) -> Any:
 
 
 def _warn_about_renamed_keys(former_keys: Collection[str]) -> None:
-    """Log a warning with the new name of each key in `former_keys`, on rank 0 only."""
+    """Log the current name of each renamed key that a job uses, on rank 0 only.
+
+    Args:
+        former_keys: Keys that the job sets by their former names.
+    """
     if os.environ.get("RANK", "0") != "0":
         return
     for key in former_keys:
@@ -434,9 +468,13 @@ def _warn_about_renamed_keys(former_keys: Collection[str]) -> None:
 
 
 def _parse_value(word: str, types: set[type]) -> Any:
-    """Convert a word of the command line to None or a number, if `types` contains such a type.
+    """Convert a word of the command line to None, an integer or a float, if the key accepts it.
 
-    Any other word is returned unchanged, and validated later.
+    Any other word is returned unchanged. A later validation reports it if it is invalid.
+
+    Args:
+        word: The word, such as "100".
+        types: Types that the key accepts.
     """
     if word == "None" and type(None) in types:
         return None

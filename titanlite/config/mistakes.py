@@ -49,11 +49,11 @@ class Mistake(NamedTuple):
     Attributes:
         key: "section.key", or only the section if all of it is invalid. Empty if the job is not a
             table.
-        name: Full name for the message, such as dataset.sources.0.path, [modle] or --step.
-        value: The value as written in a job file. Empty if the message does not need it.
+        name: Name that the message uses, such as dataset.sources.0.path, [modle] or --step.
+        value: The invalid value, as written in a job file. Empty if the message does not need it.
         problem: Rest of the sentence that starts with the name, such as "must be an integer."
-        kind: Type of the pydantic error, such as "extra_forbidden", or "gone" for a key of an
-            earlier version.
+        kind: Type of the pydantic error, such as "extra_forbidden", or "gone" for a key that was
+            removed from titanlite.
     """
 
     key: str
@@ -76,15 +76,16 @@ class Mistake(NamedTuple):
 
 
 class ConfigError(UserError):
-    """A job, or the options of a command, are invalid.
+    """Raised if a job, or the options of a command, are invalid.
 
     The message lists all mistakes, one per line.
 
     Args:
         mistakes: All mistakes.
-        source: File, or another description of where the values come from.
-        places: "section.key" -> file and line that set the key, or "command line". Keys that are
-            missing here were set in `source`.
+        source: Path of the file that contains the values, or another description of where they come
+            from.
+        places: "section.key" -> file and line that set the key, or "command line". For all other
+            keys, the message names `source`.
     """
 
     def __init__(
@@ -103,7 +104,8 @@ class ConfigError(UserError):
 def _find_place(mistake: Mistake, places: Mapping[str, str]) -> str | None:
     """Return the file and line that set an invalid value, for example "train.toml:14".
 
-    If they are unknown, return those of the innermost table around the value, or None.
+    If the line of the value is unknown, return that of the innermost table with a known line that
+    contains the value. If there is none, return None.
 
     Args:
         mistake: The mistake.
@@ -127,10 +129,11 @@ def format_value(value: object) -> str:
 
 
 def build_mistake(root: type[BaseModel], error: Any) -> Mistake:
-    """Convert an item of `ValidationError.errors()` to a `Mistake` with a clearer message.
+    """Convert a pydantic error to a `Mistake`, which has a clearer message.
 
-    `root` is the model that was validated: a job, the options of a command, or the content of a
-    file.
+    Args:
+        root: Model that was validated: a job, the options of a command, or the content of a file.
+        error: An item of `ValidationError.errors()`.
     """
     location = [str(part) for part in error["loc"]]  # such as ["dataset", "sources", "0", "path"]
     kind = error["type"]
@@ -150,12 +153,23 @@ def build_mistake(root: type[BaseModel], error: Any) -> Mistake:
 
 
 def describe_unknown_name(root: type[BaseModel], name: str) -> Mistake:
-    """Return the mistake for a name that does not exist in `root`, such as "training.stepz"."""
+    """Return the mistake for an unknown name, with a suggestion of what the user may have meant.
+
+    Args:
+        root: Model of a job, the options of a command, or the content of a file.
+        name: Name that does not exist in `root`, such as "training.stepz".
+    """
     return _describe_unknown(root, name.split("."), None)
 
 
 def _describe_unknown(root: type[BaseModel], location: list[str], value: object) -> Mistake:
-    """Return the mistake for a value, or a table, whose location does not exist in `root`."""
+    """Return the mistake for a value or table with an unknown name.
+
+    Args:
+        root: Model of a job, the options of a command, or the content of a file.
+        location: Names that lead to the value, such as ["training", "stepz"].
+        value: The value or table.
+    """
     key = ".".join(location[:2])
     name = ".".join(location)
     table, unknown_path = _find_unknown_name(root, location)
@@ -176,10 +190,13 @@ def _describe_unknown(root: type[BaseModel], location: list[str], value: object)
 def _find_unknown_name(
     root: type[BaseModel], location: list[str]
 ) -> tuple[type[BaseModel], list[str]]:
-    """Follow a location from table to table, up to the first name that is unknown.
+    """Follow the names that lead to a value, and find the first unknown one.
 
-    For example, ["dataset", "sorces", "0", "path"] gives the model of [dataset], which lacks the
-    name, and ["dataset", "sorces"]. The path is empty if all names are known.
+    For example, if `location` is ["dataset", "sorces", "0", "path"], the unknown name is "sorces".
+
+    Returns:
+        The model of the table that lacks the name, here [dataset], and the path up to the name,
+        here ["dataset", "sorces"]. If all names are known, the path is empty.
     """
     outer_table = table = root
     for depth, name in enumerate(location, start=1):
@@ -195,7 +212,10 @@ def _find_unknown_name(
 
 
 def _rephrase(message: str) -> str:
-    """Return a message of pydantic in the words of titanlite, such as "must be an integer"."""
+    """Convert an error message of pydantic to the style of titanlite.
+
+    For example, "Input should be a valid integer" becomes "must be an integer".
+    """
     text = re.sub(r" (after validation|or instance of).*", "", message)
     for phrase, replacement in _PHRASES.items():
         text = text.replace(phrase, replacement)
@@ -203,9 +223,9 @@ def _rephrase(message: str) -> str:
 
 
 def _get_inner_table(table: type[BaseModel], name: str) -> type[BaseModel] | None:
-    """Return the model of the table, or list of tables, called `name` in another table.
+    """Return the model of the table, or list of tables, that `table` contains as `name`.
 
-    Return None if the name is unknown, and `table` itself if it is a key with a plain value.
+    If `name` is unknown, return None. If it is a key with a plain value, return `table`.
     """
     is_job = table.model_config.get("extra") == "allow"
     if is_job and name in SECTIONS:
@@ -216,10 +236,10 @@ def _get_inner_table(table: type[BaseModel], name: str) -> type[BaseModel] | Non
 
 
 def _suggest_value(problem: str, value: object, location: Sequence[str]) -> str:
-    """Return a sentence that suggests the value that was probably meant, or an empty string.
+    """Return a sentence that suggests a valid value, such as " Write 10.", or an empty string.
 
     Args:
-        problem: Error message, which can list the allowed values.
+        problem: Error message, such as "must be an integer", which can list the allowed values.
         value: Invalid value.
         location: Names of the sections and keys that lead to the value.
     """
@@ -235,7 +255,11 @@ def _suggest_value(problem: str, value: object, location: Sequence[str]) -> str:
 
 
 def _suggest_list(text: str) -> str:
-    """Return a sentence that shows how to write a list such as "0,1" or "[0, 1]"."""
+    """Return a sentence that explains how to write a list that the user wrote as a string.
+
+    Args:
+        text: The string, such as "0,1" or "[0, 1]".
+    """
     items = re.findall(r"[^\s,\[\]]+", text)
     on_command_line = " ".join(items)
     in_file = ", ".join(items)
@@ -317,7 +341,11 @@ def _explain_unknown_name(root: type[BaseModel], location: list[str]) -> str:
 
 
 def _find_similar_paths(path: list[str], known_names: list[str]) -> list[str]:
-    """Return the path with its last name corrected: ["training", "stepz"] -> ["training.steps"]."""
+    """Replace the last name of a path by the most similar known name.
+
+    For example, ["training", "stepz"] gives ["training.steps"]. If no known name is similar, the
+    result is empty.
+    """
     *parents, unknown_name = path
     similar = difflib.get_close_matches(unknown_name, known_names, n=1)
     return [".".join([*parents, name]) for name in similar]
@@ -337,11 +365,11 @@ def _list_tables(root: type[BaseModel]) -> dict[str, type[BaseModel]]:
 
 
 def _find_synonyms(word: str, root_names: set[str]) -> list[str]:
-    """Return the keys whose name in other trainers is `word`, according to `synonyms.toml`.
+    """Return the titanlite keys for a name that other trainers use, according to `synonyms.toml`.
 
     Args:
         word: Name that the user wrote.
-        root_names: Names of all sections. Keys in other sections are left out.
+        root_names: Names of the sections in which to search.
     """
     synonyms = tomli.loads(_SYNONYMS.read_text(encoding="utf-8"))
     keys = []

@@ -46,18 +46,22 @@ class Section(FileModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        """Join the lines of each description."""
+        """Join the lines of each field's description, so that the help can wrap it."""
         for field in cls.model_fields.values():
             field.description = " ".join((field.description or "").split())
 
     @model_validator(mode="before")
     @classmethod
     def _ignore_dropped_defaults(cls, values: Any) -> Any:
+        """Remove the keys that `without_dropped_defaults` removes, before the validation."""
         return cls.without_dropped_defaults(values) if isinstance(values, dict) else values
 
     @classmethod
     def without_dropped_defaults(cls, values: dict[Any, Any]) -> dict[Any, Any]:
-        """Return `values` without the dropped keys that have their default."""
+        """Return `values` without the keys in `dropped` that have their default value.
+
+        Other values of these keys are kept, so that the validation reports them.
+        """
         kept = {}
         for key, value in values.items():
             is_dropped_default = key in cls.dropped and value == cls.dropped[key][0]

@@ -108,11 +108,17 @@ def parse_options_and_job(
 ) -> tuple[AnyOptions, list[str]]:
     """Parse the options of a command that also accepts the keys of a job as options.
 
-    With --help, print the help and exit. `keys` is the paragraph of the help about these keys.
-    Plugins that the options name are loaded, because they add keys.
+    With --help, print the help and exit. Plugins that the options name are loaded, because they can
+    add keys to a job.
+
+    Args:
+        options: Class of the options.
+        argv: Words of the command line after the command.
+        command: Name of the command, such as "plan".
+        keys: Paragraph of the help text about the keys of a job.
 
     Returns:
-        The options, and the remaining words, which set keys of a job.
+        The options, and all words that are not options of the command, such as keys of a job.
 
     Raises:
         UserError: If an option is missing, invalid or misspelled.
@@ -136,15 +142,20 @@ def parse_options_and_job(
 
 
 def _list_flags(options: type[Options]) -> dict[str, FieldInfo]:
-    """Return the fields of a class of options, by flags such as "--max-new-tokens"."""
+    """Return the field of each option in a class, by its flag, such as "--max-new-tokens"."""
     return {f"--{name.replace('_', '-')}": field for name, field in options.model_fields.items()}
 
 
 def _check_required(options: type[Options], argv: Sequence[str], prog: str) -> None:
-    """Check that no required option is missing.
+    """Check that the command line contains all required options.
+
+    Args:
+        options: Class of the options.
+        argv: Words of the command line after the command.
+        prog: Name of the command for the error message, such as "titanlite plan".
 
     Raises:
-        UserError: If an option is missing. Unlike tyro's own message, this one explains the option.
+        UserError: If an option is missing. Unlike tyro's message, this one explains the option.
     """
     given = {_normalize_flag(word) for word in argv}
     for flag, field in _list_flags(options).items():
@@ -154,10 +165,10 @@ def _check_required(options: type[Options], argv: Sequence[str], prog: str) -> N
 
 
 def _check_repeated_or_dropped(options: type[Options], argv: Sequence[str]) -> None:
-    """Check that no option is repeated, or has been removed from titanlite.
+    """Reject options that are repeated, or that were removed from titanlite.
 
     Raises:
-        UserError: If there is such an option.
+        UserError: If the command line contains such an option.
     """
     fields = _list_flags(options)
     flags = [_normalize_flag(word) for word in argv if word.startswith("--")]
@@ -171,12 +182,15 @@ def _check_repeated_or_dropped(options: type[Options], argv: Sequence[str]) -> N
 
 
 def _check_misspelled(options: type[Options], words: Sequence[str], prog: str) -> None:
-    """Check that no unknown option resembles a known one, and raise a `UserError` otherwise.
+    """Reject unknown options that are probably misspelled. Keys of a job are not checked.
 
     Args:
         options: Class of the options.
         words: Words of the command line that tyro has not parsed.
         prog: Name of the command for the error message, such as "titanlite plan".
+
+    Raises:
+        UserError: If an unknown option is similar to one in `options`.
     """
     flags = _list_flags(options)
     for word in words:
@@ -189,10 +203,10 @@ def _check_misspelled(options: type[Options], words: Sequence[str], prog: str) -
 
 
 def _check_numbers(options: type[Options], argv: Sequence[str]) -> None:
-    """Check that the values of all options that take a number are numbers, such as `--steps 5`.
+    """Check the values of all options that take a number, such as `--steps 5`.
 
     Raises:
-        UserError: If a value is not a number. tyro's own message would be less clear.
+        UserError: If a value is not a number. This message is clearer than that of tyro.
     """
     fields = _list_flags(options)
     for flag, value in _list_values(argv):
@@ -207,9 +221,9 @@ def _check_numbers(options: type[Options], argv: Sequence[str]) -> None:
 
 
 def _list_values(argv: Sequence[str]) -> list[tuple[str, str]]:
-    """Return each option that has a value, and the first word of its value.
+    """Return the flag and the first value of each option on a command line that has a value.
 
-    Both `--steps 5` and `--steps=5` give ("--steps", "5").
+    For example, both `--steps 5` and `--steps=5` give ("--steps", "5").
     """
     values = []
     for word, next_word in pairwise([*argv, "--"]):

@@ -38,7 +38,12 @@ def parse_toml(content: bytes) -> dict[str, Any]:
 
 
 def _explain_syntax_error(text: str, error: tomli.TOMLDecodeError) -> str:
-    """Return an error message with the number of the invalid line, and how to fix the line."""
+    """Return an error message that contains the invalid line, its number and how to fix it.
+
+    Args:
+        text: Content of the TOML file.
+        error: Syntax error that parsing has raised.
+    """
     line = text.split("\n")[error.lineno - 1].strip()
     remedy = _correct_line(line) or f"{error.msg}, in column {error.colno}"
     return f"line {error.lineno}: {shorten(line)} is not valid TOML. {remedy}."
@@ -103,10 +108,10 @@ def _is_toml(text: str) -> bool:
 
 
 def explain_other_format(content: bytes) -> str | None:
-    """Recognize JSON or Python files that were passed as job files, and explain how to use them.
+    """Explain to the user what to do with a JSON or Python file that was passed as a job file.
 
     Returns:
-        A sentence for the user, or None if the format is not recognized.
+        One or several sentences, or None if the file is neither JSON nor Python.
     """
     table = parse_json(content)
     if table is not None:
@@ -121,7 +126,7 @@ def explain_other_format(content: bytes) -> str | None:
 
 
 def _is_python(content: bytes) -> bool:
-    """Return whether a file is Python code that defines or imports anything."""
+    """Return whether a file is Python code that contains a function, a class or an import."""
     text = content.decode("utf-8-sig", errors="replace")
     try:
         statements = ast.parse(text).body  # does not execute the code
@@ -140,7 +145,11 @@ def parse_json(content: bytes) -> dict[str, Any] | None:
 
 
 def _explain_json(table: dict[str, Any]) -> str:
-    """Explain what kind of JSON file was passed as a job file, and which command accepts it."""
+    """Explain to the user what kind of JSON file was passed as a job file, and how to use it.
+
+    Args:
+        table: Content of the file.
+    """
     if "model_type" in table or "architectures" in table:
         return (
             "this is the config.json of a Hugging Face model, not a job file. To train the model, "

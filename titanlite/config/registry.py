@@ -41,7 +41,7 @@ _loaded: set[str] = set()
 
 
 class Registry:
-    """Classes or functions of one kind, such as all optimizers, by the names that users write.
+    """Maps names that users write in a job, such as "AdamW", to classes or functions of one kind.
 
     A pydantic field of type `Annotated[str, REGISTRY]` accepts only names in the registry.
 
@@ -62,13 +62,13 @@ class Registry:
         return resolve(self._entries[name])
 
     def make(self, name: str, tables: Any, *inputs: Any) -> Any:
-        """Call a registered class or function, and return the result.
+        """Call the class or function that is registered as `name`, and return the result.
 
         Args:
             name: Name of the entry.
-            tables: The job, which yields the name and the content of each section. If the entry has
-                its own section in it, the section is passed as the last argument.
-            inputs: Other arguments of the entry.
+            tables: The job. If the entry was registered with a section, this section of the job is
+                passed to it as the last argument.
+            inputs: The other arguments of the entry.
         """
         if name in self._names_with_section:
             # Do not use getattr: the job may have a method of this name, such as `copy`.
@@ -76,12 +76,12 @@ class Registry:
         return self[name](*inputs)
 
     def add(self, name: str, entry: Any, section: type[Section] | None) -> None:
-        """Register an entry.
+        """Register a class or function.
 
         Args:
             name: Name by which a job selects the entry.
-            entry: The entry, or "module:name" to import it on first use.
-            section: Model of the job section [name] with the keys of the entry, or None.
+            entry: The class or function, or "module:name" to import it on first use.
+            section: Model of the section [name] that a job can contain for this entry, or None.
 
         Raises:
             ValueError: If the name, or the section of that name, is already registered.
@@ -112,7 +112,15 @@ class Registry:
 
 
 def _add_section(name: str, section: type[Section]) -> None:
-    """Add a section to the schema of a job. Raises ValueError if this is not possible."""
+    """Add a section to the schema of a job.
+
+    Args:
+        name: Name of the section.
+        section: Pydantic model of its keys.
+
+    Raises:
+        ValueError: If there is a section of this name, or the name is not an identifier.
+    """
     if name in SECTIONS:
         raise ValueError(f"[{name}] is a table of a job already")
     if not name.isidentifier():
@@ -178,11 +186,11 @@ def register(kind: Kind, name: str, section: type[Section] | None = None) -> Cal
     Args:
         kind: Kind of entry, such as "optimizer" or "hook".
         name: Name by which a job selects the entry.
-        section: Model of the job section [name] with the keys of the entry. The entry receives the
-            section as its last argument.
+        section: Model of the section [name] that a job can contain to configure the entry. When the
+            entry is called, it gets the section as the last argument.
 
     Raises:
-        ValueError: If `kind` is unknown. The decorator raises it if `name` is already registered.
+        ValueError: If `kind` is unknown. If `name` is already registered, the decorator raises it.
     """
     kind = RENAMED_KINDS.get(kind, kind)
     if kind not in REGISTRIES:
@@ -213,7 +221,11 @@ def load_plugins(names: Iterable[str]) -> None:
 
 
 def _import_plugin(name: str) -> None:
-    """Import a plugin. See `load_plugins`."""
+    """Import a plugin, given the name of a module or of an entry point.
+
+    Raises:
+        UserError: If the plugin does not exist or its import fails.
+    """
     modules = {entry.name: entry.value for entry in entry_points(group=ENTRY_POINTS)}
     try:
         with _without_current_folder():
@@ -246,13 +258,16 @@ def _without_current_folder() -> Iterator[None]:
 
 
 def require_plugins(names: Iterable[str], source: object) -> None:
-    """Check that the user has loaded the plugins that a checkpoint or model folder needs.
+    """Check that the user has loaded the plugins that a checkpoint or job file needs.
 
-    The plugins are not imported, because the content of a checkpoint must not run code.
+    This never imports a plugin, because the content of a checkpoint must not run code.
+
+    Args:
+        names: Names of the plugins.
+        source: Path of the checkpoint or job file, for the error message.
 
     Raises:
-        UserError: If a plugin has not been loaded. The message begins with `source`, the path of
-            the checkpoint.
+        UserError: If a plugin has not been loaded.
     """
     missing = [name for name in names if name not in _loaded]
     if not missing:

@@ -126,7 +126,7 @@ class Run:
         return [range(first, end) for first, end in pairwise(boundaries)]
 
     def _choose_cuts(self) -> tuple[int, ...]:
-        """Return the first block of stages 1, 2, ..., so that the slowest stage is fast."""
+        """Choose the first block of pipeline stages 1, 2, ..., so that the stages are balanced."""
         num_stages = self.degrees.pipeline * self.stages_per_rank
         times = piece_times(self.arch, self.job.training.seq_len)
         memory = tuple(stage_memory(self, num_stages))
@@ -139,9 +139,9 @@ class Run:
 
     @property
     def pipeline_cuts(self) -> list[int]:
-        """First block of each pipeline stage except stage 0, if the job sets split points.
+        """First block of pipeline stages 1, 2, ..., or [] if the job does not set split points.
 
-        For example, the split points ["layers.3", "layers.6"] give [3, 6]. Otherwise empty.
+        For example, the split points ["layers.3", "layers.6"] give [3, 6].
         """
         points = self.job.parallelism.pipeline_parallel_split_points
         return [int(point.removeprefix("layers.")) for point in points]
@@ -150,7 +150,7 @@ class Run:
     def global_batch_size(self) -> int:
         """Default number of sequences per optimizer step, summed over all ranks.
 
-        A stage in [[dataset.stages]] can override it. `batch_size` returns the value for a step.
+        A stage in [[dataset.stages]] can override it. Use `batch_size` to get the value for a step.
         """
         size = self.job.training.global_batch_size
         return self.job.training.local_batch_size * self.degrees.data if size == -1 else size
@@ -168,14 +168,15 @@ class Run:
 
     @property
     def sequence_counts(self) -> list[tuple[int, int]]:
-        """Number of training sequences in each data stage of the run.
-
-        Each element is a pair: the first step of the stage, from 0, and its number of sequences.
-        """
+        """First step, from 0, and number of training sequences of each data stage of the run."""
         return self.count_sequences(self.job.training.steps)
 
     def count_sequences(self, steps: int) -> list[tuple[int, int]]:
-        """Return `sequence_counts` of a run that ends after `steps` steps."""
+        """Count the training sequences in each data stage of a run that ends after `steps` steps.
+
+        Returns:
+            First step, from 0, and number of sequences of each stage.
+        """
         starts = {0, *(stage.start_step for stage in self.job.dataset.stages)}
         starts_in_run = sorted(start for start in starts if start < steps)
         stages = pairwise([*starts_in_run, steps])
@@ -183,7 +184,7 @@ class Run:
 
     @property
     def largest_batch_size(self) -> int:
-        """Largest global batch size of any step of the run."""
+        """Largest global batch size of any step of the run, in sequences."""
         return max(self.batch_size(first_step) for first_step, _ in self.sequence_counts)
 
     @property
@@ -206,7 +207,10 @@ class Run:
         return "step"
 
     def _can_reduce_microbatches(self) -> bool:
-        """Return whether reducing gradients after each microbatch is exact and saves memory."""
+        """Return whether gradients can be reduced after each microbatch, and this saves memory.
+
+        Reducing them more often must not add rounding errors.
+        """
         if self.degrees.pipeline > 1:  # not supported
             return False
 
@@ -235,8 +239,8 @@ class Run:
     def validation_seed(self) -> int:
         """Random seed that selects the validation documents.
 
-        If they are held out from the training data, it is the seed of the training data. Otherwise
-        it is `validation.seed` or, if that is not set, `training.seed`.
+        If they are held out from the training data, this is `dataset.seed`, or else
+        `validation.seed`. If that key is not set, it is `training.seed`.
         """
         has_holdout = self.job.validation.holdout > 0
         seed = self.job.dataset.seed if has_holdout else self.job.validation.seed
@@ -260,12 +264,12 @@ class Run:
     def resolve_compute_dtype(self, on_gpu: bool, resumed: ComputeDtype | None = None) -> Run:
         """Return a run in which `training.mixed_precision_param` is a dtype instead of "auto".
 
-        The dtype depends on the hardware, so it is only known after the ranks have started. If the
-        job already sets a dtype, the run is returned unchanged.
+        If the job already sets a dtype, return the run unchanged. Call this after the ranks have
+        started, because the dtype depends on their hardware.
 
         Args:
             on_gpu: Whether the ranks compute on GPUs.
-            resumed: Compute dtype of the checkpoint from which the run resumes, which is kept. None
+            resumed: Compute dtype of the checkpoint from which the run resumes, to keep it. None
                 for a new run.
         """
         training = self.job.training
@@ -277,15 +281,15 @@ class Run:
 
     @property
     def masks_attention(self) -> bool:
-        """Whether any block needs another mask than the causal one, for documents or a window."""
+        """Whether any block needs more than a causal mask, for documents or a sliding window."""
         has_window = 0 < self.arch.sliding_window < self.job.training.seq_len
         return self.job.dataset.document_mask or has_window
 
     def resolve_attention_backend(self, on_gpu: bool) -> Run:
         """Return a run in which `model.attention_backend` is a backend instead of "auto".
 
-        On a GPU, flex attention is the only kernel that is confirmed for masks. Context parallelism
-        needs a mask even without documents and windows.
+        On a GPU, choose flex attention if attention needs a mask: for documents, a sliding window
+        or context parallelism. In all other cases, choose scaled dot-product attention.
 
         Args:
             on_gpu: Whether the ranks compute on GPUs.
@@ -307,11 +311,11 @@ class Run:
 
 
 def with_keys(run: Run, settings: Mapping[str, Any]) -> Run:
-    """Return a copy of a run with some options changed, without validating it.
+    """Return a copy of a run with some keys changed. The new values are not validated.
 
     Args:
         run: The run to change.
-        settings: Changed options, for example {"model.n_layers": 4}.
+        settings: "section.key" -> new value, for example {"model.n_layers": 4}.
     """
     job = run.job
     for key, value in settings.items():
@@ -322,10 +326,10 @@ def with_keys(run: Run, settings: Mapping[str, Any]) -> Run:
 
 
 def sequence_divisor(degree: Degrees) -> int:
-    """Return the number by which the sequence length must be divisible.
+    """Return the number by which the sequence length must be divisible for a parallel layout.
 
     Context parallelism splits each sequence into two chunks per rank, to balance the work under a
-    causal mask. Tensor parallelism then splits the tokens of each rank.
+    causal mask. Tensor parallelism then splits the tokens of each rank again.
 
     Args:
         degree: Parallelism degrees.
@@ -335,7 +339,16 @@ def sequence_divisor(degree: Degrees) -> int:
 
 
 def stage_memory(run: Run, num_stages: int) -> list[PieceCosts]:
-    """Estimate the bytes of the embedding, of one block and of the output, for each stage."""
+    """Estimate the memory that a rank needs for the parts of each pipeline stage, in bytes.
+
+    Args:
+        run: The run.
+        num_stages: Total number of pipeline stages.
+
+    Returns:
+        For each stage, the bytes of the embedding, of one block and of the output layer, if the
+        stage contains them.
+    """
     arch = run.arch
     training = run.job.training
     microbatch_tokens = training.local_batch_size * training.seq_len / run.degrees.context
@@ -370,7 +383,10 @@ def _bytes_per_parameter(run: Run) -> float:
 
 
 def _kept_activations(run: Run) -> float:
-    """Return how many values per token a block keeps for its backward pass."""
+    """Estimate how many values per token a block keeps for its backward pass on each rank.
+
+    Activation checkpointing reduces this number.
+    """
     all_values = activation_values(run.arch, run.degrees.tensor)
     mode = run.job.activation_checkpoint.mode
     if mode == "none":
@@ -400,8 +416,8 @@ def stage_rank(stage: int, stages: int, pipeline: int, schedule: str) -> int:
         stage: Index of the stage, from 0.
         stages: Total number of stages.
         pipeline: Pipeline-parallel degree.
-        schedule: Name of the schedule. V-shaped schedules give each rank one stage from each end of
-            the model; all others assign stages round-robin.
+        schedule: Name of the schedule. V-shaped schedules pair a stage from the start of the model
+            with one from its end. All other schedules assign stages round-robin.
     """
     if schedule in V_SHAPED:
         return min(stage, stages - 1 - stage)
@@ -413,7 +429,8 @@ def build_architecture(model: schema.Model, job: schema.JobConfig | None = None)
 
     Args:
         model: The [model] section.
-        job: Job with the section of a plugin architecture. Not needed for built-in architectures.
+        job: Job that contains the section of a plugin architecture. Not needed for the built-in
+            architecture.
     """
     flavor = FLAVORS[model.flavor]
     values = asdict(flavor)
@@ -435,7 +452,7 @@ def build_architecture(model: schema.Model, job: schema.JobConfig | None = None)
 
 
 def model_tables(arch: Architecture) -> dict[str, dict[str, Any]]:
-    """Return the sections of a job that describe a model architecture.
+    """Return the sections that a job needs to train a model of the given architecture.
 
     Returns:
         Section name -> key -> value. The sections are [model] and, for a plugin architecture with

@@ -16,7 +16,7 @@ LOGIT_BYTES = 6  # per logit: in bf16 as computed, and its gradient in fp32
 
 @dataclass(frozen=True)
 class PieceCosts:
-    """Time or memory that each piece of a model takes, by which pipeline stages are balanced.
+    """Time or memory of each kind of model part, in any unit, to balance pipeline stages.
 
     Attributes:
         embedding: Cost of the embedding, which is in the first pipeline stage.
@@ -29,7 +29,7 @@ class PieceCosts:
     output: float
 
     def of_stage(self, stage: int, stages: int, blocks: int) -> float:
-        """Return the cost of a pipeline stage.
+        """Return the total cost of a pipeline stage.
 
         Args:
             stage: Index of the stage, from 0.
@@ -65,7 +65,7 @@ def piece_times(arch: Architecture, seq_len: int) -> PieceCosts:
 def activation_values(arch: Architecture, tensor_degree: int) -> float:
     """Estimate how many values per token a block stores for its backward pass on each rank.
 
-    The estimate is for a block without activation checkpointing.
+    This assumes no activation checkpointing.
 
     Args:
         arch: Architecture of the model.
@@ -79,7 +79,7 @@ def activation_values(arch: Architecture, tensor_degree: int) -> float:
 
 
 class _Split(NamedTuple):
-    """A distribution of the first blocks of a model over the first pipeline stages.
+    """Assignment of the first blocks of a model to the first pipeline stages.
 
     Attributes:
         slowest: Time of the slowest stage.
@@ -92,11 +92,18 @@ class _Split(NamedTuple):
     ends: list[int]
 
     def add_stage(self, time: float, end: int) -> _Split:
-        """Return this split extended by a stage that takes `time` and ends before block `end`."""
+        """Return a split with one more stage.
+
+        Args:
+            time: Time of the new stage.
+            end: Index of its last block plus 1.
+        """
         return _Split(max(self.slowest, time), self.squares + time * time, [*self.ends, end])
 
     def is_better_than(self, other: _Split) -> bool:
-        """Return whether this split has a faster slowest stage or, if equal, more even stages.
+        """Return whether the slowest stage of this split is faster than that of another split.
+
+        If both are equally fast, return whether the times of this split are more even.
 
         Args:
             other: Another split of the same blocks.
@@ -110,12 +117,12 @@ def balanced_cuts(
 ) -> tuple[int, ...]:
     """Choose which blocks belong to each pipeline stage, so that the slowest stage is fast.
 
-    No stage takes more memory than the largest stage of an even split. If several splits have an
-    equally fast slowest stage, the one with the smallest sum of squared times is chosen.
+    No stage takes more memory than the largest stage of an even split. Among splits whose slowest
+    stages are equally fast, choose the one with the smallest sum of squared times.
 
     Args:
-        times: Time of each piece.
-        memory: Memory of each piece, for each stage.
+        times: Time of the embedding, a block and the output.
+        memory: Memory of the same parts, for each stage.
         num_layers: Number of blocks of the model.
 
     Returns:
@@ -143,10 +150,15 @@ def balanced_cuts(
 def _add_stage(
     best_splits: dict[int, _Split], stage_times: dict[int, float], num_layers: int
 ) -> dict[int, _Split]:
-    """Extend splits of a model with `num_layers` blocks by a stage, and return the best results.
+    """Add a pipeline stage of any possible size to each split, and keep only the best new splits.
 
-    Splits are listed by their total number of blocks, and the possible times of the new stage by
-    its number of blocks, in ascending order.
+    Args:
+        best_splits: Best split into the stages so far, by its total number of blocks.
+        stage_times: Time of the new stage by its number of blocks, in ascending order.
+        num_layers: Number of blocks of the model.
+
+    Returns:
+        Best split including the new stage, by its total number of blocks.
     """
     longer_splits: dict[int, _Split] = {}
     for start, split in best_splits.items():
@@ -161,7 +173,12 @@ def _add_stage(
 
 
 def _max_memory_of_even_split(memory: tuple[PieceCosts, ...], num_layers: int) -> float:
-    """Return the memory of the largest pipeline stage if the model is split evenly."""
+    """Return the memory of the largest pipeline stage if the model is split evenly.
+
+    Args:
+        memory: Memory of the embedding, a block and the output, for each stage.
+        num_layers: Number of blocks of the model.
+    """
     num_stages = len(memory)
     boundaries = [0, *even_cuts(num_layers, num_stages), num_layers]
     sizes = [
@@ -172,10 +189,14 @@ def _max_memory_of_even_split(memory: tuple[PieceCosts, ...], num_layers: int) -
 
 
 def even_cuts(layers: int, stages: int) -> list[int]:
-    """Return the first block of stages 1, 2, ... if a model is split evenly.
+    """Split a model evenly, and return the first block of pipeline stages 1, 2, ...
 
     The embedding and the output count as one block each. For example, 7 blocks in 3 stages give
     [2, 5]: the embedding and 2 blocks, then 3 blocks, then 2 blocks and the output.
+
+    Args:
+        layers: Number of blocks of the model.
+        stages: Number of stages.
     """
     size, surplus = divmod(layers + 2, stages)  # the first `surplus` stages have one block more
     cuts = []

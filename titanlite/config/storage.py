@@ -64,9 +64,10 @@ class RemotePath(PurePosixPath):
 
 
 def as_url(path: str | PurePath | None) -> str | None:
-    """Return a path as a URL, or None if it is a local path.
+    """Return a path as a URL string, or None if it is a local path.
 
-    This restores the double slash of URLs, because `pathlib` changes "s3://bucket" to "s3:/bucket".
+    For example, Path("s3://bucket/run") gives "s3://bucket/run", although `pathlib` removes one of
+    the slashes.
     """
     match = _URL.fullmatch(str(path))
     if match is None:
@@ -81,7 +82,11 @@ def storage_errors(url: str, error_class: type[UserError] = UserError) -> Iterat
     """Convert any exception in the `with` block to a `UserError` that names the URL.
 
     For example, the message is "s3://bucket/run does not exist (...)." A `UserError` in the block
-    is not changed. `error_class` can be a subclass of `UserError`.
+    is not changed.
+
+    Args:
+        url: URL that the block accesses.
+        error_class: Class of the new error.
     """
     try:
         yield
@@ -92,7 +97,12 @@ def storage_errors(url: str, error_class: type[UserError] = UserError) -> Iterat
 
 
 def _describe_failure(url: str, error: Exception) -> str:
-    """Return a message that names the URL and the error, with a remedy if a setting can help."""
+    """Return an error message that names a URL and the cause, and how to fix remote storage.
+
+    Args:
+        url: URL that could not be accessed.
+        error: Exception that the storage has raised.
+    """
     if isinstance(error, FileNotFoundError):
         problem = "does not exist"
     else:
@@ -117,7 +127,7 @@ def open_storage(url: str) -> tuple[Any, str]:
 
 
 def file_version(info: Mapping[str, Any]) -> tuple[int, str]:
-    """Return the version of a remote file, which changes whenever its content changes.
+    """Return a value that identifies the content of a remote file, to notice when it changes.
 
     Args:
         info: Metadata of the file from fsspec.
@@ -133,9 +143,12 @@ def file_version(info: Mapping[str, Any]) -> tuple[int, str]:
 
 
 def find_storage_problem(url: str, *, write: bool = False) -> str | None:
-    """Return why a URL cannot be accessed, or None if it can be accessed.
+    """Test the access to a URL. Return an error message, or None if the access succeeds.
 
-    Read the metadata of the URL or, with `write`, write and delete a small test file.
+    Args:
+        url: URL of a file or folder.
+        write: Write, read and delete a small test file in the folder, instead of only reading the
+            metadata of the URL.
     """
     try:
         with storage_errors(url):
@@ -172,7 +185,7 @@ def list_files(storage: Any, root: str, deep: bool = True) -> dict[str, dict[str
     Args:
         storage: File system of fsspec.
         root: Path of the folder.
-        deep: Whether to include subfolders.
+        deep: Whether to include the files in subfolders.
 
     Returns:
         Path relative to the folder -> metadata of the file.
@@ -183,9 +196,12 @@ def list_files(storage: Any, root: str, deep: bool = True) -> dict[str, dict[str
 
 
 def _select_files(entries: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the files in a listing of a storage, sorted by path, without any folders.
+    """Return only the files in a listing of a storage, sorted by path.
 
-    Empty objects that stand for folders on S3 are left out as well.
+    Folders are left out, and also the empty objects that represent folders on S3.
+
+    Args:
+        entries: Path -> metadata from fsspec.
     """
     files = {}
     for path in sorted(entries):
@@ -245,13 +261,13 @@ def download_files(storage: Any, root: str, sizes: Mapping[str, int], to: Path) 
 
 
 def _get_cache_folder() -> Path:
-    """Return the folder of the cache, ~/.cache/titanlite unless TITANLITE_CACHE is set."""
+    """Return the folder of the cache: TITANLITE_CACHE or, if unset, ~/.cache/titanlite."""
     return Path(os.environ.get(CACHE) or "~/.cache/titanlite").expanduser().absolute()
 
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a cache folder during the `with` block. Other processes wait for it."""
+    """Hold the lock of a cache folder during the `with` block, so that other processes wait."""
     with (folder / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -287,10 +303,10 @@ def read_block(url: str, version: tuple[int, str], number: int) -> bytes:
 
 
 def _download_block(url: str, version: tuple[int, str], start: int, end: int) -> bytes:
-    """Download the bytes from `start` to `end` of a file.
+    """Download the bytes from `start` to `end`, exclusive, of a file.
 
     Raises:
-        UserError: If the file does not have the expected version.
+        UserError: If the version of the file is not `version`, because the file has changed.
     """
     storage, path = open_storage(url)
     block = storage.cat_file(path, start=start, end=end)
@@ -301,9 +317,9 @@ def _download_block(url: str, version: tuple[int, str], start: int, end: int) ->
 
 
 def _read_cached_block(file: Path, num_bytes: int) -> bytes | None:
-    """Return the content of a file of the cache, and mark the file as recently used.
+    """Return the block in a cache file, and mark the file as recently used.
 
-    If the file does not exist or does not have `num_bytes` bytes, return None.
+    If the file does not exist, or does not have the expected size of `num_bytes`, return None.
     """
     try:
         block = file.read_bytes()
@@ -316,7 +332,7 @@ def _read_cached_block(file: Path, num_bytes: int) -> bytes | None:
 
 
 def _make_room(folder: Path) -> None:
-    """Evict the least recently used blocks of a cache folder, to make room for a new block.
+    """Delete the least recently used blocks of a cache folder if there is no room for a new one.
 
     Args:
         folder: One of the folders into which the cache is divided.
@@ -337,12 +353,12 @@ def _make_room(folder: Path) -> None:
 def get_local_copy(path: str | Path, beside: str = "", *, deep: bool = False) -> Path:
     """Download a file or folder at a URL to the cache, and return its local path.
 
-    Further calls in the same process with the same arguments return the path at once.
+    If you call this again in the same process with the same arguments, it returns the path at once.
 
     Args:
         path: URL of a file or folder, or a local path, which is returned unchanged.
-        beside: Name of another file in the same folder that is downloaded as well, if it exists.
-        deep: Whether to include the subfolders of a folder.
+        beside: Name of a second file to download from the same folder, if it exists.
+        deep: If `path` is a folder, also download its subfolders.
 
     Raises:
         UserError: If the URL does not exist or cannot be downloaded.
@@ -362,7 +378,14 @@ def get_local_copy(path: str | Path, beside: str = "", *, deep: bool = False) ->
 
 
 def _download_file(url: str, storage: Any, remote_path: str, beside: str) -> Path:
-    """Download a file and, if it exists, the file `beside` to the cache. See `get_local_copy`."""
+    """Download a file to the cache, and return its local path.
+
+    Args:
+        url: URL of the file.
+        storage: File system of fsspec.
+        remote_path: Path of the file in the storage.
+        beside: Name of a second file to download from the same folder, if it exists, or "".
+    """
     folder, name = os.path.split(remote_path)
     files = {name: storage.info(remote_path)}
     if beside and storage.exists(f"{folder}/{beside}"):
@@ -373,9 +396,13 @@ def _download_file(url: str, storage: Any, remote_path: str, beside: str) -> Pat
 def _download_to_cache(
     url: str, storage: Any, remote_folder: str, files: Mapping[str, Mapping[str, Any]]
 ) -> Path:
-    """Download the files that the cache lacks, and return their local folder.
+    """Download files to the cache, unless they are there, and return their local folder.
 
-    `files` has the path of each file relative to `remote_folder`, and its metadata from fsspec.
+    Args:
+        url: URL of the file or folder.
+        storage: File system of fsspec.
+        remote_folder: Folder in the storage.
+        files: Path of each file relative to `remote_folder` -> its metadata from fsspec.
     """
     # Changed files have other versions, so they are downloaded to another folder of the cache.
     versions = sorted((file, *file_version(info)) for file, info in files.items())
