@@ -61,10 +61,11 @@ _HEADINGS = {"train": "Training", "watch": "Monitoring", "import": "Conversion",
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand, such as `["train", "--training.steps", "10"]`, and return its exit code.
+    """Run a subcommand of `titanlite`, and return its exit code.
 
     Args:
-        argv: Name of the subcommand and its options. None: the command line of this process.
+        argv: Name and options of the subcommand, such as ["train", "--training.steps", "10"]. None:
+            the command line of this process.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if not os.environ.get("HF_ENDPOINT"):
@@ -75,7 +76,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(words: list[str]) -> object:
-    """Run the subcommand that a command line selects, and return its result."""
+    """Run the subcommand that a command line selects, or print the help or the version.
+
+    Args:
+        words: Name and options of the subcommand.
+
+    Returns:
+        The result of the subcommand. An integer is the exit code.
+    """
     if not words:
         print(format_usage())
         return 2
@@ -93,11 +101,10 @@ def _dispatch(words: list[str]) -> object:
 
 
 def _replace_help(words: list[str]) -> list[str]:
-    """Return the command line that prints the help about a topic.
+    """Convert a `help` command to the equivalent command with `--help`.
 
-    Args:
-        words: A command line, such as `help eval` or `help training.steps`, which become
-            `eval --help` and `train --help training.steps`. Other commands are returned unchanged.
+    For example, `help eval` becomes `eval --help`, and `help training.steps` becomes
+    `train --help training.steps`. Other commands are returned unchanged.
     """
     name, *topics = words
     if name not in ("help", "-h", "--help"):
@@ -108,7 +115,12 @@ def _replace_help(words: list[str]) -> list[str]:
 
 
 def _run_command(name: str, arguments: list[str]) -> object:
-    """Import the function of a subcommand, call it, and return its result."""
+    """Run a subcommand, and return the result of its function.
+
+    Args:
+        name: Name of the subcommand, such as "train".
+        arguments: Its options.
+    """
     process.set_up_torch()
     command = _import_command(name)
     if name not in ("train", "launch"):
@@ -120,7 +132,7 @@ def _run_command(name: str, arguments: list[str]) -> object:
 
 
 def _import_command(name: str) -> Callable[[Sequence[str]], object]:
-    """Import and return the function of a subcommand."""
+    """Import the module of a subcommand, and return the function that runs it."""
     location, _ = COMMANDS[name]
     module_name, _, function_name = location.partition(":")
     module = importlib.import_module(f"titanlite.{module_name}")
@@ -128,6 +140,7 @@ def _import_command(name: str) -> Callable[[Sequence[str]], object]:
 
 
 def _print_version() -> int:
+    """Print the versions of titanlite, torch and Python, and return exit code 0."""
     from importlib.metadata import version
 
     # The metadata of an editable installation can be older than the code.
@@ -138,6 +151,7 @@ def _print_version() -> int:
 
 
 def _reject_command(name: str) -> int:
+    """Print that a subcommand is unknown, suggest a similar one, and return exit code 2."""
     import difflib
 
     if name.startswith("--"):
@@ -191,7 +205,10 @@ def run_quietly(command: Callable[[], object]) -> int:
 
 
 def _call(command: Callable[[], object]) -> int:
-    """Call a command, and return the integer that it returns or exits with, or 0."""
+    """Call a command, and return its exit code.
+
+    This is the integer that the command returns or passes to `sys.exit`. Any other value gives 0.
+    """
     try:
         result = command()
         sys.stdout.flush()
@@ -201,10 +218,10 @@ def _call(command: Callable[[], object]) -> int:
 
 
 def _set_up_streams() -> None:
-    """Make standard output and error write whole lines, and escape unencodable characters.
+    """Make standard output and standard error write whole lines.
 
     By default, `print` writes a text and its newline separately, so the output of several ranks
-    could be mixed within a line.
+    could be mixed within a line. Characters that the encoding lacks are escaped.
     """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # the shell closed it with `>&-`
@@ -215,7 +232,10 @@ def _set_up_streams() -> None:
 
 
 def _report_error(error: Exception) -> int:
-    """Print and record the error that ended the command, and return the exit code."""
+    """Print and record the error that has ended a command, and return the exit code.
+
+    Errors that the user can fix are printed without a traceback.
+    """
     # The disk of standard output is full, for example with `titanlite check > /dev/full`. For other
     # files, the error has a file name.
     if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
@@ -235,7 +255,11 @@ def _report_error(error: Exception) -> int:
 
 
 def _classify_end(error: UserError) -> str:
-    """Return how `titanlite runs` classifies a run that ended with `error`."""
+    """Return how a run has ended, for `titanlite runs`: "stop", "guard" or "refusal".
+
+    Args:
+        error: Error that has ended the run.
+    """
     if isinstance(error, StoppedBySignal | StoppedUnsaved):
         return "stop"
     return "guard" if isinstance(error, GuardError) else "refusal"
@@ -275,10 +299,10 @@ def train(argv: Sequence[str]) -> None:
 
 
 def _import_trainer() -> Callable[[Run, Sequence[str]], None]:
-    """Import torch and the trainer with little garbage collection, and return `trainer.train`.
+    """Import torch and the trainer, and return the function that trains a run.
 
-    With the default thresholds, garbage collection takes a fifth of the time to import torch.
-    Imported objects live until the process ends, so later collections skip them (`gc.freeze`).
+    To save time, raise the thresholds of garbage collection, which otherwise takes a fifth of the
+    import, and exclude the imported objects from later collections.
     """
     gc.set_threshold(20_000, 50, 1000)
     from titanlite.train import trainer
@@ -288,7 +312,7 @@ def _import_trainer() -> Callable[[Run, Sequence[str]], None]:
 
 
 def _print_certificate(run: Run) -> None:
-    """Print on rank 0 whether `titanlite prove` has proven the job, if it has a certificate."""
+    """If `titanlite prove` has written a certificate for the run, print its result on rank 0."""
     from titanlite.config.certificate import find_certificate
 
     match = find_certificate(run)

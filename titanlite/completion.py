@@ -39,7 +39,7 @@ _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBacke
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """A trained model with its tokenizer and job, as returned by `load_checkpoint`."""
+    """A trained model, its tokenizer, and the job (the configuration) that trained it."""
 
     folder: Path
     """Step folder that the weights were loaded from."""
@@ -86,7 +86,14 @@ def load_checkpoint(
 def _load_step(
     device: torch.device, ema: bool, tokenizer_path: Path | None, step_folder: Path
 ) -> LoadedCheckpoint:
-    """Load the checkpoint in `step_folder`. See `load_checkpoint`."""
+    """Load the model and the tokenizer in one step folder.
+
+    Args:
+        device: Device for the model.
+        ema: Whether to use the exponential moving average of the weights.
+        tokenizer_path: Tokenizer file. None: the tokenizer of the checkpoint.
+        step_folder: A step folder that has passed `check_checkpoint`.
+    """
     job = read_job(step_folder, tokenizer_path)
     run = Run(job)
     tokenizer = load_tokenizer(run.tokenizer_path, job)
@@ -97,7 +104,10 @@ def _load_step(
 
 
 def _create_model(run: Run, device: torch.device) -> Llama:
-    """Create a model with uninitialized weights, in float32 on a CPU."""
+    """Create a model with uninitialized weights, in float32 on a CPU.
+
+    On a GPU, the weights have the compute dtype of training.
+    """
     with torch.device("meta"):  # without memory until the dtype is final
         model: Llama = resolve(run.arch.model)(run.arch)
     if device.type == "cuda":
@@ -134,8 +144,8 @@ def generate(
         settings: Fields of `config.options.Generation`: temperature, top_k, seed.
 
     Yields:
-        Text of each token, which is empty while a character is incomplete, and finally any
-        remaining text. Joined together, the pieces are the completion.
+        Text of each token. It is empty if the token does not complete a character. The last item is
+        the rest of the text. Joined together, the items are the completion.
 
     Raises:
         UserError: If a setting is invalid, or the prompt does not fit into the model.
@@ -153,7 +163,12 @@ def _generate_pieces(
 ) -> Iterator[str]:
     """Generate a completion, and yield the text of each token as soon as it is generated.
 
-    The last item is the text that remains, such as an incomplete character.
+    After the last token, yield the rest of the text, such as an incomplete character.
+
+    Args:
+        checkpoint: Model and tokenizer.
+        decoding: The prompt. The generated tokens are added to it.
+        options: Sampling options.
     """
     num_yielded = 0
     for _ in _generate_tokens(checkpoint, [decoding], options):
@@ -167,10 +182,11 @@ def _generate_pieces(
 def generate_many(
     checkpoint: LoadedCheckpoint, prompts: Sequence[str], max_new_tokens: int = 100, **settings: Any
 ) -> Iterator[Completion]:
-    """Complete several prompts in batches. See `generate` for the errors.
+    """Complete several prompts in batches. This raises the same errors as `generate`.
 
-    A completion does not depend on the other prompts, except for rounding: a larger matmul can sum
-    in another order, which can swap two tokens that are almost equally likely.
+    A completion does not depend on the other prompts, except for rounding: the size of the batch
+    can change the order of the sums in a matmul, and so the choice between two tokens that are
+    almost equally likely.
 
     Args:
         checkpoint: Model and tokenizer.
@@ -193,7 +209,13 @@ def generate_many(
 def _generate_completions(
     checkpoint: LoadedCheckpoint, decodings: Sequence[Decoding], options: Generation
 ) -> Iterator[Completion]:
-    """Complete prompts in batches, and yield the completions in the order of the prompts."""
+    """Complete prompts in batches, and yield the completions in the order of the prompts.
+
+    Args:
+        checkpoint: Model and tokenizer.
+        decodings: The prompts. The generated tokens are added to them.
+        options: Sampling options, such as the batch size.
+    """
     for start in range(0, len(decodings), options.batch_size):
         batch = decodings[start : start + options.batch_size]
         for _ in _generate_tokens(checkpoint, batch, options):
@@ -213,12 +235,11 @@ class Decoding:
 
     Attributes:
         ids: Token IDs of the prompt and the completion. If the tokenizer has a token that begins a
-            document, it comes first.
+            document (BOS), it comes first.
         limit: Length of `ids` at which generation stops.
 
     Raises:
-        UserError: If the prompt is too long, or is empty and the tokenizer has no token that begins
-            a document.
+        UserError: If the prompt is too long, or if it is empty and the tokenizer has no BOS token.
     """
 
     def __init__(
@@ -246,7 +267,7 @@ class Decoding:
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether the completion needs another token."""
+        """Whether the completion has not reached the end of the document or the length limit."""
         return not self._document_ended and len(self.ids) < self.limit
 
     def push(self, token: int) -> None:
@@ -271,9 +292,10 @@ class Decoding:
 def _generate_tokens(
     checkpoint: LoadedCheckpoint, decodings: Sequence[Decoding], options: Generation
 ) -> Iterator[None]:
-    """Generate tokens for a batch of prompts, and yield after each step.
+    """Generate tokens for a batch of prompts, one token for each prompt at a time.
 
-    Each step appends one token to every unfinished completion in `decodings`.
+    Each time before this yields, it has appended a token to every unfinished completion in
+    `decodings`.
     """
     inputs, padding = _pad_prompts(decodings)
     max_new_tokens = max(decoding.limit - len(decoding.ids) for decoding in decodings)
@@ -312,10 +334,16 @@ def _append_tokens(
     options: Generation,
     generators: Sequence[torch.Generator],
 ) -> list[list[int]]:
-    """Append a sampled token to each unfinished completion.
+    """Sample the next token of each unfinished completion, and append it.
+
+    Args:
+        decodings: The completions, of which some may be finished.
+        logits: Logits of the next token, shape (B, V).
+        options: Sampling options.
+        generators: Random number generator of each completion.
 
     Returns:
-        The new token of each completion, shape (B, 1), or 0 for finished completions.
+        The new token of each completion, or 0 if the completion is finished, shape (B, 1).
     """
     new_tokens = []
     for index, decoding in enumerate(decodings):
@@ -330,7 +358,13 @@ def _append_tokens(
 
 
 def _create_cache(model: Llama, batch_size: int, max_length: int) -> list[LayerCache]:
-    """Return an empty key-value cache for each layer of a model."""
+    """Create an empty key-value cache for each layer of a model.
+
+    Args:
+        model: Model.
+        batch_size: Number of sequences.
+        max_length: Maximum number of tokens per sequence.
+    """
     arch = model.arch
     weight = model.get_parameter("tok_embeddings.weight")
     shape = (batch_size, arch.n_kv_heads, max_length, arch.head_dim)
@@ -366,9 +400,16 @@ def _next_logits(
 def _forward(
     model: Llama, tokens_BT: Tensor, cache: Sequence[LayerCache], padding_B: Tensor
 ) -> Tensor:
-    """Run the model on new tokens, add them to the cache, and return all logits, shape (B, T, V).
+    """Run the model on new tokens, and add their keys and values to the cache.
 
-    `padding_B` is the number of padding positions at the front of each sequence.
+    Args:
+        model: Model.
+        tokens_BT: New token IDs of each sequence.
+        cache: Key-value cache of each layer, with the earlier tokens of the same sequences.
+        padding_B: Number of padding positions at the front of each sequence.
+
+    Returns:
+        Logits of all new tokens, shape (B, T, V).
     """
     # For example, 2 new tokens (T) after 3 cached ones have the indices [3, 4]. They attend to all
     # tokens (S), which have the indices [0, 1, 2, 3, 4].
@@ -387,8 +428,11 @@ def _attention_mask(
 ) -> Tensor:
     """Return a boolean mask of the keys that each query attends to, shape (B, 1, T, S).
 
-    Indices count from the start of the padded sequences. With a sliding window, a query attends
-    only to the latest positions.
+    Args:
+        index_T: Index of each query, counted from the start of the padded sequence.
+        index_S: Index of each key, counted in the same way.
+        padding_B: Number of padding positions at the front of each sequence.
+        sliding_window: Number of latest positions that a query attends to. 0: all.
     """
     # Attend to the token itself and to earlier ones, but not to padding.
     distance_TS = index_T[:, None] - index_S

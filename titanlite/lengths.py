@@ -26,11 +26,12 @@ KEYS = ("lr_scheduler.total_steps", WARMUP, DECAY, *INTERVALS)
 
 
 class TokenCounter(NamedTuple):
-    """Counts the tokens of the steps of a run. All tokens of a sequence count, also padding.
+    """Counts the tokens in the steps of a run, including padding.
 
     Attributes:
         run: The run, which determines the batch size of each step.
-        progress: Steps before the run resumes, whose batch sizes may have been different.
+        progress: Number of steps and sequences that the run trained before it was resumed. These
+            steps may have had other batch sizes.
     """
 
     run: Run
@@ -38,15 +39,21 @@ class TokenCounter(NamedTuple):
 
     @property
     def extra_sequences(self) -> int:
-        """Number of sequences by which the earlier steps exceed the batch sizes of the run."""
+        """Number of sequences trained before the resume, minus those by current batch sizes.
+
+        It is 0 if the batch sizes have not changed.
+        """
         planned = sum(count for _, count in self.run.count_sequences(self.progress.steps))
         return self.progress.sequences - planned
 
     def count(self, key: str, steps: int) -> int:
-        """Return the number of tokens in `steps` steps of the length `key`.
+        """Return the number of tokens in the steps of a length, such as the warmup.
 
-        They are the last steps of the schedule for a decay, the largest steps for an interval, and
-        otherwise the first steps.
+        Args:
+            key: Key that sets the length. For a decay, the last steps of the schedule are counted.
+                For an interval, all steps count with the largest batch size. For any other key,
+                the first steps of the run are counted.
+            steps: Number of steps.
         """
         if key in INTERVALS:
             return steps * self.run.largest_batch_size * self.run.job.training.seq_len
@@ -55,6 +62,7 @@ class TokenCounter(NamedTuple):
         return self._count_first(steps)
 
     def _count_last(self, steps: int) -> int:
+        """Return the number of tokens in the last steps of the learning rate schedule."""
         job = self.run.job
         total = job.lr_scheduler.total_steps or job.training.steps
         missing = max(0, steps - total)  # `titanlite.rules` reports a decay that is too long
@@ -62,6 +70,7 @@ class TokenCounter(NamedTuple):
         return last + self._count_first(missing)
 
     def _count_first(self, steps: int) -> int:
+        """Return the number of tokens in the first steps of the run."""
         num_sequences = sum(count for _, count in self.run.count_sequences(steps))
         steps_done = min(steps, self.progress.steps)
         num_sequences += self.extra_sequences * steps_done // max(self.progress.steps, 1)
@@ -69,13 +78,14 @@ class TokenCounter(NamedTuple):
 
 
 def resolve_lengths(run: Run) -> tuple[Run, list[Problem]]:
-    """Convert all lengths in tokens to steps, rounded down.
+    """Convert all lengths that a job sets in tokens to steps, rounded down.
 
-    Data stages count with their own batch sizes. If the run resumes, its earlier steps count with
-    the batch sizes that they had.
+    Each step counts with the batch size of its data stage. If the run resumes, the steps before
+    count with the batch sizes that they had.
 
     Returns:
-        The run without lengths in tokens, and problems such as a length of less than one step.
+        The run with all lengths in steps, and a list of problems, such as a length of less than one
+        step.
     """
     lengths = list(_list_lengths(run))
     if not lengths:
@@ -94,7 +104,13 @@ def resolve_lengths(run: Run) -> tuple[Run, list[Problem]]:
 
 
 def _count_steps(counter: TokenCounter, key: str, num_tokens: int) -> int:
-    """Convert the length `key` from tokens to steps, rounded down."""
+    """Convert a length from tokens to steps, rounded down.
+
+    Args:
+        counter: Counts the tokens of steps.
+        key: Key that sets the length, such as "lr_scheduler.warmup_steps".
+        num_tokens: The length in tokens.
+    """
     # Binary search for the first number of steps that takes more tokens. A step takes at least one.
     too_many_steps = bisect_right(range(MAX_TOKENS), num_tokens, key=partial(counter.count, key))
     steps = too_many_steps - 1
@@ -102,9 +118,15 @@ def _count_steps(counter: TokenCounter, key: str, num_tokens: int) -> int:
 
 
 def _keep_completed_warmup(counter: TokenCounter, steps: int) -> int:
-    """Return the length of the warmup in steps: `steps`, or the recorded length if it is over.
+    """Return the number of warmup steps, which must not change after the warmup has ended.
 
-    If the batch sizes have changed since then, another length would make the learning rate jump.
+    If the run resumes with other batch sizes, the same number of tokens makes a different number of
+    steps, and the learning rate would jump. After the warmup, the number of steps in the checkpoint
+    is therefore used instead.
+
+    Args:
+        counter: Counts the tokens of steps.
+        steps: Number of warmup steps according to the current batch sizes.
     """
     progress = counter.progress
     if counter.extra_sequences and steps <= progress.steps:
@@ -113,14 +135,26 @@ def _keep_completed_warmup(counter: TokenCounter, steps: int) -> int:
 
 
 def _describe_bad_length(counter: TokenCounter, key: str, steps: int) -> Problem:
-    """Return the problem of a length with no steps or too many steps."""
+    """Create the problem for a length in tokens that makes less than one step or too many steps.
+
+    Args:
+        counter: Counts the tokens of steps.
+        key: Key that sets the length.
+        steps: Number of steps.
+    """
     tokens_per_step = counter.count(key, 1)
     limits = f"Lengths must have 1 to {MAX_STEPS:,} steps."
     return Problem(key, f"makes {steps:,} steps of {tokens_per_step:,} tokens. {limits}")
 
 
 def _set_length(run: Run, key: str, steps: int) -> Run:
-    """Return a run in which the length `key` has `steps` steps instead of tokens."""
+    """Return a run in which a length is set in steps instead of tokens.
+
+    Args:
+        run: The run.
+        key: Key that sets the length in tokens, such as "training.tokens".
+        steps: The length in steps.
+    """
     if key in KEYS:
         return with_keys(run, {key: steps})
     # `training.tokens` and `training.tokens_per_parameter` accept only tokens.
@@ -142,7 +176,7 @@ def _list_lengths(run: Run) -> Iterator[tuple[str, int]]:
 
 
 def _find_repeated_length(run: Run) -> list[Problem]:
-    """Return a problem if a job sets the length of the run more than once."""
+    """Return a problem if a job sets the length of the run by more than one key, or else []."""
     training = run.job.training
     names = [name for name in LENGTH_KEYS if name in training.model_fields_set]
     names = [name for name in names if getattr(training, name) is not None]

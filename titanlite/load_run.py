@@ -41,10 +41,14 @@ THREADS = "OMP_NUM_THREADS"
 def load_run(
     argv: Sequence[str], world_size: int, *, trusted: bool = True, trains: bool = True
 ) -> Run:
-    """Load and validate the run that `argv`, the options of `titanlite train`, describes.
+    """Load and validate the run that a command line describes.
 
-    The job file of an untrusted run cannot import plugins. The output folder and the initial
-    weights are checked only if the run trains.
+    Args:
+        argv: Options of `titanlite train`.
+        world_size: Number of ranks, over all nodes.
+        trusted: Whether to import the plugins that the job file lists, which runs their code.
+        trains: Whether the run will train. If so, also check the output folder and the initial
+            weights.
 
     Raises:
         UserError: If anything is invalid (the message lists all mistakes), or the model that
@@ -64,7 +68,7 @@ def load_run(
 def check_run(job: JobConfig, world_size: int) -> Run:
     """Validate a job that was created in Python, and return it as a run on `world_size` ranks.
 
-    All values are validated again, because `model_copy(update=...)` does not validate its values.
+    This validates all values again, in case `model_copy(update=...)` has set invalid ones.
 
     Raises:
         UserError: If anything is invalid. The message lists all mistakes.
@@ -76,7 +80,10 @@ def check_run(job: JobConfig, world_size: int) -> Run:
 def load_data_job(argv: Sequence[str]) -> JobConfig:
     """Load a job for a command that only reads the training data, such as `titanlite prepare`.
 
-    Only single values and the [dataset] section are validated.
+    This validates each value on its own and the section [dataset], but not the rest of the job.
+
+    Args:
+        argv: Options of `titanlite train`.
 
     Raises:
         UserError: If anything is invalid. The message lists all mistakes.
@@ -94,8 +101,12 @@ def build_run(parsed: ParsedJob, world_size: int, *, check_outputs: bool = True)
     """Validate a parsed job for `world_size` ranks, and return the resulting run.
 
     This loads the tokenizer, converts lengths in tokens to steps, and applies all rules of
-    `titanlite.rules`. The output folder and the initial weights are checked unless
-    `check_outputs` is False.
+    `titanlite.rules`.
+
+    Args:
+        parsed: The job with the mistakes that were found so far.
+        world_size: Number of ranks, over all nodes.
+        check_outputs: Whether to check the output folder and the initial weights.
 
     Raises:
         ConfigError: If anything is invalid. The message lists all mistakes.
@@ -120,10 +131,11 @@ def build_run(parsed: ParsedJob, world_size: int, *, check_outputs: bool = True)
 
 
 def _fit_to_tokenizer(run: Run) -> tuple[Run, list[Problem]]:
-    """Load the tokenizer, and fit the vocabulary size of a small test model to it.
+    """Load the tokenizer of a run, check it, and set the vocabulary size of a small test model.
 
     Returns:
-        The run, and the problems of its tokenizer.
+        The run, and the problems of its tokenizer. If the tokenizer cannot be loaded, the run is
+        unchanged.
     """
     try:
         tokenizer = load_tokenizer(run.tokenizer_path, run.job)
@@ -135,7 +147,10 @@ def _fit_to_tokenizer(run: Run) -> tuple[Run, list[Problem]]:
 
 
 def _find_invalid_sections(mistakes: Sequence[Mistake]) -> set[str]:
-    """Return the sections in which an invalid value was replaced by its default."""
+    """Return the sections of a job in which an invalid value was replaced by its default.
+
+    Unknown keys are ignored, because they do not replace a value.
+    """
     sections = set()
     for mistake in mistakes:
         is_unknown_key = mistake.kind in ("extra_forbidden", "gone")
@@ -147,9 +162,14 @@ def _find_invalid_sections(mistakes: Sequence[Mistake]) -> set[str]:
 def _apply_rules(
     run: Run, parsed: ParsedJob, skipped_sections: set[str], check_outputs: bool
 ) -> list[Problem]:
-    """Return all problems of a run, except by rules that read one of `skipped_sections`.
+    """Apply the rules of `titanlite.rules` to a run, and return all problems.
 
-    The default in place of an invalid value could break a rule, which is no mistake of the user.
+    Args:
+        run: The run.
+        parsed: The job from which the run was built.
+        skipped_sections: Sections in which a default replaces an invalid value. Rules that read
+            one of them are skipped, because the default could break a rule.
+        check_outputs: Whether to check the output folder and the initial weights.
     """
     rules = [*KEY_RULES, *DATA_RULES]
     if check_outputs:
@@ -166,8 +186,8 @@ def _apply_rules(
 def fit_vocab_size(job: JobConfig, tokenizer: Tokenizer) -> JobConfig:
     """Set the vocabulary size of a small test model to that of the tokenizer.
 
-    The size is rounded up to a multiple of 128, which suits matmuls and tensor parallelism. A job
-    that sets `model.vocab_size`, or trains a published architecture, is returned unchanged.
+    The size is rounded up to a multiple of 128, which suits matmuls and tensor parallelism. If the
+    job sets `model.vocab_size`, or trains a published architecture, return it unchanged.
     """
     if job.model.vocab_size is not None or job.model.flavor not in FITTED_TO_TOKENIZER:
         return job
@@ -179,9 +199,9 @@ def fit_vocab_size(job: JobConfig, tokenizer: Tokenizer) -> JobConfig:
 def _is_preview(parsed: ParsedJob) -> bool:
     """Return whether a job trains only the first steps of the run that its job file describes.
 
-    This is the case if the command line sets the length of the run, such as `training.steps`, but
-    not `lr_scheduler.warmup_steps`. It is also the case for the config.toml that such a run writes,
-    which names the original job file.
+    A warmup longer than such a preview is not a mistake. A job is a preview if the command line
+    sets the length of the run, such as `training.steps`, but not `lr_scheduler.warmup_steps`. The
+    config.toml that a preview writes also describes a preview.
     """
     origins = parsed.origins
     length_origins = {origins.get(f"training.{name}", DEFAULT) for name in LENGTH_KEYS}
@@ -192,9 +212,12 @@ def _is_preview(parsed: ParsedJob) -> bool:
 
 
 def _check_environment() -> list[Mistake]:
-    """Return a list with one mistake if OMP_NUM_THREADS is invalid, otherwise an empty list.
+    """Check the environment variable OMP_NUM_THREADS.
 
     OpenMP would ignore an invalid value, and all ranks would compete for all CPU cores.
+
+    Returns:
+        A list with one mistake, or [] if the variable is valid or not set.
     """
     threads = os.environ.get(THREADS) or "1"
     if re.fullmatch(r" *[1-9][0-9]{0,3} *(, *[1-9][0-9]{0,3} *)*", threads):

@@ -28,9 +28,13 @@ MAX_PEAK_LR = 1e-3
 
 
 def split_from_option(argv: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Separate the value of `--from`, or None, from the other words of a command line.
+    """Separate the option `--from` from the other words of a command line.
 
-    For example, `--from=my_model --training.steps 5` gives "my_model" and the last two words.
+    For example, `--from=my_model --training.steps 5` gives "my_model" and
+    ["--training.steps", "5"].
+
+    Returns:
+        The value of `--from`, or None without this option, and the other words.
 
     Raises:
         UserError: If `--from` has no value, or occurs twice.
@@ -55,10 +59,10 @@ def split_from_option(argv: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 def _find_folder(name: str) -> Path:
-    """Return the local folder of a model, downloading it to models/OWNER/NAME if needed.
+    """Return the local folder of a model. Download it if it is on the Hugging Face Hub.
 
     Args:
-        name: Folder, or OWNER/NAME on the Hugging Face Hub.
+        name: Folder, or OWNER/NAME on the Hub, which is downloaded to models/OWNER/NAME once.
 
     Raises:
         UserError: If the model is not available or not supported.
@@ -75,9 +79,13 @@ def _find_folder(name: str) -> Path:
 
 
 def _download_model(name: str, folder: Path) -> None:
-    """Download the model OWNER/NAME from the Hugging Face Hub.
+    """Download a model from the Hugging Face Hub.
 
-    The config is downloaded and checked first, before the weights, which can be large.
+    First download and check config.json, because the weights can be large.
+
+    Args:
+        name: OWNER/NAME of the model.
+        folder: Folder to download to.
 
     Raises:
         UserError: If the model is not available or not supported.
@@ -101,14 +109,17 @@ def _read_architecture(path: Path) -> Architecture:
 
 
 def build_job_tables(name: str) -> dict[str, dict[str, Any]]:
-    """Return default values for a job that continues pretraining from a model.
+    """Return default values for a job that continues the pretraining of a model.
 
-    They set the architecture, tokenizer, output folder, initial weights, sequence length and
+    The values set architecture, tokenizer, output folder, initial weights, sequence length and
     learning rate. The sequence length is the context length of the model, but at most 4,096 tokens.
 
     Args:
         name: Hugging Face folder, OWNER/NAME on the Hub (downloaded to models/OWNER/NAME), or a
             checkpoint or output folder of titanlite.
+
+    Returns:
+        Sections of a job: section -> key -> value.
 
     Raises:
         UserError: If there is no model, or it is not supported.
@@ -134,7 +145,12 @@ def build_job_tables(name: str) -> dict[str, dict[str, Any]]:
 
 
 def _choose_output_folder(model_folder: Path, is_hf_folder: bool) -> str:
-    """Return the default output folder of a run that starts from the model in `model_folder`."""
+    """Return the default output folder of a run that starts from a pretrained model.
+
+    Args:
+        model_folder: Folder of the model.
+        is_hf_folder: Whether the model is in Hugging Face format.
+    """
     path = model_folder.resolve()
     if not is_hf_folder:
         return f"outputs/{path.name}-continued"
@@ -143,10 +159,11 @@ def _choose_output_folder(model_folder: Path, is_hf_folder: bool) -> str:
 
 
 def _choose_learning_rate(num_parameters: int) -> float:
-    """Return a learning rate for continued pretraining: a tenth of the rate for a new model.
+    """Return a learning rate to continue the pretraining of a model with.
 
-    A new model of N parameters is trained with 3e-4 * (8e9 / N)^(1/3), but at most 1e-3. This fits
-    Llama 3 (https://arxiv.org/abs/2407.21783): 3e-4 for 8B, 1.5e-4 for 70B and 8e-5 for 405B.
+    It is a tenth of the peak learning rate for a new model of N parameters, 3e-4 * (8e9 / N)^(1/3)
+    but at most 1e-3. This formula fits Llama 3 (https://arxiv.org/abs/2407.21783): 3e-4 for 8B,
+    1.5e-4 for 70B and 8e-5 for 405B.
     """
     peak_lr = min(MAX_PEAK_LR, 3e-4 * (8e9 / num_parameters) ** (1 / 3))
     return float(f"{peak_lr / 10:.2g}")
@@ -155,7 +172,8 @@ def _choose_learning_rate(num_parameters: int) -> float:
 def _find_tokenizer(folder: Path) -> Path:
     """Return the path of the tokenizer file in a Hugging Face folder.
 
-    If there is no tokenizer file, return the path of tokenizer.json. Loading it then fails.
+    If there is no tokenizer file, return the path of tokenizer.json, so that a later error names
+    this file.
     """
     for name in ("tokenizer.json", "tokenizer.model"):
         if (folder / name).is_file():
@@ -164,7 +182,9 @@ def _find_tokenizer(folder: Path) -> Path:
 
 
 def _read_job(folder: Path) -> JobConfig:
-    """Return the job of the newest checkpoint in a checkpoint or output folder.
+    """Return the job configuration of the newest checkpoint in a checkpoint or output folder.
+
+    If the checkpoint has no tokenizer, use tokenizer.json in `folder`.
 
     Raises:
         UserError: If the folder contains neither a model nor a checkpoint.

@@ -98,7 +98,7 @@ def evaluate_text(
             read as plain text.
         parallelism: Layout of the ranks. None: the parameters are sharded over all ranks.
         tokenizer: Tokenizer file. None: the tokenizer of the checkpoint.
-        log: Receives progress messages.
+        log: Called with one line of text for each progress message.
         settings: Fields of `config.options.Scoring`: window, stride, batch_size, text_column,
             dtype, ema.
 
@@ -144,7 +144,7 @@ def evaluate_text(
 
 
 def make_score(total: float, tokens: int, num_bytes: int) -> Score:
-    """Return the score of a model on a text.
+    """Compute the loss, perplexity and bits per byte of a model on a text.
 
     Args:
         total: Cross entropy in nats, summed over all tokens.
@@ -158,6 +158,12 @@ def make_score(total: float, tokens: int, num_bytes: int) -> Score:
 
 def _build_run(saved: JobConfig, options: Scoring, window: int, parallelism: Parallelism) -> Run:
     """Build the run that evaluates a saved model on all ranks, and check its options.
+
+    Args:
+        saved: Job of the checkpoint.
+        options: Options of the evaluation.
+        window: Number of tokens per sequence.
+        parallelism: Layout of the ranks.
 
     Raises:
         UserError: If the window exceeds the maximum sequence length of the model, or the layout is
@@ -179,7 +185,14 @@ def _build_run(saved: JobConfig, options: Scoring, window: int, parallelism: Par
 
 
 def _make_job(saved: JobConfig, parallelism: Parallelism, training: dict[str, Any]) -> JobConfig:
-    """Return the job of an evaluation: the model of a saved job, without the way it was trained."""
+    """Create the job of an evaluation from the job that trained the model.
+
+    Args:
+        saved: Job that trained the model. Only its sections that describe the model, the tokenizer
+            and their plugins are used.
+        parallelism: Layout of the ranks.
+        training: Section [training] of the evaluation.
+    """
     # Keep only the sections that describe the model, its tokenizer and their plugins.
     plugin_sections = {saved.model.architecture, saved.tokenizer.name or ""}
     tables = saved.model_dump(include={"job", "model", "tokenizer", "comm", *plugin_sections})
@@ -193,7 +206,14 @@ def _make_job(saved: JobConfig, parallelism: Parallelism, training: dict[str, An
 def _make_training_section(
     saved: JobConfig, options: Scoring, window: int, degrees: Degrees
 ) -> dict[str, Any]:
-    """Return the sizes of sequences and batches, and the dtype, of an evaluation."""
+    """Create the section [training] of an evaluation: sequence length, batch sizes and dtype.
+
+    Args:
+        saved: Job that trained the model.
+        options: Options of the evaluation.
+        window: Number of tokens per sequence, which is rounded up as the layout requires.
+        degrees: Parallelism degrees of the evaluation.
+    """
     # Context and tensor parallel ranks divide each sequence, so round up its length.
     divisor = sequence_divisor(degrees)
     sequence_length = math.ceil(window / divisor) * divisor
@@ -214,7 +234,7 @@ def _make_training_section(
 
 
 def _default_dtype(saved: JobConfig) -> str:
-    """Return the default dtype of an evaluation: that of training on a GPU, float32 on a CPU."""
+    """Return the default dtype of an evaluation: float32 on a CPU, or else that of the training."""
     if not torch.cuda.is_available():
         return "float32"
     trained_run = Run(saved).resolve_compute_dtype(on_gpu=True)
@@ -224,16 +244,16 @@ def _default_dtype(saved: JobConfig) -> str:
 def _sum_losses(
     run: Run, checkpoint: Path, texts: TextWindows, averaged: bool, log: Callable[[str], None]
 ) -> tuple[Path, float]:
-    """Load a checkpoint, and sum the cross entropy over all tokens of `texts`.
+    """Load a checkpoint, and sum the cross entropy of its model over all tokens of `texts`.
 
     Call this on all ranks.
 
     Args:
         run: Run that determines the model and the layout of the ranks.
         checkpoint: Folder to search for the newest undamaged checkpoint.
-        texts: Windows of text to score. Afterwards its counters show how much was scored.
+        texts: Windows of text to score. This also updates its counters, such as `texts.tokens`.
         averaged: Whether to use the exponential moving average of the weights.
-        log: Receives progress messages.
+        log: Called with one line of text for each progress message.
 
     Returns:
         Step folder of the weights, and the sum in nats.
