@@ -292,10 +292,10 @@ class Decoding:
 def _generate_tokens(
     checkpoint: LoadedCheckpoint, decodings: Sequence[Decoding], options: Generation
 ) -> Iterator[None]:
-    """Generate tokens for a batch of prompts, one token for each prompt at a time.
+    """Generate tokens for a batch of prompts, one token per prompt at a time.
 
-    Each time before this yields, it has appended a token to every unfinished completion in
-    `decodings`.
+    After each token is appended to the unfinished completions in `decodings`, yield None, so that
+    you can read them.
     """
     inputs, padding = _pad_prompts(decodings)
     max_new_tokens = max(decoding.limit - len(decoding.ids) for decoding in decodings)

@@ -65,13 +65,15 @@ class TokenCounter(NamedTuple):
         """Return the number of tokens in the last steps of the learning rate schedule."""
         job = self.run.job
         total = job.lr_scheduler.total_steps or job.training.steps
-        missing = max(0, steps - total)  # `titanlite.rules` reports a decay that is too long
-        last = self._count_first(total) - self._count_first(total - steps + missing)
-        return last + self._count_first(missing)
+        excess_steps = max(0, steps - total)  # `titanlite.rules` reports a decay that is too long
+        steps_before = total - steps + excess_steps
+        num_tokens = self._count_first(total) - self._count_first(steps_before)
+        return num_tokens + self._count_first(excess_steps)
 
     def _count_first(self, steps: int) -> int:
         """Return the number of tokens in the first steps of the run."""
         num_sequences = sum(count for _, count in self.run.count_sequences(steps))
+        # Distribute the extra sequences evenly over the steps before the resume.
         steps_done = min(steps, self.progress.steps)
         num_sequences += self.extra_sequences * steps_done // max(self.progress.steps, 1)
         return num_sequences * self.run.job.training.seq_len
@@ -120,9 +122,9 @@ def _count_steps(counter: TokenCounter, key: str, num_tokens: int) -> int:
 def _keep_completed_warmup(counter: TokenCounter, steps: int) -> int:
     """Return the number of warmup steps, which must not change after the warmup has ended.
 
-    If the run resumes with other batch sizes, the same number of tokens makes a different number of
-    steps, and the learning rate would jump. After the warmup, the number of steps in the checkpoint
-    is therefore used instead.
+    If the run resumes with other batch sizes, the same number of tokens can make a different number
+    of steps, and the learning rate would jump. If the warmup is over, return the number of warmup
+    steps in the checkpoint instead of `steps`.
 
     Args:
         counter: Counts the tokens of steps.

@@ -114,7 +114,8 @@ def build_run(parsed: ParsedJob, world_size: int, *, check_outputs: bool = True)
     fitted_run, tokenizer_problems = _fit_to_tokenizer(Run(parsed.job, world_size))
     run, length_problems = resolve_lengths(fitted_run)
 
-    # The number of steps of a length in tokens depends on these sections.
+    # The number of steps of a length in tokens depends on these sections. If one of them has an
+    # invalid value, a problem with a length could be only a consequence.
     mistakes = [*parsed.mistakes, *_check_environment()]
     invalid_sections = _find_invalid_sections(parsed.mistakes)
     if invalid_sections.isdisjoint(("model", "training", "parallelism", "dataset")):
@@ -208,7 +209,9 @@ def _is_preview(parsed: ParsedJob) -> bool:
     warmup_origin = origins.get("lr_scheduler.warmup_steps", DEFAULT)
     if COMMAND_LINE in length_origins:
         return warmup_origin != COMMAND_LINE
-    return not length_origins <= {DEFAULT, parsed.job.job.config_file}
+    # The config.toml of a preview sets the length, but names the original file as its job file.
+    usual_origins = {DEFAULT, parsed.job.job.config_file}
+    return not length_origins <= usual_origins
 
 
 def _check_environment() -> list[Mistake]:

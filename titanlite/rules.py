@@ -77,8 +77,8 @@ Problems = Iterator[Problem]
 class Rule(NamedTuple):
     """A rule together with the job sections that it reads.
 
-    A rule is skipped if one of these sections has an invalid value. The job contains the default
-    instead of that value, so the rule could report a problem that the user did not cause.
+    If one of these sections has an invalid value, the rule is skipped. The job contains the default
+    instead of this value, so the rule could report a problem that the user did not cause.
 
     Attributes:
         check: Function that yields the problems of a run.
@@ -92,7 +92,7 @@ class Rule(NamedTuple):
 def make_mistake(run: Run, problem: Problem) -> Mistake:
     """Convert a broken rule to a `Mistake`, which also contains the current value of the key.
 
-    For a key of [model] that the job does not set, this is the value of the model flavor.
+    If the job does not set a key of [model], its value is that of the model flavor.
     """
     parts = problem.key.split(".")
     section, name, *_ = parts
@@ -107,7 +107,7 @@ def make_mistake(run: Run, problem: Problem) -> Mistake:
 def find_broken_rules(run: Run) -> list[Problem]:
     """Return the problems of a run, except those that involve files.
 
-    The planner uses this to skip layouts that cannot work.
+    If there are none, the combination of keys and ranks can work.
     """
     problems = list(check_warmup(run))
     for rule in KEY_RULES:
@@ -119,7 +119,10 @@ def find_broken_rules(run: Run) -> list[Problem]:
 
 
 def check_model(run: Run) -> Problems:
-    """Check the shape of the model, and that sequences are not longer than its context length."""
+    """Check the heads and the RoPE scaling of the model, and its context length.
+
+    Sequences must not be longer than the context length, `model.max_seq_len`.
+    """
     yield from _check_heads(run)
 
     arch = run.arch
@@ -138,7 +141,7 @@ def check_model(run: Run) -> Problems:
 
 
 def _check_heads(run: Run) -> Problems:
-    """Check that attention heads have an even width, and share key-value heads evenly."""
+    """Check that attention heads have an even width, and share key/value heads evenly."""
     arch = run.arch
     if arch.head_dim % 2 and run.job.model.head_dim:
         yield Problem("model.head_dim", "must be even, because RoPE rotates pairs of channels.")
@@ -154,7 +157,7 @@ def _check_heads(run: Run) -> Problems:
 def check_attention_backend(run: Run) -> Problems:
     """Check that the attention backend has an effect, and supports the model and the layout.
 
-    The kernels that the GPU supports are only known, and checked, when the run starts.
+    This does not check whether the GPU supports the backend, which is unknown before the start.
     """
     key = "model.attention_backend"
     backend = run.job.model.attention_backend
@@ -170,7 +173,10 @@ def check_attention_backend(run: Run) -> Problems:
 
 
 def _list_varlen_problems(run: Run) -> Iterator[str]:
-    """Return the reasons why the job cannot use variable-length attention."""
+    """Yield the reasons why the job cannot use variable-length attention.
+
+    Each reason is the rest of a sentence that starts with the key `model.attention_backend`.
+    """
     if run.degrees.context > 1:
         yield "does not support context parallelism, which divides documents. Remove it."
 
@@ -186,23 +192,29 @@ def _list_varlen_problems(run: Run) -> Iterator[str]:
 def check_layout(run: Run) -> Problems:
     """Check that the parallelism degrees fit the number of ranks, the model and the batch sizes.
 
-    Batch sizes depend on the data-parallel degree, so they are checked only if the product of the
-    degrees equals the number of ranks.
+    If the product of the degrees differs from the number of ranks, report only this, and do not
+    check the batch sizes, which depend on the degrees.
     """
     uses_all_ranks = run.degrees.world == run.world_size
-    problems = list(check_batch_sizes(run) if uses_all_ranks else _check_world_size(run))
-    yield from problems
+    if uses_all_ranks:
+        size_problems = list(check_batch_sizes(run))
+    else:
+        size_problems = list(_check_world_size(run))
+    yield from size_problems
 
     yield from check_tensor_sizes(run)
     if run.degrees.pipeline > 1:
         yield from check_stages(run)
         yield from check_pipeline_schedule(run)
-        if not problems:
+        if not size_problems:  # otherwise the number of microbatches is meaningless
             yield from check_microbatches(run)
 
 
 def _check_world_size(run: Run) -> Problems:
-    """Report that the product of the parallelism degrees is not the number of ranks."""
+    """Report that the product of the parallelism degrees differs from the number of ranks.
+
+    The problem names the largest degree. This function does not check the condition itself.
+    """
     # Report the largest degree, because the user will most likely change this one.
     degrees = {key: value for key, value in run.job.parallelism if key.endswith("_degree")}
     largest = max(degrees, key=degrees.__getitem__)
@@ -250,7 +262,10 @@ def check_batch_sizes(run: Run) -> Problems:
 
 
 def check_stages(run: Run) -> Problems:
-    """Check that the model can be split into pipeline stages, and the job works with a pipeline."""
+    """Check that the model can be split into pipeline stages.
+
+    Also report keys that do not work with a pipeline, such as tied embeddings.
+    """
     num_layers = run.arch.n_layers
     num_ranks = run.degrees.pipeline
     num_stages = run.stages_per_rank * num_ranks
@@ -279,7 +294,10 @@ def check_stages(run: Run) -> Problems:
 
 
 def _are_valid_cuts(run: Run) -> bool:
-    """Return whether the split points of the job make stages that its pipeline schedule can run."""
+    """Return whether the pipeline schedule can run the stages that the job's split points make.
+
+    No stage may be empty, and the number of stages must fit the number of pipeline ranks.
+    """
     boundaries = [0, *run.pipeline_cuts, run.arch.n_layers]
     if any(first >= end for first, end in pairwise(boundaries)):
         return False
@@ -292,9 +310,10 @@ def _are_valid_cuts(run: Run) -> bool:
 
 
 def check_pipeline_schedule(run: Run) -> Problems:
-    """Check that the job is compatible with a schedule that splits the backward pass.
+    """Check that the job is compatible with its pipeline schedule.
 
-    These zero-bubble schedules compute the gradients of the weights in a second pass.
+    Zero-bubble schedules split the backward pass: they compute the gradients of the weights in a
+    second pass, which some options do not allow. All other schedules have no restrictions.
     """
     key = "parallelism.pipeline_parallel_schedule"
     schedule = run.job.parallelism.pipeline_parallel_schedule
@@ -313,11 +332,12 @@ def check_pipeline_schedule(run: Run) -> Problems:
 
 
 def _frees_buffers_early(run: Run) -> bool:
-    """Return whether the first backward pass frees buffers that a second one would need.
+    """Return whether a split backward pass is impossible, because buffers are freed too early.
 
-    This is the case for compiled blocks, and for blocks that recompute only some operators. If
-    compiled blocks keep these buffers ("donated buffers" disabled), they run, but the loss is off
-    by 1.4e-3 after ten steps in fp32 (torch 2.13).
+    In compiled blocks, and in blocks that recompute only some operators, the first part of the
+    backward pass frees buffers that the second part needs. If compiled blocks keep these buffers
+    ("donated buffers" disabled), they run, but the loss is off by 1.4e-3 after ten steps in fp32
+    (torch 2.13).
     """
     checkpointing = run.job.activation_checkpoint
     recomputes_operators = (
@@ -327,9 +347,10 @@ def _frees_buffers_early(run: Run) -> bool:
 
 
 def check_microbatches(run: Run) -> Problems:
-    """Check that each global batch size makes a number of microbatches that the pipeline can run.
+    """Check that the pipeline can run the number of microbatches of each global batch size.
 
-    The problem recommends a multiple of the number of ranks, which every schedule can run.
+    The problem recommends the nearest multiples of the number of pipeline ranks, which every
+    schedule can run.
     """
     num_ranks = run.degrees.pipeline
     sequences_per_microbatch = run.job.training.local_batch_size * run.degrees.data
@@ -348,8 +369,9 @@ def check_microbatches(run: Run) -> Problems:
 def _can_run_microbatches(run: Run, count: int) -> bool:
     """Return whether the pipeline schedule can run `count` microbatches per step.
 
-    Each pipeline rank needs a microbatch. Interleaved schedules also divide the microbatches into
-    equal rounds. For example, 4 ranks run 10 microbatches in 2 rounds of 5, but cannot run 9.
+    There must be at least as many microbatches as pipeline ranks. Interleaved schedules also divide
+    the microbatches into equal rounds. For example, 4 ranks run 10 microbatches in 2 rounds of 5,
+    but cannot run 9.
     """
     num_rounds = count // run.degrees.pipeline
     if num_rounds == 0:
@@ -361,9 +383,9 @@ def _can_run_microbatches(run: Run, count: int) -> bool:
 
 
 def _list_batch_sizes(run: Run) -> list[tuple[str, int]]:
-    """Return all keys that set a global batch size, with their values.
+    """Return each key that sets a global batch size, with the size in sequences.
 
-    Apart from "training.global_batch_size", these are keys of data stages, such as
+    The first key is "training.global_batch_size". Data stages can have one each, such as
     "dataset.stages.0.global_batch_size".
     """
     sizes = [("training.global_batch_size", run.global_batch_size)]
@@ -375,7 +397,7 @@ def _list_batch_sizes(run: Run) -> list[tuple[str, int]]:
 
 
 def _nearest_multiples(number: int, divisor: int) -> str:
-    """Return the positive multiples of `divisor` below and above `number`, such as "8 or 16"."""
+    """Suggest the positive multiples of `divisor` around `number`, such as "8 or 16" for 10."""
     lower = number // divisor * divisor
     return f"{lower} or {lower + divisor}" if lower else f"{divisor}"
 
@@ -393,7 +415,10 @@ def check_total_steps(run: Run) -> Problems:
 def check_warmup(run: Run, *, is_preview: bool = False) -> Problems:
     """Check that warmup and decay fit into the learning rate schedule.
 
-    They may be longer in a preview, which trains only the first steps of a longer run.
+    Args:
+        run: The run.
+        is_preview: Whether the job trains only the first steps of a longer run. If so, warmup and
+            decay may be longer than the run.
     """
     schedule = run.job.lr_scheduler
     if schedule.decay_steps is not None and schedule.decay_ratio is not None:
@@ -427,9 +452,9 @@ def _check_schedule_length(run: Run) -> Problems:
 def check_moments(run: Run) -> Problems:
     """Check that optimizer moments stored in bfloat16 are precise enough to follow the gradients.
 
-    A step changes a moment by (1 - beta) times its distance to the new value, and bfloat16 rounds
-    changes below 2^-8 of the moment to zero. With beta = 0.99, a moment can therefore stop at 0.72
-    to 1.64 times the new value. With beta = 0.996, it never decreases.
+    A step changes a moment by (1 - beta) times its distance to the new value. Rounding to bfloat16
+    drops a change of less than 2^-8 of the moment. With beta = 0.99, a moment can therefore stop at
+    0.72 to 1.64 times the new value. With beta = 0.996, it never decreases.
     """
     optimizer = run.job.optimizer
     if run.state_dtype != "bfloat16" or optimizer.stochastic_rounding:
@@ -443,7 +468,7 @@ def check_moments(run: Run) -> Problems:
 
 
 def check_optimizer(run: Run) -> Problems:
-    """Check the learning rate, and that the job only uses what its optimizer supports."""
+    """Check the learning rate, and report options that the selected optimizer does not support."""
     optimizer = run.job.optimizer
     if optimizer.name in NORMALIZED and optimizer.lr > MAX_LR:
         yield Problem(
@@ -487,7 +512,10 @@ def check_mup(run: Run) -> Problems:
 
 
 def check_optimizer_groups(run: Run) -> Problems:
-    """Check that each parameter is in exactly one optimizer group, and each pattern matches."""
+    """Check that each parameter is in exactly one optimizer group.
+
+    Each name pattern of a group must also match at least one parameter.
+    """
     groups = run.job.optimizer.groups
     if not groups or list(_check_heads(run)):
         return
@@ -506,7 +534,12 @@ def check_optimizer_groups(run: Run) -> Problems:
 
 
 def _check_membership(run: Run, names: list[str]) -> Problems:
-    """Check that each of the parameters `names` is in exactly one optimizer group."""
+    """Check that each parameter is in exactly one optimizer group.
+
+    Args:
+        run: The run.
+        names: Names of all parameters of the model.
+    """
     groups = run.job.optimizer.groups
     counts = {name: sum(group.claims(name) for group in groups) for name in names}
     missing = [name for name in names if counts[name] == 0]
@@ -527,12 +560,12 @@ def _check_membership(run: Run, names: list[str]) -> Problems:
 
 
 def _summarize(names: list[str]) -> str:
-    """Return the first name and the number of other names, such as "norm.weight and 2 more"."""
+    """Shorten a list of names to the first name and a number, such as "norm.weight and 2 more"."""
     return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
 
 
 def check_float8(run: Run) -> Problems:
-    """Check that FP8 applies to at least one layer, and that the sizes of its matmuls fit."""
+    """Check that FP8 converts at least one layer, and that FP8 matmuls support the sizes."""
     float8 = run.job.float8
     if not float8.enable:
         return
@@ -549,7 +582,7 @@ def check_float8(run: Run) -> Problems:
 
 
 def _check_float8_sizes(run: Run) -> Problems:
-    """Check that the sizes of FP8 matmuls are multiples of 16, or of 32 with MXFP8."""
+    """Check that the sizes of all FP8 matmuls on a rank are multiples of 16, or of 32 for MXFP8."""
     float8 = run.job.float8
     multiple = float8.size_multiple
     layer_sizes = _list_float8_sizes(run)
@@ -586,7 +619,7 @@ def _list_float8_sizes(run: Run) -> list[int]:
 
 
 def check_memory_budget(run: Run) -> Problems:
-    """Check that the model is compiled if activation checkpointing uses a memory budget."""
+    """If activation checkpointing uses a memory budget, check that the model is compiled."""
     mode = run.job.activation_checkpoint.mode
     if mode == "memory_budget" and not run.compiles("model"):
         yield Problem(
@@ -596,7 +629,7 @@ def check_memory_budget(run: Run) -> Problems:
 
 
 def check_profiling(run: Run) -> Problems:
-    """Check that a profile fits into its interval, and that the ranks to profile exist."""
+    """Check that a profile is not longer than its interval, and that the ranks to profile exist."""
     profiling = run.job.profiling
     needed = profiling.profiler_warmup + profiling.profiler_active
     if needed > profiling.profile_freq:
@@ -621,7 +654,7 @@ def check_symmetric_memory(run: Run) -> Problems:
 
 
 def check_effects(run: Run) -> Problems:
-    """Check that no key is set that has no effect because of the value of another key.
+    """Report keys that have no effect because another key is not set.
 
     For example, `samples.freq` has no effect without `samples.prompts`.
     """
@@ -720,9 +753,9 @@ def _check_sample_prompts(run: Run, tokenizer: Tokenizer) -> Problems:
 
 
 def suggest_tokenizer(run: Run) -> str:
-    """Return a hint on how to get a missing tokenizer, to append to an error message.
+    """Return a hint on how to get the tokenizer of a job, to append to an error message.
 
-    The hint is empty if the tokenizer file exists, or if its path is a URL.
+    If the tokenizer file exists, or its path is a URL, return an empty string.
     """
     path = run.job.tokenizer.path
     if storage.as_url(path) or os.path.isfile(run.tokenizer_path):
@@ -738,7 +771,7 @@ def suggest_tokenizer(run: Run) -> str:
 
 
 def _suggest_training_tokenizer(run: Run) -> str:
-    """Return a hint with the command that trains a tokenizer at the path of the missing one."""
+    """Return a hint with the command that trains a tokenizer, in place of a missing one."""
     # Both my/tokenizer.json and my.json give the folder "my".
     path = run.job.tokenizer.path
     folder, name = os.path.split(path)
@@ -765,15 +798,20 @@ def check_dataset(run: Run) -> Problems:
 
 
 def check_validation(run: Run) -> Problems:
-    """Check that the validation data exists, and that the job sets it in one way only."""
+    """Check that the validation data exists.
+
+    It is either held out from the training data, or has its own sources, but not both.
+    """
     validation = run.job.validation
-    if validation.holdout > 0 and (validation.path or validation.sources):
+    has_holdout = validation.holdout > 0
+    has_files = validation.path or validation.sources
+    if has_holdout and has_files:
         key = "validation.path" if validation.path else "validation.source"
         yield Problem(
             key,
             "is not used with validation.holdout, which uses documents of [dataset]. Remove one.",
         )
-    elif validation.freq > 0 and validation.holdout == 0:
+    elif validation.freq > 0 and not has_holdout:
         if validation.sources or "source" in validation.model_fields_set:
             yield from _check_sources("validation", validation)
         else:
@@ -784,9 +822,11 @@ def check_validation(run: Run) -> Problems:
 
 
 def _check_sources(section: str, dataset: Dataset | Validation) -> Problems:
-    """Check the keys of the data sources in [dataset] or [validation], and that their files exist.
+    """Check the data sources in [dataset] or [validation], and that their files exist.
 
-    Without a list of sources, the section describes a single source itself.
+    Args:
+        section: "dataset" or "validation".
+        dataset: The section. If it has no list of sources, it describes a single source itself.
     """
     if not dataset.sources:
         yield from _check_source(section, dataset)
@@ -808,7 +848,12 @@ def _check_sources(section: str, dataset: Dataset | Validation) -> Problems:
 
 
 def _check_source(table: str, source: TextSource) -> Problems:
-    """Check the keys of a data source in a table such as "dataset.sources.0", and its files."""
+    """Check the keys of a data source, and that its files exist.
+
+    Args:
+        table: Table of the source, such as "dataset.sources.0", to name its keys in problems.
+        source: The source.
+    """
     has_fixed_files = source.source in ("python_stdlib", "c4")
     if source.path is not None and has_fixed_files:
         yield Problem(
@@ -835,7 +880,7 @@ def _check_source(table: str, source: TextSource) -> Problems:
 
 
 def check_output_folders(run: Run) -> Problems:
-    """Check that the output folders are writable, and contain no files of other programs."""
+    """Check that the output folders are writable, and that no output would replace other files."""
     yield from _check_writable(run)
 
     folder = run.dump_folder.absolute()
@@ -857,7 +902,10 @@ def check_output_folders(run: Run) -> Problems:
 
 
 def _check_writable(run: Run) -> Problems:
-    """Check that files can be written to the output folder, and then to the checkpoint folder."""
+    """Check that files can be written to the output folder and to the checkpoint folder.
+
+    Report only the first problem.
+    """
     folder = run.dump_folder.absolute()
     write_problem = find_write_problem(folder)
     if write_problem:
@@ -874,9 +922,9 @@ def _check_writable(run: Run) -> Problems:
 
 
 def check_urls(run: Run) -> Problems:
-    """Check that the URLs for copies of checkpoints and for initial weights can be accessed.
+    """Check that the URLs of the mirror and of the initial weights can be accessed.
 
-    Only rank 0 connects to the storage.
+    Do this only on rank 0, to connect to the storage only once.
     """
     checkpoint = run.job.checkpoint
     if not checkpoint.enable or os.environ.get("RANK", "0") != "0":
@@ -892,7 +940,10 @@ def check_urls(run: Run) -> Problems:
 
 
 def check_mirror(run: Run) -> Problems:
-    """Check that `checkpoint.mirror` is a URL whose files outlive the run and its output folder."""
+    """Check that `checkpoint.mirror` is a URL, and that copies there outlive the run.
+
+    They must also remain if the output folder of the run is lost.
+    """
     mirror = run.job.checkpoint.mirror
     if mirror is None:
         return
@@ -909,7 +960,7 @@ def check_mirror(run: Run) -> Problems:
 
 
 def _outlives_run(url: str, run: Run) -> bool:
-    """Return whether the files at a URL remain after the run and without its output folder."""
+    """Return whether files at a URL remain after a run has ended and its output folder is lost."""
     scheme, _, path = url.partition("://")
     if scheme == "file":
         return not Path(path).resolve().is_relative_to(run.dump_folder.resolve())
@@ -917,7 +968,7 @@ def _outlives_run(url: str, run: Run) -> bool:
 
 
 def check_checkpoints(run: Run) -> Problems:
-    """Check that the initial weights or the checkpoint that the run loads exist."""
+    """Check that the initial weights of a new run exist, and the checkpoint of `load_step`."""
     checkpoint = run.job.checkpoint
     if not checkpoint.enable:
         return
@@ -933,7 +984,14 @@ def check_checkpoints(run: Run) -> Problems:
 
 
 def _check_load_step(run: Run, saved: list[Path]) -> Problems:
-    """Check that the checkpoint of step `checkpoint.load_step` is among the saved ones."""
+    """Check that the run has saved a checkpoint of step `checkpoint.load_step`.
+
+    If the run has already gone back to this step and continued, the checkpoint may be missing.
+
+    Args:
+        run: The run.
+        saved: Step folders of the run, sorted by step.
+    """
     step = run.job.checkpoint.load_step
     if step in [get_step(folder) for folder in saved]:
         return
@@ -953,6 +1011,10 @@ def _check_initial_weights(path: str, checkpoint: Checkpoint) -> Problems:
     """Check that the folder of the initial weights contains a checkpoint or a Hugging Face model.
 
     URLs are not checked here.
+
+    Args:
+        path: Path or URL of the initial weights.
+        checkpoint: Section [checkpoint] of the job.
     """
     is_hf_folder = checkpoint.initial_load_in_hf and os.path.isdir(path)
     if is_hf_folder or storage.as_url(path):
@@ -964,7 +1026,7 @@ def _check_initial_weights(path: str, checkpoint: Checkpoint) -> Problems:
 
 
 def check_wandb(run: Run) -> Problems:
-    """Check that the package wandb is installed if the job logs to Weights & Biases."""
+    """If the job logs to Weights & Biases, check that the package wandb is installed."""
     if run.job.metrics.enable_wandb and find_spec("wandb") is None:
         yield Problem(
             "metrics.enable_wandb",
@@ -973,7 +1035,7 @@ def check_wandb(run: Run) -> Problems:
 
 
 def check_certificate(run: Run) -> Problems:
-    """Check that `titanlite prove` has proven the job if job.require_certificate is set."""
+    """If `job.require_certificate` is set, check that `titanlite prove` has proven the job."""
     if not run.job.job.require_certificate:
         return
     match = find_certificate(run)
@@ -991,11 +1053,12 @@ def check_certificate(run: Run) -> Problems:
 
 
 def _get_checkpoint_folder(run: Run) -> Path:
+    """Return the absolute path of the folder that contains the run's checkpoints."""
     return Path(os.path.normpath(run.dump_folder.absolute() / run.job.checkpoint.folder))
 
 
 def _list_saved(run: Run) -> list[Path]:
-    """Return the checkpoints in the run's folder from which the run can resume."""
+    """Return the step folders that the run has saved, sorted by step, or [] for a new run."""
     folder = _get_checkpoint_folder(run)
     return list_checkpoints(folder) if folder.is_dir() else []
 
@@ -1058,9 +1121,9 @@ OUTPUT_RULES = [
 
 
 def find_suspicious_values(run: Run) -> list[str]:
-    """Return a warning for each value that is valid but probably a mistake.
+    """Return a warning for each value of a job that is valid but probably a mistake.
 
-    Examples are a learning rate of 0.5 for AdamW, or a source of plain text that contains markup.
+    Examples are a learning rate of 0.5 for AdamW, or a plain text file that contains markup.
     """
     warnings = []
     optimizer = run.job.optimizer
@@ -1078,7 +1141,7 @@ def find_suspicious_values(run: Run) -> list[str]:
 
 
 def _list_sources(run: Run) -> list[TextSource]:
-    """Return all sources of training and validation data."""
+    """Return all sources of the training data and, if there are any, of the validation data."""
     dataset = run.job.dataset
     validation = run.job.validation
     # A section without a list of sources is a source itself.

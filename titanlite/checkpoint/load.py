@@ -112,23 +112,23 @@ class Resumer:
             CheckpointError: If there are checkpoints, but no valid one.
         """
         folder = self.context.folder
-        checkpoints, renamed = self._ranks.run_on_rank0(
+        checkpoints, damaged = self._ranks.run_on_rank0(
             lambda: (list_checkpoints(folder), list_set_aside(folder))
         )
         candidates = checkpoints
-        later: list[Path] = []
-        problems = [f"{path.name}: damaged, renamed earlier" for path in renamed]
+        later_checkpoints: list[Path] = []
+        problems = [f"{path.name}: damaged, renamed earlier" for path in damaged]
 
         step = self._config.load_step
         if step != -1 and not self._ranks.run_on_rank0(lambda: has_gone_back(checkpoints, step)):
             candidates = [path for path in checkpoints if get_step(path) == step]
-            later = [path for path in checkpoints if get_step(path) > step]
+            later_checkpoints = [path for path in checkpoints if get_step(path) > step]
             names = ", ".join(path.name for path in checkpoints) or "none"
             problems = [f"checkpoint.load_step = {step}; available: {names}"]
 
         state = self._load_newest_valid(candidates, problems)
         if state is not None:
-            for path in later:
+            for path in later_checkpoints:
                 self._rename(path, f"Going back to step {step}: {path.name}", "archived")
             return state
         if problems:

@@ -203,8 +203,10 @@ class Saver:
 
         try:
             get_copies = self._copy(tensors, self._stager)
-            waited = time.perf_counter() - writer.started
-            result = self._thread.submit(self._write_and_publish, writer, get_copies, waited)
+            seconds_waited = time.perf_counter() - writer.started
+            result = self._thread.submit(
+                self._write_and_publish, writer, get_copies, seconds_waited
+            )
         except Exception as error:  # for example, too little memory for the copies or a thread
             # The other ranks wait for this rank's part of the checkpoint, so write it here instead.
             # Collectives match nevertheless, because each rank calls the same ones in the same

@@ -229,10 +229,12 @@ def _classify(
     is_source_key = name.startswith("dataset.sources.")
     if is_source_key and key in _MIXTURE_KEYS:
         return AFFECTS_TRAINING if data is None else _content_effect(new)
-    option = f"dataset.{key}" if is_source_key else name  # as for a single source
+    # A key of a source in a list has the same effect as the key of a single source in [dataset].
+    option = f"dataset.{key}" if is_source_key else name
     is_data_seed = name == "training.seed" and new["dataset.seed"] is None
     if data is not None and (option in _LOADER_KEYS or is_data_seed):
-        return None if any(data) else COMPATIBLE
+        has_data_changes = any(data)  # they are reported instead of the key
+        return None if has_data_changes else COMPATIBLE
     return _classify_option(section, option, old)
 
 

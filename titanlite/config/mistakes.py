@@ -69,6 +69,7 @@ class Mistake(NamedTuple):
         value = shorten(self.value)
         if not self.problem.startswith("must "):
             return f"{self.name} = {value} {self.problem}"
+        # Insert the value before the first full stop: "must be at least 1, got 0. Remove it."
         requirement, stop, remedy = re.fullmatch(
             r"(.*?)(\.(?= )|\.?$)(.*)", self.problem, re.DOTALL
         ).groups()  # type: ignore[union-attr]

@@ -227,8 +227,8 @@ def _list_values(argv: Sequence[str]) -> list[tuple[str, str]]:
     """
     values = []
     for word, next_word in pairwise([*argv, "--"]):
-        flag, has_value, value = word.partition("=")
-        if not has_value:
+        flag, equals_sign, value = word.partition("=")
+        if not equals_sign:
             value = next_word
         if flag.startswith("--") and not value.startswith("--"):
             values.append((flag, value))

@@ -339,11 +339,11 @@ def _make_room(folder: Path) -> None:
     """
     # `_read_cached_block` updates the modification time of each block that is used.
     blocks = sorted(folder.glob("[0-9]*"), key=lambda file: file.stat().st_mtime)
-    limit = float(os.environ.get(LIMIT) or 0) * 1e9
-    if not limit:  # half of the disk space that is free or used by the cache
-        used = len(blocks) * BLOCK * _NUM_FOLDERS
-        limit = (used + shutil.disk_usage(folder).free) / 2
-    max_blocks = max(1, int(limit / BLOCK / _NUM_FOLDERS))
+    max_bytes = float(os.environ.get(LIMIT) or 0) * 1e9
+    if not max_bytes:  # half of the disk space that is free or used by the cache
+        used_bytes = len(blocks) * BLOCK * _NUM_FOLDERS  # all folders have about the same size
+        max_bytes = (used_bytes + shutil.disk_usage(folder).free) / 2
+    max_blocks = max(1, int(max_bytes / BLOCK / _NUM_FOLDERS))
     num_evicted = max(0, len(blocks) + 1 - max_blocks)
     for file in blocks[:num_evicted]:
         file.unlink()
