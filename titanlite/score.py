@@ -124,14 +124,14 @@ def evaluate_text(
 
     run = _build_run(saved_job, options, window, parallelism or Parallelism())
     texts = TextWindows(sources, load_tokenizer(run.tokenizer_path, run.job), window, stride)
-    folder, total = _sum_losses(run, Path(checkpoint), texts, options.ema, log)
+    folder, total_loss = _sum_losses(run, Path(checkpoint), texts, options.ema, log)
     if not texts.tokens:
         raise UserError(f"--data {files[0]}: has no text to score.")
-    if not math.isfinite(total):
+    if not math.isfinite(total_loss):
         problem = "the output of the model is not finite. Use an older checkpoint."
         raise CheckpointError(f"{folder}: {problem}")
 
-    score = make_score(total, texts.tokens, texts.num_bytes)
+    score = make_score(total_loss, texts.tokens, texts.num_bytes)
     return TextScore(
         **vars(score),
         checkpoint=str(folder),
@@ -285,13 +285,13 @@ def _sum_losses(
         devices = f"{run.world_size} x {device.type}"
         log(f"{folder}: {size:,} parameters, {run.job.training.dtype} on {devices}")
 
-        total = torch.zeros((), dtype=torch.float64, device=device)
+        total_loss = torch.zeros((), dtype=torch.float64, device=device)
         last_log = time.monotonic()
         for batch, _ in window_batches(texts, run, mesh.data_rank, device):
-            total += forward_backward.evaluate(batch)
+            total_loss += forward_backward.evaluate(batch)
             if time.monotonic() - last_log > _LOG_SECONDS:
                 last_log = time.monotonic()
                 log(f"{texts.documents:,} documents, {texts.tokens:,} tokens")
-        dist.all_reduce(total, group=mesh.loss_group)
+        dist.all_reduce(total_loss, group=mesh.loss_group)
         ranks.close()
-        return folder, total.item()
+        return folder, total_loss.item()

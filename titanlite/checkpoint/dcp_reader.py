@@ -91,7 +91,7 @@ class SafeReader(FileSystemReader):
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read all that this rank needs from the checkpoint files into its tensors in memory.
+        """Read the planned parts of the checkpoint from disk into the tensors of this rank.
 
         Args:
             plan: DCP's list of the parts to read. Each part is a slice of a chunk (a saved tensor

@@ -371,9 +371,9 @@ class Progress(NamedTuple):
 
 
 def read_progress(run: Run) -> Progress:
-    """Return the progress of a run, from the checkpoints in its output folder.
+    """Return how far a run has trained, according to the checkpoints in its output folder.
 
-    If there is no readable checkpoint, the run starts from step 0.
+    If there is no checkpoint, or it cannot be read, return a progress of 0 steps.
     """
     if not is_saved(run):
         return Progress()

@@ -240,23 +240,23 @@ def export_hf(
         raise UserError(f"{out} exists already. Choose another folder, or remove it.")
     config = formats.hf_config(source.arch, dtype)
     torch_dtype = getattr(torch, dtype)
-    titanlite_names: dict[str, str] = {}  # by name in the folder
-    empty_tensors = {}
+    titanlite_names: dict[str, str] = {}  # by Hugging Face name
+    empty_tensors = {}  # which only describe the sizes
     for name, shape in parameter_shapes(source.arch).items():
-        hf = hf_name(source.arch, name)
-        titanlite_names[hf] = name
-        empty_tensors[hf] = torch.empty(shape, dtype=torch_dtype, device="meta")
+        exported_name = hf_name(source.arch, name)
+        titanlite_names[exported_name] = name
+        empty_tensors[exported_name] = torch.empty(shape, dtype=torch_dtype, device="meta")
     shards = split_torch_state_dict_into_shards(empty_tensors, max_shard_size=shard_bytes)
 
     tmp_folder = out.parent / f"{TMP_PREFIX}{out.name}-{token or secrets.token_hex(4)}"
     try:
         tmp_folder.mkdir(parents=True)
         token_ids = write_tokenizer(tmp_folder)
-        for file_name, hf_names in shards.filename_to_tensors.items():
+        for file_name, exported_names in shards.filename_to_tensors.items():
             tensors = {}
-            for hf in hf_names:
-                tensor = source.read(titanlite_names[hf]).detach()
-                tensors[hf] = tensor.to("cpu", torch_dtype).contiguous()
+            for exported_name in exported_names:
+                tensor = source.read(titanlite_names[exported_name]).detach()
+                tensors[exported_name] = tensor.to("cpu", torch_dtype).contiguous()
             save_file(tensors, tmp_folder / file_name, {"format": "pt"})
             del tensors  # before the next file is read, to limit memory
 
@@ -272,7 +272,7 @@ def export_hf(
         for path in tmp_folder.iterdir():
             sync(path)
         publish_folder(tmp_folder, out)
-    except BaseException as error:
+    except BaseException as error:  # also Ctrl-C
         shutil.rmtree(tmp_folder, ignore_errors=True)
         if isinstance(error, OSError | SafetensorError):
             raise UserError(
@@ -565,7 +565,8 @@ def import_weights(
         tokenizer_fingerprint = tokenizer.fingerprint
         files = _tokenizer_files(tokenizer)
         if files:
-            job = set_tokenizer_path(job, next(iter(files)))
+            main_file = next(iter(files))
+            job = set_tokenizer_path(job, main_file)
 
     info = manifest_info(
         source.arch,

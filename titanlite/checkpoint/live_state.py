@@ -26,13 +26,13 @@ WEIGHTS = ("model.", AVERAGES)
 
 @dataclasses.dataclass(frozen=True)
 class LiveState:
-    """The model, the optimizer and the hooks in the memory of this rank, to save or to load into.
+    """The model, the optimizer and the hooks of this rank, which a checkpoint saves or restores.
 
     Attributes:
         model: The model, sharded or not. Its parameters may be offloaded to the CPU.
         optimizer: Optimizer of `model`; None to save and load only weights.
-        new_optimizer: Builds a new optimizer for the same parameters. `optimizer` is reset to its
-            state.
+        new_optimizer: Builds a new optimizer for the same parameters, whose initial state is used
+            to reset `optimizer`.
         hook_tensors: Returns the tensors of the run's hooks, keyed by "<hook name>.<tensor name>".
         prepare_hooks: Called before hook tensors are loaded, with the sizes of the saved tensors
             and the saved `state_dict` of each hook.

@@ -119,6 +119,7 @@ class Resumer:
         later_checkpoints: list[Path] = []
         problems = [f"{path.name}: damaged, renamed earlier" for path in damaged]
 
+        # `load_step` selects a checkpoint only until the run has gone back to this step once.
         step = self._config.load_step
         if step != -1 and not self._ranks.run_on_rank0(lambda: has_gone_back(checkpoints, step)):
             candidates = [path for path in checkpoints if get_step(path) == step]
@@ -131,7 +132,7 @@ class Resumer:
             for path in later_checkpoints:
                 self._rename(path, f"Going back to step {step}: {path.name}", "archived")
             return state
-        if problems:
+        if problems:  # never start from scratch if there are checkpoints, but no valid one
             listed = "\n  ".join([f"{folder}: there is no valid checkpoint.", *problems])
             fix = "To start from scratch, move them away or choose another checkpoint.folder."
             raise CheckpointError(f"{listed}\n{fix}")

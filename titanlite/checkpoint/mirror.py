@@ -72,7 +72,7 @@ T = TypeVar("T")
 
 
 class Mirror:
-    """Copies the checkpoints of a run to a URL, the mirror, and downloads them at a start.
+    """Copies the checkpoints of a run to a URL (the mirror), and downloads them at the next start.
 
     All ranks create one, and call `restore`, `begin` and `wait_until_copied` together. Only rank 0
     accesses the storage. It copies in a background thread.
@@ -522,8 +522,8 @@ class Mirror:
         if is_mirrored and self._storage.cat_file(f"{folder}/{MANIFEST}") == manifest:
             return False
 
-        # A run that is resumed and ends again writes another checkpoint to the folder `final`. Only
-        # this one is replaced.
+        # Only checkpoints in the folder `final` may change: a run that is resumed and ends again
+        # writes a new one there.
         is_in_final_folder = path.parent != self._folder
         if is_mirrored and not is_in_final_folder:
             raise UserError(

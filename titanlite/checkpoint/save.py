@@ -98,6 +98,7 @@ class Saver:
         library_versions()  # fill its cache now, because it opens files
 
     def _new_stager(self) -> DefaultStager:
+        """Create the object that copies tensors to CPU memory, as `checkpoint.async_mode` sets."""
         options = StagingOptions(
             use_pinned_memory=self._is_pinned,
             use_shared_memory=False,
@@ -311,6 +312,12 @@ class Saver:
         shutil.rmtree(writer.tmp_folder, ignore_errors=True)
 
     def _log_success(self, writer: CheckpointWriter, waited: float | None) -> None:
+        """Log that a save has succeeded, and how long it took.
+
+        Args:
+            writer: Writer of the checkpoint.
+            waited: Seconds for which training has waited. None if it has waited for the whole save.
+        """
         seconds = time.perf_counter() - writer.started
         text = f"Saved step {writer.step} to {writer.target} in {seconds:.1f} s"
         if waited is not None:
@@ -348,6 +355,7 @@ class Saver:
             self._count_failure(step)
 
     def _count_failure(self, step: int) -> None:
+        """Record that the save of a step, or its export, has failed."""
         self._num_failed += 1
         self._failed_step = step
 
@@ -402,7 +410,7 @@ class Saver:
     def update_best_link(self) -> None:
         """Point the symbolic link `best` to the checkpoint with the lowest validation loss.
 
-        This does nothing unless `checkpoint.keep_best` is set.
+        If `checkpoint.keep_best` is not set, do nothing.
 
         Raises:
             CheckpointError: If a manifest cannot be read now.

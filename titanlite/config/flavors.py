@@ -29,9 +29,9 @@ class Architecture:
 
     If `head_dim` is 0, it becomes dim / n_heads.
 
-    A plugin with another architecture registers a subclass. The additional fields of the subclass
-    become the keys of its own job section. The subclass must also override the parameter counts
-    below, which determine plans, MFU and memory checks.
+    A plugin with a different architecture registers a subclass. A job sets the additional fields of
+    the subclass in a section with the name of the architecture. The subclass must also override
+    `block_matrices` and `block_vectors`, which determine plans, MFU and memory checks.
 
     Attributes:
         model: Location ("module:name") of the module class, a subclass of `Llama`.

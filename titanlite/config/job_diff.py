@@ -239,7 +239,9 @@ def _classify(
 
 
 def _classify_option(section: str, name: str, old: dict[str, Any]) -> Effect:
-    """Return the effect of a changed key that sets neither the model nor the data.
+    """Return the effect of a changed key outside of [model] on a resumed run.
+
+    This ignores whether the run resumes from the data position in the checkpoint.
 
     Args:
         section: Section of the key.

@@ -166,6 +166,7 @@ def parse_job(
     if arguments.help_topics is not None:
         from titanlite.config.help import print_help
 
+        # If the user names a job file, the help shows its values as the defaults.
         job, _ = JobConfig.read(tables if CONFIG_FILE in arguments.values else {})
         print_help(job, arguments.help_topics)
         sys.exit(0)

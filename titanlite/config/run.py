@@ -197,7 +197,8 @@ class Run:
         """When gradients are reduced: once per optimizer step, or after each microbatch.
 
         Reducing once per step saves communication, but each rank keeps unsharded gradients until
-        the last microbatch. "auto" therefore selects "step" unless these gradients are large.
+        the last microbatch. "auto" selects "microbatch" if these gradients are large and more
+        reductions add no rounding errors, or else "step".
         """
         setting = self.job.parallelism.fsdp_reduce
         if setting != "auto":
