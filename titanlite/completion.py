@@ -313,7 +313,7 @@ def _generate_tokens(
 
 
 def _pad_prompts(decodings: Sequence[Decoding]) -> tuple[list[list[int]], list[int]]:
-    """Pad prompts at the front to the same length. No token attends to the padding.
+    """Pad the token IDs of prompts with zeros at the front, so that all have the same length.
 
     For example, the prompts [7, 8, 9] and [5] become [7, 8, 9] and [0, 0, 5].
 
@@ -374,12 +374,14 @@ def _create_cache(model: Llama, batch_size: int, max_length: int) -> list[LayerC
 def _next_logits(
     model: Llama, inputs: list[list[int]], cache: Sequence[LayerCache], padding: list[int]
 ) -> Tensor:
-    """Run the model on new tokens, add them to the cache, and return the logits of the next token.
+    """Run the model on new tokens, and return the logits of the token that follows them.
+
+    The keys and values of the new tokens are added to the cache.
 
     Args:
         model: Model.
         inputs: New token IDs of each sequence, shape (B, T).
-        cache: Key-value cache of each layer.
+        cache: Key-value cache of each layer, with the earlier tokens of the same sequences.
         padding: Number of padding positions at the front of each sequence, shape (B,).
 
     Returns:

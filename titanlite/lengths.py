@@ -164,7 +164,10 @@ def _set_length(run: Run, key: str, steps: int) -> Run:
 
 
 def _list_lengths(run: Run) -> Iterator[tuple[str, int]]:
-    """Yield the lengths in tokens that a job sets: key and number of tokens."""
+    """Yield the key and the number of tokens of each length that a job sets in tokens.
+
+    Lengths that depend on others come later.
+    """
     training = run.job.training
     if training.tokens is not None:
         yield "training.tokens", training.tokens

@@ -431,7 +431,7 @@ def check_warmup(run: Run, *, is_preview: bool = False) -> Problems:
 
 
 def _check_schedule_length(run: Run) -> Problems:
-    """Check that warmup and decay together are not longer than the schedule."""
+    """Check that warmup and decay together are not longer than the learning rate schedule."""
     schedule = run.job.lr_scheduler
     total = schedule.total_steps or run.job.training.steps
     warmup = schedule.warmup_steps or 0
@@ -607,7 +607,7 @@ def _check_float8_sizes(run: Run) -> Problems:
 
 
 def _list_float8_sizes(run: Run) -> list[int]:
-    """Return the distinct input and output sizes of the layers that are converted to FP8."""
+    """Return the input and output sizes of the layers that are converted to FP8, each once."""
     arch = run.arch
     float8 = run.job.float8
     sizes = []
@@ -642,7 +642,7 @@ def check_profiling(run: Run) -> Problems:
 
 
 def check_symmetric_memory(run: Run) -> Problems:
-    """Check that symmetric memory for FSDP has an effect, and works with the other options."""
+    """If FSDP uses symmetric memory, check that this has an effect and fits the other options."""
     if not run.job.parallelism.enable_fsdp_symmetric_memory:
         return
     key = "parallelism.enable_fsdp_symmetric_memory"

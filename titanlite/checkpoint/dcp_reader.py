@@ -348,7 +348,10 @@ def _parse_chunk_positions(
 
 
 def _parse_chunk_position(record: _Record) -> _StorageInfo:
-    """Convert an unpickled chunk position (file, offset and length) to DCP's class.
+    """Convert an unpickled chunk position to DCP's class, and keep the checksum of the chunk.
+
+    Args:
+        record: Placeholder of the position: the file, and offset and length in bytes.
 
     Raises:
         CheckpointError: If the file is outside of the folder of the checkpoint.
@@ -363,7 +366,11 @@ def _parse_chunk_position(record: _Record) -> _StorageInfo:
 
 
 def _parse_tensor(name: str, record: _Record) -> TensorStorageMetadata:
-    """Convert an unpickled description of a tensor (size, dtype and chunks) to DCP's class.
+    """Convert an unpickled description of a tensor to DCP's class.
+
+    Args:
+        name: Name of the tensor, for error messages.
+        record: Placeholder of the description: size, dtype and chunks (saved shards).
 
     Raises:
         CheckpointError: If the chunks do not add up to the size of the tensor.

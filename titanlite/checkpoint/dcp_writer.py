@@ -114,7 +114,16 @@ class CheckpointWriter(FileSystemWriter):
     def _write_file(
         self, name: str, items: list[WriteItem], planner: SavePlanner
     ) -> list[WriteResult]:
-        """Write tensors to a file and sync it. Return the position and checksum of each tensor."""
+        """Write tensors to a new file, and flush it to disk.
+
+        Args:
+            name: Name of the file in the step folder.
+            items: Tensors to write, as planned by DCP.
+            planner: Returns the values of a planned tensor.
+
+        Returns:
+            The position and checksum of each tensor.
+        """
         results: list[WriteResult] = []
         with self.fs.create_stream(self.tmp_folder / name, "wb") as file:
             for item in items:

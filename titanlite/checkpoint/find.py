@@ -283,11 +283,14 @@ def set_tokenizer_path(job: JobConfig, path: str | Path) -> JobConfig:
 
 
 def _require_tokenizer(step_folder: Path, info: dict[str, Any]) -> None:
-    """Raise `NoTokenizerError` if the weights in a checkpoint were imported without a tokenizer.
+    """Check that a checkpoint has a tokenizer. Weights can be imported without one.
 
     Args:
-        step_folder: The checkpoint.
+        step_folder: The checkpoint, for the error message.
         info: Entry "info" of its manifest.
+
+    Raises:
+        NoTokenizerError: If the weights were imported without a tokenizer.
     """
     if info.get("weights_only") and get_data_state(info).get("tokenizer") is None:
         raise NoTokenizerError(
@@ -357,12 +360,13 @@ def read_compute_dtype(run: Run) -> ComputeDtype | None:
 
 
 class Progress(NamedTuple):
-    """Progress of a run in the checkpoint from which it resumes.
+    """How far a run has trained, according to the checkpoint from which it resumes.
 
     Attributes:
         steps: Number of steps whose data the run has read.
-        sequences: Number of sequences of these steps, over all ranks.
-        warmup_steps: Number of warmup steps of the job that saved the checkpoint, if it sets any.
+        sequences: Number of sequences in these steps, over all ranks.
+        warmup_steps: Number of warmup steps in the job that saved the checkpoint. None if the job
+            does not set it.
     """
 
     steps: int = 0
@@ -417,7 +421,7 @@ def _read_newest_manifest_of(run: Run) -> Manifest:
 
 
 def _read_newest_manifest_at(url: str) -> Manifest:
-    """Return the manifest of the newest checkpoint at a mirror, or {} if there is no checkpoint."""
+    """Return the manifest of the newest checkpoint at a URL, or {} if there is no checkpoint."""
     with storage.storage_errors(url):
         files, root = storage.open_storage(url)
         names = storage.find_checkpoints(storage.list_files(files, root))

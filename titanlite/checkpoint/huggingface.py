@@ -308,7 +308,11 @@ def hf_weights(folder: Path) -> Weights:
 
 
 def _check_tied_output(folder: Path, output: Tensor, embedding: Tensor) -> None:
-    """Raise UserError if the output layer of a tied model is not a copy of the embedding."""
+    """Check that the output layer of a model with tied embeddings is a copy of the embedding.
+
+    Raises:
+        UserError: If it differs. The message names `folder`.
+    """
     if not _are_equal(output, embedding):
         raise UserError(
             f"{folder}: config.json ties the embeddings, but {HF_OUTPUT} differs from "
@@ -349,9 +353,10 @@ class _SafetensorsIndex(FileModel):
 
 
 def _list_safetensors(folder: Path) -> list[Path]:
-    """Return the weight files that transformers would read from a folder.
+    """Return the weight files of a Hugging Face model, chosen in the same way as in transformers.
 
-    These are model.safetensors, or else all files in model.safetensors.index.json.
+    These are model.safetensors or, if it does not exist, all files that
+    model.safetensors.index.json lists.
     """
     if exists(folder / _SINGLE_FILE):
         return [find_file_inside(folder, _SINGLE_FILE)]
@@ -451,7 +456,7 @@ def meta_weights(folder: Path) -> Weights:
         split_by_columns.append(embedding)
 
     def join(name: str, device: str = "cpu") -> Tensor:
-        """Concatenate the shards of a weight in all files."""
+        """Read a weight: concatenate its shards, of which each file contains one."""
         parts = [file[name].to(device) for file in files]
         if parts[0].ndim != 2:
             return parts[0]  # norms are not split

@@ -94,13 +94,13 @@ class Resumer:
     def load(self) -> dict[str, Any] | None:
         """Load the newest valid checkpoint in place, or the checkpoint of `checkpoint.load_step`.
 
-        Called when a run starts.
+        Call this when a run starts.
 
         - If a checkpoint is damaged, it is renamed, and the next older one is loaded.
         - With `load_step`, only the checkpoint of that step is loaded. Later checkpoints are
           renamed, because the run will write these steps again.
-        - `load_step` and `exclude_from_loading` apply only once. A checkpoint that was saved by a
-          run with the same values is loaded completely, so a restart does not repeat the reset.
+        - `load_step` and `exclude_from_loading` apply only once. If the run has saved a checkpoint
+          with the same values of these keys since, a restart loads this checkpoint completely.
         - If there is no checkpoint, the weights at `initial_load_path` are loaded, if it is set.
 
         Returns:
@@ -207,7 +207,7 @@ class Resumer:
         self._log(f"Starting from the weights in {path}")
 
     def _load_hf_model(self, path_or_url: Path) -> Path:
-        """Load the weights of a Hugging Face model, and return its local path."""
+        """Load the weights of a Hugging Face model at a path or URL, and return its local path."""
         path = self._ranks.run_together(lambda: get_local_copy(path_or_url))
         load_hf_weights(path, self._live.model)
         weights = self._live.tensors(optimizer=False, hooks=False)
@@ -372,10 +372,10 @@ class Resumer:
     def _reset_hook_tensors(self, except_for: Collection[str]) -> None:
         """Reset the tensors of hooks to their values at the start of the process.
 
-        After a rollback, they would otherwise have values of later steps.
+        Otherwise, they would keep the values of later steps after a rollback.
 
         Args:
-            except_for: Names of the tensors that are loaded from a checkpoint instead.
+            except_for: Names of tensors to skip, because they will be loaded from a checkpoint.
         """
         for name, tensor in self._live.tensors(optimizer=False).items():
             if not name.startswith("hooks.") or name in except_for:
@@ -388,13 +388,13 @@ class Resumer:
                 _fill_with_nan(tensor)
 
     def _prepare_optimizer(self, loads_state: bool) -> None:
-        """Prepare the optimizer before a checkpoint is loaded.
+        """Create or reset the state of the optimizer before a checkpoint is loaded.
 
-        If its state will be loaded, create the tensors to load into: a new torch optimizer has
-        none until its first step. Otherwise, reset the optimizer.
+        A new torch optimizer has no state until its first step, so there are no tensors to load
+        into.
 
         Args:
-            loads_state: Whether the optimizer state will be loaded.
+            loads_state: Whether the optimizer state will be loaded. If not, reset the optimizer.
         """
         optimizer = self._live.optimizer
         if not loads_state:
@@ -684,9 +684,10 @@ def _fill_with_nan(tensor: Tensor) -> None:
 
 
 def _create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make an optimizer allocate its state, by a step with zero gradients and learning rate 0.
+    """Make an optimizer allocate its state, so that a checkpoint can be loaded into it.
 
-    The weights do not change. If the optimizer has state already, this does nothing.
+    This takes a step with zero gradients and learning rate 0, which does not change the weights. If
+    the optimizer already has state, do nothing.
     """
     if optimizer.state:
         return
@@ -702,7 +703,7 @@ def _create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _reset_optimizer(live: LiveState) -> None:
-    """Reset the optimizer in memory to the state and options of a new optimizer."""
+    """Reset the optimizer to the state and options of a new one. The object stays the same."""
     if live.optimizer is None or live.new_optimizer is None:
         return
     live.optimizer.state.clear()  # first, so that two states never exist at once

@@ -196,7 +196,7 @@ def _unreadable(path: Path, error: OSError) -> CheckpointError:
 
 
 def step_folder_name(step: int) -> str:
-    """Return the name of the folder of a step, for example "step-00000100", which sorts by step."""
+    """Return the name of a step folder, such as "step-00000100". Sorted names are in step order."""
     return f"step-{step:08d}"
 
 
@@ -314,9 +314,10 @@ def publish_folder(tmp_folder: Path, target: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or the list of files in a folder, to disk, so that it survives a power failure.
+    """Flush a file or folder to disk, so that it survives a power failure.
 
-    After a file is renamed, its folder must be synced as well.
+    For a folder, this flushes the names of its files, but not their content. After you rename a
+    file, also sync its folder.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -412,9 +413,9 @@ def _has_required_keys(body: Manifest) -> bool:
 
 
 def get_run_id(manifest: Manifest) -> str | None:
-    """Return the ID of the run that saved a checkpoint, or None if it has no ID.
+    """Return the ID of the run that saved a checkpoint, or None if the manifest has no run ID.
 
-    Checkpoints of titanlite 0.1, imported weights and averages of checkpoints have no ID.
+    Checkpoints of titanlite 0.1, imported weights and averages of checkpoints have none.
     """
     return manifest["info"]["train_state"].get("run")
 
@@ -665,9 +666,10 @@ class CheckpointContext:
     token: str = ""
 
     def prepare_folder(self) -> None:
-        """Create the folder, remove leftovers of interrupted saves, and check that nodes share it.
+        """Create the checkpoint folder, and check that all nodes share it.
 
-        All ranks call this together, before the first save.
+        This also removes the temporary files of interrupted saves. Call it on all ranks before the
+        first save.
 
         Raises:
             UserError: On all ranks, if the folder is not writable, or the nodes do not share it.
@@ -706,13 +708,13 @@ class CheckpointContext:
             )
 
     def _clean_up_and_create_probe(self) -> str:
-        """Remove leftovers of earlier starts, and create a file that all nodes must see.
+        """Remove temporary files of interrupted saves, and create a file that all nodes must see.
 
-        Runs on rank 0.
+        Call this on rank 0 only.
 
         Returns:
-            A token for the names of temporary files: a hash of the folder's path, by which later
-            starts recognize leftovers, and a random part.
+            A token for the names of temporary files. It consists of a hash of the folder's path,
+            by which the next start finds files to remove, and a random part.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         path_hash = xxhash.xxh3_64_hexdigest(os.fsencode(self.folder.resolve()))

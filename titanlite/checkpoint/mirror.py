@@ -180,7 +180,7 @@ class Mirror:
         deadline = time.monotonic() + timeout
 
         def wait_a_few_seconds() -> bool:
-            """Wait for the copy, and return whether it has ended or takes too long."""
+            """Wait for the copy. Return whether it has ended or takes longer than the timeout."""
             wait([self._last_update], min(_POLL_SECONDS, timeout / 4))
             return self._last_update.done() or time.monotonic() > deadline
 
@@ -195,7 +195,7 @@ class Mirror:
         return not checkpoints or self._get_name(checkpoints[-1]) in self._copied
 
     def close(self) -> None:
-        """Abort the copy in progress. The next start repeats it."""
+        """Abort the copy in progress. The next start of the run copies this checkpoint again."""
         self._is_ending.set()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
@@ -249,7 +249,7 @@ class Mirror:
             return None
 
     def _list_local(self) -> list[Path]:
-        """Return the complete checkpoints of the run, including the weights in `final`."""
+        """Return the complete local checkpoints, including the weights in the folder `final`."""
         final = self._folder.parent / "final"
         paths = list_checkpoints(self._folder, final)
         return [path for path in paths if (path / MANIFEST).is_file()]
@@ -338,7 +338,7 @@ class Mirror:
                 self._download(name)
 
     def _download_newest(self, names: dict[int, str]) -> None:
-        """Download the newest valid checkpoint at the mirror, unless a local one is as new.
+        """Download the newest valid checkpoint at the mirror, if it is newer than all local ones.
 
         Args:
             names: Names of the checkpoints at the mirror by step, in ascending order.
@@ -455,7 +455,10 @@ class Mirror:
         self.sending = None
 
     def _send(self, path: Path) -> None:
-        """Copy a local checkpoint to the mirror, with retries if the storage fails."""
+        """Copy a local checkpoint to the mirror. If the storage fails, try again several times.
+
+        If all attempts fail, log this and add the checkpoint to `failed`.
+        """
         name = self._get_name(path)
         error = self._try_to_send(path, name)
         for pause in _RETRY_PAUSES:
@@ -662,7 +665,7 @@ class Mirror:
 
         Args:
             incomplete: Names of the checkpoints whose copy or removal was interrupted.
-            run_id: ID of this run. Files of other runs stay.
+            run_id: ID of this run. Files of other runs are not deleted.
         """
         local_names = [self._get_name(path) for path in self._list_local()]
         for name in incomplete:
@@ -691,7 +694,7 @@ class Mirror:
         self._delete(name, files)
 
     def _delete(self, name: str, files: Iterable[str]) -> None:
-        """Delete files of a checkpoint at the mirror, and then its incomplete manifest.
+        """Delete files of a checkpoint at the mirror, and then its renamed manifest.
 
         Args:
             name: Name of the checkpoint.

@@ -193,9 +193,14 @@ class Saver:
         return {name: tensor for name, tensor in tensors.items() if name.startswith(WEIGHTS)}
 
     def _start_save(self, writer: CheckpointWriter, tensors: Tensors) -> None:
-        """Write a checkpoint in the background thread, or in this thread if saves are synchronous.
+        """Start writing a checkpoint in the background thread, and return.
 
-        If this rank cannot save in the background, it also saves in this thread.
+        If saves are synchronous, or this rank cannot save in the background, for example because of
+        too little memory, write the checkpoint before returning.
+
+        Args:
+            writer: Writer of the checkpoint.
+            tensors: The tensors to save, by name.
         """
         if self._stager is None:  # saves are synchronous
             is_complete = self._write_and_publish(writer, lambda: tensors)
@@ -384,9 +389,9 @@ class Saver:
         return step in (self.loaded_step, self._saved_step) and step != self._failed_step
 
     def stats(self) -> dict[str, int]:
-        """Return the number of failed saves, and how often training waited for an earlier save.
+        """Return two metrics: "failed_saves", and how often training waited, "save_waits".
 
-        Both numbers are logged as metrics, and equal on all ranks.
+        Training waits if a save is due while an earlier save is still in progress.
         """
         return {"failed_saves": self._num_failed, "save_waits": self._num_waits}
 
@@ -396,8 +401,9 @@ class Saver:
             wait([self._copies])
 
     def remove_outdated(self) -> None:
-        """Remove checkpoints that `keep_latest_k` and `keep_every_n_steps` do not keep.
+        """Remove the outdated checkpoints of this run from disk. Call this on all ranks.
 
+        The options `keep_latest_k` and `keep_every_n_steps` determine which checkpoints are kept.
         The best checkpoint, and one that is being copied to the mirror, are never removed.
         """
         self._ranks.run_on_rank0(self._saved_folders.remove_outdated)

@@ -69,7 +69,10 @@ class SavedFolders:
         self.own_checkpoints = set[Path]()
 
     def remove_outdated(self) -> None:
-        """Remove the outdated checkpoints of this run. Failures are logged."""
+        """Remove the checkpoints of this run that no option keeps.
+
+        If one of them cannot be removed, log this and continue.
+        """
         try:
             outdated = self._find_outdated()
             # The newest checkpoint must survive a power failure before older ones are removed.

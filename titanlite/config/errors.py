@@ -53,12 +53,15 @@ class UserError(Exception):
     step: int | None = None
 
     def __str__(self) -> str:
-        """Return the message with control characters escaped, because it quotes files."""
+        """Return the message, with control characters escaped, because it may quote a file."""
         return printable(super().__str__())
 
 
 class GuardError(UserError):
-    """Raised when a guard ([guards] in the job) stops the run, such as after a non-finite loss."""
+    """Raised when a guard stops the run, for example because of a non-finite loss.
+
+    The section [guards] of a job configures the guards.
+    """
 
     exit_code = 3
 

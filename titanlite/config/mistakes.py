@@ -281,10 +281,10 @@ def _suggest_choice(problem: str, value: str) -> str:
 
 
 def explain_error(model: type[BaseModel], failure: ValidationError) -> str:
-    """Describe the first ten mistakes in a file in one line.
+    """Describe up to ten mistakes in the content of a file, in one line.
 
     Args:
-        model: Pydantic model of the content of the file.
+        model: Pydantic model of the content.
         failure: Error that the validation of the content has raised.
     """
     descriptions = []
@@ -321,8 +321,11 @@ def wrap_text(text: str, indent: int = 0) -> str:
 def _explain_unknown_name(root: type[BaseModel], location: list[str]) -> str:
     """Return an error message for an unknown name, with a known name that the user may have meant.
 
-    For example, ["training", "stepz"] gives "is unknown. Did you mean training.steps?". The first
-    unknown name can also be a section, as in ["trainng", "steps"].
+    For example, ["training", "stepz"] gives "is unknown. Did you mean training.steps?".
+
+    Args:
+        root: Model of a job, the options of a command, or the content of a file.
+        location: Names that lead to a value. The last name or one before it is unknown.
     """
     sections = _list_tables(root)
     table, unknown_path = _find_unknown_name(root, location)
@@ -353,7 +356,10 @@ def _find_similar_paths(path: list[str], known_names: list[str]) -> list[str]:
 
 
 def _list_tables(root: type[BaseModel]) -> dict[str, type[BaseModel]]:
-    """Return the models of the tables in `root` by name, including the sections of plugins."""
+    """Return the model of each table that `root` contains, by its name.
+
+    If `root` is the model of a job, the tables include the sections of plugins.
+    """
     tables: dict[str, type[BaseModel]] = {}
     for name, field in root.model_fields.items():
         table = find_table_model(field.annotation)

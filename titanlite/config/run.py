@@ -225,7 +225,7 @@ class Run:
         return is_sharded and has_microbatches
 
     def _gradient_bytes(self) -> int:
-        """Return the size of the unsharded gradients on a rank, in fp32."""
+        """Estimate the size of the unsharded gradients on a rank in fp32, in bytes."""
         matrices = self.arch.n_layers * self.arch.block_matrices
         embeddings = 2 * self.arch.vocab_size * self.arch.dim
         return 4 * (matrices + embeddings) // self.degrees.tensor
@@ -371,7 +371,7 @@ def stage_memory(run: Run, num_stages: int) -> list[PieceCosts]:
 
 
 def _bytes_per_parameter(run: Run) -> float:
-    """Return the bytes per parameter that a rank uses in a step with pipeline parallelism.
+    """Estimate the bytes per parameter that a rank uses in a step with pipeline parallelism.
 
     Each rank has shards of the parameter, the gradient and two optimizer moments. Until the last
     microbatch, it also keeps the unsharded parameter and gradient.
@@ -398,9 +398,10 @@ def _kept_activations(run: Run) -> float:
 
 
 def _microbatches_in_flight(run: Run, stage: int) -> int:
-    """Return how many microbatches keep activations in a pipeline stage at the same time.
+    """Return how many microbatches have activations in memory in a pipeline stage at one time.
 
-    With the schedule 1F1B, early stages keep more microbatches than late ones. GPipe keeps all.
+    This depends on the schedule. With GPipe, these are all microbatches of a step. With 1F1B, early
+    stages have more of them than late stages.
     """
     schedule = run.job.parallelism.pipeline_parallel_schedule
     if schedule == "GPipe":

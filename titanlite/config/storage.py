@@ -229,7 +229,9 @@ def find_checkpoints(files: Iterable[str], prefix: str = "") -> list[str]:
 
 
 def download_files(storage: Any, root: str, sizes: Mapping[str, int], to: Path) -> None:
-    """Download files from a folder of a storage to a local folder, each of them atomically.
+    """Download files from a folder of a storage to a local folder, several at once.
+
+    A file gets its name only when it is complete.
 
     Args:
         storage: File system of fsspec.
@@ -275,7 +277,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 @lru_cache(maxsize=32)  # documents are smaller than a block
 def read_block(url: str, version: tuple[int, str], number: int) -> bytes:
-    """Return a block of a file at a URL, from the cache on disk if possible.
+    """Return a block of a file at a URL. Download it only if it is not in the cache on disk.
 
     Args:
         url: URL of the file.
