@@ -119,7 +119,8 @@ def load_newest(
         check: Called with the step folder before `load`. It raises `Damage` if the checkpoint is
             damaged.
         list_paths: Returns the step folders at the path, sorted by step. If several ranks load
-            together, it must list them on one rank only, because a run may add checkpoints.
+            together, list them on one rank only, so that all ranks get the same list although a run
+            may add checkpoints.
         log: Called with one line of text for each damaged checkpoint.
 
     Raises:

@@ -389,9 +389,10 @@ class Saver:
         return step in (self.loaded_step, self._saved_step) and step != self._failed_step
 
     def stats(self) -> dict[str, int]:
-        """Return two metrics: "failed_saves", and how often training waited, "save_waits".
+        """Return metrics: how many saves have failed, and how often training waited for a save.
 
-        Training waits if a save is due while an earlier save is still in progress.
+        Training waits if a save is due while an earlier one is still in progress. The numbers are
+        equal on all ranks.
         """
         return {"failed_saves": self._num_failed, "save_waits": self._num_waits}
 

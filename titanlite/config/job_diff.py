@@ -203,8 +203,8 @@ def _classify(
 ) -> Effect | None:
     """Return the effect of a changed key on a resumed run, or None if it need not be reported.
 
-    For example, a changed data path is not reported if `data` already lists the differences that
-    follow from it.
+    For example, a changed data path need not be reported if `data` already contains the differences
+    that follow from it.
 
     Args:
         name: Full name of the key, such as "training.seed".
