@@ -187,7 +187,8 @@ class Loader:
         for start in range(0, len(sequences), batch_size):
             chunk = sequences[start : start + batch_size]
             microbatch = make_microbatch(chunk, self._document_mask, self._document_bounds)
-            num_valid_tokens += int((microbatch.labels != IGNORE_INDEX).sum())
+            labels = microbatch.labels.numpy()  # still on the CPU
+            num_valid_tokens += int((labels != IGNORE_INDEX).sum())
             microbatches.append(copy_to_device(microbatch, self._device))
         return GlobalBatch(microbatches, num_valid_tokens)
 
