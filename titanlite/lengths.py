@@ -137,7 +137,7 @@ def _keep_completed_warmup(counter: TokenCounter, steps: int) -> int:
 
 
 def _describe_bad_length(counter: TokenCounter, key: str, steps: int) -> Problem:
-    """Create the problem for a length in tokens that makes less than one step or too many steps.
+    """Describe a length in tokens that is less than one step or more than `MAX_STEPS` steps.
 
     Args:
         counter: Counts the tokens of steps.

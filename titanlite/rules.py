@@ -199,7 +199,7 @@ def check_layout(run: Run) -> Problems:
     if uses_all_ranks:
         size_problems = list(check_batch_sizes(run))
     else:
-        size_problems = list(_check_world_size(run))
+        size_problems = [_describe_wrong_world_size(run)]
     yield from size_problems
 
     yield from check_tensor_sizes(run)
@@ -210,15 +210,12 @@ def check_layout(run: Run) -> Problems:
             yield from check_microbatches(run)
 
 
-def _check_world_size(run: Run) -> Problems:
-    """Report that the product of the parallelism degrees differs from the number of ranks.
-
-    The problem names the largest degree. This function does not check the condition itself.
-    """
-    # Report the largest degree, because the user will most likely change this one.
+def _describe_wrong_world_size(run: Run) -> Problem:
+    """Return the problem of a run whose parallelism degrees do not multiply to its world size."""
+    # Name the largest degree, because the user will most likely change this one.
     degrees = {key: value for key, value in run.job.parallelism if key.endswith("_degree")}
     largest = max(degrees, key=degrees.__getitem__)
-    yield Problem(
+    return Problem(
         f"parallelism.{largest}",
         f"makes {run.degrees.world} ranks together with the other degrees, but the world has "
         f"{run.world_size} (NGPU times NNODES).",

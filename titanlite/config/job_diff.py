@@ -250,10 +250,13 @@ def _classify_option(section: str, name: str, old: dict[str, Any]) -> Effect:
     """
     if name == "training.local_batch_size" and old.get("training.global_batch_size", -1) != -1:
         return COMPATIBLE  # an explicit global batch size determines the batch
+
     is_compatible = section in _COMPATIBLE_SECTIONS or name in _COMPATIBLE_KEYS
     if is_compatible and name not in _AFFECTING_KEYS:
         return COMPATIBLE
-    if section not in SECTIONS:
-        return AFFECTS_TRAINING
-    effect = SECTIONS[section].on_resume
-    return _OLD_EFFECTS.get(effect, effect)
+
+    # A plugin declares the effect of all keys in its section.
+    if section in SECTIONS:
+        effect = SECTIONS[section].on_resume
+        return _OLD_EFFECTS.get(effect, effect)
+    return AFFECTS_TRAINING

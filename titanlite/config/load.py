@@ -299,6 +299,11 @@ def _read_job_file(path: Path) -> tuple[Tables, dict[str, int]]:
         raise UserError(f"{path}: {error}") from None
 
 
+_TABLE = re.compile(r"\s*\[\s*([\w.-]+)\s*\]")  # [table]
+_LIST_TABLE = re.compile(r"\s*\[\[\s*([\w.-]+)\s*\]")  # [[table]]
+_ASSIGNMENT = re.compile(r"\s*([\w.-]+)\s*=")  # key = value
+
+
 def find_key_lines(text: str) -> dict[str, int]:
     """Return the line number of each key and table in a TOML text, for error messages.
 
@@ -309,18 +314,21 @@ def find_key_lines(text: str) -> dict[str, int]:
     list_lengths: Counter[str] = Counter()  # number of [[table]] headers so far, by name
     prefix = ""  # of keys in the current table, such as "dataset.sources.0."
     for number, line in enumerate(text.splitlines(), start=1):
-        if header := re.match(r"\s*\[\s*([\w.-]+)\s*\]", line):  # [table]
-            name = header[1]
+        table = _TABLE.match(line)
+        list_table = _LIST_TABLE.match(line)
+        assignment = _ASSIGNMENT.match(line)
+        if table:
+            name = table[1]
             lines.setdefault(name, number)
             prefix = f"{name}."
-        elif header := re.match(r"\s*\[\[\s*([\w.-]+)\s*\]", line):  # [[table]]
-            name = header[1]
+        elif list_table:
+            name = list_table[1]
             numbered_name = f"{name}.{list_lengths[name]}"
             list_lengths[name] += 1
             lines.setdefault(name, number)
             lines[numbered_name] = number
             prefix = f"{numbered_name}."
-        elif assignment := re.match(r"\s*([\w.-]+)\s*=", line):  # key = value
+        elif assignment:
             lines.setdefault(prefix + assignment[1], number)
     return lines
 

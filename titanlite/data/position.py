@@ -142,10 +142,11 @@ def _restore_streams(
     for stream, (turn, window, index, offset) in enumerate(saved):
         # Streams take turns: of 10 sequences, 4 streams have yielded 3, 3, 2 and 2.
         num_read = math.ceil((num_sequences - stream) / len(saved))
-        position = StreamPosition(num_read, DocumentPosition(turn, window, index), offset)
-        if has_changed:
-            position = StreamPosition(num_read, DocumentPosition(turn))
-        positions.append(position)
+        document = DocumentPosition(turn, window, index)
+        if has_changed:  # continue at the beginning of the document or part
+            document = DocumentPosition(turn)
+            offset = 0
+        positions.append(StreamPosition(num_read, document, offset))
     return positions
 
 

@@ -301,10 +301,10 @@ def _summarize(rank: int, counts: StepCounts, on_gpu: bool, has_replay: bool) ->
         on_gpu: Whether the rank has a GPU.
         has_replay: Whether a simulated allocator replayed the allocations of the rank.
     """
-    # The first sizes of a peak are those of `KINDS`, the kinds of GPU memory.
+    # Find the place in the step with the highest GPU memory, and the sizes there by kind.
     location = max(counts.peaks, key=lambda x: counts.peaks[x][: len(KINDS)].sum())
     sizes = dict(zip(ALL_KINDS, counts.peaks[location].tolist(), strict=True))
-    offloaded = sizes.pop(OFFLOADED)
+    offloaded = sizes.pop(OFFLOADED)  # in CPU memory
     peak = sum(sizes.values())
     moment = location.name
     if location.name == "block":
