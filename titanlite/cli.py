@@ -115,12 +115,7 @@ def _replace_help(words: list[str]) -> list[str]:
 
 
 def _run_command(name: str, arguments: list[str]) -> object:
-    """Run a subcommand, and return the result of its function.
-
-    Args:
-        name: Name of the subcommand, such as "train".
-        arguments: Its options.
-    """
+    """Run a subcommand, and return the result of its function."""
     process.set_up_torch()
     command = _import_command(name)
     if name not in ("train", "launch"):
@@ -255,11 +250,7 @@ def _report_error(error: Exception) -> int:
 
 
 def _classify_end(error: UserError) -> str:
-    """Return how a run has ended, for `titanlite runs`: "stop", "guard" or "refusal".
-
-    Args:
-        error: Error that has ended the run.
-    """
+    """Return how a run has ended, for `titanlite runs`: "stop", "guard" or "refusal"."""
     if isinstance(error, StoppedBySignal | StoppedUnsaved):
         return "stop"
     return "guard" if isinstance(error, GuardError) else "refusal"

@@ -315,7 +315,8 @@ def _generate_tokens(
 def _pad_prompts(decodings: Sequence[Decoding]) -> tuple[list[list[int]], list[int]]:
     """Pad the token IDs of prompts with zeros at the front, so that all have the same length.
 
-    For example, the prompts [7, 8, 9] and [5] become [7, 8, 9] and [0, 0, 5].
+    No token of a prompt attends to the padding. For example, the prompts [7, 8, 9] and [5] become
+    [7, 8, 9] and [0, 0, 5].
 
     Returns:
         The padded prompts, shape (B, T), and the number of padding positions in each of them.
@@ -358,13 +359,7 @@ def _append_tokens(
 
 
 def _create_cache(model: Llama, batch_size: int, max_length: int) -> list[LayerCache]:
-    """Create an empty key-value cache for each layer of a model.
-
-    Args:
-        model: Model.
-        batch_size: Number of sequences.
-        max_length: Maximum number of tokens per sequence.
-    """
+    """Create an empty key-value cache for each layer of a model."""
     arch = model.arch
     weight = model.get_parameter("tok_embeddings.weight")
     shape = (batch_size, arch.n_kv_heads, max_length, arch.head_dim)

@@ -137,13 +137,7 @@ def _keep_completed_warmup(counter: TokenCounter, steps: int) -> int:
 
 
 def _describe_bad_length(counter: TokenCounter, key: str, steps: int) -> Problem:
-    """Describe a length in tokens that is less than one step or more than `MAX_STEPS` steps.
-
-    Args:
-        counter: Counts the tokens of steps.
-        key: Key that sets the length.
-        steps: Number of steps.
-    """
+    """Describe a length in tokens that is less than one step or more than `MAX_STEPS` steps."""
     tokens_per_step = counter.count(key, 1)
     limits = f"Lengths must have 1 to {MAX_STEPS:,} steps."
     return Problem(key, f"makes {steps:,} steps of {tokens_per_step:,} tokens. {limits}")

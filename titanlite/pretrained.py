@@ -145,12 +145,7 @@ def build_job_tables(name: str) -> dict[str, dict[str, Any]]:
 
 
 def _choose_output_folder(model_folder: Path, is_hf_folder: bool) -> str:
-    """Return the default output folder of a run that starts from a pretrained model.
-
-    Args:
-        model_folder: Folder of the model.
-        is_hf_folder: Whether the model is in Hugging Face format.
-    """
+    """Return the default output folder of a run that starts from a pretrained model."""
     path = model_folder.resolve()
     if not is_hf_folder:
         return f"outputs/{path.name}-continued"

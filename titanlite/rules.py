@@ -107,7 +107,7 @@ def make_mistake(run: Run, problem: Problem) -> Mistake:
 def find_broken_rules(run: Run) -> list[Problem]:
     """Return the problems of a run, except those that involve files.
 
-    If there are none, the combination of keys and ranks can work.
+    The planner uses this to skip layouts that cannot work.
     """
     problems = list(check_warmup(run))
     for rule in KEY_RULES:
@@ -192,8 +192,8 @@ def _list_varlen_problems(run: Run) -> Iterator[str]:
 def check_layout(run: Run) -> Problems:
     """Check that the parallelism degrees fit the number of ranks, the model and the batch sizes.
 
-    If the product of the degrees differs from the number of ranks, report only this, and do not
-    check the batch sizes, which depend on the degrees.
+    If the product of the degrees differs from the number of ranks, report this instead of checking
+    the batch sizes, which depend on the degrees.
     """
     uses_all_ranks = run.degrees.world == run.world_size
     if uses_all_ranks:
@@ -651,7 +651,7 @@ def check_symmetric_memory(run: Run) -> Problems:
 
 
 def check_effects(run: Run) -> Problems:
-    """Report keys that have no effect because another key is not set.
+    """Report keys that have no effect because of the value of another key.
 
     For example, `samples.freq` has no effect without `samples.prompts`.
     """

@@ -53,7 +53,7 @@ class SafeReader(FileSystemReader):
             checksums of chunks must have been verified before. Pass {} for a checkpoint that
             another program wrote.
         is_wanted: Returns whether you want to read the tensor with a given name. All other entries
-            of the index are ignored.
+            of the index are ignored, and may be of any kind.
 
     Attributes:
         index: Size, dtype and chunks (saved shards) of each wanted tensor, by its name.

@@ -397,10 +397,7 @@ def read_progress(run: Run) -> Progress:
 
 
 def _read_manifest_to_resume(run: Run) -> Manifest:
-    """Return the manifest of the checkpoint from which a run would resume.
-
-    This is the checkpoint of step `checkpoint.load_step` if it exists, or else the newest one.
-    """
+    """Return the manifest of the checkpoint of `checkpoint.load_step`, or else of the newest."""
 
     def list_candidates(folder: Path) -> list[Path]:
         paths = list_checkpoints(folder)
@@ -443,6 +440,8 @@ def get_checkpoint_keys(info: dict[str, Any]) -> dict[str, Any]:
 
 def get_data_state(info: dict[str, Any]) -> dict[str, Any]:
     """Return how far a run had read its data when it saved a checkpoint, or {} if unknown.
+
+    The result also contains the fingerprint of the tokenizer.
 
     Args:
         info: Entry "info" of the manifest.

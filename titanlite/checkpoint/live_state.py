@@ -182,7 +182,7 @@ def shard_chunk(tensor: DTensor) -> ChunkStorageMetadata:
 
     This replaces a computation of DCP, which is wrong up to torch 2.15 if tensor parallelism and
     FSDP over three or more ranks divide the same dimension unevenly, such as a vocabulary with an
-    odd size.
+    odd size. DCP could then neither save nor load the tensor.
     """
     slices = shard_slices(tensor)
     return ChunkStorageMetadata(

@@ -183,12 +183,7 @@ def open_file(path: Path) -> Iterator[io.BufferedReader[Any]]:
 
 
 def _unreadable(path: Path, error: OSError) -> CheckpointError:
-    """Create the error to raise if reading a file fails, for example because storage is offline.
-
-    Args:
-        path: Path of the file.
-        error: Error of the operating system.
-    """
+    """Create the error to raise if reading a file fails, for example because storage is offline."""
     return CheckpointError(
         f"cannot read {path}: {type(error).__name__}: {error.strerror}. Its content may be intact. "
         "Fix the cause, or move this checkpoint away."
@@ -527,13 +522,7 @@ def check_checkpoint(
 
 
 def _check_file(folder: Path, name: str, entry: Entry, *, only_size: bool) -> None:
-    """Compare a file with its manifest entry.
-
-    Args:
-        folder: The step folder.
-        name: Name of the file.
-        entry: Its manifest entry.
-        only_size: Compare only the size, and not the checksum.
+    """Compare the size of a file and, unless `only_size`, its checksum with its manifest entry.
 
     Raises:
         Damage: If the size or the checksum differs, or the file is missing.

@@ -160,14 +160,7 @@ class Saver:
     def _create_writer(
         self, folder: Path, step: int, train_state: dict[str, Any], weights_only: bool
     ) -> CheckpointWriter:
-        """Create the writer of a checkpoint, which also gets the content of the manifest.
-
-        Args:
-            folder: Parent of the step folder.
-            step: The step to save.
-            train_state: Training state that is not a tensor.
-            weights_only: Whether the checkpoint will contain only weights.
-        """
+        """Create the writer of a checkpoint, which also gets the content of the manifest."""
         info = manifest_info(
             self._live.model.arch,
             train_state,
@@ -197,10 +190,6 @@ class Saver:
 
         If saves are synchronous, or this rank cannot save in the background, for example because of
         too little memory, write the checkpoint before returning.
-
-        Args:
-            writer: Writer of the checkpoint.
-            tensors: The tensors to save, by name.
         """
         if self._stager is None:  # saves are synchronous
             is_complete = self._write_and_publish(writer, lambda: tensors)
@@ -243,7 +232,7 @@ class Saver:
         return copies.result
 
     def _replace_thread(self) -> None:
-        """Replace the executor of the background thread after `submit` has failed.
+        """Replace the executor of the background thread after it could not take a save.
 
         If an executor cannot start its thread, `submit` raises an exception, but the save stays in
         the queue. With a new executor, this save never runs.
@@ -345,12 +334,7 @@ class Saver:
         self._complete(step, result.result())
 
     def _complete(self, step: int, is_complete_here: bool) -> None:
-        """Record whether a save has succeeded on all ranks, and call `on_saved` if it has.
-
-        Args:
-            step: The saved step.
-            is_complete_here: Whether the save has succeeded on this rank.
-        """
+        """Record whether a save has succeeded on all ranks, and call `on_saved` if it has."""
         results_of_ranks = self._ranks.gather(is_complete_here)
         if all(results_of_ranks):
             self._saved_step = step
@@ -368,10 +352,6 @@ class Saver:
         """Export the last checkpoint in Hugging Face format if `checkpoint.last_save_in_hf` is set.
 
         If the save of this checkpoint has failed, do nothing.
-
-        Args:
-            path: The step folder.
-            step: Step of the checkpoint.
         """
         if not self._config.last_save_in_hf or step == self._failed_step:
             return
@@ -391,8 +371,8 @@ class Saver:
     def stats(self) -> dict[str, int]:
         """Return metrics: how many saves have failed, and how often training waited for a save.
 
-        Training waits if a save is due while an earlier one is still in progress. The numbers are
-        equal on all ranks.
+        For example, training waits if a save is due while an earlier one is still in progress. The
+        numbers are equal on all ranks.
         """
         return {"failed_saves": self._num_failed, "save_waits": self._num_waits}
 

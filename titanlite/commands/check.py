@@ -66,8 +66,8 @@ def _check_resume(run: Run) -> str:
     """Check that the job can resume from its newest checkpoint, if there is one.
 
     Returns:
-        Text that follows "the job can start" in a message: a condition that is checked only when
-        the run starts, or "" if there is no checkpoint.
+        End of the message "OK: ... can start on ...": a condition that is checked only when the run
+        starts, or "" if there is no checkpoint.
 
     Raises:
         UserError: If a key has changed that must stay the same when a run resumes.

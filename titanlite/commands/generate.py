@@ -79,11 +79,6 @@ def _write_completions(loaded: LoadedCheckpoint, options: Generate, prompts: Seq
 
     The completion of --prompt is printed piece by piece while it is generated.
 
-    Args:
-        loaded: The model and its tokenizer.
-        options: Options of the command.
-        prompts: Texts to complete.
-
     Returns:
         Number of generated tokens.
     """

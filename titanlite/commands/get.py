@@ -93,6 +93,8 @@ def _default_folder(options: Get, files: HubFiles) -> Path:
 def _list_presets(kind: str) -> str:
     """Format a table of the tokenizers or datasets that `titanlite get` knows by name.
 
+    Each row contains the command to download one of them.
+
     Args:
         kind: "tokenizer" or "data".
     """

@@ -62,12 +62,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _format_report(migration: Migration, options: Migrate) -> str:
-    """Format the report of a conversion: which keys were renamed, added and left out, and why.
-
-    Args:
-        migration: The converted job.
-        options: Options of the command.
-    """
+    """Format the report of a conversion: which keys were renamed, added and left out, and why."""
     name = f"Wrote {options.out}" if options.out else "This job"
     is_scaled = migration.rope_scaling_factor != 1.0
     scaling = "are scaled as in Llama 3.1" if is_scaled else "are not scaled"

@@ -340,7 +340,7 @@ def _format_training_time(time: TrainingTime) -> list[str]:
 def _format_memory(plan: Forecast) -> list[str]:
     """Format the peak memory of a rank in GiB, by kind of tensor, as lines of a table.
 
-    The last line is the total, and whether it fits into memory.
+    The largest kinds come first. The last line is the total, and whether it fits into memory.
     """
     sizes = dict(sorted(plan.kinds.items(), key=lambda item: item[1], reverse=True))
     sizes["allocator and libraries (allowance)"] = plan.allowance

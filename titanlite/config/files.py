@@ -189,8 +189,8 @@ def find_file_inside(folder: Path, name: str) -> Path:
 def _may_link_to(folder: Path, target: Path) -> bool:
     """Return whether a file in `folder` may be a link to `target`.
 
-    The target must be in the same folder, with one exception: in a Hugging Face cache, the files in
-    snapshots/REVISION are links to files in the folder "blobs".
+    The target must be inside of the folder, with one exception: in a Hugging Face cache, the files
+    in snapshots/REVISION are links to files in the folder "blobs".
     """
     if target.is_relative_to(folder):
         return True

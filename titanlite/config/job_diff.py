@@ -139,7 +139,7 @@ def compare_jobs(
 
 
 def _content_effect(new: dict[str, Any]) -> Effect:
-    """Return the effect of changed data files, which the option `dataset.on_change` determines.
+    """Return the effect of changed data, which the option `dataset.on_change` determines.
 
     Args:
         new: Values of the job that resumes, from `flatten`.

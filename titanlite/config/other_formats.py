@@ -38,12 +38,7 @@ def parse_toml(content: bytes) -> dict[str, Any]:
 
 
 def _explain_syntax_error(text: str, error: tomli.TOMLDecodeError) -> str:
-    """Return an error message that contains the invalid line, its number and how to fix it.
-
-    Args:
-        text: Content of the TOML file.
-        error: Syntax error that parsing has raised.
-    """
+    """Return an error message that contains the invalid line, its number and how to fix it."""
     line = text.split("\n")[error.lineno - 1].strip()
     remedy = _correct_line(line) or f"{error.msg}, in column {error.colno}"
     return f"line {error.lineno}: {shorten(line)} is not valid TOML. {remedy}."
@@ -145,11 +140,7 @@ def parse_json(content: bytes) -> dict[str, Any] | None:
 
 
 def _explain_json(table: dict[str, Any]) -> str:
-    """Explain to the user what kind of JSON file was passed as a job file, and how to use it.
-
-    Args:
-        table: Content of the file.
-    """
+    """Explain to the user what kind of JSON file was passed as a job file, and how to use it."""
     if "model_type" in table or "architectures" in table:
         return (
             "this is the config.json of a Hugging Face model, not a job file. To train the model, "

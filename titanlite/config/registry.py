@@ -114,10 +114,6 @@ class Registry:
 def _add_section(name: str, section: type[Section]) -> None:
     """Add a section to the schema of a job.
 
-    Args:
-        name: Name of the section.
-        section: Pydantic model of its keys.
-
     Raises:
         ValueError: If there is a section of this name, or the name is not an identifier.
     """

@@ -197,8 +197,8 @@ class Run:
         """When gradients are reduced: once per optimizer step, or after each microbatch.
 
         Reducing once per step saves communication, but each rank keeps unsharded gradients until
-        the last microbatch. "auto" selects "microbatch" if these gradients are large and more
-        reductions add no rounding errors, or else "step".
+        the last microbatch. "auto" selects "step", unless these gradients are large and reducing
+        after each microbatch saves memory without additional rounding errors.
         """
         setting = self.job.parallelism.fsdp_reduce
         if setting != "auto":
@@ -289,8 +289,9 @@ class Run:
     def resolve_attention_backend(self, on_gpu: bool) -> Run:
         """Return a run in which `model.attention_backend` is a backend instead of "auto".
 
-        On a GPU, choose flex attention if attention needs a mask: for documents, a sliding window
-        or context parallelism. In all other cases, choose scaled dot-product attention.
+        On a GPU, choose flex attention if attention needs a mask, because no other kernel is
+        confirmed for masks. Documents, a sliding window and context parallelism need a mask. In all
+        other cases, choose scaled dot-product attention.
 
         Args:
             on_gpu: Whether the ranks compute on GPUs.

@@ -97,12 +97,7 @@ def storage_errors(url: str, error_class: type[UserError] = UserError) -> Iterat
 
 
 def _describe_failure(url: str, error: Exception) -> str:
-    """Return an error message that names a URL and the cause, and how to fix remote storage.
-
-    Args:
-        url: URL that could not be accessed.
-        error: Exception that the storage has raised.
-    """
+    """Return an error message that names a URL and the cause, and how to fix remote storage."""
     if isinstance(error, FileNotFoundError):
         problem = "does not exist"
     else:

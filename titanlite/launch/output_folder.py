@@ -29,7 +29,7 @@ def run_in_output_folder(run: Run, train: Callable[[], int]) -> int:
     """Train a run as soon as no other run uses its output folder.
 
     If the job is invalid, or a signal stops the run before a save, a new output folder is removed
-    again.
+    again, unless it contains anything to keep.
 
     Args:
         run: The run to train.

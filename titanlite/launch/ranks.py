@@ -259,9 +259,6 @@ class Ranks:
         """Return how many seconds running ranks have to end by themselves before they are killed.
 
         The result is infinity if no rank has failed and no signal has arrived.
-
-        Args:
-            failed: How the ranks ended that have failed so far.
         """
         exit_codes = {end.code for end in failed}
         crash_codes = exit_codes - KNOWN_EXITS

@@ -262,9 +262,9 @@ def _plan_fitting(
 def _plan_changed(settings: Settings, run: Run, gpu: Gpu, apply: Apply = map) -> Forecast | None:
     """Trace one step of a run with some options changed, and forecast its memory and speed.
 
-    Return None if the changed job is invalid, equals the run, or has more optimizer state than
-    memory. If the trace fails, log the reason and return None, so that a search can continue with
-    other changes.
+    Return None if the changed job is invalid, equals the run, or has more weights, gradients and
+    optimizer state than memory. If the trace fails, log the reason and return None, so that a
+    search can continue with other changes.
 
     Args:
         settings: Changed options, or {} for the run itself.

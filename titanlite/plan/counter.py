@@ -469,12 +469,7 @@ class Counter(TorchDispatchMode):
         return number
 
     def _track(self, storage: torch.UntypedStorage, number: int) -> None:
-        """Register a callback that logs when a storage is freed.
-
-        Args:
-            storage: Storage, the memory behind tensors.
-            number: Number of the storage in the log.
-        """
+        """Register a callback that logs when a storage is freed."""
         # torch keeps the same Python object for a storage as long as the storage lives.
         identity = id(storage)
         reference = weakref.ref(storage, lambda _: self._handle_free(identity))
@@ -618,14 +613,7 @@ def _describe_dtype(inputs: Sequence[Tensor]) -> str:
 def _count_traffic(
     signature: _Signature, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
 ) -> int:
-    """Return how many bytes of memory an operator reads and writes.
-
-    Args:
-        signature: Properties of the operator.
-        args: Positional arguments of the call.
-        kwargs: Keyword arguments of the call.
-        result: Result of the call.
-    """
+    """Return how many bytes of memory an operator reads and writes."""
     num_bytes = bytes_of(result) if signature.returns_new else 0
     for i, (name, num_passes) in enumerate(signature.arguments):
         value = args[i] if i < len(args) else None

@@ -151,8 +151,8 @@ def load_steps(folder: Path, name: str, num_ranks: int) -> dict[int, LayoutStep]
 def _combine_records(records: list[StepRecord]) -> LayoutStep:
     """Combine the records of all ranks for one step.
 
-    The first rank of each pipeline stage has recorded the unsharded tensors of the stage. All other
-    ranks have recorded only digests of their shards.
+    The first rank of each pipeline stage has recorded the unsharded tensors of the stage. Of these
+    tensors, all other ranks have recorded only digests of their shards.
     """
     step = LayoutStep(records)
     for record in records:
@@ -593,7 +593,7 @@ def _compare_moment(
         expected: Expected tensor.
     """
     if not value.is_floating_point():
-        # These are 8-bit codes. Rounding can change one of a thousand.
+        # These are 8-bit codes. Rounding can change a few of them by one.
         error = fraction_of_different(value, expected)
         return Check("optimizer state", step, name, error, tolerance=1e-3)
 

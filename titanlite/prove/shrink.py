@@ -328,9 +328,6 @@ def _accumulates_gradients(job: JobConfig) -> bool:
 def _drop_missing_names(small: JobConfig) -> tuple[JobConfig, list[str]]:
     """Remove options that name blocks or parameters that the small model does not have.
 
-    Args:
-        small: Job with the small model.
-
     Returns:
         The changed job, and one sentence for each removed option.
     """

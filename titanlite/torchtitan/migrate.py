@@ -233,9 +233,9 @@ class Migration:
         return sizes | self._sizes
 
     def _convert_json_model(self) -> None:
-        """Set what torchtitan 0.3 does, but does not write to its JSON configs.
+        """Set or report what torchtitan 0.3 does, but does not write to its JSON configs.
 
-        It always masks documents, and it does not list which layers are converted to FP8.
+        It always masks documents. It does not list which layers are converted to FP8.
         """
         self._set("dataset.document_mask", True, "torchtitan 0.3 always masks documents")
         self._report_lost(
