@@ -80,11 +80,6 @@ def _extrapolate(source: Source, texts: list[str], sample_tokens: int) -> int | 
 
     For example, if the sample has 100 tokens and is a fiftieth of the source, return 5,000. Return
     None if the size of the source is unknown.
-
-    Args:
-        source: The whole source.
-        texts: The documents of the sample.
-        sample_tokens: Number of tokens of the sample.
     """
     # Compare the sizes of the sample and the source, in bytes, documents or characters.
     if isinstance(source, RandomAccess):

@@ -36,7 +36,8 @@ class DocumentTokenizer:
         section: Section of the job file that describes the data, for messages.
         can_skip: Whether an error message may propose to skip records that cannot be read. Set to
             False if the source seems to contain no readable record.
-        skipped: Reasons why records were skipped, one per record. `encode` adds to this list.
+        skipped: Reasons why records were skipped, one per record. `encode` adds to this list, and
+            the caller that reports the reasons empties it.
     """
 
     tokenizer: Tokenizer

@@ -351,6 +351,8 @@ class HubFiles:
     def _download(self, entry: TreeEntry, folder: Path) -> Path:
         """Download a file into `folder`, and return its path.
 
+        The download runs in this thread, so that Ctrl-C ends it immediately.
+
         Raises:
             UserError: If the file is longer than the size that the Hub lists.
         """
@@ -430,13 +432,7 @@ def _choose_suffix(kind: str, names: Sequence[str]) -> str:
 
 
 def _explain_no_match(kind: str, pattern: str, names: Iterable[str]) -> str:
-    """Explain that no file of a repository matches `pattern` and has a suffix for this kind.
-
-    Args:
-        kind: "tokenizer", "data" or "model".
-        pattern: Pattern that paths must match.
-        names: All files of the repository.
-    """
+    """Explain that none of the files `names` matches `pattern` and has a suffix for this kind."""
     suffixes = ", ".join(SUFFIXES[kind])
     existing = shorten(", ".join(names)) or "no files"
     problem = f"has no file that matches {pattern} and ends with {suffixes}. It has {existing}."

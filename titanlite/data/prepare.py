@@ -252,11 +252,6 @@ def _tokenize(documents: DocumentTokenizer, dtype: np.dtype, records: list[Recor
     """Tokenize the records of a unit, and hash their texts.
 
     Threads can call this at the same time.
-
-    Args:
-        documents: Tokenizes the records.
-        dtype: Data type of the token ids in the result.
-        records: Records of the unit.
     """
     documents = replace(documents)  # a copy with its own list of skipped records
     tokens = [documents.encode(record) for record in records]

@@ -109,8 +109,8 @@ class PackedDataset:
         specs: Tables of the job file that describe the sources.
         sources: The opened sources, in the same order.
         mixture: Chooses the source of each sequence of the next global batch.
-        positions: For each source, the position in each of its streams at which the next sequence
-            begins.
+        positions: For each source and each of its streams, the position before the next global
+            batch. The loader updates it, and a new `SequenceReader` starts from it.
     """
 
     def __init__(
@@ -161,9 +161,9 @@ def open_training_data(run: Run, tokenizer: Tokenizer) -> PackedDataset:
 def _count_streams(source: Source, max_epochs: int, holdout: float) -> int:
     """Return the number of streams into which the documents of a source are divided.
 
-    Each stream is read by one data worker. The result is a power of two, at most `MAX_STREAMS` and
-    at most the number of documents (or parts, for a sequential source). It determines the data
-    order, so it must not depend on the number of ranks.
+    The result is a power of two, at most `MAX_STREAMS` and at most the number of documents (or
+    parts, for a sequential source). It determines the data order, so it must not depend on the
+    number of ranks.
     """
     if max_epochs:
         return 1  # so that all ranks find the end of the source at the same step
@@ -229,8 +229,8 @@ class SequenceReader:
     def _choose_worker(self, source: int, index_in_source: int) -> int:
         """Return the index of the data worker that reads a sequence of a source.
 
-        All sequences of a stream have the same worker. For example, with a single source, rank 0 of
-        4 reads the streams 0, 4, 8, ..., which its workers 0 and 1 read in turn.
+        A rank reads all sequences of a stream with the same worker. For example, with a single
+        source, rank 0 of 4 reads the streams 0, 4, 8, ..., which its workers 0 and 1 read in turn.
 
         Args:
             source: Index of the source.
@@ -272,12 +272,7 @@ class SequenceReader:
         raise OutOfData(f"{name} has no more sequences (dataset.max_epochs = {epochs})")
 
     def _read_stream(self, source: int, stream: int) -> Iterator[PackedSequence]:
-        """Yield the packed sequences of a stream, from the position in `PackedDataset.positions`.
-
-        Args:
-            source: Index of the source.
-            stream: Index of the stream among the streams of the source.
-        """
+        """Yield the packed sequences of a stream, from its position in `PackedDataset` on."""
         data = self._data
         pack = best_fit if data.packing == "best_fit" else concat
         read_documents = partial(self._read_documents, source, stream)
@@ -309,13 +304,7 @@ class SequenceReader:
     def _read_documents(
         self, source_index: int, stream: int, start: DocumentPosition
     ) -> Iterator[Document]:
-        """Yield the tokenized documents of a stream, from position `start` on.
-
-        Args:
-            source_index: Index of the source.
-            stream: Index of the stream among the streams of the source.
-            start: Position of the first document to yield.
-        """
+        """Yield the tokenized documents of a stream, from position `start` on."""
         source = self._data.sources[source_index]
         for unit in self._list_units(source_index, stream, start.turn):
             if isinstance(source, RandomAccess):
@@ -330,12 +319,7 @@ class SequenceReader:
         """Yield the documents or parts that a stream reads, in shuffled order.
 
         The streams of a source take turns. For example, stream 1 of 4 has the positions 1, 5, 9,
-        ... of the shuffled order.
-
-        Args:
-            source_index: Index of the source.
-            stream: Index of the stream among the streams of the source.
-            first_turn: Number of documents or parts to skip.
+        ... of the shuffled order. The first `first_turn` of them are left out.
         """
         num_units = self._data.sources[source_index].num_units
         num_streams = len(self._data.positions[source_index])

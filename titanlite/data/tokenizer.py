@@ -301,7 +301,8 @@ class HuggingFaceTokenizer(Tokenizer):
             value: Content of the tokenizer.json.
 
         Raises:
-            KeyError, TypeError, IndexError: If the file was not converted from a tokenizer.model.
+            KeyError, TypeError, IndexError: If the content lacks a part that all converted files
+                have.
         """
         pattern = value["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]
         special = {token["content"]: token["id"] for token in value["added_tokens"]}

@@ -277,13 +277,7 @@ def write_tokenizer(tokenizer: Tokenizer, out: Path, max_seq_len: int) -> dict[s
 def _create_config(
     tokenizer: Tokenizer, ids: dict[str, int | None], max_seq_len: int
 ) -> dict[str, Any]:
-    """Return the content of a tokenizer_config.json with the names of the BOS and EOS tokens.
-
-    Args:
-        tokenizer: The tokenizer, which converts the ids to names.
-        ids: Ids of the tokens, with the keys "bos_token_id" and "eos_token_id".
-        max_seq_len: Longest sequence of the model, in tokens.
-    """
+    """Return the content of a tokenizer_config.json with the names of the BOS and EOS tokens."""
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_seq_len}
     for key, token in ids.items():
         if token is not None:

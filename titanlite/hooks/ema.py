@@ -40,7 +40,8 @@ class Ema(Hook):
     def follow(self, model: Llama) -> None:
         """Allocate an average for each parameter of `model`.
 
-        The averages are NaN until `started` or `saving` initializes them with the weights.
+        The averages are NaN until they are loaded, or `started` or `saving` initializes them with
+        the weights.
         """
         self._weights = dict(model.named_parameters())
         # NaN marks averages that are not initialized yet.

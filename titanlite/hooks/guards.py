@@ -380,7 +380,7 @@ class SpikeGuard(Hook):
         Args:
             step: Number of the step.
             values: Loss and gradient norm, shape (2,).
-            skip: Scalar. If it is 1, the step was skipped and is not added.
+            skip: Scalar. If it is 1, the step was skipped, so its values are not added.
         """
         column = self._history[:, step % self._config.spike_history]
         column.copy_(torch.where(skip > 0, column, values))
@@ -397,7 +397,7 @@ class SpikeGuard(Hook):
     def check(self, step: int, request: Request) -> None:
         """Roll back if on_spike is "roll_back" and a spike was found.
 
-        Before a save or a validation, look for spikes in all recent steps first.
+        With "roll_back", look for spikes in all recent steps before a save or a validation.
         """
         # A rollback must come before the save or the validation. Without rollbacks, the values are
         # only logged and stored, and `numbers` and `saving` read them in time.
@@ -464,10 +464,10 @@ class SpikeGuard(Hook):
         self._trainer.log(Event(text, "spike", step))
 
     def _roll_back(self, step: int) -> None:
-        """Restore the weights of the newest checkpoint, so that training continues with them.
+        """Restore weights, optimizer and hook tensors from the newest checkpoint.
 
-        The step count does not change: the next step is `step` + 1. If there is no checkpoint, log
-        this and keep the current weights.
+        The step count does not change: training continues with step `step` + 1. If there is no
+        checkpoint, log this and keep the current weights.
 
         Raises:
             GuardError: If the run has already rolled back guards.max_roll_backs times.

@@ -137,7 +137,8 @@ class HangReport(Hook):
     def _describe_code(self) -> str:
         """Describe the line of titanlite that the main thread executes, and the innermost line.
 
-        For example, "trainer.py:310 in step, inside of linear.py:134 in forward".
+        For example, "/a/titanlite/train/trainer.py:310 in step, inside of /b/linear.py:134 in
+        forward".
         """
         stack = traceback.extract_stack(sys._current_frames()[self._main_thread])
         package = f"{os.sep}titanlite{os.sep}"

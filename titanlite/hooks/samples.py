@@ -123,10 +123,7 @@ class Samples(Hook):
         return all_logits.flatten(0, 1)[: len(sequences)].cpu()
 
     def _create_microbatches(self, sequences: Sequence[Sequence[int]]) -> list[Microbatch]:
-        """Create microbatches in which only the last token of each sequence has a label.
-
-        Logits are computed only for tokens with a label.
-        """
+        """Create microbatches in which only the last token of each sequence has a label."""
         # The value of the label does not matter. Logits are computed only for tokens with a label.
         windows = [Window(np.append(ids, 0), num_scored=1) for ids in sequences]
         batch_size = self._run.job.training.local_batch_size

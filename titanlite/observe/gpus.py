@@ -311,10 +311,12 @@ def _describe_missing_memory(run: Run, memory: int, state: int) -> str:
 
 
 def _largest_memory(is_offloaded: bool) -> int:
-    """Return the memory of the largest known device, in bytes, as a limit for unknown machines.
+    """Return an upper limit for the memory of a rank on an unknown machine, in bytes.
+
+    Usually this is the memory of the largest known GPU, or of this machine if it has more.
 
     Args:
-        is_offloaded: Whether the training state is in CPU memory.
+        is_offloaded: Whether the training state is in CPU memory. The limit is then `MOST_GIB`.
     """
     if is_offloaded:  # the CPU memory of other machines is unknown
         return int(MOST_GIB * GIB)

@@ -259,8 +259,8 @@ def float8_plan(plan: Mapping[str, ParallelStyle], block: nn.Module) -> dict[str
     """Convert a tensor parallel plan so that activations and their gradients are gathered in FP8.
 
     Gathering FP8 values sends half as many bytes as bfloat16, but requires tensorwise scales. The
-    linear layers of a submodule share its input, so a submodule is converted only if all of them
-    are FP8 layers.
+    linear layers of a submodule share its input, so its style is converted only if all of them are
+    FP8 layers.
 
     Args:
         plan: Parallel style of each submodule of the block, such as "attention.wq".

@@ -49,8 +49,8 @@ def local_stages(run: Run, mesh: Mesh) -> dict[int, range]:
 def join_stages(stages: Sequence[Llama]) -> Llama:
     """Combine the stages of this rank into one module, for the optimizer and checkpoints.
 
-    The module shares the parameters of the stages, with the parameter names of the whole model. Do
-    not call its forward pass.
+    The module shares the parameters of the stages, with the parameter names of the whole model. A
+    single stage is returned as it is. Do not call the forward pass of several joined stages.
     """
     if len(stages) == 1:
         return stages[0]

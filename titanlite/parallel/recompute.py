@@ -109,8 +109,8 @@ def _recompute_some_operations(
     Args:
         model: Model before FSDP, modified in place.
         recompute: Function that calls its first argument under activation checkpointing.
-        saves_last_matmul: Whether to save the output of the last matmul of a block, although the
-            backward pass does not need it.
+        saves_last_matmul: Whether the output of the last matmul of a block may be saved, although
+            the backward pass does not need it.
     """
     for block in model.layers.values():
         unneeded_matmul = 0 if saves_last_matmul else find_unneeded_matmul(block)

@@ -95,9 +95,6 @@ def _read_events(folder: Path) -> tuple[list[dict[str, Any]], list[int]]:
     then resumes from step 80, a rollback at step 90 is left out. If it resumes from step 80 twice,
     only the second of these starts is returned.
 
-    Args:
-        folder: Output folder of the run.
-
     Returns:
         The events of the starts, and the steps after which the run rolled back.
     """

@@ -30,8 +30,8 @@ class RequestExchange:
     not 0.
 
     On a CPU, a request that is sent with a step is received after this step. On a GPU, it is
-    received one step later, because the CPU launches the next step before it waits for the count.
-    It must therefore be sent one step early:
+    received one step later: the CPU launches the next step before it waits for the count, so that
+    the GPU always has work. The request must therefore be sent one step early:
 
         when          | CPU (`delay` 0)             | GPU (`delay` 1)
         before step 1 |                             | send for step 1

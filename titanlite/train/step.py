@@ -171,7 +171,7 @@ class TrainStep:
 
         Returns:
             The gradient norm before clipping, the loss, and the number of ranks with a request,
-            summed over all ranks.
+            summed over all ranks, and the squares of this rank's gradients.
         """
         parameters = self.model.parameters()
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]

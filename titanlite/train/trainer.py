@@ -523,8 +523,9 @@ class Trainer:
         """Restore the state that `state_dict` returned, when a run resumes.
 
         Args:
-            state: State from the checkpoint. If its key "data" is missing, the data starts from the
-                beginning. If "hooks" is missing, the hooks start without state.
+            state: State from the checkpoint. If checkpoint.exclude_from_loading has removed its key
+                "data", the data starts from the beginning. Without "hooks", the hooks start without
+                state.
         """
         self.steps_done = state["step"]
         self.resumed = True
@@ -687,8 +688,9 @@ class Trainer:
     def _complete_last_request(self, end: _LoopEnd, has_trained: bool) -> Request:
         """Add a save and a validation to the actions that are requested after the last step.
 
-        The save is left out if a data error has prevented the first step. The validation is left
-        out if nothing was trained, or if a signal or a data error interrupts the run.
+        No save is added, and none takes place, if a data error has prevented the first step. No
+        validation is added if nothing was trained, or if a signal or a data error interrupts the
+        run. A requested validation still takes place.
 
         Args:
             end: Why the training loop has ended.
@@ -707,9 +709,6 @@ class Trainer:
 
     def _finish(self, end: _LoopEnd) -> None:
         """End the run: call `Hook.ended`, wait for the last save, close the trainer, log the end.
-
-        Args:
-            end: Why the training loop has ended.
 
         Raises:
             Exception: The error of the training data, or else the first error of a hook or of the
@@ -756,10 +755,6 @@ class Trainer:
 
     def _raise_stopped(self, stopped: str, stop_signal: signal.Signals) -> None:
         """Raise the error that ends a run after a stop signal.
-
-        Args:
-            stopped: Description of the signal, for the message.
-            stop_signal: The signal.
 
         Raises:
             StoppedBySignal: If the run has saved a checkpoint.

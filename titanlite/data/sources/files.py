@@ -412,7 +412,7 @@ def open_source(spec: TextSource, job: JobConfig | None = None) -> Source:
     """Open the data source that a table of the job file describes.
 
     Args:
-        spec: Table of the job file, [dataset] or one of [[dataset.sources]].
+        spec: Table of the job file, such as [dataset] or one of [[dataset.sources]].
         job: The job, whose sections configure sources from plugins.
 
     Raises:
@@ -439,8 +439,8 @@ def open_source(spec: TextSource, job: JobConfig | None = None) -> Source:
 def open_quickly(spec: TextSource, job: JobConfig) -> Source | None:
     """Open a source to inspect it, or return None if that may take more than a second.
 
-    Return None for remote sources, sources from plugins, and more than 32 MiB of text or .npy
-    files. Larger JSON lines files are opened without counting their lines.
+    Return None for sources at a URL, Hugging Face datasets, sources from plugins, and more than 32
+    MiB of text or .npy files. Larger JSON lines files are opened without counting their lines.
     """
     files = find_files(spec)
     if spec.source not in _BUILTIN - {"huggingface", "c4"} or storage.as_url(spec.path):
@@ -540,12 +540,7 @@ def _explain_no_match(pattern: str, source: str) -> str:
 
 
 def _check_files(files: list[Path], pattern: str, source: str) -> None:
-    """Check that `pattern` matches files, and that a built-in source can read them.
-
-    Args:
-        files: The files that match.
-        pattern: Path or glob pattern, for the error message.
-        source: Kind of the source, such as "jsonl".
+    """Check that `pattern` matches files, and that the built-in source `source` can read them.
 
     Raises:
         UserError: If there is no file, a CSV or TSV file that `source` cannot read, or a compressed
@@ -568,11 +563,7 @@ def has_compressed(files: list[Path]) -> bool:
 
 
 def _convert_table(file: Path) -> str:
-    """Return a sentence for error messages with a command that converts a table to Parquet.
-
-    Args:
-        file: The table, a CSV or TSV file.
-    """
+    """Return a sentence for messages with a command that converts a CSV or TSV file to Parquet."""
     separator = r', delimiter="\t"' if file.suffix.lower() == ".tsv" else ""
     options = f"csv.ParseOptions(newlines_in_values=True{separator})"
     read = f"csv.read_csv({format_value(str(file))}, parse_options={options})"

@@ -246,13 +246,7 @@ def check_column(
 
 
 def _explain_missing_field(column: str, fields: Iterable[str], key: str = "text_column") -> str:
-    """Return an error message for a record or table without the field that the job selects.
-
-    Args:
-        column: Name of the missing field.
-        fields: Names of the existing fields, which the message lists.
-        key: Option of the job that names the field.
-    """
+    """Explain that the field `column` of option `key` does not exist, and list the fields."""
     return f"no field {column!r} ({key}); there are: {', '.join(map(repr, fields))}"
 
 
