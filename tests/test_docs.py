@@ -71,6 +71,7 @@ def find_missing_lines(sample: str, said: str) -> list[str]:
     return [line for line in masked(sample) if line not in masked(said)]
 
 
+HUB_TUTORIAL = "getting_started/hub_model"
 # Page -> texts in the output of its commands
 TUTORIALS = {
     "getting_started/your_text": [
@@ -83,7 +84,7 @@ TUTORIALS = {
         f"Resumed after step {20 if WHOLE else 4}",
         "world_size: 2 -> 1",
     ],
-    "getting_started/hub_model": ["Starting from the weights in model", "from transformers import"],
+    HUB_TUTORIAL: ["Starting from the weights in model", "from transformers import"],
     "reference/plugins": [
         "--inverse_root.warmup",
         "inverse_root.warmup: 10 -> 20 (affects training)",
@@ -102,7 +103,10 @@ def shorten(job: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TUTORIALS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.long] * (name == HUB_TUTORIAL)) for name in TUTORIALS],
+)
 def test_the_commands_of_a_tutorial_print_the_documented_output(name: str, tmp_path):
     page = f"{name}.md"
     code_blocks = read_blocks(page)

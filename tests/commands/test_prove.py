@@ -66,8 +66,15 @@ def test_a_folder_that_cannot_be_used_is_named_by_its_option(tmp_path):
     assert "--out" in titanlite("prove", *options, "--out", tmp_path / "file", code=2)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("ranks", "number"),
+    [
+        (2, signal.SIGINT),
+        (1, signal.SIGTERM),
+        pytest.param(2, signal.SIGTERM, marks=pytest.mark.long),
+        pytest.param(1, signal.SIGINT, marks=pytest.mark.long),
+    ],
+)
 def test_a_stopped_proof_deletes_its_temporary_files(ranks, number, tmp_path):
     options = ("prove", *job_words(tmp_path / "out"), "--world-size", ranks, "--steps", 1000)
     with subprocess.Popen([sys.executable, "-m", "titanlite", *map(str, options)]) as process:
