@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Check formatting, lint, types and imports, then run the tests in two workers, fast tests first. Arguments
+# Check formatting, lint, types and imports, then run the tests in three workers, fast tests first. Arguments
 # are passed to pytest: --long adds the long tests, and --ghost runs only the tests on the simulated GPU
 # (docs/internals/ghost.md).
 set -euo pipefail
@@ -15,4 +15,4 @@ ruff format --check .
 ruff check .
 pyright
 lint-imports
-exec python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder "$@"
+exec python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder "$@"
