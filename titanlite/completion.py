@@ -338,7 +338,7 @@ def _append_tokens(
     """Sample the next token of each unfinished completion, and append it.
 
     Args:
-        decodings: The completions, of which some may be finished.
+        decodings: The completions. Some may be finished.
         logits: Logits of the next token, shape (B, V).
         options: Sampling options.
         generators: Random number generator of each completion.

@@ -234,7 +234,7 @@ def _make_training_section(
 
 
 def _default_dtype(saved: JobConfig) -> str:
-    """Return the default dtype of an evaluation: float32 on a CPU, or else that of the training."""
+    """Return the default dtype of an evaluation: float32 on a CPU, the training dtype on a GPU."""
     if not torch.cuda.is_available():
         return "float32"
     trained_run = Run(saved).resolve_compute_dtype(on_gpu=True)

@@ -410,7 +410,7 @@ def _read_manifest_to_resume(run: Run) -> Manifest:
 def _read_newest_manifest_of(run: Run) -> Manifest:
     """Return the manifest of the newest checkpoint of a run, or {} if it has no checkpoint.
 
-    The checkpoints at `checkpoint.mirror` are used only if there is none in the local folder.
+    If the local folder has no checkpoint, the checkpoints at `checkpoint.mirror` are used.
     """
     if is_saved(run):
         return read_newest_manifest(run.checkpoint_folder)

@@ -419,8 +419,8 @@ def meta_weights(folder: Path) -> Weights:
             shards.
 
     Raises:
-        UserError: If files are missing, or their tensors are not those of a Llama. The message
-            lists the differences.
+        UserError: If files are missing, or their tensors differ from the tensors of a Llama. The
+            message lists the differences.
     """
     path = find_file_inside(folder, "params.json")
     params = parse_json(path, read_file(path, _MAX_JSON_BYTES), formats.MetaParams)
@@ -456,7 +456,7 @@ def meta_weights(folder: Path) -> Weights:
         split_by_columns.append(embedding)
 
     def join(name: str, device: str = "cpu") -> Tensor:
-        """Read a weight: concatenate its shards, of which each file contains one."""
+        """Read a weight: concatenate its shards. Each file contains one shard."""
         parts = [file[name].to(device) for file in files]
         if parts[0].ndim != 2:
             return parts[0]  # norms are not split

@@ -227,7 +227,7 @@ def list_unfinished(folder: Path) -> list[Path]:
 
 
 def _list_half_removed(folder: Path) -> list[Path]:
-    """Return the step folders of which only some files have been removed."""
+    """Return the step folders whose removal was interrupted."""
     return [path.parent for path in folder.glob(f"step-*/{INCOMPLETE}")]
 
 

@@ -190,7 +190,7 @@ class Mirror:
         return self._run_on_rank0(self._is_newest_copied)
 
     def _is_newest_copied(self) -> bool:
-        """Return whether the newest local checkpoint is at the mirror, or there is none."""
+        """Return whether the newest local checkpoint is at the mirror. Without one, return True."""
         checkpoints = self._list_local()
         return not checkpoints or self._get_name(checkpoints[-1]) in self._copied
 

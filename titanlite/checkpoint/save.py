@@ -55,7 +55,7 @@ class Saver:
             loading, so that the same step is not saved again.
 
     Raises:
-        UserError: If `checkpoint.async_mode` needs a GPU and there is none.
+        UserError: If `checkpoint.async_mode` needs a GPU and this machine has no GPU.
     """
 
     def __init__(
@@ -390,7 +390,7 @@ class Saver:
         self._ranks.run_on_rank0(self._saved_folders.remove_outdated)
 
     def is_best(self, loss: float) -> bool:
-        """Return whether a validation loss is lower than those of all saved checkpoints."""
+        """Return whether a validation loss is lower than the loss of every saved checkpoint."""
         self.wait_until_saved()  # because the thread also communicates with the other ranks
         return self._ranks.run_on_rank0(lambda: self._saved_folders.is_best(loss))
 

@@ -1,7 +1,7 @@
 """Manage the folders that saves leave behind: outdated, best and final checkpoints, and exports.
 
-Invariant: The best checkpoint and those of other runs are never removed. Folders of other programs
-are neither removed nor renamed.
+Invariant: The best checkpoint and checkpoints of other runs are never removed. Folders of other
+programs are neither removed nor renamed.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class SavedFolders:
                 self._log(f"Could not remove the old {path.name}: {describe_error(error)}")
 
     def is_best(self, loss: float) -> bool:
-        """Return whether a validation loss is lower than those of all saved checkpoints."""
+        """Return whether a validation loss is lower than the loss of every saved checkpoint."""
         try:
             return loss < self._find_best()[0]
         except CheckpointError:  # a manifest cannot be read now; an extra save costs little

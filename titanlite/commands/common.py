@@ -73,7 +73,7 @@ def format_table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def start_ranks(command: str, argv: Sequence[str]) -> None:
     """Run a command in as many processes as the environment variable NGPU sets, then exit.
 
-    The exit code is that of the processes. Return without effect if NGPU is 1 or missing, or if
+    Exit with the exit code of the processes. Return without effect if NGPU is 1 or missing, or if
     this process is already one of several ranks.
 
     Args:

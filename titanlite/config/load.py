@@ -134,7 +134,7 @@ def parse_job(
     Args:
         argv: Words of the command line.
         trusted: Whether to import the plugins that the job file lists, as in `load_job`.
-        build_base: Returns default values that replace those of the schema: section -> key ->
+        build_base: Returns values that replace the defaults of the schema: section -> key ->
             value. `--from` passes values that follow from a pretrained model. Called after plugins
             are imported. Without it, the default job file is read if `argv` names none.
 
@@ -237,8 +237,8 @@ def _load_plugins_of(tables: Tables, values: Mapping[str, Any], trusted: bool, s
 
     Args:
         tables: Sections of the job file.
-        values: Values of the command line by "section.key". Plugins that it lists replace those of
-            the job file, and are always imported.
+        values: Values of the command line by "section.key". Plugins listed there replace
+            the plugins of the job file, and are always imported.
         trusted: Whether the job file may import plugins.
         source: Path of the job file, for error messages.
     """
@@ -454,7 +454,7 @@ def _parse_words(words: list[str], annotation: Any) -> Any:
         annotation: Type annotation of the key.
 
     Raises:
-        ValueError: If the key is not a list, and there is no word or more than one.
+        ValueError: If the key is not a list, and `words` does not contain exactly one word.
     """
     types = find_types(annotation)
     if typing.get_origin(annotation) is tuple:

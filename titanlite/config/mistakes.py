@@ -105,8 +105,8 @@ class ConfigError(UserError):
 def _find_place(mistake: Mistake, places: Mapping[str, str]) -> str | None:
     """Return the file and line that set an invalid value, for example "train.toml:14".
 
-    If the line of the value is unknown, return that of the innermost table with a known line that
-    contains the value. If there is none, return None.
+    If the line of the value is unknown, return the line of the innermost known table that contains
+    the value. If no such line is known, return None.
 
     Args:
         mistake: The mistake.

@@ -206,7 +206,7 @@ def _check_numbers(options: type[Options], argv: Sequence[str]) -> None:
     """Check the values of all options that take a number, such as `--steps 5`.
 
     Raises:
-        UserError: If a value is not a number. This message is clearer than that of tyro.
+        UserError: If a value is not a number. This message is clearer than the message of tyro.
     """
     fields = _list_flags(options)
     for flag, value in _list_values(argv):

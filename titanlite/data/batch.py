@@ -107,7 +107,7 @@ def copy_to_device(microbatch: Microbatch, device: torch.device) -> Microbatch:
 
 
 class Window(NamedTuple):
-    """A sequence of tokens of which evaluation scores only the last `num_scored` ones."""
+    """A sequence of tokens for evaluation. Only its last `num_scored` tokens are scored."""
 
     tokens: np.ndarray
     """(n,) integers, n >= 2."""

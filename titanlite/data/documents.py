@@ -105,7 +105,7 @@ class DocumentTokenizer:
         return self.tokenizer.encode_array(text).view(np.int32)
 
     def _encode_masked(self, text: MaskedText) -> np.ndarray:
-        """Tokenize a text of which only some ranges of characters count in the loss.
+        """Tokenize a text in which only some ranges of characters count in the loss.
 
         Each range is tokenized separately, so that no token crosses its bounds. BOS counts if the
         first character does, and EOS if the last one does. In an empty text, both count.

@@ -66,7 +66,7 @@ class OutOfData(Exception):
 class ReaderShard(NamedTuple):
     """Selects the sequences of each global batch that one reader reads.
 
-    The sequences are divided over the data-parallel ranks, and those of a rank over its data
+    The sequences are divided over the data-parallel ranks. Each rank divides its part over its data
     workers.
     """
 
@@ -372,7 +372,7 @@ class SequenceReader:
     def _read_windows(
         self, source: Sequential, part: int, start: int
     ) -> Iterator[tuple[int, list[Record]]]:
-        """Divide the records of a part into windows, each of which is shuffled in memory.
+        """Divide the records of a part into windows, and shuffle each window in memory.
 
         A window ends when it has `WINDOW_DOCUMENTS` records or `WINDOW_CHARACTERS` characters.
 

@@ -194,8 +194,8 @@ class Checkpointer:
             state = self._resumer.load_before(step)
         if state is None:
             return None
-        # `evaluation_mode` computes the FP8 scales only with a schedule-free optimizer, so compute
-        # those of the restored weights here.
+        # Compute the FP8 scales of the restored weights. `evaluation_mode` does so only with a
+        # schedule-free optimizer.
         self._trainer.train_step.precompute_scales()
         self._forced_save_step = step
         return state["step"]

@@ -539,7 +539,7 @@ class ReplicaGuard(Hook):
     """
 
     def built(self, trainer: Trainer) -> None:
-        """Find the parameters of this rank of which other ranks hold replicas."""
+        """Find the parameters of this rank that other ranks replicate."""
         self._trainer = trainer
         self._interval = trainer.job.guards.compare_every
         self._replicated: dict[Shard, nn.Parameter] = {}

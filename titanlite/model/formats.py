@@ -402,7 +402,7 @@ class HFConfig(FileModel):
         """Return whether a config.json of this family can describe the architecture."""
         if type(arch) is not cls.architecture:
             return False
-        # All options must be those of the family, except options that are keys of its config.json.
+        # All options must have the values of the family, except keys of its config.json.
         keys = _aliases(cls)
         expressible = {name: value for name, value in arch.switches.items() if name in keys}
         return arch.switches == cls.switches | expressible

@@ -232,8 +232,8 @@ class Attention(nn.Module):
             cos: Cosines of the RoPE angles, shape (T, 1, D / 2) or (B, T, 1, D / 2), fp32.
             sin: Sines of the RoPE angles, same shape.
             mask: Mask as in `attention`, with S keys per query. None means causal attention.
-            cache: Keys and values of earlier tokens during generation, to which those of `x` are
-                appended. None in training.
+            cache: Keys and values of earlier tokens during generation. The keys and values of `x`
+                are appended. None in training.
         """
         # Compute queries, keys and values, and divide them into heads.
         q, k, v = self.wq(x), self.wk(x), self.wv(x)

@@ -123,7 +123,7 @@ class OutputFolder:
     """Continues or archives the files that earlier starts of a run have left in the output folder.
 
     Use this class on rank 0 only. Create the object before logging starts: it records the sizes of
-    the logs, to distinguish the lines of earlier starts from those of this start.
+    the logs, to distinguish the lines of this start from earlier lines.
 
     Args:
         folder: The output folder, which must exist.

@@ -489,7 +489,7 @@ def _shard_numel(matrix: Any, rank: int) -> int:
 
 
 def _replica_index(matrix: Any, rank: int) -> int:
-    """Return the index of the replica of a matrix of which a rank holds a part.
+    """Return the index of the replica of a matrix to which the shard of a rank belongs.
 
     With HSDP, this is the index of the rank along the replicate dimension. Without replication, the
     index is 0.

@@ -373,8 +373,8 @@ def list_layouts(run: Run, gpu: Gpu) -> list[Settings]:
 
     Each combination of the other options is listed with the two local batch sizes that have the
     highest estimated speed. If the job sets a global batch size, all combinations keep it.
-    Combinations that break a rule of the configuration, or whose estimated memory exceeds that of
-    the GPU, are omitted.
+    Combinations are omitted if they break a rule of the configuration or do not fit into the memory
+    of the GPU.
 
     Returns:
         Changed options of each combination, in the order of the estimated speed, fastest first.

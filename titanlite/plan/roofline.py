@@ -341,7 +341,7 @@ def _time_transfers(work: Work, seconds_per_gigabyte: float, latency: float) -> 
 
     Args:
         work: Number of the transfers, and their total bytes.
-        seconds_per_gigabyte: Seconds at peak bandwidth, of which transfers reach the share `LINK`.
+        seconds_per_gigabyte: Seconds at peak bandwidth. Transfers reach the share `LINK` of it.
         latency: Seconds to start one transfer.
     """
     return work.bytes * seconds_per_gigabyte / (LINK * 1e9) + work.count * latency

@@ -347,7 +347,7 @@ def _describe_factors(run: Run, factors: Sequence[float]) -> str:
     """
     missing = [i for i, factor in enumerate(factors) if abs(factor) < MISSING]
     if missing:
-        # Of n data-parallel ranks, rank r reads the sequences r, r + n, r + 2n, ...
+        # With n data-parallel ranks, rank r reads the sequences r, r + n, r + 2n, ...
         data_degree = run.degrees.data
         local_batch_size = run.job.training.local_batch_size
         microbatches = sorted({i // data_degree // local_batch_size for i in missing})

@@ -431,7 +431,7 @@ def compare_sequences(
         after: Records of the step, with the sequences that each rank read.
         sequences: Fields of the global batch, such as "input_ids", each of shape (sequences, T).
     """
-    # Of n data-parallel ranks, rank r reads the sequences r, r + n, r + 2n, ...
+    # With n data-parallel ranks, rank r reads the sequences r, r + n, r + 2n, ...
     n = run.degrees.data
     parts = [{name: values[r::n] for name, values in sequences.items()} for r in range(n)]
     for rank, record in enumerate(after.ranks):

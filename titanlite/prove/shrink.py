@@ -473,7 +473,7 @@ def _shrink_outputs(small: JobConfig, out: Path) -> tuple[JobConfig, list[str]]:
 def _flat_options(run: Run) -> dict[str, Any]:
     """Return all options of a run by key, such as "model.dim".
 
-    The sizes of the model are those of its architecture, even if the job does not set them.
+    The sizes of the model come from its architecture, even if the job does not set them.
     """
     arch = run.arch
     model = {name: getattr(arch, name) for name in Model.model_fields if hasattr(arch, name)}

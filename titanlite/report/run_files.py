@@ -315,8 +315,7 @@ def read_status(folder: Path) -> RunStatus:
 def _add_metrics(status: RunStatus, folder: Path) -> None:
     """Set the metrics and the losses of a status.
 
-    The metrics are those of the last log step. The losses are those of several log steps, for a
-    curve.
+    The metrics come from the last log step. The losses come from several log steps, for a curve.
     """
     metrics = list(read_metrics(folder, status.problems, TAIL_BYTES))
     if metrics:
@@ -408,7 +407,7 @@ def _find_state(
 
     age = time.time() - (status.last_update or 0.0)  # seconds
     if last_kind == "restart" and age < STALE_SECONDS:
-        # New processes are starting, so do not look for those of the last start.
+        # New processes are starting, so do not look for the old ones.
         return "running", "its launcher is restarting it"
 
     # On the node of the run, check whether its process exists.

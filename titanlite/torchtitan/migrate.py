@@ -219,7 +219,7 @@ class Migration:
             self._set_default("dataset.document_mask", True, f"torchtitan's {flavor}")
 
     def _keep_sizes(self, flavor: str, new_sizes: Architecture) -> None:
-        """Set the sizes of a torchtitan flavor that differ from those of the titanlite flavor."""
+        """Set the sizes in which a torchtitan flavor differs from the titanlite flavor."""
         old_sizes = self._get_torchtitan_sizes(flavor)
         for key, new_size in asdict(new_sizes).items():
             depends_on_other_keys = key in ("vocab_size", "max_seq_len", "head_dim")
@@ -296,7 +296,7 @@ class Migration:
             self._set_default(f"{section}.split", "validation")
 
     def _replace_c4_test(self, section: str, name_key: str) -> None:
-        """Replace torchtitan's dataset c4_test, a small part of C4, by python_stdlib.
+        """Replace the torchtitan dataset c4_test, a small part of C4, by python_stdlib.
 
         titanlite does not include c4_test.
         """
@@ -380,7 +380,7 @@ class Migration:
         return max(1, local_size // num_microbatches)
 
     def _report_converters(self) -> None:
-        """Report model converters as lost, except those of linear layers to FP8 and MXFP8."""
+        """Report all model converters as lost, except converters to FP8 and MXFP8."""
         converters = _parse_names(self._old.get("model.converters", []))
         others = [name for name in converters if not _has_float8([name])]
         if others:
@@ -407,7 +407,7 @@ class Migration:
         """Report that titanlite keeps the output layer in high precision, if torchtitan does not.
 
         Args:
-            names_to_skip: Names in torchtitan's filter_fqns, which stay in high precision.
+            names_to_skip: Names in the option filter_fqns. Their layers stay in high precision.
         """
         # A part of a name is enough: "out" also skips the layer "output".
         skips_output = any(str(name) in "output" for name in names_to_skip)

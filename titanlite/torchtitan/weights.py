@@ -129,7 +129,7 @@ def _check_head_dim(path: Path, arch: Architecture, rotary_frequencies: TensorIn
 
 
 def _check_rope_scaling(path: Path, arch: Architecture, version: Version) -> None:
-    """Raise UserError if the RoPE scaling of the job differs from that of a torchtitan version.
+    """Raise UserError if the job and a torchtitan version scale RoPE differently.
 
     Args:
         path: Checkpoint folder, for the error message.

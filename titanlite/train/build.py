@@ -77,8 +77,8 @@ def _create_plugin_hooks(run: Run) -> list[Hook]:
 def settle_compute_dtype(run: Run, device: torch.device) -> Run:
     """Replace `training.mixed_precision_param = "auto"` by a concrete dtype, the same on all ranks.
 
-    The dtype is that of the checkpoint to resume from, or else the fastest one on the device. Rank
-    0 chooses it, because the CPUs of the nodes may differ. All ranks call this together.
+    A run that resumes keeps the dtype of its checkpoint. A new run uses the fastest dtype of the
+    device. Rank 0 chooses, because the CPUs of the nodes may differ. All ranks call this together.
 
     Returns:
         The run with the chosen dtype, or `run` itself if the job sets a dtype.

@@ -259,7 +259,7 @@ class ReplayTrainer(Trainer):
             note(str(line))
 
     def warn(self, line: str) -> None:
-        """Ignore warnings about the saved state of hooks, most of which a replay does not have."""
+        """Ignore warnings about the saved state of hooks, because a replay has few hooks."""
 
 
 def replay(run: Run, step: int) -> list[LoggedStep]:

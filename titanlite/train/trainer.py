@@ -596,7 +596,7 @@ class Trainer:
     def _find_end(self, request: Request) -> _LoopEnd | None:
         """Return why training ends now, or None if it continues.
 
-        All ranks call this together, and all get the same answer.
+        All ranks call this together, and all get the same result.
 
         Args:
             request: Combined requests of all ranks after the step that has just been completed.
