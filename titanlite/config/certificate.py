@@ -95,7 +95,7 @@ class Certificate(FileModel):
 
     @property
     def is_valid(self) -> bool:
-        """Whether all comparisons have passed, according to both `proven` and every row."""
+        """Whether the proof as a whole has passed, and every kind of comparison in it."""
         return self.proven and all(row.passed for row in self.rows)
 
     def covers(self, degrees: Degrees) -> bool:

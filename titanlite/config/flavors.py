@@ -107,7 +107,8 @@ class Architecture:
     def mup_factors(self, name: str, ndim: int) -> tuple[float, float]:
         """Return the factors by which muP scales a parameter's initialization and learning rate.
 
-        docs/guides/mup.md lists the factors. Without muP, both are 1.
+        The factors depend on m, the width of the model divided by the width of the small model on
+        which you tuned the learning rate (see docs/guides/mup.md). Without muP, both are 1.
 
         Args:
             name: Name of the parameter, for example "layers.3.attention.wo.weight".
@@ -119,19 +120,22 @@ class Architecture:
         # A tied output matrix is also the embedding, so the norm in front of it is scaled instead.
         output_name = "norm.weight" if self.tied_embeddings else "output.weight"
         is_block_matrix = name.startswith("layers.") and ndim >= 2
-        width_ratio = (self.mup_base_dim or self.dim) / self.dim
+        width_ratio = (self.mup_base_dim or self.dim) / self.dim  # 1 / m
         lr_factor = width_ratio if is_block_matrix or name == output_name else 1.0
-        if self._scales_queries(name):
+        if self._is_query_scale(name):  # scale the queries instead of the attention scores
             head_ratio = (self.mup_base_head_dim or self.head_dim) / self.head_dim
             lr_factor *= math.sqrt(head_ratio)
 
         init_factor = lr_factor
-        if is_block_matrix:
+        if is_block_matrix:  # 1 / sqrt(m) instead of 1 / m
             init_factor /= math.sqrt(width_ratio)
         return init_factor, lr_factor
 
-    def _scales_queries(self, name: str) -> bool:
-        """Return whether the scale of the queries depends on the parameter called `name`."""
+    def _is_query_scale(self, name: str) -> bool:
+        """Return whether the queries are proportional to the parameter called `name`.
+
+        The parameter is the query norm or, in models without it, the query matrix.
+        """
         if self.qk_norm == "none":
             return "attention.wq." in name
         return "attention.q_norm." in name  # this norm undoes any factor of wq

@@ -109,17 +109,17 @@ def _print_keys(job: JobConfig, section: str, keys: Sequence[str]) -> None:
     fields = SECTIONS[section].model_fields
     values = dict(job)[section]
     for key in keys:
-        _print_key(f"{section}.{key}", fields[key], getattr(values, key), "--")
+        _print_key(f"{section}.{key}", fields[key], getattr(values, key), is_option=True)
 
 
-def _print_key(key: str, field: FieldInfo, value: Any, prefix: str) -> None:
+def _print_key(key: str, field: FieldInfo, value: Any, *, is_option: bool) -> None:
     """Print a key of a job with its type, description and default value.
 
     Args:
         key: Full name of the key, such as "training.steps".
         field: Field of the schema.
         value: Default value to print. PydanticUndefined means that the key is required.
-        prefix: "--", or "" for keys that you can set only in a job file.
+        is_option: Whether you can set the key on the command line as well as in a job file.
     """
     table = find_table_model(field.annotation)
     if table is not None:
@@ -127,11 +127,13 @@ def _print_key(key: str, field: FieldInfo, value: Any, prefix: str) -> None:
         return
 
     type_name = describe_type(field)
-    if prefix and type_name == "<boolean>":
-        negated_key = key.replace(".", ".no-")
-        print(f"--{key}, --{negated_key}")
+    if not is_option:
+        print(f"{key} {type_name}")
+    elif type_name == "<boolean>":
+        section, name = key.split(".")
+        print(f"--{key}, --{section}.no-{name}")
     else:
-        print(f"{prefix}{key} {type_name}")
+        print(f"--{key} {type_name}")
     print(wrap_text(f"{field.description} ({_describe_default(value)})", 6), end="\n\n")
 
 
@@ -140,7 +142,7 @@ def _print_table_list(key: str, field: FieldInfo, table: type[BaseModel]) -> Non
     print(f"[[{key}]] (job file only)")
     print(wrap_text(field.description or "", 6), end="\n\n")
     for name, inner_field in table.model_fields.items():
-        _print_key(f"{key}.{name}", inner_field, inner_field.default, "")
+        _print_key(f"{key}.{name}", inner_field, inner_field.default, is_option=False)
 
 
 def _describe_default(value: Any) -> str:

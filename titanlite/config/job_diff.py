@@ -65,10 +65,10 @@ _COMPATIBLE_KEYS = {
     "training.init_dtype",
     "training.num_threads",
 }
-# Keys in compatible sections that affect training.
+# Exceptions: keys in compatible sections that affect training.
 _AFFECTING_KEYS = {"checkpoint.exclude_from_loading", "job.hooks", "validation.holdout"}
-# Location and order of the data. The loader compares what follows from these keys.
-_LOADER_KEYS = {
+# Location and order of the data. `Loader.compare` compares what follows from these keys.
+_DATA_KEYS = {
     "dataset.config",
     "dataset.loss_mask_column",
     "dataset.packing",
@@ -82,10 +82,6 @@ _LOADER_KEYS = {
     "training.seq_len",
     "validation.holdout",
 }
-# With "auto", a resume keeps the dtype of the checkpoint, and the backend depends on the device.
-_AUTO_KEYS = {"training.mixed_precision_param", "model.attention_backend"}
-# Keys of an entry of dataset.sources that [dataset] does not have.
-_MIXTURE_KEYS = {"max_epochs", "weight"}
 # Keys of [model] that change the shapes or names of parameters.
 _SHAPE_KEYS = {
     "architecture",
@@ -122,7 +118,7 @@ def compare_jobs(
     new = flatten(now)
     changes: list[tuple[Effect, str]] = []
     for key in old.keys() & new.keys():
-        if old[key] == new[key]:
+        if old[key] == new[key] or _is_left_out(key, new):
             continue
         effect = _classify(key, old, new, data)
         if effect is not None:
@@ -134,15 +130,15 @@ def compare_jobs(
         for description in position_changes:
             changes.append((INCOMPATIBLE, description))
         for description in content_changes:
-            changes.append((_content_effect(new), description))
+            changes.append((_classify_changed_content(new), description))
     return sorted(changes, key=lambda change: (_ORDER.index(change[0]), change[1]))
 
 
-def _content_effect(new: dict[str, Any]) -> Effect:
-    """Return the effect of changed data, which the option `dataset.on_change` determines.
+def _classify_changed_content(new: dict[str, Any]) -> Effect:
+    """Classify changed training data, with which `dataset.on_change` may forbid to resume.
 
     Args:
-        new: Values of the job that resumes, from `flatten`.
+        new: Values of the job by full name, such as "dataset.on_change".
     """
     return INCOMPATIBLE if new["dataset.on_change"] == "error" else AFFECTS_TRAINING
 
@@ -198,64 +194,76 @@ def flatten(table: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def _is_left_out(name: str, new: dict[str, Any]) -> bool:
+    """Return whether a changed key is left out of the report.
+
+    Args:
+        name: Full name of the key, such as "model.dim".
+        new: Values of the job that resumes, by full name.
+    """
+    if name in ("tokenizer.path", "tokenizer.name"):
+        return True  # token IDs are compared instead
+    # "auto" keeps the dtype of the checkpoint, and chooses a backend for the device.
+    has_auto = name in ("training.mixed_precision_param", "model.attention_backend")
+    if has_auto and new[name] == "auto":
+        return True
+
+    # The keys of a plugin architecture are also in its own section, where they are reported.
+    section, *_, key = name.split(".")
+    return section == "model" and f"{new['model.architecture']}.{key}" in new
+
+
 def _classify(
     name: str, old: dict[str, Any], new: dict[str, Any], data: DataChanges | None
 ) -> Effect | None:
-    """Return the effect of a changed key on a resumed run, or None if it need not be reported.
-
-    For example, a changed data path need not be reported if `data` already contains the differences
-    that follow from it.
+    """Return the effect of a changed key on a resumed run, or None if `data` reports it instead.
 
     Args:
         name: Full name of the key, such as "training.seed".
-        old: Values of the job in the checkpoint, from `flatten`.
-        new: Values of the job that resumes, from `flatten`.
+        old: Values of the job in the checkpoint, by full name.
+        new: Values of the job that resumes, by full name.
         data: Differences of the data. None if the run does not resume from the data position in the
             checkpoint.
     """
     section, *_, key = name.split(".")
-    if name in ("tokenizer.path", "tokenizer.name"):
-        return None  # token IDs are compared instead
-    if name in _AUTO_KEYS and new[name] == "auto":
-        return None
+    if section == "model":
+        return INCOMPATIBLE if key in _SHAPE_KEYS else AFFECTS_TRAINING
     if name == "optimizer.name":  # its state has other tensors
         is_excluded = "optimizer" in new["checkpoint.exclude_from_loading"]
         return AFFECTS_TRAINING if is_excluded else INCOMPATIBLE
-    if section == "model":
-        if f"{new['model.architecture']}.{key}" in new:
-            return None  # reported as a key of the architecture's own section
-        return INCOMPATIBLE if key in _SHAPE_KEYS else AFFECTS_TRAINING
 
-    is_source_key = name.startswith("dataset.sources.")
-    if is_source_key and key in _MIXTURE_KEYS:
-        return AFFECTS_TRAINING if data is None else _content_effect(new)
-    # A key of a source in a list has the same effect as the key of a single source in [dataset].
-    option = f"dataset.{key}" if is_source_key else name
+    if name.startswith("dataset.sources."):
+        if key in ("weight", "max_epochs"):  # a single source has no such keys
+            return AFFECTS_TRAINING if data is None else _classify_changed_content(new)
+        name = f"dataset.{key}"  # classify the key like that of a single source
+
     is_data_seed = name == "training.seed" and new["dataset.seed"] is None
-    if data is not None and (option in _LOADER_KEYS or is_data_seed):
-        has_data_changes = any(data)  # they are reported instead of the key
-        return None if has_data_changes else COMPATIBLE
-    return _classify_option(section, option, old)
+    if data is not None and (name in _DATA_KEYS or is_data_seed):
+        position_changes, content_changes = data
+        is_reported = position_changes or content_changes
+        return None if is_reported else COMPATIBLE
+    return _classify_by_section(section, name, old)
 
 
-def _classify_option(section: str, name: str, old: dict[str, Any]) -> Effect:
-    """Return the effect of a changed key outside of [model] on a resumed run.
-
-    This ignores whether the run resumes from the data position in the checkpoint.
+def _classify_by_section(section: str, name: str, old: dict[str, Any]) -> Effect:
+    """Return the effect of a changed key, which is usually the same for its whole section.
 
     Args:
         section: Section of the key.
         name: Full name of the key, such as "training.seed".
-        old: Values of the job in the checkpoint, from `flatten`.
+        old: Values of the job in the checkpoint, by full name.
     """
-    if name == "training.local_batch_size" and old.get("training.global_batch_size", -1) != -1:
-        return COMPATIBLE  # an explicit global batch size determines the batch
+    if name == "training.local_batch_size":
+        # With -1, the global batch size follows from the local one.
+        has_global_batch_size = old.get("training.global_batch_size", -1) != -1
+        return COMPATIBLE if has_global_batch_size else AFFECTS_TRAINING
 
-    is_compatible = section in _COMPATIBLE_SECTIONS or name in _COMPATIBLE_KEYS
-    if is_compatible and name not in _AFFECTING_KEYS:
+    if name in _AFFECTING_KEYS:
+        return AFFECTS_TRAINING
+    if section in _COMPATIBLE_SECTIONS or name in _COMPATIBLE_KEYS:
         return COMPATIBLE
 
-    # A plugin declares the effect of all keys in its section.
+    # A plugin declares the effect of all keys in its section. Plugins for 0.2 use former names.
     if section in SECTIONS:
         effect = SECTIONS[section].on_resume
         return _OLD_EFFECTS.get(effect, effect)

@@ -211,8 +211,8 @@ def _add_defaults(tables: Tables, defaults: Mapping[str, Tables]) -> None:
 def _set_values(tables: Tables, values: Mapping[str, Any]) -> None:
     """Set the values of the command line in the sections of a job file, in place.
 
-    A length of the run on the command line, in steps or tokens, replaces all lengths in the job
-    file. For example, "training.steps" removes "training.tokens".
+    If the command line sets the length of the run, first remove the length in the job file. For
+    example, "training.steps" removes "training.tokens".
 
     Args:
         tables: Sections of the job file.
@@ -434,13 +434,13 @@ def _parse_option(flag: str, words: list[str], keys: Mapping[str, Any]) -> tuple
         raise ValueError(describe_unknown_name(JobConfig, key).problem)
 
     annotation = keys[key].annotation
+    section, name = key.split(".")
     if bool in find_types(annotation):
         if words:
-            raise ValueError(f"takes no value. Write --{key} or --{key.replace('.', '.no-')}.")
+            raise ValueError(f"takes no value. Write --{key} or --{section}.no-{name}.")
         return key, not is_negated
-    if is_negated:
-        negated_key = key.replace(".", ".no_")
-        raise ValueError(describe_unknown_name(JobConfig, negated_key).problem)
+    if is_negated:  # only a boolean can be negated
+        raise ValueError(describe_unknown_name(JobConfig, f"{section}.no_{name}").problem)
     if find_table_model(annotation):
         raise ValueError(f"is a list of tables. Write [[{key}]] in a job file.")
     return key, _parse_words(words, annotation)
@@ -516,6 +516,6 @@ def resolve_path(path: str) -> Path:
     Raises:
         UserError: If the URL cannot be read.
     """
-    local_path = get_local_copy(os.path.expanduser(path), beside="tokenizer_config.json")
+    local_path = get_local_copy(os.path.expanduser(path), extra_file="tokenizer_config.json")
     packaged_path = PACKAGE / local_path
     return packaged_path if packaged_path.exists() and not local_path.exists() else local_path

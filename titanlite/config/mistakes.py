@@ -138,54 +138,64 @@ def build_mistake(root: type[BaseModel], error: Any) -> Mistake:
     """
     location = [str(part) for part in error["loc"]]  # such as ["dataset", "sources", "0", "path"]
     kind = error["type"]
-    _, unknown_path = _find_unknown_name(root, location)
-    if kind == "extra_forbidden" and unknown_path:
-        return _describe_unknown(root, location, error["input"])
+    if kind == "extra_forbidden":
+        _, unknown_path = _find_unknown_name(root, location)
+        if unknown_path:
+            return _describe_unknown(root, location, error["input"])
 
-    key = ".".join(location[:2])
-    if hasattr(root, "name_on_command_line"):
-        name = root.name_on_command_line(location[0])  # type: ignore[attr-defined]
-    else:
-        name = ".".join(location)
+    # Options of a command have another name in messages, such as --step or PATH.
+    get_option_name = getattr(root, "name_on_command_line", None)
+    name = get_option_name(location[0]) if get_option_name else ".".join(location)
     value = "" if kind == "missing" else format_value(error["input"])
     problem = _rephrase(error["msg"])
     hint = _suggest_value(problem, error["input"], location)
-    return Mistake(key, name, value, f"{problem}.{hint}", kind)
+    return Mistake(_get_key(location), name, value, f"{problem}.{hint}", kind)
 
 
 def describe_unknown_name(root: type[BaseModel], name: str) -> Mistake:
-    """Return the mistake for an unknown name, with a suggestion of what the user may have meant.
+    """Describe the mistake that a name is unknown, and suggest a similar name.
 
     Args:
         root: Model of a job, the options of a command, or the content of a file.
         name: Name that does not exist in `root`, such as "training.stepz".
     """
-    return _describe_unknown(root, name.split("."), None)
+    location = name.split(".")
+    _, unknown_path = _find_unknown_name(root, location)
+    if unknown_path:
+        return _describe_unknown(root, location, None)
+
+    # The name exists, but only in a list of tables, such as "dataset.sources.path".
+    key = _get_key(location)
+    problem = f"belongs to a list of tables. Write [[{key}]] in a job file."
+    return Mistake(key, name, value="", problem=problem, kind="extra_forbidden")
+
+
+def _get_key(location: list[str]) -> str:
+    """Return the key at a location, such as "training.steps" for ["training", "steps"]."""
+    return ".".join(location[:2])
 
 
 def _describe_unknown(root: type[BaseModel], location: list[str], value: object) -> Mistake:
-    """Return the mistake for a value or table with an unknown name.
+    """Describe the mistake that a value or table has an unknown name.
 
     Args:
         root: Model of a job, the options of a command, or the content of a file.
         location: Names that lead to the value, such as ["training", "stepz"].
         value: The value or table.
     """
-    key = ".".join(location[:2])
+    key = _get_key(location)
     name = ".".join(location)
     table, unknown_path = _find_unknown_name(root, location)
-    if not unknown_path:
-        problem = f"belongs to a list of tables. Write [[{key}]] in a job file."
-        return Mistake(key, name, "", problem, "extra_forbidden")
+    unknown_name = unknown_path[-1]
+    removed_keys = getattr(table, "dropped", {})  # keys of earlier versions of titanlite
+    if unknown_name in removed_keys:
+        _, problem = removed_keys[unknown_name]
+        return Mistake(key, name, format_value(value), problem, kind="gone")
 
-    removed_keys = getattr(table, "dropped", {})
-    if unknown_path[-1] in removed_keys:
-        _, problem = removed_keys[unknown_path[-1]]
-        return Mistake(key, name, format_value(value), problem, "gone")
-
-    name_in_file = f"[{key}]" if isinstance(value, dict) else name
+    if isinstance(value, dict):  # a table
+        name = f"[{key}]"
     problem = _explain_unknown_name(root, location)
-    return Mistake(key, name_in_file, "", problem, "extra_forbidden")
+    return Mistake(key, name, value="", problem=problem, kind="extra_forbidden")
 
 
 def _find_unknown_name(
@@ -193,22 +203,24 @@ def _find_unknown_name(
 ) -> tuple[type[BaseModel], list[str]]:
     """Follow the names that lead to a value, and find the first unknown one.
 
-    For example, if `location` is ["dataset", "sorces", "0", "path"], the unknown name is "sorces".
+    For example, if `location` is ["dataset", "sources", "0", "pth"], the unknown name is "pth".
 
     Returns:
-        The model of the table that lacks the name, here [dataset], and the path up to the name,
-        here ["dataset", "sorces"]. If all names are known, the path is empty.
+        The model of the table that lacks the name, here `DataSource`, and the path up to the name,
+        here all of `location`. If all names are known, the path is empty.
     """
-    outer_table = table = root
+    table = root
+    follows_table = False
     for depth, name in enumerate(location, start=1):
-        # An index follows the name of a list of tables, as in ["dataset", "sources", "0", "path"].
-        is_list_index = depth == 3 and name.isdecimal() and table is not outer_table
+        # In ["dataset", "sources", "0", "pth"], "0" is an index in a list of tables.
+        is_list_index = depth == 3 and follows_table and name.isdecimal()
         if is_list_index:
             continue
         inner_table = _get_inner_table(table, name)
         if inner_table is None:
             return table, location[:depth]
-        outer_table, table = table, inner_table
+        follows_table = inner_table is not table
+        table = inner_table
     return table, []
 
 
@@ -224,9 +236,10 @@ def _rephrase(message: str) -> str:
 
 
 def _get_inner_table(table: type[BaseModel], name: str) -> type[BaseModel] | None:
-    """Return the model of the table, or list of tables, that `table` contains as `name`.
+    """Return the pydantic model of the table, or list of tables, called `name` inside `table`.
 
-    If `name` is unknown, return None. If it is a key with a plain value, return `table`.
+    If `table` has no such name, return None. If the name is a key with a plain value, return
+    `table` itself.
     """
     is_job = table.model_config.get("extra") == "allow"
     if is_job and name in SECTIONS:
@@ -327,17 +340,18 @@ def _explain_unknown_name(root: type[BaseModel], location: list[str]) -> str:
         root: Model of a job, the options of a command, or the content of a file.
         location: Names that lead to a value. The last name or one before it is unknown.
     """
-    sections = _list_tables(root)
+    tables = _list_tables(root)
     table, unknown_path = _find_unknown_name(root, location)
     known_names = [field.alias or name for name, field in table.model_fields.items()]
-    if table is root:
-        known_names += [name for name in sections if name not in known_names]
+    if table is root:  # add the sections of plugins
+        known_names += [name for name in tables if name not in known_names]
 
     key = location[-1]
+    same_keys_elsewhere = [f"{name}.{key}" for name in tables if key in tables[name].model_fields]
     suggestions = (
-        _find_synonyms(key, {*root.model_fields, *sections})
+        _find_synonyms(key, {*root.model_fields, *tables})
         or _find_similar_paths(unknown_path, known_names)
-        or [f"{name}.{key}" for name in sections if key in sections[name].model_fields]
+        or same_keys_elsewhere
     )
     if suggestions:
         return f"is unknown. Did you mean {' or '.join(suggestions[:3])}?"
@@ -356,9 +370,9 @@ def _find_similar_paths(path: list[str], known_names: list[str]) -> list[str]:
 
 
 def _list_tables(root: type[BaseModel]) -> dict[str, type[BaseModel]]:
-    """Return the model of each table that `root` contains, by its name.
+    """Return the pydantic model of each table inside `root`, by the name of the table.
 
-    If `root` is the model of a job, the tables include the sections of plugins.
+    The tables of a job include the sections of plugins.
     """
     tables: dict[str, type[BaseModel]] = {}
     for name, field in root.model_fields.items():

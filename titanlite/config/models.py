@@ -58,9 +58,9 @@ class Section(FileModel):
 
     @classmethod
     def without_dropped_defaults(cls, values: dict[Any, Any]) -> dict[Any, Any]:
-        """Return `values` without the keys in `dropped` that have their default value.
+        """Return `values` without keys of earlier versions (`dropped`) at their default.
 
-        Other values of these keys are kept, so that the validation reports them.
+        A key of an earlier version with another value is kept, so that the validation reports it.
         """
         kept = {}
         for key, value in values.items():

@@ -208,15 +208,12 @@ class Run:
         return "step"
 
     def _can_reduce_microbatches(self) -> bool:
-        """Return whether gradients can be reduced after each microbatch, and this saves memory.
-
-        Reducing them more often must not add rounding errors.
-        """
+        """Return whether reducing gradients per microbatch saves memory without more rounding."""
         if self.degrees.pipeline > 1:  # not supported
             return False
 
         training = self.job.training
-        if training.dtype != training.mixed_precision_reduce:  # each reduction would round the sum
+        if training.dtype != training.mixed_precision_reduce:  # rounds the sum in each reduction
             return False
 
         is_sharded = self.degrees.shard * self.degrees.context > 1 or training.enable_cpu_offload
@@ -240,8 +237,8 @@ class Run:
     def validation_seed(self) -> int:
         """Random seed that selects the validation documents.
 
-        If they are held out from the training data, this is `dataset.seed`, or else
-        `validation.seed`. If that key is not set, it is `training.seed`.
+        `dataset.seed` selects documents that are held out from the training data, and
+        `validation.seed` all others. If this key is not set, `training.seed` is used.
         """
         has_holdout = self.job.validation.holdout > 0
         seed = self.job.dataset.seed if has_holdout else self.job.validation.seed
@@ -341,21 +338,22 @@ def sequence_divisor(degree: Degrees) -> int:
 
 
 def stage_memory(run: Run, num_stages: int) -> list[PieceCosts]:
-    """Estimate the memory that a rank needs for the parts of each pipeline stage, in bytes.
+    """Estimate the bytes that the embedding, a block and the output take on each pipeline rank.
+
+    With 1F1B, blocks take more bytes in early stages, which keep more activations.
 
     Args:
         run: The run.
         num_stages: Total number of pipeline stages.
 
     Returns:
-        For each stage, the bytes of the embedding, of one block and of the output layer, if the
-        stage contains them.
+        For each stage, the bytes of all three parts, even if the stage does not contain them.
     """
     arch = run.arch
     training = run.job.training
     microbatch_tokens = training.local_batch_size * training.seq_len / run.degrees.context
 
-    # The embedding and the output have a matrix each. The loss computes chunks of the logits.
+    # The embedding and the output have a matrix each. The loss also stores a chunk of the logits.
     bytes_per_parameter = _bytes_per_parameter(run)
     embedding_bytes = arch.vocab_size * arch.dim * bytes_per_parameter
     num_logits = min(microbatch_tokens, LOSS_TOKENS) * arch.vocab_size / run.degrees.tensor
@@ -364,11 +362,11 @@ def stage_memory(run: Run, num_stages: int) -> list[PieceCosts]:
     # Blocks also keep the activations of several microbatches, in bf16.
     matrix_bytes = arch.block_matrices * bytes_per_parameter
     activation_bytes = 2 * _kept_activations(run) * microbatch_tokens
-    memory = []
+    stages = []
     for stage in range(num_stages):
         block_bytes = matrix_bytes + _microbatches_in_flight(run, stage) * activation_bytes
-        memory.append(PieceCosts(embedding_bytes, block_bytes, output_bytes))
-    return memory
+        stages.append(PieceCosts(embedding_bytes, block_bytes, output_bytes))
+    return stages
 
 
 def _bytes_per_parameter(run: Run) -> float:
@@ -438,8 +436,8 @@ def build_architecture(model: schema.Model, job: schema.JobConfig | None = None)
     flavor = FLAVORS[model.flavor]
     values = asdict(flavor)
     has_default_head_dim = flavor.q_dim == flavor.dim
-    if has_default_head_dim:
-        values["head_dim"] = 0  # becomes dim / n_heads, also if [model] overrides these
+    if has_default_head_dim:  # derive it again, because [model] may override dim or n_heads
+        values["head_dim"] = 0  # means dim / n_heads
 
     for field in fields(Architecture):
         override = getattr(model, field.name)

@@ -157,7 +157,7 @@ Block = Annotated[str, AfterValidator(_check_block)]
 Component = Literal["model", "loss", "optimizer", "clip"]
 
 
-def _never_read(**defaults: object) -> dict[str, tuple[object, str]]:
+def _drop_unused_keys(**defaults: object) -> dict[str, tuple[object, str]]:
     """Reject keys that earlier versions accepted but never used.
 
     Args:
@@ -424,7 +424,7 @@ class TextSource(Section):
 class ValidationSource(TextSource):
     """One source of a validation mixture."""
 
-    dropped = _never_read(max_epochs=0)
+    dropped = _drop_unused_keys(max_epochs=0)
 
     weight: NonNegativeFloat = 1.0
     """Share of sequences from this source, relative to the weights of the other sources."""
@@ -464,7 +464,7 @@ class Dataset(TextSource):
     The keys of this section describe one source. For a mixture, use [[dataset.sources]].
     """
 
-    dropped = _never_read(weight=1.0)
+    dropped = _drop_unused_keys(weight=1.0)
     advanced: ClassVar = (
         "config",
         "split",
@@ -529,7 +529,7 @@ class Validation(TextSource):
     The keys of this section describe one source. For a mixture, use [[validation.sources]].
     """
 
-    dropped = _never_read(
+    dropped = _drop_unused_keys(
         weight=1.0,
         max_epochs=0,
         stages=[],
@@ -960,7 +960,7 @@ class Comm(Section):
     they are killed."""
 
 
-class Whole(Section):
+class Settings(Section):
     """Base class for jobs and command options. A validation error lists all mistakes at once.
 
     Raises:
@@ -972,7 +972,7 @@ class Whole(Section):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _raise_config_error(cls, values: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
+    def _validate_all(cls, values: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
         """Validate the values as pydantic does, but raise all errors as one `ConfigError`."""
         try:
             return validate(values)
@@ -1015,7 +1015,7 @@ def rename_keys(tables: dict[str, Any]) -> list[str]:
     return renamed
 
 
-class JobConfig(Whole):
+class JobConfig(Settings):
     """Complete configuration of a training run.
 
     Each section of a job file is an attribute: `job.training.steps` is the option `steps` of the
@@ -1047,7 +1047,7 @@ class JobConfig(Whole):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _raise_config_error(cls, values: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
+    def _validate_all(cls, values: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
         """Validate a job, and raise all errors as one `ConfigError`.
 
         Pydantic's own validation, `validate`, knows only the built-in sections. The sections of

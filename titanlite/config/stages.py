@@ -45,7 +45,9 @@ class PieceCosts:
 
 
 def piece_times(arch: Architecture, seq_len: int) -> PieceCosts:
-    """Estimate the time of the embedding, a block and the output, in forward FLOPs per token.
+    """Estimate the relative time per token of the embedding, a block and the output.
+
+    The unit is the time of one FLOP in the forward pass.
 
     Args:
         arch: Architecture of the model.
@@ -79,7 +81,7 @@ def activation_values(arch: Architecture, tensor_degree: int) -> float:
 
 
 class _Split(NamedTuple):
-    """Assignment of the first blocks of a model to the first pipeline stages.
+    """Split of the first blocks of a model into pipeline stages, to which you can add a stage.
 
     Attributes:
         slowest: Time of the slowest stage.

@@ -178,7 +178,7 @@ def list_files(storage: Any, root: str, deep: bool = True) -> dict[str, dict[str
     """List the files in a folder of a storage.
 
     Args:
-        storage: File system of fsspec.
+        storage: fsspec file system.
         root: Path of the folder.
         deep: Whether to include the files in subfolders.
 
@@ -229,7 +229,7 @@ def download_files(storage: Any, root: str, sizes: Mapping[str, int], to: Path) 
     A file gets its name only when it is complete.
 
     Args:
-        storage: File system of fsspec.
+        storage: fsspec file system.
         root: Folder in the storage.
         sizes: Path of each file relative to `root` -> expected size in bytes.
         to: Local folder, in which the files get the same relative paths.
@@ -347,14 +347,14 @@ def _make_room(folder: Path) -> None:
 
 
 @cache
-def get_local_copy(path: str | Path, beside: str = "", *, deep: bool = False) -> Path:
+def get_local_copy(path: str | Path, extra_file: str = "", *, deep: bool = False) -> Path:
     """Download a file or folder at a URL to the cache, and return its local path.
 
     If you call this again in the same process with the same arguments, it returns the path at once.
 
     Args:
         path: URL of a file or folder, or a local path, which is returned unchanged.
-        beside: Name of a second file to download from the same folder, if it exists.
+        extra_file: Name of a second file to download from the same folder, if it exists.
         deep: If `path` is a folder, also download its subfolders.
 
     Raises:
@@ -367,37 +367,37 @@ def get_local_copy(path: str | Path, beside: str = "", *, deep: bool = False) ->
     with storage_errors(url):
         storage, remote_path = open_storage(url)
         if storage.isfile(remote_path):
-            return _download_file(url, storage, remote_path, beside)
+            return _download_file(url, storage, remote_path, extra_file)
         files = list_files(storage, remote_path, deep)
         if not files:
             raise FileNotFoundError("no files")
         return _download_to_cache(url, storage, remote_path, files)
 
 
-def _download_file(url: str, storage: Any, remote_path: str, beside: str) -> Path:
+def _download_file(url: str, storage: Any, remote_path: str, extra_file: str) -> Path:
     """Download a file to the cache, and return its local path.
 
     Args:
         url: URL of the file.
-        storage: File system of fsspec.
+        storage: fsspec file system.
         remote_path: Path of the file in the storage.
-        beside: Name of a second file to download from the same folder, if it exists, or "".
+        extra_file: Name of a second file to download from the same folder, if it exists, or "".
     """
     folder, name = os.path.split(remote_path)
     files = {name: storage.info(remote_path)}
-    if beside and storage.exists(f"{folder}/{beside}"):
-        files[beside] = storage.info(f"{folder}/{beside}")
+    if extra_file and storage.exists(f"{folder}/{extra_file}"):
+        files[extra_file] = storage.info(f"{folder}/{extra_file}")
     return _download_to_cache(url, storage, folder, files) / name
 
 
 def _download_to_cache(
     url: str, storage: Any, remote_folder: str, files: Mapping[str, Mapping[str, Any]]
 ) -> Path:
-    """Download files to the cache, unless they are there, and return their local folder.
+    """Download those files that the cache lacks, and return their local folder.
 
     Args:
         url: URL of the file or folder.
-        storage: File system of fsspec.
+        storage: fsspec file system.
         remote_folder: Folder in the storage.
         files: Path of each file relative to `remote_folder` -> its metadata from fsspec.
     """
