@@ -22,7 +22,7 @@ from titanlite.checkpoint.load import check_on_all_ranks, check_tokenizer, load_
 from titanlite.config.errors import CheckpointError, UserError
 from titanlite.config.mistakes import ConfigError
 from titanlite.config.options import Scoring
-from titanlite.config.run import Degrees, Run, sequence_divisor
+from titanlite.config.run import Degrees, Run, build_architecture, sequence_divisor
 from titanlite.config.schema import JobConfig, Parallelism
 from titanlite.data.sources.files import describe_file, open_source
 from titanlite.data.tokenizer import load_tokenizer
@@ -169,15 +169,17 @@ def _build_run(saved: JobConfig, options: Scoring, window: int, parallelism: Par
         UserError: If the window exceeds the maximum sequence length of the model, or the layout is
             invalid.
     """
-    max_window = Run(saved).arch.max_seq_len
+    max_window = build_architecture(saved.model, saved).max_seq_len
     if window > max_window:
         raise UserError(f"--window {window}: must be at most model.max_seq_len = {max_window}.")
 
-    # The sizes of sequences and batches depend on the degrees of the layout.
+    # The layout determines the parallel degrees, and they determine the sizes of the batches.
     world_size = read_world_size()
-    degrees = Run(JobConfig(parallelism=parallelism), world_size).degrees
-    training = _make_training_section(saved, options, window, degrees)
-    run = Run(_make_job(saved, parallelism, training), world_size)
+    layout = Run(JobConfig(parallelism=parallelism), world_size)
+    training = _make_training_section(saved, options, window, layout.degrees)
+
+    job = _make_job(saved, parallelism, training)
+    run = Run(job, world_size)
     problems = list(check_layout(run))
     if problems:
         raise ConfigError([make_mistake(run, problem) for problem in problems], "eval")

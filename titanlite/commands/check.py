@@ -21,6 +21,7 @@ from titanlite.optim.schedule import learning_rate_at
 from titanlite.rules import find_suspicious_values
 
 _MARGIN = 10  # width of the labels to the left of a curve, in characters
+_MIN_COLUMNS = 10  # of a plot, even if the terminal is narrower
 _BARS = " ▁▂▃▄▅▆▇█"
 
 
@@ -44,15 +45,20 @@ def main(argv: Sequence[str]) -> None:
     options, words = parse_options_and_job(CheckOptions, argv, "check")
     world_size = options.world_size or read_world_size()
     run = load_run(words, world_size)
-    check_memory(run, elsewhere=options.world_size is not None)
-    condition = _check_resume(run)
+    is_for_other_nodes = options.world_size is not None
+    check_memory(run, elsewhere=is_for_other_nodes)
+    has_checkpoint = is_saved(run)
+    if has_checkpoint:
+        _check_resume(run)
     tokenizer = load_tokenizer(run.tokenizer_path, run.job)
     data = inspect_data(run, tokenizer)
     toy_note = explain_toy_run(run, tokenizer, data)
 
     name = run.job.job.config_file or "the job"
-    ranks = format_count(world_size, "rank")
-    print(printable(f"OK: {name} can start on {ranks}{condition}."))
+    ok = f"OK: {name} can start on {format_count(world_size, 'rank')}"
+    if has_checkpoint:  # the data position is compared only when the run starts
+        ok += f", if {run.checkpoint_folder} has the same data, seq_len and tokenizer"
+    print(printable(f"{ok}."))
     for line in find_suspicious_values(run):
         print(printable(f"Warning: {line}"))
     if toy_note:
@@ -62,27 +68,19 @@ def main(argv: Sequence[str]) -> None:
         print(f"\n{plot_schedule(run, width)}")
 
 
-def _check_resume(run: Run) -> str:
-    """Check that the job can resume from its newest checkpoint, if there is one.
-
-    Returns:
-        End of the message "OK: ... can start on ...": a condition that is checked only when the run
-        starts, or "" if there is no checkpoint.
+def _check_resume(run: Run) -> None:
+    """Compare the job with its newest checkpoint, to check that training can resume from it.
 
     Raises:
         UserError: If a key has changed that must stay the same when a run resumes.
     """
-    if not is_saved(run):
-        return ""
     saved_job = read_newest_job(run.checkpoint_folder)
-    before = saved_job.model_dump(mode="json") | {"model": asdict(Run(saved_job).arch)}
-    now = run.job.model_dump(mode="json") | {"model": asdict(run.arch)}
-    no_data_changes = ([], [])
-    changes = compare_jobs(before, now, no_data_changes)
-    # Raise the error, but do not log the compatible changes, which the run itself logs.
-    report_changes(run.checkpoint_folder, changes, log=lambda line: None)
-    # Only the start of a run compares the data position in the checkpoint.
-    return f", if {run.checkpoint_folder} has the same data, seq_len and tokenizer"
+    saved_keys = saved_job.model_dump(mode="json") | {"model": asdict(Run(saved_job).arch)}
+    keys = run.job.model_dump(mode="json") | {"model": asdict(run.arch)}
+    unknown_data_changes = ([], [])  # the data itself is not read here
+    changes = compare_jobs(saved_keys, keys, unknown_data_changes)
+    # Raise an error for incompatible changes. The run itself logs all other changes.
+    report_changes(run.checkpoint_folder, changes, log=lambda change: None)
 
 
 def plot_schedule(run: Run, width: int) -> str:
@@ -94,9 +92,10 @@ def plot_schedule(run: Run, width: int) -> str:
         run: The run.
         width: Maximum length of a line in characters.
     """
-    # For example, 3 columns show the steps 0, 33 and 66 of 100.
     num_steps = run.job.training.steps
-    num_columns = min(num_steps, max(_MARGIN, width - _MARGIN))
+    available_columns = max(_MIN_COLUMNS, width - _MARGIN)
+    num_columns = min(num_steps, available_columns)
+    # For example, 3 columns show the steps 0, 33 and 66 of 100.
     steps = [column * num_steps // num_columns for column in range(num_columns)]
 
     learning_rates = [learning_rate_at(run.job, step + 1) for step in steps]
@@ -105,9 +104,11 @@ def plot_schedule(run: Run, width: int) -> str:
     lines += _plot_curve("global batch size", batch_sizes, "{:,}", height=4)
     lines += _plot_shares(run, steps)
 
-    # Label the horizontal axis with the first and the last step.
+    # Label the horizontal axis with step 1 below the first column, and the last step below the last
+    # column. Between both labels, a plot with few columns needs some space.
     axis_label = "step".rjust(_MARGIN - 2)
-    last_step = f"{num_steps:,}".rjust(max(6, num_columns - 1))
+    last_step_width = max(6, num_columns - 1)
+    last_step = f"{num_steps:,}".rjust(last_step_width)
     lines.append(f"{axis_label}  1{last_step}")
     return "\n".join(line[:width] for line in lines)
 

@@ -50,17 +50,18 @@ def main(argv: Sequence[str]) -> None:
         UserError: If an option is invalid, or a file does not exist or cannot be read.
         CheckpointError: If no checkpoint can be used, or its output is not finite.
     """
-    # Report invalid options before ranks are started.
+    # Report invalid options before any ranks start.
     options, layout_words = parse_options_and_job(Eval, argv, "eval", _LAYOUT_HELP)
     parallelism = _load_layout(layout_words)
     find_checkpoints(options.checkpoint)
+    # With NGPU=N, run this command in N processes instead, and exit.
     start_ranks("eval", argv)
 
     from titanlite.score import evaluate_text  # slow, because it imports torch
 
     settings = options.model_dump(include={*Scoring.model_fields})  # window, stride, ...
     if is_first_rank():
-        settings["log"] = note
+        settings["log"] = note  # progress messages; the other ranks print nothing
     score = evaluate_text(
         options.checkpoint,
         options.data,

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _MAX_LISTED = 10  # number of search results to print
 
 
-class Plan(Options):
+class PlanOptions(Options):
     """Estimate peak memory and step time of a job, and find changes that make it fit or run faster.
 
     The command runs the trainer's code on tensors without data, so it needs no GPU.
@@ -74,7 +74,7 @@ def main(argv: Sequence[str]) -> None:
     Raises:
         UserError: If the job or an option is invalid, or no job fits.
     """
-    options, words = parse_options_and_job(Plan, argv, "plan")
+    options, words = parse_options_and_job(PlanOptions, argv, "plan")
     tokens = None if options.tokens is None else _parse_tokens(options.tokens)
     if options.write is not None:
         _check_new_file(options.write)
@@ -84,12 +84,12 @@ def main(argv: Sequence[str]) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     stdout = sys.stdout
     with contextlib.redirect_stdout(sys.stderr):  # some libraries print when they are imported
-        result = _plan_or_search(options, run, tokens, stdout)
+        result = _estimate_or_search(options, run, tokens, stdout)
     if result:
         print(result)
 
 
-def _plan_or_search(options: Plan, run: Run, tokens: int | None, stdout: TextIO) -> str:
+def _estimate_or_search(options: PlanOptions, run: Run, tokens: int | None, stdout: TextIO) -> str:
     """Estimate a job, or search for faster jobs, and return the text to print at the end.
 
     Args:
@@ -98,21 +98,22 @@ def _plan_or_search(options: Plan, run: Run, tokens: int | None, stdout: TextIO)
         tokens: Number of tokens of the whole training run, or None if --tokens is not set.
         stdout: Stream on which the estimate is printed before the search for changes.
     """
-    gpu = _choose_device(options, run.world_size)
+    device = _choose_device(options, run.world_size)
 
-    from titanlite.plan import advice  # imports torch, which is slow
+    # Import the planner, which is slow, before the worker processes fork.
+    from titanlite.plan import advice
 
-    if gpu.cpu:  # CPU offload saves no memory there
+    if device.cpu:  # CPU offload saves no memory there
         run = advice.with_keys(run, {"training.enable_cpu_offload": False})
 
+    # Trace in parallel if there are many jobs, or many pipeline stages, to trace.
     is_search = options.search or options.write is not None
-    if is_search:
-        with workers() as pool:
-            return _search(options, run, gpu, tokens, pool.map)
-    if run.degrees.pipeline > 2:  # a long pipeline has many stages to trace
-        with workers() as pool:
-            return _plan(options, run, gpu, tokens, pool.map, stdout)
-    return _plan(options, run, gpu, tokens, map, stdout)
+    is_parallel = is_search or run.degrees.pipeline > 2
+    with workers() if is_parallel else contextlib.nullcontext() as pool:
+        map_function = map if pool is None else pool.map
+        if is_search:
+            return _search(options, run, device, tokens, map_function)
+        return _estimate(options, run, device, tokens, map_function, stdout)
 
 
 def _parse_tokens(text: str) -> int:
@@ -140,8 +141,13 @@ def _check_new_file(path: Path) -> None:
         raise UserError(f"--write {path}: {problem}")
 
 
-def _plan(
-    options: Plan, run: Run, gpu: Gpu, tokens: int | None, map_function: Apply, stdout: TextIO
+def _estimate(
+    options: PlanOptions,
+    run: Run,
+    device: Gpu,
+    tokens: int | None,
+    map_function: Apply,
+    stdout: TextIO,
 ) -> str:
     """Print an estimate of a job to `stdout`, then search for changes that improve the job.
 
@@ -150,7 +156,7 @@ def _plan(
     Args:
         options: Options of the command.
         run: The run to estimate.
-        gpu: Device of each rank.
+        device: GPU or CPU of each rank.
         tokens: Number of tokens of the whole training run, or None if --tokens is not set.
         map_function: `map`, or the `map` method of a process pool to trace in parallel.
         stdout: Stream for the estimate.
@@ -161,39 +167,46 @@ def _plan(
     """
     from titanlite.plan import advice
 
-    def print_estimate(plan: Forecast) -> None:
+    def print_estimate(forecast: Forecast) -> None:
         if not options.as_json:
-            estimate = _format_plan(run, _add_training_time(plan, tokens))
+            estimate = _format_forecast(run, _add_training_time(forecast, tokens))
             print(estimate, file=stdout, flush=True)
 
-    plan = advice.make_plan(
-        run, gpu, options.quick, options.remedies, show=print_estimate, apply=map_function
+    forecast = advice.make_plan(
+        run,
+        device,
+        quick=options.quick,
+        remedies=options.remedies,
+        show=print_estimate,
+        apply=map_function,
     )
     if options.as_json:
-        return _add_training_time(plan, tokens).model_dump_json()
-    return _format_advice(run, plan)
+        return _add_training_time(forecast, tokens).model_dump_json()
+    return _format_advice(run, forecast)
 
 
-def _format_advice(run: Run, plan: Forecast) -> str:
+def _format_advice(run: Run, forecast: Forecast) -> str:
     """Format the changes that make a job fit into memory, or the largest batch size if it fits.
 
     The result is empty if there is nothing to advise, for example if --quick has skipped the search
     for the largest batch size.
     """
     # With --remedies, there are also changes if the job fits.
-    if plan.changes:
-        return "\n  ".join(["Changes that make it fit, cheapest first:", *plan.changes])
-    if not plan.fits:
-        return plan.remedy()
+    if forecast.changes:
+        return "\n  ".join(["Changes that make it fit, cheapest first:", *forecast.changes])
+    if not forecast.fits:
+        return forecast.remedy()
 
-    largest = plan.largest_local_batch_size
+    largest = forecast.largest_local_batch_size
     if largest is None:
         return ""
     current = run.job.training.local_batch_size
     return f"Largest training.local_batch_size that fits: {largest} (now {current})."
 
 
-def _search(options: Plan, run: Run, gpu: Gpu, tokens: int | None, map_function: Apply) -> str:
+def _search(
+    options: PlanOptions, run: Run, device: Gpu, tokens: int | None, map_function: Apply
+) -> str:
     """Search for the fastest variants of a job that fit into memory.
 
     With --write, also write the fastest variant as a job file.
@@ -201,7 +214,7 @@ def _search(options: Plan, run: Run, gpu: Gpu, tokens: int | None, map_function:
     Args:
         options: Options of the command.
         run: The run to change.
-        gpu: Device of each rank.
+        device: GPU or CPU of each rank.
         tokens: Number of tokens of the whole training run, or None if --tokens is not set.
         map_function: `map`, or the `map` method of a process pool to trace in parallel.
 
@@ -213,61 +226,56 @@ def _search(options: Plan, run: Run, gpu: Gpu, tokens: int | None, map_function:
     """
     from titanlite.plan import advice
 
-    variants, num_traced, num_candidates = advice.search(run, gpu, map_function)
+    variants, num_traced, num_candidates = advice.search(run, device, map_function)
     if not variants:
         raise UserError(
             f"None of {num_traced} jobs fits. Use more or larger devices, or a smaller model."
         )
-    fastest_settings, fastest_plan = variants[0]
     if options.write:
+        fastest_settings, _ = variants[0]
         fastest_job = advice.with_keys(run, fastest_settings).job
         write_output(options.write, dump_config(fastest_job, without=("job",)).encode())
 
     best = [
-        (advice.format_options(settings), _add_training_time(plan, tokens))
-        for settings, plan in variants[:_MAX_LISTED]
+        (advice.format_options(settings), _add_training_time(forecast, tokens))
+        for settings, forecast in variants[:_MAX_LISTED]
     ]
     if options.as_json:
-        objects = [{"options": words, **plan.model_dump()} for words, plan in best]
+        objects = [{"options": words, **forecast.model_dump()} for words, forecast in best]
         return json.dumps({"traced": num_traced, "candidates": num_candidates, "best": objects})
-
-    devices = f"{fastest_plan.world_size} x {fastest_plan.gpu}"
+    devices = f"{run.world_size} x {device.name}"
     title = f"Fastest of {num_traced} traced jobs (of {num_candidates} candidates) on {devices}"
     return f"{title}\n\n{_format_variants(best)}"
 
 
-def _add_training_time(plan: Forecast, tokens: int | None) -> Forecast:
-    """Return a plan with the time to train on `tokens` tokens. If it is None, change nothing."""
+def _add_training_time(forecast: Forecast, tokens: int | None) -> Forecast:
+    """Add the time to train on `tokens` tokens to a forecast. If it is None, change nothing."""
     if tokens is None:
-        return plan
+        return forecast
 
     from titanlite.plan.training_time import estimate_training
 
-    return plan.model_copy(update={"training": estimate_training(plan, tokens)})
+    return forecast.model_copy(update={"training": estimate_training(forecast, tokens)})
 
 
-def _choose_device(options: Plan, world_size: int) -> Gpu:
-    """Return the device of each rank, as the options --gpu and --memory describe it.
-
-    Args:
-        options: Options of the command.
-        world_size: Number of ranks, which share the cores and memory of a CPU.
+def _choose_device(options: PlanOptions, world_size: int) -> Gpu:
+    """Return the GPU that --gpu and --memory describe, or one rank's share of a CPU.
 
     Raises:
-        UserError: If --gpu is invalid, or --tokens is set without a GPU.
+        UserError: If --gpu is invalid, or --tokens is set for a CPU.
     """
-    gpu = _choose_gpu(options.gpu)
-    if gpu.cpu and options.tokens is not None:
+    device = _find_device(options.gpu)
+    if device.cpu and options.tokens is not None:
         raise UserError(
             "--tokens needs a GPU, because its interval comes from measurements on GPUs. "
             "Choose one with --gpu."
         )
     if options.memory is not None:
-        gpu = gpu.model_copy(update={"memory_gib": options.memory})
-    return gpu.of_rank(world_size)  # the ranks of a CPU share its cores and memory
+        device = device.model_copy(update={"memory_gib": options.memory})
+    return device.of_rank(world_size)  # divides a CPU, but not a GPU, among the ranks
 
 
-def _choose_gpu(name: str | None) -> Gpu:
+def _find_device(name: str | None) -> Gpu:
     """Return the device that --gpu describes, or the GPU of this node if the option is not set.
 
     Args:
@@ -297,30 +305,30 @@ def _choose_gpu(name: str | None) -> Gpu:
     return gpu.model_copy(update={"memory_gib": num_bytes / GIB})
 
 
-def _format_plan(run: Run, plan: Forecast) -> str:
+def _format_forecast(run: Run, forecast: Forecast) -> str:
     """Format the estimate of a job as text: peak memory in GiB, step time in seconds, and speed."""
-    lines = [f"{plan.job} on {plan.world_size} x {plan.gpu}", ""]
-    lines += [*_format_memory(plan), "", *_format_step_time(plan)]
+    lines = [f"{forecast.job} on {forecast.world_size} x {forecast.gpu}", ""]
+    lines += [*_format_memory(forecast), "", *_format_step_time(forecast)]
 
-    days = plan.step_seconds * run.job.training.steps / 86400
-    speed = f"{plan.tokens_per_second:,.0f} tokens/s per device"
+    days = forecast.step_seconds * run.job.training.steps / 86400
+    speed = f"{forecast.tokens_per_second:,.0f} tokens/s per device"
     lines.append(f"  {speed}, {days:,.2f} days for all steps")
-    full = f"{plan.mfu_full_attention:.1%} (full attention, as in torchtitan and PaLM)"
-    lines.append(f"  MFU {plan.mfu:.1%} (causal attention), {full}")
-    if plan.training is not None:
-        lines += _format_training_time(plan.training)
+    full = f"{forecast.mfu_full_attention:.1%} (full attention, as in torchtitan and PaLM)"
+    lines.append(f"  MFU {forecast.mfu:.1%} (causal attention), {full}")
+    if forecast.training is not None:
+        lines += _format_training_time(forecast.training)
     return "\n".join([*lines, ""])
 
 
-def _format_step_time(plan: Forecast) -> list[str]:
+def _format_step_time(forecast: Forecast) -> list[str]:
     """Format the time of each kind of work, such as matmuls, and of the whole step."""
-    times = dict(plan.parts)
-    times["(hidden communication)"] = plan.hidden_seconds
-    times["step"] = plan.step_seconds
+    times = dict(forecast.parts)
+    times["(hidden communication)"] = forecast.hidden_seconds
+    times["step"] = forecast.step_seconds
 
-    lines = [f"Step time, s (roofline of {plan.gpu}, accurate to about a third)"]
+    lines = [f"Step time, s (roofline of {forecast.gpu}, accurate to about a third)"]
     for name, seconds in times.items():
-        share = seconds / plan.step_seconds
+        share = seconds / forecast.step_seconds
         lines.append(f"  {name:<36}{seconds:>10.4f}{share:>7.0%}")
     return lines
 
@@ -337,51 +345,54 @@ def _format_training_time(time: TrainingTime) -> list[str]:
     ]
 
 
-def _format_memory(plan: Forecast) -> list[str]:
+def _format_memory(forecast: Forecast) -> list[str]:
     """Format the peak memory of a rank in GiB, by kind of tensor, as lines of a table.
 
     The largest kinds come first. The last line is the total, and whether it fits into memory.
     """
-    sizes = dict(sorted(plan.kinds.items(), key=lambda item: item[1], reverse=True))
-    sizes["allocator and libraries (allowance)"] = plan.allowance
-    sizes["in CPU memory"] = plan.host
-    for rank, peak in plan.peaks.items():
+    sizes = dict(sorted(forecast.kinds.items(), key=lambda item: item[1], reverse=True))
+    sizes["allocator and libraries (allowance)"] = forecast.allowance
+    sizes["in CPU memory"] = forecast.host
+    for rank, peak in forecast.peaks.items():
         sizes[f"tensors of rank {rank}"] = peak
 
-    lines = [f"Peak memory, in {plan.moment}, GiB"]
+    lines = [f"Peak memory, in {forecast.moment}, GiB"]
     for name, size in sizes.items():
         if size >= MIB:
             lines.append(f"  {name:<36}{size / GIB:>10.3f}")
-    result = "fits" if plan.fits else "DOES NOT FIT"
-    total_name = f"total, of {plan.memory / GIB:.1f}: {result}"
-    lines.append(f"  {total_name:<36}{plan.needs / GIB:>10.3f}")
+    result = "fits" if forecast.fits else "DOES NOT FIT"
+    total_name = f"total, of {forecast.memory / GIB:.1f}: {result}"
+    lines.append(f"  {total_name:<36}{forecast.needs / GIB:>10.3f}")
     return lines
 
 
 def _format_variants(variants: Sequence[tuple[Sequence[str], Forecast]]) -> str:
     """Format variants of a job as a table of speed, memory and the options that differ.
 
-    With --tokens, the table has a column for the days of training.
-
     Args:
         variants: Options that change the job and the forecast with them, fastest first.
     """
-    columns = ["tokens/s", "MFU (causal)", "MFU (full)", "peak GiB", "job"]
-    rows = []
-    for words, plan in variants:
-        cells = [
-            f"{plan.tokens_per_second:,.0f}",
-            f"{plan.mfu:.1%}",
-            f"{plan.mfu_full_attention:.1%}",
-            f"{plan.peak / GIB:.1f}",
-            " ".join(words) or "(unchanged)",
-        ]
-        time = plan.training
-        if time is not None:
-            cells.insert(1, f"{time.days:,.2f} ({time.days_low:,.2f} to {time.days_high:,.2f})")
-        rows.append(cells)
+    rows = [_format_variant(words, forecast) for words, forecast in variants]
+    columns = list(rows[0])
+    return format_table(columns, [list(row.values()) for row in rows])
 
-    _, first_plan = variants[0]
-    if first_plan.training is not None:
-        columns.insert(1, "days (90% interval)")
-    return format_table(columns, rows)
+
+def _format_variant(words: Sequence[str], forecast: Forecast) -> dict[str, str]:
+    """Format a variant of a job as a table row: title of the column -> text of the cell.
+
+    With --tokens, the row contains the days of training.
+
+    Args:
+        words: Options that change the job, such as ["--training.local_batch_size", "4"].
+        forecast: Forecast of the changed job.
+    """
+    row = {"tokens/s": f"{forecast.tokens_per_second:,.0f}"}
+    time = forecast.training
+    if time is not None:
+        interval = f"{time.days_low:,.2f} to {time.days_high:,.2f}"
+        row["days (90% interval)"] = f"{time.days:,.2f} ({interval})"
+    row["MFU (causal)"] = f"{forecast.mfu:.1%}"
+    row["MFU (full)"] = f"{forecast.mfu_full_attention:.1%}"
+    row["peak GiB"] = f"{forecast.peak / GIB:.1f}"
+    row["job"] = " ".join(words) or "(unchanged)"
+    return row

@@ -38,8 +38,10 @@ def main(argv: Sequence[str]) -> None:
         UserError: If the job or an option is invalid.
     """
     options, words = parse_options_and_job(Profile, argv, "profile")
+    # With NGPU=N, run this command in N processes instead, and exit.
     start_ranks("profile", argv)
-    run = load_run(words, read_world_size(), trains=options.out is None)
+    writes_to_run = options.out is None  # so the output folder of the job must be writable
+    run = load_run(words, read_world_size(), trains=writes_to_run)
 
     # Importing torch is slow, so invalid options are reported first.
     from titanlite.train.profile_steps import profile_steps

@@ -82,6 +82,7 @@ def main(argv: Sequence[str]) -> None:
             "For more, start the command with torchrun or srun on several nodes."
         )
     make_folder(out)
+    # With several ranks, run this command in NGPU processes instead, and exit.
     os.environ["NGPU"] = str(world_size)
     start_ranks("prove", argv)
 

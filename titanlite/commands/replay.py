@@ -46,6 +46,7 @@ def main(argv: Sequence[str]) -> None:
             f"{config} does not exist. Pass the output folder of a run: a checkpoint alone, such "
             "as an imported one, has no steps to replay."
         )
+    # With NGPU=N, run this command in N processes instead, and exit.
     start_ranks("replay", argv)
 
     # The output folder may have been moved since the run.

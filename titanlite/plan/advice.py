@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import BrokenExecutor
 from functools import partial
 from operator import attrgetter, itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from titanlite.config.errors import format_count
 from titanlite.config.run import Run, with_keys
@@ -34,6 +34,11 @@ MAX_TRACED_JOBS = 16  # of a search: one or two minutes for an 8B model on two c
 MAX_TRACED_TOKENS = 2**22  # per batch; the loss loops over chunks, so a larger trace takes minutes
 MAX_TRACED_BATCHES = 7
 MAX_CHANGES = 5
+
+# Mode of activation checkpointing -> share of the activations of a block that the forward pass
+# saves. "full" saves only the input of the block.
+SAVED_SHARES = {"none": 1.0, "selective": 0.4, "memory_budget": 0.4, "full": 0.08}
+BLOCKS_IN_FLIGHT = 3  # blocks whose weights FSDP holds unsharded at the same time, as an estimate
 
 Settings = Mapping[str, Any]
 """Changed options of a job, for example {"training.local_batch_size": 4}."""
@@ -115,12 +120,18 @@ def find_largest_batch(run: Run, plan: Forecast, gpu: Gpu, apply: Apply) -> int 
 
 
 def _trace_batch_size(run: Run, size: int, gpu: Gpu, apply: Apply) -> Forecast | None:
-    """Trace a run with a local batch size of `size` sequences, and log the memory that it takes.
+    """Trace a run with another local batch size, and log the memory that it takes.
 
     Return None if the run cannot be traced with this size.
+
+    Args:
+        run: The run to change.
+        size: Local batch size, in sequences.
+        gpu: GPU of each rank.
+        apply: `map`, or the `map` method of a process pool to trace in parallel.
     """
     with working(f"Looking for the largest batch that fits: training.local_batch_size {size}"):
-        plan = _plan_changed(_set_batch_size(run, size), run, gpu, apply)
+        plan = _forecast_changed(_set_batch_size(run, size), run, gpu, apply)
     if plan is not None:
         note(f"training.local_batch_size {size}: {_format_memory(plan)}")
     return plan
@@ -173,7 +184,7 @@ def find_remedies(run: Run, plan: Forecast, gpu: Gpu, apply: Apply) -> tuple[str
     for candidates in (_list_single_remedies(run), _list_combined_remedies(run)):
         text = f"Tracing {len(candidates)} changes that take less memory"
         changes = []
-        for settings, new_plan in _plan_fitting(run, candidates, gpu, apply, text):
+        for settings, new_plan in _trace_candidates(run, candidates, gpu, apply, text):
             if new_plan.needs < plan.needs:
                 changes.append(_describe_change(settings, new_plan, plan))
         if changes:
@@ -196,9 +207,22 @@ def _describe_change(settings: Settings, new_plan: Forecast, plan: Forecast) -> 
     return f"{_describe(settings)}: {new_plan.needs / GIB:.1f} GiB, {speed}"
 
 
-def search(
-    run: Run, gpu: Gpu, apply: Apply, max_jobs: int = MAX_TRACED_JOBS
-) -> tuple[list[tuple[Settings, Forecast]], int, int]:
+class SearchResult(NamedTuple):
+    """Result of a search for faster layouts of a run.
+
+    Attributes:
+        variants: Changed options and forecast of each traced job that fits into memory, fastest
+            first. Jobs that are slower than the run itself are omitted.
+        num_traced: Number of jobs selected for tracing.
+        num_candidates: Number of jobs to choose from.
+    """
+
+    variants: list[tuple[Settings, Forecast]]
+    num_traced: int
+    num_candidates: int
+
+
+def search(run: Run, gpu: Gpu, apply: Apply, max_jobs: int = MAX_TRACED_JOBS) -> SearchResult:
     """Search for faster layouts of a run.
 
     Trace the run itself, and then other layouts in the order of their estimated speed, until
@@ -209,28 +233,20 @@ def search(
         gpu: GPU of each rank.
         apply: `map`, or the `map` method of a process pool to trace in parallel.
         max_jobs: Largest number of jobs to trace, including the run itself.
-
-    Returns:
-        - Changed options and forecast of each traced job that fits into memory, fastest first. Jobs
-          that are slower than the run itself are omitted.
-        - The number of jobs selected for tracing.
-        - The number of candidates, including the jobs that `max_jobs` excluded.
     """
     unchanged: Settings = {}
     candidates = [unchanged, *list_layouts(run, gpu)]
     traced = candidates[:max_jobs]
     text = f"Tracing {len(traced)} of {len(candidates)} jobs"
-    results = _plan_fitting(run, traced, gpu, apply, text)
+    fastest_first = _trace_candidates(run, traced, gpu, apply, text)
 
     # Omit the jobs after the run itself, which are slower.
-    fitting = [settings for settings, _ in results]
-    if unchanged in fitting:
-        num_faster = fitting.index(unchanged)
-        results = results[: num_faster + 1]
-    return results, len(traced), len(candidates)
+    fitting = [settings for settings, _ in fastest_first]
+    num_kept = fitting.index(unchanged) + 1 if unchanged in fitting else len(fitting)
+    return SearchResult(fastest_first[:num_kept], len(traced), len(candidates))
 
 
-def _plan_fitting(
+def _trace_candidates(
     run: Run, candidates: Sequence[Settings], gpu: Gpu, apply: Apply, text: str
 ) -> list[tuple[Settings, Forecast]]:
     """Trace a run with each of several changes, and return the changes that fit into memory.
@@ -247,7 +263,7 @@ def _plan_fitting(
     """
     fitting: list[tuple[Settings, Forecast]] = []
     with working(text) as update_text:
-        plans = apply(partial(_plan_changed, run=run, gpu=gpu), candidates)
+        plans = apply(partial(_forecast_changed, run=run, gpu=gpu), candidates)
         # Log each result as soon as its trace ends.
         for i, plan in enumerate(plans):
             settings = candidates[i]
@@ -259,7 +275,9 @@ def _plan_fitting(
     return sorted(fitting, key=lambda pair: -pair[1].tokens_per_second)
 
 
-def _plan_changed(settings: Settings, run: Run, gpu: Gpu, apply: Apply = map) -> Forecast | None:
+def _forecast_changed(
+    settings: Settings, run: Run, gpu: Gpu, apply: Apply = map
+) -> Forecast | None:
     """Trace one step of a run with some options changed, and forecast its memory and speed.
 
     Return None if the changed job is invalid, equals the run, or has more weights, gradients and
@@ -292,8 +310,8 @@ def _plan_changed(settings: Settings, run: Run, gpu: Gpu, apply: Apply = map) ->
 def _has_memory_for_state(run: Run, gpu: Gpu) -> bool:
     """Return whether weights, gradients and optimizer state fit into the memory of a rank.
 
-    With CPU offload, which keeps them in CPU memory, return True for a GPU. The check takes no
-    trace, so that a search can quickly discard jobs.
+    CPU offload moves them from the GPU to CPU memory, so then they fit into any GPU. The check
+    needs no trace, so a search can quickly discard jobs.
     """
     if run.job.training.enable_cpu_offload:
         return not gpu.cpu  # a CPU has no other memory
@@ -397,25 +415,26 @@ def list_layouts(run: Run, gpu: Gpu) -> list[Settings]:
 def _list_options(
     run: Run, gpu: Gpu, degrees: Mapping[str, Any], has_float8: bool, mode: str
 ) -> dict[str, Any]:
-    """Return the options of a candidate layout, except for `degrees` and the batch sizes.
+    """List the options that a search sets in addition to the parallel degrees and batch sizes.
 
     Args:
-        run: The run to change.
+        run: The run that the search started from.
         gpu: GPU of each rank.
         degrees: Options that set the parallel degrees, such as
             {"parallelism.tensor_parallel_degree": 2}.
         has_float8: Whether matmuls compute in FP8.
         mode: Mode of activation checkpointing, such as "full".
     """
+    is_gpu = not gpu.cpu  # a `Gpu` can also describe a CPU
     has_tensor_parallel = degrees["parallelism.tensor_parallel_degree"] > 1
     gathers_float8 = has_float8 and run.job.float8.recipe_name == "tensorwise"
     return {
         "float8.enable": has_float8,
         "activation_checkpoint.mode": mode,
-        "parallelism.data_parallel_shard_degree": -1,
-        "parallelism.enable_async_tensor_parallel": has_tensor_parallel and not gpu.cpu,
+        "parallelism.data_parallel_shard_degree": -1,  # all remaining ranks
+        "parallelism.enable_async_tensor_parallel": has_tensor_parallel and is_gpu,
         "activation_checkpoint.selective_ac_option": "op",
-        "compile.enable": not gpu.cpu or run.job.compile.enable,
+        "compile.enable": is_gpu or run.job.compile.enable,
         "float8.enable_fsdp_float8_all_gather": gathers_float8,
         "float8.precompute_float8_dynamic_scale_for_fsdp": gathers_float8,
     }
@@ -538,23 +557,27 @@ def _guess_plan(run: Run, gpu: Gpu) -> Forecast:
 
 def _guess_peak(run: Run) -> float:
     """Estimate the peak GPU memory of a rank from formulas, in bytes."""
-    has_pipeline = run.degrees.pipeline > 1
-    num_layers = _count_layers(run)
+    return state_bytes(run) + _guess_activation_bytes(run) + _guess_unsharded_bytes(run)
 
-    # Each block saves a share of its activations in bfloat16, for each microbatch in the pipeline.
-    mode = run.job.activation_checkpoint.mode
-    saved_share = {"none": 1.0, "full": 0.08}.get(mode, 0.4)
+
+def _guess_activation_bytes(run: Run) -> float:
+    """Estimate the bytes of bfloat16 activations that a rank saves for its backward passes."""
     values_per_token = activation_values(run.arch, run.degrees.tensor)  # of a block
+    saved_share = SAVED_SHARES[run.job.activation_checkpoint.mode]
     block_bytes = 2 * values_per_token * saved_share * _microbatch_tokens(run)
+    # A pipeline runs several forward passes before the first backward pass.
     saved_microbatches = min(run.microbatches, run.degrees.pipeline)
-    activation_bytes = block_bytes * num_layers * saved_microbatches
+    return block_bytes * _count_layers(run) * saved_microbatches
 
-    # Gradients that accumulate are unsharded fp32 values of 4 bytes. The weights of a pipeline
-    # stage, or of three blocks without a pipeline, are unsharded bfloat16 values of 2 bytes.
+
+def _guess_unsharded_bytes(run: Run) -> float:
+    """Estimate the bytes of the weights and gradients that FSDP holds unsharded on a rank."""
+    # Gradients stay unsharded, in float32, while they accumulate over several microbatches.
     gradient_bytes = 4 if run.microbatches > 1 else 0
-    weight_bytes = 2 if has_pipeline else 6 / num_layers
-    unsharded_bytes = _count_weights(run) * (gradient_bytes + weight_bytes)
-    return state_bytes(run) + activation_bytes + unsharded_bytes
+    # Weights are gathered in bfloat16: all weights of a pipeline stage, or otherwise a few blocks.
+    has_pipeline = run.degrees.pipeline > 1
+    gathered_share = 1.0 if has_pipeline else BLOCKS_IN_FLIGHT / _count_layers(run)
+    return _count_weights(run) * (gradient_bytes + 2 * gathered_share)
 
 
 def _guess_work(run: Run) -> tuple[Work, ...]:
@@ -603,10 +626,10 @@ def _guess_other_kernels(run: Run) -> Work:
 
 
 def _guess_tensor_parallel(run: Run) -> Work:
-    """Estimate the traffic of tensor parallelism in a step, as one collective.
+    """Estimate the traffic of tensor parallelism in a step, as if it were one large collective.
 
-    A block has four collectives of bfloat16 values in each direction, and four more if it is
-    recomputed.
+    A block has four collectives of bfloat16 values in the forward pass, four in the backward pass,
+    and four more if its forward pass is recomputed.
     """
     collectives_per_block = 8 + 4 * _recomputed_share(run)
     block_bytes = collectives_per_block * 2 * run.arch.dim * _step_tokens(run)
@@ -616,27 +639,43 @@ def _guess_tensor_parallel(run: Run) -> Work:
 
 def _guess_fsdp(run: Run) -> Iterator[Work]:
     """Estimate the all-gathers, reduce-scatters and all-reduces of FSDP and HSDP in a step."""
-    degrees = run.degrees
-    num_shards = degrees.shard * degrees.context
-    shard_group = Group("fsdp", num_shards, num_shards * degrees.tensor)
-    replicate_group = Group("replicate", degrees.replicate, run.world_size)
     num_layers = _count_layers(run)
     num_weights = _count_weights(run)
 
-    # The weights of each block are gathered forward and backward, for each microbatch. With a
-    # pipeline, they stay unsharded between microbatches.
+    # FSDP gathers the weights of each block for the forward and the backward pass of each
+    # microbatch. With a pipeline, they stay gathered during all microbatches.
+    degrees = run.degrees
+    num_shards = degrees.shard * degrees.context
+    shard_group = Group("fsdp", size=num_shards, span=num_shards * degrees.tensor)
     num_gathers = 2 if degrees.pipeline > 1 else 2 * run.microbatches
-    weight_bytes = 1 if run.job.float8.enable else 2
-    size = int(num_gathers * num_weights * weight_bytes)
-    count = int(num_gathers * num_layers)
-    yield Work("backward", "all_gather", group=shard_group, count=count, bytes=size)
+    weight_bytes = num_weights * (1 if run.job.float8.enable else 2)
+    yield Work(
+        "backward",
+        "all_gather",
+        group=shard_group,
+        count=int(num_gathers * num_layers),
+        bytes=int(num_gathers * weight_bytes),
+    )
 
-    # Gradients of 4 bytes are reduced, and then the shards of the replicas.
-    size = int(4 * num_weights)
-    count = int(num_layers)
-    yield Work("backward", "reduce_scatter", group=shard_group, count=count, bytes=size)
-    size = int(4 * num_weights / degrees.shard)
-    yield Work("backward", "all_reduce", group=replicate_group, count=count, bytes=size)
+    # FSDP reduces the float32 gradients of each block to shards. HSDP then adds up the shards of
+    # all replicas.
+    gradient_bytes = 4 * num_weights
+    replicate_group = Group("replicate", size=degrees.replicate, span=run.world_size)
+    num_reduces = int(num_layers)
+    yield Work(
+        "backward",
+        "reduce_scatter",
+        group=shard_group,
+        count=num_reduces,
+        bytes=int(gradient_bytes),
+    )
+    yield Work(
+        "backward",
+        "all_reduce",
+        group=replicate_group,
+        count=num_reduces,
+        bytes=int(gradient_bytes / degrees.shard),
+    )
 
 
 def _count_layers(run: Run) -> float:
@@ -653,7 +692,7 @@ def _step_tokens(run: Run) -> int:
 
 
 def _count_weights(run: Run) -> float:
-    """Return the number of weights of a rank before FSDP shards them."""
+    """Return how many weights a rank would hold without FSDP, as the mean over pipeline ranks."""
     return num_params(run.arch) / run.degrees.tensor / run.degrees.pipeline
 
 

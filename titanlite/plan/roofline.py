@@ -115,12 +115,12 @@ def forecast(run: Run, traces: Sequence[RankTrace], gpu: Gpu) -> Forecast:
 
 
 def this_cpu() -> Gpu:
-    """Measure the speed of this node's CPU with matmuls and a copy.
+    """Measure how fast this node's CPU multiplies matrices and copies memory.
 
-    Return the result as a `Gpu`, so that runs on CPUs can be planned like runs on GPUs.
+    The result is a `Gpu` with `cpu=True`, so that runs on CPUs can be planned like runs on GPUs.
     """
     num_cores = os.cpu_count() or 1
-    if hasattr(os, "sched_getaffinity"):
+    if hasattr(os, "sched_getaffinity"):  # the cores that this process may use, on Linux
         num_cores = len(os.sched_getaffinity(0))
     cores = "CPU core" if num_cores == 1 else "CPU cores"
 
@@ -146,7 +146,7 @@ def this_cpu() -> Gpu:
         network=CPU_NETWORK_GB_PER_SECOND,
         host=bandwidth,
         latency_us=CPU_COLLECTIVE_LATENCY_US,
-        machine=num_cores,
+        machine=num_cores,  # on a GPU node, the number of GPUs
     )
 
 
@@ -310,10 +310,14 @@ def _time_collectives(work: Work, group: Group, gpu: Gpu) -> float:
     if group.size == 1:
         return 0.0
 
-    num_nodes = 1 if gpu.cpu else math.ceil(group.span / gpu.machine)
+    gpus_per_node = gpu.machine
+    num_nodes = math.ceil(group.span / gpus_per_node)
+    if gpu.cpu:  # all ranks share one node
+        num_nodes = 1
+
     if work.op == "send":
-        bandwidth = gpu.link if num_nodes == 1 else gpu.network
-        return _time_transfers(work, 1 / bandwidth, gpu.latency_us * 1e-6)
+        gigabytes_per_second = gpu.link if num_nodes == 1 else gpu.network
+        return _time_transfers(work, 1 / gigabytes_per_second, gpu.latency_us * 1e-6)
     if work.op == "all_reduce":  # a reduce-scatter and an all-gather
         return 2 * _time_ring(work, group.size, num_nodes, gpu)
     return _time_ring(work, group.size, num_nodes, gpu)
@@ -322,10 +326,10 @@ def _time_collectives(work: Work, group: Group, gpu: Gpu) -> float:
 def _time_ring(work: Work, num_ranks: int, num_nodes: int, gpu: Gpu) -> float:
     """Estimate the seconds of collectives in which each rank sends to the next one in a ring.
 
-    For example, if 16 ranks on 2 nodes gather a tensor, each link within a node carries 15/16 of
-    its bytes. The ranks of a node share the traffic from the other node, which is 1/16 for each.
+    For example, 16 ranks on 2 nodes gather a tensor. Each link within a node carries the 15/16 that
+    its rank lacks. Over the network, a node receives the half that it lacks, or 1/16 per rank.
     """
-    # The link and the network work at the same time, so the slower one determines the time.
+    # Links and network work at the same time, so the slower one determines the time.
     link_share = (num_ranks - 1) / num_ranks
     network_share = (num_nodes - 1) / num_ranks
     seconds_per_gigabyte = max(link_share / gpu.link, network_share / gpu.network)
@@ -341,7 +345,8 @@ def _time_transfers(work: Work, seconds_per_gigabyte: float, latency: float) -> 
 
     Args:
         work: Number of the transfers, and their total bytes.
-        seconds_per_gigabyte: Seconds at peak bandwidth. Transfers reach the share `LINK` of it.
+        seconds_per_gigabyte: Seconds at the peak bandwidth. Real transfers reach `LINK`, a
+            constant fraction, of this bandwidth.
         latency: Seconds to start one transfer.
     """
     return work.bytes * seconds_per_gigabyte / (LINK * 1e9) + work.count * latency
@@ -367,11 +372,13 @@ def _bubble_share(run: Run) -> float:
 
 
 def _add_bubble(times: Mapping[int, _StepTime], share: float) -> None:
-    """Add the time during which each pipeline rank waits for other ranks to its step time.
+    """Lengthen the step of each pipeline rank by its idle time, the pipeline bubble.
+
+    A rank is idle while it waits for other ranks.
 
     Args:
         times: Rank -> time of its step, modified in place.
-        share: Idle time of a rank, relative to the busy time of the other ranks.
+        share: Idle time of a rank, relative to the mean busy time of the other ranks.
     """
     busy = {rank: time.total() - time.parts["optimizer"] for rank, time in times.items()}
     for rank, time in times.items():
