@@ -15,7 +15,7 @@ from tiny_run import Checkpoints, TinyRun, assert_equal, list_names, load_model_
 from torch.distributed.fsdp import fully_shard
 
 from titanlite.checkpoint import dcp_writer, save, saved_folders
-from titanlite.checkpoint.live_state import LiveState, local, model_tensors
+from titanlite.checkpoint.live_state import LiveState, model_tensors, to_local
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.config.errors import UserError
 from titanlite.model.llama import Llama
@@ -162,7 +162,7 @@ def test_save_with_fp8_all_gather_stores_plain_weights(tmp_path):
     )
     fully_shard(model)
 
-    assert any(type(local(parameter)) is not torch.Tensor for parameter in model.parameters())
+    assert any(type(to_local(parameter)) is not torch.Tensor for parameter in model.parameters())
 
     checkpoints = Checkpoints(tmp_path, LiveState(model))
 
@@ -178,7 +178,7 @@ def test_save_with_fp8_all_gather_stores_plain_weights(tmp_path):
             parameter.zero_()
     checkpoints.load()
 
-    assert_equal({name: local(value) for name, value in model_tensors(model).items()}, expected)
+    assert_equal({name: to_local(value) for name, value in model_tensors(model).items()}, expected)
 
 
 def test_run_that_cannot_save_fails_at_the_start(tmp_path):

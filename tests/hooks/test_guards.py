@@ -16,7 +16,7 @@ from small_runs import read_metrics
 from torch import Tensor
 
 from titanlite import Trainer, load_checkpoint
-from titanlite.checkpoint.live_state import LiveState, local
+from titanlite.checkpoint.live_state import LiveState, to_local
 from titanlite.config.errors import GuardError
 from titanlite.hooks.guards import SpikeGuard
 from titanlite.hooks.hook import Hook
@@ -53,7 +53,7 @@ class Fault(Hook):
         self._model = trainer.model
 
     def _state(self) -> dict[str, Tensor]:
-        return {name: local(tensor).clone() for name, tensor in self._live.tensors().items()}
+        return {name: to_local(tensor).clone() for name, tensor in self._live.tensors().items()}
 
     def before_step(self, step: int) -> None:
         self._before = self._state()
@@ -63,7 +63,7 @@ class Fault(Hook):
         if step in self._faults and dist.get_rank() == 1:
             gradient = list(self._model.parameters())[1].grad
             assert gradient is not None
-            local(gradient).view(-1)[0] = self._faults[step]
+            to_local(gradient).view(-1)[0] = self._faults[step]
 
     def after_step(self, step: int, result: StepResult) -> None:
         is_unchanged = True
@@ -242,7 +242,7 @@ class RecordStates(Hook):
     def _record(self, key: str | int) -> None:
         parts: dict[str, list[Tensor]] = {"model": [], "optimizer": [torch.zeros(1)], "hooks": []}
         for name, tensor in self._live.tensors().items():
-            parts[name.partition(".")[0]].append(local(tensor).flatten().double())
+            parts[name.partition(".")[0]].append(to_local(tensor).flatten().double())
         self.states[key] = {part: torch.cat(tensors) for part, tensors in parts.items()}
 
     def started(self, step: int) -> None:
@@ -344,7 +344,7 @@ class FlippedBit(Hook):
     @torch.no_grad()
     def after_step(self, step: int, result: StepResult) -> None:
         if step == 3 and dist.get_rank() == 3:
-            local(self._weight).view(torch.int32)[0] ^= 1
+            to_local(self._weight).view(torch.int32)[0] ^= 1
 
 
 def train_with_flipped_bit(folder: str) -> list[str]:

@@ -9,7 +9,7 @@ from small_runs import read_losses
 from torch import Tensor
 
 from titanlite import Trainer, load_checkpoint
-from titanlite.checkpoint.live_state import local
+from titanlite.checkpoint.live_state import to_local
 from titanlite.hooks.hook import Hook
 
 pytestmark = pytest.mark.slow
@@ -31,7 +31,7 @@ class CheckMean(Hook):
         self.evaluated_mean: list[bool] = []
 
     def updated(self, step: int) -> None:
-        weight = local(self._weight.detach())
+        weight = to_local(self._weight.detach())
         self._count += 1
         self._mean = (
             weight.clone() if self._mean is None else self._mean.lerp(weight, 1 / self._count)
@@ -39,7 +39,7 @@ class CheckMean(Hook):
 
     def _compare(self) -> None:
         if self._mean is not None:
-            self.evaluated_mean.append(torch.equal(local(self._weight.detach()), self._mean))
+            self.evaluated_mean.append(torch.equal(to_local(self._weight.detach()), self._mean))
 
     def saving(self, step: int) -> None:
         self._compare()

@@ -233,6 +233,7 @@ class ShardLoadPlanner(DefaultLoadPlanner):
         plan = super().create_local_plan()
         assert self.metadata is not None
         items: list[ReadItem] = []
+        # DCP's plan is right for ordinary tensors, but not for all sharded ones.
         for item in plan.items:
             if not isinstance(self.state_dict[item.dest_index.fqn], DTensor):
                 items.append(item)
@@ -334,7 +335,7 @@ def _parse_chunk_positions(
     """Return the file, the offset and the length of each chunk (a saved tensor or shard).
 
     Args:
-        records: Unpickled name and offset of each chunk -> its unpickled position in a file.
+        records: The unpickled index of chunks: (tensor name, offset in the tensor) -> position.
         is_wanted: Returns whether to keep the chunks of the tensor with a given name.
     """
     positions = {}
@@ -348,10 +349,10 @@ def _parse_chunk_positions(
 
 
 def _parse_chunk_position(record: _Record) -> _StorageInfo:
-    """Convert an unpickled chunk position to DCP's class, and keep the checksum of the chunk.
+    """Convert an unpickled position of a chunk to DCP's class, with the checksum of the chunk.
 
     Args:
-        record: Placeholder of the position: the file, and offset and length in bytes.
+        record: File name, offset and length in bytes, and checksum, as an unpickled placeholder.
 
     Raises:
         CheckpointError: If the file is outside of the folder of the checkpoint.
@@ -370,7 +371,7 @@ def _parse_tensor(name: str, record: _Record) -> TensorStorageMetadata:
 
     Args:
         name: Name of the tensor, for error messages.
-        record: Placeholder of the description: size, dtype and chunks (saved shards).
+        record: Size, dtype and chunks (saved shards), as an unpickled placeholder.
 
     Raises:
         CheckpointError: If the chunks do not add up to the size of the tensor.

@@ -106,7 +106,8 @@ class CheckpointWriter(FileSystemWriter):
             file_name = f"{plan.storage_data.prefix}{index}.distcp"
             results += self._write_file(file_name, items, planner)
 
-        # `finish` needs the size and the checksum of each file for the manifest.
+        # `finish` also needs the size and the checksum of each file, for the manifest. `self.fs`
+        # has computed them during the writes.
         for file_name, entry in self.fs.written.items():
             results.append(_FileResult(MetadataIndex(file_name), entry["size"], entry))
         return completed_future(results)
@@ -145,6 +146,7 @@ class CheckpointWriter(FileSystemWriter):
         # DCP writes and syncs the index with `self.fs`, which keeps its manifest entry.
         super().finish(metadata, [tensor_results])
 
+        # Manifest entry of each file by name, in the fields that DCP's class has for tensors.
         file_results = [item for item in all_results if isinstance(item, _FileResult)]
         entries = {result.index.fqn: result.storage_data for result in file_results}
         entries[INDEX] = self.fs.written[INDEX]
@@ -206,7 +208,7 @@ class _HashingFileSystem(FileSystem):
         with HashingFile(Path(path)) as file:
             try:
                 yield file
-            except RuntimeError as error:
+            except RuntimeError as error:  # torch.save hides the OSError of a failed write
                 raise file.error or error from None
             # DCP writes the index as `.metadata.tmp`, and then renames it to `.metadata`. The
             # manifest lists it under this final name.
@@ -231,7 +233,7 @@ class ShardSavePlanner(DefaultSavePlanner):
                 items.append(item)
                 continue
             chunk = shard_chunk(tensor)
-            if 0 in chunk.sizes:
+            if 0 in chunk.sizes:  # this rank has no part of a small tensor
                 continue
             index = MetadataIndex(item.index.fqn, chunk.offsets)
             assert item.tensor_data is not None

@@ -314,10 +314,10 @@ def _read_saved_job(step_folder: Path, sections: dict[str, Any]) -> JobConfig:
     job, mistakes = JobConfig.read(sections)
     require_plugins(job.job.plugins, step_folder)
 
-    # Ignore keys of an earlier version ("gone") and names that it offered as the value of a key
-    # ("literal_error"), because they do not change the model.
-    ignored_kinds = ("gone", "literal_error")
-    unreadable_keys = [mistake.name for mistake in mistakes if mistake.kind not in ignored_kinds]
+    # Keys ("gone") and choices for a value ("literal_error") that titanlite has removed since the
+    # save do not change the model.
+    harmless_kinds = ("gone", "literal_error")
+    unreadable_keys = [mistake.name for mistake in mistakes if mistake.kind not in harmless_kinds]
     if unreadable_keys:
         keys = "; ".join(unreadable_keys)
         raise CheckpointError(f"{step_folder}: this version cannot read keys of its job: {keys}")
@@ -325,9 +325,9 @@ def _read_saved_job(step_folder: Path, sections: dict[str, Any]) -> JobConfig:
 
 
 def _read_job_of_old_import(step_folder: Path) -> JobConfig:
-    """Return the job configuration of imported weights whose manifest contains none.
+    """Return the job configuration of weights that an early version of titanlite has imported.
 
-    Early versions of titanlite wrote it only to config.toml in the output folder.
+    These versions wrote the job to config.toml in the output folder, and not to the manifest.
 
     Raises:
         CheckpointError: If the output folder has no config.toml.
@@ -397,7 +397,10 @@ def read_progress(run: Run) -> Progress:
 
 
 def _read_manifest_to_resume(run: Run) -> Manifest:
-    """Return the manifest of the checkpoint of `checkpoint.load_step`, or else of the newest."""
+    """Return the manifest of the checkpoint from which a run will resume.
+
+    This is the checkpoint of step `checkpoint.load_step`, or else the newest one.
+    """
 
     def list_candidates(folder: Path) -> list[Path]:
         paths = list_checkpoints(folder)
@@ -439,21 +442,22 @@ def get_checkpoint_keys(info: dict[str, Any]) -> dict[str, Any]:
 
 
 def get_data_state(info: dict[str, Any]) -> dict[str, Any]:
-    """Return how far a run had read its data when it saved a checkpoint, or {} if unknown.
-
-    The result also contains the fingerprint of the tokenizer.
+    """Return the data position that a checkpoint has saved, or {} if it has none.
 
     Args:
         info: Entry "info" of the manifest.
+
+    Returns:
+        "schedule": Which data the run has read. "tokenizer": Fingerprint of the tokenizer.
     """
     return info["train_state"].get("data") or {}
 
 
 def has_gone_back(checkpoints: Sequence[Path], step: int) -> bool:
-    """Return whether a run has already gone back to `step` because of `checkpoint.load_step`.
+    """Return whether a run has already gone back to `step` and saved a later checkpoint since.
 
-    For example, a run with `load_step` = 100 loads the checkpoint of step 100 and trains up to
-    step 200. If it is restarted, it must resume from step 200 instead of going back again.
+    For example, a run with `checkpoint.load_step` = 100 loads the checkpoint of step 100 and trains
+    up to step 200. If it is restarted, it must resume from step 200 instead of going back again.
 
     Args:
         checkpoints: Step folders of the run, sorted by step.

@@ -161,26 +161,26 @@ def checkpoint_weights(path: Path, averaged: bool = False) -> Weights:
     return dcp_weights(reader, arch, get_weight_prefix(reader, averaged))
 
 
-def _build_architecture(path: Path, sizes: dict[str, Any] | None) -> Architecture:
+def _build_architecture(path: Path, fields: dict[str, Any] | None) -> Architecture:
     """Create the architecture that the manifest of a checkpoint describes.
 
     Args:
         path: The step folder, for error messages.
-        sizes: Fields of the architecture in the manifest, or None if it has none.
+        fields: Fields of the architecture in the manifest, or None if it has none.
 
     Raises:
-        CheckpointError: If `sizes` is None.
+        CheckpointError: If `fields` is None.
         UserError: If the architecture belongs to a plugin that is not loaded.
     """
-    if sizes is None:
+    if fields is None:
         raise CheckpointError(f"{path} does not describe the architecture of its weights")
-    name = sizes.get("architecture", "llama")
+    name = fields.get("architecture", "llama")
     if name not in list(ARCHITECTURES):
         raise UserError(
             f"{path} contains a model with the architecture {name}. "
             "Load the plugin that registers it."
         )
-    return ARCHITECTURES[name](**sizes)
+    return ARCHITECTURES[name](**fields)
 
 
 def dcp_weights(reader: SafeReader, arch: Architecture, prefix: str) -> Weights:
@@ -397,11 +397,11 @@ def _check_same_model(folder: Path, saved_arch: Architecture, arch: Architecture
     Raises:
         UserError: If the architectures differ. The message lists the differences.
     """
-    saved_sizes = asdict(saved_arch)
+    saved = asdict(saved_arch)
     differences = []
-    for key, size in asdict(arch).items():
-        if key != "max_seq_len" and saved_sizes[key] != size:
-            differences.append(f"{key}: {saved_sizes[key]} there, {size} in this job")
+    for key, value in asdict(arch).items():
+        if key != "max_seq_len" and saved[key] != value:
+            differences.append(f"{key}: {saved[key]} there, {value} in this job")
     if differences:
         listed = "\n  ".join(differences)
         raise UserError(f"{folder} is another model. Set these keys of [model]:\n  {listed}")

@@ -65,7 +65,7 @@ class LiveState:
             tensors |= _optimizer_tensors(self.model, self.optimizer)
         if hooks:
             for name, tensor in self.hook_tensors().items():
-                tensors[f"hooks.{name}"] = plain(tensor)
+                tensors[f"hooks.{name}"] = to_plain(tensor)
         if rng:
             tensors |= _random_states()
         return tensors
@@ -91,7 +91,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:
             seen.add(id(tensor))
-            tensors[name] = plain(tensor)
+            tensors[name] = to_plain(tensor)
     return tensors
 
 
@@ -118,10 +118,11 @@ def _split_quantized(name: str, tensor: Tensor) -> dict[str, Tensor]:
     Returns:
         "<name>.codes" and "<name>.scale" for an 8-bit state; `name` for any other state.
     """
-    shard: Any = local(tensor)
+    shard: Any = to_local(tensor)
     is_quantized = hasattr(shard, "codes")
+    # Our 8-bit optimizer quantizes the shards of DTensors only.
     if not is_quantized or not isinstance(tensor, DTensor):
-        return {name: plain(tensor)}
+        return {name: to_plain(tensor)}
 
     # Each row has its own scales. For example, a matrix with 8 rows and 512 columns has codes of
     # shape (8, 512), and with blocks of 256 values scales of shape (8, 2).
@@ -150,14 +151,14 @@ def _shard_rows_like(tensor: DTensor, shard: Tensor) -> DTensor:
     )
 
 
-def plain(tensor: Tensor) -> Tensor:
+def to_plain(tensor: Tensor) -> Tensor:
     """Return a view of a tensor without autograd and without torchao's FP8 wrapper class.
 
     Checkpoints contain ordinary tensors, so that they can be loaded with or without FP8. The result
     shares memory with `tensor`.
     """
     tensor = tensor.detach()
-    if not is_traceable_wrapper_subclass(local(tensor)):
+    if not is_traceable_wrapper_subclass(to_local(tensor)):
         return tensor
     if not isinstance(tensor, DTensor):
         return local_shard(tensor)
@@ -165,7 +166,7 @@ def plain(tensor: Tensor) -> Tensor:
     return transform_subclass(tensor, lambda _name, shard: local_shard(shard))
 
 
-def local(tensor: Tensor) -> Tensor:
+def to_local(tensor: Tensor) -> Tensor:
     """Return this rank's shard if `tensor` is a DTensor, or else `tensor` itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 

@@ -24,7 +24,7 @@ from titanlite.checkpoint.find import (
     load_newest,
 )
 from titanlite.checkpoint.huggingface import load_hf_weights
-from titanlite.checkpoint.live_state import WEIGHTS, LiveState, is_finite, local, model_tensors
+from titanlite.checkpoint.live_state import WEIGHTS, LiveState, is_finite, model_tensors, to_local
 from titanlite.checkpoint.manifest import (
     CheckpointContext,
     Manifest,
@@ -338,10 +338,15 @@ class Resumer:
     def _prepare_tensors(
         self, reader: SafeReader, info: dict[str, Any], parts_to_reset: set[str]
     ) -> dict[str, Tensor]:
-        """Create or reset the state of hooks and optimizer before a checkpoint is loaded.
+        """Return the tensors in memory to load a checkpoint into, by their names in the checkpoint.
 
-        Returns:
-            The tensors in memory to fill, by their names in the checkpoint.
+        Missing optimizer state is created first, and hook tensors are resized. If the optimizer
+        state is not loaded, it is reset.
+
+        Args:
+            reader: Reader of the checkpoint.
+            info: Entry "info" of its manifest.
+            parts_to_reset: Parts of the state, such as "optimizer", that are not loaded.
         """
         saved_names = reader.index.keys()
         loads_hooks = "hooks" not in parts_to_reset
@@ -352,8 +357,11 @@ class Resumer:
         loads_rng = has_same_size and "rng" not in parts_to_reset
 
         if loads_hooks:
-            self._prepare_hooks(reader, info["train_state"])
-        self._prepare_optimizer(loads_optimizer)
+            self._resize_hook_tensors(reader, info["train_state"])
+        if loads_optimizer:
+            self._create_optimizer_state()
+        else:
+            _reset_optimizer(self._live)  # a rollback must not keep the state of later steps
         tensors = self._live.tensors(optimizer=loads_optimizer, hooks=loads_hooks, rng=loads_rng)
         # A checkpoint may lack hooks that the job has added, and generators of GPUs.
         for name in tensors.keys() - saved_names:
@@ -361,8 +369,13 @@ class Resumer:
                 del tensors[name]
         return tensors
 
-    def _prepare_hooks(self, reader: SafeReader, train_state: dict[str, Any]) -> None:
-        """Let the hooks create the tensors that they have in a checkpoint, to load into them."""
+    def _resize_hook_tensors(self, reader: SafeReader, train_state: dict[str, Any]) -> None:
+        """Resize the tensors of hooks to their sizes in a checkpoint, so that they can be loaded.
+
+        Args:
+            reader: Reader of the checkpoint.
+            train_state: The saved training state, with the `state_dict` of each hook.
+        """
         sizes = {}
         for name, entry in reader.index.items():
             if name.startswith("hooks."):
@@ -380,32 +393,29 @@ class Resumer:
         for name, tensor in self._live.tensors(optimizer=False).items():
             if not name.startswith("hooks.") or name in except_for:
                 continue
-            shard = local(tensor)
+            shard = to_local(tensor)
             initial = self._initial_hook_tensors.get(name)
             if initial is not None and initial.shape == shard.shape:
                 shard.copy_(initial)
             else:
                 _fill_with_nan(tensor)
 
-    def _prepare_optimizer(self, loads_state: bool) -> None:
-        """Create or reset the state of the optimizer before a checkpoint is loaded.
+    def _create_optimizer_state(self) -> None:
+        """Create the state of the optimizer, such as its moments, so that it can be loaded.
 
-        A new torch optimizer has no state until its first step, so there are no tensors to load
-        into.
-
-        Args:
-            loads_state: Whether the optimizer state will be loaded. If not, reset the optimizer.
+        A new torch optimizer has no state until its first step.
         """
         optimizer = self._live.optimizer
-        if not loads_state:
-            _reset_optimizer(self._live)  # a rollback must not keep the state of later steps
-        elif optimizer is not None:
+        if optimizer is not None:
             set_mode(optimizer, "train")  # because creating the state takes a step
-            _create_optimizer_state(optimizer)
+            _take_empty_step(optimizer)
             set_mode(optimizer, "eval")
 
     def _log_parts_to_reset(self, path: Path, parts_to_reset: set[str]) -> None:
-        """Log which parts of a checkpoint `checkpoint.exclude_from_loading` resets, and which not.
+        """Log the parts of a checkpoint that are reset because of `exclude_from_loading`.
+
+        Also log the parts that this option lists, but that are loaded, because they were already
+        reset before the checkpoint was saved.
 
         Args:
             path: The step folder.
@@ -470,7 +480,7 @@ def check_on_all_ranks(path: Path, ranks: RankGroup) -> Manifest:
 def load_weights(
     path: Path, model: Llama, ranks: RankGroup = _THIS_PROCESS, averaged: bool = False
 ) -> Path:
-    """Load the weights of a checkpoint into a model, and return the step folder.
+    """Load the weights of a checkpoint into a model, and return `path`.
 
     Args:
         path: A step folder that has passed `check_checkpoint`.
@@ -569,6 +579,7 @@ def _check_shapes(tensors: dict[str, Tensor], arch: Architecture, reader: SafeRe
     differences = _compare_with_saved_shapes(tensors, arch, reader)
     if not differences:
         return
+    # Each difference starts with the name of a tensor.
     if all(difference.startswith("hooks.") for difference in differences):
         problem = "does not fit the hooks of this job"
         fix = 'Restore their options, or set checkpoint.exclude_from_loading = ["hooks"].'
@@ -593,7 +604,7 @@ def _compare_with_saved_shapes(
     """
     expected = {f"model.{name}": shape for name, shape in parameter_shapes(arch).items()}
     for name, tensor in tensors.items():
-        expected[name] = tuple(tensor.shape)
+        expected[name] = tuple(tensor.shape)  # of the whole tensor, even if it is sharded
 
     saved = {}
     for name, description in reader.index.items():
@@ -610,7 +621,7 @@ def _check_finite(path: object, tensors: dict[str, Tensor]) -> None:
     """
     invalid_names = []
     for name, tensor in tensors.items():
-        if name.startswith(WEIGHTS) and not is_finite(local(tensor)):
+        if name.startswith(WEIGHTS) and not is_finite(to_local(tensor)):
             invalid_names.append(name)
     if invalid_names:
         names = join_lines(sorted(invalid_names))
@@ -661,7 +672,7 @@ def _copy_hook_tensors(live: LiveState) -> dict[str, Tensor]:
     for name, tensor in live.tensors(optimizer=False).items():
         if not name.startswith("hooks."):
             continue
-        shard = local(tensor)
+        shard = to_local(tensor)
         if not shard.isnan().all():
             copies[name] = shard.clone()
     return copies
@@ -683,11 +694,10 @@ def _fill_with_nan(tensor: Tensor) -> None:
     tensor.fill_(torch.nan if tensor.is_floating_point() else 0)
 
 
-def _create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make an optimizer allocate its state, so that a checkpoint can be loaded into it.
+def _take_empty_step(optimizer: torch.optim.Optimizer) -> None:
+    """Make an optimizer allocate its state with a step that does not change the weights.
 
-    This takes a step with zero gradients and learning rate 0, which does not change the weights. If
-    the optimizer already has state, do nothing.
+    All gradients and the learning rate are 0. If the optimizer already has state, do nothing.
     """
     if optimizer.state:
         return

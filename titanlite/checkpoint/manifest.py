@@ -370,7 +370,7 @@ def parse_manifest(content: bytes, path: object) -> Manifest:
 
 
 def _rename_old_hooks(hook_states: dict[str, Any]) -> None:
-    """Replace names of hooks that earlier versions saved by the current names, in place.
+    """Rename hooks in a manifest of an earlier version to their current names, in place.
 
     For example, "Ema" becomes "ema".
 
@@ -424,13 +424,13 @@ def holds_run_state(manifest: Manifest) -> bool:
 
 
 def belongs_to_run(manifest: Manifest, run: str | None) -> bool:
-    """Return whether a given run saved a checkpoint, so that this run may also remove it.
+    """Return whether a checkpoint belongs to a run. Only then may the run remove it.
 
     A checkpoint of titanlite 0.1 has no run ID, and counts as saved by any run.
 
     Args:
         manifest: Manifest of the checkpoint.
-        run: ID of the run.
+        run: ID of the run. None: unknown, so only checkpoints without a run ID count.
     """
     return holds_run_state(manifest) and get_run_id(manifest) in (None, run)
 
@@ -664,7 +664,7 @@ class CheckpointContext:
             UserError: On all ranks, if the folder is not writable, or the nodes do not share it.
         """
         # Rank 0 creates a probe file. Network storage shows it to other nodes after some seconds.
-        self.token = self.ranks.run_on_rank0(self._clean_up_and_create_probe)
+        self.token = self.ranks.run_on_rank0(self._create_probe)
         probe = self.folder / f"{TMP_PREFIX}{self.token}"
         deadline = time.monotonic() + 10
         while not probe.exists() and time.monotonic() < deadline:
@@ -696,24 +696,32 @@ class CheckpointContext:
                 "are free. Free some space, or choose another checkpoint.folder."
             )
 
-    def _clean_up_and_create_probe(self) -> str:
-        """Remove temporary files of interrupted saves, and create a file that all nodes must see.
+    def _create_probe(self) -> str:
+        """Create the checkpoint folder, and in it an empty file that all nodes must see.
 
-        Call this on rank 0 only.
+        Call this on rank 0 only. It also removes what interrupted saves have left.
 
         Returns:
-            A token for the names of temporary files. It consists of a hash of the folder's path,
-            by which the next start finds files to remove, and a random part.
+            The random token in the file name, for the names of all temporary files of this start.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
+        # By this part of the token, the next start finds the temporary files of this one.
         path_hash = xxhash.xxh3_64_hexdigest(os.fsencode(self.folder.resolve()))
-        # Exports and weights of the last step are also written under temporary names.
-        output_folder = self.folder.parent
-        for folder in (self.folder, output_folder / "final", output_folder):
-            remove_unfinished(folder, path_hash, self.log)
-        finish_removals(self.folder, self.log)
+        self._remove_leftovers(path_hash)
 
         token = f"{path_hash}-{secrets.token_hex(4)}"
         probe = self.folder / f"{TMP_PREFIX}{token}"
         probe.touch(exist_ok=False)
         return token
+
+    def _remove_leftovers(self, path_hash: str) -> None:
+        """Remove the temporary files of interrupted saves, and complete interrupted removals.
+
+        Args:
+            path_hash: Part of the names of the temporary files.
+        """
+        # Exports and weights of the last step are also written under temporary names.
+        output_folder = self.folder.parent
+        for folder in (self.folder, output_folder / "final", output_folder):
+            remove_unfinished(folder, path_hash, self.log)
+        finish_removals(self.folder, self.log)

@@ -103,7 +103,7 @@ class Mirror:
         self.sending: Path | None = None
         self.failed = set[str]()
         self._copied = set[str]()  # names of the checkpoints known to be at the mirror
-        # The result of the last `_list_mirror`: all files, and manifests of complete checkpoints.
+        # Set by `_refresh`: all files at the mirror, and manifests of complete checkpoints by name.
         self._files: dict[str, Any] = {}
         self._manifests: dict[str, Manifest] = {}
         self._logged_as_damaged = set[str]()  # names of checkpoints with unusable manifests
@@ -153,12 +153,13 @@ class Mirror:
         Readers then ignore these checkpoints.
         """
         run_id = self._find_run_id()
-        for mirrored_step, name in self._list_mirror().items():
+        self._refresh()
+        for mirrored_step, name in self._names_by_step().items():
             if mirrored_step > step and belongs_to_run(self._manifests[name], run_id):
                 self._set_aside(name, "archived")
 
     def notify(self) -> None:
-        """Start copying all checkpoints that the mirror lacks in the background, and return.
+        """Start to copy all checkpoints that the mirror lacks, in the background.
 
         Call this on rank 0 after each save.
         """
@@ -179,13 +180,13 @@ class Mirror:
         timeout = self._config.timeout_seconds
         deadline = time.monotonic() + timeout
 
-        def wait_a_few_seconds() -> bool:
-            """Wait for the copy. Return whether it has ended or takes longer than the timeout."""
+        def poll() -> bool:
+            """Wait up to 5 seconds. Return whether the copies have ended or timed out."""
             wait([self._last_update], min(_POLL_SECONDS, timeout / 4))
             return self._last_update.done() or time.monotonic() > deadline
 
         # Only rank 0 copies, so the other ranks get its results.
-        while not self._run_on_rank0(wait_a_few_seconds):
+        while not self._run_on_rank0(poll):
             report_alive()
         return self._run_on_rank0(self._is_newest_copied)
 
@@ -209,25 +210,28 @@ class Mirror:
 
     # Files at the mirror and in the folder
 
-    def _list_mirror(self) -> dict[int, str]:
-        """List the mirror again, and return the complete checkpoints there.
+    def _refresh(self) -> None:
+        """List the files at the mirror, and read the manifests of the complete checkpoints there.
 
-        This updates `_files` and `_manifests`. Checkpoints with a damaged manifest are ignored.
-
-        Returns:
-            Step -> name of each complete checkpoint, sorted by step. Weights in the folder `final`
-            are not included.
+        This sets `_files` and `_manifests`. Checkpoints with a damaged manifest are left out.
         """
         self._files = list_files(self._storage, self._root)
-        step_names = find_checkpoints(self._files)
+        names = find_checkpoints(self._files) + find_checkpoints(self._files, "final/")
         manifests = {}
-        for name in step_names + find_checkpoints(self._files, "final/"):
+        for name in names:
             # A manifest never changes, so read only those that the last call has not read.
             manifest = self._manifests.get(name) or self._read_manifest(name)
             if manifest is not None:
                 manifests[name] = manifest
         self._manifests = manifests
-        return {get_step(Path(name)): name for name in step_names if name in manifests}
+
+    def _names_by_step(self) -> dict[int, str]:
+        """Return the names of the checkpoints at the mirror by step, in ascending order.
+
+        Weights in the folder `final` are left out, because a run cannot resume from them.
+        """
+        names = [name for name in self._manifests if not name.startswith("final/")]
+        return {get_step(Path(name)): name for name in names}
 
     def _read_manifest(self, name: str) -> Manifest | None:
         """Return the manifest of a checkpoint at the mirror, or None if it is damaged.
@@ -308,7 +312,8 @@ class Mirror:
 
     def _restore(self) -> None:
         """Download the checkpoints that the run needs. Runs on rank 0; see `restore`."""
-        names = self._list_mirror()
+        self._refresh()
+        names = self._names_by_step()
         run_id = self._find_run_id()
         self._check_run(run_id)
         self._download_newest(names)
@@ -432,8 +437,9 @@ class Mirror:
         self._log(f"{self._url}/{name} is {reason}{detail}: renamed its manifest to {renamed}")
 
     def _rename_manifest(self, name: str, new_name: str) -> None:
-        """Rename the manifest of a checkpoint at the mirror, by a copy and a removal."""
+        """Rename the manifest of a checkpoint at the mirror."""
         folder = f"{self._root}/{name}"
+        # Object stores cannot rename files.
         self._storage.copy(f"{folder}/{MANIFEST}", f"{folder}/{new_name}")
         self._storage.rm_file(f"{folder}/{MANIFEST}")
         del self._manifests[name]
@@ -478,11 +484,15 @@ class Mirror:
         self.failed.add(name)
 
     def _try_to_send(self, path: Path, name: str) -> UserError | None:
-        """Try once to copy a checkpoint, and then remove outdated checkpoints at the mirror.
+        """Try once to copy a checkpoint. Then remove outdated checkpoints at the mirror.
+
+        Args:
+            path: The local step folder.
+            name: Name of the checkpoint at the mirror.
 
         Returns:
-            None after a success, or if the copy is no longer needed. Otherwise the error, which is
-            a `CheckpointError` if the storage failed, so that another try can help.
+            The error if the copy has failed, or else None. A `CheckpointError` means that the
+            storage has failed, so you can try again.
         """
         url = f"{self._url}/{name}"
         started = time.perf_counter()
@@ -496,7 +506,7 @@ class Mirror:
                 self._copied.add(name)
                 self._remove_outdated()
         except UserError as error:
-            # The run may remove a checkpoint during its copy. `close` aborts the copy.
+            # It is no failure if `close` has aborted the copy, or the run has removed `path`.
             is_needed = (path / MANIFEST).is_file() and not self._is_ending.is_set()
             return error if is_needed else None
         return None
@@ -518,7 +528,7 @@ class Mirror:
         entries = parse_manifest(manifest, path / MANIFEST)["files"]
         folder = f"{self._root}/{name}"
         run_id = self._find_run_id()
-        self._list_mirror()
+        self._refresh()
         self._check_run(run_id)
 
         is_mirrored = name in self._manifests
@@ -632,9 +642,10 @@ class Mirror:
         Raises:
             InterruptedError: If the run ends during the wait.
         """
+        # Several threads copy files, so each reserves the time in which it may send.
         with self._throttle_lock:
             start = max(self._next_send_time, time.monotonic())
-            bytes_per_second = (self._config.mirror_mbps or math.inf) * 1e6 / 8
+            bytes_per_second = (self._config.mirror_mbps or math.inf) * 1e6 / 8  # 0: no limit
             self._next_send_time = start + size / bytes_per_second
         if self._is_ending.wait(max(0.0, start - time.monotonic())):
             raise InterruptedError("the run has ended")
@@ -642,13 +653,14 @@ class Mirror:
     # Removals, in the thread
 
     def _remove_outdated(self) -> None:
-        """Remove from the mirror the checkpoints of this run that none of its options keeps.
+        """Remove this run's checkpoints from the mirror, unless an option keeps them.
 
         Also remove the files that interrupted copies and removals have left there.
         """
         run_id = self._find_run_id()
+        self._refresh()
         names_by_step = {}
-        for step, name in self._list_mirror().items():
+        for step, name in self._names_by_step().items():
             if belongs_to_run(self._manifests[name], run_id):
                 names_by_step[step] = name
 
@@ -694,7 +706,9 @@ class Mirror:
         self._delete(name, files)
 
     def _delete(self, name: str, files: Iterable[str]) -> None:
-        """Delete files of a checkpoint at the mirror, and then its renamed manifest.
+        """Delete files of a checkpoint at the mirror, and then its manifest.
+
+        The manifest was already renamed to `manifest.json.incomplete`.
 
         Args:
             name: Name of the checkpoint.

@@ -98,7 +98,10 @@ class Saver:
         library_versions()  # fill its cache now, because it opens files
 
     def _new_stager(self) -> DefaultStager:
-        """Create the object that copies tensors to CPU memory, as `checkpoint.async_mode` sets."""
+        """Create the DCP object that copies the tensors of an async save to CPU memory.
+
+        With checkpoint.async_mode = "async_with_pinned_mem", it copies them in the background.
+        """
         options = StagingOptions(
             use_pinned_memory=self._is_pinned,
             use_shared_memory=False,
@@ -143,13 +146,13 @@ class Saver:
             self._export_if_requested(path, step)
 
     def _must_write(self, path: Path, step: int, weights_only: bool) -> bool:
-        """Return whether the checkpoint of a step does not exist yet, so a save must write it.
+        """Return whether a save must write its files. If not, they are on disk already.
 
         Args:
-            path: The step folder.
+            path: The step folder to write.
             step: The step to save.
-            weights_only: Whether to save only weights, in the folder `final`. If `path` exists
-                from an earlier start, it may be renamed to be written again.
+            weights_only: Whether the step folder is in `final`, where a save stores only weights.
+                If `path` is from an earlier start, this may rename it to make room.
         """
         if not weights_only:
             return not self.has_saved(step)
@@ -160,7 +163,14 @@ class Saver:
     def _create_writer(
         self, folder: Path, step: int, train_state: dict[str, Any], weights_only: bool
     ) -> CheckpointWriter:
-        """Create the writer of a checkpoint, which also gets the content of the manifest."""
+        """Create the object that writes a checkpoint and its manifest.
+
+        Args:
+            folder: Parent of the step folder.
+            step: The step to save.
+            train_state: Training state that is not a tensor, such as the data position.
+            weights_only: Record in the manifest that the checkpoint contains only weights.
+        """
         info = manifest_info(
             self._live.model.arch,
             train_state,
@@ -188,37 +198,54 @@ class Saver:
     def _start_save(self, writer: CheckpointWriter, tensors: Tensors) -> None:
         """Start writing a checkpoint in the background thread, and return.
 
-        If saves are synchronous, or this rank cannot save in the background, for example because of
-        too little memory, write the checkpoint before returning.
+        If checkpoint.async_mode is "disabled", or this rank has too little memory to save in the
+        background, write the checkpoint before returning.
         """
         if self._stager is None:  # saves are synchronous
-            is_complete = self._write_and_publish(writer, lambda: tensors)
+            is_complete = self._write_in_foreground(writer, tensors)
             self._complete(writer.step, is_complete)
             return
 
         try:
-            get_copies = self._copy(tensors, self._stager)
-            seconds_waited = time.perf_counter() - writer.started
-            result = self._thread.submit(
-                self._write_and_publish, writer, get_copies, seconds_waited
-            )
+            result = self._write_in_background(writer, tensors, self._stager)
         except Exception as error:  # for example, too little memory for the copies or a thread
-            # The other ranks wait for this rank's part of the checkpoint, so write it here instead.
-            # Collectives match nevertheless, because each rank calls the same ones in the same
-            # order. `wait_until_saved` combines the results.
+            # The other ranks wait for this rank's part of the checkpoint, so write it here. Their
+            # background threads call the same collectives in the same order.
             text = f"Saving step {writer.step} while training waits ({describe_error(error)})"
             self._log(Event(text, "foreground", writer.step))
             self._replace_thread()
             result = Future[bool]()
-            result.set_result(self._write_and_publish(writer, lambda: tensors))
-        self._pending = writer.step, result
+            result.set_result(self._write_in_foreground(writer, tensors))
+        self._pending = writer.step, result  # until `wait_until_saved` checks all ranks
+
+    def _write_in_foreground(self, writer: CheckpointWriter, tensors: Tensors) -> bool:
+        """Write a checkpoint while training waits, and return whether it is complete.
+
+        The tensors cannot change meanwhile, so they are not copied first.
+        """
+        return self._write_and_publish(writer, lambda: tensors)
+
+    def _write_in_background(
+        self, writer: CheckpointWriter, tensors: Tensors, stager: DefaultStager
+    ) -> Future[bool]:
+        """Copy the tensors, start writing them in the background thread, and return.
+
+        The result is whether the checkpoint is complete.
+        """
+        get_copies = self._copy(tensors, stager)
+        seconds_waited = time.perf_counter() - writer.started
+        return self._thread.submit(self._write_and_publish, writer, get_copies, seconds_waited)
 
     def _copy(self, tensors: Tensors, stager: DefaultStager) -> Callable[[], Tensors]:
         """Copy tensors to CPU memory, so that training can change the originals during the save.
 
+        Args:
+            tensors: The tensors by name.
+            stager: DCP object that makes the copies. With pinned memory, it makes them in the
+                background; otherwise before this returns.
+
         Returns:
-            A function that waits for the copies and returns them by name. Only copies to pinned
-            memory are made in the background.
+            A function that waits for the copies and returns them by name.
         """
         if self._is_pinned:
             torch.cuda.current_stream().synchronize()  # the stager copies on another stream
@@ -232,10 +259,9 @@ class Saver:
         return copies.result
 
     def _replace_thread(self) -> None:
-        """Replace the executor of the background thread after it could not take a save.
+        """Replace the background thread after `submit` has raised an exception.
 
-        If an executor cannot start its thread, `submit` raises an exception, but the save stays in
-        the queue. With a new executor, this save never runs.
+        The failed save may still be in the queue of the old thread, and must not be written twice.
         """
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._thread = ThreadPoolExecutor(1, "checkpoint")

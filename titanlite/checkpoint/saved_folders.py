@@ -167,10 +167,9 @@ class SavedFolders:
     # Outputs of the last save
 
     def prepare_output_path(self, path: Path, keep: bool) -> bool:
-        """Make room at the path of a final output, and return whether the run must write it.
+        """Return whether the run must write a final output, and rename an existing output first.
 
-        An existing output of an earlier start is renamed, unless `keep` is set. An output of
-        another program is never changed, so writing to its path will fail.
+        The output of another program is not renamed, so writing to its path will raise an error.
 
         Args:
             path: A step folder in `final`, or the folder `final_hf`.
@@ -186,7 +185,7 @@ class SavedFolders:
         if is_export or has_titanlite_manifest(path):
             renamed = set_aside(path, "archived")
             self._log(f"Renamed {path} of an earlier start to {renamed.name}")
-        return True
+        return True  # if another program's output is in the way, writing raises the error
 
     def export(self, path: Path, keep: bool) -> bool:
         """Export a checkpoint to `final_hf` in Hugging Face format.

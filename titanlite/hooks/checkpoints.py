@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 def build_resumer(trainer: Trainer, job: JobConfig) -> Resumer:
     """Create the `Resumer` that loads checkpoints into the model, optimizer and hooks of a trainer.
 
-    This reads no checkpoint yet. After you have loaded the last checkpoint, close the process group
-    `context.ranks` of the result.
+    This reads no checkpoint yet. When you no longer need the result, close its process group with
+    `resumer.context.ranks.close()`.
 
     Args:
         trainer: Trainer whose model, optimizer and hooks receive the loaded tensors.
@@ -149,13 +149,14 @@ class Checkpointer:
         max_seq_len = trainer.run.arch.max_seq_len
         write_files = partial(write_tokenizer, trainer.tokenizer, max_seq_len=max_seq_len)
 
-        def report_saved(step: int) -> None:
+        def notify_hooks(step: int) -> None:
             for hook in trainer.hooks:
                 hook.saved(step)
 
-        self._saver = Saver(context, write_files, report_saved, self._mirror)
+        self._saver = Saver(context, write_files, on_saved=notify_hooks, mirror=self._mirror)
         self._resources.callback(self._saver.close)
-        # Before all other hooks, because they change their tensors in `before_update`.
+        # `before_update` of the other hooks may change tensors that a save is still copying, so
+        # this hook must run first.
         trainer.hooks.insert(0, WaitForCopies(self._saver))
 
     def save_if_best(self, step: int, loss: float) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from titanlite.checkpoint.live_state import plain
+from titanlite.checkpoint.live_state import to_plain
 from titanlite.checkpoint.manifest import EMA
 from titanlite.hooks.hook import Hook
 from titanlite.model.llama import Llama
@@ -47,7 +47,7 @@ class Ema(Hook):
         # NaN marks averages that are not initialized yet.
         self._averages = {}
         for name, weight in self._weights.items():
-            average = plain(weight).to(torch.float32, copy=True)
+            average = to_plain(weight).to(torch.float32, copy=True)
             self._averages[name] = average.fill_(torch.nan)
 
     def started(self, step: int) -> None:
@@ -65,9 +65,9 @@ class Ema(Hook):
                 average.copy_(weight)
 
     def before_update(self, step: int, sums: StepSums, skip: Tensor) -> None:
-        """Keep a reference to the skip flag `skip`, whose final value `updated` reads.
+        """Keep a reference to the skip flag of the step, for `updated`.
 
-        Guards may still set the flag after this call.
+        Guards may still set the flag after this call, so do not read it yet.
         """
         self._skip = skip
 
@@ -84,7 +84,7 @@ class Ema(Hook):
         return dict(self._averages)
 
     def _shards(self) -> list[tuple[Tensor, Tensor]]:
-        """Return this rank's shards of each average and its weight, as a list of pairs."""
+        """Return a pair for each weight: this rank's shards of its average and of the weight."""
         return [
             (local_shard(self._averages[name]), local_shard(weight))
             for name, weight in self._weights.items()

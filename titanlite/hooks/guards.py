@@ -87,7 +87,11 @@ class NonFiniteGuard(Hook):
         return {"skipped_steps": self._num_skipped}
 
     def logged(self, entry: object) -> None:
-        """Log the steps skipped since the previous logged step, or stop the run after too many."""
+        """After the metrics are logged, also log the steps skipped since the last logged step.
+
+        Raises:
+            GuardError: If more than guards.max_skipped consecutive steps were skipped.
+        """
         self._report()
 
     def saving(self, step: int) -> None:
@@ -140,7 +144,7 @@ class NonFiniteGuard(Hook):
                 self._unreported.append(self._describe(views_of_step))
 
     def _count(self, is_skipped: bool) -> None:
-        """Update the counts of skipped steps: in total, in a row now, and in a row at most.
+        """Count the skipped steps: all of them, the current streak, and the longest streak.
 
         Call this once for each step, in order.
         """
@@ -289,9 +293,10 @@ class SpikeGuard(Hook):
         self._num_roll_backs = 0
         self._needs_roll_back = False
 
-        # Steps with a tensor that `before_update` has left on the GPU to avoid a host sync: with
-        # "skip" the result of `_compare`, otherwise the loss, the gradient norm and the skip flag.
-        self._unread: list[tuple[int, Tensor]] = []
+        # Step and tensor of each recent step. To avoid a host sync, the tensors stay on the GPU
+        # until the next logged step, save or validation.
+        self._uncompared: list[tuple[int, Tensor]] = []  # loss, gradient norm and skip flag
+        self._compared: list[tuple[int, Tensor]] = []  # results of `_compare`, only with "skip"
 
         # Loss and gradient norm of step s are in column s % spike_history. NaN: no value yet.
         size = self._config.spike_history
@@ -303,8 +308,8 @@ class SpikeGuard(Hook):
     def resize_tensors(self, sizes: Mapping[str, torch.Size]) -> None:
         """Resize the history to its length in the checkpoint, so that it can be loaded.
 
-        This length can differ from `guards.spike_history`, to which `started` converts the loaded
-        history.
+        If `guards.spike_history` has changed since the save, `started` then converts the loaded
+        history to the new length.
         """
         if "history" in sizes:
             self._history = self._history.new_full(sizes["history"], torch.nan)
@@ -333,19 +338,19 @@ class SpikeGuard(Hook):
     def before_update(self, step: int, sums: StepSums, skip: Tensor) -> None:
         """Keep the loss and the gradient norm of a step on the GPU, to look for spikes later.
 
-        With guards.on_spike = "skip", compare them now, on the GPU and without a host sync. If the
-        step is a spike, set `skip` to 1 in place.
+        With guards.on_spike = "skip", compare them with the history now, on the GPU and without a
+        host sync. If the step is a spike, set `skip` to 1 in place.
         """
         values = torch.stack([sums.loss, sums.grad_norm.double()])
         if not self._should_skip:
-            self._unread.append((step, torch.stack([*values, skip.double()])))
+            self._uncompared.append((step, torch.stack([*values, skip.double()])))
             return
 
         comparison = self._compare(values, skip)
         is_spike = comparison[0]
         skip.copy_(torch.maximum(skip, is_spike.max()))
         self._add_to_history(step, values, skip)
-        self._unread.append((step, comparison))
+        self._compared.append((step, comparison))
 
     def _compare(self, values: Tensor, skip: Tensor) -> Tensor:
         """Compare the loss and the gradient norm of a step with the history.
@@ -395,9 +400,9 @@ class SpikeGuard(Hook):
         self._read_values()
 
     def check(self, step: int, request: Request) -> None:
-        """Roll back if on_spike is "roll_back" and a spike was found.
+        """With guards.on_spike = "roll_back", roll back if a recent step was a spike.
 
-        With "roll_back", look for spikes in all recent steps before a save or a validation.
+        Before a save or a validation, this first looks for spikes in all steps up to now.
         """
         # A rollback must come before the save or the validation. Without rollbacks, the values are
         # only logged and stored, and `numbers` and `saving` read them in time.
@@ -426,20 +431,14 @@ class SpikeGuard(Hook):
 
         This waits for the GPU, so call it only at logged steps, saves and validations.
         """
-        unread = self._unread
-        self._unread = []
-        if not unread:
-            return
+        for step, comparison in _move_to_cpu(self._compared):
+            self._report_spike(step, comparison)
 
-        results = torch.stack([result for _, result in unread]).cpu()
-        for (step, _), result in zip(unread, results, strict=True):
-            if self._should_skip:  # `before_update` has already compared the values
-                comparison = result
-            else:
-                loss_and_norm = result[:2]
-                skip = result[2]
-                comparison = self._compare(loss_and_norm, skip)
-                self._add_to_history(step, loss_and_norm, skip)
+        for step, loss_norm_and_skip in _move_to_cpu(self._uncompared):
+            values = loss_norm_and_skip[:2]
+            skip = loss_norm_and_skip[2]
+            comparison = self._compare(values, skip)
+            self._add_to_history(step, values, skip)
             self._report_spike(step, comparison)
 
     def _report_spike(self, step: int, comparison: Tensor) -> None:
@@ -459,7 +458,8 @@ class SpikeGuard(Hook):
             return
 
         self._num_spikes += 1
-        self._needs_roll_back = self._should_roll_back
+        if self._should_roll_back:
+            self._needs_roll_back = True  # `check` then rolls back
         text = f"Step {step} is a spike: {', '.join(problems)} (guards.spike_deviations)."
         self._trainer.log(Event(text, "spike", step))
 
@@ -503,6 +503,22 @@ class SpikeGuard(Hook):
                 "The step was not saved. "
                 "Before you restart, lower optimizer.lr or training.max_norm."
             )
+
+
+def _move_to_cpu(tensors: list[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
+    """Copy the tensors of several steps to the CPU with one host sync, and clear the list.
+
+    Args:
+        tensors: Steps, each with a tensor of the same shape.
+
+    Returns:
+        The steps with their copied tensors.
+    """
+    if not tensors:
+        return []
+    steps, on_gpu = zip(*tensors, strict=True)
+    tensors.clear()
+    return list(zip(steps, torch.stack(on_gpu).cpu(), strict=True))
 
 
 def _row_medians(values: Tensor) -> Tensor:

@@ -114,7 +114,7 @@ def prepare_hooks(
         names = ", ".join(sorted(unknown))
         warn(f"Ignoring the saved state of hooks that this run does not have: {names}")
 
-    missing = _hooks_with_state(hooks) - {*sizes_by_hook, *states}
+    missing = _always_saved_hooks(hooks) - {*sizes_by_hook, *states}
     if missing:
         names = ", ".join(sorted(missing))
         warn(f"The checkpoint has no state of these hooks, which start without it: {names}")
@@ -132,10 +132,10 @@ def _group_by_hook(sizes: Mapping[str, torch.Size]) -> dict[str, dict[str, torch
     return sizes_by_hook
 
 
-def _hooks_with_state(hooks: Sequence[Hook]) -> set[str]:
-    """Return the names of the hooks whose state every checkpoint with these hooks contains.
+def _always_saved_hooks(hooks: Sequence[Hook]) -> set[str]:
+    """Return the names of the hooks that save state in every checkpoint.
 
-    Use this to warn about state that is missing in a checkpoint.
+    If a checkpoint lacks their state, the run that saved it did not have these hooks.
     """
     names = set()
     for hook in hooks:

@@ -50,7 +50,7 @@ class Norms(Hook):
             self._index_of[parameter] = names.index(name)
 
         # One row each for gradients, updates and weights, one column per parameter.
-        device = local_shard(next(iter(self._index_of))).device
+        device = local_shard(next(trainer.model.parameters())).device
         self._squares = torch.zeros(3, len(names), dtype=torch.float64, device=device)
 
     @torch.no_grad()
@@ -63,9 +63,9 @@ class Norms(Hook):
                 self._store(GRADIENTS, parameter, local_shard(parameter.grad))
 
     def before_update(self, step: int, sums: StepSums, skip: Tensor) -> None:
-        """Keep a reference to the skip flag `skip`, whose final value `numbers` reads.
+        """Keep a reference to the skip flag of the step, for `numbers`.
 
-        Guards may still set the flag after this call.
+        Guards may still set the flag after this call, so do not read it yet.
         """
         self._skip = skip
 
@@ -81,13 +81,14 @@ class Norms(Hook):
                     self._store(WEIGHTS, parameter, local_shard(parameter))
 
     def numbers(self, step: int) -> Mapping[str, Any]:
-        """Return the norms of each group of parameters, computed with one all-reduce.
+        """Return the norms of each group of parameters as metrics, computed with one all-reduce.
 
         Returns:
             Depending on metrics.details:
 
             - "grad_norms": Norm of the gradient of each group.
-            - "distributions": For groups with several parameters, the gradient norm in each block.
+            - "distributions": For groups with several parameters, the gradient norm in each
+              transformer block.
             - "update_ratios": Norm of the update divided by the norm of the weights, for each
               group. Missing if the step was skipped, because there was no update.
         """

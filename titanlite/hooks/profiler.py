@@ -61,7 +61,7 @@ def _log_failures() -> Iterator[None]:
 
 
 class Profiler(Hook):
-    """Profiles steps of this rank with torch.profiler, as the section [profiling] of the job sets.
+    """Profiles steps of this rank with torch.profiler, with the options in section [profiling].
 
     Attributes:
         profiles: All profiles completed so far.

@@ -9,7 +9,7 @@ forward pass over the whole text.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, cast
 
@@ -49,7 +49,12 @@ class Samples(Hook):
         self._sampled_step = step
 
     def act(self, step: int, request: Request) -> None:
-        """Every `samples.freq` steps, complete the prompts, log the texts and notify all hooks."""
+        """Every `samples.freq` steps, complete the job's prompts, log the texts, and notify hooks.
+
+        Args:
+            step: The step that has just been trained.
+            request: Ignored.
+        """
         is_due = step % self._config.freq == 0
         if not is_due or step == self._sampled_step:
             return
@@ -78,22 +83,21 @@ class Samples(Hook):
         config = self._config
         seq_len = self._run.job.training.seq_len
         # One generator per prompt, so that a completion does not depend on the other prompts.
-        decodings = {}
+        decodings = []
         for prompt in config.prompts:
             decoding = Decoding(prompt, self._tokenizer, config.max_new_tokens, seq_len)
-            decodings[decoding] = torch.Generator().manual_seed(config.seed)
+            decodings.append((decoding, torch.Generator().manual_seed(config.seed)))
 
         while True:
-            unfinished = [decoding for decoding in decodings if decoding.is_unfinished]
+            unfinished = [pair for pair in decodings if pair[0].is_unfinished]
             if not unfinished:
-                return [decoding.completion() for decoding in decodings]
+                return [decoding.completion() for decoding, _ in decodings]
 
-            logits = self._next_logits([decoding.ids for decoding in unfinished])
+            logits = self._next_logits([decoding.ids for decoding, _ in unfinished])
             logits = logits[:, : self._tokenizer.vocab_size]
             if not logits.isfinite().all():
                 return []  # a guard stops the run
-            for decoding, token_logits in zip(unfinished, logits, strict=True):
-                generator = decodings[decoding]
+            for (decoding, generator), token_logits in zip(unfinished, logits, strict=True):
                 token = sample_token(token_logits, config.temperature, config.top_k, generator)
                 decoding.push(token)
             self._trainer.report_progress()
@@ -120,6 +124,7 @@ class Samples(Hook):
 
         use_logits(self._trainer, microbatches, store)
         dist.all_reduce(all_logits, op=dist.ReduceOp.MAX, group=self._trainer.mesh.world_group)
+        # The last microbatch may be padded with empty sequences.
         return all_logits.flatten(0, 1)[: len(sequences)].cpu()
 
     def _create_microbatches(self, sequences: Sequence[Sequence[int]]) -> list[Microbatch]:
@@ -153,26 +158,44 @@ def use_logits(
     """
     indices = iter(range(len(microbatches)))
 
-    # An evaluation calls this instead of a loss function, for each microbatch in order.
     def pass_logits(hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
-        """Pass the logits of the next microbatch to `use`, and return a loss of 0."""
-        no_loss = torch.zeros_like(scale)
+        """Pass the logits of the next microbatch to `use`.
+
+        `evaluate` calls this once per microbatch, in order, instead of a loss function. So it has
+        the arguments of a loss function, and returns a loss, which is 0.
+        """
         index = next(indices, None)
-        if index is None:  # a pipeline schedule adds empty microbatches
-            return no_loss
+        if index is not None:  # None: an empty microbatch that a pipeline schedule has added
+            for rows, row_labels, logits in _logits_in_chunks(trainer, hidden, weight, labels):
+                use(index, rows, row_labels, logits)
+        return torch.zeros_like(scale)
 
-        # With tensor parallelism, gather the hidden states of all tokens.
-        if trainer.mesh.tensor is not None:
-            hidden = cast(DTensor, hidden).redistribute(placements=[Replicate()]).to_local()
-        # Compute the logits of a few tokens at once, because all of them would need much memory.
-        positions = torch.stack((labels != IGNORE_INDEX).nonzero(as_tuple=True))
-        for rows, columns in positions.split(LOGITS_CHUNK, dim=1):
-            logits = _whole_logits(hidden[rows, columns], weight)
-            logits = soft_cap(logits, trainer.run.arch.logit_softcap)
-            use(index, rows, labels[rows, columns], logits)
-        return no_loss
+    trainer.forward_backward.evaluate(microbatches, loss_fn=pass_logits)
 
-    trainer.forward_backward.evaluate(microbatches, pass_logits)
+
+def _logits_in_chunks(
+    trainer: Trainer, hidden: Tensor, weight: Tensor, labels: Tensor
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield the logits of all tokens with a label in a microbatch, for a few tokens at once.
+
+    The logits of all tokens at once would need much memory.
+
+    Args:
+        trainer: Trainer of the model.
+        hidden: Hidden states, shape (B, T, C).
+        weight: Output matrix, shape (V, C).
+        labels: Labels, shape (B, T). IGNORE_INDEX: no label.
+
+    Yields:
+        For n tokens: their rows in the microbatch (n,), labels (n,), and logits (n, V) in fp32.
+    """
+    if trainer.mesh.tensor is not None:  # tensor parallelism: gather the states of all tokens
+        hidden = cast(DTensor, hidden).redistribute(placements=[Replicate()]).to_local()
+    positions = torch.stack((labels != IGNORE_INDEX).nonzero(as_tuple=True))
+    for rows, columns in positions.split(LOGITS_CHUNK, dim=1):
+        logits = _whole_logits(hidden[rows, columns], weight)
+        logits = soft_cap(logits, trainer.run.arch.logit_softcap)
+        yield rows, labels[rows, columns], logits
 
 
 def _whole_logits(hidden: Tensor, weight: Tensor) -> Tensor:

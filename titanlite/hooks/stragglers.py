@@ -65,8 +65,11 @@ class Stragglers(Hook):
         self._trainer = trainer
         self._device = trainer.device
         self._is_cuda = trainer.device.type == "cuda"
-        self._exchange: dist.Work | None = None  # exchange of times in progress
-        self._times = torch.zeros(trainer.run.world_size, len(PARTS), device=trainer.device)
+        self._all_gather: dist.Work | None = None  # the one that was started last
+        # Row r receives the times of rank r.
+        self._times_of_ranks = torch.zeros(
+            trainer.run.world_size, len(PARTS), device=trainer.device
+        )
         # Start and end of each optimizer update since the last logged step.
         self._updates: list[tuple[Any, Any]] = []
         # For each part: the rank that was slow at the last logged step, if any, and for how many
@@ -82,31 +85,30 @@ class Stragglers(Hook):
         self._updates.append((self._update_start, self._now()))
 
     def numbers(self, step: int) -> Mapping[str, Any]:
-        """Send the times of this rank to all ranks, and log stragglers.
+        """At a logged step, send the times of this rank to all ranks, and log stragglers.
 
-        The times are sent in the background, so they are compared at the next logged step.
+        The all-gather runs in the background. Its result is read at the next logged step.
 
         Returns:
-            No metrics.
+            An empty dictionary, because this hook adds no metrics.
         """
-        if self._exchange is not None:
-            self._exchange.wait()
-            self._compare(step)
+        if self._all_gather is not None:
+            self._all_gather.wait()
+            self._log_stragglers(step)
 
-        # Send the times of this rank. The all-gather writes the times of rank r to row r of
-        # `self._times`, at any time until the next call.
-        times = torch.tensor(self._mean_times(), device=self._device)
-        self._exchange = dist.all_gather(
-            list(self._times), times, self._trainer.mesh.world_group, async_op=True
+        times = torch.tensor(self._measure_times(), device=self._device)
+        self._all_gather = dist.all_gather(
+            list(self._times_of_ranks), times, self._trainer.mesh.world_group, async_op=True
         )
         return {}
 
-    def _mean_times(self) -> list[float]:
-        """Return the times of this rank, in the order of `PARTS`.
+    def _measure_times(self) -> list[float]:
+        """Return three times of this rank, in seconds.
 
         Returns:
-            Seconds per step spent waiting for data and in the optimizer update, as means since the
-            previous logged step, and the seconds of a matrix product measured now.
+            - Wait for data, the mean per step since the previous logged step.
+            - Optimizer update, the mean per step since the previous logged step.
+            - One matrix product, measured now.
         """
         num_steps = len(self._updates)
         product_seconds = self._time_product()
@@ -114,12 +116,12 @@ class Stragglers(Hook):
         update_times = [self._seconds_between(start, end) for start, end in self._updates]
         update_seconds = sum(update_times) / num_steps
         self._updates = []
-        return [data_seconds, update_seconds, product_seconds]
+        return [data_seconds, update_seconds, product_seconds]  # in the order of PARTS
 
     def ended(self, step: int, stopped: str) -> None:
-        """Wait for the exchange of times in progress before its process group is destroyed."""
-        if self._exchange is not None:
-            self._exchange.wait()
+        """Wait for the last all-gather, because its process group will be destroyed."""
+        if self._all_gather is not None:
+            self._all_gather.wait()
 
     def _time_product(self) -> float:
         """Measure the seconds of a matrix product on the idle device of this rank.
@@ -157,20 +159,20 @@ class Stragglers(Hook):
         """Return the seconds between two results of `_now`, which must be complete on a GPU."""
         return start.elapsed_time(end) / 1e3 if self._is_cuda else end - start
 
-    def _compare(self, step: int) -> None:
+    def _log_stragglers(self, step: int) -> None:
         """Compare the received times of all ranks, and log stragglers.
 
         A rank is logged when it has been by far the slowest in some part of three consecutive
         logged steps.
         """
-        times_by_part = self._times.cpu().unbind(1)
+        times_by_part = self._times_of_ranks.cpu().unbind(1)
         for part, times in zip(PARTS, times_by_part, strict=True):
             slowest = int(times.argmax())
             seconds = times[slowest].item()
             median = times.quantile(0.5).item()
             is_slow = seconds > SLOW_FACTOR * median and seconds > median + part.min_difference
-            num_steps = self._count_steps(part, slowest if is_slow else None)
-            if is_slow and num_steps == STEPS_UNTIL_REPORT:
+            streak = self._update_streak(part, slow_rank=slowest if is_slow else None)
+            if is_slow and streak == STEPS_UNTIL_REPORT:
                 text = (
                     f"Rank {slowest} ({self._trainer.hosts[slowest]}) "
                     f"{part.description.format(seconds)}; the median of the ranks is "
@@ -178,16 +180,16 @@ class Stragglers(Hook):
                 )
                 self._trainer.log(Event(text, "straggler", step))
 
-    def _count_steps(self, part: TimedPart, slow_rank: int | None) -> int:
-        """Return for how many consecutive logged steps the same rank has been slow.
+    def _update_streak(self, part: TimedPart, slow_rank: int | None) -> int:
+        """Record the slow rank of a logged step, and return the length of its streak.
 
-        Call this once per logged step.
+        The streak is the number of consecutive logged steps in which the same rank was slow.
 
         Args:
             part: Part of the step whose times were compared.
-            slow_rank: Rank that was slow in this part of the current logged step, or None.
+            slow_rank: Rank that was slow in this part of the logged step, or None.
         """
-        previous_slow_rank, count = self._slow_ranks[part]
-        count = count + 1 if slow_rank == previous_slow_rank else 1
-        self._slow_ranks[part] = (slow_rank, count)
-        return count
+        previous_slow_rank, streak = self._slow_ranks[part]
+        streak = streak + 1 if slow_rank == previous_slow_rank else 1
+        self._slow_ranks[part] = (slow_rank, streak)
+        return streak

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from titanlite.checkpoint.find import load_newest
 from titanlite.checkpoint.huggingface import checkpoint_weights, export_hf, hf_weights
-from titanlite.checkpoint.live_state import AVERAGES, plain
+from titanlite.checkpoint.live_state import AVERAGES, to_plain
 from titanlite.config.run import Run, with_keys
 from titanlite.hooks.records import describe_code
 from titanlite.load_run import check_run
@@ -183,7 +183,7 @@ class SteeredRecorder(Recorder):
         weights = self._followed[step - 1].weights
         with torch.no_grad():
             for name, parameter in self.trainer.model.named_parameters():
-                keep_shard(plain(parameter), weights[name].to(self.trainer.device))
+                keep_shard(to_plain(parameter), weights[name].to(self.trainer.device))
         self.trainer.train_step.precompute_scales()
 
     def gradients(self, step: int) -> None:

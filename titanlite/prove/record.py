@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from titanlite.checkpoint.live_state import LiveState, local, plain
+from titanlite.checkpoint.live_state import LiveState, to_local, to_plain
 from titanlite.config.registry import resolve
 from titanlite.config.run import Run
 from titanlite.data.batch import GlobalBatch
@@ -123,7 +123,7 @@ class Recorder(Hook):
         exponent = -math.log2(INIT_STD * math.sqrt(model.arch.dim))
         for name, parameter in model.named_parameters():
             if parameter.ndim == 2 and name.startswith("layers."):
-                plain(parameter).mul_(2.0 ** round(exponent))
+                to_plain(parameter).mul_(2.0 ** round(exponent))
         self.trainer.train_step.precompute_scales()
         self.record.initial = self.record.state
         self.record.state = self.snapshot_state()
@@ -172,8 +172,8 @@ class Recorder(Hook):
         """
         snapshot = Snapshot()
         for name, tensor in tensors.items():
-            tensor = plain(tensor)
-            shard = local(tensor).contiguous().cpu()
+            tensor = to_plain(tensor)
+            shard = to_local(tensor).contiguous().cpu()
             snapshot.digests[name, _offsets(tensor)] = _digest(shard)
             whole = tensor.full_tensor().cpu() if isinstance(tensor, DTensor) else shard
             if self._keeps_unsharded:
