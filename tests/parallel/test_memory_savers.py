@@ -47,7 +47,7 @@ def count_gathers(rank_trace: RankTrace) -> int:
         ("safe", f"{SAVERS}.reduce_in_main_stream", None),
         ("safe", "titanlite.parallel.recompute.find_unneeded_matmul", 0),
         ("all", f"{SAVERS}.gather_in_main_stream", None),
-        ("all", f"{SAVERS}.reduces_output_first", False),
+        ("all", f"{SAVERS}.separates_norm", False),
     ],
     ids=lambda value: str(value).rpartition(".")[-1],
 )
@@ -63,7 +63,7 @@ def test_each_saver_lowers_reserved_memory(monkeypatch, level, saver, result_wit
     ("saver", "options"),
     [
         ("free_gather_buffer_before_loss", ""),
-        ("reduces_output_first", LONG_MICROBATCH),
+        ("separates_norm", LONG_MICROBATCH),
     ],
 )
 def test_safe_savers_lower_the_peak_of_allocated_memory(monkeypatch, saver, options):
@@ -76,7 +76,7 @@ def test_safe_savers_lower_the_peak_of_allocated_memory(monkeypatch, saver, opti
 
 def test_safe_does_not_wait_for_the_output_in_short_microbatches(monkeypatch):
     with_saver = trace("safe")
-    monkeypatch.setattr(f"{SAVERS}.reduces_output_first", lambda *_: False)
+    monkeypatch.setattr(f"{SAVERS}.separates_norm", lambda *_: False)
 
     assert trace("safe").peak == with_saver.peak
 

@@ -82,7 +82,7 @@ def run_agent(
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import elastic_launch
 
-    is_local = _is_local(_resolve(store))
+    is_local = _is_local(_resolve_store(store))
     is_host = is_local if node_rank is None else node_rank == 0
     config = _configure_agent(nodes, store, node_rank, is_local, restarts)
 
@@ -259,18 +259,19 @@ def _pass_on_signals(signals: set[signal.Signals], folder: Path) -> None:
 
 
 def _leave_after_crash(folder: Path) -> None:
-    """Wait for a crash without a restart, and end this process `AGENT_SECONDS` later.
+    """Wait until the run crashes and has no restart left, and end this process a bit later.
 
-    Otherwise the torch agent, which runs in this process, could wait many minutes for the
-    connection to a node that is down.
+    The torch agent in this process has `AGENT_SECONDS` to end by itself. It could otherwise wait
+    many minutes for a node that is down.
 
     Args:
         folder: Folder in which the node process writes the exit code of the crash.
     """
-    while not (folder / CRASH_FILE).exists():
+    crash_file = folder / CRASH_FILE
+    while not crash_file.exists():
         time.sleep(1.0)
     time.sleep(AGENT_SECONDS)
-    leave(int((folder / CRASH_FILE).read_text()))
+    leave(int(crash_file.read_text()))
 
 
 def _log_missing_nodes(folder: Path, store: tuple[str, int], is_host: bool) -> None:
@@ -311,8 +312,11 @@ def _check_connection(store: tuple[str, int]) -> str:
     return f"{where} answers, but other nodes have not joined."
 
 
-def _resolve(store: tuple[str, int]) -> list[str]:
-    """Return the IP addresses of the c10d store, whose host is MASTER_ADDR.
+def _resolve_store(store: tuple[str, int]) -> list[str]:
+    """Return the IP addresses of the node that hosts the c10d store.
+
+    Args:
+        store: Host name or address of this node, from MASTER_ADDR, and port of the store.
 
     Raises:
         UserError: If MASTER_ADDR cannot be resolved.

@@ -133,9 +133,10 @@ def _remove_unused(
 
 
 def _remove_created(run: Run, files: Set[Path], new_folders: Sequence[Path]) -> None:
-    """Remove files and new folders, unless the output folder contains any other file.
+    """Stop logging, and remove files and new folders of a run.
 
-    An empty checkpoint folder is removed as well.
+    If the output folder contains any other file, do nothing. An empty checkpoint folder is removed
+    as well.
 
     Args:
         run: The run that has ended.
@@ -151,13 +152,17 @@ def _remove_created(run: Run, files: Set[Path], new_folders: Sequence[Path]) -> 
     if not content <= files:
         return
 
-    # Stop logging, because the error that ends this process would create the log again.
-    logging.getLogger(LOGGER_NAME).handlers.clear()
+    _stop_logging()
     for file in content:
         file.unlink(missing_ok=True)
     with suppress(OSError):  # another process may have put a file into one of the folders
         for folder in folders:
             folder.rmdir()
+
+
+def _stop_logging() -> None:
+    """Stop logging, because the error that ends this process would create train.log again."""
+    logging.getLogger(LOGGER_NAME).handlers.clear()
 
 
 def _is_empty_folder(path: Path) -> bool:

@@ -91,13 +91,14 @@ class RankEnd(NamedTuple):
         code: Exit code of the process, minus the number of the signal that killed it, or
             `EARLY_EXIT`.
         time: Unix time at which the rank failed.
-        reason: Error message that the rank wrote for the launcher, or "" if it wrote none.
+        message: Error message or traceback that the rank wrote for the launcher, or "" if it wrote
+            none.
     """
 
     rank: int
     code: int
     time: float
-    reason: str
+    message: str
 
 
 @dataclass
@@ -345,21 +346,24 @@ class Ranks:
         """Print and log why the run ended early, and return the exit code of the launcher.
 
         Args:
-            cause: How the rank ended that caused all other ranks to end.
+            cause: End of the rank that made all other ranks end.
             killed: Ranks that the launcher has killed.
         """
         was_stopped = self._was_stopped(cause, killed)
         exit_code = 128 + self._stop_signal if was_stopped else _exit_code(cause.code)
+        kind = "stop" if self._stop_signal else END_KINDS.get(exit_code, "failure")
         text = self._explain_end(cause, killed)
-        if not cause.reason:  # an error message of the rank also explains how to resume
+
+        has_message = cause.message != ""
+        if not has_message:  # a message of the rank would also explain how to resume
             text = f"{text}\n{self.resume_hint()}".strip("\n")
             if is_live_terminal():
                 note("")  # ends the line in which the live view left the cursor
 
-        if cause.reason and cause.rank == 0:
-            _print(text)  # rank 0 has logged its error itself
+        is_logged = has_message and cause.rank == 0  # rank 0 logs its own message
+        if is_logged:
+            _print(text)
         else:
-            kind = "stop" if self._stop_signal else END_KINDS.get(exit_code, "failure")
             self._print_and_log(text, kind)
         return exit_code
 
@@ -370,11 +374,11 @@ class Ranks:
         text describes the failure and ends with the rank's traceback, if there is one.
 
         Args:
-            cause: How the rank ended that caused all other ranks to end.
+            cause: End of the rank that made all other ranks end.
             killed: Ranks that the launcher has killed.
         """
         if _is_known(cause):
-            return cause.reason
+            return cause.message
 
         if self._was_stopped(cause, killed):
             text = f"Stopped by {signal.Signals(self._stop_signal).name} without a save."
@@ -382,11 +386,16 @@ class Ranks:
             text = f"Rank {cause.rank} failed first: {_describe_exit(cause.code)}."
         if killed:
             text += f" Killed, because they did not end: ranks {', '.join(map(str, killed))}."
-        traceback = cause.reason  # may be empty
+        traceback = cause.message  # may be empty
         return f"{text}\n{traceback}".rstrip("\n")
 
     def _was_stopped(self, cause: RankEnd, killed: Sequence[int]) -> bool:
-        """Return whether a signal to the launcher ended the run before it could save."""
+        """Return whether a signal to the launcher ended the run before it could save.
+
+        Args:
+            cause: End of the rank that made all other ranks end.
+            killed: Ranks that the launcher has killed.
+        """
         if not self._stop_signal or _is_known(cause):
             return False
         return cause.rank in killed or cause.code in UNSAVED_STOPS
@@ -405,9 +414,9 @@ class Ranks:
 
 
 def _find_cause(failed: Sequence[RankEnd], killed: Sequence[int]) -> RankEnd:
-    """Return how the rank ended that caused all other ranks to end, for the launcher to report.
+    """Return the end of the rank that made all other ranks end, for the launcher to report.
 
-    The cause is the lowest rank that ended for a known reason, such as an invalid option. Without a
+    This is the lowest rank that ended for a known reason, such as an invalid option. Without a
     known reason, it is the rank that failed first. If no rank failed, it is the first rank in
     `killed`.
 
@@ -429,7 +438,7 @@ def _is_known(end: RankEnd) -> bool:
     User errors, guards, checkpoint errors, and stops after a save are known reasons. If a signal
     stopped a rank without a save, the reason is known if the rank wrote an error message.
     """
-    return end.code in KNOWN_EXITS or (end.code in UNSAVED_STOPS and end.reason != "")
+    return end.code in KNOWN_EXITS or (end.code in UNSAVED_STOPS and end.message != "")
 
 
 def _exit_code(code: int) -> int:

@@ -223,7 +223,9 @@ def machine_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def check_memory(run: Run, ranks: int = 0, elsewhere: bool = False) -> None:
+def check_memory(
+    run: Run, num_local_ranks: int | None = None, on_other_machines: bool = False
+) -> None:
     """Reject a run that is certain to run out of memory.
 
     Each rank must at least hold its training state (parameters, gradients and optimizer moments)
@@ -232,10 +234,10 @@ def check_memory(run: Run, ranks: int = 0, elsewhere: bool = False) -> None:
 
     Args:
         run: Run to check.
-        ranks: Number of ranks on this node. 0: take it from the environment variables of the
-            launcher.
-        elsewhere: Whether the run is for other machines, whose memory is unknown. The limit is then
-            the memory of the largest known device.
+        num_local_ranks: Number of ranks on this node. By default, read it from the environment
+            variables of the launcher.
+        on_other_machines: Whether the run is for other machines, whose memory is unknown. The limit
+            is then the memory of the largest known device.
 
     Raises:
         UserError: If the memory is too small.
@@ -245,11 +247,11 @@ def check_memory(run: Run, ranks: int = 0, elsewhere: bool = False) -> None:
         return
 
     is_offloaded = run.job.training.enable_cpu_offload
-    if elsewhere:
+    if on_other_machines:
         memory = _largest_memory(is_offloaded)
     else:
-        memory = _memory_of_rank(ranks, is_offloaded)
-    if memory == 0:  # unknown
+        memory = _memory_of_rank(num_local_ranks, is_offloaded)
+    if memory is None:  # unknown
         return
 
     state = state_bytes(run)
@@ -311,38 +313,40 @@ def _describe_missing_memory(run: Run, memory: int, state: int) -> str:
 
 
 def _largest_memory(is_offloaded: bool) -> int:
-    """Return an upper limit for the memory of a rank on an unknown machine, in bytes.
+    """Return the most memory that a rank on an unknown machine can have, in bytes.
 
-    Usually this is the memory of the largest known GPU, or of this machine if it has more.
+    This is the memory of the largest known GPU, or of this machine if it has more.
 
     Args:
-        is_offloaded: Whether the training state is in CPU memory. The limit is then `MOST_GIB`.
+        is_offloaded: Whether the training state is in CPU memory. Its size on other machines is
+            unknown, so the result is then practically unlimited.
     """
-    if is_offloaded:  # the CPU memory of other machines is unknown
+    if is_offloaded:
         return int(MOST_GIB * GIB)
     return max(machine_memory(), *(gpu.memory for gpu in known_gpus()))
 
 
-def _memory_of_rank(ranks: int, is_offloaded: bool) -> int:
+def _memory_of_rank(num_local_ranks: int | None, is_offloaded: bool) -> int | None:
     """Return the bytes of memory that a rank of this node has for its training state.
 
     Args:
-        ranks: Number of ranks on this node. 0: take it from the environment variables of the
-            launcher.
+        num_local_ranks: Number of ranks on this node. If None, read it from the environment
+            variables of the launcher.
         is_offloaded: Whether the training state is in CPU memory.
 
     Returns:
-        Number of bytes, or 0 if the GPU is unknown.
+        Number of bytes, or None if the GPU is unknown.
     """
-    gpu, memory = device_memory()
-    if memory == 0:
-        return 0
-    if gpu is not None and not is_offloaded:
+    gpu_name, memory = device_memory()
+    if memory == 0:  # there is a GPU, but nvidia-smi cannot describe it
+        return None
+    if gpu_name is not None and not is_offloaded:
         return memory
 
     # Without a GPU or with CPU offload, the ranks share the CPU memory of the node.
-    num_ranks = ranks or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return machine_memory() // num_ranks
+    if num_local_ranks is None:
+        num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return machine_memory() // num_local_ranks
 
 
 def _split_name(name: str) -> set[str]:

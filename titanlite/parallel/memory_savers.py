@@ -29,8 +29,10 @@ from titanlite.optim.adamw import AdamW, new_state
 Groups = list[list[nn.Module]]
 """FSDP groups: lists of modules whose parameters are gathered and freed together."""
 RANKS_PER_NODE = 8
-MIN_TOKENS_TO_WAIT = 200_000
-"""Tokens of a microbatch, times the parameters of the blocks per parameter of the output layer.
+LARGE_OUTPUT_FACTOR = 16
+"""An output layer with this many times `parallelism.fsdp_min_num_params` parameters is large."""
+MIN_WORK_TO_WAIT = 200_000
+"""Tokens of a microbatch, times the parameters of all blocks per parameter of the output layer.
 
 From this value on, a reduce-scatter of the output layer takes at most 0.3% of the time of a
 microbatch. This estimate assumes 370 GB/s of NVLink bandwidth and 45% MFU on H100 GPUs.
@@ -89,11 +91,11 @@ def free_gather_buffer_before_loss(model: Llama) -> None:
     of later all-gathers wait for this.
     """
     if isinstance(model.output, FSDPModule):
-        model.output.register_forward_pre_hook(_unshard, prepend=True)
+        model.output.register_forward_pre_hook(_unshard_before_forward, prepend=True)
 
 
-def _unshard(module: nn.Module, _args: Any) -> None:
-    """Gather the parameters of an FSDP module as a pre-forward hook, or wait for a prefetch."""
+def _unshard_before_forward(module: nn.Module, _args: Any) -> None:
+    """Gather the parameters of an FSDP module, or wait if they are already being gathered."""
     cast(FSDPModule, module).unshard()
 
 
@@ -102,13 +104,10 @@ def regroup_norm(
 ) -> tuple[Groups, Groups]:
     """Separate the final norm from the output projection, so that FSDP frees the projection early.
 
-    FSDP frees the weights of a group together. The backward pass does not need the projection, but
-    it reads the weight of the norm. For example, the groups [block 0], [block 1] and
-    [norm, projection] become:
-
-    - [block 0], [block 1, norm] and [projection], which adds no group.
-    - [block 0], [block 1], [norm] and [projection], if `reduces_output_first` returns True. A stage
-      without blocks also has these separate groups.
+    FSDP frees the weights of a group together. The backward pass reads the weight of the norm, but
+    does not need the projection. So the norm joins the last group of blocks: [block 0], [block 1]
+    and [norm, projection] become [block 0], [block 1, norm] and [projection]. If there are no
+    blocks, or `separates_norm` returns True, the norm becomes a separate group instead.
 
     Args:
         blocks: Modules of each FSDP group of blocks, in forward order.
@@ -123,14 +122,14 @@ def regroup_norm(
         return blocks, output
 
     norm, projection = output[0]
-    if not blocks or reduces_output_first(blocks, projection, mesh, run):
+    if not blocks or separates_norm(blocks, projection, mesh, run):
         return blocks, [[norm], [projection]]
 
     last_group = [*blocks[-1], norm]
     return [*blocks[:-1], last_group], [[projection]]
 
 
-def reduces_output_first(blocks: Groups, output: nn.Module, mesh: DeviceMesh, run: Run) -> bool:
+def separates_norm(blocks: Groups, output: nn.Module, mesh: DeviceMesh, run: Run) -> bool:
     """Return whether the final norm becomes a separate FSDP group, to free a large buffer early.
 
     FSDP2 keeps the input of a reduce-scatter until the next group starts a reduce-scatter. For the
@@ -143,19 +142,22 @@ def reduces_output_first(blocks: Groups, output: nn.Module, mesh: DeviceMesh, ru
         mesh: Mesh of `fully_shard`.
         run: The validated job.
     """
-    num_params = count_params([output])
-    is_large = num_params >= 16 * run.job.parallelism.fsdp_min_num_params
+    num_output_params = count_params([output])
+    min_num_params = run.job.parallelism.fsdp_min_num_params
+    is_large = num_output_params >= LARGE_OUTPUT_FACTOR * min_num_params
     is_within_node = mesh.size(-1) <= RANKS_PER_NODE  # the last dimension is the shard dimension
     if not is_large or not is_within_node:
         return False
     if run.job.parallelism.memory_savers == "all":
         return True
 
-    # With "safe", a microbatch must take so long that the wait is negligible.
+    # With "safe", a microbatch must take so long that the wait is negligible. The wait is
+    # proportional to the parameters of the output, and the time of the microbatch to its work.
     training = run.job.training
-    num_block_params = count_params(module for group in blocks for module in group)
     num_tokens = training.local_batch_size * training.seq_len // run.degrees.context
-    return num_tokens * num_block_params >= MIN_TOKENS_TO_WAIT * num_params
+    num_block_params = count_params(module for group in blocks for module in group)
+    microbatch_work = num_tokens * num_block_params
+    return microbatch_work >= MIN_WORK_TO_WAIT * num_output_params
 
 
 def count_params(modules: Iterable[nn.Module]) -> int:
