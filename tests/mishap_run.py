@@ -163,7 +163,7 @@ if __name__ == "__main__":
     name, *words = sys.argv[1:]
     if name == "launch":
         sys.exit(launch(int(words[0]), *words[1:]))
-    process.begin()
+    process.set_up_process()
     from titanlite.cli import run_quietly
     from titanlite.config.errors import ERROR_FOLDER, GuardError, StoppedBySignal
 

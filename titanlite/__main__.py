@@ -15,7 +15,7 @@ from titanlite.runtime import process  # noqa: E402
 
 def main() -> None:
     """Run one subcommand and end this process with its exit code."""
-    process.begin()  # before the other imports, because a signal can arrive while they run
+    process.set_up_process()  # before the other imports, because a signal can arrive while they run
     from titanlite import cli
 
     process.leave(cli.main(sys.argv[1:]))

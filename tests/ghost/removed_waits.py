@@ -61,7 +61,7 @@ REMOVED_WAITS = {
     ),
     "wait for requests": (without_call(Event, "synchronize", "receive"), ""),
     "wait for offloaded loss": (
-        without_call(Event, "synchronize", "_wait_for_offloaded_loss"),
+        without_call(Event, "synchronize", "_move_loss"),
         OFFLOAD,
     ),
 }

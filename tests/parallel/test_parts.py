@@ -88,9 +88,9 @@ def test_context_masks_of_flex_attention_and_of_sdpa_are_equal(rank, documents):
     tokens = torch.zeros(2, 16, dtype=torch.int64)
     ids = torch.stack((torch.arange(16) // 5, torch.arange(16) // 7)) if documents else None
     flex = create_mask(flex_context_mask(tokens, ids, group).mask_mod, 2, 1, 8, 16, device="cpu")
-    dense: Any = context_mask(tokens, ids, group)
-    # Without documents, SDPA needs no mask, because attention is causal.
-    if dense is None:
+    if ids is not None:
+        dense = context_mask(ids, group)
+    else:  # SDPA needs no mask, because attention is causal
         causal = torch.ones(16, 16, dtype=torch.bool).tril()
         dense = local_chunks(causal, group, dim=0)[None, None]
 

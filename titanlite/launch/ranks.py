@@ -107,7 +107,7 @@ class Ranks:
 
     Args:
         words: Arguments of Python in each process, such as ["-m", "titanlite", "train"]. The
-            program must call `titanlite.runtime.process.begin` first.
+            program must call `titanlite.runtime.process.set_up_process` first.
         ranks: Ranks on this node, for example range(8, 16) on the second node.
         size: Number of ranks on all nodes.
         stop_seconds: Seconds that the ranks have to save after a signal, before they are killed.

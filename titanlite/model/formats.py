@@ -112,13 +112,9 @@ def hf_config(arch: Architecture, dtype: str) -> dict[str, Any]:
     family = _find_family(arch)
     rope_scaling = _export_rope_scaling(arch)
     fields = _export_fields(arch, family)
-    if "layer_types" in fields:  # OLMo 3, which scales RoPE only in layers without a window
-        fields["layer_types"] = _layer_types(arch.full_attention_interval, arch.n_layers)
-        unscaled = {"rope_type": "default", "rope_theta": arch.rope_theta}
-        fields["rope_parameters"] = {
-            "full_attention": unscaled | (rope_scaling or {}),
-            "sliding_attention": unscaled,
-        }
+    has_layer_types = "layer_types" in fields  # layers with and without a sliding window
+    if has_layer_types:
+        fields |= _export_layer_types(arch, rope_scaling)
 
     return {
         "architectures": [family.causal_lm],
@@ -149,12 +145,31 @@ def _export_rope_scaling(arch: Architecture) -> dict[str, Any] | None:
     return settings | {"rope_type": arch.rope_scaling}
 
 
+def _export_layer_types(arch: Architecture, rope_scaling: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the keys of config.json for a model in which some layers have a sliding window.
+
+    Only layers without a window scale RoPE, as in OLMo 3.
+
+    Args:
+        arch: Architecture of the model.
+        rope_scaling: Result of `_export_rope_scaling`.
+    """
+    unscaled = {"rope_type": "default", "rope_theta": arch.rope_theta}
+    return {
+        "layer_types": _layer_types(arch.full_attention_interval, arch.n_layers),
+        "rope_parameters": {
+            "full_attention": unscaled | (rope_scaling or {}),
+            "sliding_attention": unscaled,
+        },
+    }
+
+
 def _export_fields(arch: Architecture, model: type[FileModel]) -> dict[str, Any]:
     """Return the values of `arch` for all fields with an alias in `model`, as in a config.json.
 
     For example, `n_heads` = 32 becomes {"num_attention_heads": 32}.
     """
-    return {key: getattr(arch, name) for name, key in _aliases(model).items()}
+    return {key: getattr(arch, name) for name, key in _keys_by_field(model).items()}
 
 
 def architecture_from_hf(config: dict[str, Any]) -> Architecture:
@@ -167,16 +182,17 @@ def architecture_from_hf(config: dict[str, Any]) -> Architecture:
             prevents it.
     """
     parsed = _parse_hf_config(config)
-    family = type(parsed)
-    rope = _read_rope(parsed)
+    family = type(parsed)  # the class of the model family, such as `_Qwen3`
+    rope_fields = _read_rope(parsed)
 
-    # Convert all other fields, with 0 for null. The options of the family override the file.
     fields: dict[str, Any] = {}
-    for name in _aliases(family):
+    for name in _keys_by_field(family):
         value = getattr(parsed, name)
-        fields[name] = 0 if value is None else value
+        fields[name] = 0 if value is None else value  # None is a null in the file
     fields["n_kv_heads"] = parsed.n_kv_heads or parsed.n_heads
-    return family.architecture(**fields | family.switches, **rope)
+    # All models of a family share some options without a key, such as the biases of Qwen 2.
+    fields |= family.switches
+    return family.architecture(**fields, **rope_fields)
 
 
 def _parse_hf_config(config: dict[str, Any]) -> HFConfig:
@@ -201,12 +217,13 @@ def _parse_hf_config(config: dict[str, Any]) -> HFConfig:
     except ValidationError as error:
         raise UserError(f"config.json: {explain_error(family, error)}") from None
 
-    if family is not HFConfig:
-        _check_required_keys(parsed)
+    is_llama = family is HFConfig
+    if not is_llama:  # missing sizes get the defaults of Llama, which differ
+        _check_has_sizes(parsed)
     return parsed
 
 
-def _check_required_keys(parsed: HFConfig) -> None:
+def _check_has_sizes(parsed: HFConfig) -> None:
     """Check that a config.json contains all model sizes, for a family other than Llama.
 
     transformers has different default sizes for each family, but titanlite has only the defaults of
@@ -215,7 +232,7 @@ def _check_required_keys(parsed: HFConfig) -> None:
     Raises:
         UserError: If a size is missing. The message lists all missing keys.
     """
-    keys = _aliases(HFConfig)
+    keys = _keys_by_field(HFConfig)
     required = keys.keys() - {"tied_embeddings", "head_dim"}
     missing = required - parsed.model_fields_set
     if missing:
@@ -233,7 +250,7 @@ def _families_by_kind() -> dict[str, type[HFConfig]]:
     return families
 
 
-def _aliases(model: type[FileModel]) -> dict[str, str]:
+def _keys_by_field(model: type[FileModel]) -> dict[str, str]:
     """Map the fields of `Architecture` to the keys of a Hugging Face config.json.
 
     For example, "n_heads" is mapped to "num_attention_heads".
@@ -322,7 +339,7 @@ def _rope_fields(table: _AnyRope, config: HFConfig) -> dict[str, Any]:
         raise UserError(
             "config.json: rope_scaling: high_freq_factor must be greater than low_freq_factor."
         )
-    for name in _aliases(type(table)):
+    for name in _keys_by_field(type(table)):
         value = getattr(table, name)
         if value is not None:
             fields[name] = value
@@ -402,10 +419,11 @@ class HFConfig(FileModel):
         """Return whether a config.json of this family can describe the architecture."""
         if type(arch) is not cls.architecture:
             return False
-        # All options must have the values of the family, except keys of its config.json.
-        keys = _aliases(cls)
-        expressible = {name: value for name, value in arch.switches.items() if name in keys}
-        return arch.switches == cls.switches | expressible
+        # Options with a key in config.json can have any value. All others must have the value that
+        # all models of the family share.
+        keys = _keys_by_field(cls)
+        with_key = {name: value for name, value in arch.switches.items() if name in keys}
+        return arch.switches == cls.switches | with_key
 
 
 class _Mistral(HFConfig):
@@ -533,18 +551,21 @@ class _Olmo3(_Olmo2):
     @field_validator("rope_parameters", mode="before")
     @classmethod
     def _select_full_attention(cls, tables: Any) -> Any:
-        """Return the RoPE settings of layers without a sliding window.
+        """Return the RoPE settings of the layers without a sliding window.
+
+        Args:
+            tables: One table of settings for these layers, and one for layers with a window.
 
         Raises:
-            ValueError: If layers with a window have another rope_theta, or scale RoPE.
+            ValueError: If the tables differ in rope_theta, or layers with a window scale RoPE.
         """
         if not tables:
             return tables
-        # Both kinds of layers have a table of settings, with the same rope_theta.
         full = tables.get("full_attention") if isinstance(tables, dict) else None
         theta = full.get("rope_theta") if isinstance(full, dict) else None
         unscaled = {"rope_type": "default", "rope_theta": theta}
-        if tables != {"full_attention": full, "sliding_attention": unscaled}:
+        supported = {"full_attention": full, "sliding_attention": unscaled}
+        if tables != supported:
             raise ValueError(
                 "must have the tables full_attention and sliding_attention with the same "
                 "rope_theta, the latter without scaling"
@@ -558,7 +579,10 @@ class _Olmo3(_Olmo2):
 
 
 def _layer_types(interval: int, num_layers: int) -> list[str]:
-    """Return the list `layer_types` of a config.json if every `interval`-th layer has no window."""
+    """Return the attention type of each layer, as in a config.json.
+
+    Every `interval`-th layer has full attention. All others have a sliding window.
+    """
     layers = range(1, num_layers + 1)
     return ["sliding_attention" if layer % interval else "full_attention" for layer in layers]
 

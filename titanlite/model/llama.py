@@ -47,14 +47,14 @@ def rope_frequencies(arch: Architecture, device: torch.device, is_scaled: bool) 
         return frequencies
 
     if arch.rope_scaling == "yarn":
-        kept_part = _yarn_kept_part(arch, device)
+        kept_fraction = _yarn_kept_fraction(arch, device)
     else:
-        kept_part = _llama3_kept_part(arch, frequencies)
-    return frequencies * (kept_part + (1.0 - kept_part) / arch.rope_scaling_factor)
+        kept_fraction = _llama3_kept_fraction(arch, frequencies)
+    return frequencies * (kept_fraction + (1.0 - kept_fraction) / arch.rope_scaling_factor)
 
 
-def _llama3_kept_part(arch: Architecture, frequencies: Tensor) -> Tensor:
-    """Return how much of each RoPE frequency Llama 3.1 keeps, from 0 to 1, shape (D / 2,).
+def _llama3_kept_fraction(arch: Architecture, frequencies: Tensor) -> Tensor:
+    """Return the fraction of each RoPE frequency that Llama 3.1 keeps, shape (D / 2,).
 
     The rest of the frequency is divided by `rope_scaling_factor`. The result depends on how many
     turns the frequency completes in the original context. It is 0 up to `rope_low_freq_factor`
@@ -65,8 +65,8 @@ def _llama3_kept_part(arch: Architecture, frequencies: Tensor) -> Tensor:
     return ((turns - low) / (high - low)).clamp(0.0, 1.0)
 
 
-def _yarn_kept_part(arch: Architecture, device: torch.device) -> Tensor:
-    """Return how much of each RoPE frequency YaRN keeps, from 0 to 1, shape (D / 2,).
+def _yarn_kept_fraction(arch: Architecture, device: torch.device) -> Tensor:
+    """Return the fraction of each RoPE frequency that YaRN keeps, shape (D / 2,).
 
     The rest of the frequency is divided by `rope_scaling_factor`. The result is 1 for channel pairs
     that complete more than `rope_beta_fast` turns in the original context, and 0 for fewer than
@@ -75,14 +75,20 @@ def _yarn_kept_part(arch: Architecture, device: torch.device) -> Tensor:
     """
 
     def find_pair(turns: float) -> float:
-        """Return the index of the channel pair that completes `turns` in the original context."""
+        """Return the index, not rounded, of the channel pair that RoPE rotates `turns` times.
+
+        The turns are counted over the original context. Pair i rotates by one radian every
+        rope_theta**(2i / head_dim) positions, which is solved for i here.
+        """
         positions_per_radian = arch.rope_original_max_seq_len / (2 * math.pi * turns)
         return arch.head_dim * math.log(positions_per_radian) / (2 * math.log(arch.rope_theta))
 
     first = max(math.floor(find_pair(arch.rope_beta_fast)), 0)
     last = min(math.ceil(find_pair(arch.rope_beta_slow)), arch.head_dim - 1)
     pairs = torch.arange(arch.head_dim // 2, dtype=torch.float32, device=device)
-    num_interpolated = last - first or 0.001  # not 0, as it is a divisor
+    num_interpolated: float = last - first
+    if num_interpolated == 0:
+        num_interpolated = 0.001  # a positive divisor
     return 1.0 - ((pairs - first) / num_interpolated).clamp(0.0, 1.0)
 
 
@@ -460,8 +466,10 @@ class Llama(nn.Module):
         return head(x, self.tok_embeddings.weight)
 
     def _rope_by_block(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return the cosines and sines of the RoPE angles for each block; see `rope_table`."""
-        # Not registered buffers: casting the model to bfloat16 would round the frequencies.
+        """Return the cosines and sines of the RoPE angles for each block; see `rope_table`.
+
+        They are not stored in buffers, because casting the model to bfloat16 would round them.
+        """
         arch = self.arch
         is_scaled = arch.rope_scaling_factor != 1.0
         full_rope = rope_table(arch, positions, is_scaled)
@@ -475,7 +483,8 @@ class Llama(nn.Module):
             # Zero angles make RoPE the identity, so NoPE layers compile to the same graph.
             no_rope = torch.ones_like(full_rope[0]), torch.zeros_like(full_rope[1])
             for i, name in enumerate(self.layers):
-                if (int(name) + 1) % arch.no_rope_interval == 0:
+                layer_number = int(name) + 1  # in the whole model, counted from 1
+                if layer_number % arch.no_rope_interval == 0:
                     ropes[i] = no_rope
         return ropes
 

@@ -121,7 +121,8 @@ def gpu_of_device(device_name: str) -> Gpu | None:
     if "MIG" in words:
         return None
     for gpu in known_gpus():
-        if _split_name(gpu.name) <= words:
+        has_all_words = _split_name(gpu.name) <= words
+        if has_all_words:
             return gpu
     return None
 
@@ -318,8 +319,8 @@ def _largest_memory(is_offloaded: bool) -> int:
     This is the memory of the largest known GPU, or of this machine if it has more.
 
     Args:
-        is_offloaded: Whether the training state is in CPU memory. Its size on other machines is
-            unknown, so the result is then practically unlimited.
+        is_offloaded: Whether the training state is in CPU memory. The CPU memory of other machines
+            is unknown, so the result is then practically unlimited.
     """
     if is_offloaded:
         return int(MOST_GIB * GIB)

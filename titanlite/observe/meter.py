@@ -62,9 +62,9 @@ class Meter:
         """
         self._start_time = time.perf_counter()
         self._first_step = step + 1
-        # Step and time of the first log step, from which the ETA is measured. The steps before it
-        # are slower, because they compile and allocate.
-        self._warm: tuple[int, float] | None = None
+        # Step and time of the first log step. The ETA is based on the speed since then, because the
+        # steps before it are slower: they compile and allocate.
+        self._first_log: tuple[int, float] | None = None
         self._begin_window(step, self._start_time)
 
     def _begin_window(self, step: int, now: float) -> None:
@@ -142,12 +142,12 @@ class Meter:
         flops = tps_per_device * self._flops_per_token
         self.tokens += int(num_tokens)
 
-        if self._warm is None:
-            self._warm = (step, now)
-        warm_step, warm_time = self._warm
+        if self._first_log is None:
+            self._first_log = (step, now)
+        first_log_step, first_log_time = self._first_log
         seconds_per_step = seconds / num_steps
-        if step > warm_step:
-            seconds_per_step = (now - warm_time) / (step - warm_step)
+        if step > first_log_step:
+            seconds_per_step = (now - first_log_time) / (step - first_log_step)
 
         part_times = {f"{part}_time": total / num_steps for part, total in self._seconds.items()}
         entry = LoggedStep(
@@ -175,15 +175,15 @@ class Meter:
         return entry
 
     def _read_scalars(self, losses: Tensor) -> list[float]:
-        """Copy all measured values from the GPU in one transfer, which is a host sync.
+        """Copy the losses and all recorded tensors from the GPU in one transfer, a host sync.
 
         Args:
             losses: Loss of the global batch, and highest loss of any data-parallel rank, shape
                 (2,).
 
         Returns:
-            Five numbers: both losses, the gradient norm of the last step, and since the previous
-            log step the number of steps with a clipped gradient and the number of tokens.
+            Both losses, the gradient norm of the last step, the number of steps with a clipped
+            gradient, and the number of tokens. The last two count from the previous log step.
         """
         assert self._grad_norm is not None, "read() before any record()"
         values = [*losses.unbind(), self._grad_norm, self._num_clipped, self._window_tokens]

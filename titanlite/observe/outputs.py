@@ -176,8 +176,9 @@ class OutputFolder:
         else:
             _archive_after(folder / "metrics.jsonl", archive, last_step)
             # A run that resumes from step 0 validates and samples again before its first step.
+            last_kept_step = last_step if last_step > 0 else -1
             for name in ("validation.jsonl", "samples.jsonl"):
-                _archive_after(folder / name, archive, last_step or -1)
+                _archive_after(folder / name, archive, last_kept_step)
             reason = "of steps that will be repeated"
 
         # `find_overwrite_problem` relies on this order.
@@ -190,9 +191,10 @@ class OutputFolder:
         return f"Archived {files} {reason} to {archive}"
 
     def _archive_all(self, archive: Path) -> None:
-        """Move all files of earlier starts to the new folder `archive`.
+        """Move all files that existed before this start of the run to the new folder `archive`.
 
-        The log lines of this start stay. If there are no metrics of an earlier start, do nothing.
+        Lines that this start has already appended to the logs stay in place. If there are no
+        metrics, do nothing.
         """
         has_metrics = any(_file_size(self._folder / name) > 0 for name in JSON_FILES)
         if not has_metrics:

@@ -309,6 +309,7 @@ def _compute_update(
         new_mean = mean.lerp(gradient, 1 - rule.beta1)
         square = moments[1].float()
         new_square = square.mul(rule.beta2).addcmul(gradient, gradient, value=1 - rule.beta2)
+        # `scalars.lr` already contains the bias correction of the mean.
         denominator = new_square.sqrt() * scalars.rsqrt_correction + rule.eps
         return scalars.lr * new_mean / denominator, [new_mean, new_square]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from titanlite.optim.losses import compiled_once
+from titanlite.optim.losses import compile_once
 
 # A CPU accumulates an fp32 sum serially (in 8 or 16 lanes), so its error grows with the number of
 # elements: 7e-5 for 4 million. Sums of 256 squares have an error of at most 6e-7.
@@ -57,13 +57,13 @@ def reduce_step_sums(
     shards = [local_shard(gradient) for gradient in gradients]
     # On a GPU, the compiler would generate one kernel per gradient; the eager version is fused.
     should_compile = compiled and not shards[0].is_cuda
-    sum_squares = compiled_once(sum_of_squares) if should_compile else sum_of_squares
+    sum_squares = compile_once(sum_of_squares) if should_compile else sum_of_squares
     squares = sum_squares(shards)
 
-    # Put this rank's part of the three sums into one tensor, and add up the parts of all ranks.
+    # One all-reduce adds up three numbers of each rank: squared norm, loss, and 1 for a request.
     sums = torch.zeros(3, dtype=torch.float64, device=squares.device)
     sums[0] = _sum_over_gradients(squares, gradients)
-    sums[1] = _wait_for_offloaded_loss(loss, sums)
+    sums[1] = _move_loss(loss, sums)
     if has_request:
         sums[2].fill_(1.0)  # assigning a Python number to a GPU tensor would cause a host sync
     if dist.is_initialized():
@@ -108,7 +108,7 @@ def scale_gradients_(
         compiled: Compile the scaling.
     """
     shards = [local_shard(gradient) for gradient in gradients]
-    scale = compiled_once(_scale_) if compiled else _scale_
+    scale = compile_once(_scale_) if compiled else _scale_
     scale(shards, max_norm, grad_norm)
 
 
@@ -123,10 +123,10 @@ def sum_of_squares(shards: list[Tensor]) -> Tensor:
 
 
 def _sum_of_squares_on_cpu(shards: list[Tensor]) -> Tensor:
-    """Return the sum of squares of each shard: fp32 within rows of 256 elements, then float64.
+    """Return the sum of squares of each shard, float64, shape (number of shards,).
 
-    The rows of all shards are converted together, because an operator call costs more than its
-    arithmetic in a small model.
+    A long fp32 sum is inaccurate on a CPU, so sum rows of 256 elements in fp32, and the results in
+    float64. The results of all shards are converted together, which saves operator calls.
     """
     matrices: list[Tensor] = []
     rows_per_shard: list[int] = []
@@ -181,8 +181,11 @@ def count_replicas(tensor: Tensor) -> int:
     return num_replicas
 
 
-def _wait_for_offloaded_loss(loss: Tensor, sums: Tensor) -> Tensor:
-    """Return the loss on the device of `sums`. CPU offload requires a copy from GPU to CPU."""
+def _move_loss(loss: Tensor, sums: Tensor) -> Tensor:
+    """Return the loss on the device of `sums`.
+
+    With CPU offload, this copies the loss from the GPU to the CPU, which is a host sync.
+    """
     is_offloaded = loss.is_cuda and not sums.is_cuda
     if not is_offloaded:
         return loss

@@ -235,7 +235,7 @@ def tokens_per_chunk(num_tokens: int, fewer_launches: bool = False) -> int:
 
 
 @functools.cache
-def compiled_once(function: Callable[..., Any]) -> Callable[..., Any]:
+def compile_once(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a function, and return the same compiled function in all later calls."""
     return torch.compile(function)
 
@@ -280,7 +280,8 @@ def prepare_targets(labels: Tensor, scale: Tensor, first_class: int, num_classes
     is_local = (column >= 0) & (column < num_classes)
     column = column.clamp(0, num_classes - 1)  # any valid column, because `gather` must not fail
     factor = torch.where(labels == IGNORE_INDEX, 0.0, scale)
-    # The loss contains `-factor * logit` of the label, so that is a part of its gradient.
+    # The loss is `factor * (logsumexp(logits) - logit of the label)`, so the gradient of this logit
+    # has the additional term `-factor`.
     label_grad = torch.where(is_local, -factor, 0.0)
     return Targets(column[:, None], is_local, factor, label_grad[:, None])
 
@@ -400,9 +401,9 @@ def linear_cross_entropy_sum(
     labels = labels.flatten()
     # On a GPU the compiled function is one kernel instead of 13. On a CPU the compile time would
     # exceed the gain.
-    prepare = compiled_once(prepare_targets) if compiled and hidden.is_cuda else prepare_targets
+    prepare = compile_once(prepare_targets) if compiled and hidden.is_cuda else prepare_targets
     targets = prepare(labels, scale, first_class, len(matrix))
-    compute_loss = compiled_once(softmax_loss) if compiled else softmax_loss
+    compute_loss = compile_once(softmax_loss) if compiled else softmax_loss
 
     needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     weight_grad = torch.empty_like(matrix, dtype=torch.float32) if needs_grad else None
@@ -537,8 +538,9 @@ def _add_rounded_weight_grad(
 def _convert_in_place(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert a matrix to a smaller dtype without allocating a second matrix if it is large.
 
-    For example, converting 8 values from fp32 to bfloat16 in blocks of 4 reads the bytes 0-15 and
-    writes the bytes 0-7, then reads the bytes 16-31 and writes the bytes 8-15.
+    A result block never overwrites unread values. For example, converting 8 values from fp32 to
+    bfloat16 in blocks of 4 reads the bytes 0-15 and writes the bytes 0-7, then reads the bytes
+    16-31 and writes the bytes 8-15.
 
     Args:
         x: Contiguous matrix. With more than `VOCAB_BLOCK` columns, the result overwrites it.
@@ -556,6 +558,7 @@ def _convert_in_place(x: Tensor, dtype: torch.dtype) -> Tensor:
     # CPUs with AMX (oneDNN 3.12) otherwise reads old values between the rows, which can be NaN.
     memory = x.view(dtype).flatten()
     converted = memory[: x.numel()].view(x.shape)
+    # Convert whole rows, about as many values as in `block_size` columns.
     block_rows = math.ceil(num_rows * block_size / num_columns)
     old_blocks = x.split(block_rows)
     new_blocks = converted.split(block_rows)

@@ -69,23 +69,23 @@ class Muon(torch.optim.Optimizer):
         self.state |= others.state
         others.state = self.state
         self._others = others
-        self._momentum = config.momentum
+        self._beta = config.momentum
         self._ranks = ranks
 
-        self._group_of: dict[Any, dict[str, Any]] = {}
+        self._group_of_matrix: dict[Any, dict[str, Any]] = {}
         for group in self.param_groups[: len(groups)]:  # the groups of the matrices
             for matrix in group["params"]:
-                self._group_of[matrix] = group
+                self._group_of_matrix[matrix] = group
                 momentum_buffer = torch.zeros_like(matrix, dtype=state_dtype)
                 self.state[matrix]["momentum_buffer"] = momentum_buffer
 
-        matrices = list(self._group_of)
+        matrices = list(self._group_of_matrix)
         self._rounds = _plan_rounds(matrices, dist.get_rank(ranks), dist.get_world_size(ranks))
-        self._accumulate: Callable[..., Tensor] = _accumulate_momentum_
-        self._apply: Callable[..., None] = _apply_update_
+        self._accumulate_momentum: Callable[..., Tensor] = _accumulate_momentum_
+        self._apply_update: Callable[..., None] = _apply_update_
         if compiled:
-            self._accumulate = torch.compile(_accumulate_momentum_, dynamic=True)
-            self._apply = torch.compile(_apply_update_, dynamic=True)
+            self._accumulate_momentum = torch.compile(_accumulate_momentum_, dynamic=True)
+            self._apply_update = torch.compile(_apply_update_, dynamic=True)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -97,7 +97,7 @@ class Muon(torch.optim.Optimizer):
         # The caller may or may not have set the flag. Without it, never skip.
         skip = getattr(self, "found_inf", None)
         if skip is None:
-            skip = torch.zeros((), device=next(iter(self._group_of)).device)
+            skip = torch.zeros((), device=next(iter(self._group_of_matrix)).device)
         else:
             self._others.found_inf = skip  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -123,7 +123,7 @@ class Muon(torch.optim.Optimizer):
             gather: Transfer of the first round, from `_start_gather`.
             skip: Scalar tensor, 1 to leave the parameters unchanged.
         """
-        previous: tuple[_Round, _Transfer] | None = None
+        previous: tuple[_RoundPlan, _Transfer] | None = None
         for i, plan in enumerate(self._rounds):
             gathered = gather.wait()
             if i + 1 < len(self._rounds):
@@ -136,8 +136,8 @@ class Muon(torch.optim.Optimizer):
         assert previous is not None  # there is at least one round
         self._update(*previous, skip)
 
-    def _start_gather(self, plan: _Round, skip: Tensor) -> _Transfer:
-        """Update the momentum shards of this rank, and start to send them to the owners.
+    def _start_gather(self, plan: _RoundPlan, skip: Tensor) -> _Transfer:
+        """Update this rank's shards of the momentum, and start to send them to the owners.
 
         Args:
             plan: Communication plan of the round: its matrices, and who sends what to whom.
@@ -152,12 +152,12 @@ class Muon(torch.optim.Optimizer):
             assert matrix.grad is not None
             gradient = local_shard(matrix.grad).view(-1)
             momentum = local_shard(self.state[matrix]["momentum_buffer"]).view(-1)
-            direction = self._accumulate(gradient, momentum, skip, self._momentum)
-            if is_sender:
+            direction = self._accumulate_momentum(gradient, momentum, skip, self._beta)
+            if is_sender:  # with HSDP, other ranks also hold this shard, but only one sends it
                 shards.append(direction)
         return self._start_transfer(shards, plan.numel_to_owners, plan.numel_from_ranks)
 
-    def _orthogonalize_and_return(self, plan: _Round, gathered: Tensor) -> _Transfer:
+    def _orthogonalize_and_return(self, plan: _RoundPlan, gathered: Tensor) -> _Transfer:
         """Orthogonalize the matrices that this rank owns and start sending every rank its shards.
 
         Args:
@@ -175,7 +175,7 @@ class Muon(torch.optim.Optimizer):
                 shards.append(_shard_of(direction, matrix, rank).flatten())
         return self._start_transfer(shards, plan.numel_to_ranks, plan.numel_from_owners)
 
-    def _update(self, plan: _Round, result: _Transfer, skip: Tensor) -> None:
+    def _update(self, plan: _RoundPlan, result: _Transfer, skip: Tensor) -> None:
         """Wait for the orthogonalized momentum of a round, and apply it to this rank's shards.
 
         Args:
@@ -186,11 +186,11 @@ class Muon(torch.optim.Optimizer):
         shards = [local_shard(matrix).view(-1) for matrix in plan.matrices]
         directions = result.wait().to(shards[0].device).split([len(shard) for shard in shards])
         for matrix, shard, direction in zip(plan.matrices, shards, directions, strict=True):
-            group = self._group_of[matrix]
+            group = self._group_of_matrix[matrix]
             lr = torch.tensor(group["lr"], dtype=torch.float32)  # a new float would recompile
             scaled_lr = lr * (0.2 * math.sqrt(max(matrix.shape)))
             decay = 1 - lr * group["weight_decay"]
-            self._apply(shard, direction, scaled_lr, decay, skip)
+            self._apply_update(shard, direction, scaled_lr, decay, skip)
 
     def _start_transfer(
         self, tensors: list[Tensor], numel_to: list[int], numel_from: list[int]
@@ -204,7 +204,7 @@ class Muon(torch.optim.Optimizer):
         """
         # Join the tensors on the device of the collective. With CPU offload, the shards are on the
         # CPU, but matmuls and collectives run on the GPU.
-        any_matrix = next(iter(self._group_of))
+        any_matrix = next(iter(self._group_of_matrix))
         device = any_matrix.device_mesh.device_type
         # Every rank must take part, even if it has nothing to send. All ranks send bfloat16.
         flat = torch.cat(tensors) if tensors else torch.empty(0, dtype=torch.bfloat16)
@@ -237,7 +237,7 @@ class _Transfer(NamedTuple):
         return self.result
 
 
-def _assemble_owned(plan: _Round, gathered: Tensor) -> list[Tensor]:
+def _assemble_owned(plan: _RoundPlan, gathered: Tensor) -> list[Tensor]:
     """Assemble the whole momentum of each matrix that this rank owns, as plain tensors.
 
     Args:
@@ -324,7 +324,7 @@ def orthogonalize(matrix: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Round:
+class _RoundPlan:
     """Communication plan of one round, as seen by one rank.
 
     Attributes:
@@ -351,7 +351,7 @@ class _Round:
     numel_from_owners: list[int]
 
 
-def _plan_rounds(matrices: Sequence[Any], this_rank: int, num_ranks: int) -> list[_Round]:
+def _plan_rounds(matrices: Sequence[DTensor], this_rank: int, num_ranks: int) -> list[_RoundPlan]:
     """Assign every matrix to an owner and plan the communication of all rounds of a step.
 
     Args:
@@ -370,8 +370,10 @@ def _plan_rounds(matrices: Sequence[Any], this_rank: int, num_ranks: int) -> lis
     return plans
 
 
-def _assign_owners(matrices: Sequence[Any], num_ranks: int) -> list[list[list[DTensor]]]:
+def _assign_owners(matrices: Sequence[DTensor], num_ranks: int) -> list[list[list[DTensor]]]:
     """Distribute matrices over owners, largest first, each to the rank with the least work.
+
+    An owner processes its matrices in rounds of about `ROUND_NUMEL` elements, to limit its memory.
 
     Returns:
         Lists of matrices, indexed by owner and round: `result[owner][round]`.
@@ -390,8 +392,10 @@ def _assign_owners(matrices: Sequence[Any], num_ranks: int) -> list[list[list[DT
     return rounds_of_owner
 
 
-def _plan_round(by_owner: list[list[DTensor]], this_rank: int) -> _Round:
-    """Plan the communication of one round for this rank.
+def _plan_round(by_owner: list[list[DTensor]], this_rank: int) -> _RoundPlan:
+    """Plan what this rank sends and receives in one round of a step.
+
+    In a round, the owner of each matrix gathers its momentum and sends back the update.
 
     Args:
         by_owner: The matrices of the round, indexed by owner.
@@ -428,7 +432,7 @@ def _plan_round(by_owner: list[list[DTensor]], this_rank: int) -> _Round:
             numel_of_received += shard_numels
             numel_from_ranks[rank] = sum(shard_numels)
 
-    return _Round(
+    return _RoundPlan(
         matrices=matrices,
         is_sender=is_sender,
         owned=owned,

@@ -86,27 +86,19 @@ def gather_chunks(x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
     return torch.cat((*early_chunks, *reversed(late_chunks)), dim)
 
 
-def context_mask(
-    tokens: Tensor, document_ids: Tensor | None, mesh: DeviceMesh, window: int = 0
-) -> Tensor | None:
+def context_mask(document_ids: Tensor, mesh: DeviceMesh, window: int = 0) -> Tensor:
     """Build the boolean attention mask from this rank's queries to all keys of the sequence.
 
     Args:
-        tokens: Unused, so that `flex_context_mask` can have the same arguments.
-        document_ids: Document of each token, shape (B, T). Required if `window` is not 0.
+        document_ids: Document of each token in whole sequences, shape (B, T).
         mesh: 1-D mesh of the context parallel ranks.
         window: Number of tokens that a token attends to, including itself. 0 means all.
 
     Returns:
-        Boolean mask, shape (B, 1, T / degree, T), or None without `document_ids`. For None,
-        `context_attention` attends causally.
+        Boolean mask, shape (B, 1, T / degree, T).
     """
-    if document_ids is None:
-        return None
-
-    # Keep the rows of this rank's queries, and the columns of all keys.
-    mask = document_mask(document_ids, window)
-    return local_chunks(mask, mesh, dim=2)
+    full_mask = document_mask(document_ids, window)  # (B, 1, T, T): queries, keys
+    return local_chunks(full_mask, mesh, dim=2)
 
 
 def flex_context_mask(
@@ -159,7 +151,7 @@ def context_attention(
         q: Queries of this rank, shape (B, H, T / degree, D).
         k: Keys of this rank, shape (B, H_kv, T / degree, D).
         v: Values of this rank, same shape as `k`.
-        mask: Result of `context_mask` or `flex_context_mask`.
+        mask: Result of `context_mask` or `flex_context_mask`, or None.
 
     Returns:
         Attention output of this rank, shape (B, H, T / degree, D).

@@ -275,13 +275,13 @@ def float8_plan(plan: Mapping[str, ParallelStyle], block: nn.Module) -> dict[str
 
 
 def _to_float8_style(style: Any, module: nn.Module) -> ParallelStyle:
-    """Return the tensor parallel style with FP8 gathers that corresponds to a style.
+    """Return the torchao variant of a tensor parallel style, which gathers activations in FP8.
 
-    A style without such a counterpart is returned unchanged, and so is the style of a module with
-    linear layers in high precision.
+    Return `style` unchanged if torchao has no such variant, or if the module contains linear layers
+    in high precision.
 
     Args:
-        style: Parallel style of `module`. Styles of plugins are returned unchanged.
+        style: Parallel style of `module`.
         module: Submodule of a block: a linear layer, or a module that contains linear layers.
     """
     from torchao.float8 import float8_tensor_parallel as float8
@@ -320,18 +320,20 @@ def _patch_torchao_to_gather_bytes() -> None:
     """Let torchao all-gather FP8 tensors as uint8, because gloo does not support FP8 dtypes."""
     from torchao.float8 import float8_ops
 
+    # This function applies an all-gather operator to the FP8 data inside a torchao tensor.
     gather_float8 = float8_ops.allgather_fp8
 
-    def gather(op: Any, *args: Any) -> Any:
+    def gather_as_bytes(op: Any, *args: Any) -> Any:
         def gather_bytes(data: torch.Tensor, *op_args: Any) -> torch.Tensor:
             return op(data.view(torch.uint8), *op_args).view(data.dtype)
 
         return gather_float8(gather_bytes, *args)
 
+    # Replace it in the table of all operators on torchao tensors.
     table = float8_ops.FLOAT8_OPS_TABLE
     for op, function in list(table.items()):
         if function is gather_float8:
-            table[op] = gather
+            table[op] = gather_as_bytes
 
 
 def precompute_scales(model: nn.Module, config: schema.Float8) -> None:

@@ -105,7 +105,12 @@ class LossHead(NamedTuple):
     loss: NormalizedLoss
 
     def __call__(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """Return the loss of hidden states (B, T, C) and the output matrix (V, C), a scalar."""
+        """Return the loss for the labels in this object, a scalar on the device.
+
+        Args:
+            hidden: Hidden states after the final norm, shape (B, T, C).
+            weight: Output matrix, shape (V, C).
+        """
         with record_function("loss"):
             return self.loss(hidden, weight, self.labels)
 
@@ -143,9 +148,9 @@ class ForwardBackward:
         self._frees_output_before_backward = frees_output_before_backward(run)
 
         self._reduces_each_microbatch = run.fsdp_reduce == "microbatch"
-        self._offloaded: OffloadedGradients | None = None
+        self._offloaded_gradients: OffloadedGradients | None = None
         if self._reduces_each_microbatch and run.job.training.enable_cpu_offload:
-            self._offloaded = OffloadedGradients(model.whole.parameters())
+            self._offloaded_gradients = OffloadedGradients(model.whole.parameters())
 
     def __call__(self, microbatches: Sequence[Microbatch], num_valid_tokens: Tensor) -> Tensor:
         """Accumulate the gradients of all microbatches and return this rank's part of the loss.
@@ -159,8 +164,9 @@ class ForwardBackward:
         """
         total_loss = torch.zeros((), device=self._device)
         for i, microbatch in enumerate(microbatches):
-            # The output matrix is the largest parameter, so it stays unsharded until the last
-            # microbatch. Its backward pass may not need the matrix.
+            # The output matrix is the largest parameter, so it is gathered once and stays unsharded
+            # until the last microbatch. Some losses do not need it in the backward pass, so it can
+            # be freed before.
             is_last = i == len(microbatches) - 1
             configure_microbatch(
                 self._model,
@@ -172,18 +178,18 @@ class ForwardBackward:
             with record_function("forward"):
                 loss = self._forward(microbatch, self.loss_fn, num_valid_tokens)
 
-            if self._offloaded is not None and i > 0:
+            if self._offloaded_gradients is not None and i > 0:
                 # The CPU adds up the gradients of the previous microbatch while the GPU computes
                 # the forward pass of this one.
-                self._offloaded.add()
+                self._offloaded_gradients.add_latest()
 
             with record_function("backward"):
                 loss.backward()
             total_loss += loss.detach()
 
-        # Add the gradients of the last microbatch, and give the sums to the optimizer.
-        if self._offloaded is not None and len(microbatches) > 1:
-            self._offloaded.restore()
+        # A single microbatch leaves its gradients in the parameters.
+        if self._offloaded_gradients is not None and len(microbatches) > 1:
+            self._offloaded_gradients.move_sums_to_parameters()
         return total_loss
 
     def _forward(
@@ -290,22 +296,24 @@ class PipelineForwardBackward(ForwardBackward):
         tokens, labels, attention = local_inputs(
             microbatches, self._mesh, self._arch, self._job.model
         )
-        # A later stage cannot derive the positions, because its input may be sharded along T.
+        # The schedule passes these arguments on to `Llama.forward` in each stage. A later stage
+        # cannot derive the positions from its input, which may be sharded along T.
         attention.setdefault("positions", _default_positions(tokens))
         head = LossHead(labels, NormalizedLoss(loss_fn, num_valid_tokens))
 
-        # Only the first stage receives tokens. The others receive hidden states from other ranks.
+        # The first stage, with the embedding, receives tokens. The others receive hidden states
+        # from other ranks.
         has_first_stage = self._model.tok_embeddings is not None
         inputs = [tokens] if has_first_stage else []
 
-        # The schedule appends the loss of each microbatch to `losses`. torch requires a target as
-        # well, although the schedule's `loss_fn` ignores it.
+        # The last stage, with the final norm, computes the losses. The schedule appends them to
+        # `losses`. torch requires a target as well, but the schedule's `loss_fn` ignores it.
         losses: list[Tensor] = []
-        targets: dict[str, Any] = {}
+        loss_options: dict[str, Any] = {}
         has_last_stage = self._model.norm is not None
         if has_last_stage:
-            targets = {"target": labels, "losses": losses}
-        run_schedule(*inputs, head=head, **attention, **targets, return_outputs=False)
+            loss_options = {"target": labels, "losses": losses}
+        run_schedule(*inputs, head=head, **attention, **loss_options, return_outputs=False)
 
         if not losses:
             return torch.zeros((), device=tokens.device)
@@ -369,24 +377,26 @@ def local_inputs(
     """
     batch = _join(microbatches)
 
+    def build_mask(window: int) -> DocumentBounds | Tensor | BlockMask | None:
+        """Return the attention mask for a sliding window, or for 0 without a window."""
+        if model.uses_document_bounds:
+            return _build_bounds(microbatches, window)
+        uses_flex = model.attention_backend == "flex"
+        return _build_mask(batch, mesh, window, uses_flex)
+
     # With context parallelism, this rank's queries attend to the keys of whole sequences. So build
     # the masks for whole sequences, and then select this rank's part of everything else.
-    windows = {"mask": arch.sliding_window}
-    if arch.full_attention_interval:
-        windows["full_mask"] = 0
-    attention: dict[str, Any] = {}
-    for name, window in windows.items():
-        if model.uses_document_bounds:
-            attention[name] = _build_bounds(microbatches, window)
-        else:
-            uses_flex = model.attention_backend == "flex"
-            attention[name] = _build_mask(batch, mesh, window, uses_flex)
+    attention: dict[str, Any] = {"mask": build_mask(arch.sliding_window)}
+    has_full_attention_layers = arch.full_attention_interval > 0  # among layers with a window
+    if has_full_attention_layers:
+        attention["full_mask"] = build_mask(window=0)
 
+    local_batch = batch
     if mesh.context is not None:
-        batch = _select_local_chunks(batch, mesh.context)
-    attention["positions"] = batch.positions
+        local_batch = _select_local_chunks(batch, mesh.context)
+    attention["positions"] = local_batch.positions
     arguments = {name: value for name, value in attention.items() if value is not None}
-    return LocalInputs(batch.input_ids, batch.labels, arguments)
+    return LocalInputs(local_batch.input_ids, local_batch.labels, arguments)
 
 
 def _join(microbatches: Sequence[Microbatch]) -> Microbatch:
@@ -425,9 +435,10 @@ def _build_bounds(microbatches: Sequence[Microbatch], window: int) -> DocumentBo
     batch_size, seq_len = tokens.shape
     bounds = [x.cu_seqlens for x in microbatches if x.cu_seqlens is not None]
     if bounds:
-        # A pipeline schedule splits the bounds into equal parts, one for each microbatch. Empty
-        # documents at the end make the parts equal.
-        padded = pad_sequence(bounds, batch_first=True, padding_value=batch_size * seq_len)
+        # A pipeline schedule will split the result into equal parts, one for each microbatch. But
+        # microbatches have different numbers of documents, so add empty documents at their ends.
+        end = batch_size * seq_len  # the last bound of each microbatch
+        padded = pad_sequence(bounds, batch_first=True, padding_value=end)
         return DocumentBounds(padded.flatten(), window)
 
     if 0 < window < seq_len:  # each sequence is one document
@@ -455,13 +466,12 @@ def _build_mask(
     if document_ids is None and 0 < window < tokens.shape[1]:
         document_ids = torch.zeros_like(tokens)  # each sequence is one document
 
-    if mesh.context is not None:
-        if uses_flex:
-            return flex_context_mask(tokens, document_ids, mesh.context, window)
-        return context_mask(tokens, document_ids, mesh.context, window)
-
+    if mesh.context is not None and uses_flex:
+        return flex_context_mask(tokens, document_ids, mesh.context, window)
     if document_ids is None:
         return None
+    if mesh.context is not None:
+        return context_mask(document_ids, mesh.context, window)
     if uses_flex:
         return flex_document_mask(document_ids, window)
     return document_mask(document_ids, window)

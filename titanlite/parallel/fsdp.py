@@ -177,12 +177,13 @@ def _should_reshard(blocks: Groups, mesh: DeviceMesh, run: Run) -> bool:
     """Return whether FSDP frees the parameters of blocks between forward and backward pass.
 
     The result applies to jobs with `fsdp_reshard_after_forward` = "default". A single group stays
-    unsharded, because the backward pass starts with it. Small blocks on one rank also stay
-    unsharded, because copying them again takes 1% of a step.
+    unsharded, because the backward pass starts with it. On a single rank, small blocks also stay
+    unsharded: freeing them saves little memory, and copying them again takes 1% of a step.
     """
     num_params = sum(count_params(group) for group in blocks)
-    is_small = mesh.size() == 1 and num_params < 16 * run.job.parallelism.fsdp_min_num_params
-    return len(blocks) > 1 and not is_small
+    is_small = num_params < 16 * run.job.parallelism.fsdp_min_num_params
+    is_single_rank = mesh.size() == 1
+    return len(blocks) > 1 and not (is_single_rank and is_small)
 
 
 def configure_microbatch(
@@ -208,7 +209,8 @@ def configure_microbatch(
     if isinstance(model.output, FSDPModule):
         model.output.set_reshard_after_forward(frees_output_after_forward, recurse=False)
         model.output.set_reshard_after_backward(frees_output_after_backward, recurse=False)
-    # Tied embeddings are the output matrix, and belong to the group of the model itself.
+    # The group of the model itself has the output matrix if embeddings are tied or the model is
+    # small. Otherwise the group is empty, and this line has no effect.
     cast(FSDPModule, model).set_reshard_after_backward(frees_output_after_backward, recurse=False)
 
 

@@ -132,7 +132,11 @@ def _select_fsdp_dims(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def _find_data_rank(rank_grid: torch.Tensor) -> int:
-    """Return the index of the part of each global batch that this rank reads."""
+    """Return the index of the part of each global batch that this rank reads.
+
+    Args:
+        rank_grid: Rank numbers, with one dimension for each kind of parallelism.
+    """
     coordinates = (rank_grid == dist.get_rank()).nonzero()[0].tolist()
     return coordinates[REPLICATE] * rank_grid.shape[SHARD] + coordinates[SHARD]
 

@@ -25,7 +25,7 @@ class OffloadedGradients:
         self._parameters = list(parameters)
         self._sums: list[DTensor | None] = [None] * len(self._parameters)
 
-    def add(self) -> None:
+    def add_latest(self) -> None:
         """Add the gradients of the latest microbatch to the sums and clear `parameter.grad`."""
         for i, parameter in enumerate(self._parameters):
             gradient = cast(DTensor | None, parameter.grad)
@@ -36,12 +36,12 @@ class OffloadedGradients:
             elif gradient is not None:
                 total.to_local().add_(gradient.to_local())
 
-    def restore(self) -> None:
-        """Add the gradients of the latest microbatch, and move the sums to `parameter.grad`.
+    def move_sums_to_parameters(self) -> None:
+        """Add the gradients of the last microbatch, then make each sum the `grad` of its parameter.
 
-        Call this method after the last microbatch of a step, before gradient clipping.
+        Call this method once per step, before gradient clipping.
         """
-        self.add()
+        self.add_latest()
         for i, parameter in enumerate(self._parameters):
             parameter.grad = self._sums[i]
             self._sums[i] = None

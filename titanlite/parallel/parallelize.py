@@ -119,11 +119,10 @@ def checkpoint_and_compile(model: Llama, mesh: Mesh, run: Run) -> None:
     them have a sliding window, there are two graphs, one for each kind of mask.
     """
     config = run.job.activation_checkpoint
+    # The backward pass does not need the output of the last matmul, so by default it is not saved.
+    saves_last_matmul = run.job.parallelism.memory_savers == "none"
     checkpoint_blocks = partial(
-        apply_activation_checkpointing,
-        model,
-        config,
-        saves_last_matmul=run.job.parallelism.memory_savers == "none",
+        apply_activation_checkpointing, model, config, saves_last_matmul=saves_last_matmul
     )
     if not run.compiles("model"):
         checkpoint_blocks(in_graph=False)
@@ -146,7 +145,7 @@ def _must_compile_first(config: schema.ActivationCheckpoint, mesh: Mesh) -> bool
     """Return whether blocks must be compiled before activation checkpointing is applied.
 
     The result is True with tensor parallelism, except in the selective mode "op". In the other
-    order, torch 2.13 would try to save the DeviceMesh of a DTensor like a tensor.
+    order, torch 2.13 fails: to save a DTensor, it would save its DeviceMesh like a tensor.
     """
     is_selective_by_op = config.mode == "selective" and config.selective_ac_option == "op"
     return mesh.tensor is not None and not is_selective_by_op

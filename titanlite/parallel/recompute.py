@@ -76,7 +76,7 @@ def apply_activation_checkpointing(
     if config.mode == "full":
         _recompute_whole_blocks(model, recompute, in_graph, interval=1)
     elif config.selective_ac_option == "op":
-        _recompute_some_operations(model, recompute, saves_last_matmul)
+        _recompute_cheap_operations(model, recompute, saves_last_matmul)
     else:  # a number, such as "2" for every second block
         _recompute_whole_blocks(model, recompute, in_graph, int(config.selective_ac_option))
 
@@ -88,7 +88,7 @@ def _recompute_whole_blocks(
 
     Args:
         model: Model before FSDP, modified in place.
-        recompute: Function that calls its first argument under activation checkpointing.
+        recompute: Checkpoint function. It receives a forward function and its arguments.
         in_graph: Whether each block is compiled together with its recomputation, as one graph.
         interval: 1 selects all blocks, 2 every second block.
     """
@@ -101,14 +101,16 @@ def _recompute_whole_blocks(
             block.forward = _recompute_in_backward(block.forward, recompute)
 
 
-def _recompute_some_operations(
+def _recompute_cheap_operations(
     model: Llama, recompute: Callable[..., Tensor], saves_last_matmul: bool
 ) -> None:
-    """Recompute some operations of every block in the backward pass; see `_create_op_contexts`.
+    """Wrap the forward pass of every block to save only the outputs of expensive operations.
+
+    The backward pass recomputes all other operations. `_create_op_contexts` selects them.
 
     Args:
         model: Model before FSDP, modified in place.
-        recompute: Function that calls its first argument under activation checkpointing.
+        recompute: Checkpoint function. It receives a forward function and its arguments.
         saves_last_matmul: Whether the output of the last matmul of a block may be saved, although
             the backward pass does not need it.
     """

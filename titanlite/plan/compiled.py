@@ -97,8 +97,8 @@ def compiling() -> Iterator[None]:
         override(nn.Module, compile=compile_module),
         override(recompute, checkpoint=_checkpoint),
         # These functions have a cache, which must not mix graphs with compiled code.
-        override(losses, compiled_once=compile_function),
-        override(clip, compiled_once=compile_function),
+        override(losses, compile_once=compile_function),
+        override(clip, compile_once=compile_function),
         override(float8, _compile_weight_cast=compile_weight_cast),
         functorch_config.patch(activation_memory_budget=1.0),  # a job may set it
         ExitStack() as stack,

@@ -44,7 +44,8 @@ def attention_kernels(job: JobConfig, device: torch.device) -> Iterator[None]:
         return
 
     if job.model.uses_document_bounds:
-        # Importing it now defines the operator before activation checkpointing looks for it.
+        # This import defines the operator of variable-length attention, which activation
+        # checkpointing looks up. It takes seconds, so only jobs that need it import it.
         importlib.import_module("torch.nn.attention.varlen")
     with _flash_package(backend), backend_order(device, prefers_flash=backend in FLASH_VERSIONS):
         yield
@@ -78,8 +79,9 @@ def _flash_package(backend: str) -> Iterator[None]:
 def _find_device_problem(job: JobConfig, device: torch.device) -> str:
     """Return why the device cannot run the attention backend of the job, or "" if it can.
 
-    The reason is the end of an error message, such as "needs a GPU", whose start names the option.
-    The backend "varlen" also runs on a CPU, where other kernels compute the same values.
+    The reason is the second half of an error message, for example "needs a GPU.", without the name
+    of the option. The backend "varlen" also runs on a CPU, where other kernels compute the same
+    values.
     """
     is_cpu = device.type == "cpu"
     if is_cpu and job.model.attention_backend in ("flex", "fa3", "fa4"):

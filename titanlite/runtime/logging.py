@@ -41,8 +41,8 @@ class Event:
 
     Attributes:
         text: The message.
-        kind: One of `ENDS`, or start, plan, data, skip, spike, straggler, stall, save, failed save,
-            foreground, mirror, failed mirror, validation, profile, restart, roll back.
+        kind: What happened, such as "save", "skip" or "validation". The kinds in `ENDS`, such as
+            "failure", end a run.
         step: Number of completed optimizer steps, or None if it is unknown.
         details: Further JSON values for the line in events.jsonl.
     """
@@ -285,11 +285,13 @@ def log_end(text: str, kind: str, step: int | None = None, log_file: Path | None
             process, if any.
     """
     logger = logging.getLogger(LOGGER_NAME)
-    level = LEVEL_OF_END.get(kind, logging.ERROR)
-    record = logger.makeRecord(
-        LOGGER_NAME, level, fn="", lno=0, msg=Event(text, kind, step), args=(), exc_info=None
-    )
     handlers = logger.handlers if log_file is None else _file_handlers(log_file, prefix="")
+
+    # Pass the record directly to the handlers of train.log and events.jsonl. `logger.log` would
+    # print it on the terminal as well.
+    event = Event(text, kind, step)
+    level = LEVEL_OF_END.get(kind, logging.ERROR)
+    record = logger.makeRecord(LOGGER_NAME, level, "", 0, event, (), None)
     for handler in handlers:
         writes_to_file = isinstance(handler, LogHandler) and handler.file is not None
         if writes_to_file:

@@ -13,7 +13,7 @@ import signal
 import stat
 import sys
 
-# `typing` is not imported, because that would double the time until `begin`.
+# `typing` is not imported, because that would double the time until `set_up_process`.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import subprocess
@@ -35,8 +35,8 @@ def start_python(
 ) -> subprocess.Popen[Any]:
     """Start a child Python process that runs titanlite, with all signals blocked.
 
-    The child must call `begin` or `serve_parent` first, which unblock the signals. Until then, a
-    signal would interrupt the start of Python and print a traceback.
+    The child must call `set_up_process` or `serve_parent` first, which unblock the signals. Until
+    then, a signal would interrupt the start of Python and print a traceback.
 
     Args:
         words: Arguments of Python, such as "-m" and a module.
@@ -47,7 +47,7 @@ def start_python(
     Raises:
         OSError: If the system cannot start another process.
     """
-    import subprocess  # a global import would double the time until `begin`
+    import subprocess  # a global import would double the time until `set_up_process`
 
     command, python_variables = python_command(words)
     merged = {**os.environ, **python_variables, **(variables or {})}
@@ -78,7 +78,7 @@ def python_command(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     return [sys.executable, "-P", *words], {"PYTHONPATH": path, PARENT: str(os.getpid())}
 
 
-def begin() -> None:
+def set_up_process() -> None:
     """Prepare this process to run a command. Call this before any large module is imported.
 
     The function has these effects:
