@@ -28,8 +28,8 @@ file.
 def run_in_output_folder(run: Run, train: Callable[[], int]) -> int:
     """Train a run as soon as no other run uses its output folder.
 
-    If the job is invalid, or a signal stops the run before a save, a new output folder is removed
-    again, unless it contains anything to keep.
+    If the job is invalid, or a signal stops the run before a save, a new output folder with nothing
+    but logs is removed again.
 
     Args:
         run: The run to train.
@@ -72,7 +72,7 @@ def _wait_for_locks(run: Run) -> dict[Path, FileId]:
     Returns:
         The lock files and their IDs, so that the files can be removed later.
     """
-    locked_paths = [run.dump_folder / "run"]
+    locked_paths = [run.dump_folder / "run"]  # its lock file is .run.lock in the output folder
     if run.job.checkpoint.enable:
         locked_paths.append(run.checkpoint_folder)
 

@@ -331,7 +331,8 @@ def _rope_fields(table: _AnyRope, config: HFConfig) -> dict[str, Any]:
         UserError: If the high frequency factor is not greater than the low one.
     """
     fields: dict[str, Any] = {"rope_theta": table.rope_theta or config.rope_theta}
-    if isinstance(table, _DefaultRope) or table.rope_scaling_factor == 1.0:
+    is_scaled = not isinstance(table, _DefaultRope) and table.rope_scaling_factor != 1.0
+    if not is_scaled:
         return fields
 
     # Llama 3.1 interpolates between the two factors, so they must differ.

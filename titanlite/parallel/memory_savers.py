@@ -84,8 +84,8 @@ def skip_unshard_in_backward(model: Llama, run: Run) -> None:
 def free_gather_buffer_before_loss(model: Llama) -> None:
     """Free the all-gather buffer of the output matrix before the loss, to save memory.
 
-    In the forward pass of a module, FSDP2 copies the weights out of their all-gather buffer, and
-    keeps the buffer until the next module is gathered. No module follows the output layer, so its
+    FSDP2 copies the weights of a module out of their all-gather buffer in the forward pass, and
+    keeps the buffer until it gathers the next module. No module follows the output layer, so its
     buffer, 1.0 GiB for the 8B model, would stay allocated during the loss. A hook therefore makes
     the copy before the forward pass, after which FSDP2 frees the buffer at once. Only the streams
     of later all-gathers wait for this.
@@ -168,8 +168,8 @@ def count_params(modules: Iterable[nn.Module]) -> int:
 def are_reductions_final(run: Run) -> bool:
     """Return whether FSDP2 uses the result of each reduce-scatter as the gradient, without a copy.
 
-    Otherwise, `reduce_in_main_stream` would be unsafe: if FSDP2 casts, accumulates or offloads the
-    result, it frees the result before the main stream has waited for the collective.
+    Only then is `reduce_in_main_stream` safe. If FSDP2 casts, accumulates or offloads the result,
+    it frees the result too early: before the main stream has waited for the collective.
     """
     training = run.job.training
     is_cast = training.dtype != training.mixed_precision_reduce
@@ -216,8 +216,8 @@ class _MainStreamReduceScatter:
 def gather_in_main_stream(model: Llama) -> None:
     """Allocate the results of FSDP all-gathers in the main stream, to save memory.
 
-    This saves 1.1 GiB for the 8B model. However, the casts and copies of weights before each
-    all-gather run in the main stream, so they no longer overlap with the computation of blocks.
+    This saves 1.1 GiB for the 8B model. However, casts and copies of weights before each all-gather
+    then run in the main stream as well, so they no longer overlap with computation.
     """
     cast(Any, model)._set_unshard_async_op(True)
 

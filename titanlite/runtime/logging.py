@@ -329,7 +329,7 @@ class LogHandler(logging.Handler):
                 target = self.file or "the terminal"
                 text = f"The run continues, but cannot write to {target}: {error}"
                 logging.getLogger(record.name).warning(text)
-            if self.file is None:
+            if self.file is None:  # the terminal is gone, so do not try again
                 drop_output(terminal)
 
     def _write(self, line: str, terminal: IO[str]) -> None:
