@@ -84,7 +84,7 @@ def _extrapolate(source: Source, texts: list[str], sample_tokens: int) -> int | 
     # Compare the sizes of the sample and the source, in bytes, documents or characters.
     if isinstance(source, RandomAccess):
         document_sizes = source.sizes()
-        sample_size = int(document_sizes[source.sample()].sum())
+        sample_size = int(document_sizes[source.sample()].sum())  # `texts` is the same sample
         source_size = int(document_sizes.sum())
     elif source.num_documents is not None:
         sample_size = len(texts)
@@ -284,7 +284,8 @@ def _propose_tokenizer(num_embeddings: int) -> str:
     For example, return "tokenizer gpt2".
     """
     proposal = "tokenizer gpt2"
-    for name, preset in load_presets().items():
-        if preset.get("tokens", math.inf) <= num_embeddings:
+    for name, preset in load_presets().items():  # tokenizers with more ids come later
+        num_ids = preset.get("tokens", math.inf)  # presets of data have none
+        if num_ids <= num_embeddings:
             proposal = name
     return proposal

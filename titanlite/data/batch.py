@@ -49,7 +49,7 @@ def make_microbatch(
 
     # Mask the padding at the end of each sequence.
     for i, sequence in enumerate(sequences):
-        num_tokens = int(sequence.segments[:, 3].sum())
+        num_tokens = int(sequence.segment_sizes.sum())
         labels[i, max(0, num_tokens - 1) :] = IGNORE_INDEX
 
     if document_mask:
@@ -82,9 +82,8 @@ def _compute_documents(sequences: list[PackedSequence]) -> tuple[np.ndarray, np.
     positions = []
     for sequence in sequences:
         # The padding counts as one more document.
-        sizes = sequence.segments[:, 3]  # tokens of each segment
-        num_padding = len(sequence.tokens) - sizes.sum()
-        lengths = np.append(sizes, num_padding)
+        num_padding = len(sequence.tokens) - sequence.segment_sizes.sum()
+        lengths = np.append(sequence.segment_sizes, num_padding)
         document_ids.append(np.repeat(np.arange(len(lengths)), lengths))
         positions.append(np.concatenate([np.arange(length) for length in lengths]))
     return np.array(document_ids, dtype=np.int32), np.array(positions, dtype=np.int64)

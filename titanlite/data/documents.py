@@ -34,10 +34,9 @@ class DocumentTokenizer:
         is_validation: Select the held-out documents instead of the training documents.
         skip_bad: Skip records that cannot be read instead of raising an error.
         section: Section of the job file that describes the data, for messages.
-        can_skip: Whether an error message may propose to skip records that cannot be read. Set to
-            False if the source seems to contain no readable record.
-        skipped: Reasons why records were skipped, one per record. `encode` adds to this list, and
-            the caller that reports the reasons empties it.
+        proposes_skip: Whether an error message may propose to skip records that cannot be read. Set
+            to False if the source seems to contain no readable record.
+        skipped: Reasons why `encode` has skipped records, one per record.
     """
 
     tokenizer: Tokenizer
@@ -45,7 +44,7 @@ class DocumentTokenizer:
     is_validation: bool = False
     skip_bad: bool = False
     section: str = "dataset"
-    can_skip: bool = True
+    proposes_skip: bool = True
     skipped: list[str] = field(default_factory=list, init=False)
 
     @classmethod
@@ -100,6 +99,12 @@ class DocumentTokenizer:
             return self._encode_masked(record)
         return np.concatenate([self._bos, self._encode_text(record), self._eos])
 
+    def take_skipped(self) -> list[str]:
+        """Return the reasons why records were skipped since the last call."""
+        skipped = self.skipped
+        self.skipped = []
+        return skipped
+
     def _encode_text(self, text: str) -> np.ndarray:
         """Return the token ids of a text as int32, without BOS and EOS."""
         return self.tokenizer.encode_array(text).view(np.int32)
@@ -139,7 +144,7 @@ class DocumentTokenizer:
     def _explain(self, record: BadRecord) -> BadRecord:
         """Return a copy of the error that names the options of the job file to change."""
         problem = str(record).replace("Set text_column", f"Set {self.section}.text_column")
-        if self.can_skip:
+        if self.proposes_skip:
             problem += f'. To skip such records, set {self.section}.on_bad_record = "skip"'
         return BadRecord(f"{problem}.")
 
@@ -154,13 +159,13 @@ def source_specs(dataset: Dataset) -> tuple[DataSource | Dataset, ...]:
 
 
 def open_sources(
-    dataset: Dataset, documents: DocumentTokenizer, seq_len: int, job: JobConfig
+    dataset: Dataset, document_tokenizer: DocumentTokenizer, seq_len: int, job: JobConfig
 ) -> list[Source]:
     """Open all sources of a dataset in the order of the job file, and check a sample of each one.
 
     Args:
         dataset: Section that describes the sources.
-        documents: Tokenizes the records of the sample.
+        document_tokenizer: Tokenizes the records of the sample.
         seq_len: Number of tokens that each source must exceed.
         job: The job, whose sections configure the sources of plugins.
 
@@ -170,26 +175,27 @@ def open_sources(
     """
     sources = [open_source(spec, job) for spec in source_specs(dataset)]
     for source in sources:
-        inspect_source(source, documents, seq_len)
+        inspect_source(source, document_tokenizer, seq_len)
     return sources
 
 
-def inspect_source(source: Source, documents: DocumentTokenizer, seq_len: int) -> None:
+def inspect_source(source: Source, document_tokenizer: DocumentTokenizer, seq_len: int) -> None:
     """Check that a source has enough text for one sequence, and that a sample of it can be read.
 
     Args:
         source: The opened source.
-        documents: Tokenizes the sample.
+        document_tokenizer: Tokenizes the sample.
         seq_len: Number of tokens that the source must exceed.
 
     Raises:
         UserError: If the source has too little text, or a record in the sample cannot be read.
     """
     if isinstance(source, TokenSource):
-        source.check(documents.tokenizer, documents.holdout)
+        source.check(document_tokenizer.tokenizer, document_tokenizer.holdout)
 
-    # The copy has a list of skipped records of its own, because training reports them again.
-    sample_tokenizer = replace(documents, can_skip=_has_good_record(source))
+    # Use a copy, because training reports the skipped records again. If none of the first records
+    # is good, its errors do not propose to skip bad records.
+    sample_tokenizer = replace(document_tokenizer, proposes_skip=_has_good_record(source))
 
     # Read documents from the beginning of the source.
     num_tokens = _count_tokens(source, sample_tokenizer, seq_len)
@@ -213,15 +219,15 @@ def _has_good_record(source: Source) -> bool:
     return any(not isinstance(record, BadRecord) for record in first_records)
 
 
-def _count_tokens(source: Source, documents: DocumentTokenizer, limit: int) -> int:
+def _count_tokens(source: Source, document_tokenizer: DocumentTokenizer, limit: int) -> int:
     """Count the tokens of a source until there are more than `limit`.
 
-    Only documents with text that belong to the split of `documents` count.
+    Only documents with text that belong to the split of `document_tokenizer` count.
     """
     num_tokens = 0
     for record in source:
-        size = len(documents.encode(record))
-        if size > documents.empty_length:
+        size = len(document_tokenizer.encode(record))
+        if size > document_tokenizer.empty_length:
             num_tokens += size
         if num_tokens > limit:
             break
@@ -229,44 +235,44 @@ def _count_tokens(source: Source, documents: DocumentTokenizer, limit: int) -> i
 
 
 def _explain_too_little_text(
-    source: Source, documents: DocumentTokenizer, num_tokens: int, seq_len: int
+    source: Source, document_tokenizer: DocumentTokenizer, num_tokens: int, seq_len: int
 ) -> str:
     """Return an error message for a source with fewer tokens than one sequence needs.
 
     Args:
         source: Source whose name the message contains.
-        documents: Tokenizer that has read the source, with the reasons for skipped records.
+        document_tokenizer: Tokenizer that has read the source. It lists the skipped records.
         num_tokens: Number of tokens that the source has.
         seq_len: Number of tokens that the source must exceed.
     """
-    if num_tokens == 0 and documents.skipped:
-        problem = f"all {len(documents.skipped):,} records are skipped"
-        return f"{source.name}: {problem}. The first one: {documents.skipped[0]}."
-    if num_tokens == 0 and not documents.is_validation:
+    if num_tokens == 0 and document_tokenizer.skipped:
+        problem = f"all {len(document_tokenizer.skipped):,} records are skipped"
+        return f"{source.name}: {problem}. The first one: {document_tokenizer.skipped[0]}."
+    if num_tokens == 0 and not document_tokenizer.is_validation:
         return f"{source.name}: the documents contain no text. Choose other files."
 
     text = "the documents"
     remedy = "Lower training.seq_len or add text."
-    if documents.is_validation:
+    if document_tokenizer.is_validation:
         text = "the held-out documents"
-        remedy = _propose_holdout(source, documents, seq_len)
+        remedy = _propose_holdout(source, document_tokenizer, seq_len)
     return (
         f"{source.name}: {text} contain {num_tokens:,} tokens, fewer than one sequence "
         f"(training.seq_len = {seq_len:,}). {remedy}"
     )
 
 
-def _propose_holdout(source: Source, documents: DocumentTokenizer, seq_len: int) -> str:
+def _propose_holdout(source: Source, document_tokenizer: DocumentTokenizer, seq_len: int) -> str:
     """Return a proposal for an error message: a larger validation.holdout that is sufficient.
 
     With this holdout, training and validation each have enough text for one sequence. If there is
     no such holdout, propose to add text.
     """
     for holdout in _HOLDOUTS:
-        if holdout <= documents.holdout:
+        if holdout <= document_tokenizer.holdout:
             continue
-        validation = replace(documents, holdout=holdout, is_validation=True)
-        training = replace(documents, holdout=holdout, is_validation=False)
+        validation = replace(document_tokenizer, holdout=holdout, is_validation=True)
+        training = replace(document_tokenizer, holdout=holdout, is_validation=False)
         num_tokens = min(
             _count_tokens(source, validation, seq_len),
             _count_tokens(source, training, seq_len),

@@ -81,40 +81,42 @@ def propose_download(kind: str, path: str, vocab_size: int = 0) -> str:
     Args:
         kind: "tokenizer" or "data".
         path: Path of the missing file in the job, such as "data/c4/*.jsonl".
-        vocab_size: Number of ids of the tokenizer to propose if `path` contains no known name.
+        vocab_size: Vocabulary size of the model. If `path` contains no known name, a tokenizer of
+            this size is proposed.
 
     Returns:
         For example "; `titanlite get data c4` downloads it". Empty if no command is known.
     """
-    target = _find_target(kind, path, vocab_size)
-    if not target:
+    arguments = _choose_get_arguments(kind, path, vocab_size)
+    if not arguments:
         return ""
 
-    proposal = f"; `titanlite get {target}` downloads it"
-    # For large datasets, also propose the options that download a part, for example "--include
-    # 'sample/10BT/000*' 2 GB of it".
-    preset = load_presets().get(target, {})
+    proposal = f"; `titanlite get {arguments}` downloads it"
+    # Also propose to download only a part of a large dataset. The sentence then ends with
+    # "downloads it, and --include 'sample/10BT/000*' 2 GB of it", for example.
+    preset = load_presets().get(arguments, {})
     if "part" in preset:
         proposal += f", and {preset['part']}"
     return proposal
 
 
-def _find_target(kind: str, path: str, vocab_size: int) -> str:
-    """Return the arguments of `titanlite get` that download a missing file.
+def _choose_get_arguments(kind: str, path: str, vocab_size: int) -> str:
+    """Return the arguments with which `titanlite get` downloads a missing file.
 
     For example, the path "data/c4/*.jsonl" gives "data c4". Return "" if none are known.
 
     Args:
         kind: "tokenizer" or "data".
         path: Path of the missing file in the job, or OWNER/NAME of a tokenizer.
-        vocab_size: Number of ids of the tokenizer to propose if `path` contains no known name.
+        vocab_size: Vocabulary size of the model. If `path` contains no known name, choose a known
+            tokenizer of this size.
     """
     # A folder with a known name.
     presets = load_presets()
     for folder in Path(path).parts:
-        target = f"{kind} {folder}"
-        if target in presets:
-            return target
+        arguments = f"{kind} {folder}"
+        if arguments in presets:
+            return arguments
     if kind != "tokenizer":
         return ""
 

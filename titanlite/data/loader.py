@@ -170,7 +170,7 @@ class Loader:
         self._data.mixture.next_batch()
         num_skipped = 0
         for sequence in sequences:
-            self._new_positions[sequence.source, sequence.stream] = sequence.position
+            self._new_positions[sequence.source, sequence.stream] = sequence.next_position
             self._unreported_skips += sequence.skipped
             num_skipped += len(sequence.skipped)
 
@@ -315,25 +315,25 @@ class Loader:
         the skipped records.
 
         Returns:
-            The number of valid labels, of all labels, and of skipped records over all ranks, since
-            the process started.
+            Three numbers over all ranks, since the process started: valid labels, labels, and
+            skipped records.
         """
-        # The next call reports more skipped records if there are too many.
+        # If more records were skipped, the next call reports them.
         reported_skips = self._unreported_skips[:MAX_REPORTED]
         self._unreported_skips = self._unreported_skips[MAX_REPORTED:]
         reports = self._gather((self._counts, reported_skips, self._new_positions))
         self._new_positions = {}
 
-        totals = np.zeros_like(self._counts)
+        total_counts = np.zeros_like(self._counts)  # labels and skipped records, as in the result
         for counts, skips, positions in reports:
-            totals += counts
+            total_counts += counts
             for (source, stream), position in positions.items():
                 # Several ranks may have read the stream. The largest position is the newest.
                 known_positions = self._data.positions[source]
                 known_positions[stream] = max(position, known_positions[stream])
             if self._dp_rank == 0:
                 log_skipped_records(skips)
-        return totals.tolist()
+        return total_counts.tolist()
 
     def _gather(self, value: Any) -> list[Any]:
         """Return the `value` of each rank of the data-parallel group, in the order of the ranks."""

@@ -76,21 +76,23 @@ class Mixture:
 
         For example, weights of 3 and 1 give the sources 0, 0, 1, 0, and so on.
         """
-        # Multiply all lags by m * total_weight, so that they are exact integers.
+        # All lags are multiplied by `scale`, so that they are exact integers.
         m = 2 * len(self.counts) - 2
-        total_weight = sum(self.weights)
-        min_lag = total_weight
-        max_lag = (m - 1) * total_weight
+        scale = m * sum(self.weights)
+        min_lag = scale // m  # 1/m
+        max_lag = scale - min_lag  # 1 - 1/m
 
         num_sequences = sum(self.stage_counts) + 1  # including the next one
         lags = []
         for weight, count in zip(self.weights, self.stage_counts, strict=True):
-            lags.append(m * (weight * num_sequences - count * total_weight))
+            # The lag is num_sequences * weight / sum(weights) - count.
+            lags.append(num_sequences * weight * m - count * scale)
         candidates = [source for source, lag in enumerate(lags) if lag >= min_lag]
         common_multiple = math.lcm(*(self.weights[source] for source in candidates))
 
         def time_until_max_lag(source: int) -> int:
-            # A lag grows in proportion to the weight. Dividing by the weight would round.
+            # A lag grows by the weight in each step, so the time is (max_lag - lag) / weight.
+            # Multiply it by a common multiple of the weights, because a division would round.
             return (max_lag - lags[source]) * (common_multiple // self.weights[source])
 
         return min(candidates, key=time_until_max_lag)
@@ -111,7 +113,7 @@ class Mixture:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the progress that `state_dict` returned.
 
-        If the job has changed the weights since then, the next batch begins a new stage.
+        If the job now sets other weights for the sources, the next batch begins a new stage.
         """
         self.step = state["step"]
         self.counts = list(state["rows"])

@@ -22,15 +22,15 @@ BEST_FIT_WINDOW = 64  # a window contains the tokens of about this many sequence
 class DocumentPosition(NamedTuple):
     """Position of a document in a stream of documents, from which reading can be resumed.
 
-    A stream of a source with random access consists of documents. A stream of a sequential source
-    consists of parts, such as files, whose documents are shuffled within windows.
+    Sequential sources, such as compressed files, are read in parts (files or row groups). A window
+    of consecutive documents of a part is read into memory and shuffled, then the next one.
     """
 
-    turn: int = 0
-    """Index of the document or part in the stream, counted over all epochs."""
-    window: int = 0
-    """Sequential sources only: index in the part of the first document of the shuffle window."""
-    index: int = 0
+    index_in_stream: int = 0
+    """Index of the document in the stream, or of its part, counted over all epochs."""
+    window_start: int = 0
+    """Sequential sources only: index in the part of the first document of the window."""
+    index_in_window: int = 0
     """Sequential sources only: index of the document in the shuffled window."""
 
 
@@ -41,7 +41,7 @@ class StreamPosition(NamedTuple):
     dataset.packing, which is "concat" or "best_fit".
     """
 
-    sequence: int = 0
+    num_sequences: int = 0
     """Number of sequences of the stream before this position."""
     document: DocumentPosition = DocumentPosition()
     """concat: the document in which the sequence begins. best_fit: the first document of the window
@@ -68,7 +68,7 @@ class Document(NamedTuple):
     next_position: DocumentPosition
     part: int
     """Part of a sequential source. 0 for other sources."""
-    number: int
+    index: int
     """Index of the document in the source, or in the part."""
     tokens: np.ndarray
     """(n,) int32, with BOS and EOS. A token t that does not count in the loss is stored as ~t.
@@ -77,7 +77,7 @@ class Document(NamedTuple):
     def segment(self, offset: int, size: int) -> Segment:
         """Return the segment of `size` tokens that begins at token `offset` of this document."""
         tokens = self.tokens[offset : offset + size]
-        return Segment(tokens, (self.part, self.number, offset, size))
+        return Segment(tokens, (self.part, self.index, offset, size))
 
 
 class PackedSequence(NamedTuple):
@@ -87,18 +87,23 @@ class PackedSequence(NamedTuple):
     """(T + 1,) int32. The first T are inputs, the last T are labels. A token t that does not count
     in the loss is stored as ~t. Padding follows the segments."""
     segments: np.ndarray
-    """(S, 4) int64, one row per segment of a document: part, document number, offset of the first
-    token in the document, number of tokens."""
+    """(S, 4) int64, one row per segment of a document: part, index of the document, offset of the
+    first token in the document, number of tokens."""
     source: int
     """Index of the source."""
     stream: int
     """Index of the stream among the streams of the source."""
-    position: StreamPosition
+    next_position: StreamPosition
     """Position at which the next sequence of the stream begins."""
     skipped: list[str]
     """Reasons why records were skipped before or within this sequence, in the first epoch only."""
     index: int = 0
     """Index in the global batch."""
+
+    @property
+    def segment_sizes(self) -> np.ndarray:
+        """Number of tokens of each segment, shape (S,)."""
+        return self.segments[:, 3]
 
 
 def encode_ignored(ids: np.ndarray) -> np.ndarray:
@@ -213,13 +218,13 @@ def best_fit(read_documents: ReadDocuments, length: int, start: StreamPosition) 
 def _pack_window(
     window: list[Document], window_start: DocumentPosition, length: int
 ) -> list[list[Segment]]:
-    """Pack the documents of a window into sequences of at most `length` tokens, in random order.
+    """Pack the documents of a window into sequences of at most `length` tokens, and shuffle them.
 
     Without shuffling, the fullest sequences would come first, and batches would differ in size.
 
     Args:
         window: Consecutive documents of a stream.
-        window_start: Position of the first document, which seeds the random order.
+        window_start: Position of the first document, which seeds the shuffling.
         length: Maximum number of tokens per sequence.
     """
     segments: list[Segment] = []
@@ -227,11 +232,10 @@ def _pack_window(
         segments += _cut(document, length)
     sequences = _place_segments(segments, length)
 
-    # Each window has a different key. Changing its format would change the data order of existing
-    # runs.
+    # Each window has a different key. Do not rename the fields in it, because a different key would
+    # change the data order of existing runs.
     num_tokens = sum(len(document.tokens) for document in window)
-    turn, first_record, index = window_start
-    key = f"rows Place(turn={turn}, window={first_record}, index={index}) {num_tokens}"
+    key = "rows Place(turn={}, window={}, index={}) {}".format(*window_start, num_tokens)
     order = permuted(np.arange(len(sequences)), len(sequences), key)
     return [sequences[i] for i in order]
 

@@ -30,7 +30,7 @@ def save_position(data: PackedDataset) -> dict[str, Any]:
     """Return the data position as a JSON value of a few kilobytes, to save in a checkpoint."""
     sources = []
     for source, positions in zip(data.sources, data.positions, strict=True):
-        # [turn, window, index, offset] of each stream; see `StreamPosition`
+        # One list per stream: the 3 fields of `DocumentPosition`, and the offset.
         streams = [[*position.document, position.offset] for position in positions]
         sources.append({"name": source.name, "fingerprint": source.fingerprint, "streams": streams})
     return {
@@ -132,19 +132,19 @@ def _restore_streams(
     """Convert the saved stream positions of a source to `StreamPosition` objects.
 
     Args:
-        saved: [turn, window, index, offset] of each stream, which are the fields of
-            `DocumentPosition` and the offset in the document or window.
-        num_sequences: Number of sequences that were read from the source.
+        saved: [index_in_stream, window_start, index_in_window, offset] of each stream; see
+            `DocumentPosition` and `StreamPosition`.
+        num_sequences: Number of sequences that all streams together have yielded.
         has_changed: Whether the source has changed. Each stream then continues at the beginning of
             the document or part (such as a file) that was being read.
     """
     positions = []
-    for stream, (turn, window, index, offset) in enumerate(saved):
+    for stream, (index_in_stream, window_start, index_in_window, offset) in enumerate(saved):
         # Streams take turns: of 10 sequences, 4 streams have yielded 3, 3, 2 and 2.
         num_read = math.ceil((num_sequences - stream) / len(saved))
-        document = DocumentPosition(turn, window, index)
+        document = DocumentPosition(index_in_stream, window_start, index_in_window)
         if has_changed:  # continue at the beginning of the document or part
-            document = DocumentPosition(turn)
+            document = DocumentPosition(index_in_stream)
             offset = 0
         positions.append(StreamPosition(num_read, document, offset))
     return positions
@@ -174,8 +174,8 @@ def _count_epochs(data: PackedDataset) -> list[float]:
     """
     epochs = []
     for source, positions in zip(data.sources, data.positions, strict=True):
-        # Each stream reads some of the documents, and `turn` counts them over all epochs.
-        num_read = sum(position.document.turn for position in positions)
+        # Each stream reads some of the documents, so add up how many each one has read.
+        num_read = sum(position.document.index_in_stream for position in positions)
         epochs.append(num_read / source.num_units)
     return epochs
 

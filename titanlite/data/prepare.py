@@ -32,7 +32,13 @@ from titanlite.config.schema import TextSource
 from titanlite.data.documents import DocumentTokenizer, open_sources, source_specs
 from titanlite.data.sources.base import Source
 from titanlite.data.sources.records import Record, hash_text
-from titanlite.data.sources.shards import FORMAT, MAX_MANIFEST_BYTES, Manifest, block_checksums
+from titanlite.data.sources.shards import (
+    DAMAGED_MANIFEST,
+    FORMAT,
+    MAX_MANIFEST_BYTES,
+    Manifest,
+    block_checksums,
+)
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 
 _UNIT_CHARS = 1 << 22
@@ -181,13 +187,13 @@ def _read_shards(path: Path, header: dict[str, Any], tokenizer: Tokenizer) -> li
     """
     content = read_file(path, MAX_MANIFEST_BYTES)
     manifest = parse_json(path, content, RootModel[dict[str, Any]]).root
-    # The manifest can contain the fingerprint that an older version of titanlite computed.
+    # An older version of titanlite may have stored another fingerprint of the same tokenizer.
     if tokenizer.is_known_as(manifest.get("tokenizer", "")):
         manifest["tokenizer"] = tokenizer.fingerprint
     _check_header(path.parent, manifest, header)
 
-    # Check the types of all fields last, because a manifest of another format has other fields.
-    parse_json(path, content, Manifest, "what titanlite prepare wrote; it is damaged")
+    # Validate the fields last, because `_check_header` has a better error for another format.
+    parse_json(path, content, Manifest, DAMAGED_MANIFEST)
     return list(manifest["shards"])
 
 
@@ -272,33 +278,33 @@ def _join(units: list[_Unit]) -> _Unit:
     return _Unit(b"".join(unit.tokens for unit in units), lengths, hashes, skipped)
 
 
-def _write_shard(folder: Path, number: int, documents: _Unit) -> dict[str, Any]:
+def _write_shard(folder: Path, number: int, shard: _Unit) -> dict[str, Any]:
     """Write the .bin, .idx and .hash files of a shard, and flush them to disk.
 
     Args:
         folder: Output folder of the source.
         number: Index of the shard, which is part of the file names.
-        documents: The documents of the shard.
+        shard: The tokenized documents of the shard.
 
     Returns:
         The entry of the shard in the manifest, with its name, sizes and checksums.
     """
     name = f"shard-{number:05d}"
-    ends = np.cumsum(documents.lengths, dtype="<u8")  # index of the token after each document
-    index_bytes = ends.tobytes() + block_checksums(documents.tokens).tobytes()
-    hash_bytes = np.array(documents.hashes, dtype="<u8").tobytes()
-    write_atomically(folder / f"{name}.bin", documents.tokens)
+    ends = np.cumsum(shard.lengths, dtype="<u8")  # index of the token after each document
+    index_bytes = ends.tobytes() + block_checksums(shard.tokens).tobytes()
+    hash_bytes = np.array(shard.hashes, dtype="<u8").tobytes()
+    write_atomically(folder / f"{name}.bin", shard.tokens)
     write_atomically(folder / f"{name}.idx", index_bytes)
     write_atomically(folder / f"{name}.hash", hash_bytes)
     os.sync()  # the files must be on disk before the manifest that lists them
 
-    for reason in documents.skipped:
+    for reason in shard.skipped:
         print(f"skipped a record: {reason}")
     return {
         "name": name,
-        "documents": len(documents.lengths),
-        "tokens": sum(documents.lengths),
-        "skipped": len(documents.skipped),
+        "documents": len(shard.lengths),
+        "tokens": sum(shard.lengths),
+        "skipped": len(shard.skipped),
         "index_checksum": xxhash.xxh3_64_hexdigest(index_bytes),
         "hash_checksum": xxhash.xxh3_64_hexdigest(hash_bytes),
     }

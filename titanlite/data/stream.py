@@ -52,6 +52,8 @@ It is a power of two, so that usual numbers of ranks divide it and each data-par
 only its own streams.
 """
 
+# Items of `SequenceReader._progress`: indices of the source, part and document that is being read.
+_SOURCE, _PART, _DOCUMENT = range(3)
 # End of a source without max_epochs: more documents than any run reads, but small enough for
 # 64-bit arithmetic.
 NEVER = 1 << 48
@@ -84,17 +86,17 @@ WHOLE_BATCH = ReaderShard()
 
 
 class _Unit(NamedTuple):
-    """A document, or a part (such as a file) of a sequential source, in shuffled order.
+    """An item of the shuffled order of a source: a document, or a part of a sequential source.
 
-    The units of a source are shuffled in each epoch, and divided over its streams.
+    A part is a file, for example. The order of the units is divided over the streams of the source.
     """
 
     index: int
     """Index of the unit in the source."""
     position: int
-    """Position in the shuffled order of the source, counted over all epochs."""
-    turn: int
-    """Position in the order of its stream, counted over all epochs."""
+    """Index in the shuffled order of the source, counted over all epochs."""
+    index_in_stream: int
+    """Index in the shuffled order of its stream, counted over all epochs."""
     is_repeated: bool
     """Whether the unit was read in an earlier epoch."""
 
@@ -261,10 +263,10 @@ class SequenceReader:
         if (source, stream) not in self._streams:
             self._streams[source, stream] = self._read_stream(source, stream)
 
-        self._progress[0] = source  # for the report of a read that hangs
+        self._progress[_SOURCE] = source  # for the report of a read that hangs
         for sequence in self._streams[source, stream]:
-            # Skip sequences that other ranks read.
-            if sequence.position.sequence > index_in_stream:
+            num_read = sequence.next_position.num_sequences  # including this sequence
+            if num_read > index_in_stream:  # otherwise, the sequence belongs to another rank
                 return sequence._replace(index=index_in_batch)
 
         name = self._data.sources[source].name
@@ -278,18 +280,16 @@ class SequenceReader:
         read_documents = partial(self._read_documents, source, stream)
         start = data.positions[source][stream]
 
-        skipped = data.documents.skipped  # a list to which `read_documents` adds
-        skipped.clear()
-        for segments, position in pack(read_documents, data.seq_len + 1, start):
+        data.documents.take_skipped()  # discard what an earlier reader has left
+        for segments, next_position in pack(read_documents, data.seq_len + 1, start):
             yield PackedSequence(
                 tokens=self._join(segments),
                 segments=np.array([segment.origin for segment in segments], dtype=np.int64),
                 source=source,
                 stream=stream,
-                position=position,
-                skipped=skipped.copy(),
+                next_position=next_position,
+                skipped=data.documents.take_skipped(),
             )
-            skipped.clear()
 
     def _join(self, segments: list[Segment]) -> np.ndarray:
         """Concatenate segments, and pad the result with EOS to seq_len + 1 tokens (int32)."""
@@ -306,26 +306,27 @@ class SequenceReader:
     ) -> Iterator[Document]:
         """Yield the tokenized documents of a stream, from position `start` on."""
         source = self._data.sources[source_index]
-        for unit in self._list_units(source_index, stream, start.turn):
+        for unit in self._list_units(source_index, stream, start.index_in_stream):
             if isinstance(source, RandomAccess):
                 yield self._read_document(source, unit)
             else:
                 assert isinstance(source, Sequential)
-                # Only the first part may begin in the middle.
-                part_start = start if unit.turn == start.turn else DocumentPosition(unit.turn)
+                part_start = DocumentPosition(unit.index_in_stream)
+                if unit.index_in_stream == start.index_in_stream:
+                    part_start = start  # only the first part may begin in the middle
                 yield from self._read_part(source, unit, part_start)
 
-    def _list_units(self, source_index: int, stream: int, first_turn: int) -> Iterator[_Unit]:
+    def _list_units(self, source_index: int, stream: int, first_index: int) -> Iterator[_Unit]:
         """Yield the documents or parts that a stream reads, in shuffled order.
 
         The streams of a source take turns. For example, stream 1 of 4 has the positions 1, 5, 9,
-        ... of the shuffled order. The first `first_turn` of them are left out.
+        ... of the shuffled order. With `first_index` 2, it begins at position 9.
         """
         num_units = self._data.sources[source_index].num_units
         num_streams = len(self._data.positions[source_index])
         max_epochs = self._data.specs[source_index].max_epochs
         end = max_epochs * num_units if max_epochs else NEVER
-        positions = range(stream, end, num_streams)[first_turn:]
+        positions = range(stream, end, num_streams)[first_index:]
 
         # Compute the order of many units at once, because each numpy call has a fixed cost. Usually
         # this is the stream's share of an epoch, but at least 8 and at most 256 units.
@@ -334,17 +335,17 @@ class SequenceReader:
             block = positions[start : start + block_size]
             indices = epoch_order(num_units, self._data.seed, np.array(block))
             for index, position in zip(indices.tolist(), block, strict=True):
-                turn = position // num_streams
-                yield _Unit(index, position, turn, is_repeated=position >= num_units)
+                index_in_stream = position // num_streams
+                yield _Unit(index, position, index_in_stream, is_repeated=position >= num_units)
 
     def _read_document(self, source: RandomAccess, unit: _Unit) -> Document:
         """Read and tokenize the document `unit` of a source with random access."""
-        self._progress[2] = unit.index  # for the report of a read that hangs
+        self._progress[_DOCUMENT] = unit.index  # for the report of a read that hangs
         record = source.record(unit.index)
         tokens = self._data.documents.encode(record, is_repeated=unit.is_repeated)
-        position = DocumentPosition(unit.turn)
-        next_position = DocumentPosition(unit.turn + 1)
-        return Document(position, next_position, 0, unit.index, tokens)
+        position = DocumentPosition(unit.index_in_stream)
+        next_position = DocumentPosition(unit.index_in_stream + 1)
+        return Document(position, next_position, part=0, index=unit.index, tokens=tokens)
 
     def _read_part(
         self, source: Sequential, part: _Unit, start: DocumentPosition
@@ -353,44 +354,46 @@ class SequenceReader:
 
         The part is read in windows of consecutive documents, and each window is shuffled.
         """
-        first_index = start.index
-        for window_start, window in self._read_windows(source, part.index, start.window):
+        first_index = start.index_in_window
+        for window_start, window in self._read_windows(source, part.index, start.window_start):
             size = len(window)
             key = f"{self._data.seed} position {part.position} window {window_start}"
             order = permuted(np.arange(size), size, key).tolist()
+            positions = [
+                DocumentPosition(part.index_in_stream, window_start, i) for i in range(size)
+            ]
+            # After its last document, reading continues with the next window.
+            positions.append(DocumentPosition(part.index_in_stream, window_start + size))
+
             for i in range(first_index, size):
-                position = DocumentPosition(part.turn, window_start, i)
-                next_position = DocumentPosition(part.turn, window_start, i + 1)
-                if i + 1 == size:
-                    next_position = DocumentPosition(part.turn, window_start + size)
                 record = window[order[i]]
                 tokens = self._data.documents.encode(record, is_repeated=part.is_repeated)
-                number = window_start + order[i]
-                yield Document(position, next_position, part.index, number, tokens)
+                index_in_part = window_start + order[i]
+                yield Document(positions[i], positions[i + 1], part.index, index_in_part, tokens)
             first_index = 0  # only the first window may begin in the middle
 
     def _read_windows(
         self, source: Sequential, part: int, start: int
     ) -> Iterator[tuple[int, list[Record]]]:
-        """Divide the records of a part into windows, and shuffle each window in memory.
+        """Divide the records of a part into windows of consecutive records.
 
         A window ends when it has `WINDOW_DOCUMENTS` records or `WINDOW_CHARACTERS` characters.
 
         Args:
             source: Source that contains the part.
             part: Index of the part in the source.
-            start: Index in the part of the first record to read.
+            start: Index of the first record to read, counted from the beginning of the part.
 
         Yields:
-            The index in the part of the first record of a window, and the records of the window.
+            The index of the first record of a window, counted likewise, and all its records.
         """
         window_start = start
         window: list[Record] = []
         num_characters = 0
-        for number, record in enumerate(source.read(part, start)):
+        for index, record in enumerate(source.read(part, start)):
             # For the report of a read that hangs.
-            self._progress[1] = part
-            self._progress[2] = number
+            self._progress[_PART] = part
+            self._progress[_DOCUMENT] = index
             if record is None:  # before `start`
                 continue
 

@@ -408,7 +408,7 @@ def byte_level_symbols() -> dict[str, int]:
 
 
 def _divide(text: str) -> Iterator[str]:
-    """Divide a long text into pieces that are encoded separately, usually with the same tokens.
+    """Divide a long text into pieces, which usually have the same tokens as the whole text.
 
     A piece has at most `_PIECE_CHARS` characters. It ends before a line that is not blank, because
     no match of Llama 3's split pattern extends across this point. If there is no such line, the

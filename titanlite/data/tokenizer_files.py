@@ -98,7 +98,7 @@ def train_tokenizer(
         source_bytes = int(max_bytes * weight / sum(weights))
         if source_bytes > 0:
             source = open_source(spec, job)
-            parts.append(_read_texts(trained, source, source_bytes, skip_bad))
+            parts.append(_read_texts(source, source_bytes, skip_bad, statistics=trained))
     texts = chain.from_iterable(parts)
     sample = list(islice(texts, _SAMPLE_DOCUMENTS))
     tokens = _train(chain(sample, texts), vocab_size)
@@ -118,36 +118,36 @@ def train_tokenizer(
 
 
 def _read_texts(
-    trained: TrainedTokenizer, source: Source, max_bytes: int, skip_bad: bool
+    source: Source, max_bytes: int, skip_bad: bool, statistics: TrainedTokenizer
 ) -> Iterator[str]:
     """Yield documents of a source, in random order if possible, until they reach `max_bytes`.
 
     Args:
-        trained: Statistics, to which this adds the number and the bytes of the documents. They
-            already contain the documents of earlier sources.
         source: Source of the documents.
         max_bytes: Maximum number of bytes to read from this source.
         skip_bad: Skip records that cannot be read instead of raising an error.
+        statistics: Each document is added to the counts `documents` and `num_bytes`, which can
+            include earlier sources.
 
     Raises:
         UserError: If the source contains tokens instead of text.
         BadRecord: If a record cannot be read and `skip_bad` is False.
     """
-    end = trained.num_bytes + max_bytes  # `trained` also counts the sources before this one
+    end_bytes = statistics.num_bytes + max_bytes
     records = _read_shuffled(source) if isinstance(source, RandomAccess) else iter(source)
     for record in records:
-        if trained.num_bytes >= end:
+        if statistics.num_bytes >= end_bytes:
             return
         if isinstance(record, Prepared):
             raise UserError(
                 f"{source.name} contains tokens instead of text. Choose the text that was prepared."
             )
         if isinstance(record, str):
-            trained.documents += 1
-            trained.num_bytes += len(record.encode())
+            statistics.documents += 1
+            statistics.num_bytes += len(record.encode())
             yield record
         elif not skip_bad:
-            raise record  # a BadRecord takes the place of a text that cannot be read
+            raise record  # the BadRecord error for a document that cannot be read
 
 
 def _read_shuffled(source: RandomAccess) -> Iterator[Any]:
@@ -277,7 +277,13 @@ def write_tokenizer(tokenizer: Tokenizer, out: Path, max_seq_len: int) -> dict[s
 def _create_config(
     tokenizer: Tokenizer, ids: dict[str, int | None], max_seq_len: int
 ) -> dict[str, Any]:
-    """Return the content of a tokenizer_config.json with the names of the BOS and EOS tokens."""
+    """Return the content of a tokenizer_config.json with the names of the BOS and EOS tokens.
+
+    Args:
+        tokenizer: Tokenizer that decodes the ids to names.
+        ids: "bos_token_id" and "eos_token_id", None if there is no such token.
+        max_seq_len: Longest sequence of the model, in tokens.
+    """
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_seq_len}
     for key, token in ids.items():
         if token is not None:

@@ -134,7 +134,7 @@ def _read_once(section: Dataset) -> Dataset:
 def _read_sequences(data: PackedDataset) -> list[PackedSequence]:
     """Read the first global batch of `data`, which is the whole validation set.
 
-    It has validation.sequences sequences, or fewer if a source ends before.
+    It has validation.sequences sequences, or fewer if the documents of a source run out.
     """
     reader = SequenceReader(data)
     sequences: list[PackedSequence] = []
@@ -194,7 +194,7 @@ class TextWindows:
                 yield from self._windows_of(text)
 
     def _windows_of(self, text: str) -> Iterator[Window]:
-        """Yield the windows of one document, and add it to the attributes that count documents."""
+        """Yield the windows of a text, and count it in `documents`, `tokens` and `num_bytes`."""
         bos_id = self.tokenizer.bos_id
         first_token = self.tokenizer.eos_id if bos_id is None else bos_id
         tokens = np.append(first_token, self.tokenizer.encode_array(text))

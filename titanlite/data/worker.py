@@ -50,13 +50,6 @@ class Worker:
     batches. While the queue is full, the process waits, which limits how far it reads ahead. The
     process is a new interpreter rather than a fork, because forking a process with torch threads or
     a CUDA context is unsafe.
-
-    Args:
-        data: The opened sources, and the positions from which to read.
-        shard: The sequences of each global batch that this worker reads.
-        job: The job, which sets timeouts and the size of the queue.
-        is_stopping: Function that returns whether the run is about to stop. Called several times
-            per second while `next_batch` waits.
     """
 
     def __init__(
@@ -66,7 +59,15 @@ class Worker:
         job: JobConfig,
         is_stopping: Callable[[], bool],
     ) -> None:
-        """Start the process and the thread that receives its batches. Do not wait for a batch."""
+        """Start the data worker process, and the thread that receives its batches.
+
+        Args:
+            data: The opened sources, and the positions from which to read.
+            shard: The sequences of each global batch that this worker reads.
+            job: The job, which sets timeouts and the size of the queue.
+            is_stopping: Function that returns whether the run is about to stop. Called several
+                times per second while `next_batch` waits.
+        """
         self._sources = data.sources
         self._is_stopping = is_stopping
         # While this rank waits for data, the other ranks wait in a collective. Half their timeout

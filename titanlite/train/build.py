@@ -42,8 +42,8 @@ def standard_hooks(run: Run) -> list[Hook]:
     hooks: list[Hook] = [GarbageCollection(job.training.gc_freq)]
     if profiling.enable_profiling or profiling.enable_memory_snapshot:
         hooks.append(Profiler(profiling, run.dump_folder))
-    # A guard sets the flag `skip` in `before_update`, which runs after the same method of Ema and
-    # Norms. These two only keep a reference to the flag there, and read it after the update.
+    # In `before_update`, Ema and Norms are called before a guard can set the tensor `skip`. They
+    # keep the tensor, and read it only after the update.
     if job.ema.decay:
         hooks.append(Ema(job.ema.decay))
     if job.metrics.details:

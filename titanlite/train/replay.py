@@ -68,19 +68,17 @@ class History(NamedTuple):
 
 
 def read_history(folder: Path) -> History:
-    """Read the starts and rollbacks that led to the weights of a run from its events.jsonl.
+    """Read events.jsonl, and return the starts and rollbacks that led to the weights of a run.
 
     Args:
         folder: Output folder of the run.
     """
     start_events, roll_backs = _read_events(folder)
-
-    # A start trains up to the step from which the next one resumes. The newest start is open-ended.
-    resumed_steps = [event["step"] for event in start_events]
-    last_steps = [*resumed_steps[1:], NO_LAST_STEP]
-
     starts = []
-    for event, last_step in zip(start_events, last_steps, strict=False):  # there may be no start
+    for i, event in enumerate(start_events):
+        # A start trains up to the step from which the next start resumes.
+        is_newest = i + 1 == len(start_events)
+        last_step = NO_LAST_STEP if is_newest else start_events[i + 1]["step"]
         environment = event["record"]
         job, _ = JobConfig.read(environment["job"])
         hooks = environment.get("hooks", list(job.job.hooks))
@@ -183,16 +181,16 @@ def compare_computations(before: JobConfig, now: JobConfig, first: int, last: in
     Returns:
         One line of text per option.
     """
-    ignored_keys = KEYS_WITHOUT_EFFECT
+    ignored_prefixes = KEYS_WITHOUT_EFFECT
     if _have_same_learning_rates(before, now, first, last):
-        ignored_keys += LEARNING_RATE_KEYS
+        ignored_prefixes += LEARNING_RATE_KEYS
 
-    changes = compare_jobs(before.model_dump(mode="json"), now.model_dump(mode="json"))
-    return [
-        line  # starts with the key of the option
-        for effect, line in changes
-        if effect != COMPATIBLE and not line.startswith(ignored_keys)
-    ]
+    differences = []
+    for effect, line in compare_jobs(before.model_dump(mode="json"), now.model_dump(mode="json")):
+        is_ignored = line.startswith(ignored_prefixes)  # a line begins with the key of the option
+        if effect != COMPATIBLE and not is_ignored:
+            differences.append(line)
+    return differences
 
 
 def _have_same_learning_rates(before: JobConfig, now: JobConfig, first: int, last: int) -> bool:
@@ -259,7 +257,7 @@ class ReplayTrainer(Trainer):
             note(str(line))
 
     def warn(self, line: str) -> None:
-        """Ignore warnings about the saved state of hooks, because a replay has few hooks."""
+        """Discard warnings: they are about saved states of hooks, and a replay has few hooks."""
 
 
 def replay(run: Run, step: int) -> list[LoggedStep]:

@@ -43,11 +43,11 @@ class RequestExchange:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Create an exchange between the ranks of `group`.
+        """Prepare to exchange requests between the ranks of a process group.
 
         Args:
             group: Process group of all ranks.
-            device: Device of this rank, which determines `delay`.
+            device: Device of this rank. On a GPU, requests are received one step later.
         """
         self.delay = REQUEST_DELAY[device.type]
         self._group = group
@@ -58,10 +58,10 @@ class RequestExchange:
 
         Args:
             request: Request of this rank. In most steps it is empty.
-            num_requests: Number of ranks with a request, from the `StepResult` of the step that has
-                just been launched; a scalar on the device. None before the first step.
+            num_requests: Number of ranks whose request is not empty, a scalar on the device, which
+                the last launched step has computed. If it is 0, `receive` needs no communication.
+                None before the first step: `receive` then gathers all requests.
         """
-        # Before the first step, no step has counted the requests, so `receive` gathers them.
         if num_requests is None:
             self._sent.append(_SentRequest(request))
             return
@@ -76,12 +76,13 @@ class RequestExchange:
         self._sent.append(_SentRequest(request, count, copied))
 
     def receive(self) -> Request:
-        """Combine the oldest request of each rank that was not received yet, and return the result.
+        """Combine the requests that the ranks have sent for a step, and return the result.
 
-        All ranks call this together, and all receive the same result. The CPU waits until the step
-        that counted the requests has computed its gradient norm.
+        Each call is for the next step. All ranks call this together, and all receive the same
+        result. The CPU waits for the gradient norm of the step, because requests are counted with
+        it.
         """
-        sent = self._sent.popleft()
+        sent = self._sent.popleft()  # the oldest
         if sent.copied is not None and not sent.copied.query():
             sent.copied.synchronize()
         if sent.count is not None and sent.count.item() == 0:
@@ -96,8 +97,8 @@ class _SentRequest(NamedTuple):
 
     Attributes:
         request: Actions, such as a save, that this rank has requested from all ranks.
-        count: CPU tensor with the number of ranks that requested an action. None before the first
-            step, because no step has counted them.
+        count: CPU tensor with the number of ranks that requested an action. None if it is unknown,
+            as before the first step.
         copied: CUDA event at which the copy of `count` from the GPU is complete. None on a CPU.
     """
 

@@ -131,7 +131,7 @@ class TrainStep:
         for hook in hooks:
             hook.gradients(step)
         with record_function("clipping"):
-            sums = self._clip_gradients(loss, has_request)
+            sums = self._reduce_and_clip(loss, has_request)
 
         # `skip` is 1 if the update is skipped: because the step is not finite, or because a hook
         # sets it in place. Hooks keep this tensor, so it must not be replaced. The sum of norm and
@@ -162,16 +162,18 @@ class TrainStep:
             squares=sums.squares,
         )
 
-    def _clip_gradients(self, loss: Tensor, has_request: bool) -> StepSums:
-        """Clip the gradients to training.max_norm.
+    def _reduce_and_clip(self, loss: Tensor, has_request: bool) -> StepSums:
+        """Clip the gradients to training.max_norm, and sum loss and requests over all ranks.
+
+        One all-reduce computes the gradient norm and both sums.
 
         Args:
             loss: This rank's part of the loss.
             has_request: Whether this rank requests an action of all ranks, such as a save.
 
         Returns:
-            The gradient norm before clipping, the loss, and the number of ranks with a request,
-            summed over all ranks, and the squares of this rank's gradients.
+            The gradient norm before clipping, the loss of the global batch, the number of ranks
+            with a request, and the sums of squares of this rank's gradients.
         """
         parameters = self.model.parameters()
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]

@@ -174,7 +174,7 @@ class Trainer:
             hook.started(self.steps_done)
 
     def _open_outputs(self) -> None:
-        """Lock the output folder, open the log files, and create hang report and stop signals.
+        """Lock the output folder, open the log files, and start to watch for hangs and signals.
 
         All ranks call this together, because they communicate to lock the output folder.
         """
@@ -274,16 +274,16 @@ class Trainer:
             self.validate()
 
         end = self._run_steps()
-        last_request = self._complete_last_request(end, has_trained=self.steps_done > first_step)
-        self._act(last_request)
+        # Save and validate the last step, and end the run.
+        has_trained = self.steps_done > first_step
+        self._take_actions(self._choose_final_actions(end, has_trained))
         self._finish(end)
 
     def _run_steps(self) -> _LoopEnd:
         """Train until the last step, a request to end the run, or a data error.
 
         After each step, the ranks combine their requests, and all take the same actions, such as a
-        save. They do not yet take the actions after the last step. `RequestExchange` explains when
-        a request is sent.
+        save. They do not yet take the actions after the last step.
 
         Returns:
             Why the loop has ended, with the actions that were requested after the last step.
@@ -294,19 +294,23 @@ class Trainer:
         data_error = self._wait_for_data(1)
         exchange.send(Request(stop=self.stop_signal, data_fails=data_error is not None))
         end = self._find_end(exchange.receive())
-        if exchange.delay > 0:  # on a GPU, requests are sent one step early
+
+        # Requests for actions after step n are sent with step n on a CPU (delay 0), but with step
+        # n - 1 on a GPU (delay 1), because it takes a step until they are received.
+        if exchange.delay > 0:
             exchange.send(self._collect_request(self.steps_done + 1))
 
         while end is None:
             rank_request = self._collect_request(self.steps_done + 1 + exchange.delay)
-            self.step(has_request=rank_request != Request())
+            is_empty = rank_request == Request()
+            self.step(has_request=not is_empty)
             # The step has counted the ranks with a request. If no rank has one, nothing is sent.
             exchange.send(rank_request, self._num_requests)
-            request = exchange.receive()
 
+            request = exchange.receive()  # of all ranks, for the step that was just trained
             end = self._find_end(request)
             if end is None:
-                self._act(request)
+                self._take_actions(request)
         return end
 
     def step(self, has_request: bool = False) -> LoggedStep | None:
@@ -383,7 +387,7 @@ class Trainer:
             hook.logged(entry)
         return entry
 
-    def _act(self, request: Request) -> None:
+    def _take_actions(self, request: Request) -> None:
         """Check the completed step, and take the requested actions: save, validate, run hooks.
 
         The guards check the step first, so a step that a guard rejects is never saved.
@@ -556,15 +560,14 @@ class Trainer:
     def _collect_request(self, step: int) -> Request:
         """Collect the actions that this rank requests to take after `step`.
 
-        Call this once for each step, because it consumes a received SIGUSR2 (save). On a GPU, call
-        it before the previous step is trained; see `RequestExchange`.
+        Call this once for each step, because it consumes a received SIGUSR2 (save). On a GPU,
+        `step` is the step after the next one, because requests are sent one step early.
         """
         if step > self.job.training.steps:
             return Request()
 
-        # Find out now whether this rank has data for the step after `step`. If not, all ranks must
-        # stop after `step`.
-        num_steps_to_read = step + 1 - self.steps_done
+        # Read ahead all data up to `step` + 1. If this fails, all ranks must stop after `step`.
+        num_steps_to_read = (step + 1) - self.steps_done
         data_error = self._wait_for_data(num_steps_to_read)
 
         # Request what the job schedules.
@@ -644,7 +647,7 @@ class Trainer:
         )
 
     def _reduce_losses(self, loss: Tensor, num_valid_tokens: int) -> Tensor:
-        """Return the mean loss of the global batch, and the highest one of a data-parallel rank.
+        """Compute the mean loss of the global batch, and the highest mean loss of a data rank.
 
         All ranks call this together. The result is a tensor of shape (2,) on the device.
 
@@ -685,27 +688,23 @@ class Trainer:
         dist.all_reduce(sums, group=self.mesh.loss_group)
         return sums
 
-    def _complete_last_request(self, end: _LoopEnd, has_trained: bool) -> Request:
-        """Add a save and a validation to the actions that are requested after the last step.
+    def _choose_final_actions(self, end: _LoopEnd, has_trained: bool) -> Request:
+        """Return the actions to take after the last step: usually a save and a validation.
 
-        No save is added, and none takes place, if a data error has prevented the first step. No
-        validation is added if nothing was trained, or if a signal or a data error interrupts the
-        run. A requested validation still takes place.
+        Other actions are taken as requested.
 
         Args:
             end: Why the training loop has ended.
-            has_trained: Whether this start has trained any step.
+            has_trained: Whether any step was trained since this process started.
         """
-        # A run that could not read the data of its first step has nothing to save.
+        # If the data of the first step could not be read, there is nothing to save.
         should_save = has_trained or end.data_error is None
 
-        # Validate new weights, unless a signal or an error interrupts the run. It then has to end
-        # soon, so it validates only if a validation is due.
-        is_interrupted = end.data_error is not None or end.request.stop
-        should_validate = end.request.validate or (has_trained and not is_interrupted)
-        return end.request._replace(
-            save=should_save, validate=should_validate, last=end.has_finished
-        )
+        # After a signal or an error, the run has to end soon, so validate only if it was requested.
+        request = end.request
+        is_interrupted = end.data_error is not None or request.stop
+        should_validate = request.validate or (has_trained and not is_interrupted)
+        return request._replace(save=should_save, validate=should_validate, last=end.has_finished)
 
     def _finish(self, end: _LoopEnd) -> None:
         """End the run: call `Hook.ended`, wait for the last save, close the trainer, log the end.

@@ -340,11 +340,12 @@ class Sequential(Source):
         Raises:
             UserError: If the part is damaged or has changed.
         """
-        file, number = self.parts[part]
+        file, part_in_file = self.parts[part]
+        # If it is unknown which file contains the part, check all files of the source.
         files = self.files if file is None else [file]
         last_location = f"the beginning of {self.name if file is None else file.path}"
         try:
-            for i, (location, raw) in enumerate(self.raw(file, number)):
+            for i, (location, raw) in enumerate(self.raw(file, part_in_file)):
                 last_location = location
                 record = None
                 if i >= start:
@@ -379,20 +380,20 @@ def _check_all(files: Iterable[File]) -> None:
 
 
 def locate_document(
-    index: int, first: Sequence[int], ends: Sequence[np.ndarray]
+    index: int, first_documents: Sequence[int], ends: Sequence[np.ndarray]
 ) -> tuple[int, int, int]:
     """Return the index of the file that contains a document, and the document's start and end.
 
-    For example, with `first` [0, 3] and `ends[0]` [10, 25, 40], document 1 is in file 0, from 10 to
-    25 (exclusive).
+    For example, with `first_documents` [0, 3] and `ends[0]` [10, 25, 40], document 1 is in file 0,
+    from 10 to 25 (exclusive).
 
     Args:
         index: Index of the document in the source.
-        first: Index in the source of the first document of each file.
+        first_documents: Index in the source of the first document of each file.
         ends: For each file, the end of each document in bytes or tokens.
     """
-    file = bisect_right(first, index) - 1
-    index_in_file = index - first[file]
+    file = bisect_right(first_documents, index) - 1
+    index_in_file = index - first_documents[file]
     start = int(ends[file][index_in_file - 1]) if index_in_file else 0
     return file, start, int(ends[file][index_in_file])
 

@@ -111,8 +111,8 @@ class FileSpans(RandomAccess):
                 self._ends.append(np.fromiter(ends, dtype=np.int64))
 
         # Index of the first document of each file.
-        self._first = list(accumulate(map(len, self._ends), initial=0))
-        self.num_documents = self.num_units = self._first[-1]
+        self._first_documents = list(accumulate(map(len, self._ends), initial=0))
+        self.num_documents = self.num_units = self._first_documents[-1]
         self.fingerprint = digest.hexdigest()
         if self._is_json:
             self.fingerprint = add_column(self.fingerprint, self.column)
@@ -122,7 +122,7 @@ class FileSpans(RandomAccess):
         return np.concatenate([np.diff(ends, prepend=0) for ends in self._ends])
 
     def where(self, part: int, number: int) -> str:
-        """Return the file and the byte range of a document, for messages."""
+        """Return the file and the byte range of document `number`, for messages."""
         file, start, end = self._locate(number)
         return f"document {number}: {file.path}, bytes {start} to {end - 1}"
 
@@ -146,7 +146,7 @@ class FileSpans(RandomAccess):
 
     def _locate(self, index: int) -> tuple[File, int, int]:
         """Return the file that contains document `index`, its first byte, and the byte after it."""
-        file, start, end = locate_document(index, self._first, self._ends)
+        file, start, end = locate_document(index, self._first_documents, self._ends)
         return self.files[file], start, end
 
 
@@ -346,7 +346,7 @@ class StreamedDataset(Sequential):
         self.fingerprint = xxhash.xxh3_128_hexdigest(content)
 
     def raw(self, file: None, number: int) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the location and the fields of each document of a shard."""
+        """Yield the location and the fields of each document of the shard with index `number`."""
         self.check_files()
         for i, record in enumerate(self._dataset.shard(self.num_units, number)):
             yield f"{self.name}, part {number}, document {i}", record
@@ -421,8 +421,9 @@ def open_source(spec: TextSource, job: JobConfig | None = None) -> Source:
     try:
         files = find_files(spec)
     except UserError as error:
-        prefix = "" if spec.path is None else f"dataset.path = {spec.path!r} "
-        raise UserError(f"{prefix}{error}") from None
+        # The error begins with a verb if there is a path, for example "matches no file".
+        subject = "" if spec.path is None else f"dataset.path = {spec.path!r} "
+        raise UserError(f"{subject}{error}") from None
 
     if spec.source == "jsonl" and has_compressed(files):
         source: Source = CompressedLines(spec, files)
@@ -550,7 +551,7 @@ def _check_files(files: list[Path], pattern: str, source: str) -> None:
         raise UserError(_explain_no_match(pattern, source))
     tables = [file for file in files if file.suffix.lower() in _TABLES]
     if tables and source in ("jsonl", "parquet"):
-        raise UserError(f"names a table of text. {_convert_table(tables[0])}")
+        raise UserError(f"names a table of text. {_propose_parquet(tables[0])}")
     if source == "text" and has_compressed(files):
         raise UserError(
             'names a compressed file, but source "text" reads plain files only; decompress it'
@@ -562,8 +563,12 @@ def has_compressed(files: list[Path]) -> bool:
     return any(file.suffix in COMPRESSIONS for file in files)
 
 
-def _convert_table(file: Path) -> str:
-    """Return a sentence for messages with a command that converts a CSV or TSV file to Parquet."""
+def _propose_parquet(file: Path) -> str:
+    """Return a sentence for an error message: the command that converts a table to Parquet.
+
+    Args:
+        file: A .csv or .tsv file.
+    """
     separator = r', delimiter="\t"' if file.suffix.lower() == ".tsv" else ""
     options = f"csv.ParseOptions(newlines_in_values=True{separator})"
     read = f"csv.read_csv({format_value(str(file))}, parse_options={options})"
@@ -604,11 +609,11 @@ def find_markup(files: Sequence[Path]) -> str:
 
 
 def _explain_markup(markup: str, files: list[Path]) -> str:
-    """Return a warning about markup in files that are trained on as plain text.
+    """Return a warning that a run would train on the markup in text files.
 
     Args:
-        markup: "JSON", "HTML" or "table". For "", which is no markup, return "".
-        files: The files, from which the warning takes the name of a table.
+        markup: "JSON", "HTML" or "table". If it is "", the files are plain text, so return "".
+        files: The text files. The warning for a table contains a command that converts one of them.
     """
     if markup == "JSON":
         problem = 'contains JSON records, and source "text" trains on their braces and keys.'
@@ -618,7 +623,7 @@ def _explain_markup(markup: str, files: list[Path]) -> str:
     if markup == "table":
         table = next(file for file in files if file.suffix.lower() in _TABLES)
         problem = 'is a table, and source "text" trains on its separators and all columns.'
-        return f"{problem} {_convert_table(table)}."
+        return f"{problem} {_propose_parquet(table)}."
     return ""
 
 

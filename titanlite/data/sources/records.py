@@ -102,7 +102,7 @@ def read_lines(stream: BinaryIO) -> Iterator[bytes]:
         yield line
 
 
-def extract_text(raw: object, column: str, mask_column: str | None = None) -> str:
+def extract_text(raw: object, column: str, mask_column: str | None = None) -> str | MaskedText:
     """Return the text of a record.
 
     Args:
@@ -128,11 +128,12 @@ def extract_text(raw: object, column: str, mask_column: str | None = None) -> st
     if not isinstance(text, str):
         raise ValueError(_explain_missing_text(record, column))
     text.encode()  # raises for half of a surrogate pair, which a JSON escape can contain
-    if mask_column is not None:
-        trained = _parse_mask(record.get(mask_column), mask_column, len(text))
-        text = MaskedText(text)
-        text.trained = trained
-    return text
+    if mask_column is None:
+        return text
+
+    masked_text = MaskedText(text)
+    masked_text.trained = _parse_mask(record.get(mask_column), mask_column, len(text))
+    return masked_text
 
 
 def _parse_mask(mask: object, column: str, length: int) -> list[tuple[int, int]]:
@@ -189,14 +190,14 @@ def _parse_line(line: bytes) -> object:
         raise ValueError(explain_encoding(error)) from None
     except json.JSONDecodeError as error:
         raise ValueError(
-            f"not valid JSON in column {error.colno}: {error.msg}{_propose_conversion(line, error)}"
+            f"not valid JSON in column {error.colno}: {error.msg}{_propose_remedy(line, error)}"
         ) from None
 
 
-def _propose_conversion(line: bytes, error: json.JSONDecodeError) -> str:
-    """Propose how to read a file with a line that is not JSON, as the end of an error message.
+def _propose_remedy(line: bytes, error: json.JSONDecodeError) -> str:
+    """Return the end of an error message for a line that is not JSON: how to read the file.
 
-    Return "" if no remedy is known.
+    For example, propose to read plain text with source = "text". Return "" if no remedy is known.
 
     Args:
         line: The line, without its line end.

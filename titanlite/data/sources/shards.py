@@ -41,6 +41,8 @@ MAX_MANIFEST_BYTES = 1 << 28  # enough for a million shards
 # Reading a document requires two numbers of the index, so small blocks save reads. Larger blocks
 # would save memory, which holds one checksum per block.
 _INDEX_BLOCK_BYTES = 1 << 12
+# Part of the error message for a manifest that cannot be parsed.
+DAMAGED_MANIFEST = "what titanlite prepare wrote; it is damaged"
 _REMEDY = "Copy it again, or remove the folder and run titanlite prepare again."
 
 
@@ -139,14 +141,16 @@ class Shards(TokenSource):
         super().__init__(spec, files)
         (path,) = files
         raw = self.files[0].open().read(MAX_MANIFEST_BYTES)
-        manifest = parse_json(path, raw, Manifest, "what titanlite prepare wrote; it is damaged")
+        manifest = parse_json(path, raw, Manifest, DAMAGED_MANIFEST)
 
         self._folder = path.parent
         self._manifest = manifest
         self._dtype = np.dtype(manifest.dtype).newbyteorder("<")
         # Index of the first document of each shard.
-        self._first = list(accumulate((entry.documents for entry in manifest.shards), initial=0))
-        self.num_documents = self.num_units = self._first[-1]
+        self._first_documents = list(
+            accumulate((entry.documents for entry in manifest.shards), initial=0)
+        )
+        self.num_documents = self.num_units = self._first_documents[-1]
         self.num_tokens = sum(entry.tokens for entry in manifest.shards)
         self.fingerprint = xxhash.xxh3_128_hexdigest(raw)
 
@@ -178,7 +182,7 @@ class Shards(TokenSource):
         if holdout == 0:
             return
 
-        if self._manifest.format == 1:
+        if self._manifest.format == 1:  # without .hash files
             raise UserError(
                 f"{self.name} was prepared by an older titanlite without the hashes that "
                 "validation.holdout needs. Prepare it again, or set a source in [validation]."
@@ -192,8 +196,8 @@ class Shards(TokenSource):
         Raises:
             UserError: If the checksum of a block that contains the document does not match.
         """
-        shard = bisect_right(self._first, index) - 1
-        index_in_shard = index - self._first[shard]
+        shard = bisect_right(self._first_documents, index) - 1
+        index_in_shard = index - self._first_documents[shard]
         start, end = self._read_bounds(shard, index_in_shard)
         width = self._dtype.itemsize
         content = self._read_token_bytes(shard, start * width, end * width)

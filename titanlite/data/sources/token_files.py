@@ -83,11 +83,12 @@ class TokenFile:
             raise ValueError(f"{size:,} bytes do not divide into ids of type {self.dtype}")
         if self.index is not None:
             assert self.ends is not None
-            # Compare the ends instead of subtracting them, which overflows for a damaged index.
+            # The documents must follow each other, and the last one must end at the last token.
+            # Comparing the ends, unlike subtracting them, cannot overflow for a damaged index.
             bounds = np.concatenate([[0], self.ends, [self.num_tokens]])
-            is_descending = bounds[1:] < bounds[:-1]
-            has_rest = bounds[-2] < self.num_tokens  # ids after the last document
-            if is_descending.any() or has_rest:
+            is_ascending = (bounds[:-1] <= bounds[1:]).all()
+            last_end = bounds[-2]  # 0 if there are no documents
+            if not is_ascending or last_end < self.num_tokens:
                 raise ValueError(f"its {self.num_tokens:,} tokens do not match {self.index.path}")
 
     def read(self, start: int, end: int) -> np.ndarray:
@@ -103,9 +104,9 @@ class TokenFile:
         return np.frombuffer(raw, self.dtype)
 
     def find_ends(self, tokenizer: Tokenizer) -> np.ndarray:
-        """Return the index of the token after each document.
+        """Return where each document ends: the position in the file of the token after it.
 
-        Without an index, read the whole file. Documents then end at EOS or at the end of the file.
+        Without an index file, read all tokens. Documents then end at EOS or at the end of the file.
 
         Raises:
             UserError: If the file has no index, and contains ids but no EOS.
@@ -156,7 +157,8 @@ class TokenFiles(TokenSource):
         self.files += [tokens.index for tokens in self._token_files if tokens.index is not None]
         self.num_tokens = sum(tokens.num_tokens for tokens in self._token_files)
         # An upper bound, until `check` has found the documents.
-        self.num_documents = self.num_units = self.num_tokens
+        self.num_documents = self.num_tokens
+        self.num_units = self.num_tokens
 
     def check(self, tokenizer: Tokenizer, holdout: float) -> None:
         """Find the documents, compute the fingerprint, and check a sample with the tokenizer.
@@ -172,15 +174,24 @@ class TokenFiles(TokenSource):
         self._vocab_size = tokenizer.vocab_size
         self._tokenizer_path = tokenizer.path
         self._has_holdout = holdout > 0
-        self._ends = [tokens.find_ends(tokenizer) for tokens in self._token_files]
-        # Index of the first document of each file.
-        self._first = list(accumulate(map(len, self._ends), initial=0))
-        self.num_documents = self.num_units = self._first[-1]
+        self._find_documents(tokenizer)
         self.fingerprint = self._compute_fingerprint()
         self._check_sample(tokenizer)
 
+    def _find_documents(self, tokenizer: Tokenizer) -> None:
+        """Find the end of each document, and count the documents.
+
+        Raises:
+            UserError: If a file without an index contains no EOS.
+        """
+        self._ends = [tokens.find_ends(tokenizer) for tokens in self._token_files]
+        # Index of the first document of each file, then the number of documents.
+        self._first_documents = list(accumulate(map(len, self._ends), initial=0))
+        self.num_documents = self._first_documents[-1]
+        self.num_units = self.num_documents
+
     def _compute_fingerprint(self) -> str:
-        """Return a hash of the ends of all documents and of the beginning and end of each file."""
+        """Hash the positions at which documents end, and the beginning and end of each file."""
         digest = xxhash.xxh3_128(hash_samples(self.files, self.column).encode())
         for tokens, ends in zip(self._token_files, self._ends, strict=True):
             digest.update(tokens.dtype.str.encode() + ends.tobytes())
@@ -200,7 +211,7 @@ class TokenFiles(TokenSource):
             )
 
     def where(self, part: int, number: int) -> str:
-        """Return the file and the range of tokens of a document, for messages."""
+        """Return the file and the range of tokens of document `number`, for messages."""
         tokens, start, end = self._locate(number)
         return f"document {number}: {tokens.file.path}, tokens {start} to {end - 1}"
 
@@ -225,7 +236,7 @@ class TokenFiles(TokenSource):
 
     def _locate(self, index: int) -> tuple[TokenFile, int, int]:
         """Return the file of document `index`, its first token, and the token after its end."""
-        file, start, end = locate_document(index, self._first, self._ends)
+        file, start, end = locate_document(index, self._first_documents, self._ends)
         return self._token_files[file], start, end
 
 
@@ -257,6 +268,10 @@ def _open_token_file(file: File, dtype: str | None) -> TokenFile:
 
 def _open_megatron(file: File, dtype: str | None) -> TokenFile:
     """Open a .bin file of Megatron. Its .idx file contains the document bounds and data type.
+
+    Args:
+        file: The .bin file.
+        dtype: Not used, because the .idx file contains the data type.
 
     Raises:
         ValueError: If the .idx file has a different format, or does not match the .bin file.
