@@ -187,7 +187,7 @@ def compare_gradients(
     Returns:
         One check for each parameter.
     """
-    smallest_norms = _smallest_norms(reference)
+    minimum_norms = _minimum_norms(reference)
     checks = []
     for name, expected in reference.items():
         if name not in gradients:
@@ -195,25 +195,24 @@ def compare_gradients(
             checks.append(Check("gradient", step, name, math.inf, 0.0, hint))
             continue
 
-        smallest_norm = smallest_norms[name]
-        error = relative_error(gradients[name], expected, smallest_norm)
-        error_of_one_rank = relative_error(one_rank[name], expected, smallest_norm)
+        minimum_norm = minimum_norms[name]  # divides the error of a gradient that is nearly zero
+        error = relative_error(gradients[name], expected, minimum_norm)
+        error_of_one_rank = relative_error(one_rank[name], expected, minimum_norm)
         tolerance = gradient_tolerance(run, error_of_one_rank)
         checks.append(Check("gradient", step, name, error, tolerance))
     return checks
 
 
-def _smallest_norms(gradients: Tensors) -> dict[str, float]:
-    """Return, by parameter name, the smallest norm by which the error of a gradient is divided.
+def _minimum_norms(gradients: Tensors) -> dict[str, float]:
+    """Return the norm of a very small gradient of each parameter, by parameter name.
 
-    Otherwise, rounding errors would be large relative to a gradient that is nearly zero. The
-    smallest norm is 0.1% of the norm of all gradients, times the square root of the parameter's
-    share of all elements. For example, a parameter with 1% of all elements gets 10% of the value
-    for the whole model.
+    Relative to a gradient that is nearly zero, any rounding error is large. Its error is therefore
+    divided by this norm: the norm of a gradient whose elements are 0.1% of the root mean square of
+    all gradients.
     """
-    smallest_total = SMALL_GRADIENT * total_norm(gradients.values())
+    minimum_total = SMALL_GRADIENT * total_norm(gradients.values())
     num_elements = sum(gradient.numel() for gradient in gradients.values())
     return {
-        name: smallest_total * math.sqrt(gradient.numel() / num_elements)
+        name: minimum_total * math.sqrt(gradient.numel() / num_elements)
         for name, gradient in gradients.items()
     }

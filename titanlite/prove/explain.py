@@ -22,7 +22,7 @@ RATIO_TOLERANCE = 1e-3
 FIT_TOLERANCE = 0.1
 """Largest part of a difference that an explanation may leave unexplained."""
 MISSING = 0.01
-"""Largest factor with which a sequence counts as missing."""
+"""A sequence that contributes less to a gradient counts as missing. A correct contribution is 1."""
 MAX_NAMES = 3
 
 
@@ -70,11 +70,11 @@ def explain_ratio(ratio: float, run: Run) -> str:
 
 
 def _name_factor(factor: float, run: Run) -> str:
-    """Name the parallel degrees that equal a factor, or else those whose square root equals it.
+    """Describe a factor by the parallel degree that equals it, such as "the number of replicas".
 
-    For example, "the square root of the number of replicas". If no degree fits, return "".
+    If no degree equals it, compare the square roots of the degrees. Return "" if none fits.
     """
-    degrees = _layout_numbers(run).items()
+    degrees = _describe_degrees(run).items()
     equal = [name for name, degree in degrees if abs(factor / degree - 1) < RATIO_TOLERANCE]
     if equal:
         return " = ".join(equal)
@@ -85,10 +85,10 @@ def _name_factor(factor: float, run: Run) -> str:
     return ""
 
 
-def _layout_numbers(run: Run) -> dict[str, int]:
-    """Return the numbers of a layout by which a wrong value may be scaled, by description.
+def _describe_degrees(run: Run) -> dict[str, int]:
+    """Return the parallel degrees of a run, and its number of microbatches, by description.
 
-    For example, {"the tensor-parallel degree": 2, "the number of microbatches": 4, ...}.
+    If ranks add values that they should average, for example, the result is wrong by such a factor.
     """
     degrees = run.degrees
     return {
@@ -241,21 +241,21 @@ def _find_cause(
     """
     if not wrong.isfinite().all():
         return "they are not finite"
-    factor = explain_factor(wrong, right, run)
-    if factor:
-        return factor
+    wrong_scale = explain_factor(wrong, right, run)  # such as "2 times the expected value"
+    if wrong_scale:
+        return wrong_scale
 
     # Check whether the reference computes the wrong gradient when it makes the same mistake.
     tolerance = FIT_TOLERANCE * (wrong - right).norm()
-    for mistake, wrong_sequences, options in _list_mistakes(run, sequences):
+    for mistake, wrong_sequences, options in _imitate_mistakes(run, sequences):
         gradient = compute(wrong_sequences, **options)
         if (gradient - wrong).norm() < tolerance:
             return mistake
 
     # Check whether some sequences are missing or counted too often.
-    factors, gradient = _fit_sequences(wrong, sequences, compute)
+    contributions, gradient = _fit_sequences(wrong, sequences, compute)
     if (gradient - wrong).norm() < tolerance:
-        return _describe_factors(run, factors)
+        return _describe_contributions(run, contributions)
     return _list_suspects(run)
 
 
@@ -264,43 +264,47 @@ def _fit_sequences(
 ) -> tuple[list[float], Tensor]:
     """Fit a wrong gradient by a weighted sum of the gradients of the single sequences.
 
-    For example, a factor of 0 means that the sequence did not contribute to the wrong gradient.
-
     Args:
         wrong: Gradient of the tested run, shape (elements,).
         sequences: Fields of the global batch, each of shape (sequences, T).
         compute: Computes the gradient of the reference for the sequences in the slice `indices`.
 
     Returns:
-        The factor of each sequence, which is 1 in a correct gradient, and the weighted sum.
+        The weight of each sequence, which is 1 in a correct gradient and 0 if the sequence does not
+        contribute, and the weighted sum.
     """
     num_sequences = len(sequences["labels"])
     gradients = [compute(sequences, indices=slice(i, i + 1)) for i in range(num_sequences)]
     matrix = torch.stack(gradients, dim=1)  # (elements, sequences)
-    factors = torch.linalg.lstsq(matrix, wrong[:, None]).solution[:, 0]
-    return factors.tolist(), matrix @ factors
+    weights = torch.linalg.lstsq(matrix, wrong[:, None]).solution[:, 0]
+    return weights.tolist(), matrix @ weights
 
 
-def _list_mistakes(run: Run, sequences: Tensors) -> Iterator[tuple[str, Tensors, dict[str, Any]]]:
-    """Yield typical mistakes of parallel training, so that the reference can reproduce each one.
+def _imitate_mistakes(
+    run: Run, sequences: Tensors
+) -> Iterator[tuple[str, Tensors, dict[str, Any]]]:
+    """Yield arguments of `ReferenceTrainer.compute_gradients` that imitate typical mistakes.
+
+    If the computed gradient equals a wrong gradient of the tested run, the run makes the mistake.
 
     Yields:
-        Description of the mistake, the sequences with the mistake, and the options of
-        `ReferenceTrainer.compute_gradients` with the mistake.
+        Description of the mistake, the argument `sequences`, and keyword arguments.
     """
-    for description, wrong in _list_wrong_sequences(run, sequences):
-        yield description, wrong, {}
+    for description, corrupted in _corrupt_sequences(run, sequences):
+        yield description, corrupted, {}
     if run.arch.sliding_window:
         yield "the sliding window is ignored", sequences, {"use_window": False}
     if run.job.training.z_loss:
         yield "the z-loss is left out", sequences, {"use_z_loss": False}
 
 
-def _list_wrong_sequences(run: Run, sequences: Tensors) -> Iterator[tuple[str, Tensors]]:
-    """Yield typical mistakes in the sequences of a step, such as wrong positions.
+def _corrupt_sequences(run: Run, sequences: Tensors) -> Iterator[tuple[str, Tensors]]:
+    """Yield copies of a global batch with one typical mistake each, such as wrong positions.
+
+    A gradient that is computed from a copy shows the effect of the mistake.
 
     Yields:
-        Description of the mistake, and the sequences with the mistake.
+        Description of the mistake, and the copy.
     """
     ids = sequences["input_ids"]
     seq_len = ids.shape[1]
@@ -310,12 +314,13 @@ def _list_wrong_sequences(run: Run, sequences: Tensors) -> Iterator[tuple[str, T
         yield "tokens attend to other documents", without_ids
         yield "positions do not restart at documents", sequences | {"positions": positions}
     elif run.degrees.context > 1:
-        wrong = sequences | {"positions": positions % (seq_len // run.degrees.context)}
-        yield "positions restart in each context-parallel rank", wrong
+        local_positions = positions % (seq_len // run.degrees.context)
+        corrupted = sequences | {"positions": local_positions}
+        yield "positions restart in each context-parallel rank", corrupted
     if run.microbatches > 1:
         microbatch_size = run.job.training.local_batch_size * run.degrees.data
-        wrong = sequences | {"labels": sequences["labels"].roll(microbatch_size, 0)}
-        yield "the labels are those of another microbatch", wrong
+        corrupted = sequences | {"labels": sequences["labels"].roll(microbatch_size, 0)}
+        yield "the labels are those of another microbatch", corrupted
 
 
 def _list_suspects(run: Run) -> str:
@@ -336,16 +341,16 @@ def _list_suspects(run: Run) -> str:
     return f"look at {', '.join(used)}" if used else "look at the model and its precision"
 
 
-def _describe_factors(run: Run, factors: Sequence[float]) -> str:
-    """Describe which sequences are missing in a wrong gradient, for a failed check.
+def _describe_contributions(run: Run, contributions: Sequence[float]) -> str:
+    """Describe which sequences do not contribute to a wrong gradient, for a failed check.
 
-    If none is missing, list the factors of all sequences.
+    If all sequences contribute, list their contributions.
 
     Args:
         run: The tested run on several ranks.
-        factors: Factor with which each sequence contributes, which is 1 in a correct gradient.
+        contributions: Weight of the gradient of each sequence, which is 1 in a correct gradient.
     """
-    missing = [i for i, factor in enumerate(factors) if abs(factor) < MISSING]
+    missing = [i for i, weight in enumerate(contributions) if abs(weight) < MISSING]
     if missing:
         # With n data-parallel ranks, rank r reads the sequences r, r + n, r + 2n, ...
         data_degree = run.degrees.data
@@ -356,7 +361,7 @@ def _describe_factors(run: Run, factors: Sequence[float]) -> str:
             f"sequences {_join(missing)} of the batch do not contribute "
             f"(microbatches {_join(microbatches)} of data-parallel ranks {_join(ranks)})"
         )
-    listed = ", ".join(f"{factor:.3g}" for factor in factors)
+    listed = ", ".join(f"{weight:.3g}" for weight in contributions)
     return f"the sequences of the batch contribute with the factors {listed} instead of 1"
 
 

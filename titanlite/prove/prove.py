@@ -151,8 +151,8 @@ def load_steps(folder: Path, name: str, num_ranks: int) -> dict[int, LayoutStep]
 def _combine_records(records: list[StepRecord]) -> LayoutStep:
     """Combine the records of all ranks for one step.
 
-    The first rank of each pipeline stage has recorded the unsharded tensors of the stage. Of these
-    tensors, all other ranks have recorded only digests of their shards.
+    Only the first rank of each pipeline stage has recorded unsharded tensors. Together, these ranks
+    have recorded all tensors of the model.
     """
     step = LayoutStep(records)
     for record in records:
@@ -163,40 +163,40 @@ def _combine_records(records: list[StepRecord]) -> LayoutStep:
 
 
 class SteeredRecorder(Recorder):
-    """Records a run on one rank that starts each step from the values of another run.
+    """Records a run on one rank that repeats each step of the tested run on several ranks.
 
-    Before each step, this hook copies the weights of the other run into the model. After the
-    backward pass, it records the gradients, and then overwrites them with those of the other run.
-    Both runs should therefore compute the same optimizer update.
+    Before each step, this hook copies the weights of the tested run into the model. After the
+    backward pass, it records the gradients, and then replaces them with the gradients of the tested
+    run. Both runs should therefore compute the same optimizer update.
 
     Args:
-        steps: Records of the other run, by step number.
+        tested_steps: Records of the tested run, by step number.
     """
 
-    def __init__(self, steps: dict[int, LayoutStep]) -> None:
+    def __init__(self, tested_steps: dict[int, LayoutStep]) -> None:
         super().__init__()
-        self._followed = steps
+        self._tested_steps = tested_steps
 
     def before_step(self, step: int) -> None:
-        """Copy the weights that the other run had before this step into the model."""
+        """Copy the weights that the tested run on several ranks had before this step."""
         super().before_step(step)
-        weights = self._followed[step - 1].weights
+        weights = self._tested_steps[step - 1].weights
         with torch.no_grad():
             for name, parameter in self.trainer.model.named_parameters():
                 keep_shard(to_plain(parameter), weights[name].to(self.trainer.device))
         self.trainer.train_step.precompute_scales()
 
     def gradients(self, step: int) -> None:
-        """Record the gradients, then overwrite them with the gradients of the other run."""
+        """Record the gradients, then replace them with those of the tested run on several ranks."""
         super().gradients(step)
-        gradients = self._followed[step].gradients
+        gradients = self._tested_steps[step].gradients
         for name, parameter in self.trainer.model.named_parameters():
             if parameter.grad is not None and name in gradients:
                 keep_shard(parameter.grad, gradients[name].to(self.trainer.device))
 
 
-def single_run(run: Run, dump_folder: Path, recompute: bool = False) -> Run:
-    """Return a copy of a run that trains on one rank, without parallelism and compilation.
+def make_one_rank_run(run: Run, dump_folder: Path, recompute: bool = False) -> Run:
+    """Return a copy of a run that trains on one rank, without parallelism or compilation.
 
     Args:
         run: The tested run on several ranks.
@@ -234,19 +234,29 @@ def prove(run: Run, out: Path) -> Proof | None:
         with process_group(run.job) as device:
             is_first_rank = dist.get_rank() == 0
             folder = _create_shared_folder(out, stack)
-            run = settle_compute_dtype(run, device)  # replaces the dtype "auto"
-            run = run.resolve_attention_backend(on_gpu=device.type == "cuda")
-            run = with_keys(run, {"job.dump_folder": str(folder / "layout")})
+            run = _settle_run(run, device, folder / "layout")
             save_after = max(1, run.job.training.steps // 2)
             train_in_layout(run, device, save_after, folder)
         if not is_first_rank:
             return None
 
-        # Compare the files with the reference. From here on, this process is the only rank.
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-        os.environ.pop(STORE, None)  # the rendezvous file that the launcher created for all ranks
+        # Compare the files with the reference.
+        _become_only_rank()
         checks = list(compare(run, folder, save_after))
     return _build_proof(run, checks, device)
+
+
+def _settle_run(run: Run, device: torch.device, dump_folder: Path) -> Run:
+    """Return a copy of a run with an output folder, and with all automatic choices made."""
+    run = settle_compute_dtype(run, device)  # replaces the dtype "auto"
+    run = run.resolve_attention_backend(on_gpu=device.type == "cuda")
+    return with_keys(run, {"job.dump_folder": str(dump_folder)})
+
+
+def _become_only_rank() -> None:
+    """Set the environment variables with which this process can form a process group alone."""
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    os.environ.pop(STORE, None)  # the rendezvous file that the launcher created for all ranks
 
 
 @contextmanager
@@ -267,18 +277,22 @@ def _create_shared_folder(parent: Path, stack: ExitStack) -> Path:
     """
     folder = ""
     if dist.get_rank() == 0:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            # Raise SystemExit, which closes `stack`, instead of ending the process at once.
-            signal.signal(number, lambda number, _frame: sys.exit(128 + number))
+        _exit_on_signals()  # so that a signal closes `stack`
         folder = tempfile.mkdtemp(prefix="run-", dir=parent)
         stack.callback(shutil.rmtree, folder)
-        # The log files of the trainers are in that folder. Close them first.
+        # Callbacks run in reverse order: first, stop logging to files in the folder.
         stack.callback(logging.getLogger(LOGGER_NAME).handlers.clear)
     return Path(gathered(folder)[0])
 
 
+def _exit_on_signals() -> None:
+    """Raise SystemExit on Ctrl-C and SIGTERM, instead of ending the process at once."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _frame: sys.exit(128 + number))
+
+
 def _build_proof(run: Run, checks: list[Check], device: torch.device) -> Proof:
-    """Combine the comparisons of a run with the device, commit and limits of the proof."""
+    """Create the result of `titanlite prove` from its comparisons, and describe its limits."""
     device_name = "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
     optimizer_reference = "the same optimizer on one rank"
     if run.job.optimizer.name in FORMULAS:
@@ -305,7 +319,7 @@ def _list_untested(run: Run, checks: list[Check]) -> list[str]:
 
 
 def compare(run: Run, folder: Path, save_after: int) -> Iterator[Check]:
-    """Yield all comparisons of a run on several ranks with runs on one rank.
+    """Compare a run on several ranks with the same training on one rank, and yield each check.
 
     Args:
         run: The tested run on several ranks.
@@ -313,19 +327,21 @@ def compare(run: Run, folder: Path, save_after: int) -> Iterator[Check]:
             folder of the run.
         save_after: Number of the step after which the run saved its checkpoint.
     """
-    first = load_steps(folder, "first", run.world_size)
-    resumed = load_steps(folder, "resumed", run.world_size)
-    single = single_run(run, folder / "single")
-    with process_group(single.job) as device:
-        recorder = SteeredRecorder(first)
-        yield from _compare_steps(run, first, single, recorder, device)
+    tested_steps = load_steps(folder, "first", run.world_size)
+    resumed_steps = load_steps(folder, "resumed", run.world_size)
+    one_rank_run = make_one_rank_run(run, folder / "single")
+    with process_group(one_rank_run.job) as device:
+        # Repeat the steps on one rank.
+        recorder = SteeredRecorder(tested_steps)
+        yield from _compare_steps(run, tested_steps, one_rank_run, recorder, device)
+        one_rank_steps = recorder.steps
 
         # Check the checkpoint, by resuming from it and by exporting it.
-        yield from compare_resumed(run, save_after, first, resumed)
-        saved = first[save_after]
-        resumed_single = single_run(run, folder / "layout")
-        next_step = recorder.steps[save_after + 1]
-        yield from compare_resumed_on_one_rank(resumed_single, device, saved, next_step)
+        yield from compare_resumed(run, save_after, tested_steps, resumed_steps)
+        saved = tested_steps[save_after]
+        resumed_run = make_one_rank_run(run, folder / "layout")
+        next_step = one_rank_steps[save_after + 1]
+        yield from compare_resumed_on_one_rank(resumed_run, device, saved, next_step)
         yield from compare_export(saved.weights, folder, save_after)
 
         yield from compare_recomputation(run, device, folder)
@@ -333,31 +349,35 @@ def compare(run: Run, folder: Path, save_after: int) -> Iterator[Check]:
 
 def _compare_steps(
     run: Run,
-    steps: dict[int, LayoutStep],
-    single: Run,
+    tested_steps: dict[int, LayoutStep],
+    one_rank_run: Run,
     recorder: SteeredRecorder,
     device: torch.device,
 ) -> Iterator[Check]:
-    """Train the same steps on one rank, and yield the comparisons of each step.
+    """Repeat the tested run on one rank, and compare both runs and a float64 reference.
 
     Args:
         run: The tested run on several ranks.
-        steps: Records of the tested run, by step number. 0 is the state before the first step.
-        single: The same job on one rank.
-        recorder: Records the steps of `single`.
+        tested_steps: Records of the tested run, by step number. 0 is the state before training.
+        one_rank_run: The same job on one rank.
+        recorder: Hook that repeats and records the steps of `run` in `one_rank_run`.
         device: Device of this rank.
     """
-    reference = ReferenceTrainer(single, device)  # in float64
-    with Trainer(single, device, [recorder]) as trainer:
+    reference = ReferenceTrainer(one_rank_run, device)  # in float64
+    with Trainer(one_rank_run, device, [recorder]) as trainer:
         turn_dropout_off(trainer)
-        initial_weights = select(steps[0].initial, MODEL)
+
+        # Compare the state before training.
+        before = tested_steps[0]
+        initial_weights = select(before.initial, MODEL)  # before `amplify_weights` scaled them
         yield from compare_bitwise("initial weights", 0, initial_weights, reference.initial)
-        yield from compare_replicas(run, 0, "replicas of weights", steps[0], "state")
+        yield from compare_replicas(run, 0, "replicas of weights", before, kind="state")
+
         for step in range(1, run.job.training.steps + 1):
-            recorder.train()
-            before = steps[step - 1]
-            after = steps[step]
+            recorder.train_and_record()
+            after = tested_steps[step]
             yield from compare_step(run, step, before, after, recorder.steps[step], reference)
+            before = after
     reference.close()
 
 
@@ -366,7 +386,7 @@ def compare_step(
     step: int,
     before: LayoutStep,
     after: LayoutStep,
-    single: StepRecord,
+    one_rank: StepRecord,
     reference: ReferenceTrainer,
 ) -> Iterator[Check]:
     """Yield the comparisons of one training step.
@@ -379,14 +399,14 @@ def compare_step(
         step: Number of the step.
         before: State of the run before the step.
         after: Records of the run after the step.
-        single: Record of the same step on one rank, in the precision of the run.
+        one_rank: Record of the same step on one rank, in the precision of the run.
         reference: Model that computes the expected loss and gradients in float64.
     """
     sequences = reference.read_sequences()
     yield from compare_sequences(run, step, after, sequences)
 
     loss, gradients = reference.compute_gradients(before.weights, sequences)
-    checks = compare_gradients(step, run, after.gradients, gradients, single.gradients.unsharded)
+    checks = compare_gradients(step, run, after.gradients, gradients, one_rank.gradients.unsharded)
     failed = [check for check in checks if not check.has_passed]
     hint = ""
     if failed:
@@ -395,7 +415,7 @@ def compare_step(
             run, names, after.gradients, gradients, before.weights, sequences, reference
         )
 
-    tolerance = loss_tolerance(run, abs(single.loss - loss) / abs(loss))
+    tolerance = loss_tolerance(run, abs(one_rank.loss - loss) / abs(loss))
     for rank, record in enumerate(after.ranks):
         hints = filter(None, (explain_ratio(record.loss / loss, run), hint))
         error = abs(record.loss - loss) / abs(loss)
@@ -416,7 +436,7 @@ def compare_step(
         yield Check("gradient norm", step, f"rank {rank}", error, tolerance, hint)
 
     yield from compare_replicas(run, step, "replicas of weights", after, "state")
-    yield from compare_update(run, step, before, after, single.state, norm)
+    yield from compare_update(run, step, before, after, one_rank.state, norm)
     yield from compare_scales(step, after)
 
 
@@ -485,9 +505,9 @@ def compare_replicas(
             hints.setdefault(tensor, _describe_ranks(run, first_rank, rank))
 
     for tensor, hint in hints.items():
-        yield Check(name, step, tensor, 1.0, 0.0, hint)
+        yield Check(name, step, tensor, error=1.0, tolerance=0.0, hint=hint)
     if num_replicas and not hints:
-        yield Check(name, step, f"{num_replicas} shards", 0.0, 0.0)
+        yield Check(name, step, f"{num_replicas} shards", error=0.0, tolerance=0.0)
 
 
 def _list_replicas(after: LayoutStep, kind: str) -> Iterator[tuple[str, int, int, bool]]:
@@ -528,7 +548,7 @@ def compare_update(
     step: int,
     before: LayoutStep,
     after: LayoutStep,
-    single: Snapshot,
+    one_rank: Snapshot,
     norm: float,
 ) -> Iterator[Check]:
     """Compare the weights and optimizer state after a step with the expected optimizer update.
@@ -538,7 +558,7 @@ def compare_update(
         step: Number of the step.
         before: State of the run before the step.
         after: Gradients of the run, and its state after the step.
-        single: State after the step on one rank that applied the same gradients.
+        one_rank: State after the step on one rank that applied the same gradients.
         norm: Total gradient norm, from which the clipping factor follows.
     """
     max_norm = run.job.training.max_norm
@@ -559,8 +579,8 @@ def compare_update(
                 expected = torch.where(update.is_sure, expected, new_weight)
             expected_moments = update.moments
         else:
-            expected = single.unsharded[MODEL + name].double()
-            expected_moments = select(single.unsharded, f"{OPTIMIZER}{name}.")
+            expected = one_rank.unsharded[MODEL + name].double()
+            expected_moments = select(one_rank.unsharded, f"{OPTIMIZER}{name}.")
 
         for key, expected_moment in expected_moments.items():
             yield _compare_moment(run, step, f"{name}.{key}", new_moments[key], expected_moment)
@@ -575,7 +595,7 @@ def compare_update(
         hint = explain_factor(new_change, change, run)
         yield Check("weight update", step, name, error, tolerance, hint)
     averages = select(after.state, AVERAGES)
-    for name, expected in select(single.unsharded, AVERAGES).items():
+    for name, expected in select(one_rank.unsharded, AVERAGES).items():
         error = relative_error(averages[name], expected)
         yield Check("weight average", step, name, error, UPDATE_ROUNDINGS * EPS32)
 
@@ -671,7 +691,7 @@ def compare_resumed_on_one_rank(
         step = trainer.steps_done
         loaded = recorder.steps[step].state.unsharded  # recorded by the hook after the load
         yield from compare_bitwise("resume on one rank: loaded state", step, loaded, saved.state)
-        recorder.train()
+        recorder.train_and_record()
 
     step += 1
     record = recorder.steps[step]
@@ -684,18 +704,17 @@ def compare_resumed_on_one_rank(
 
 
 def compare_export(weights: Tensors, folder: Path, step: int) -> Iterator[Check]:
-    """Check that weights exported to Hugging Face transformers are bitwise equal.
+    """Export the newest checkpoint to Hugging Face transformers, and check the exported weights.
 
-    Export the newest checkpoint and read the result. Skip models that transformers does not
-    support.
+    They must be bitwise equal to `weights`. Skip models that transformers does not support.
 
     Args:
         weights: Weights of the tested run after the step, by parameter name.
-        folder: Folder of the proof. Its subfolder "layout" is the output folder of the run.
+        folder: Folder for the export. Its subfolder "layout" is the output folder of the run.
         step: Number of the saved step.
     """
-    checkpoint_path = load_newest(folder / "layout", load=lambda path: path)
-    saved = checkpoint_weights(checkpoint_path)
+    newest_path = load_newest(folder / "layout", load=lambda path: path)
+    saved = checkpoint_weights(newest_path)
     if not has_hf_family(saved.arch):
         return
     export_hf(saved, folder / "exported", "float32")
@@ -722,12 +741,13 @@ def compare_recomputation(run: Run, device: torch.device, folder: Path) -> Itera
     if not has_random_numbers(run):
         return
 
-    expected = _train_first_step(single_run(run, folder / "recompute-False"), device)
-    recomputing = single_run(run, folder / "recompute-True", recompute=True)
+    expected = _train_first_step(make_one_rank_run(run, folder / "recompute-False"), device)
+    recomputing = make_one_rank_run(run, folder / "recompute-True", recompute=True)
+    tolerance = FLOOR_ROUNDINGS * EPS32
     hint = "the backward pass recomputes other activations, for example with another dropout"
     for name, value in _train_first_step(recomputing, device).items():
         error = relative_error(value, expected[name])
-        yield Check("recomputation", 1, name, error, FLOOR_ROUNDINGS * EPS32, hint)
+        yield Check("recomputation", 1, name, error, tolerance, hint)
 
 
 def _train_first_step(run: Run, device: torch.device) -> Tensors:
@@ -736,5 +756,5 @@ def _train_first_step(run: Run, device: torch.device) -> Tensors:
     with Trainer(run, device, [recorder]):
         recorder.amplify_weights()
         torch.manual_seed(0)  # for equal dropout masks in all runs
-        recorder.train()
+        recorder.train_and_record()
     return recorder.steps[1].gradients.unsharded

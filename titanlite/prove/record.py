@@ -141,7 +141,7 @@ class Recorder(Hook):
         }
         self.record.gradients = self._snapshot(gradients)
 
-    def train(self) -> None:
+    def train_and_record(self) -> None:
         """Train one step, then record its loss, its gradient norm and the state after it."""
         entry = self.trainer.step()
         assert entry is not None  # every step is logged
@@ -149,10 +149,10 @@ class Recorder(Hook):
         self.record.grad_norm = entry.grad_norm
         self.record.state = self.snapshot_state()
 
-    def train_until(self, last_step: int) -> None:
+    def train_and_record_until(self, last_step: int) -> None:
         """Train and record all steps up to `last_step`."""
         while self.trainer.steps_done < last_step:
-            self.train()
+            self.train_and_record()
 
     def after_step(self, step: int, result: StepResult) -> None:
         """Record the FP8 scales of the updated weights."""
@@ -213,16 +213,16 @@ def train_in_layout(run: Run, device: torch.device, save_after: int, folder: Pat
     with Trainer(run, device, [recorder]) as trainer:
         turn_dropout_off(trainer)
         recorder.amplify_weights()
-        recorder.train_until(save_after)
+        recorder.train_and_record_until(save_after)
         trainer.save()
-        recorder.train_until(num_steps)
+        recorder.train_and_record_until(num_steps)
     torch.save(recorder.steps, folder / f"first-{rank}.pt")
 
     # This trainer resumes from the checkpoint.
     recorder = Recorder()
     with Trainer(run, device, [recorder]) as trainer:
         turn_dropout_off(trainer)
-        recorder.train_until(num_steps)
+        recorder.train_and_record_until(num_steps)
     torch.save(recorder.steps, folder / f"resumed-{rank}.pt")
     dist.barrier()
 

@@ -124,14 +124,11 @@ class ReferenceTrainer:
             for name, parameter in self.model.named_parameters():
                 parameter.copy_(weights[name])
         self.model.zero_grad()
-        window = self._run.arch.sliding_window if use_window else 0
-        z_loss = self._run.job.training.z_loss if use_z_loss else 0.0
 
         num_valid_tokens = int((sequences["labels"] != IGNORE_INDEX).sum())
         part = {name: values[indices] for name, values in sequences.items()}
-        masks: dict[str, Tensor] = {}  # if empty, the model attends causally
-        if "document_ids" in part or self._run.arch.sliding_window:
-            masks = {"mask": _plain_mask(part, window), "full_mask": _plain_mask(part, 0)}
+        masks = self._make_masks(part, use_window)
+        z_loss = self._run.job.training.z_loss if use_z_loss else 0.0
         with computing_in_float64():
             head = _loss_head(self._run, part["labels"], num_valid_tokens, z_loss)
             loss = self.model(part["input_ids"], part.get("positions"), head=head, **masks)
@@ -142,6 +139,23 @@ class ReferenceTrainer:
             if parameter.grad is not None
         }
         return loss.item(), gradients
+
+    def _make_masks(self, sequences: Tensors, use_window: bool) -> dict[str, Tensor]:
+        """Return the attention masks to pass to the model, by the name of the argument.
+
+        The result is empty if the model needs only its default mask, which is causal.
+
+        Args:
+            sequences: Sequences of the forward pass.
+            use_window: Whether attention has the sliding window of the model, if there is one.
+        """
+        window = self._run.arch.sliding_window
+        if "document_ids" not in sequences and not window:
+            return {}
+        return {
+            "mask": _plain_mask(sequences, window if use_window else 0),
+            "full_mask": _plain_mask(sequences, window=0),  # for blocks without sliding window
+        }
 
 
 def _plain_mask(sequences: Tensors, window: int) -> Tensor:
@@ -184,8 +198,9 @@ def _loss_head(
         z_loss: Weight of the z-loss.
     """
     softcap = run.arch.logit_softcap
-    if run.job.training.loss not in ("cross_entropy", "reference"):
-        # The formula of a plugin's loss is unknown, so call the plugin.
+    is_plugin = run.job.training.loss not in ("cross_entropy", "reference")
+    if is_plugin:
+        # The formula of the loss is unknown, so use the same code as training.
         recipe = LossRecipe(z_loss, compiled=False, tensor=None, softcap=softcap)
         loss = build_loss(run.job, recipe)
         scale = torch.tensor(1 / num_valid_tokens)
@@ -224,7 +239,8 @@ class Update(NamedTuple):
         direction: Tensor that the optimizer multiplies by the learning rate and subtracts from the
             weights.
         moments: Moments after the step, such as "exp_avg".
-        is_sure: Mask of the elements to compare with a tested optimizer. None means all elements.
+        is_sure: Mask that is False where rounding errors decide the direction, such as the sign of
+            a tiny number. None means True for all elements.
     """
 
     direction: Tensor
@@ -315,13 +331,14 @@ def _get_lr_and_decay(run: Run, step: int, name: str, ndim: int) -> tuple[float,
     """
     config = run.job.optimizer
     lr = learning_rate_at(run.job, step)
-    is_kept_embedding = "tok_embeddings" in name and not config.decay_embeddings
-    has_decay = ndim >= 2 and not is_kept_embedding
+    is_exempt = "tok_embeddings" in name and not config.decay_embeddings
+    has_decay = ndim >= 2 and not is_exempt
     weight_decay = config.weight_decay if has_decay else 0.0
     for group in config.groups:
         if group.claims(name):
             lr *= group.lr_factor
             if group.weight_decay is not None:
                 weight_decay = group.weight_decay
+    # muP scales the learning rate of a parameter, but not its decay per step, `lr * weight_decay`.
     _, mup_factor = run.arch.mup_factors(name, ndim)
     return lr * mup_factor, weight_decay / mup_factor

@@ -70,19 +70,23 @@ def make_certificate(small: SmallJob, proof: Proof) -> Certificate:
     """Create the certificate of a job, which states whether its layout computes correct results.
 
     Args:
-        small: The original job, and the small version that was trained.
+        small: The original job, and the options that differ in the small job that was trained.
         proof: Results of all comparisons.
     """
     checks = proof.checks
-    job = proof.run.job
+    original_job = small.job
+    trained_job = proof.run.job
+    precision = trained_job.training.mixed_precision_param
+    if trained_job.float8.enable:
+        precision = "float8"
     return Certificate(
         proven=all(check.has_passed for check in checks),
         first_difference=describe_first_difference(checks),
-        job_hash=hash_job(small.job),
-        job=small.job.job.config_file or "",
+        job_hash=hash_job(original_job),
+        job=original_job.job.config_file or "",
         time=time.time(),
         layout=asdict(proof.run.degrees),
-        precision="float8" if job.float8.enable else job.training.mixed_precision_param,
+        precision=precision,
         device=proof.device,
         optimizer_reference=proof.optimizer_reference,
         versions=read_versions(),
@@ -105,9 +109,10 @@ def write_certificate(certificate: Certificate, folder: Path) -> Path:
 
 
 def format_summary(certificate: Certificate) -> str:
-    """Format the header of a certificate for the terminal, as a few lines of text.
+    """Format the header of the output of `titanlite prove`, as a few lines of text.
 
-    It lists the layout, precision and device, and how the small job differs from the original one.
+    It lists the layout, precision and device, and how the trained small job differs from the job of
+    the user.
     """
     layout = " x ".join(f"{name} {size}" for name, size in certificate.layout.items() if size > 1)
     lines = [

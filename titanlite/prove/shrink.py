@@ -69,10 +69,9 @@ class SmallJob(NamedTuple):
 
 
 def parse_original(argv: Sequence[str]) -> JobConfig:
-    """Parse the job described by `argv`, the options of `titanlite train`.
+    """Parse the job described by `argv`, the options of `titanlite train`, before it is shrunk.
 
-    Also check that its parallel degrees fit its model. The small job cannot show this, because its
-    degrees and its model are smaller.
+    Also check that its parallel degrees fit its model, because shrinking changes both.
 
     Raises:
         UserError: If a value is invalid, or the parallel degrees do not fit the model.
@@ -83,7 +82,7 @@ def parse_original(argv: Sequence[str]) -> JobConfig:
     if parsed.mistakes:
         raise parsed.error(parsed.mistakes)
 
-    # The small job cannot check the degrees, because its degrees and its model are smaller.
+    # Check the degrees, with as few ranks as possible.
     run = Run(parsed.job, _smallest_world_size(parsed.job))
     problems = list(check_tensor_sizes(run))
     if run.degrees.pipeline > 1:
@@ -174,12 +173,12 @@ def shrink_degrees(job: JobConfig, world_size: int | None) -> dict[str, int]:
     has_fsdp = job.parallelism.data_parallel_shard_degree != 1
     fsdp_degree = 2 if has_fsdp else 1
     if world_size is not None:
-        fsdp_degree = _fill_ranks(world_size, math.prod(degrees.values()), has_fsdp)
+        fsdp_degree = _choose_fsdp_degree(world_size, math.prod(degrees.values()), has_fsdp)
     return {**degrees, "data_parallel_shard_degree": fsdp_degree}
 
 
-def _fill_ranks(world_size: int, other_degrees: int, has_fsdp: bool) -> int:
-    """Return the FSDP degree with which the small job uses all ranks.
+def _choose_fsdp_degree(world_size: int, other_degrees: int, has_fsdp: bool) -> int:
+    """Return the FSDP degree with which a job uses all ranks.
 
     For example, 8 ranks with a product of other degrees of 4 need an FSDP degree of 2.
 
@@ -353,7 +352,7 @@ def _drop_missing_names(small: JobConfig) -> tuple[JobConfig, list[str]]:
 
 
 def _shrink_data(small: JobConfig, out: Path) -> tuple[JobConfig, list[str]]:
-    """Replace the data of a small job by a toy text, if the small job cannot read the data.
+    """Replace the training data by a toy text if a job with small sizes cannot read it.
 
     Args:
         small: Job with the small model, batch size and sequence length.
@@ -366,19 +365,20 @@ def _shrink_data(small: JobConfig, out: Path) -> tuple[JobConfig, list[str]]:
     notes = []
     if dataset.stages:
         notes.append("dataset.stages: the small job ends before they begin.")
+        small = _update(small, "dataset", stages=())
 
     problem = _find_data_problem(dataset)
     if problem:
         notes.append(f"[dataset]: a toy text is read instead, because {problem}.")
         write_output(out / TOY_TEXT, _make_toy_text().encode())
-        small = _read_only(small, out / TOY_TEXT)
+        small = _replace_data(small, out / TOY_TEXT)
 
-    small = _update(small, "dataset", stages=(), num_workers=min(1, dataset.num_workers))
+    small = _update(small, "dataset", num_workers=min(1, dataset.num_workers))
     return small.model_copy(update={"tokenizer": TokenizerOptions()}), notes
 
 
-def _read_only(job: JobConfig, path: Path) -> JobConfig:
-    """Return a copy of a job that reads only one JSON Lines file as training data."""
+def _replace_data(job: JobConfig, path: Path) -> JobConfig:
+    """Return a copy of a job whose training data is a single JSON Lines file."""
     return _update(
         job,
         "dataset",
@@ -440,13 +440,13 @@ def _shrink_outputs(small: JobConfig, out: Path) -> tuple[JobConfig, list[str]]:
     """Disable validation, samples and metrics loggers, and remove hooks that may change weights.
 
     Args:
-        small: The small job.
-        out: New output folder of the small job.
+        small: Job with small sizes.
+        out: New output folder of the job.
 
     Returns:
         The changed job, and one sentence for each removed hook.
     """
-    # Keep hooks that only observe, because the reference has no hooks.
+    # The expected results are computed without hooks, so keep only hooks that change nothing.
     kept = [name for name in small.job.hooks if getattr(HOOKS[name], "observes_only", False)]
     notes = [
         f"job.hooks: {name} may change weights or gradients (observes_only is false)."
@@ -454,7 +454,7 @@ def _shrink_outputs(small: JobConfig, out: Path) -> tuple[JobConfig, list[str]]:
         if name not in kept
     ]
 
-    # Write as little as possible, and save only the checkpoint of the proof.
+    # Write as little as possible. `train_in_layout` saves the only checkpoint.
     small = _update(
         small, "job", hooks=tuple(kept), dump_folder=str(out), require_certificate=False
     )
@@ -465,7 +465,7 @@ def _shrink_outputs(small: JobConfig, out: Path) -> tuple[JobConfig, list[str]]:
         "validation": Validation(),
         "samples": SampleOptions(),
         "profiling": Profiling(),
-        "checkpoint": Checkpoint(interval=10**6),
+        "checkpoint": Checkpoint(interval=10**6),  # more than the number of steps
     }
     return small.model_copy(update=sections), notes
 
