@@ -124,7 +124,7 @@ def test_each_key_of_torchtitan_is_in_one_table_and_an_error_names_its_equivalen
     for theirs, ours in tables.EQUIVALENT.items():
         if theirs not in list_keys():
             assert ours in describe_unknown_name(JobConfig, theirs).problem, theirs
-    keys = [*tables.EQUIVALENT, *tables.CONVERTED, *tables.WITHOUT]
+    keys = [*tables.EQUIVALENT, *tables.CONVERTED, *tables.WITHOUT_EQUIVALENT]
 
     assert len(keys) == len({*keys})
     assert {*tables.EQUIVALENT.values(), *tables.DEFAULTS} <= list_keys().keys()

@@ -90,16 +90,12 @@ class Migration:
 
     @property
     def carried(self) -> int:
-        """Return the number of keys that have the same name in the old and the new file."""
+        """Return how many keys of the torchtitan job file kept their name in our job file."""
         return sum(self._origin.get(key) == key for key in self._new)
 
     @property
     def renamed(self) -> dict[str, str]:
-        """Return the keys of the old file that have a different name in the new file.
-
-        Returns:
-            New names by old name.
-        """
+        """Map each torchtitan key that is renamed in our job file to its new name."""
         # Skip new keys that were removed again, and origins that are not in the old file.
         return {
             old: new
@@ -146,12 +142,18 @@ class Migration:
         self._origin[key] = self._names.get(origin, origin)
 
     def _set_default(self, key: str, value: Any, why: str = "") -> None:
-        """Set a key of the new file as `_set` does, unless the key already has a value."""
+        """Set a key of the new job file, unless the key already has a value.
+
+        Args:
+            key: Key of the new file.
+            value: Value of the new file.
+            why: Reason for the report. If empty, the key is not reported.
+        """
         if key not in self._new:
             self._set(key, value, why)
 
     def _set(self, key: str, value: Any, why: str = "") -> None:
-        """Set a key of the new file to a value that the old file does not have.
+        """Set a key of the new job file to a value that was not copied from the torchtitan file.
 
         Args:
             key: Key of the new file.
@@ -169,14 +171,14 @@ class Migration:
     # Conversion.
 
     def _convert_key(self, key: str, value: Any) -> None:
-        """Copy a key with one titanlite equivalent to the new file, with its value converted.
+        """Convert a key of the torchtitan job file and its value, and add them to our job file.
 
-        Report a key without an equivalent as lost.
+        Report the key as lost if our job files have no equivalent.
         """
         if key in tables.CONVERTED:
             return  # another method converts it, together with other keys
-        if key in tables.WITHOUT:
-            self._report_lost(key, tables.WITHOUT[key])
+        if key in tables.WITHOUT_EQUIVALENT:
+            self._report_lost(key, tables.WITHOUT_EQUIVALENT[key])
             return
         if key not in tables.EQUIVALENT:
             self._report_lost(key, f"It is no key of torchtitan 0.1 to 0.3.{_suggest_keys([key])}")
@@ -190,10 +192,10 @@ class Migration:
         self._carry_over(new_key, value, key)
 
     def _convert_flavor(self, flavor: Any) -> str:
-        """Return the titanlite flavor for a torchtitan flavor.
+        """Return our name of a model flavor, for example "8b" for the torchtitan flavor "8B".
 
         Raises:
-            UserError: If torchtitan has no such flavor, or titanlite does not have the model.
+            UserError: If the flavor is not in `TORCHTITAN_FLAVORS`.
         """
         known = TORCHTITAN_FLAVORS[self.model]
         if not isinstance(flavor, str) or flavor not in known:
@@ -204,7 +206,7 @@ class Migration:
         return tables.convert_flavor(self.model, flavor)
 
     def _convert_model(self) -> None:
-        """Set the model flavor, and each size that differs between torchtitan and titanlite."""
+        """Set our flavor of the torchtitan model, and each size that the flavor does not have."""
         flavor = self._old.get("model.flavor", "debugmodel")
         new_flavor = self._convert_flavor(flavor)
         self._set_default("model.flavor", new_flavor, DEFAULT)
@@ -218,24 +220,32 @@ class Migration:
         if self.model == "llama3" and flavor in tables.FLAVORS_WITH_DOCUMENT_MASK:
             self._set_default("dataset.document_mask", True, f"torchtitan's {flavor}")
 
-    def _keep_sizes(self, flavor: str, new_sizes: Architecture) -> None:
-        """Set the sizes in which a torchtitan flavor differs from the titanlite flavor."""
+    def _keep_sizes(self, flavor: str, our_sizes: Architecture) -> None:
+        """Set each model size in which our flavor differs from a torchtitan flavor.
+
+        Args:
+            flavor: Name of the torchtitan flavor.
+            our_sizes: Sizes of our flavor.
+        """
         old_sizes = self._get_torchtitan_sizes(flavor)
-        for key, new_size in asdict(new_sizes).items():
+        for key, our_size in asdict(our_sizes).items():
             depends_on_other_keys = key in ("vocab_size", "max_seq_len", "head_dim")
-            if not depends_on_other_keys and old_sizes[key] != new_size:
+            if not depends_on_other_keys and old_sizes[key] != our_size:
                 self._set_default(f"model.{key}", old_sizes[key], f"torchtitan's {flavor}")
 
     def _get_torchtitan_sizes(self, flavor: str) -> dict[str, Any]:
-        """Return the sizes of a torchtitan flavor. Sizes in a resolved config take precedence."""
+        """Return the model sizes of a torchtitan flavor, such as "n_layers", by name.
+
+        A JSON config of torchtitan 0.3 lists its sizes. These replace the sizes of the flavor.
+        """
         sizes = asdict(TORCHTITAN_FLAVORS[self.model][flavor])
         sizes["rope_scaling_factor"] = self.rope_scaling_factor
         return sizes | self._sizes
 
     def _convert_json_model(self) -> None:
-        """Set or report what torchtitan 0.3 does, but does not write to its JSON configs.
+        """Add what the JSON config of a torchtitan 0.3 job leaves out: the document mask.
 
-        It always masks documents. It does not list which layers are converted to FP8.
+        Report that the config does not list the layers in FP8, so they cannot be converted.
         """
         self._set("dataset.document_mask", True, "torchtitan 0.3 always masks documents")
         self._report_lost(
@@ -272,26 +282,24 @@ class Migration:
         name_key = f"{old_section}.dataset"
         path_key = f"{old_section}.dataset_path"
         name = self._old.get(name_key, default)
-        has_path = path_key in self._old  # a local folder, or a name on the Hugging Face Hub
         is_c4 = name in ("c4", "c4_validation")  # two splits of the same dataset
-        if not has_path and not is_c4 and name != "c4_test":
+
+        if path_key in self._old:  # a local folder, or a name on the Hugging Face Hub
+            self._carry_over(f"{section}.source", "huggingface", name_key)
+            self._carry_over(f"{section}.path", self._old[path_key], path_key)
+            if is_c4:
+                self._set_default(f"{section}.config", "en")
+                self._set_default(f"{section}.streaming", True)
+        elif is_c4:
+            self._carry_over(f"{section}.source", "c4", name_key)
+        elif name == "c4_test":
+            self._replace_c4_test(section, name_key)
+        else:
             raise UserError(
                 f"{name_key} = {format_value(name)}: torchtitan has c4, c4_test and c4_validation. "
                 "Add dataset_path, a folder or a name on the Hub."
             )
 
-        if has_path:
-            self._carry_over(f"{section}.source", "huggingface", name_key)
-            self._carry_over(f"{section}.path", self._old[path_key], path_key)
-        elif is_c4:
-            self._carry_over(f"{section}.source", "c4", name_key)
-        else:
-            self._replace_c4_test(section, name_key)
-
-        # Set the keys that the name of the dataset implies.
-        if has_path and is_c4:
-            self._set_default(f"{section}.config", "en")
-            self._set_default(f"{section}.streaming", True)
         if name == "c4_validation":
             self._set_default(f"{section}.split", "validation")
 
@@ -319,16 +327,16 @@ class Migration:
     def _convert_microbatches(self) -> None:
         """Convert the batch sizes of a pipeline.
 
-        The key `training.local_batch_size` changes its meaning. In torchtitan it is the number of
-        sequences of a rank per step, which the pipeline divides into microbatches. In titanlite it
-        is the number of sequences per microbatch, and the number of microbatches follows from
-        `training.global_batch_size`.
+        In the torchtitan job file, `training.local_batch_size` is the number of sequences of a rank
+        per step, and the pipeline divides them into microbatches. In our job file, it is the number
+        of sequences per microbatch. `training.global_batch_size` then determines how many
+        microbatches there are.
         """
         num_stages = self._get_integer("parallelism.pipeline_parallel_degree", 1)
         if num_stages == 1:
             return
 
-        # Set the local batch to one microbatch. All defaults are those of torchtitan.
+        # Set the local batch to one microbatch. The defaults here are torchtitan defaults.
         local_key = "training.local_batch_size"
         local_size = self._get_integer(local_key, 8)
         microbatch_size = self._get_microbatch_size(local_size, num_stages)
@@ -339,7 +347,9 @@ class Migration:
             self._add_global_batch_size(local_size, microbatch_size)
 
     def _add_global_batch_size(self, local_size: int, microbatch_size: int) -> None:
-        """Set the global batch size for a pipeline, or report that it cannot be computed.
+        """Set `training.global_batch_size` of a job with a pipeline.
+
+        If the number of data-parallel ranks is unknown, report how the user can compute the value.
 
         Args:
             local_size: Number of sequences of a data-parallel rank per step.
@@ -367,9 +377,13 @@ class Migration:
         return num_shards * self._get_integer("parallelism.data_parallel_replicate_degree", 1)
 
     def _get_microbatch_size(self, local_size: int, num_stages: int) -> int:
-        """Return the number of sequences per pipeline microbatch in the old file.
+        """Return the number of sequences per pipeline microbatch in the torchtitan job file.
 
-        Old torchtitan versions set the number of microbatches per local batch instead.
+        Job files of old versions have the number of microbatches, so divide `local_size` by it.
+
+        Args:
+            local_size: Number of sequences of a data-parallel rank per step.
+            num_stages: Number of pipeline stages, the default number of microbatches.
         """
         size = self._get_integer("parallelism.pipeline_parallel_microbatch_size", 1)
         is_old_version = "experimental.pipeline_parallel_degree" in self._old
@@ -388,7 +402,7 @@ class Migration:
             self._report_lost(f"model.converters {format_value(others)}", reason)
 
     def _convert_float8(self) -> None:
-        """Choose the layers to convert to FP8, if the old file enables it."""
+        """Set the FP8 recipe and the layers to convert, if the torchtitan job uses FP8."""
         if self._new.get("float8.enable") is not True:
             return
 
@@ -404,7 +418,7 @@ class Migration:
         self._report_output_layer(names_to_skip)
 
     def _report_output_layer(self, names_to_skip: list[Any]) -> None:
-        """Report that titanlite keeps the output layer in high precision, if torchtitan does not.
+        """Report it if our output layer, unlike that of the torchtitan job, is not in FP8.
 
         Args:
             names_to_skip: Names in the option filter_fqns. Their layers stay in high precision.
@@ -420,10 +434,11 @@ class Migration:
             )
 
     def _get_layers_to_skip(self, section: str) -> list[Any]:
-        """Return the option filter_fqns: names of layers that stay in high precision.
+        """Return the torchtitan option filter_fqns: names of layers that stay in high precision.
 
         Args:
-            section: "float8" or "mx". torchtitan 0.2 has these sections in "quantize.linear".
+            section: Section of the option, "float8" or "mx". In torchtitan 0.2, its name starts
+                with "quantize.linear.".
         """
         names = self._old.get(f"{section}.filter_fqns", [])
         return _parse_names(self._old.get(f"quantize.linear.{section}.filter_fqns", names))
@@ -438,10 +453,13 @@ class Migration:
             self._set_default("checkpoint.last_save_model_only", True, DEFAULT)
 
     def _convert_initial_weights(self) -> None:
-        """Keep initial weights from Hugging Face, and report a torchtitan checkpoint as lost."""
+        """Set the path of the initial weights if the torchtitan job loads Hugging Face weights.
+
+        If it loads a torchtitan checkpoint, report how the user can convert it.
+        """
         key = "checkpoint.initial_load_path"
         if self._old.get("checkpoint.initial_load_in_hf") is True:
-            # By default, torchtitan loads Hugging Face weights from the folder of the tokenizer.
+            # Without a path, torchtitan loads the weights in the folder of the tokenizer.
             folder = self._old.get("model.hf_assets_path", "./tests/assets/tokenizer")
             self._set_default(key, folder, f"{DEFAULT}: model.hf_assets_path")
         elif key in self._new:
@@ -463,11 +481,10 @@ class Migration:
         )
 
     def _format_job_file(self) -> str:
-        """Return the new file as text, with sections and keys in the order of the schema.
+        """Validate our new job file and return it as text, with keys in the order of the schema.
 
         Raises:
-            UserError: If a value is invalid. The message names the keys of the old file, which the
-                user can look up.
+            UserError: If a value is invalid. The message names the key in the torchtitan job file.
         """
         job: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
         for key in list_keys():
@@ -510,7 +527,11 @@ def _check_model(name: Any) -> None:
 
 
 def _check_keys(keys: Collection[str]) -> None:
-    """Raise UserError if a key is not in a torchtitan section, or if none is a torchtitan key."""
+    """Check that a file with these keys is a torchtitan job file.
+
+    Raises:
+        UserError: If a key is in an unknown section, or all keys are unknown.
+    """
     for key in keys:
         section, dot, _ = key.partition(".")
         if not dot or section not in tables.SECTIONS:
@@ -518,7 +539,7 @@ def _check_keys(keys: Collection[str]) -> None:
             raise UserError(
                 f"{key} is not in a section of a torchtitan job file. The sections are {known}."
             )
-    known_keys = tables.EQUIVALENT.keys() | tables.CONVERTED | tables.WITHOUT.keys()
+    known_keys = tables.EQUIVALENT.keys() | tables.CONVERTED | tables.WITHOUT_EQUIVALENT.keys()
     if keys and known_keys.isdisjoint(keys):
         raise UserError(
             f"None of its keys is a torchtitan key: {', '.join(keys)}.{_suggest_keys(keys)}"
@@ -567,25 +588,22 @@ def _has_mxfp8(value: Any) -> bool:
 
 
 def _remove_small_layers(value: Any) -> list[Any]:
-    """Return a list filter_fqns without `SMALL_LAYERS`, a keyword that names no layer."""
+    """Return the names of layers in the option filter_fqns, without the keyword `SMALL_LAYERS`."""
     return [name for name in _parse_names(value) if name != SMALL_LAYERS]
 
 
 def _find_tokenizer_file(path: Any) -> Any:
-    """Return the path of the tokenizer file for the path of the file or of its folder.
-
-    torchtitan accepts both, but titanlite needs the file.
-    """
+    """Return the path of a tokenizer file: `path`, or tokenizer.json in it if it is a folder."""
     is_folder = isinstance(path, str) and not path.endswith((".model", ".json"))
     return f"{path.rstrip('/')}/tokenizer.json" if is_folder else path
 
 
 def _find_split_points(value: Any) -> list[Any]:
-    """Return the first block of each pipeline stage except the first stage.
+    """Return the name of the block at which each pipeline stage except the first one begins.
 
     Args:
-        value: Names of these blocks as text or a list, for example "layers.4,layers.8", or a list
-            with the names of all modules of each stage.
+        value: Either these names, for example "layers.4,layers.8" or a list, or a list that
+            contains for each stage the list of all its modules.
     """
     stages = _parse_names(value)
     if not all(isinstance(stage, list) for stage in stages):

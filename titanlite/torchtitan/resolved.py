@@ -44,7 +44,11 @@ def _read_sections(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_optimizer(optimizer: dict[str, Any]) -> dict[str, Any]:
-    """Return the section [optimizer] of a job file for an optimizer with one parameter group.
+    """Convert the optimizer of a resolved torchtitan config to the section [optimizer] of a job.
+
+    Args:
+        optimizer: The optimizer in the config. Its "param_groups" have the name of the optimizer
+            and its arguments, such as the learning rate.
 
     Raises:
         UserError: If the optimizer has several parameter groups.
@@ -60,10 +64,11 @@ def _read_optimizer(optimizer: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_checkpointing(policy: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the section [activation_checkpoint] of a job file.
+    """Convert a policy of activation checkpointing to the section [activation_checkpoint].
 
-    A resolved config does not name the mode of activation checkpointing, so the keys of its policy
-    determine the mode. Without a policy, the mode is "none".
+    Args:
+        policy: The policy in a resolved torchtitan config, or None if it is disabled. It does not
+            name its mode, but each mode has other keys.
     """
     if policy is None:
         return {"mode": "none", "selective_ac_option": "op"}

@@ -3,7 +3,7 @@
 A flavor is a named model size, such as "8B".
 
 Invariant: Each key of the torchtitan schemas is in exactly one of EQUIVALENT, CONVERTED and
-WITHOUT.
+WITHOUT_EQUIVALENT.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ _FILE: dict[str, Any] = tomli.loads(
 
 
 def _list_equivalents() -> dict[str, str]:
-    """Return the torchtitan keys that titanlite also has, mapped to their titanlite names."""
+    """Return our key with the same meaning for each torchtitan key that has one.
+
+    For example, {"training.steps": "training.steps", "training.compile": "compile.enable", ...}.
+    """
     equivalents: dict[str, str] = {}
     for section, names in _FILE["same"].items():
         for name in names.split():
@@ -43,7 +46,7 @@ For some keys, `titanlite.torchtitan.migrate` also converts the value.
 """
 CONVERTED: frozenset[str] = frozenset(_FILE["converted"]["keys"].split())
 """torchtitan keys that several titanlite keys depend on. `migrate.Migration` converts them."""
-WITHOUT: dict[str, str] = {
+WITHOUT_EQUIVALENT: dict[str, str] = {
     key: group["reason"] for group in _FILE["without"] for key in group["keys"].split()
 }
 """torchtitan key without an equivalent -> the reason, and what to do instead."""
@@ -53,7 +56,9 @@ MOVED: dict[str, str] = _FILE["moved"]
 """Key or section of torchtitan 0.3 -> its name in 0.2."""
 UNUSED: dict[str, Any] = _FILE["unused"]
 """Key of torchtitan 0.3 without an equivalent -> its default, which needs no report."""
-SECTIONS = frozenset(key.partition(".")[0] for key in (*EQUIVALENT, *CONVERTED, *WITHOUT))
+SECTIONS = frozenset(
+    key.partition(".")[0] for key in (*EQUIVALENT, *CONVERTED, *WITHOUT_EQUIVALENT)
+)
 
 _LLAMA3 = {
     "debugmodel": Architecture(256, 6, 16, 16, 768, vocab_size=2048, rope_theta=500000.0),
@@ -84,11 +89,11 @@ TORCHTITAN_FLAVORS: dict[str, dict[str, Architecture]] = {
 
 
 def convert_flavor(model: str, flavor: str) -> str:
-    """Return the titanlite name of a torchtitan flavor, for example "qwen3-0.6b".
+    """Return our name of a torchtitan flavor, for example "qwen3-0.6b" for "0.6B".
 
     Args:
-        model: Value of model.name in torchtitan, "llama3" or "qwen3".
-        flavor: Value of model.flavor in torchtitan, for example "0.6B".
+        model: Option model.name of the torchtitan job, "llama3" or "qwen3".
+        flavor: Option model.flavor of the torchtitan job, for example "0.6B".
     """
     size = flavor.partition("_")[0].lower()
     return size if model == "llama3" else f"{model}-{size}"

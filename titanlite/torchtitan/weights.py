@@ -88,25 +88,28 @@ def torchtitan_weights(path: Path, model: Model) -> Weights:
 
 
 def _open_checkpoint(path: Path) -> tuple[SafeReader, list[str]]:
-    """Open a torchtitan checkpoint and return the reader of its weights and all tensor names.
+    """Open the weights of a torchtitan checkpoint.
+
+    Returns:
+        A reader of the weights, and the names of all tensors in the checkpoint.
 
     Raises:
-        UserError: If `path` is not a torchtitan checkpoint, or is damaged.
+        UserError: If `path` is one of our own checkpoints, no checkpoint, or damaged.
     """
     if exists(path / MANIFEST):
         raise UserError(
             f"{path} is a titanlite checkpoint. Pass it to checkpoint.initial_load_path."
         )
 
-    # The reader calls `is_weight` with the name of each tensor and keeps only the weights.
     names: list[str] = []
 
-    def is_weight(name: str) -> bool:
-        names.append(name)
-        return _WEIGHT.fullmatch(name) is not None
+    def record_name_and_match(name: str) -> bool:
+        names.append(name)  # the reader forgets the tensors that are not wanted
+        is_weight = _WEIGHT.fullmatch(name) is not None
+        return is_weight
 
     try:
-        reader = SafeReader(path, {}, is_wanted=is_weight)
+        reader = SafeReader(path, {}, is_wanted=record_name_and_match)
     except CheckpointError as error:
         raise UserError(
             f"{path}: {error}. "
