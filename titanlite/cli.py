@@ -271,7 +271,7 @@ def train(argv: Sequence[str]) -> None:
     from titanlite.observe.gpus import check_memory
 
     world_size = read_world_size()
-    logged_ranks(world_size)  # checks the variable LOG_RANK
+    logged_ranks(world_size)  # raises an error if the variable LOG_RANK is invalid
     run = load_run(argv, world_size)
     check_memory(run)
     _print_certificate(run)

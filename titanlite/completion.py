@@ -172,11 +172,12 @@ def _generate_pieces(
     """
     num_yielded = 0
     for _ in _generate_tokens(checkpoint, [decoding], options):
-        text = decoding.completion().completion
+        # The text of a token depends on the tokens before it, so decode them again each time.
+        text = decoding.result().completion
         text = text.rstrip("\ufffd")  # hold back an incomplete character until its next token
         yield text[num_yielded:]
         num_yielded = len(text)
-    yield decoding.completion().completion[num_yielded:]
+    yield decoding.result().completion[num_yielded:]
 
 
 def generate_many(
@@ -221,7 +222,7 @@ def _generate_completions(
         for _ in _generate_tokens(checkpoint, batch, options):
             pass  # each step updates the decodings
         for decoding in batch:
-            yield decoding.completion()
+            yield decoding.result()
 
 
 class Decoding:
@@ -277,7 +278,7 @@ class Decoding:
         else:
             self.ids.append(token)
 
-    def completion(self) -> Completion:
+    def result(self) -> Completion:
         """Return the completion so far. An incomplete character at the end becomes U+FFFD."""
         # The text of a token can depend on the token before it. Therefore decode the last token of
         # the prompt as well, and cut off its text.
@@ -292,10 +293,9 @@ class Decoding:
 def _generate_tokens(
     checkpoint: LoadedCheckpoint, decodings: Sequence[Decoding], options: Generation
 ) -> Iterator[None]:
-    """Generate tokens for a batch of prompts, one token per prompt at a time.
+    """Append generated tokens to the unfinished completions in `decodings`, one token at a time.
 
-    After each token is appended to the unfinished completions in `decodings`, yield None, so that
-    you can read them.
+    Yield None after each token, so that you can read the completions so far.
     """
     inputs, padding = _pad_prompts(decodings)
     max_new_tokens = max(decoding.limit - len(decoding.ids) for decoding in decodings)

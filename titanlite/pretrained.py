@@ -185,10 +185,10 @@ def _read_job(folder: Path) -> JobConfig:
         UserError: If the folder contains neither a model nor a checkpoint.
     """
     try:
-        find_checkpoints(folder)
+        find_checkpoints(folder)  # raises an error if there is none
     except (UserError, CheckpointError):
-        text = f"this folder has neither a {CONFIG} of a model nor a checkpoint."
-        raise UserError(f"{FROM} {folder}: {text}") from None
+        problem = f"this folder has neither a {CONFIG} of a model nor a checkpoint."
+        raise UserError(f"{FROM} {folder}: {problem}") from None
     try:
         return read_newest_job(folder)
     except NoTokenizerError:

@@ -91,7 +91,7 @@ class Samples(Hook):
         while True:
             unfinished = [pair for pair in decodings if pair[0].is_unfinished]
             if not unfinished:
-                return [decoding.completion() for decoding, _ in decodings]
+                return [decoding.result() for decoding, _ in decodings]
 
             logits = self._next_logits([decoding.ids for decoding, _ in unfinished])
             logits = logits[:, : self._tokenizer.vocab_size]

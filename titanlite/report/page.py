@@ -157,14 +157,14 @@ def _read_run(folder: Path, num_runs: int) -> dict[str, Any]:
 
     Args:
         folder: Output folder of the run.
-        num_runs: Number of runs on the page. Together, they show a limited number of events and
-            samples.
+        num_runs: Number of runs on the page. The more runs, the fewer events and samples each run
+            shows.
     """
     status = read_status(folder)
     folder = Path(os.path.expanduser(folder)).resolve()
     problems: list[str] = []
     metrics = make_columns(read_metrics(folder, problems))
-    _remove_equal_curves(metrics)
+    _remove_equal_curves(metrics)  # such as the loss of the worst rank, in a run on one rank
     validations = make_columns(read_json_lines(folder / "validation.jsonl", problems))
     events = _read_events(read_json_lines(folder / EVENTS_FILE, problems), metrics)
     samples = list(read_json_lines(folder / "samples.jsonl", problems))
@@ -375,7 +375,7 @@ def _read_events(entries: Iterable[Entry], metrics: Columns) -> list[dict[str, A
 
 
 def _mark_undone(events: Iterable[dict[str, Any]], start_step: float) -> None:
-    """Mark the events after step `start_step` as undone, because a start repeats these steps."""
+    """Mark the events after `start_step` as undone: the run has resumed there and repeats them."""
     for event in events:
         if event["step"] > start_step:
             event["undone"] = True
@@ -397,8 +397,8 @@ def _parse_events(
         The event, and the step that the run had reached before it.
     """
     logged_steps = metrics["step"]
-    log_times = metrics.get("time", logged_steps)
-    step = 0.0  # of the previous event
+    log_times = metrics.get("time", np.zeros_like(logged_steps))
+    previous_step = 0.0  # of the previous event
     for entry in entries:
         unix_time = get_number(entry, "time")
         if unix_time is None:
@@ -406,10 +406,11 @@ def _parse_events(
 
         # The run had reached the step of the previous event, or a later step that it has logged.
         logged_before = logged_steps[log_times <= unix_time]
-        reached_step = float(np.max(logged_before, initial=step))
+        reached_step = float(np.max(logged_before, initial=previous_step))
         step = get_number(entry, "step")
         if step is None:  # such as a crash
             step = reached_step
+        previous_step = step
         event = {
             "time": unix_time,
             "step": step,

@@ -43,6 +43,8 @@ TAIL_BYTES = 1 << 19  # About 450 lines of metrics.jsonl.
 MAX_LINE_BYTES = 1 << 22
 RUN_FILES = ("metrics.jsonl", "config.toml", EVENTS_FILE)
 MAX_SHOWN_EVENTS = 4
+STARTS = ("data", "start")
+"""Kinds of events of a start: "data" when it opens the data, then "start" when it trains."""
 ARCHIVES = ("archived-", "superseded-")  # The second prefix is the one of version 0.2.
 STALE_SECONDS = 300.0
 MAX_STEP = 2**53
@@ -303,11 +305,11 @@ def read_status(folder: Path) -> RunStatus:
     events = _read_last_events(folder, status.problems)
     _add_events(status, events)
 
-    # Each start logs "data", and then "start" when the model is built.
-    starts_and_ends = [event for event in events if event.get("event") in ("start", "data", *ENDS)]
+    starts_and_ends = [event for event in events if event.get("event") in (*STARTS, *ENDS)]
     log_time = status.numbers.get("time", 0.0)
     if starts_and_ends and starts_and_ends[-1]["time"] > log_time:
-        status.numbers.pop("eta", None)  # The last start has not logged a step yet.
+        # The run has started or ended since the last log step, so the logged ETA is outdated.
+        status.numbers.pop("eta", None)
     status.state, status.exit_reason = _find_state(status, events, starts_and_ends)
     return status
 
@@ -334,7 +336,7 @@ def _add_events(status: RunStatus, events: Sequence[Entry]) -> None:
         events: Last events of the run, oldest first.
     """
     for event in events:
-        if event.get("event") != "data":
+        if event.get("event") != "data":  # skip the list of data sources at each start
             first_line = event["text"].partition("\n")[0]
             status.events.append((event["time"], first_line))
     status.events = status.events[-MAX_SHOWN_EVENTS:]
@@ -342,7 +344,7 @@ def _add_events(status: RunStatus, events: Sequence[Entry]) -> None:
 
     # The run writes a line at each log step and at each event.
     log_time = status.numbers.get("time", 0.0)
-    event_time = get_numbers(events[-1])["time"] if events else 0.0
+    event_time = float(events[-1]["time"]) if events else 0.0
     status.last_update = max(log_time, event_time) or None
 
 
@@ -361,9 +363,9 @@ def _read_last_events(folder: Path, problems: list[str]) -> list[Entry]:
 
 
 def _add_config(status: RunStatus, config: dict[str, Entry]) -> None:
-    """Add the description of the job to the title of a status, and set its total steps.
+    """Set the title and the total steps of a status from the options of the job.
 
-    Options that the config lacks change nothing.
+    Missing and invalid options are skipped.
     """
     description = config.get("job", {}).get("description")
     if description:
@@ -424,10 +426,10 @@ def _find_state(
 
 
 def _check_process(start: Entry) -> tuple[State, str]:
-    """Return the state of a run without a recorded end, and the reason, from its process.
+    """Return "running" if the process of a run is alive, or "crashed" with the reason.
 
     Args:
-        start: Event of the last start, which was on this node.
+        start: Event of the last start of the run, on this node. It has the process ID.
     """
     if _is_alive(start.get("process"), start["time"]):
         return "running", ""
@@ -454,23 +456,24 @@ def _describe_end(starts_and_ends: Sequence[Entry]) -> tuple[State, str]:
 
 
 def _describe_refusal(reason: str, earlier_kinds: Sequence[str]) -> tuple[State, str]:
-    """Return the state of a run that ended with an error that the user can fix, and the reason.
-
-    The state is "failed" if the last start has begun to train. Otherwise, it is "finished" if an
-    earlier start has finished the training, and "refused" if not.
+    """Return the state of a run whose last start ended with an error that the user can fix.
 
     Args:
         reason: The error.
-        earlier_kinds: Kinds of the earlier starts and ends, in order of time: "data" when a start
-            begins to load data, "start" when it begins to train, and kinds of ends.
+        earlier_kinds: Kinds of all earlier starts and ends, oldest first. Each start logs "data"
+            when it opens the data, and then "start" when it begins to train.
+
+    Returns:
+        "failed" if the run was training. If the job was rejected before training, "finished" if an
+        earlier start has finished the run, and otherwise "refused". The second item is the reason.
     """
-    is_training = bool(earlier_kinds) and earlier_kinds[-1] == "start"
-    if is_training:
+    was_training = bool(earlier_kinds) and earlier_kinds[-1] == "start"
+    if was_training:
         return "failed", reason
 
-    # Otherwise this start has not trained. Look for the last event of an earlier start that did.
-    outcomes = [kind for kind in earlier_kinds if kind not in ("data", "refusal")]
-    if outcomes and outcomes[-1] == "finish":
+    # This start has not trained. Look at the last event of an earlier start that has.
+    training_kinds = [kind for kind in earlier_kinds if kind not in ("data", "refusal")]
+    if training_kinds and training_kinds[-1] == "finish":
         return "finished", f"a later start was refused: {reason}"
     return "refused", reason
 
