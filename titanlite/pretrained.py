@@ -91,8 +91,8 @@ def _download_model(name: str, folder: Path) -> None:
         UserError: If the model is not available or not supported.
     """
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        text = "is not a folder, nor OWNER/NAME of a model on the Hugging Face Hub."
-        raise UserError(f"{FROM} {name} {text}")
+        problem = "is not a folder, nor OWNER/NAME of a model on the Hugging Face Hub."
+        raise UserError(f"{FROM} {name} {problem}")
     files = HubFiles("model", name, origin=None, include=None)
     if CONFIG not in files.sizes:
         raise UserError(f"{FROM} {name}: this repository has no {CONFIG} of a model.")

@@ -118,8 +118,9 @@ def compare_bitwise(
             hint = ""
         else:
             error = 1.0
-            hint = f"only {'the layout' if key in values else 'the reference'} has {key}"
-        checks.append(Check(name, step, key, error, 0.0, hint))
+            owner = "the layout" if key in values else "the reference"
+            hint = f"only {owner} has {key}"
+        checks.append(Check(name, step, key, error, tolerance=0.0, hint=hint))
     return checks
 
 

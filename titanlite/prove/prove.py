@@ -187,7 +187,7 @@ class SteeredRecorder(Recorder):
         self.trainer.train_step.precompute_scales()
 
     def gradients(self, step: int) -> None:
-        """Record the gradients, then replace them with those of the tested run on several ranks."""
+        """Record the gradients, then replace them with the gradients of the tested run."""
         super().gradients(step)
         gradients = self._tested_steps[step].gradients
         for name, parameter in self.trainer.model.named_parameters():
@@ -247,7 +247,7 @@ def prove(run: Run, out: Path) -> Proof | None:
 
 
 def _settle_run(run: Run, device: torch.device, dump_folder: Path) -> Run:
-    """Return a copy of a run with an output folder, and with all automatic choices made."""
+    """Return a copy of a run with an output folder, and with its "auto" options resolved."""
     run = settle_compute_dtype(run, device)  # replaces the dtype "auto"
     run = run.resolve_attention_backend(on_gpu=device.type == "cuda")
     return with_keys(run, {"job.dump_folder": str(dump_folder)})
@@ -331,7 +331,7 @@ def compare(run: Run, folder: Path, save_after: int) -> Iterator[Check]:
     resumed_steps = load_steps(folder, "resumed", run.world_size)
     one_rank_run = make_one_rank_run(run, folder / "single")
     with process_group(one_rank_run.job) as device:
-        # Repeat the steps on one rank.
+        # Repeat the tested steps on one rank, and record them as well.
         recorder = SteeredRecorder(tested_steps)
         yield from _compare_steps(run, tested_steps, one_rank_run, recorder, device)
         one_rank_steps = recorder.steps
@@ -405,6 +405,7 @@ def compare_step(
     sequences = reference.read_sequences()
     yield from compare_sequences(run, step, after, sequences)
 
+    # Compare the gradients, but first yield the comparisons of the loss, which precedes them.
     loss, gradients = reference.compute_gradients(before.weights, sequences)
     checks = compare_gradients(step, run, after.gradients, gradients, one_rank.gradients.unsharded)
     failed = [check for check in checks if not check.has_passed]
@@ -420,7 +421,7 @@ def compare_step(
         hints = filter(None, (explain_ratio(record.loss / loss, run), hint))
         error = abs(record.loss - loss) / abs(loss)
         yield Check("loss", step, f"rank {rank}", error, tolerance, "; ".join(hints))
-    yield from compare_replicas(run, step, "replicas of gradients", after, "gradients")
+    yield from compare_replicas(run, step, "replicas of gradients", after, kind="gradients")
     for check in checks:
         yield check._replace(hint=hint) if check in failed else check
     for name in reference.trainable:
@@ -429,15 +430,19 @@ def compare_step(
             yield Check("gradient", step, name, math.inf, 0.0, hint)
 
     norm = max(total_norm(after.gradients.values()), sys.float_info.min)
-    for rank, record in enumerate(after.ranks):
-        error = abs(record.grad_norm - norm) / norm
-        hint = explain_ratio(record.grad_norm / norm, run)
-        tolerance = FLOOR_ROUNDINGS * EPS32
-        yield Check("gradient norm", step, f"rank {rank}", error, tolerance, hint)
-
-    yield from compare_replicas(run, step, "replicas of weights", after, "state")
+    yield from _compare_norms(run, step, after, norm)
+    yield from compare_replicas(run, step, "replicas of weights", after, kind="state")
     yield from compare_update(run, step, before, after, one_rank.state, norm)
     yield from compare_scales(step, after)
+
+
+def _compare_norms(run: Run, step: int, after: LayoutStep, expected: float) -> Iterator[Check]:
+    """Compare the gradient norm that each rank has logged with the expected norm."""
+    tolerance = FLOOR_ROUNDINGS * EPS32
+    for rank, record in enumerate(after.ranks):
+        error = abs(record.grad_norm - expected) / expected
+        hint = explain_ratio(record.grad_norm / expected, run)
+        yield Check("gradient norm", step, f"rank {rank}", error, tolerance, hint)
 
 
 def compare_sequences(
@@ -517,11 +522,11 @@ def _list_replicas(after: LayoutStep, kind: str) -> Iterator[tuple[str, int, int
         Name of the tensor, the first rank that holds the shard, another rank that holds it, and
         whether both are bitwise equal.
     """
-    first_ranks: dict[tuple[str, tuple[int, ...]], int] = {}  # by name and position of the shard
+    first_ranks: dict[tuple[str, tuple[int, ...]], int] = {}  # by tensor name, offsets of the shard
     digests_of_ranks = [getattr(record, kind).digests for record in after.ranks]
     for rank, digests in enumerate(digests_of_ranks):
         for shard, digest in digests.items():
-            tensor, _position = shard
+            tensor, _offsets = shard
             first_rank = first_ranks.setdefault(shard, rank)
             if first_rank != rank:
                 is_equal = digest == digests_of_ranks[first_rank][shard]
@@ -562,7 +567,8 @@ def compare_update(
         norm: Total gradient norm, from which the clipping factor follows.
     """
     max_norm = run.job.training.max_norm
-    factor = min(1.0, max_norm / (norm + 1e-6)) if max_norm else 1.0
+    # The same formula as in `torch.nn.utils.clip_grad_norm_`.
+    clip_factor = min(1.0, max_norm / (norm + 1e-6)) if max_norm else 1.0
     eps_of_weights = torch.finfo(getattr(torch, run.job.training.dtype)).eps
     has_formula = run.job.optimizer.name in FORMULAS
     for name, weight in before.weights.items():
@@ -572,7 +578,7 @@ def compare_update(
         moments = select(before.state, f"{OPTIMIZER}{name}.")
         new_moments = select(after.state, f"{OPTIMIZER}{name}.")
         if has_formula:
-            gradient = after.gradients[name].double() * factor
+            gradient = after.gradients[name].double() * clip_factor
             expected, update = expected_update(run, step, name, weight, gradient, moments)
             # Rounding decides some elements of an update. Do not compare these.
             if update.is_sure is not None:
@@ -588,9 +594,10 @@ def compare_update(
         change = expected - weight.double()
         new_change = new_weight - weight.double()
         error = relative_error(new_change, change)
-        size = change.norm().item()
         # The error of rounding the new weights to their dtype, relative to the change.
-        rounding = eps_of_weights * weight.double().norm().item() / size if size else 0.0
+        change_norm = change.norm().item()
+        weight_norm = weight.double().norm().item()
+        rounding = eps_of_weights * weight_norm / change_norm if change_norm else 0.0
         tolerance = UPDATE_ROUNDINGS * EPS32 + rounding
         hint = explain_factor(new_change, change, run)
         yield Check("weight update", step, name, error, tolerance, hint)
@@ -658,7 +665,7 @@ def compare_resumed(
     loaded = resumed[save_after]
     saved = first[save_after]
     yield from compare_bitwise("resume: loaded state", save_after, loaded.state, saved.state)
-    yield from compare_replicas(run, save_after, "resume: replicas", loaded, "state")
+    yield from compare_replicas(run, save_after, "resume: replicas", loaded, kind="state")
 
     for step in range(save_after + 1, run.job.training.steps + 1):
         actual = resumed[step]

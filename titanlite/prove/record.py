@@ -273,7 +273,8 @@ def _float8_scales(trainer: Trainer) -> Tensors:
         # `to_local` would return a copy of torchao's wrapper without the scale.
         shard = _inner_tensors(parameter)[0] if isinstance(parameter, DTensor) else parameter
         if is_traceable_wrapper_subclass(shard):
-            for scale in _inner_tensors(shard)[1:]:  # empty if it has none
+            # The wrapper contains the weight and, if it is precomputed, the scale.
+            for scale in _inner_tensors(shard)[1:]:
                 scales[name] = scale.detach().cpu().clone()
     return scales
 

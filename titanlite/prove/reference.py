@@ -78,6 +78,7 @@ class ReferenceTrainer:
             model: Llama = resolve(arch.model)(arch)
         model.to_empty(device=device)
         model.init_weights(training.seed, device=device)
+        # Round the weights to both dtypes, as training does.
         model.to(getattr(torch, training.init_dtype)).to(getattr(torch, training.dtype))
         self.initial = {name: p.detach().cpu() for name, p in model.named_parameters()}
         self.trainable = [name for name, p in model.named_parameters() if p.requires_grad]

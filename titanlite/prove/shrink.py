@@ -242,7 +242,7 @@ def shrink_model(original: Run, layout: Run) -> tuple[Model, list[str]]:
     interval = 1 if option == "op" else int(option)
     pattern = max(arch.no_rope_interval, arch.full_attention_interval)
     n_layers = min(arch.n_layers, max(2, num_stages, interval, pattern))
-    vocab_size = TOY_VOCAB_SIZE + arch.vocab_size % tensor
+    vocab_size = TOY_VOCAB_SIZE + arch.vocab_size % tensor  # so that an odd size stays odd
     window = min(arch.sliding_window, WINDOW)
     sizes = {
         "dim": dim,

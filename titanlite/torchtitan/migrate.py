@@ -1,4 +1,4 @@
-"""Converts a torchtitan job file to a titanlite job file, as text.
+"""Converts torchtitan job files to our job files, as text.
 
 Resolved configs of torchtitan 0.3 are read as job files of 0.2; see `resolved`.
 
@@ -29,7 +29,7 @@ SMALL_LAYERS = "auto_filter_small_kn"
 
 
 class Migration:
-    """The conversion of one torchtitan job file.
+    """The conversion of one torchtitan job file to our format.
 
     Args:
         raw: Content of the torchtitan job file, or of a resolved config of torchtitan 0.3 (JSON).
@@ -60,8 +60,8 @@ class Migration:
                 values = _flatten(parse_toml(raw))
         except (ValueError, RecursionError) as error:  # it is not TOML, or has deep tables
             raise UserError(str(error)) from None
-        self._names = {tables.rename_key(key): key for key in values}  # name in 0.2 -> in the file
-        self._old = {key: values[name] for key, name in self._names.items()}
+        self._names_in_file = {tables.rename_key(key): key for key in values}  # by name in 0.2
+        self._old = {key: values[name] for key, name in self._names_in_file.items()}
         self.model = self._old.get("model.name", "llama3")
         _check_model(self.model)
         _check_keys(self._old)
@@ -100,7 +100,7 @@ class Migration:
         return {
             old: new
             for new, old in self._origin.items()
-            if new != old and new in self._new and old in self._names.values()
+            if new != old and new in self._new and old in self._names_in_file.values()
         }
 
     @property
@@ -139,7 +139,7 @@ class Migration:
             both = f"{self._origin[key]} and {origin}"
             raise UserError(f"{both} both become {key}, with different values. Remove one of them.")
         self._new[key] = value
-        self._origin[key] = self._names.get(origin, origin)
+        self._origin[key] = self._names_in_file.get(origin, origin)
 
     def _set_default(self, key: str, value: Any, why: str = "") -> None:
         """Set a key of the new job file, unless the key already has a value.
@@ -166,7 +166,7 @@ class Migration:
 
     def _report_lost(self, key: str, reason: str) -> None:
         """Report a key of the old file that has no equivalent, with the reason."""
-        self.lost.setdefault(reason, []).append(self._names.get(key, key))
+        self.lost.setdefault(reason, []).append(self._names_in_file.get(key, key))
 
     # Conversion.
 
@@ -306,7 +306,7 @@ class Migration:
     def _replace_c4_test(self, section: str, name_key: str) -> None:
         """Replace the torchtitan dataset c4_test, a small part of C4, by python_stdlib.
 
-        titanlite does not include c4_test.
+        Our package does not include c4_test.
         """
         self._set_default(f"{section}.source", "python_stdlib")
         self._report_lost(
@@ -418,7 +418,7 @@ class Migration:
         self._report_output_layer(names_to_skip)
 
     def _report_output_layer(self, names_to_skip: list[Any]) -> None:
-        """Report it if our output layer, unlike that of the torchtitan job, is not in FP8.
+        """If the torchtitan job has its output layer in FP8, report that we do not support this.
 
         Args:
             names_to_skip: Names in the option filter_fqns. Their layers stay in high precision.
@@ -444,7 +444,7 @@ class Migration:
         return _parse_names(self._old.get(f"quantize.linear.{section}.filter_fqns", names))
 
     def _add_defaults(self) -> None:
-        """Set missing keys whose torchtitan default differs from the titanlite default."""
+        """Set missing keys to their torchtitan defaults, if our defaults differ."""
         if self._sizes:
             return  # it has all keys
         for key, value in tables.DEFAULTS.items():
@@ -518,7 +518,7 @@ def _flatten(table: dict[str, Any], path: str = "") -> dict[str, Any]:
 
 
 def _check_model(name: Any) -> None:
-    """Raise UserError if titanlite does not have the torchtitan model."""
+    """Raise UserError if we do not support the torchtitan model."""
     if not isinstance(name, str) or name not in TORCHTITAN_FLAVORS:
         known = " and ".join(TORCHTITAN_FLAVORS)
         raise UserError(

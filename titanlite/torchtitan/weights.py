@@ -33,7 +33,7 @@ _DESCRIBED_BY = (
 
 
 def torchtitan_weights(path: Path, model: Model) -> Weights:
-    """Open the weights of a torchtitan checkpoint, and convert them to the layout of titanlite.
+    """Open the weights of a torchtitan checkpoint, and convert them to our layout.
 
     Each weight is read from the files only when it is used. Optimizer state is ignored.
 
@@ -119,10 +119,10 @@ def _open_checkpoint(path: Path) -> tuple[SafeReader, list[str]]:
 
 
 def _check_head_dim(path: Path, arch: Architecture, rotary_frequencies: TensorInfo) -> None:
-    """Raise UserError if the head dimension of the checkpoint differs from that of the model.
+    """Raise UserError if the checkpoint and the model have different head dimensions.
 
-    The shapes of the weights do not show the head dimension, but those of the rotary frequencies
-    do: there is one frequency for every two channels of a head.
+    The shapes of weights show only products, such as `n_heads * head_dim`. But there is one rotary
+    frequency for every two channels of a head.
     """
     if tuple(rotary_frequencies.shape[-1:]) != (arch.head_dim // 2,):
         raise UserError(
