@@ -145,10 +145,6 @@ class ReferenceTrainer:
         """Return the attention masks to pass to the model, by the name of the argument.
 
         The result is empty if the model needs only its default mask, which is causal.
-
-        Args:
-            sequences: Sequences of the forward pass.
-            use_window: Whether attention has the sliding window of the model, if there is one.
         """
         window = self._run.arch.sliding_window
         if "document_ids" not in sequences and not window:

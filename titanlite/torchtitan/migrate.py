@@ -142,12 +142,9 @@ class Migration:
         self._origin[key] = self._names_in_file.get(origin, origin)
 
     def _set_default(self, key: str, value: Any, why: str = "") -> None:
-        """Set a key of the new job file, unless the key already has a value.
+        """Set a key of the new job file, unless it already has a value.
 
-        Args:
-            key: Key of the new file.
-            value: Value of the new file.
-            why: Reason for the report. If empty, the key is not reported.
+        If there is a reason `why`, report it.
         """
         if key not in self._new:
             self._set(key, value, why)
@@ -221,12 +218,7 @@ class Migration:
             self._set_default("dataset.document_mask", True, f"torchtitan's {flavor}")
 
     def _keep_sizes(self, flavor: str, our_sizes: Architecture) -> None:
-        """Set each model size in which our flavor differs from a torchtitan flavor.
-
-        Args:
-            flavor: Name of the torchtitan flavor.
-            our_sizes: Sizes of our flavor.
-        """
+        """Set each size of a torchtitan flavor that our flavor, with `our_sizes`, does not have."""
         old_sizes = self._get_torchtitan_sizes(flavor)
         for key, our_size in asdict(our_sizes).items():
             depends_on_other_keys = key in ("vocab_size", "max_seq_len", "head_dim")
@@ -328,9 +320,8 @@ class Migration:
         """Convert the batch sizes of a pipeline.
 
         In the torchtitan job file, `training.local_batch_size` is the number of sequences of a rank
-        per step, and the pipeline divides them into microbatches. In our job file, it is the number
-        of sequences per microbatch. `training.global_batch_size` then determines how many
-        microbatches there are.
+        per step. In our job file, it is the number of sequences per microbatch, so that
+        `training.global_batch_size` determines the number of microbatches.
         """
         num_stages = self._get_integer("parallelism.pipeline_parallel_degree", 1)
         if num_stages == 1:
@@ -383,7 +374,7 @@ class Migration:
 
         Args:
             local_size: Number of sequences of a data-parallel rank per step.
-            num_stages: Number of pipeline stages, the default number of microbatches.
+            num_stages: Number of pipeline stages.
         """
         size = self._get_integer("parallelism.pipeline_parallel_microbatch_size", 1)
         is_old_version = "experimental.pipeline_parallel_degree" in self._old
@@ -453,9 +444,9 @@ class Migration:
             self._set_default("checkpoint.last_save_model_only", True, DEFAULT)
 
     def _convert_initial_weights(self) -> None:
-        """Set the path of the initial weights if the torchtitan job loads Hugging Face weights.
+        """Set the path of initial weights in Hugging Face format.
 
-        If it loads a torchtitan checkpoint, report how the user can convert it.
+        If the job loads a torchtitan checkpoint, report how the user can convert it.
         """
         key = "checkpoint.initial_load_path"
         if self._old.get("checkpoint.initial_load_in_hf") is True:
@@ -481,7 +472,7 @@ class Migration:
         )
 
     def _format_job_file(self) -> str:
-        """Validate our new job file and return it as text, with keys in the order of the schema.
+        """Validate our job file and return it as text, with keys in the order of the schema.
 
         Raises:
             UserError: If a value is invalid. The message names the key in the torchtitan job file.
