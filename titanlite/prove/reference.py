@@ -197,7 +197,7 @@ def _loss_head(
     softcap = run.arch.logit_softcap
     is_plugin = run.job.training.loss not in ("cross_entropy", "reference")
     if is_plugin:
-        # The formula of the loss is unknown, so use the same code as training.
+        # The formula of a plugin's loss is unknown, so use the same code as training.
         recipe = LossRecipe(z_loss, compiled=False, tensor=None, softcap=softcap)
         loss = build_loss(run.job, recipe)
         scale = torch.tensor(1 / num_valid_tokens)

@@ -70,7 +70,7 @@ def make_certificate(small: SmallJob, proof: Proof) -> Certificate:
     """Create the certificate of a job, which states whether its layout computes correct results.
 
     Args:
-        small: The original job, and the options that differ in the small job that was trained.
+        small: The original job, and how the trained small job differs from it.
         proof: Results of all comparisons.
     """
     checks = proof.checks

@@ -203,7 +203,7 @@ class Migration:
         return tables.convert_flavor(self.model, flavor)
 
     def _convert_model(self) -> None:
-        """Set our flavor of the torchtitan model, and each size that the flavor does not have."""
+        """Set the model flavor, and each size in which our flavor differs from torchtitan's."""
         flavor = self._old.get("model.flavor", "debugmodel")
         new_flavor = self._convert_flavor(flavor)
         self._set_default("model.flavor", new_flavor, DEFAULT)
@@ -218,7 +218,7 @@ class Migration:
             self._set_default("dataset.document_mask", True, f"torchtitan's {flavor}")
 
     def _keep_sizes(self, flavor: str, our_sizes: Architecture) -> None:
-        """Set each size of a torchtitan flavor that our flavor, with `our_sizes`, does not have."""
+        """Set each model size of a torchtitan flavor that differs from `our_sizes`."""
         old_sizes = self._get_torchtitan_sizes(flavor)
         for key, our_size in asdict(our_sizes).items():
             depends_on_other_keys = key in ("vocab_size", "max_seq_len", "head_dim")
@@ -237,7 +237,7 @@ class Migration:
     def _convert_json_model(self) -> None:
         """Add what the JSON config of a torchtitan 0.3 job leaves out: the document mask.
 
-        Report that the config does not list the layers in FP8, so they cannot be converted.
+        Report that the config does not say which layers are in FP8.
         """
         self._set("dataset.document_mask", True, "torchtitan 0.3 always masks documents")
         self._report_lost(
@@ -521,7 +521,7 @@ def _check_keys(keys: Collection[str]) -> None:
     """Check that a file with these keys is a torchtitan job file.
 
     Raises:
-        UserError: If a key is in an unknown section, or all keys are unknown.
+        UserError: If a key is not in a known section, or all keys are unknown.
     """
     for key in keys:
         section, dot, _ = key.partition(".")
@@ -579,7 +579,7 @@ def _has_mxfp8(value: Any) -> bool:
 
 
 def _remove_small_layers(value: Any) -> list[Any]:
-    """Return the names of layers in the option filter_fqns, without the keyword `SMALL_LAYERS`."""
+    """Return the layer names in the option filter_fqns, without the keyword `SMALL_LAYERS`."""
     return [name for name in _parse_names(value) if name != SMALL_LAYERS]
 
 
@@ -593,8 +593,8 @@ def _find_split_points(value: Any) -> list[Any]:
     """Return the name of the block at which each pipeline stage except the first one begins.
 
     Args:
-        value: Either these names, for example "layers.4,layers.8" or a list, or a list that
-            contains for each stage the list of all its modules.
+        value: Either these names as text or a list, for example "layers.4,layers.8", or a list of
+            all module names for each stage.
     """
     stages = _parse_names(value)
     if not all(isinstance(stage, list) for stage in stages):
