@@ -127,12 +127,12 @@ class ReferenceTrainer:
         self.model.zero_grad()
 
         num_valid_tokens = int((sequences["labels"] != IGNORE_INDEX).sum())
-        part = {name: values[indices] for name, values in sequences.items()}
-        masks = self._make_masks(part, use_window)
+        selected = {name: values[indices] for name, values in sequences.items()}
+        masks = self._make_masks(selected, use_window)
         z_loss = self._run.job.training.z_loss if use_z_loss else 0.0
         with computing_in_float64():
-            head = _loss_head(self._run, part["labels"], num_valid_tokens, z_loss)
-            loss = self.model(part["input_ids"], part.get("positions"), head=head, **masks)
+            head = _make_loss_head(self._run, selected["labels"], num_valid_tokens, z_loss)
+            loss = self.model(selected["input_ids"], selected.get("positions"), head=head, **masks)
             loss.backward()
         gradients = {
             name: parameter.grad.clone()
@@ -150,12 +150,12 @@ class ReferenceTrainer:
         if "document_ids" not in sequences and not window:
             return {}
         return {
-            "mask": _plain_mask(sequences, window if use_window else 0),
-            "full_mask": _plain_mask(sequences, window=0),  # for blocks without sliding window
+            "mask": _make_mask(sequences, window if use_window else 0),
+            "full_mask": _make_mask(sequences, window=0),  # for blocks without sliding window
         }
 
 
-def _plain_mask(sequences: Tensors, window: int) -> Tensor:
+def _make_mask(sequences: Tensors, window: int) -> Tensor:
     """Return a boolean attention mask, shape (B, 1, T, T), that is True where a token is visible.
 
     A token attends to itself and to earlier tokens of the same document.
@@ -181,7 +181,7 @@ def _plain_mask(sequences: Tensors, window: int) -> Tensor:
     return mask
 
 
-def _loss_head(
+def _make_loss_head(
     run: Run, labels: Tensor, num_valid_tokens: int, z_loss: float
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """Return a function that computes the loss from hidden states and the output matrix.
@@ -197,7 +197,7 @@ def _loss_head(
     softcap = run.arch.logit_softcap
     is_plugin = run.job.training.loss not in ("cross_entropy", "reference")
     if is_plugin:
-        # The formula of a plugin's loss is unknown, so use the same code as training.
+        # The formula of a plugin's loss is unknown, so use the code of training, on one rank.
         recipe = LossRecipe(z_loss, compiled=False, tensor=None, softcap=softcap)
         loss = build_loss(run.job, recipe)
         scale = torch.tensor(1 / num_valid_tokens)
