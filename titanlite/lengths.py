@@ -39,21 +39,21 @@ class TokenCounter(NamedTuple):
 
     @property
     def extra_sequences(self) -> int:
-        """Number of sequences trained before the resume, minus those by current batch sizes.
+        """Sequences trained before the resume, minus the sequences these steps would train now.
 
         It is 0 if the batch sizes have not changed.
         """
-        planned = sum(count for _, count in self.run.count_sequences(self.progress.steps))
-        return self.progress.sequences - planned
+        sequences_now = sum(count for _, count in self.run.count_sequences(self.progress.steps))
+        return self.progress.sequences - sequences_now
 
     def count(self, key: str, steps: int) -> int:
-        """Return the number of tokens in the steps of a length, such as the warmup.
+        """Return the number of tokens in one part of a run, such as the warmup or the decay.
 
         Args:
-            key: Key that sets the length. For a decay, the last steps of the schedule are counted.
-                For an interval, all steps count with the largest batch size. For any other key,
-                the first steps of the run are counted.
-            steps: Number of steps.
+            key: Key that sets the length of the part, such as "lr_scheduler.decay_steps". A decay
+                ends with the schedule. An interval can be anywhere, so the largest batch size
+                counts. All other parts start with the run.
+            steps: Number of steps in the part.
         """
         if key in INTERVALS:
             return steps * self.run.largest_batch_size * self.run.job.training.seq_len
@@ -82,8 +82,8 @@ class TokenCounter(NamedTuple):
 def resolve_lengths(run: Run) -> tuple[Run, list[Problem]]:
     """Convert all lengths that a job sets in tokens to steps, rounded down.
 
-    Each step counts with the batch size of its data stage. If the run resumes, the steps before
-    count with the batch sizes that they had.
+    The number of tokens in a step depends on its batch size, which data stages can change. Steps
+    before a resume may have had other batch sizes, which this takes into account.
 
     Returns:
         The run with all lengths in steps, and a list of problems, such as a length of less than one
@@ -96,7 +96,7 @@ def resolve_lengths(run: Run) -> tuple[Run, list[Problem]]:
     problems = _find_repeated_length(run)
     progress = read_progress(run)
     for key, num_tokens in lengths:
-        counter = TokenCounter(run, progress)  # the run has the lengths converted so far
+        counter = TokenCounter(run, progress)  # a length can depend on those converted before
         steps = _count_steps(counter, key, num_tokens)
         if not 1 <= steps <= MAX_STEPS:
             problems.append(_describe_bad_length(counter, key, steps))
@@ -131,7 +131,9 @@ def _keep_completed_warmup(counter: TokenCounter, steps: int) -> int:
         steps: Number of warmup steps according to the current batch sizes.
     """
     progress = counter.progress
-    if counter.extra_sequences and steps <= progress.steps:
+    has_other_batch_sizes = counter.extra_sequences != 0
+    is_over = steps <= progress.steps
+    if has_other_batch_sizes and is_over:
         return progress.warmup_steps or steps
     return steps
 
@@ -160,7 +162,7 @@ def _set_length(run: Run, key: str, steps: int) -> Run:
 def _list_lengths(run: Run) -> Iterator[tuple[str, int]]:
     """Yield the key and the number of tokens of each length that a job sets in tokens.
 
-    Lengths that depend on others come later.
+    A length comes after the lengths that it depends on.
     """
     training = run.job.training
     if training.tokens is not None:

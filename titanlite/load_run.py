@@ -113,26 +113,28 @@ def build_run(parsed: ParsedJob, world_size: int, *, check_outputs: bool = True)
     """
     fitted_run, tokenizer_problems = _fit_to_tokenizer(Run(parsed.job, world_size))
     run, length_problems = resolve_lengths(fitted_run)
-
-    # The number of steps of a length in tokens depends on these sections. If one of them has an
-    # invalid value, a problem with a length could be only a consequence.
     mistakes = [*parsed.mistakes, *_check_environment()]
+
+    # Tokens per step depend on these sections. If one of them has an invalid value, do not report
+    # that the number of steps is wrong as well.
     invalid_sections = _find_invalid_sections(parsed.mistakes)
     if invalid_sections.isdisjoint(("model", "training", "parallelism", "dataset")):
         mistakes += [make_mistake(fitted_run, problem) for problem in length_problems]
 
+    # In these sections, a default replaces each invalid value, so rules cannot check them.
     sections_with_bad_lengths = {problem.key.partition(".")[0] for problem in length_problems}
-    skipped_sections = invalid_sections | sections_with_bad_lengths  # they contain defaults
+    skipped_sections = invalid_sections | sections_with_bad_lengths
     rule_problems = _apply_rules(run, parsed, skipped_sections, check_outputs)
     mistakes += [make_mistake(run, problem) for problem in tokenizer_problems + rule_problems]
     if mistakes:
         origins = {**parsed.origins, THREADS: "environment variable"}
-        raise parsed._replace(origins=origins).error(mistakes)
+        parsed = parsed._replace(origins=origins)
+        raise parsed.error(mistakes)
     return run
 
 
 def _fit_to_tokenizer(run: Run) -> tuple[Run, list[Problem]]:
-    """Load the tokenizer of a run, check it, and set the vocabulary size of a small test model.
+    """Load and check the tokenizer of a run. A small test model gets its vocabulary size.
 
     Returns:
         The run, and the problems of its tokenizer. If the tokenizer cannot be loaded, the run is
@@ -200,9 +202,9 @@ def fit_vocab_size(job: JobConfig, tokenizer: Tokenizer) -> JobConfig:
 def _is_preview(parsed: ParsedJob) -> bool:
     """Return whether a job trains only the first steps of the run that its job file describes.
 
-    A warmup longer than such a preview is not a mistake. A job is a preview if the command line
-    sets the length of the run, such as `training.steps`, but not `lr_scheduler.warmup_steps`. The
-    config.toml that a preview writes also describes a preview.
+    Such a preview may be shorter than its warmup. The command line of a preview sets the length of
+    the run, such as `training.steps`, but not `lr_scheduler.warmup_steps`. The config.toml that a
+    preview writes describes a preview as well.
     """
     origins = parsed.origins
     length_origins = {origins.get(f"training.{name}", DEFAULT) for name in LENGTH_KEYS}

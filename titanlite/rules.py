@@ -90,9 +90,9 @@ class Rule(NamedTuple):
 
 
 def make_mistake(run: Run, problem: Problem) -> Mistake:
-    """Convert a broken rule to a `Mistake`, which also contains the current value of the key.
+    """Convert a `Problem` to a `Mistake`, which also contains the current value of the key.
 
-    If the job does not set a key of [model], its value is that of the model flavor.
+    For a key of [model] that the job does not set, this is the value of the model flavor.
     """
     parts = problem.key.split(".")
     section, name, *_ = parts
@@ -119,19 +119,18 @@ def find_broken_rules(run: Run) -> list[Problem]:
 
 
 def check_model(run: Run) -> Problems:
-    """Check the heads and the RoPE scaling of the model, and its context length.
-
-    Sequences must not be longer than the context length, `model.max_seq_len`.
-    """
+    """Check the sizes of attention heads, the limits of RoPE scaling, and the sequence length."""
     yield from _check_heads(run)
 
     arch = run.arch
-    fast, slow = "rope_high_freq_factor", "rope_low_freq_factor"
+    upper_key, lower_key = "rope_high_freq_factor", "rope_low_freq_factor"
     if arch.rope_scaling == "yarn":
-        fast, slow = "rope_beta_fast", "rope_beta_slow"
-    if getattr(arch, fast) <= getattr(arch, slow):
-        text = f"must be greater than model.{slow} = {getattr(arch, slow)}."
-        yield Problem(f"model.{fast}", text)
+        upper_key, lower_key = "rope_beta_fast", "rope_beta_slow"
+    upper_limit = getattr(arch, upper_key)
+    lower_limit = getattr(arch, lower_key)
+    if upper_limit <= lower_limit:
+        text = f"must be greater than model.{lower_key} = {lower_limit}."
+        yield Problem(f"model.{upper_key}", text)
 
     if run.job.training.seq_len > arch.max_seq_len:
         yield Problem(
@@ -155,7 +154,7 @@ def _check_heads(run: Run) -> Problems:
 
 
 def check_attention_backend(run: Run) -> Problems:
-    """Check that the attention backend has an effect, and supports the model and the layout.
+    """Report an attention backend that has no effect, or that does not support the job.
 
     This does not check whether the GPU supports the backend, which is unknown before the start.
     """
@@ -211,7 +210,7 @@ def check_layout(run: Run) -> Problems:
 
 
 def _describe_wrong_world_size(run: Run) -> Problem:
-    """Return the problem of a run whose parallelism degrees do not multiply to its world size."""
+    """Describe the problem that the product of parallelism degrees is not the number of ranks."""
     # Name the largest degree, because the user will most likely change this one.
     degrees = {key: value for key, value in run.job.parallelism if key.endswith("_degree")}
     largest = max(degrees, key=degrees.__getitem__)
@@ -332,9 +331,9 @@ def _frees_buffers_early(run: Run) -> bool:
     """Return whether a split backward pass is impossible, because buffers are freed too early.
 
     In compiled blocks, and in blocks that recompute only some operators, the first part of the
-    backward pass frees buffers that the second part needs. If compiled blocks keep these buffers
-    ("donated buffers" disabled), they run, but the loss is off by 1.4e-3 after ten steps in fp32
-    (torch 2.13).
+    backward pass frees buffers that the second part needs. It does not help to make compiled blocks
+    keep them by disabling "donated buffers": with torch 2.13, the fp32 loss is then off by 1.4e-3
+    after ten steps.
     """
     checkpointing = run.job.activation_checkpoint
     recomputes_operators = (
@@ -514,7 +513,9 @@ def check_optimizer_groups(run: Run) -> Problems:
     Each name pattern of a group must also match at least one parameter.
     """
     groups = run.job.optimizer.groups
-    if not groups or list(_check_heads(run)):
+    if not groups:
+        return
+    if list(_check_heads(run)):  # the model cannot be built, which `check_model` reports
         return
 
     # This is slow, because it imports torch to build the model on the meta device.
@@ -562,7 +563,7 @@ def _summarize(names: list[str]) -> str:
 
 
 def check_float8(run: Run) -> Problems:
-    """Check that FP8 converts at least one layer, and that FP8 matmuls support the sizes."""
+    """If FP8 is enabled, check that it applies to some layers, and supports their sizes."""
     float8 = run.job.float8
     if not float8.enable:
         return
@@ -768,7 +769,7 @@ def suggest_tokenizer(run: Run) -> str:
 
 
 def _suggest_training_tokenizer(run: Run) -> str:
-    """Return a hint with the command that trains a tokenizer, in place of a missing one."""
+    """Return a hint for the user: the command that trains the missing tokenizer."""
     # Both my/tokenizer.json and my.json give the folder "my".
     path = run.job.tokenizer.path
     folder, name = os.path.split(path)
@@ -797,11 +798,12 @@ def check_dataset(run: Run) -> Problems:
 def check_validation(run: Run) -> Problems:
     """Check that the validation data exists.
 
-    It is either held out from the training data, or has its own sources, but not both.
+    It is either held out from the training data, or read from other files, but not both.
     """
     validation = run.job.validation
     has_holdout = validation.holdout > 0
     has_files = validation.path or validation.sources
+    sets_source = validation.sources or "source" in validation.model_fields_set
     if has_holdout and has_files:
         key = "validation.path" if validation.path else "validation.source"
         yield Problem(
@@ -809,7 +811,7 @@ def check_validation(run: Run) -> Problems:
             "is not used with validation.holdout, which uses documents of [dataset]. Remove one.",
         )
     elif validation.freq > 0 and not has_holdout:
-        if validation.sources or "source" in validation.model_fields_set:
+        if sets_source:
             yield from _check_sources("validation", validation)
         else:
             yield Problem(
@@ -851,15 +853,16 @@ def _check_source(table: str, source: TextSource) -> Problems:
         table: Table of the source, such as "dataset.sources.0", to name its keys in problems.
         source: The source.
     """
-    has_fixed_files = source.source in ("python_stdlib", "c4")
+    kind = source.source
+    has_fixed_files = kind in ("python_stdlib", "c4")
     if source.path is not None and has_fixed_files:
         yield Problem(
             f"{table}.path",
-            f'is not used with {table}.source = "{source.source}". Set that too, for example to '
-            '"text" or "jsonl".',
+            f'is not used with {table}.source = "{kind}". Set that too, for example to "text" or '
+            '"jsonl".',
         )
         return
-    if source.loss_mask_column is not None and source.source not in ("jsonl", "parquet"):
+    if source.loss_mask_column is not None and kind not in ("jsonl", "parquet"):
         yield Problem(f"{table}.loss_mask_column", 'needs source "jsonl" or "parquet".')
 
     try:
@@ -868,9 +871,9 @@ def _check_source(table: str, source: TextSource) -> Problems:
         if source.path is None:
             yield Problem(f"{table}.source", f"needs {table}.path.")
         else:
-            # The error names keys of [dataset] instead of this table.
-            text = str(error).rstrip(".").replace("dataset.", f"{table}.")
-            yield Problem(f"{table}.path", f"{text}.")
+            # `find_files` does not know the table, and names keys such as dataset.path.
+            message = str(error).rstrip(".").replace("dataset.", f"{table}.")
+            yield Problem(f"{table}.path", f"{message}.")
 
 
 # Outputs and initial weights.
@@ -937,10 +940,7 @@ def check_urls(run: Run) -> Problems:
 
 
 def check_mirror(run: Run) -> Problems:
-    """Check that `checkpoint.mirror` is a URL, and that copies there outlive the run.
-
-    They must also remain if the output folder of the run is lost.
-    """
+    """Check that `checkpoint.mirror` is a URL whose files outlive the run and its output folder."""
     mirror = run.job.checkpoint.mirror
     if mirror is None:
         return
@@ -965,7 +965,7 @@ def _outlives_run(url: str, run: Run) -> bool:
 
 
 def check_checkpoints(run: Run) -> Problems:
-    """Check that the initial weights of a new run exist, and the checkpoint of `load_step`."""
+    """Check that the initial weights of a new run, or the checkpoint of `load_step`, exist."""
     checkpoint = run.job.checkpoint
     if not checkpoint.enable:
         return
@@ -983,20 +983,21 @@ def check_checkpoints(run: Run) -> Problems:
 def _check_load_step(run: Run, saved: list[Path]) -> Problems:
     """Check that the run has saved a checkpoint of step `checkpoint.load_step`.
 
-    If the run has already gone back to this step and continued, the checkpoint may be missing.
+    A run loads this step only once, so the checkpoint may be deleted after the run has continued.
 
     Args:
         run: The run.
         saved: Step folders of the run, sorted by step.
     """
     step = run.job.checkpoint.load_step
-    if step in [get_step(folder) for folder in saved]:
+    saved_steps = [get_step(folder) for folder in saved]
+    if step in saved_steps:
+        return
+    # For example, the run has loaded step 100 and later saved step 200, from which it now resumes.
+    has_been_loaded = has_gone_back(saved, step)
+    if has_been_loaded:
         return
 
-    # `load_step` applies only once. For example, a run with `load_step` = 100 that has meanwhile
-    # saved step 200 has gone back: a restart resumes from step 200, and step 100 may be deleted.
-    if has_gone_back(saved, step):
-        return
     names = ", ".join(folder.name for folder in saved) or "none"
     yield Problem(
         "checkpoint.load_step",
@@ -1032,7 +1033,7 @@ def check_wandb(run: Run) -> Problems:
 
 
 def check_certificate(run: Run) -> Problems:
-    """If `job.require_certificate` is set, check that `titanlite prove` has proven the job."""
+    """If `job.require_certificate` is set, check that `titanlite prove` has passed for the run."""
     if not run.job.job.require_certificate:
         return
     match = find_certificate(run)

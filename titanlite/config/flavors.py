@@ -163,13 +163,15 @@ class Architecture:
             window = seq_len
             if self.sliding_window and not self.is_full_attention(layer):
                 window = min(seq_len, self.sliding_window)
-            hidden = window * window / (2 * seq_len) if is_causal else 0
-            total += window - hidden
+            # With a causal mask, each of the first `window` tokens lacks half a window on average.
+            missing = window * window / (2 * seq_len) if is_causal else 0
+            total += window - missing
         return total / self.n_layers
 
     @property
     def block_matrices(self) -> int:
         """Number of parameters in the weight matrices of one block."""
+        # wq and wo, wk and wv, and the three matrices of the feed-forward network.
         return self.dim * (2 * self.q_dim + 2 * self.kv_dim + 3 * self.ffn_dim)
 
     @property

@@ -157,10 +157,10 @@ def _check_required(options: type[Options], argv: Sequence[str], prog: str) -> N
     Raises:
         UserError: If an option is missing. Unlike tyro's message, this one explains the option.
     """
-    given = {_normalize_flag(word) for word in argv}
+    given_flags = {_normalize_flag(word) for word in argv}
     for flag, field in _list_flags(options).items():
         is_positional = tyro.conf.Positional in field.metadata
-        if field.is_required() and not is_positional and flag not in given:
+        if field.is_required() and not is_positional and flag not in given_flags:
             raise UserError(f"{flag} is required by `{prog}`. {field.description}")
 
 

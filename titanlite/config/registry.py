@@ -61,18 +61,18 @@ class Registry:
         """Return the entry called `name`, importing it on first use."""
         return resolve(self._entries[name])
 
-    def make(self, name: str, tables: Any, *inputs: Any) -> Any:
+    def make(self, name: str, job: Any, *inputs: Any) -> Any:
         """Call the class or function that is registered as `name`, and return the result.
 
         Args:
             name: Name of the entry.
-            tables: The job. If the entry was registered with a section, this section of the job is
+            job: The job. If the entry was registered with a section, this section of the job is
                 passed to it as the last argument.
             inputs: The other arguments of the entry.
         """
         if name in self._names_with_section:
             # Do not use getattr: the job may have a method of this name, such as `copy`.
-            inputs = (*inputs, dict(tables)[name])
+            inputs = (*inputs, dict(job)[name])
         return self[name](*inputs)
 
     def add(self, name: str, entry: Any, section: type[Section] | None) -> None:
@@ -242,15 +242,15 @@ def _without_current_folder() -> Iterator[None]:
     By default, `python -m` imports modules from the current folder, which may contain files of
     other users. A folder in PYTHONPATH is trusted and kept.
     """
-    folders = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
-    is_trusted = os.getcwd() in map(os.path.abspath, folders)
-    before = list(sys.path)
+    trusted = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    is_trusted = os.getcwd() in map(os.path.abspath, trusted)
+    original_path = list(sys.path)
     if not is_trusted:
-        sys.path[:] = [folder for folder in before if os.path.abspath(folder) != os.getcwd()]
+        sys.path[:] = [folder for folder in original_path if os.path.abspath(folder) != os.getcwd()]
     try:
         yield
     finally:
-        sys.path[:] = before
+        sys.path[:] = original_path
 
 
 def require_plugins(names: Iterable[str], source: object) -> None:
