@@ -24,7 +24,7 @@ from titanlite.config.load import load_job
 REPOSITORY = Path(__file__).parents[2]
 VARIABLES = """
 NGPU NNODES NODE_RANK MASTER_PORT MAX_RESTARTS MASTER_ADDR LOG_RANK CUDA_VISIBLE_DEVICES
-TITANLITE_COMMAND
+TITANLITE_COMMAND TITANLITE_CONSTRAINTS PYTHON
 """
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and PDEATHSIG")
 

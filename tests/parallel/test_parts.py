@@ -129,16 +129,17 @@ def test_the_fp8_cast_of_weights_is_compiled_only_with_the_model_and_is_bitwise_
 
 
 def enable_async_tp() -> tuple[bool, bool]:
-    """Enable async tensor parallelism, and return the settings that the compiler reads."""
+    """Enable async tensor parallelism, and return the settings of the compiler and the group."""
     import torch._inductor.config as inductor_config
-    from torch.distributed._symmetric_memory import is_symm_mem_enabled_for_group
+    from torch.distributed import _symmetric_memory
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (1,))
     on_gpus: Any = SimpleNamespace(device_type="cuda", get_group=mesh.get_group)
     enable_async_tensor_parallel(on_gpus)
-    name = mesh.get_group().group_name
-    return inductor_config._micro_pipeline_tp, is_symm_mem_enabled_for_group(name)
+    # Since torch 2.15, is_symm_mem_enabled_for_group returns False without a GPU.
+    has_symmetric_memory = mesh.get_group().group_name in _symmetric_memory._group_name_to_store
+    return inductor_config._micro_pipeline_tp, has_symmetric_memory
 
 
 @pytest.mark.slow
