@@ -181,9 +181,8 @@ def is_finite(tensor: Tensor) -> bool:
 def shard_chunk(tensor: DTensor) -> ChunkStorageMetadata:
     """Return the offsets and the sizes of this rank's shard in the whole tensor.
 
-    This replaces a computation of DCP, which is wrong up to torch 2.15 if tensor parallelism and
-    FSDP over three or more ranks divide the same dimension unevenly, such as a vocabulary with an
-    odd size. DCP could then neither save nor load the tensor.
+    DCP's own computation is wrong up to torch 2.15 if tensor parallelism and FSDP over three or
+    more ranks divide the same dimension unevenly, such as a vocabulary with an odd size.
     """
     slices = shard_slices(tensor)
     return ChunkStorageMetadata(

@@ -346,7 +346,7 @@ class Resumer:
         Args:
             reader: Reader of the checkpoint.
             info: Entry "info" of its manifest.
-            parts_to_reset: Parts of the state, such as "optimizer", that are not loaded.
+            parts_to_reset: Parts that are not loaded, such as "optimizer".
         """
         saved_names = reader.index.keys()
         loads_hooks = "hooks" not in parts_to_reset
@@ -374,7 +374,7 @@ class Resumer:
 
         Args:
             reader: Reader of the checkpoint.
-            train_state: The saved training state, with the `state_dict` of each hook.
+            train_state: Saved state that is not a tensor, such as the `state_dict` of each hook.
         """
         sizes = {}
         for name, entry in reader.index.items():
@@ -414,8 +414,7 @@ class Resumer:
     def _log_parts_to_reset(self, path: Path, parts_to_reset: set[str]) -> None:
         """Log the parts of a checkpoint that are reset because of `exclude_from_loading`.
 
-        Also log the parts that this option lists, but that are loaded, because they were already
-        reset before the checkpoint was saved.
+        Also log the parts that are loaded, because this option had reset them before the save.
 
         Args:
             path: The step folder.
@@ -462,7 +461,7 @@ class Resumer:
 def check_on_all_ranks(path: Path, ranks: RankGroup) -> Manifest:
     """Verify a checkpoint before it is loaded, and return its manifest.
 
-    Each rank checks some of the files. Checksums of tensors are not checked here, but when they are
+    Each rank checks some of the files. The checksum of a tensor is checked later, when it is
     loaded.
 
     Args:
@@ -614,7 +613,7 @@ def _compare_with_saved_shapes(
 
 
 def _check_finite(path: object, tensors: dict[str, Tensor]) -> None:
-    """Check that all weights are finite. Other tensors, such as those of hooks, may contain NaN.
+    """Check that all weights are finite. Other tensors, such as optimizer state, are not checked.
 
     Raises:
         CheckpointError: If weights contain NaN or infinity. The message lists them.

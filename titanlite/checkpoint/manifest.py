@@ -78,7 +78,7 @@ Manifest = dict[str, Any]
 
 
 class HashingFile(io.BufferedWriter):
-    """A new file that computes its checksum, and that of each saved tensor, while it is written.
+    """A new file that computes the checksums of itself and of its tensors while it is written.
 
     Write sequentially; seeking is not supported.
 
@@ -436,9 +436,12 @@ def belongs_to_run(manifest: Manifest, run: str | None) -> bool:
 
 
 def is_titanlite_manifest(raw: bytes) -> bool:
-    """Return whether titanlite wrote a manifest file, given its content, which may be damaged.
+    """Return whether titanlite wrote a manifest, even if the manifest is damaged.
 
     Other programs may use the same file name.
+
+    Args:
+        raw: Content of the file.
     """
     return b'"xxh3_128"' in raw
 
@@ -522,7 +525,7 @@ def check_checkpoint(
 
 
 def _check_file(folder: Path, name: str, entry: Entry, *, only_size: bool) -> None:
-    """Compare the size of a file and, unless `only_size`, its checksum with its manifest entry.
+    """Check the size of a file and, unless `only_size` is set, its checksum.
 
     Raises:
         Damage: If the size or the checksum differs, or the file is missing.
@@ -562,11 +565,11 @@ def remove_unfinished(folder: Path, path_hash: str, log: Callable[[str], None]) 
 
 
 def finish_removals(folder: Path, log: Callable[[str], None]) -> None:
-    """Remove the rest of each checkpoint in a folder whose removal was interrupted.
+    """Complete the interrupted removals of checkpoints in a folder.
 
     Args:
         folder: Parent of the step folders.
-        log: Called with one line of text for each of these checkpoints.
+        log: Called with one line of text for each checkpoint that was partly removed.
     """
     for path in _list_half_removed(folder):
         try:
@@ -616,10 +619,9 @@ def remove_checkpoint(path: Path) -> None:
 
 
 def _remove_listed_files(path: Path) -> None:
-    """Delete the files of a checkpoint whose manifest was already renamed for the removal.
+    """Delete the files of a checkpoint, its renamed manifest, and the folder, if it is then empty.
 
-    This deletes the files that the manifest lists, the manifest, and then the folder, if the folder
-    is empty.
+    Only files that the manifest lists are deleted.
     """
     with open_file(path / INCOMPLETE) as file:
         manifest = parse_manifest(file.read(), path / INCOMPLETE)
@@ -702,7 +704,7 @@ class CheckpointContext:
         Call this on rank 0 only. It also removes what interrupted saves have left.
 
         Returns:
-            The random token in the file name, for the names of all temporary files of this start.
+            The random token in its name, to use for all temporary files of this start.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         # By this part of the token, the next start finds the temporary files of this one.

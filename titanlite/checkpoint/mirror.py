@@ -116,7 +116,7 @@ class Mirror:
         self._next_send_time = 0.0
 
     def restore(self) -> None:
-        """Download the checkpoints that the run needs from the mirror, unless they are local.
+        """Download the missing checkpoints that the run needs from the mirror.
 
         A run needs the newest checkpoint, the one of step `checkpoint.load_step` and, with
         `checkpoint.keep_best`, the best one. Damaged checkpoints are renamed at the mirror. Call
@@ -133,9 +133,8 @@ class Mirror:
     def begin(self, step: int) -> None:
         """Start copying the checkpoints of the run to the mirror in the background.
 
-        Call this on all ranks, once the run has loaded its checkpoint. If the mirror contains
-        checkpoints of this run with steps after `step`, their manifests are first renamed to
-        "manifest.json.archived". The run will train these steps again and save new checkpoints.
+        Call this on all ranks, once the run has loaded its checkpoint. Later checkpoints of this
+        run at the mirror are first archived, because the run will train these steps again.
 
         Args:
             step: Step of the loaded checkpoint, or 0.
@@ -328,7 +327,7 @@ class Mirror:
             )
 
     def _download_selected(self, names: dict[int, str]) -> None:
-        """Download the checkpoints that `load_step` and `keep_best` need, unless they are local.
+        """Download the checkpoints that `load_step` and `keep_best` need, if they are missing.
 
         Args:
             names: Names of the checkpoints at the mirror by step.
@@ -485,10 +484,6 @@ class Mirror:
 
     def _try_to_send(self, path: Path, name: str) -> UserError | None:
         """Try once to copy a checkpoint. Then remove outdated checkpoints at the mirror.
-
-        Args:
-            path: The local step folder.
-            name: Name of the checkpoint at the mirror.
 
         Returns:
             The error if the copy has failed, or else None. A `CheckpointError` means that the

@@ -149,10 +149,10 @@ class Saver:
         """Return whether a save must write its files. If not, they are on disk already.
 
         Args:
-            path: The step folder to write.
+            path: The step folder to write. With `weights_only`, a folder from an earlier start may
+                be renamed to make room.
             step: The step to save.
-            weights_only: Whether the step folder is in `final`, where a save stores only weights.
-                If `path` is from an earlier start, this may rename it to make room.
+            weights_only: Whether to save only weights.
         """
         if not weights_only:
             return not self.has_saved(step)
@@ -168,7 +168,7 @@ class Saver:
         Args:
             folder: Parent of the step folder.
             step: The step to save.
-            train_state: Training state that is not a tensor, such as the data position.
+            train_state: Training state that is not a tensor.
             weights_only: Record in the manifest that the checkpoint contains only weights.
         """
         info = manifest_info(
@@ -228,7 +228,7 @@ class Saver:
     def _write_in_background(
         self, writer: CheckpointWriter, tensors: Tensors, stager: DefaultStager
     ) -> Future[bool]:
-        """Copy the tensors, start writing them in the background thread, and return.
+        """Copy the tensors, and let the background thread write them.
 
         The result is whether the checkpoint is complete.
         """
@@ -239,13 +239,9 @@ class Saver:
     def _copy(self, tensors: Tensors, stager: DefaultStager) -> Callable[[], Tensors]:
         """Copy tensors to CPU memory, so that training can change the originals during the save.
 
-        Args:
-            tensors: The tensors by name.
-            stager: DCP object that makes the copies. With pinned memory, it makes them in the
-                background; otherwise before this returns.
-
         Returns:
-            A function that waits for the copies and returns them by name.
+            A function that waits for the copies and returns them by name. Only with pinned memory,
+            the stager makes them in the background.
         """
         if self._is_pinned:
             torch.cuda.current_stream().synchronize()  # the stager copies on another stream

@@ -121,10 +121,10 @@ class SavedFolders:
 
         The best checkpoint, and the one that is being copied to the mirror, are never included.
         """
-        checkpoints = list_checkpoints(self._folder)
-        checkpoints = [path for path in checkpoints if self._belongs_to_this_run(path)]
+        all_checkpoints = list_checkpoints(self._folder)
+        checkpoints = [path for path in all_checkpoints if self._belongs_to_this_run(path)]
         if self._config.keep_best:
-            self.update_best_link()
+            self.update_best_link()  # because its target is never removed
         # Never remove the target of `best`, even if this job does not set keep_best.
         in_use: set[Path | None] = {(self._folder / BEST_LINK).resolve()}
         if self._mirror is not None:
@@ -197,7 +197,8 @@ class SavedFolders:
         Returns:
             Whether the export succeeded. A failure is logged.
         """
-        out = path.parents[1] / "final_hf"
+        output_folder = path.parents[1]
+        out = output_folder / "final_hf"
         try:
             if self.prepare_output_path(out, keep):
                 self._write_export(path, out)

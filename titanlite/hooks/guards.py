@@ -87,7 +87,7 @@ class NonFiniteGuard(Hook):
         return {"skipped_steps": self._num_skipped}
 
     def logged(self, entry: object) -> None:
-        """After the metrics are logged, also log the steps skipped since the last logged step.
+        """After the metrics of a step are logged, also log the steps skipped since the last log.
 
         Raises:
             GuardError: If more than guards.max_skipped consecutive steps were skipped.
@@ -278,7 +278,7 @@ class SpikeGuard(Hook):
       do not depend on rollbacks.
     - Otherwise spikes are only logged.
 
-    Except with "skip", the CPU looks for spikes later, when it reads the metrics.
+    Without "skip", the CPU looks for spikes later, when it reads the metrics.
     """
 
     name = SPIKE_GUARD
@@ -508,11 +508,7 @@ class SpikeGuard(Hook):
 def _move_to_cpu(tensors: list[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
     """Copy the tensors of several steps to the CPU with one host sync, and clear the list.
 
-    Args:
-        tensors: Steps, each with a tensor of the same shape.
-
-    Returns:
-        The steps with their copied tensors.
+    Return the steps with the copies.
     """
     if not tensors:
         return []

@@ -42,11 +42,9 @@ class HangReport(Hook):
     writes `<rank>.hang.json` into the folder of the launcher, and deletes the file if the rank
     makes progress again. Without a launcher, no thread is started.
 
-    The time limit is 80% of the timeout of collectives. At the beginning, this is
-    comm.init_timeout_seconds, which is longer because the first step compiles kernels.
-
-    A save does not restart the time limit, so a rank also writes a report during a long synchronous
-    save. The report does not end the run, and is deleted after the next step.
+    The time limit is 80% of the timeout of collectives. It is longer until the first step has
+    compiled its kernels. A long synchronous save can also exceed it. The report does not end the
+    run.
     """
 
     def __init__(self, trainer: Trainer) -> None:

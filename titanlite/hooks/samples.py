@@ -51,9 +51,7 @@ class Samples(Hook):
     def act(self, step: int, request: Request) -> None:
         """Every `samples.freq` steps, complete the job's prompts, log the texts, and notify hooks.
 
-        Args:
-            step: The step that has just been trained.
-            request: Ignored.
+        The argument `request` is ignored.
         """
         is_due = step % self._config.freq == 0
         if not is_due or step == self._sampled_step:
@@ -153,7 +151,7 @@ def use_logits(
     Args:
         trainer: Trainer whose model computes the logits.
         microbatches: Microbatches of this rank. Tokens whose label is IGNORE_INDEX are left out.
-        use: Function of the index of the microbatch, and of n of its tokens: their rows in the
+        use: Called with the index of a microbatch, and for n of its tokens: their rows in the
             microbatch (n,), labels (n,), and logits (n, V) in fp32.
     """
     indices = iter(range(len(microbatches)))
@@ -161,8 +159,7 @@ def use_logits(
     def pass_logits(hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
         """Pass the logits of the next microbatch to `use`.
 
-        `evaluate` calls this once per microbatch, in order, instead of a loss function. So it has
-        the arguments of a loss function, and returns a loss, which is 0.
+        `evaluate` calls this as its loss function, once per microbatch in order. The loss is 0.
         """
         index = next(indices, None)
         if index is not None:  # None: an empty microbatch that a pipeline schedule has added
@@ -176,15 +173,13 @@ def use_logits(
 def _logits_in_chunks(
     trainer: Trainer, hidden: Tensor, weight: Tensor, labels: Tensor
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield the logits of all tokens with a label in a microbatch, for a few tokens at once.
-
-    The logits of all tokens at once would need much memory.
+    """Yield the logits of all tokens with a label, a few tokens at a time to save memory.
 
     Args:
         trainer: Trainer of the model.
-        hidden: Hidden states, shape (B, T, C).
+        hidden: Hidden states of a microbatch, shape (B, T, C).
         weight: Output matrix, shape (V, C).
-        labels: Labels, shape (B, T). IGNORE_INDEX: no label.
+        labels: Labels, shape (B, T).
 
     Yields:
         For n tokens: their rows in the microbatch (n,), labels (n,), and logits (n, V) in fp32.
