@@ -18,7 +18,7 @@ def start(folder: Path, run: str, resumed_step: int | None = None, steps: int = 
     log = setup_logging(0, folder / "train.log")
     log.info(Event(f"{run} begins", "start"))
     job = JobConfig(training=Training(steps=steps))
-    message = output.begin(job, {"run": run}, resumed_step)
+    message = output.prepare(job, {"run": run}, resumed_step)
     log.info(f"{run} trains")
     return message
 

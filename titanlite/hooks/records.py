@@ -114,12 +114,12 @@ class Records:
         if trainer.rank != 0:
             return
 
-        # `begin` replaces the file with the environment of the previous start.
+        # `prepare` replaces the file with the environment of the previous start.
         previous_environment = self._outputs.environment()
         environment = describe_environment(trainer)
         resumed_step = step if trainer.resumed else None
         try:
-            archive_note = self._outputs.begin(run.job, environment, resumed_step)
+            archive_note = self._outputs.prepare(run.job, environment, resumed_step)
             if archive_note:
                 trainer.log(archive_note)
             self._metrics_loggers = open_metrics_loggers(RunStart(run, step, environment))

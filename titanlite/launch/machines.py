@@ -259,10 +259,10 @@ def _pass_on_signals(signals: set[signal.Signals], folder: Path) -> None:
 
 
 def _leave_after_crash(folder: Path) -> None:
-    """Wait until the run crashes and has no restart left, and end this process a bit later.
+    """Wait for a crash with no restarts left, then end this process.
 
-    The torch agent in this process has `AGENT_SECONDS` to end by itself. It could otherwise wait
-    many minutes for a node that is down.
+    The torch agent in this process first gets `AGENT_SECONDS` to end by itself. It could otherwise
+    wait many minutes for a node that is down.
 
     Args:
         folder: Folder in which the node process writes the exit code of the crash.
@@ -329,7 +329,8 @@ def _resolve_store(store: tuple[str, int]) -> list[str]:
             f"MASTER_ADDR={store[0]} cannot be resolved: {why}. "
             "Use an address or a name of the first node that all nodes can resolve."
         ) from None
-    return [str(answer[4][0]) for answer in answers]
+    # Each answer ends with a socket address: (IP address, port, ...).
+    return [str(socket_address[0]) for *_, socket_address in answers]
 
 
 def _is_local(addresses: Sequence[str]) -> bool:

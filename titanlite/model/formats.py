@@ -165,7 +165,7 @@ def _export_layer_types(arch: Architecture, rope_scaling: dict[str, Any] | None)
 
 
 def _export_fields(arch: Architecture, model: type[FileModel]) -> dict[str, Any]:
-    """Return the values of `arch` for all fields with an alias in `model`, as in a config.json.
+    """Return the fields of `arch` for which `model` defines a key of config.json, by this key.
 
     For example, `n_heads` = 32 becomes {"num_attention_heads": 32}.
     """

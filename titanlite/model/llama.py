@@ -475,7 +475,7 @@ class Llama(nn.Module):
         full_rope = rope_table(arch, positions, is_scaled)
         window_rope = full_rope
         if is_scaled and arch.full_attention_interval:
-            # Windows do not exceed the original context.
+            # Blocks with a window need no scaling: the window fits into the original context.
             window_rope = rope_table(arch, positions, is_scaled=False)
         ropes = [full_rope if is_full else window_rope for is_full in self._is_full_attention]
 

@@ -139,7 +139,7 @@ class OutputFolder:
         """Return the environment.json of the previous start, or {} without a previous start."""
         return read_environment(self._folder)
 
-    def begin(
+    def prepare(
         self, job: JobConfig, environment: Mapping[str, Any], resumed_step: int | None
     ) -> str:
         """Continue or archive existing files, and write config.toml and environment.json.

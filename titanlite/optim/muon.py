@@ -137,7 +137,9 @@ class Muon(torch.optim.Optimizer):
         self._update(*previous, skip)
 
     def _start_gather(self, plan: _RoundPlan, skip: Tensor) -> _Transfer:
-        """Update this rank's shards of the momentum, and start to send them to the owners.
+        """Update this rank's momentum shards, and start to send them to the owners of the matrices.
+
+        The owner of a matrix is the rank that orthogonalizes it.
 
         Args:
             plan: Communication plan of the round: its matrices, and who sends what to whom.
@@ -147,13 +149,14 @@ class Muon(torch.optim.Optimizer):
             The all-to-all in progress. Its result holds the shards of the matrices that this rank
             owns, ordered by sending rank.
         """
+        # With HSDP several ranks hold and update the same shard, but only one of them sends it.
         shards: list[Tensor] = []
         for matrix, is_sender in zip(plan.matrices, plan.is_sender, strict=True):
             assert matrix.grad is not None
             gradient = local_shard(matrix.grad).view(-1)
             momentum = local_shard(self.state[matrix]["momentum_buffer"]).view(-1)
             direction = self._accumulate_momentum(gradient, momentum, skip, self._beta)
-            if is_sender:  # with HSDP, other ranks also hold this shard, but only one sends it
+            if is_sender:
                 shards.append(direction)
         return self._start_transfer(shards, plan.numel_to_owners, plan.numel_from_ranks)
 

@@ -193,7 +193,7 @@ def configure_microbatch(
     frees_output_after_forward: bool,
     frees_output_after_backward: bool,
 ) -> None:
-    """Set which collectives and frees FSDP performs in the next microbatch.
+    """Configure when FSDP reduces gradients and frees the output matrix in the next microbatch.
 
     Call this function before the forward pass of the microbatch.
 

@@ -134,6 +134,8 @@ def _select_fsdp_dims(mesh: DeviceMesh) -> DeviceMesh:
 def _find_data_rank(rank_grid: torch.Tensor) -> int:
     """Return the index of the part of each global batch that this rank reads.
 
+    It depends on the coordinates of the rank in the two data parallel dimensions.
+
     Args:
         rank_grid: Rank numbers, with one dimension for each kind of parallelism.
     """

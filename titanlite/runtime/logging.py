@@ -287,8 +287,8 @@ def log_end(text: str, kind: str, step: int | None = None, log_file: Path | None
     logger = logging.getLogger(LOGGER_NAME)
     handlers = logger.handlers if log_file is None else _file_handlers(log_file, prefix="")
 
-    # Pass the record directly to the handlers of train.log and events.jsonl. `logger.log` would
-    # print it on the terminal as well.
+    # Pass a record without source location directly to the handlers of train.log and events.jsonl.
+    # `logger.log` would print it on the terminal as well.
     event = Event(text, kind, step)
     level = LEVEL_OF_END.get(kind, logging.ERROR)
     record = logger.makeRecord(LOGGER_NAME, level, "", 0, event, (), None)
