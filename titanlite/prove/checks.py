@@ -205,11 +205,10 @@ def compare_gradients(
 
 
 def _minimum_norms(gradients: Tensors) -> dict[str, float]:
-    """Return the norm of a very small gradient of each parameter, by parameter name.
+    """Return the smallest norm by which a gradient error is divided, by parameter name.
 
-    Relative to a gradient that is nearly zero, any rounding error is large. Its error is therefore
-    divided by this norm: the norm of a gradient whose elements are 0.1% of the root mean square of
-    all gradients.
+    Relative to a gradient that is nearly zero, any rounding error is large. Such a gradient
+    therefore counts as if its elements were 0.1% of the root mean square of all gradients.
     """
     minimum_total = SMALL_GRADIENT * total_norm(gradients.values())
     num_elements = sum(gradient.numel() for gradient in gradients.values())

@@ -195,10 +195,10 @@ def explain_gradient(
         run: The tested run on several ranks.
         failed: Names of the wrong gradients.
         gradients: Gradients of the run, by parameter name.
-        expected: Gradients of the reference, by parameter name.
+        expected: Expected gradients, by parameter name.
         weights: Weights before the step, by parameter name.
         sequences: Fields of the global batch, such as "input_ids", each of shape (sequences, T).
-        reference: Computes gradients again, to reproduce the wrong ones.
+        reference: Computes the gradients again with typical mistakes.
     """
     where = describe_names(failed, list(expected), run)
     names = [name for name in failed if name in gradients]
@@ -234,10 +234,10 @@ def _find_cause(
     Args:
         run: The tested run on several ranks.
         wrong: Gradient of the run, shape (elements,).
-        right: Gradient of the reference, shape (elements,).
+        right: Expected gradient, shape (elements,).
         sequences: Fields of the global batch, each of shape (sequences, T).
-        compute: Computes the gradient of the reference, shape (elements,), for some sequences and
-            options of `ReferenceTrainer.compute_gradients`.
+        compute: Computes the gradient, shape (elements,), in float64 for some sequences and options
+            of `ReferenceTrainer.compute_gradients`.
     """
     if not wrong.isfinite().all():
         return "they are not finite"
@@ -245,7 +245,7 @@ def _find_cause(
     if wrong_scale:
         return wrong_scale
 
-    # Check whether the reference computes the wrong gradient when it makes the same mistake.
+    # Check whether a known mistake leads to the same wrong gradient.
     tolerance = FIT_TOLERANCE * (wrong - right).norm()
     for mistake, wrong_sequences, options in _imitate_mistakes(run, sequences):
         gradient = compute(wrong_sequences, **options)
@@ -267,7 +267,7 @@ def _fit_sequences(
     Args:
         wrong: Gradient of the tested run, shape (elements,).
         sequences: Fields of the global batch, each of shape (sequences, T).
-        compute: Computes the gradient of the reference for the sequences in the slice `indices`.
+        compute: Computes the expected gradient of the sequences in the slice `indices`.
 
     Returns:
         The weight of each sequence, which is 1 in a correct gradient and 0 if the sequence does not

@@ -57,7 +57,7 @@ def computing_in_float64() -> Iterator[None]:
 class ReferenceTrainer:
     """Computes expected losses and gradients in float64 on one process.
 
-    The model runs without parallelism and dropout on the CPU.
+    The model runs without parallelism or dropout on the CPU.
 
     Attributes:
         initial: Initial weights in the dtype of the run, by parameter name.

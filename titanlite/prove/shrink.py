@@ -136,7 +136,7 @@ def shrink(job: JobConfig, world_size: int | None, steps: int, out: Path) -> Sma
 
 
 def list_changes(original: Run, small: Run) -> list[str]:
-    """List the options that have another value in the small job.
+    """List the options in which a job and its small version differ.
 
     For example, "training.seq_len: 4096 -> 64".
     """
@@ -150,7 +150,7 @@ def list_changes(original: Run, small: Run) -> list[str]:
 
 
 def shrink_degrees(job: JobConfig, world_size: int | None) -> dict[str, int]:
-    """Return the parallel degrees of the small job: 2 for each dimension that the job uses, or 1.
+    """Return small parallel degrees: 2 for each dimension that a job uses, and 1 for the others.
 
     Args:
         job: The original job.
@@ -395,7 +395,7 @@ def _replace_data(job: JobConfig, path: Path) -> JobConfig:
 
 
 def _find_data_problem(dataset: Dataset) -> str:
-    """Return why the small job cannot read the training data, or "" if it can.
+    """Return why a job with small sizes cannot read the training data, or "" if it can.
 
     For example, "the small sequences need shorter documents".
     """
@@ -409,7 +409,7 @@ def _find_data_problem(dataset: Dataset) -> str:
 
 
 def _find_source_problem(source: TextSource) -> str:
-    """Return the reason why the small job cannot read a text source, or "" if it can.
+    """Return why a job with a small vocabulary cannot read a text source, or "" if it can.
 
     For example, "the data is not on this machine".
     """

@@ -40,9 +40,9 @@ class Migration:
         text: Content of the new job file.
         model: The torchtitan model.name, for example "llama3".
         version: torchtitan version that the file was written for, as passed or detected.
-        added: "key = value" -> reason, for settings that the old file does not have, for example
-            because torchtitan has another default.
-        lost: Reason -> old keys without an equivalent.
+        added: "key = value" -> reason, for new settings, for example because torchtitan has another
+            default.
+        lost: Reason -> keys of the torchtitan job file without an equivalent.
 
     Raises:
         UserError: If the file is neither TOML nor a resolved config, is not a torchtitan job file
@@ -108,10 +108,10 @@ class Migration:
         """Return the RoPE scaling factor that torchtitan uses for the model."""
         return tables.ROPE_SCALING_FACTOR[self.version] if self.model == "llama3" else 1.0
 
-    # Access to the old and the new file.
+    # Access to the torchtitan job file and our job file.
 
     def _get_integer(self, key: str, default: int) -> int:
-        """Return the integer value of a key from the new file, else from the old file.
+        """Return the integer value of a key in our job file, else in the torchtitan job file.
 
         If neither file has the key, return `default`.
 
@@ -125,15 +125,15 @@ class Migration:
         return value
 
     def _carry_over(self, key: str, value: Any, origin: str) -> None:
-        """Set a key of the new file to a value from the old file.
+        """Set a key of our job file to a value that comes from the torchtitan job file.
 
         Args:
-            key: Key of the new file.
-            value: Value of the new file.
-            origin: Key of the old file that the value comes from.
+            key: Key of our job file.
+            value: Converted value.
+            origin: Key of the torchtitan job file that had the value.
 
         Raises:
-            UserError: If another old key has already set `key` to another value.
+            UserError: If another torchtitan key has already set `key` to another value.
         """
         if key in self._new and self._new[key] != value:
             both = f"{self._origin[key]} and {origin}"
@@ -142,7 +142,7 @@ class Migration:
         self._origin[key] = self._names_in_file.get(origin, origin)
 
     def _set_default(self, key: str, value: Any, why: str = "") -> None:
-        """Set a key of the new job file, unless it already has a value.
+        """Set a key of our job file, unless it already has a value.
 
         If there is a reason `why`, report it.
         """
@@ -150,11 +150,11 @@ class Migration:
             self._set(key, value, why)
 
     def _set(self, key: str, value: Any, why: str = "") -> None:
-        """Set a key of the new job file to a value that was not copied from the torchtitan file.
+        """Set a key of our job file to a value that is not in the torchtitan job file.
 
         Args:
-            key: Key of the new file.
-            value: Value of the new file, which replaces the current value of the key.
+            key: Key of our job file.
+            value: Value, which replaces the current value of the key.
             why: Reason for the report. If empty, the key is not reported.
         """
         self._new[key] = value
@@ -162,7 +162,7 @@ class Migration:
             self.added[f"{key} = {format_value(value)}"] = why
 
     def _report_lost(self, key: str, reason: str) -> None:
-        """Report a key of the old file that has no equivalent, with the reason."""
+        """Report a key of the torchtitan job file that has no equivalent, with the reason."""
         self.lost.setdefault(reason, []).append(self._names_in_file.get(key, key))
 
     # Conversion.
@@ -247,7 +247,7 @@ class Migration:
         )
 
     def _convert_data(self) -> None:
-        """Set the training data, and the validation data if validation.enable is true."""
+        """Set the training data of our job file, and the validation data if it is enabled."""
         self._convert_source("dataset", old_section="training", default="c4_test")
         if self._old.get("validation.enable") is True:
             self._set_default("validation.freq", 10, DEFAULT)
@@ -261,15 +261,15 @@ class Migration:
                 self._report_lost(key, reason)
 
     def _convert_source(self, section: str, old_section: str, default: str) -> None:
-        """Set a data section of the new file to one of the torchtitan datasets.
+        """Set a data section of our job file to the dataset of the torchtitan job file.
 
         Args:
-            section: Section of the new file, "dataset" or "validation".
-            old_section: Section of the old file with the keys `dataset` and `dataset_path`.
-            default: Dataset that torchtitan uses if the file names none.
+            section: Section of our job file, "dataset" or "validation".
+            old_section: Section of the torchtitan job file that names the dataset.
+            default: Dataset that torchtitan uses if the section names none.
 
         Raises:
-            UserError: If the dataset is unknown and the old file has no path.
+            UserError: If the dataset is unknown and has no path.
         """
         name_key = f"{old_section}.dataset"
         path_key = f"{old_section}.dataset_path"
@@ -385,7 +385,7 @@ class Migration:
         return max(1, local_size // num_microbatches)
 
     def _report_converters(self) -> None:
-        """Report all model converters as lost, except converters to FP8 and MXFP8."""
+        """Report the torchtitan model converters that we do not have: all except FP8 and MXFP8."""
         converters = _parse_names(self._old.get("model.converters", []))
         others = [name for name in converters if not _has_float8([name])]
         if others:
@@ -489,7 +489,7 @@ class Migration:
         return tomlkit.dumps({section: values for section, values in job.items() if values})
 
 
-# Parsing and checking of the old file.
+# Parsing and checking of the torchtitan job file.
 
 
 def _flatten(table: dict[str, Any], path: str = "") -> dict[str, Any]:
@@ -538,7 +538,7 @@ def _check_keys(keys: Collection[str]) -> None:
 
 
 def _suggest_keys(keys: Iterable[str]) -> str:
-    """Return hints, such as " Did you mean ...?", for all keys that resemble a titanlite key."""
+    """Return hints, such as " Did you mean ...?", for all keys that resemble one of our keys."""
     unknown = [key for key in keys if key not in list_keys()]
     problems = [describe_unknown_name(JobConfig, key).problem for key in unknown]
     hints = [problem.removeprefix("is unknown.") for problem in problems]
@@ -579,7 +579,7 @@ def _has_mxfp8(value: Any) -> bool:
 
 
 def _remove_small_layers(value: Any) -> list[Any]:
-    """Return the layer names in the option filter_fqns, without the keyword `SMALL_LAYERS`."""
+    """Remove the keyword "auto_filter_small_kn" from the layer names in the option filter_fqns."""
     return [name for name in _parse_names(value) if name != SMALL_LAYERS]
 
 
@@ -608,9 +608,9 @@ def _find_split_points(value: Any) -> list[Any]:
 
 
 def _find_schedule(value: Any) -> Any:
-    """Return the titanlite name of a pipeline schedule, or an unknown name unchanged.
+    """Return our spelling of a pipeline schedule, such as "1F1B" for "1f1b".
 
-    torchtitan ignores case and, before 0.1.0, used underscores, for example "interleaved_1f1b".
+    torchtitan ignores case and, before 0.1.0, used underscores. Unknown names are not changed.
     """
     names = get_args(list_keys()["parallelism.pipeline_parallel_schedule"].annotation)
     name_by_lowercase = {name.lower(): name for name in names}

@@ -31,7 +31,7 @@ def read_config(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]
 
 
 def _read_sections(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a resolved config without its model, in the form of a torchtitan job file."""
+    """Convert a resolved torchtitan config, except its model, to the sections of a job file."""
     spec = config["model_spec"]
     sections = dict(config)
     sections["model_spec"] = {"name": spec["name"], "flavor": spec["flavor"]}
@@ -82,7 +82,7 @@ def _read_checkpointing(policy: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _read_sizes(model: dict[str, Any]) -> dict[str, Any]:
-    """Return the sizes of a resolved model by their names in `Architecture`, such as "n_layers"."""
+    """Return the sizes of the model in a torchtitan config by our names, such as "n_layers"."""
     block = model["layers"][0]
     attention = block["attention"]
     rope = attention["rope"]

@@ -27,7 +27,7 @@ _FILE: dict[str, Any] = tomli.loads(
 
 
 def _list_equivalents() -> dict[str, str]:
-    """Return our key with the same meaning for each torchtitan key that has one.
+    """Map each torchtitan key to our key with the same meaning, if there is one.
 
     For example, {"training.steps": "training.steps", "training.compile": "compile.enable", ...}.
     """
@@ -125,7 +125,7 @@ def rename_key(key: str) -> str:
 
 
 def drop_unused(values: dict[str, Any]) -> dict[str, Any]:
-    """Remove the values of a resolved config that need neither a conversion nor a report.
+    """Remove values of a resolved torchtitan config that you can ignore.
 
     Such values are null, and the default values of the keys in `UNUSED`.
     """

@@ -121,8 +121,7 @@ def _open_checkpoint(path: Path) -> tuple[SafeReader, list[str]]:
 def _check_head_dim(path: Path, arch: Architecture, rotary_frequencies: TensorInfo) -> None:
     """Raise UserError if the checkpoint and the model have different head dimensions.
 
-    The shapes of weights show only products, such as `n_heads * head_dim`. But there is one rotary
-    frequency for every two channels of a head.
+    Only the rotary frequencies show it: there is one for every two channels of a head.
     """
     if tuple(rotary_frequencies.shape[-1:]) != (arch.head_dim // 2,):
         raise UserError(
