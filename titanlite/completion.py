@@ -268,7 +268,7 @@ class Decoding:
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether the completion has not reached the end of the document or the length limit."""
+        """Whether the completion can have further tokens."""
         return not self._document_ended and len(self.ids) < self.limit
 
     def push(self, token: int) -> None:

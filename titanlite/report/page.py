@@ -211,11 +211,8 @@ def make_columns(entries: Iterable[Entry]) -> Columns:
     For example, the lines {"step": 1, "loss": 9.0} and {"step": 2, "loss": 8.0, "mfu": 0.4} become
     {"step": [1, 2], "loss": [9, 8], "mfu": [NaN, 0.4]}.
 
-    Skip lines whose step is not higher than all earlier ones. A number in a nested object has the
-    key "OBJECT/KEY", such as "grad_norms/layers.0".
-
-    Args:
-        entries: Parsed lines. Lines without a valid "step" are skipped.
+    Skip lines without a valid step, and lines whose step is not higher than in all lines before. A
+    number in a nested object has the key "OBJECT/KEY", such as "grad_norms/layers.0".
     """
     columns: dict[str, array[float]] = {"step": array("d")}
     num_rows = 0
