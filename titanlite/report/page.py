@@ -394,7 +394,7 @@ def _parse_events(
         The event, and the step that the run had reached before it.
     """
     logged_steps = metrics["step"]
-    log_times = metrics.get("time", np.zeros_like(logged_steps))
+    log_times = metrics.get("time", np.zeros_like(logged_steps))  # without times, before all events
     previous_step = 0.0  # of the previous event
     for entry in entries:
         unix_time = get_number(entry, "time")

@@ -279,7 +279,7 @@ class Migration:
         if path_key in self._old:  # a local folder, or a name on the Hugging Face Hub
             self._carry_over(f"{section}.source", "huggingface", name_key)
             self._carry_over(f"{section}.path", self._old[path_key], path_key)
-            if is_c4:
+            if is_c4:  # torchtitan streams its English part, also from another path
                 self._set_default(f"{section}.config", "en")
                 self._set_default(f"{section}.streaming", True)
         elif is_c4:
