@@ -52,9 +52,9 @@ COMMANDS = {
     "average": ("commands.average", "Average the weights of checkpoints."),
     "migrate": ("commands.migrate", "Convert a torchtitan job file."),
     "get": ("commands.get", "Download a tokenizer or data, and print the keys of a job for it."),
-    "prepare": ("commands.data:prepare", "Tokenize the data of a job once, into shards."),
-    "data": ("commands.data:data", "Print the text of a step: `data show --step N`."),
-    "tokenizer": ("commands.data:tokenizer", "Train a tokenizer: `tokenizer train`."),
+    "prepare": ("commands.data:run_prepare", "Tokenize the data of a job once, into shards."),
+    "data": ("commands.data:run_data_show", "Print the text of a step: `data show --step N`."),
+    "tokenizer": ("commands.data:run_tokenizer_train", "Train a tokenizer: `tokenizer train`."),
 }
 _HEADINGS = {"train": "Training", "watch": "Monitoring", "import": "Conversion", "get": "Data"}
 """First command of each group in the help -> heading of the group."""

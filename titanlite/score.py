@@ -244,7 +244,7 @@ def _default_dtype(saved: JobConfig) -> str:
 
 
 def _sum_losses(
-    run: Run, checkpoint: Path, texts: TextWindows, averaged: bool, log: Callable[[str], None]
+    run: Run, checkpoint: Path, texts: TextWindows, use_ema: bool, log: Callable[[str], None]
 ) -> tuple[Path, float]:
     """Load a checkpoint, and sum the cross entropy of its model over all tokens of `texts`.
 
@@ -254,7 +254,7 @@ def _sum_losses(
         run: Run that determines the model and the layout of the ranks.
         checkpoint: Folder to search for the newest undamaged checkpoint.
         texts: Windows of text to score. This also updates its counters, such as `texts.tokens`.
-        averaged: Whether to use the exponential moving average of the weights.
+        use_ema: Whether to use the exponential moving average of the weights.
         log: Called with one line of text for each progress message.
 
     Returns:
@@ -271,7 +271,7 @@ def _sum_losses(
         ranks = RankGroup(run.job.checkpoint.timeout_seconds)
 
         def load(step_folder: Path) -> Path:
-            load_weights(step_folder, sharded.whole, ranks, averaged)
+            load_weights(step_folder, sharded.whole, ranks, use_ema)
             tokenizer_name = run.job.tokenizer.path
             check_tokenizer(step_folder, texts.tokenizer, tokenizer_name, run.arch.vocab_size)
             return step_folder

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 from pydantic import Field, PositiveFloat
@@ -14,6 +14,9 @@ from titanlite.config.errors import CheckpointError, UserError
 from titanlite.config.files import make_folder
 from titanlite.config.options import OptionPath, Options, parse_options
 from titanlite.runtime.logging import note
+
+if TYPE_CHECKING:
+    from titanlite.checkpoint.manifest import Manifest
 
 
 class Average(Options):
@@ -60,18 +63,11 @@ def main(argv: Sequence[str]) -> None:
 
     paths = [load_newest(path, lambda folder: folder, log=note) for path in options.checkpoints]
     manifests = [read_manifest(path) for path in paths]
-    fingerprints = []
-    for path, manifest in zip(paths, manifests, strict=True):
-        data_state = manifest["info"]["train_state"].get("data") or {}
-        fingerprints.append(data_state.get("tokenizer"))
-        if fingerprints[-1] != fingerprints[0]:
-            raise UserError(
-                f"{path} was trained with another tokenizer than {paths[0]}. Choose checkpoints of "
-                "one tokenizer."
-            )
+    tokenizer_fingerprint = _check_same_tokenizer(paths, manifests)
 
+    # The new checkpoint gets the step, the job and the tokenizer of the newest one.
     steps = [manifest["step"] for manifest in manifests]
-    step, newest = max(zip(steps, paths, strict=True))
+    newest_step, newest = max(zip(steps, paths, strict=True))
     job = None
     tokenizer = None
     with suppress(CheckpointError):  # Imported weights without a tokenizer have no job.
@@ -86,9 +82,33 @@ def main(argv: Sequence[str]) -> None:
         make_folder(options.out),
         mean,
         origin,
-        step=step,
+        step=newest_step,
         job=job,
         tokenizer=tokenizer,
-        tokenizer_fingerprint=fingerprints[0],
+        tokenizer_fingerprint=tokenizer_fingerprint,
     )
     print(f"Wrote {path}: {origin}")
+
+
+def _check_same_tokenizer(paths: Sequence[Path], manifests: Sequence[Manifest]) -> str | None:
+    """Check that checkpoints were trained with the same tokenizer, and return its fingerprint.
+
+    Return None if they have no fingerprint, because they were imported without a tokenizer.
+
+    Args:
+        paths: Step folders of the checkpoints.
+        manifests: Manifests of the checkpoints, in the same order.
+
+    Raises:
+        UserError: If the tokenizers differ.
+    """
+    fingerprints = []
+    for path, manifest in zip(paths, manifests, strict=True):
+        data_state = manifest["info"]["train_state"].get("data") or {}
+        fingerprints.append(data_state.get("tokenizer"))
+        if fingerprints[-1] != fingerprints[0]:
+            raise UserError(
+                f"{path} was trained with another tokenizer than {paths[0]}. Choose checkpoints of "
+                "one tokenizer."
+            )
+    return fingerprints[0]

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import tyro
 from pydantic import Field, NonNegativeInt, PositiveInt
@@ -16,6 +16,11 @@ from titanlite.config.mistakes import format_value
 from titanlite.config.options import OptionPath, OptionRanks, Options, parse_options_and_job
 from titanlite.config.run import Run
 from titanlite.load_run import load_data_job, load_run
+
+if TYPE_CHECKING:
+    from titanlite.data.packing import PackedSequence
+    from titanlite.data.sources.base import Source
+    from titanlite.data.tokenizer import Tokenizer
 
 _VOCABULARY_MULTIPLE = 128  # suits the matrix units of GPUs
 
@@ -29,7 +34,7 @@ class Prepare(Options):
     """Number of threads that tokenize. Default: one per core."""
 
 
-def prepare(argv: Sequence[str]) -> None:
+def run_prepare(argv: Sequence[str]) -> None:
     """Run `titanlite prepare`: tokenize the data of a job and write it as shards.
 
     Raises:
@@ -37,9 +42,11 @@ def prepare(argv: Sequence[str]) -> None:
     """
     options, words = parse_options_and_job(Prepare, argv, "prepare")
     run = load_run(words, world_size=1, trains=False)
-    from titanlite.data.prepare import prepare as write_shards
 
-    write_shards(run, options.out, options.workers or os.cpu_count() or 1)
+    from titanlite.data.prepare import prepare
+
+    num_threads = options.workers or os.cpu_count() or 1
+    prepare(run, options.out, num_threads)
 
 
 class Show(Options):
@@ -54,7 +61,7 @@ class Show(Options):
     -1."""
 
 
-def data(argv: Sequence[str]) -> None:
+def run_data_show(argv: Sequence[str]) -> None:
     """Run `titanlite data show`: print the documents and the text of one global batch.
 
     Args:
@@ -83,7 +90,6 @@ def show_step(run: Run, step: int, index: int | None = None) -> str:
     Raises:
         UserError: If the step or the sequence does not exist, or the data cannot be read.
     """
-    from titanlite.data.packing import decode_ignored
     from titanlite.data.stream import OutOfData, SequenceReader, open_training_data
     from titanlite.data.tokenizer import load_tokenizer
 
@@ -96,7 +102,7 @@ def show_step(run: Run, step: int, index: int | None = None) -> str:
     tokenizer = load_tokenizer(run.tokenizer_path, run.job)
     data = open_training_data(run, tokenizer)
     for _ in range(step - 1):
-        data.mixture.next_batch()
+        data.mixture.next_batch()  # skip the batches of earlier steps
     try:
         sequences = SequenceReader(data).next_batch()
     except OutOfData as error:
@@ -106,19 +112,29 @@ def show_step(run: Run, step: int, index: int | None = None) -> str:
     for sequence in sequences if index is None else [sequences[index]]:
         source = data.sources[sequence.source]
         lines.append(f"=== step {step}, sequence {sequence.index}, {source.name}")
-        start = 0
-        for part, document, offset, length in sequence.segments.tolist():
-            location = source.where(part, document)
-            lines.append(f"--- {location}, tokens {offset} to {offset + length - 1}")
-            ids, is_ignored = decode_ignored(sequence.tokens[start : start + length])
-            if is_ignored.any():
-                lines.append(f"--- {is_ignored.sum()} of these tokens do not count in the loss")
-            lines.append(tokenizer.decode(ids.tolist()))
-            start += length
-        num_padding = len(sequence.tokens) - start
-        if num_padding:
-            lines.append(f"--- {num_padding} tokens of padding")
+        lines += _format_sequence(sequence, source, tokenizer)
     return printable("\n".join(lines))
+
+
+def _format_sequence(sequence: PackedSequence, source: Source, tokenizer: Tokenizer) -> list[str]:
+    """Format the segments of documents in a training sequence: their location, tokens and text."""
+    from titanlite.data.packing import decode_ignored
+
+    lines = []
+    start = 0
+    for part, document, offset, length in sequence.segments.tolist():
+        location = source.where(part, document)
+        lines.append(f"--- {location}, tokens {offset} to {offset + length - 1}")
+        ids, is_ignored = decode_ignored(sequence.tokens[start : start + length])
+        if is_ignored.any():
+            lines.append(f"--- {is_ignored.sum()} of these tokens do not count in the loss")
+        lines.append(tokenizer.decode(ids.tolist()))
+        start += length
+
+    num_padding = len(sequence.tokens) - start
+    if num_padding:
+        lines.append(f"--- {num_padding} tokens of padding")
+    return lines
 
 
 class Train(Options):
@@ -141,7 +157,7 @@ class Train(Options):
     in proportion to the weights. Training needs several times as much memory."""
 
 
-def tokenizer(argv: Sequence[str]) -> None:
+def run_tokenizer_train(argv: Sequence[str]) -> None:
     """Run `titanlite tokenizer train`: train a tokenizer on the data of a job.
 
     Args:
@@ -151,10 +167,11 @@ def tokenizer(argv: Sequence[str]) -> None:
         UserError: If an option is invalid, or the text cannot be read or is too small.
     """
     argv = argv[1:] if argv[:1] == ["train"] else argv
-    options, words = parse_options_and_job(Train, argv, "tokenizer train")
+    options, job_words = parse_options_and_job(Train, argv, "tokenizer train")
+
     from titanlite.data.tokenizer_files import train_tokenizer
 
-    job = load_data_job(words)
+    job = load_data_job(job_words)
     vocab_size = options.vocab_size
     trained = train_tokenizer(job.dataset, options.out, vocab_size, options.max_bytes, job)
 

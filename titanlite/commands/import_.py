@@ -72,7 +72,9 @@ def main(argv: Sequence[str]) -> None:
             be used.
     """
     options, words = parse_options_and_job(Import, argv, "import", _KEYS)
-    if bool(words) != (options.torchtitan is not None):
+    has_description = bool(words)
+    needs_description = options.torchtitan is not None
+    if has_description != needs_description:
         prefix = f"{words[0]}: " if words else ""
         raise UserError(f"{prefix}{_KEYS} Models in other formats need no description.")
     origin = get_local_copy(cast(Path, options.hf or options.meta or options.torchtitan))
@@ -90,6 +92,7 @@ def main(argv: Sequence[str]) -> None:
     if options.torchtitan:
         job = load_job(words)
         source = torchtitan_weights(origin, job.model)
+        # Store the exact sizes of the model in the job of the checkpoint.
         sizes = model_tables(source.arch)["model"]
         job = job.model_copy(update={"model": job.model.model_copy(update=sizes)})
     else:
@@ -98,14 +101,17 @@ def main(argv: Sequence[str]) -> None:
     tokenizer = _load_tokenizer(options.tokenizer, origin, job, source.arch.vocab_size)
 
     out = make_folder(options.out)
-    path = import_weights(out, source, str(origin), job=job, tokenizer=tokenizer)
+    step_folder = import_weights(out, source, str(origin), job=job, tokenizer=tokenizer)
+
+    # Print the lines of a job file that start training from the new checkpoint.
     tables = model_tables(source.arch)
     if options.plugins:
         tables["job"] = {"plugins": [*options.plugins]}
     if tokenizer is not None:
-        tables["tokenizer"] = {"path": str(path / f"tokenizer{tokenizer.path.suffix}")}
-    tables["checkpoint"] = {"initial_load_path": str(path)}
-    print(f"Wrote {path}: {len(source.dtypes)} tensors. To start from it, add to a job file:\n")
+        tables["tokenizer"] = {"path": str(step_folder / f"tokenizer{tokenizer.path.suffix}")}
+    tables["checkpoint"] = {"initial_load_path": str(step_folder)}
+    count = len(source.dtypes)
+    print(f"Wrote {step_folder}: {count} tensors. To start from it, add to a job file:\n")
     print(tomlkit.dumps(tables).rstrip())
 
 

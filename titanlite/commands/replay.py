@@ -53,10 +53,11 @@ def main(argv: Sequence[str]) -> None:
     job_words = ["--job.config_file", str(config), "--job.dump_folder", str(options.dir), *words]
     run = load_run(job_words, read_world_size(), trusted=False, trains=False)
     logged = _read_logged_step(options.dir / "metrics.jsonl", options.step)
-    now = _compute_step(run, options.step)
+    replayed = _compute_step(run, options.step)
 
-    text = f"step {options.step}  {_format_numbers(now)}, {_describe_difference(logged, now)}"
-    result = {"step": options.step, "now": now, "logged": logged}
+    difference = _describe_difference(logged, replayed)
+    text = f"step {options.step}  {_format_loss_and_norm(replayed)}, {difference}"
+    result = {"step": options.step, "now": replayed, "logged": logged}
     print_result(result, text, options.as_json)
 
 
@@ -69,23 +70,23 @@ def _compute_step(run: Run, step: int) -> dict[str, Any]:
     from titanlite.train.replay import replay  # slow, because it imports torch
 
     metrics = replay(run, step)[-1]
-    return _select_numbers(json.loads(json_line(metrics.model_dump())))
+    return _select_loss_and_norm(json.loads(json_line(metrics.model_dump())))
 
 
-def _describe_difference(logged: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str:
-    """Describe how the logged loss and gradient norm differ from those computed again.
+def _describe_difference(logged: Mapping[str, Any] | None, replayed: Mapping[str, Any]) -> str:
+    """Describe whether the replayed loss and gradient norm equal the logged ones.
 
     Args:
         logged: "loss" and "grad_norm" in metrics.jsonl, or None if the step was not logged.
-        now: "loss" and "grad_norm" that were computed again.
+        replayed: "loss" and "grad_norm" that were computed again.
     """
     if logged is None:
         return "this step was not logged"
-    if logged == now:
+    if logged == replayed:
         return "bitwise identical to the logged step"
     return (
-        f"DIFFERENT from the logged step: {_format_numbers(logged)}. Sums are rounded differently "
-        "with other ranks, devices or packages"
+        f"DIFFERENT from the logged step: {_format_loss_and_norm(logged)}. "
+        "Sums are rounded differently with other ranks, devices or packages"
     )
 
 
@@ -104,11 +105,11 @@ def _read_logged_step(metrics_file: Path, step: int) -> dict[str, Any] | None:
     for line in metrics_file.read_text(encoding="utf-8").splitlines():
         metrics = json.loads(line)
         if metrics["step"] == step:
-            return _select_numbers(metrics)
+            return _select_loss_and_norm(metrics)
     return None
 
 
-def _select_numbers(line: Mapping[str, Any]) -> dict[str, Any]:
+def _select_loss_and_norm(line: Mapping[str, Any]) -> dict[str, Any]:
     """Extract the loss and gradient norm from a line of metrics.jsonl.
 
     Infinite and NaN values are returned as strings, because JSON has no such numbers.
@@ -117,6 +118,6 @@ def _select_numbers(line: Mapping[str, Any]) -> dict[str, Any]:
     return {key: nonfinite.get(key, line[key]) for key in ("loss", "grad_norm")}
 
 
-def _format_numbers(numbers: Mapping[str, Any]) -> str:
+def _format_loss_and_norm(numbers: Mapping[str, Any]) -> str:
     """Format the loss and gradient norm of a step, such as "loss 2.8130  grad_norm 0.941"."""
     return f"loss {float(numbers['loss']):.4f}  grad_norm {float(numbers['grad_norm']):.3f}"

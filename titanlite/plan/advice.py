@@ -38,6 +38,9 @@ MAX_CHANGES = 5
 # Mode of activation checkpointing -> share of the activations of a block that the forward pass
 # saves. "full" saves only the input of the block.
 SAVED_SHARES = {"none": 1.0, "selective": 0.4, "memory_budget": 0.4, "full": 0.08}
+# `Work.shape` of estimated work. Only the number of dimensions matters.
+MATMUL_SHAPE = (1, 1, 1)
+ATTENTION_SHAPE = (1, 1, 1, 1, 1)
 BLOCKS_IN_FLIGHT = 3  # blocks whose weights FSDP holds unsharded at the same time, as an estimate
 
 Settings = Mapping[str, Any]
@@ -521,9 +524,9 @@ def _keep_changes(settings: Settings, run: Run) -> Settings:
 def _choose_global_batch_size(run: Run, layout: dict[str, Any], local_size: int) -> int:
     """Choose the global batch size of a layout, in sequences.
 
-    If the job sets a size, or the layout has no pipeline, return the size of the job, where -1
-    means one microbatch per data-parallel rank. Otherwise, return a size with 4 microbatches per
-    pipeline rank, so that the pipeline is idle less than a fifth of the time.
+    Keep the size that the job sets. The default, -1, means one microbatch per data-parallel rank,
+    so a pipeline gets 4 microbatches per pipeline rank instead. It is then idle less than a fifth
+    of the time.
     """
     job_size = run.job.training.global_batch_size
     tensor = layout["parallelism.tensor_parallel_degree"]
@@ -550,7 +553,7 @@ def _guess_plan(run: Run, gpu: Gpu) -> Forecast:
         kinds={},
         host=0,
         work=_guess_work(run),
-        reserved=int(1.11 * peak),
+        reserved=int(1.11 * peak),  # of the caching allocator, with unused memory
     )
     return forecast(run, [trace], gpu)
 
@@ -600,7 +603,7 @@ def _guess_matmuls(run: Run) -> Work:
     flops_per_weight = 6 + 2 * _recomputed_share(run)
     flops = flops_per_weight * _count_weights(run) * _step_tokens(run)
     dtype = "float8" if run.job.float8.enable else "bfloat16"
-    return Work("backward", "mm", dtype, shape=(1, 1, 1), flops=int(flops))
+    return Work("backward", "mm", dtype, shape=MATMUL_SHAPE, flops=int(flops))
 
 
 def _guess_attention(run: Run) -> Work:
@@ -612,7 +615,7 @@ def _guess_attention(run: Run) -> Work:
     flops_per_token = 4 * visible_keys * run.arch.q_dim * _count_layers(run) / run.degrees.tensor
     num_passes = 5 if _recomputed_share(run) == 1 else 4
     flops = num_passes * flops_per_token * _step_tokens(run)
-    return Work("backward", "attention", "bfloat16", shape=(1, 1, 1, 1, 1), flops=int(flops))
+    return Work("backward", "attention", "bfloat16", shape=ATTENTION_SHAPE, flops=int(flops))
 
 
 def _guess_other_kernels(run: Run) -> Work:
