@@ -119,7 +119,7 @@ def evaluate_text(
     files = [Path(file) for file in data]
     try:
         sources = [open_source(describe_file(file, options.text_column)) for file in files]
-    except UserError as error:
+    except UserError as error:  # of the form "dataset.path = 'a.txt' ..."
         raise UserError(str(error).replace("dataset.path =", "--data")) from None
 
     run = _build_run(saved_job, options, window, parallelism or Parallelism())
@@ -270,7 +270,8 @@ def _sum_losses(
         forward_backward = build_forward_backward(sharded, mesh, run, device)
         ranks = RankGroup(run.job.checkpoint.timeout_seconds)
 
-        def load(step_folder: Path) -> Path:
+        # `load_newest` calls this for the newest step or, if it is damaged, for an older step.
+        def load_step(step_folder: Path) -> Path:
             load_weights(step_folder, sharded.whole, ranks, use_ema)
             tokenizer_name = run.job.tokenizer.path
             check_tokenizer(step_folder, texts.tokenizer, tokenizer_name, run.arch.vocab_size)
@@ -278,7 +279,7 @@ def _sum_losses(
 
         folder = load_newest(
             checkpoint,
-            load,
+            load_step,
             check=lambda path: check_on_all_ranks(path, ranks),
             list_paths=lambda path: ranks.run_on_rank0(lambda: find_checkpoints(path)),
             log=log,

@@ -109,6 +109,7 @@ def export(
         export_hf(weights, out, dtype, lambda folder: write_tokenizer(loaded, folder, max_seq_len))
         return step_folder
 
+    # `export_step` reads all tensors, which verifies their checksums.
     check = partial(check_checkpoint, verified_on_load=True)
     return load_newest(checkpoint, export_step, check=check, log=note)
 

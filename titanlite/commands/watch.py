@@ -55,7 +55,7 @@ def _follow(folder: Path) -> Iterator[RunStatus]:
     while True:
         status = read_status(folder)
         yield status
-        has_ended = status.state not in ("running", "stale")
+        has_ended = status.state not in ("running", "stale")  # a stale run may still continue
         if has_ended:
             return
         time.sleep(1.0)

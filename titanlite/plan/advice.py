@@ -252,11 +252,11 @@ def search(run: Run, gpu: Gpu, apply: Apply, max_jobs: int = MAX_TRACED_JOBS) ->
 def _trace_candidates(
     run: Run, candidates: Sequence[Settings], gpu: Gpu, apply: Apply, text: str
 ) -> list[tuple[Settings, Forecast]]:
-    """Trace a run with each of several changes, and return the changes that fit into memory.
+    """Trace a run once with each set of changed options, and return the sets that fit into memory.
 
     Args:
         run: The run to change.
-        candidates: Changed options for each trace. An empty dictionary is the unchanged run.
+        candidates: Changed options for each trace. An empty dictionary means the unchanged run.
         gpu: GPU of each rank.
         apply: `map`, or the `map` method of a process pool to trace in parallel.
         text: Progress message.
@@ -517,7 +517,7 @@ def _choose_batch_sizes(run: Run, gpu: Gpu, layout: dict[str, Any]) -> list[tupl
 
 
 def _keep_changes(settings: Settings, run: Run) -> Settings:
-    """Return only those settings whose values differ from the options of a run."""
+    """Return the settings that differ from the options of a run, and omit all others."""
     return {key: value for key, value in settings.items() if attrgetter(key)(run.job) != value}
 
 
@@ -541,9 +541,9 @@ def _choose_global_batch_size(run: Run, layout: dict[str, Any], local_size: int)
 
 
 def _guess_plan(run: Run, gpu: Gpu) -> Forecast:
-    """Forecast a compiled run from formulas, which is faster but less accurate than a trace.
+    """Forecast a run from simple formulas, as a fast but less accurate substitute for a trace.
 
-    A search uses such forecasts only to choose which jobs to trace.
+    The formulas assume compilation. Use the result only to choose which jobs to trace.
     """
     peak = _guess_peak(run)
     trace = RankTrace(

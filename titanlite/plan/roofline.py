@@ -218,11 +218,10 @@ def _add_phase(time: _StepTime, phase: str, work: Iterable[Work], run: Run, gpu:
         run: The validated job and the number of ranks.
         gpu: GPU of each rank.
     """
-    # Add up seconds of kernels, of their launches, and of collectives that can overlap.
-    compute = 0.0
-    launches = 0.0
-    overlapping = 0.0
-    exposed = 0.0  # everything waits for the first all-gather and the last reduce-scatter
+    compute = 0.0  # seconds of kernels
+    launches = 0.0  # seconds in which the CPU launches these kernels
+    overlapping = 0.0  # seconds of collectives that can run at the same time as kernels
+    exposed = 0.0  # part of them for which the kernels wait: first all-gather, last reduce-scatter
     can_overlap = phase != "optimizer" and not gpu.cpu
     is_async = run.job.parallelism.enable_async_tensor_parallel
     for item in work:

@@ -80,8 +80,8 @@ def ratio_interval(ratios: Iterable[float]) -> tuple[float, float]:
     """Fit a log-normal distribution to `ratios`, and return its 5% and 95% quantiles.
 
     Args:
-        ratios: Planned speeds divided by measured speeds, which are also measured times divided by
-            planned times.
+        ratios: Planned speed divided by measured speed of each job, which equals its measured time
+            divided by its planned time.
     """
     logs = NormalDist.from_samples([math.log(ratio) for ratio in ratios])
     return math.exp(logs.inv_cdf(0.05)), math.exp(logs.inv_cdf(0.95))
