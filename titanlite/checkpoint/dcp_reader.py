@@ -162,7 +162,8 @@ def _read_chunk(file: BinaryIO, position: _StorageInfo) -> bytes:
     start = position.offset
     file.seek(start)
     content = file.read(position.length)
-    expected = vars(position).get(CHECKSUM)  # None in checkpoints of other programs
+    # `_write_tensor` adds the checksum to DCP's object. Other programs do not.
+    expected = vars(position).get(CHECKSUM)
     if expected is not None and xxhash.xxh3_128_digest(content) != expected:
         end = start + position.length
         raise Damage(f"{position.relative_path}: checksum of bytes {start:,} to {end:,} differs")
@@ -349,10 +350,10 @@ def _parse_chunk_positions(
 
 
 def _parse_chunk_position(record: _Record) -> _StorageInfo:
-    """Convert an unpickled position of a chunk to DCP's class, with the checksum of the chunk.
+    """Convert the unpickled position of a chunk to DCP's class, and add the checksum of the chunk.
 
     Args:
-        record: File name, offset and length in bytes, and checksum, as an unpickled placeholder.
+        record: Placeholder with the file name, the offset and length in bytes, and the checksum.
 
     Raises:
         CheckpointError: If the file is outside of the folder of the checkpoint.
@@ -371,7 +372,7 @@ def _parse_tensor(name: str, record: _Record) -> TensorStorageMetadata:
 
     Args:
         name: Name of the tensor, for error messages.
-        record: Size, dtype and chunks (saved shards), as an unpickled placeholder.
+        record: Placeholder with the size, the dtype and the chunks (saved shards).
 
     Raises:
         CheckpointError: If the chunks do not add up to the size of the tensor.

@@ -477,7 +477,7 @@ class Mirror:
 
         if error is None:
             return
-        if name not in self.failed:
+        if name not in self.failed:  # log only the first failure of a checkpoint
             text = f"Copying {name} to the mirror FAILED ({error})"
             self._log(Event(text, "failed mirror", get_step(path)))
         self.failed.add(name)

@@ -216,7 +216,7 @@ class Saver:
             self._replace_thread()
             result = Future[bool]()
             result.set_result(self._write_in_foreground(writer, tensors))
-        self._pending = writer.step, result  # until `wait_until_saved` checks all ranks
+        self._pending = writer.step, result  # `wait_until_saved` then checks all ranks
 
     def _write_in_foreground(self, writer: CheckpointWriter, tensors: Tensors) -> bool:
         """Write a checkpoint while training waits, and return whether it is complete.

@@ -431,9 +431,11 @@ class SpikeGuard(Hook):
 
         This waits for the GPU, so call it only at logged steps, saves and validations.
         """
+        # Steps that the GPU has already compared with the history (on_spike = "skip").
         for step, comparison in _move_to_cpu(self._compared):
             self._report_spike(step, comparison)
 
+        # Steps to compare now, on the CPU.
         for step, loss_norm_and_skip in _move_to_cpu(self._uncompared):
             values = loss_norm_and_skip[:2]
             skip = loss_norm_and_skip[2]
