@@ -19,19 +19,21 @@ MAX_SMALL_BLOCK = MIB  # larger blocks are allocated in the segment for large bl
 SMALL_PAGE = 2 * MIB
 LARGE_PAGE = 20 * MIB
 ROUNDING = 512  # block sizes are multiples of this
-NEVER_FREED = -1  # name of blocks that `CachingAllocator.free` never frees
+NEVER_FREED = -1  # owner of blocks that `CachingAllocator.free` never frees
 CUBLAS_WORKSPACES = 33 * MIB  # on an H100, allocated by the first matmul and never freed
 
 
 class CachingAllocator:
     """Simulates the CUDA caching allocator of one GPU, to predict how much memory it reserves.
 
-    The caller identifies each block by a number, such as the number of a storage.
+    The caller identifies blocks by the number of their owner, such as a storage.
     """
 
     def __init__(self) -> None:
         """Create an allocator that has reserved nothing."""
+        # (stream, whether the blocks are small) -> segment
         self._segments: dict[tuple[int, bool], ReservedSegment] = {}
+        # Owner -> (segment, address, size in bytes) of its blocks
         self._blocks = defaultdict[int, list[tuple[ReservedSegment, int, int]]](list)
         self._has_workspaces = False
 
@@ -40,34 +42,31 @@ class CachingAllocator:
         """Return the number of reserved bytes, which never decreases."""
         return sum(segment.size for segment in self._segments.values())
 
-    def holds(self, name: int) -> bool:
-        """Return whether a block with the number `name` is allocated."""
-        return bool(self._blocks[name])
+    def holds(self, owner: int) -> bool:
+        """Return whether `owner` has a block."""
+        return bool(self._blocks[owner])
 
-    def allocate(self, name: int, size: int, stream: int) -> None:
+    def allocate(self, owner: int, size: int, stream: int) -> None:
         """Allocate a block of simulated GPU memory.
 
         Args:
-            name: Number that identifies the block. Several blocks may have the same number.
+            owner: Number of the storage that uses the block. It may have several blocks.
             size: Number of bytes.
             stream: Index of the CUDA stream. Memory is never shared between streams.
         """
-        size = -(-size // ROUNDING) * ROUNDING
+        size = math.ceil(size / ROUNDING) * ROUNDING
         is_small = size <= MAX_SMALL_BLOCK
         page = SMALL_PAGE if is_small else LARGE_PAGE
         segment = self._segments.setdefault((stream, is_small), ReservedSegment(page))
-        self._blocks[name].append((segment, segment.allocate(size), size))
+        self._blocks[owner].append((segment, segment.allocate(size), size))
 
-    def free(self, name: int) -> None:
-        """Free the oldest block with the number `name`."""
-        segment, address, size = self._blocks[name].pop(0)
+    def free(self, owner: int) -> None:
+        """Free the oldest block of `owner`."""
+        segment, address, size = self._blocks[owner].pop(0)
         segment.free(address, size)
 
     def run_matmul(self) -> None:
-        """Simulate a matmul.
-
-        The first matmul allocates the workspaces of cuBLAS, which are never freed.
-        """
+        """Allocate the workspaces of cuBLAS at the first matmul. They are never freed."""
         if not self._has_workspaces:
             self._has_workspaces = True
             self.allocate(NEVER_FREED, CUBLAS_WORKSPACES, stream=0)
@@ -119,8 +118,8 @@ class ReservedSegment:
         Returns:
             Address of the block, or None if no block is large enough.
         """
-        last = self._start_of.get(self.size)
-        first = bisect_left(self._free, (size, -1))
+        last = self._start_of.get(self.size)  # None if the last block is not free
+        first = bisect_left(self._free, (size, 0))  # blocks from this index on are large enough
         # Two candidates are enough, because at most one of them is the last block.
         for _, address in self._free[first : first + 2]:
             if address != last:

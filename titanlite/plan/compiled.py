@@ -16,6 +16,7 @@ import inspect
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -144,7 +145,12 @@ def _flatten_call(
     owned_function = _OwnedFunction(function, module)
 
     def call(*tensors: Tensor) -> Any:
-        """Call the function with the first tensors as parameters and the others as arguments."""
+        """Call `function` with other tensors, but with the same constants.
+
+        Args:
+            tensors: One tensor per parameter of `module`, followed by the tensors among the
+                arguments of `function`.
+        """
         parameters = dict(zip(parameter_names, tensors[:num_parameters], strict=True))
         values = list(constants)
         for i, tensor in zip(tensor_indices, tensors[num_parameters:], strict=True):
@@ -272,36 +278,45 @@ def _checkpoint(function: Function, *inputs: Any, context_fn: Any = None, **opti
             options["context_fn"] = context_fn
         return checkpoint(function, *inputs, **options)
 
-    # Within this context, torch marks each node with the decision of the policy. It groups the
-    # nodes by `ac_graph_id`; a graph has only one group.
+    # The policy context marks each node of the graph to be saved or recomputed. A node also needs
+    # the number of its checkpointed function, `ac_graph_id`. There is only one function per graph.
+    only_function = 0
     policy_context = _make_policy_context(context_fn)
-    policy_context.ac_graph_id = 0  # since torch 2.13
+    policy_context.ac_graph_id = only_function  # torch 2.13 or newer copies it to the nodes
     with traceback.preserve_node_meta(), policy_context:
-        traceback.current_meta["ac_graph_id"] = 0
+        traceback.current_meta["ac_graph_id"] = only_function  # for older versions of torch
         return function(*inputs)
 
 
 def _make_policy_context(context_fn: Any) -> Any:
-    """Return the context in which a forward pass follows a policy of activation checkpointing.
-
-    The policy decides for each operator whether its result is saved or recomputed.
+    """Return the context that marks the result of each operator to be saved or recomputed.
 
     Args:
-        context_fn: Function that returns the contexts of the forward pass and of the recomputation.
-            If it is None, or its policy saves nothing, all operators are marked to be recomputed.
+        context_fn: The argument `context_fn` of `torch.utils.checkpoint.checkpoint`. If it is None
+            or saves nothing, all results are marked to be recomputed.
     """
-    # An empty list of operators is this policy; see `apply_activation_checkpointing`.
-    saves_nothing = getattr(context_fn, "args", None) == ([],)
+    saves_nothing = _saves_nothing(context_fn)
     if context_fn is not None and not saves_nothing:
-        return context_fn()[0]
+        forward_context, _recompute_context = context_fn()
+        return forward_context
 
-    # The compiler may save what it should only "prefer" to recompute, if that is cheaper.
     def recompute_all(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+        # `_partition` saves the result of flex attention unless it must be recomputed.
         if saves_nothing and op is FLEX_ATTENTION:
             return CheckpointPolicy.MUST_RECOMPUTE
+        # The compiler may still save a result if that is cheaper than to recompute it.
         return CheckpointPolicy.PREFER_RECOMPUTE
 
-    return create_selective_checkpoint_contexts(recompute_all)[0]
+    forward_context, _recompute_context = create_selective_checkpoint_contexts(recompute_all)
+    return forward_context
+
+
+def _saves_nothing(context_fn: Any) -> bool:
+    """Return whether `context_fn` is `partial(create_selective_checkpoint_contexts, [])`.
+
+    The list has the operators whose results are saved, here none.
+    """
+    return isinstance(context_fn, partial) and context_fn.args == ([],)
 
 
 class _Kernel(NamedTuple):
@@ -318,15 +333,14 @@ class _Kernel(NamedTuple):
     node: Node
     reads: set[Node]
     is_generated: bool
-    num_bytes: int
+    num_bytes: int = 0
 
 
 def _imitate_kernels(gm: GraphModule, example_inputs: Any) -> Function:
     """Return a function that allocates memory as the compiled code of a graph would.
 
     `aot_function` calls this in place of a compiler. Operators that the compiler does not fuse,
-    such as matrix products, run as usual, so that they are counted. A generated (fused) kernel
-    computes no values, and only allocates its results.
+    such as matrix products, run as usual. A generated (fused) kernel only allocates its result.
     """
     inputs = gm.graph.find_nodes(op="placeholder")
     output = gm.graph.output_node()
@@ -338,15 +352,17 @@ def _imitate_kernels(gm: GraphModule, example_inputs: Any) -> Function:
         args.clear()
         for kernel in kernels:
             values[kernel.node] = _run_kernel(kernel, values, gm)
-            if kernel.num_bytes:
+            if kernel.num_bytes:  # other kernels are operators, which are counted as usual
                 count_generated_kernel(kernel.num_bytes)
             for freed in freed_after[kernel.node]:
                 values.pop(freed, None)
 
-        results: Any = map_arg(output.args[0], lambda node: _evaluate(node, values, gm))
+        # A result without a kernel, such as a view, is computed here.
+        results: Any = map_arg(output.args[0], lambda node: _read_or_compute(node, values, gm))
         return list(results)
 
-    # `aot_function` passes a list that `run` clears, so that inputs can be freed early.
+    # With this attribute, `aot_function` passes the arguments as one list. `run` clears the list,
+    # so that inputs can be freed early.
     run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
     return run
 
@@ -380,13 +396,13 @@ def _run_kernel(kernel: _Kernel, values: Mapping[Node, Any], gm: GraphModule) ->
     """
     node = kernel.node
     if _is_copy(node):  # in place, so the result is the first argument
-        return _evaluate(node.all_input_nodes[0], values, gm)
+        return _read_or_compute(node.all_input_nodes[0], values, gm)
     if kernel.is_generated:
         return _empty_like(node.meta["val"])
-    return _evaluate(node, values, gm)
+    return _read_or_compute(node, values, gm)
 
 
-def _evaluate(node: Node, values: Mapping[Node, Any], gm: GraphModule) -> Any:
+def _read_or_compute(node: Node, values: Mapping[Node, Any], gm: GraphModule) -> Any:
     """Return the value of a graph node. Compute it if it is not in memory.
 
     Args:
@@ -398,8 +414,8 @@ def _evaluate(node: Node, values: Mapping[Node, Any], gm: GraphModule) -> Any:
         return values[node]
     if node.op == "get_attr":
         return getattr(gm, str(node.target))
-    args = map_arg(node.args, lambda argument: _evaluate(argument, values, gm))
-    kwargs = map_arg(node.kwargs, lambda argument: _evaluate(argument, values, gm))
+    args = map_arg(node.args, lambda argument: _read_or_compute(argument, values, gm))
+    kwargs = map_arg(node.kwargs, lambda argument: _read_or_compute(argument, values, gm))
     return node.target(*args, **kwargs)  # pyright: ignore
 
 
@@ -422,18 +438,18 @@ def _find_stored(nodes: Sequence[Node], bases: Mapping[Node, Node]) -> set[Node]
 
     Args:
         nodes: Nodes of the graph in order, without its output.
-        bases: Node -> node that allocates its memory.
+        bases: Node -> node that allocates its memory. For a view, this is the viewed node.
     """
     stored: set[Node] = set()
     for node in nodes:
+        if _is_view(node):
+            continue
         if _has_own_kernel(node):
+            # A matmul, for example, reads its inputs from memory and writes its result to memory.
             stored.add(node)
             stored.update(bases[source] for source in node.all_input_nodes)
-        elif not _is_view(node):
-            input_sizes = [_bytes_of(source) for source in node.all_input_nodes]
-            is_reduction = REDUCTION_RATIO * _bytes_of(node) <= max(input_sizes, default=0)
-            if is_reduction:
-                stored.add(node)
+        elif _is_reduction(node):
+            stored.add(node)
     return stored
 
 
@@ -444,26 +460,26 @@ def _list_kernels(
 
     Args:
         nodes: Nodes of the graph in order, without its output.
-        bases: Node -> node that allocates its memory.
+        bases: Node -> node that allocates its memory. For a view, this is the viewed node.
         stored: Nodes whose values are written to memory.
     """
     kernels: list[_Kernel] = []
-    # The compiler fuses generated kernels in a row, so together they access each value only once.
-    # If one reads `x` and writes `y`, and the next reads both and writes `z`, only `z` is new.
+    # Values that the latest generated kernels have accessed. The compiler fuses all of them until
+    # the next matmul, for example, so together they access each value only once.
     accessed: set[Node] = set()
     for node, reads in _find_reads(nodes, bases, stored).items():
         # A value that is not stored has no kernel: the kernels that use it compute it.
-        is_kernel = node.op == "call_function" and (node in stored or _is_copy(node))
-        if not is_kernel:
+        has_kernel = node.op == "call_function" and (node in stored or _is_copy(node))
+        if not has_kernel:
             continue
         if _has_own_kernel(node):
-            kernels.append(_Kernel(node, reads, is_generated=False, num_bytes=0))
+            kernels.append(_Kernel(node, reads, is_generated=False))
             accessed = set()
         else:
-            new_values = {node, *reads} - accessed
-            num_bytes = sum(_bytes_of(value) for value in new_values)
+            newly_accessed = {node, *reads} - accessed
+            num_bytes = sum(_bytes_of(value) for value in newly_accessed)
             kernels.append(_Kernel(node, reads, is_generated=True, num_bytes=num_bytes))
-            accessed |= new_values
+            accessed |= newly_accessed
     return kernels
 
 
@@ -525,6 +541,12 @@ def _is_view(node: Node) -> bool:
 def _is_copy(node: Node) -> bool:
     """Return whether a node copies a tensor into its first argument (`aten::copy_`)."""
     return _operator_name(node) == "aten::copy_"
+
+
+def _is_reduction(node: Node) -> bool:
+    """Return whether the value of a node is much smaller than the largest input."""
+    input_sizes = [_bytes_of(source) for source in node.all_input_nodes]
+    return REDUCTION_RATIO * _bytes_of(node) <= max(input_sizes, default=0)
 
 
 def _has_own_kernel(node: Node) -> bool:

@@ -11,6 +11,7 @@ import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from fractions import Fraction
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -41,7 +42,8 @@ DEFAULT_KINDS: tuple[str, ...] = ("activations", "loss", "other")
 """Kinds that a storage gets when it is allocated, and that `Counter.mark` may replace."""
 
 GENERATED = "compiled"  # `Work.op` of kernels that the compiler generates
-MATMULS = {"mm", "_scaled_mm", "bmm", "addmm", "addmm_", "baddbmm"}
+MATMULS_WITH_SUMMAND = {"addmm", "addmm_", "baddbmm"}  # addmm(summand, a, b) = summand + a @ b
+MATMULS = {"mm", "_scaled_mm", "bmm", *MATMULS_WITH_SUMMAND}
 FLEX_OPS = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward")
 """Operators that represent flex attention in a trace; see `simulate.simulate_gpu`."""
 VARLEN_OPS = ("torch_attn::_varlen_attn", "torch_attn::_varlen_attn_backward")
@@ -77,8 +79,8 @@ ADD = torch.ops.aten.add.Tensor
 class Location(NamedTuple):
     """A part of the training step, such as the forward pass of the blocks.
 
-    Memory and work are counted separately for each location, where they grow linearly with the
-    number of blocks. A trace of few blocks can therefore be extrapolated.
+    Memory and work are counted separately for each location. At each location they grow linearly
+    with the number of blocks, so the counts of a small model can be extrapolated to a large one.
 
     Attributes:
         phase: "forward", "backward" (including recomputation) or "optimizer" (including clipping).
@@ -162,6 +164,19 @@ class Allocation(NamedTuple):
 LogEntry = tuple[Location, Work | Allocation]
 
 
+class _GradientSum(NamedTuple):
+    """Sum of two gradients, of which it is still unknown whether it needs new memory.
+
+    Attributes:
+        first_storage: `id` of the storage of the first gradient. If it is freed before the next
+            operator runs, the sum reuses its memory.
+        result: The sum.
+    """
+
+    first_storage: int
+    result: Tensor
+
+
 class Counter(TorchDispatchMode):
     """Dispatch mode that logs every operator and allocation of a training step.
 
@@ -193,24 +208,26 @@ class Counter(TorchDispatchMode):
         self._stream = 0
         self._stream_indices = {torch.cpu.current_stream(): 0}
         self._is_inferring_shapes = False
-        # Storage identity of a gradient, and the sum that may take over its memory.
-        self._pending_sum: tuple[int, Tensor] | None = None
+        self._pending_sum: _GradientSum | None = None
         self.begin()
 
     def begin(self) -> None:
-        """Start counting a new step, and clear the log of the previous one.
+        """Clear the log, so that it describes a new training step.
 
-        The new log begins with the storages that exist now.
+        The new log starts with one allocation for each storage (the memory behind tensors) that
+        exists now.
         """
         self.location = START
         self.log: list[LogEntry] = [
             (START, Allocation(number, self._sizes[number])) for number, _ in self._living.values()
         ]
         self.forward_starts: list[int] = []
+        # Name of a pipeline action -> log entries of the latest action with this name.
         self._recorded_actions: dict[Any, list[LogEntry]] = {}
-        self._current_action: Any = None
-        # Log entries of the current action from before an inner action.
-        self._entries_before_pause: list[LogEntry] = []
+        self._current_action: Any = None  # name of the running action
+        # Log entries of the current action from before an inner action interrupted it. Its other
+        # entries are at the end of the log, from this index.
+        self._entries_before_inner_action: list[LogEntry] = []
         self._action_start = 0
 
     def mark(
@@ -241,38 +258,45 @@ class Counter(TorchDispatchMode):
             is_skipped: Whether the action will not run. If so, copy the log entries of the latest
                 action with this name.
         """
-        self._record_action()
+        self._record_current_action()
         self.location = location
-        self._entries_before_pause = []
-        self._action_start = len(self.log)
-        self._current_action = None if is_skipped else name
         if is_skipped:
+            self._current_action = None
             self.log += self._recorded_actions.get(name, ())
+        else:
+            self._current_action = name
+            self._entries_before_inner_action = []
+            self._action_start = len(self.log)
 
-    def _record_action(self) -> None:
-        """Keep the log entries of the current action, in case a later microbatch repeats them."""
+    def _record_current_action(self) -> None:
+        """Store the log entries of the current pipeline action under its name.
+
+        `start_action` copies them for later microbatches that do not run. Without a current action,
+        do nothing.
+        """
         if self._current_action is not None:
-            entries = self._entries_before_pause + self.log[self._action_start :]
+            entries = self._entries_before_inner_action + self.log[self._action_start :]
             self._recorded_actions[self._current_action] = entries
 
     @contextmanager
     def inner_action(self, name: Any, is_skipped: bool) -> Iterator[None]:
-        """Count a pipeline action that interrupts the current one until this context ends.
+        """Count the operators within this context as a pipeline action of their own.
+
+        Afterwards, the action that ran before this context continues.
 
         Args:
             name: Name of the action. All microbatches use the same name for the same action.
             is_skipped: Whether the action will not run. If so, copy the log entries of the latest
                 action with this name.
         """
-        # Keep the entries of the current action so far. It continues after this context.
-        self._entries_before_pause += self.log[self._action_start :]
-        start = len(self.log)
+        self._entries_before_inner_action += self.log[self._action_start :]
+        inner_start = len(self.log)
         if is_skipped:
             self.log += self._recorded_actions.get(name, ())
         yield
         if not is_skipped:
-            self._recorded_actions[name] = self.log[start:]
-        self._action_start = len(self.log)
+            self._recorded_actions[name] = self.log[inner_start:]
+        self._action_start = len(self.log)  # the current action continues here
 
     def add_generated_kernel(self, num_bytes: int) -> None:
         """Count one compiler-generated kernel that reads and writes `num_bytes` bytes in total."""
@@ -283,9 +307,9 @@ class Counter(TorchDispatchMode):
     def watching(self) -> Iterator[None]:
         """Count all operators that run within this context.
 
-        As a dispatch mode, the counter receives each operator call. Within the context, three
-        functions of torch are replaced, because they change memory or streams without an operator,
-        or call operators that must not be counted.
+        As a dispatch mode, the counter receives each operator call. Three functions of torch need
+        a replacement: those that resize a storage or enter a stream call no operator, and DTensor
+        infers shapes with operators that must not be counted.
         """
         resize = torch.UntypedStorage.resize_
         infer_shapes = ShardingPropagator._propagate_tensor_meta_non_cached
@@ -340,26 +364,28 @@ class Counter(TorchDispatchMode):
         if func is GET_DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # a shortcut for more than half of all calls
         if func is GET_SCALAR and isinstance(args[0], FakeTensor) and args[0].constant is None:
-            # The value is unknown. For the flag by which a training step skips the optimizer step,
-            # 0 means that the optimizer step runs, and is counted.
+            # The value is unknown. It may be the flag that skips the optimizer step. With 0, the
+            # optimizer step runs, and is counted.
             return 0
 
         kwargs = kwargs or {}
         signature = _signature(func)
         if signature.is_view:
-            result = self._decompose(func, args, kwargs)
-            if result is not NotImplemented:
+            result = self._run_decomposition(func, args, kwargs)
+            if result is not NotImplemented:  # it has a decomposition, as `reshape` does
                 return result
 
-        # If the previous operator added two gradients, their sum reuses the memory of the first
-        # one, unless the first one is still alive at the next operator.
-        self._count_pending_sum()
+        # If a sum of two gradients is pending, the first one is still in use, so the sum cannot
+        # reuse its memory.
+        self._allocate_pending_sum()
         result = func(*args, **kwargs)
         if signature.is_counted and not self._is_inferring_shapes:
             self._count(func, signature, args, kwargs, result)
         return result
 
-    def _decompose(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _run_decomposition(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
         """Run an operator such as `reshape` as several operators, and count each of them.
 
         Within a tensor subclass, `to`, `contiguous` and `reshape` arrive as one operator that
@@ -385,13 +411,13 @@ class Counter(TorchDispatchMode):
     def _count_allocations(self, func: Any, args: Any, result: Any) -> None:
         """Log the allocation of each new tensor in the result of an operator.
 
-        The sum of two gradients may allocate nothing: if nothing else uses the first gradient,
-        autograd adds the second one to it in place. Fake tensors never do so. Therefore keep the
-        sum as pending until the next operator, and check then whether the first gradient is freed.
+        The sum of two gradients is an exception. If nothing else uses the first gradient, autograd
+        adds the second one to it in place, but never with fake tensors. So wait: if the first
+        gradient is freed before the next operator runs, the sum takes over its memory.
         """
         if func is ADD and self._is_adding_gradients():
             first_gradient = args[0].untyped_storage()
-            self._pending_sum = id(first_gradient), result
+            self._pending_sum = _GradientSum(id(first_gradient), result)
             return
 
         for tensor in _find_tensors(result):
@@ -412,20 +438,18 @@ class Counter(TorchDispatchMode):
         phase = self.location.phase
         collective = _collective_name(signature.name)
         if collective is not None:
+            # One of the tensors is the full one, the others are shards of it.
             num_bytes = max(bytes_of(value) for value in (*args, result))
             return Work(phase, collective, group=self._find_group(args), bytes=num_bytes)
 
         op = signature.name.removeprefix("aten::")
         inputs = _find_tensors(args)
-        if op in MATMULS and "add" in op:
-            # Keep the factors of addmm(summand, a, b). The summand may have another dtype.
-            inputs = inputs[1:3]
+        if op in MATMULS_WITH_SUMMAND:
+            _summand, *inputs = inputs  # the summand may have another dtype than the factors
         if op in VARLEN_OPS:
-            shape, flops = _count_varlen_flops(op, args)
+            shape, flops = _count_varlen_flops(signature, args)
         else:
-            # A trace of flex attention has the sliding window in `scale`; see `simulate_gpu`.
-            window = int(kwargs.get("scale") or 0)
-            shape, flops = _count_flops(op, inputs, window)
+            shape, flops = _count_flops(op, inputs, window=_flex_window(op, kwargs))
         return Work(
             phase,
             op=signature.name.replace("::", "."),
@@ -476,37 +500,38 @@ class Counter(TorchDispatchMode):
         self._living[identity] = number, reference
 
     def _handle_free(self, identity: int) -> None:
-        """Log that a storage was freed.
-
-        If it was the first gradient of a pending sum, a real step would add the second gradient in
-        place. Then log nothing, and let the sum take over the number of the storage.
+        """Log that a storage was freed, unless the sum of two gradients reuses its memory.
 
         Args:
             identity: `id` of the freed storage.
         """
         number, _ = self._living.pop(identity)
-        if self._pending_sum is not None and self._pending_sum[0] == identity:
-            # Autograd adds gradients in place if nothing else uses the first one, but never with
-            # fake tensors. So let the sum take over the memory of the first gradient.
-            _, result = self._pending_sum
+        pending_sum = self._pending_sum
+        if pending_sum is not None and pending_sum.first_storage == identity:
+            # In a real step, autograd adds the second gradient to the first one in place. So the
+            # storage of the sum continues the freed one, under the same number.
             self._pending_sum = None
-            self._track(result.untyped_storage(), number)
+            self._track(pending_sum.result.untyped_storage(), number)
         else:
             self._log_size(number, 0)
 
-    def _count_pending_sum(self) -> None:
-        """Count the pending sum of two gradients, if there is one, as newly allocated memory.
+    def _allocate_pending_sum(self) -> None:
+        """Log new memory for the pending sum of two gradients, if there is one.
 
-        A sum is pending until it is known whether it reuses the memory of the first gradient. Call
-        this if the first gradient is still in use, so that its memory cannot be reused.
+        Call this once the sum can no longer reuse the memory of the first gradient.
         """
         if self._pending_sum is not None:
-            _, result = self._pending_sum
+            result = self._pending_sum.result
             self._pending_sum = None
-            self._storage_number(result)
+            self._storage_number(result)  # logs the allocation
 
     def _log_size(self, number: int, size: int) -> None:
-        """Log the new size of a storage in bytes, if the size has changed."""
+        """Log the size of a storage (the memory behind tensors) if it has changed.
+
+        Args:
+            number: Index of the storage in `kinds` and `streams`.
+            size: New size in bytes.
+        """
         change = size - self._sizes[number]
         if change:
             self.log.append((self.location, Allocation(number, change)))
@@ -651,24 +676,34 @@ def _count_flops(op: str, inputs: Sequence[Tensor], window: int) -> tuple[tuple[
     return (), 0
 
 
-def _count_varlen_flops(op: str, args: Sequence[Any]) -> tuple[tuple[int, ...], int]:
+def _flex_window(op: str, kwargs: Mapping[str, Any]) -> int:
+    """Return the sliding window of flex attention in tokens, or 0 if there is none.
+
+    A trace replaces flex attention by flash attention. The memory and the work of flash attention
+    do not depend on its argument `scale`, so `simulate_gpu` passes the window there.
+    """
+    return int(kwargs.get("scale") or 0) if op in FLEX_OPS else 0
+
+
+def _count_varlen_flops(signature: _Signature, args: Sequence[Any]) -> tuple[tuple[int, ...], int]:
     """Count the FLOPs of variable-length attention as if each sequence were one document.
 
     Args:
-        op: "torch_attn::_varlen_attn", or its backward pass.
+        signature: Signature of the operator in `VARLEN_OPS`, forward or backward.
         args: Positional arguments of the call.
 
     Returns:
         (batch, heads, queries, keys, head_dim), and the number of FLOPs.
     """
-    # The schemas of the two operators determine the indices of the arguments.
-    is_backward = "backward" in op
-    query = args[1 if is_backward else 0]  # (B * T, H, D)
-    seq_len = args[8 if is_backward else 5]
-    num_earlier, _ = args[13 if is_backward else 9]  # visible earlier tokens; -1 means all
-    num_tokens, heads, head_dim = query.shape
+    names = [name for name, _ in signature.arguments]
+    arguments = dict(zip(names, args, strict=False))  # the last arguments may be omitted
+    num_tokens, heads, head_dim = arguments["query"].shape  # (B * T, H, D)
+    seq_len = arguments["max_q"]
+    num_earlier, _ = arguments["window_size"]  # visible tokens before the query, or -1 for all
+    window = num_earlier + 1  # with the query; 0 means no window
     shape = (num_tokens // seq_len, heads, seq_len, seq_len, head_dim)
-    return shape, _attention_flops(op, shape, num_earlier + 1, is_backward)
+    is_backward = "backward" in signature.name
+    return shape, _attention_flops(signature.name, shape, window, is_backward)
 
 
 def _attention_flops(op: str, shape: tuple[int, ...], window: int, is_backward: bool) -> int:
@@ -680,22 +715,22 @@ def _attention_flops(op: str, shape: tuple[int, ...], window: int, is_backward: 
         window: Sliding window of flex or variable-length attention in tokens, or 0.
         is_backward: Whether the operator is a backward pass.
     """
-    # Without a mask, each matmul takes 2 FLOPs per element of `shape`. There are two matmuls in the
-    # forward pass and five in the backward pass, which recomputes the scores.
+    batch, heads, num_queries, num_keys, head_dim = shape
+    if op in (*FLEX_OPS, *VARLEN_OPS):
+        # The queries are spread over the whole sequence, as in context parallelism. Queries in the
+        # first window see half a window on average, and the others see a whole window.
+        window = min(window or num_keys, num_keys)
+        visible_sum = window * Fraction(window, 2) + (num_keys - window) * window
+        mean_visible_keys = visible_sum / num_keys
+    else:
+        # The queries are the last tokens. The first query sees only the keys before the queries,
+        # and the last one sees all keys.
+        mean_visible_keys = num_keys - Fraction(num_queries, 2)
+
+    # The backward pass has five matmuls, because it recomputes the scores.
     num_matmuls = 5 if is_backward else 2
-    unmasked_flops = 2 * num_matmuls * math.prod(shape)
-    num_queries, num_keys = shape[2:4]
-
-    # The Q queries are the last of K tokens. The first one sees K - Q keys and the last one K, so
-    # the average is K - Q / 2, a share of (2 K - Q) / (2 K).
-    if op not in (*FLEX_OPS, *VARLEN_OPS):
-        return unmasked_flops * (2 * num_keys - num_queries) // (2 * num_keys)
-
-    # In flex attention, which context parallelism uses, the queries of a rank are spread over the
-    # whole sequence. With a window W, the first W of K queries see W / 2 keys on average, and the
-    # others see W keys. The average is a share of (2 K - W) * W / (2 K * K).
-    window = min(window or num_keys, num_keys)
-    return unmasked_flops * (2 * num_keys - window) * window // (2 * num_keys * num_keys)
+    num_scores = batch * heads * num_queries * mean_visible_keys
+    return int(2 * num_matmuls * num_scores * head_dim)
 
 
 def plain_tensors(tensor: Any) -> Iterator[Tensor]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.experimental import register_sharding
 from torch.nn import functional as F
@@ -42,7 +42,7 @@ class FusedRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        """Return tensors with the shapes of the gradients of the input and the weight."""
+        """Return placeholders for the gradients of `x` and `weight`. Only their shapes matter."""
         x, weight, _ = ctx.saved_tensors
         grad_x = grad + x
         batch_dims = tuple(range(x.ndim - 1))
@@ -55,10 +55,10 @@ def _cudnn_attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Ten
 
 
 def _flex_attention(q: Tensor, k: Tensor, v: Tensor, block_mask: tuple[int], **_: Any) -> Tensor:
-    """Replace flex attention by flash attention.
+    """Run flash attention in place of flex attention, to simulate its memory and work.
 
-    Both save and return tensors of the same sizes. The scale of attention has no effect on a trace,
-    so use it to pass the sliding window to the counter of FLOPs.
+    Both save and return tensors of the same sizes. Flash attention has no sliding window, so pass
+    the window as `scale`, where the counter of FLOPs reads it. Values do not matter in a trace.
 
     Args:
         q: Queries.
@@ -73,7 +73,10 @@ def _flex_attention(q: Tensor, k: Tensor, v: Tensor, block_mask: tuple[int], **_
 def _rms_norm(
     x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    """Compute `F.rms_norm` with operators that have the memory traffic of a GPU."""
+    """Replace `F.rms_norm` by operators that access as much memory as the GPU kernel.
+
+    On a CPU, `F.rms_norm` would run many operators, each with its own memory traffic.
+    """
     if torch.compiler.is_compiling() or weight is None:  # the compiler decomposes the operator
         return torch.ops.aten._fused_rms_norm(x, shape, weight, eps)[0]
     return FusedRMSNorm.apply(x, weight)
@@ -131,25 +134,28 @@ _cast_columns = torch.library.custom_op(
 _cast_columns.register_fake(_allocate_columns)
 
 
+Sharding = tuple[list[Placement], list[Placement]]
+
+
 @register_sharding(torch.ops.titanlite.cast_rows_to_mxfp8.default)
-def _shard_row_cast(_x: Any) -> Any:
+def _shard_row_cast(_x: Any) -> list[Sharding]:
     """List the shardings that DTensor can use for the MXFP8 cast of rows, as in torchao.
 
     Returns:
-        Pairs of the placements of both results and the placement of the input.
+        Pairs of placements: ([values, scales], [input]).
     """
-    layouts = (Replicate(), Shard(0), Shard(1))
-    return [([layout, layout], [layout]) for layout in layouts]
+    placements = (Replicate(), Shard(0), Shard(1))
+    return [([placement, placement], [placement]) for placement in placements]
 
 
 @register_sharding(torch.ops.titanlite.cast_columns_to_mxfp8.default)
-def _shard_column_cast(_x: Any) -> Any:
+def _shard_column_cast(_x: Any) -> list[Sharding]:
     """List the shardings that DTensor can use for the MXFP8 cast of columns.
 
     The scales are transposed, so they are sharded along the other dimension.
 
     Returns:
-        Pairs of the placements of both results and the placement of the input.
+        Pairs of placements: ([values, scales], [input]).
     """
     return [
         ([Replicate(), Replicate()], [Replicate()]),
@@ -160,7 +166,10 @@ def _shard_column_cast(_x: Any) -> Any:
 
 @contextmanager
 def simulate_mxfp8() -> Iterator[None]:
-    """Replace the kernels of torchao that quantize to MXFP8, which need a Blackwell GPU."""
+    """Replace the torchao kernels that quantize to MXFP8 by operators without computation.
+
+    The kernels need a Blackwell GPU. The replacements only allocate the results.
+    """
     from torchao.prototype.mx_formats import kernels, mx_tensor
 
     def cast_rows(x: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
@@ -181,23 +190,24 @@ def simulate_mxfp8() -> Iterator[None]:
 def simulate_gpu() -> Iterator[None]:
     """Let CPU tensors take the code path of GPU tensors within this context, to plan GPU memory.
 
-    Two operators that do not exist on a CPU are replaced by others that allocate the same memory:
-    causal attention runs as the operator of cuDNN, and flex attention as flash attention.
+    Attention is replaced by operators that allocate the same memory as on a GPU: causal attention
+    by the operator of cuDNN, and flex attention by flash attention.
     """
-    # Selective activation checkpointing saves the result of flash attention, but not that of flex
-    # attention. Here, flash attention stands for flex attention, so do not save it.
+    # Selective activation checkpointing would save the result of flash attention. But here, flash
+    # attention replaces flex attention, whose result it does not save.
     flash_attention = torch.ops.aten._scaled_dot_product_flash_attention.default
     saved_ops = recompute.ALWAYS_SAVED - {flash_attention}
-    vocab_block = {"cpu": losses.VOCAB_BLOCK["cuda"]}
+    vocab_block_of_gpu = {"cpu": losses.VOCAB_BLOCK["cuda"]}
     with (
-        # Code that chooses between CPU and GPU sees a GPU, and gets the operators of a GPU.
+        # Code that checks `is_cuda` takes the branch for a GPU.
         override(Tensor, is_cuda=property(lambda _: True)),
+        # Operators
         override(F, scaled_dot_product_attention=_cudnn_attention, rms_norm=_rms_norm),
-        override(forward_backward, flex_document_mask=_small_mask, flex_context_mask=_small_mask),
         override(attention, flex_function=lambda _: _flex_attention),
-        # Constants have the values for a GPU.
+        override(forward_backward, flex_document_mask=_small_mask, flex_context_mask=_small_mask),
+        # Constants
         override(recompute, ALWAYS_SAVED=saved_ops),
-        override(losses, VOCAB_BLOCK=vocab_block),
+        override(losses, VOCAB_BLOCK=vocab_block_of_gpu),
     ):
         yield
 

@@ -6,7 +6,7 @@ Microbatches are alike, so only some of them run, and the counts of one are repe
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -50,7 +50,7 @@ DEVICE = torch.device("cpu")  # torch without CUDA cannot run a backward pass on
 MIN_MICROBATCHES = 6  # a pipeline with fewer microbatches runs all of them
 OFFLOAD_STREAM = -1  # stream of FSDP2 in which gradients wait for their copy to the CPU
 
-# Methods of a pipeline stage -> phase. The last two return communication operations.
+# Methods of a pipeline stage -> phase
 PIPELINE_ACTIONS = {
     "forward_one_chunk": "forward",
     "backward_one_chunk": "backward",
@@ -58,6 +58,7 @@ PIPELINE_ACTIONS = {
     "get_fwd_send_ops": "forward",
     "get_bwd_send_ops": "backward",
 }
+PIPELINE_SENDS = ("get_fwd_send_ops", "get_bwd_send_ops")  # return communication operations
 # Methods of a pipeline stage that torch calls between an action and its communication. In torch
 # 2.15 they allocate the tensors to receive.
 PIPELINE_RECEIVES = ("get_fwd_recv_ops", "get_bwd_recv_ops")
@@ -69,14 +70,14 @@ class StepCounts(NamedTuple):
     Attributes:
         peaks: Location in the step -> bytes of each of `ALL_KINDS` when GPU memory is at its peak
             there. The value of `OFFLOADED` is its maximum over the step.
-        pools: (stream, location) -> peak bytes of GPU memory allocated in this CUDA stream.
+        stream_peaks: (CUDA stream, location) -> peak bytes of GPU memory allocated in the stream.
         work: Kind of work (`Work.key`) -> number of calls, FLOPs and bytes.
         reserved: Bytes that the caching allocator of a GPU reserves for the blocks that ran. 0 with
             pipeline parallelism.
     """
 
     peaks: dict[Location, np.ndarray]
-    pools: dict[tuple[int, Location], int]
+    stream_peaks: dict[tuple[int, Location], int]
     work: dict[tuple[Any, ...], np.ndarray]
     reserved: int
 
@@ -90,15 +91,15 @@ def count_step(
 ) -> StepCounts:
     """Run two training steps, and count the memory and work of the second one.
 
-    The first step only allocates what persists, such as optimizer state. All tokens are 0, because
-    the counts do not depend on them. Tensors may be real or fake.
+    The first step only allocates what persists, such as optimizer state. Similar microbatches are
+    skipped: the counts of one that runs are repeated for them. Tensors may be real or fake.
 
     Args:
         run: The validated job and the number of ranks.
         mesh: Layout of the ranks.
         sharded: This rank's part of the model.
         train_step: Training step of the model.
-        run_all_microbatches: Run all microbatches instead of repeating the counts of one.
+        run_all_microbatches: Skip no microbatches.
     """
     counter = Counter(_describe_groups(mesh))
     allocator = CachingAllocator()
@@ -106,33 +107,34 @@ def count_step(
     with counter.watching():
         _run_steps(counter, allocator, run, sharded, train_step, skipped)
 
-    # With a pipeline, the log already has copied entries for each skipped microbatch.
-    num_missing = len(skipped) if run.degrees.pipeline == 1 else 0
-    work = _add_up_work(counter, num_missing)
+    # The log of a pipeline has copied entries for skipped microbatches; other logs have no entries.
+    num_unlogged = 0 if run.degrees.pipeline > 1 else len(skipped)
+    work = _add_up_work(counter, num_unlogged)
     peaks = _find_peaks(counter)
-    pools = _find_stream_peaks(counter)
+    stream_peaks = _find_stream_peaks(counter)
     if run.job.training.enable_cpu_offload:
-        _add_gradient_on_gpu(train_step, pools, allocator)
-    return StepCounts(peaks, pools, work, allocator.reserved)
+        _add_gradient_on_gpu(train_step, stream_peaks, allocator)
+    return StepCounts(peaks, stream_peaks, work, allocator.reserved)
 
 
 def _add_gradient_on_gpu(
-    train_step: TrainStep, pools: dict[tuple[int, Location], int], allocator: CachingAllocator
+    train_step: TrainStep,
+    stream_peaks: dict[tuple[int, Location], int],
+    allocator: CachingAllocator,
 ) -> None:
-    """Add the GPU memory in which CPU offload keeps a gradient until it is copied to the CPU.
+    """Count the GPU memory that CPU offload needs to copy a gradient to the CPU.
 
-    `Counter` counts all gradients as CPU memory, but FSDP2 reduces each gradient on the GPU, and
-    keeps it in a separate stream during the copy. Only one gradient at a time is there, so add the
-    largest.
+    `Counter` counts all gradients as CPU memory. However, FSDP2 computes each gradient on the GPU,
+    where it stays until it is copied. Gradients are copied one at a time, so count the largest.
 
     Args:
         train_step: Training step of the model.
-        pools: (stream, location) -> peak memory in bytes, to which an entry is added.
+        stream_peaks: (stream, location) -> peak memory in bytes, to which an entry is added.
         allocator: Simulated allocator in which the memory is allocated.
     """
     shards = [local_shard(parameter) for parameter in train_step.model.parameters()]
-    largest_gradient = max(shard.nbytes for shard in shards)
-    pools[OFFLOAD_STREAM, Location("backward", "end")] = largest_gradient
+    largest_gradient = max(shard.nbytes for shard in shards)  # has the size of its weight
+    stream_peaks[OFFLOAD_STREAM, Location("backward", "end")] = largest_gradient
     allocator.allocate(NEVER_FREED, largest_gradient, OFFLOAD_STREAM)
 
 
@@ -238,30 +240,29 @@ def _describe_groups(mesh: Mesh) -> dict[str, Group]:
     return descriptions
 
 
-def _add_up_work(counter: Counter, num_missing: int) -> dict[tuple[Any, ...], np.ndarray]:
+def _add_up_work(counter: Counter, num_unlogged: int) -> dict[tuple[Any, ...], np.ndarray]:
     """Add up the work of a step by kind of work.
 
-    The log lacks the skipped microbatches, so count the work of the second microbatch several
-    times. The first and the last one can differ. For example, the first one does not add its
-    gradients to earlier ones.
+    Microbatches that are not in the log do the same work as the second one. The first and the last
+    one can differ. For example, the first one does not add its gradients to earlier ones.
 
     Args:
         counter: Counter with the log of the step.
-        num_missing: Number of skipped microbatches that the log lacks.
+        num_unlogged: Number of skipped microbatches that are not in the log.
 
     Returns:
         Kind of work (`Work.key`) -> number of calls, FLOPs and bytes.
     """
     second_microbatch = range(0)  # its indices in the log
-    if num_missing:
-        second_start, third_start = counter.forward_starts[1:3]
+    if num_unlogged:
+        _, second_start, third_start, *_ = counter.forward_starts
         second_microbatch = range(second_start, third_start)
 
     totals: dict[tuple[Any, ...], np.ndarray] = {}
     for i, (_, entry) in enumerate(counter.log):
         if isinstance(entry, Work):
-            num_equal = 1 + num_missing if i in second_microbatch else 1
-            amounts = num_equal * np.array(entry.amounts)
+            num_repeats = 1 + num_unlogged if i in second_microbatch else 1
+            amounts = num_repeats * np.array(entry.amounts)
             totals[entry.key] = totals.get(entry.key, 0) + amounts
     return totals
 
@@ -342,7 +343,7 @@ class StepFollower(Hook):
     def __init__(
         self, counter: Counter, sharded: ShardedModel, train_step: TrainStep, run: Run
     ) -> None:
-        """Mark the weights and the optimizer state, and register hooks in the model."""
+        """Set the memory kind of weights and optimizer state, and register hooks in the model."""
         self._counter = counter
         self._train_step = train_step
         is_offloaded = run.job.training.enable_cpu_offload
@@ -356,7 +357,7 @@ class StepFollower(Hook):
         _follow_loss(counter, train_step, last_stage=max(sharded.stages))
 
     def gradients(self, step: int) -> None:
-        """Mark the gradients, and set the location to "gradient norm".
+        """Set the memory kind of the gradients, and the location to "gradient norm".
 
         The trainer calls this before it clips the gradients.
         """
@@ -369,12 +370,12 @@ class StepFollower(Hook):
         self._counter.location = Location("optimizer", "optimizer")
 
     def updated(self, step: int) -> None:
-        """Mark the optimizer state that the update has created, and set the location to "end"."""
+        """Set the memory kind of new optimizer state, and the location to "end"."""
         self._mark_state()
         self._counter.location = Location("optimizer", "end")
 
     def _mark_state(self) -> None:
-        """Mark the memory of all optimizer state that exists now."""
+        """Set the memory kind of all optimizer state that exists now."""
         for state in self._train_step.optimizer.state.values():
             self._counter.mark(state.values(), self.state_kind)
 
@@ -391,42 +392,74 @@ def _follow_stage(counter: Counter, stage: int, module: Llama) -> None:
         ("output", module.output),
         *(("block", block) for block in module.layers.values()),
     ]
-    followed = set[int]()  # identities of parameters that have a hook
+    hooked_parameters = set[int]()
     for name, part in parts:
-        if part is None:
+        if part is None:  # it belongs to another stage
             continue
-        part.register_forward_pre_hook(partial(_mark_unsharded, counter, followed))
-        if name == "output":
-            continue  # `_follow_loss` sets its location
-        location = Location("forward", name, stage)
-        enter = partial(_set_location, counter, location)
-        part.register_forward_pre_hook(enter, prepend=True)
-        follow_backward = partial(_follow_backward, counter, location)
-        part.register_forward_hook(follow_backward, prepend=True)
+        part.register_forward_pre_hook(partial(_mark_parameters, counter, hooked_parameters))
+        if name != "output":  # the output layer is a part of the loss; see `_follow_loss`
+            _follow_part(counter, part, Location("forward", name, stage))
 
     def start_forward(*_: Any) -> None:
-        counter.location = Location("forward", "forward", stage)
+        counter.location = Location("forward", "forward", stage)  # until a part starts
         counter.forward_starts.append(len(counter.log))
 
     module.register_forward_pre_hook(start_forward, prepend=True)
 
 
-def _mark_unsharded(counter: Counter, followed: set[int], part: nn.Module, _: Any) -> None:
+def _mark_parameters(
+    counter: Counter, hooked_parameters: set[int], part: nn.Module, _: Any
+) -> None:
     """Mark the unsharded parameters of a module, and register hooks that mark their gradients.
 
     Args:
         counter: Counter of the step.
-        followed: `id` of each parameter that has such a hook, modified in place.
+        hooked_parameters: `id` of each parameter that has such a hook, modified in place.
         part: Module whose forward pass begins.
     """
     parameters = list(part.parameters())
     counter.mark(parameters, "unsharded parameters", DEFAULT_KINDS)
     for parameter in parameters:
-        if parameter.requires_grad and id(parameter) not in followed:
+        if parameter.requires_grad and id(parameter) not in hooked_parameters:
             parameter.register_post_accumulate_grad_hook(
                 lambda updated: counter.mark((updated.grad,), "gradients", DEFAULT_KINDS)
             )
-            followed.add(id(parameter))
+            hooked_parameters.add(id(parameter))
+
+
+def _follow_part(counter: Counter, part: nn.Module, location: Location) -> None:
+    """Register hooks that set the location when a module starts its forward or backward pass.
+
+    Args:
+        counter: Counter whose location is set.
+        part: A module of the model.
+        location: Location of its forward pass.
+    """
+
+    def start_forward(*_: Any) -> None:
+        counter.location = location
+
+    def end_forward(_module: nn.Module, _inputs: Any, result: Tensor) -> None:
+        _follow_backward(counter, result, location)
+
+    part.register_forward_pre_hook(start_forward, prepend=True)
+    part.register_forward_hook(end_forward, prepend=True)
+
+
+def _follow_backward(counter: Counter, result: Tensor, location: Location) -> None:
+    """Register a hook that sets the location when a module starts its backward pass.
+
+    Args:
+        counter: Counter whose location is set.
+        result: Result of the module. Its backward pass starts with the gradient of the result.
+        location: Location of the forward pass of the module.
+    """
+
+    def start_backward(_gradient: Tensor) -> None:
+        counter.location = location._replace(phase="backward")
+
+    if result.requires_grad:
+        result.register_hook(start_backward)
 
 
 def _follow_loss(counter: Counter, train_step: TrainStep, last_stage: int) -> None:
@@ -444,12 +477,12 @@ def _follow_loss(counter: Counter, train_step: TrainStep, last_stage: int) -> No
     def compute_loss_at_location(
         hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor
     ) -> Tensor:
-        # The memory of `scale` belongs to the loss, but was allocated at an earlier location.
+        # `scale` was allocated before the loss, so its memory has another default kind.
         counter.mark((scale,), "loss", replaceable=DEFAULT_KINDS)
 
         counter.location = location
         loss = compute_loss(hidden, weight, labels, scale)
-        _follow_backward(counter, location, loss)
+        _follow_backward(counter, loss, location)
 
         # Operators after the loss belong to no part of the model.
         counter.location = location._replace(name="forward")
@@ -458,32 +491,13 @@ def _follow_loss(counter: Counter, train_step: TrainStep, last_stage: int) -> No
     forward_backward.loss_fn = compute_loss_at_location
 
 
-def _set_location(counter: Counter, location: Location, *_: Any) -> None:
-    """Set the location of a counter. Ignore the further arguments that module hooks receive."""
-    counter.location = location
-
-
-def _follow_backward(counter: Counter, location: Location, *values: Any) -> None:
-    """Set the location of a counter when the backward pass reaches the result of a module.
-
-    Args:
-        counter: Counter of the step.
-        location: Location of the forward pass of the module.
-        values: Arguments of a forward hook. The last one is the result.
-    """
-    result = values[-1]
-    if result.requires_grad:
-        backward = location._replace(phase="backward")
-        result.register_hook(partial(_set_location, counter, backward))
-
-
 @contextmanager
 def _follow_pipeline(
     counter: Counter, stages: Sequence[PipelineStage], skipped: range
 ) -> Iterator[None]:
-    """Count the actions of a pipeline schedule separately within this context.
+    """Wrap methods of pipeline stages within this context, to count each call as one action.
 
-    To save time, skipped microbatches compute nothing, and repeat the counts of an earlier one.
+    A skipped microbatch computes nothing. Its actions have the counts of an earlier microbatch.
 
     Args:
         counter: Counter of the step.
@@ -491,24 +505,36 @@ def _follow_pipeline(
         skipped: Indices of the skipped microbatches.
     """
     follower = _PipelineFollower(counter, skipped, last_loss=torch.zeros(()))
-    # Before the first step, torch exchanges between ranks whether all of them know the shapes to
-    # receive. No other rank answers here, so replace the exchange by a positive answer.
-    agreement = {
+    # Before the first step, the ranks vote whether all of them know the shapes to receive. No other
+    # rank exists here, so replace the vote by the result 1, which means yes.
+    yes = SimpleNamespace(item=lambda: 1)
+    vote = {
         "_warmup_forward_vote": lambda *_, **__: None,
-        "_warmup_backward_result": lambda *_, **__: SimpleNamespace(item=lambda: 1),
+        "_warmup_backward_result": lambda *_, **__: yes,
     }
     with ExitStack() as stack:
         for stage in stages:
-            actions = {
-                method: partial(follower.run_action, stage, method, getattr(stage, method))
-                for method in PIPELINE_ACTIONS
-            }
-            receives = {
-                method: partial(follower.run_receive, stage, method, getattr(stage, method))
-                for method in PIPELINE_RECEIVES
-            }
-            stack.enter_context(override(stage, **actions, **receives, **agreement))
+            actions = _wrap_methods(stage, PIPELINE_ACTIONS, follower.run_action)
+            receives = _wrap_methods(stage, PIPELINE_RECEIVES, follower.run_receive)
+            stack.enter_context(override(stage, **actions, **receives, **vote))
         yield
+
+
+def _wrap_methods(
+    stage: PipelineStage, names: Iterable[str], wrapper: Callable[..., Any]
+) -> dict[str, Callable[..., Any]]:
+    """Wrap methods of a pipeline stage.
+
+    Args:
+        stage: The pipeline stage.
+        names: Names of its methods.
+        wrapper: Function that is called with the stage, the name of the method, the method, and the
+            arguments of the call.
+
+    Returns:
+        Name -> wrapped method.
+    """
+    return {name: partial(wrapper, stage, name, getattr(stage, name)) for name in names}
 
 
 @dataclass
@@ -530,15 +556,14 @@ class _PipelineFollower:
         self,
         stage: PipelineStage,
         name: str,
-        method: Any,
+        method: Callable[..., Any],
         microbatch: int,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
         """Call a method of a pipeline stage, and count it as one action.
 
-        For a skipped microbatch, do not call it, and return what the schedule needs: the loss of
-        the last microbatch that ran, or no communication operations.
+        For a skipped microbatch, do not call it, and return a result that the schedule accepts.
 
         Args:
             stage: The pipeline stage.
@@ -549,24 +574,27 @@ class _PipelineFollower:
             kwargs: Keyword arguments of the method.
         """
         location = Location(PIPELINE_ACTIONS[name], "stage", stage.stage_index)
-        has_loss = name == "forward_one_chunk" and stage.is_last
+        returns_loss = name == "forward_one_chunk" and stage.is_last
         is_skipped = microbatch in self.skipped
         self.counter.start_action((name, stage.stage_index), location, is_skipped)
         if not is_skipped:
             result = method(microbatch, *args, **kwargs)
-            if has_loss:
+            if returns_loss:
                 self.last_loss = result.detach()
             return result
-        if has_loss:
+        if returns_loss:
             return self.last_loss
-        return [] if name.startswith("get") else None  # such as "get_fwd_send_ops"
+        if name in PIPELINE_SENDS:
+            return []  # nothing to send
+        return None  # the schedule ignores the result
 
     def run_receive(
-        self, stage: PipelineStage, name: str, method: Any, microbatch: int
+        self, stage: PipelineStage, name: str, method: Callable[..., Any], microbatch: int
     ) -> list[Any]:
-        """Call a method of a pipeline stage, and count the receive buffers that it allocates.
+        """Call a method that returns the receive operations of a stage, and count its memory.
 
-        For a skipped microbatch, do not call it, and return no communication operations.
+        The method may allocate the tensors to receive. For a skipped microbatch, do not call it,
+        and return an empty list.
 
         Args:
             stage: The pipeline stage.

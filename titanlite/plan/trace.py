@@ -193,13 +193,14 @@ def _has_equal_blocks(run: Run) -> bool:
 
 
 def _has_small_blocks(run: Run, num_blocks: int) -> bool:
-    """Return whether blocks are so small that a shortened model may be sharded differently.
+    """Return whether FSDP may shard a model with few blocks unlike the full model.
 
-    FSDP groups blocks with few parameters. On a single rank, it does not reshard a small model.
+    FSDP groups small blocks, and on a single rank it does not reshard a small model. The counts of
+    the full model then do not follow from a model with few blocks.
 
     Args:
-        run: The validated job and the number of ranks.
-        num_blocks: Number of blocks of the shortened model.
+        run: The validated job of the full model, and the number of ranks.
+        num_blocks: Number of blocks of the smaller model.
     """
     group_size = run.job.parallelism.fsdp_min_num_params
     block_size = num_params(run.arch) // run.arch.n_layers  # an upper bound, in parameters
@@ -225,56 +226,57 @@ def _remove_blocks(run: Run, num_removed: int) -> Run:
     return with_keys(run, settings)
 
 
-def _count_rank(run: Run, rank: int, gpu: Gpu | None, whole: bool) -> StepCounts:
+def _count_rank(run: Run, rank: int, gpu: Gpu | None, run_all_microbatches: bool) -> StepCounts:
     """Run one training step of a simulated rank on fake tensors, and count its memory and work.
 
     Args:
         run: The validated job and the number of ranks.
         rank: Rank to simulate.
         gpu: GPU of the rank. None means a CPU.
-        whole: Run all microbatches instead of repeating the counts of one.
+        run_all_microbatches: Run all microbatches instead of repeating the counts of one.
     """
     recipe = run.job.float8.recipe_name
-    on_gpu = gpu is not None and not gpu.cpu
+    on_gpu = gpu is not None and not gpu.cpu  # `Gpu` can also describe a CPU
     has_float8 = gpu is not None and float8.is_supported(recipe, gpu.capability, gpu.fp8 > 0)
     with (
         simulate_ranks(run.world_size, rank),
         simulate_gpu() if on_gpu else nullcontext(),
         simulate_mxfp8() if recipe == "mxfp8" else nullcontext(),
-        compiling(),
+        compiling(),  # if the job compiles the model, simulate this as well
     ):
-        return _count_fake_step(run, has_float8, whole)
+        return _count_fake_step(run, has_float8, run_all_microbatches)
 
 
-def _count_fake_step(run: Run, has_float8: bool, whole: bool) -> StepCounts:
+def _count_fake_step(run: Run, has_float8: bool, run_all_microbatches: bool) -> StepCounts:
     """Build the model of this rank on fake tensors, and count a training step.
+
+    Fake tensors have shapes and storages, but no values.
 
     Args:
         run: The validated job and the number of ranks.
         has_float8: Whether the GPU of the rank supports the FP8 recipe of the job.
-        whole: Run all microbatches instead of repeating the counts of one.
+        run_all_microbatches: Run all microbatches instead of repeating the counts of one.
     """
     mesh = build_mesh(run.degrees, DEVICE.type)
     meta = torch.device("meta")
     sharded = build_model(run, mesh, meta, log=lambda _: None, has_float8=has_float8)
-    # Fake tensors have shapes and storages, but no values. Operators also accept the weights on the
-    # meta device.
-    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)  # accepts weights on the meta device
     with fake_mode:
-        sharded.whole.to_empty(device=DEVICE)
-    # AdamW8bit reads the values of tensors that its constructor creates, so they cannot be fake.
+        sharded.whole.to_empty(device=DEVICE)  # replaces the weights by fake tensors
+
+    # AdamW8bit reads values of tensors that its constructor creates, so they must not be fake.
     train_step = TrainStep(run, mesh, sharded, DEVICE)
     with fake_mode:
-        return count_step(run, mesh, sharded, train_step, whole)
+        return count_step(run, mesh, sharded, train_step, run_all_microbatches)
 
 
 def _extrapolate(short: StepCounts, longer: StepCounts, num_removed: int) -> StepCounts:
-    """Extrapolate the counts of two shortened models linearly to the full number of blocks.
+    """Extrapolate the counts of two small models linearly to the full number of blocks.
 
     Args:
-        short: Counts of the model without `num_removed` blocks of each stage.
-        longer: Counts of a model with one block per stage more than `short`.
-        num_removed: Number of blocks per stage to add to `short`.
+        short: Counts of the smallest model.
+        longer: Counts of a model with one more block in each pipeline stage.
+        num_removed: Number of blocks in each stage that `short` has fewer than the full model.
     """
 
     def extend(few_blocks: dict[Any, Any], more_blocks: dict[Any, Any]) -> dict[Any, Any]:
@@ -286,7 +288,7 @@ def _extrapolate(short: StepCounts, longer: StepCounts, num_removed: int) -> Ste
 
     return StepCounts(
         peaks=extend(short.peaks, longer.peaks),
-        pools=extend(short.pools, longer.pools),
+        stream_peaks=extend(short.stream_peaks, longer.stream_peaks),
         work=extend(short.work, longer.work),
         reserved=0,
     )
@@ -301,10 +303,10 @@ def _summarize(rank: int, counts: StepCounts, on_gpu: bool, has_replay: bool) ->
         on_gpu: Whether the rank has a GPU.
         has_replay: Whether a simulated allocator replayed the allocations of the rank.
     """
-    # Find the place in the step with the highest GPU memory, and the sizes there by kind.
-    location = max(counts.peaks, key=lambda x: counts.peaks[x][: len(KINDS)].sum())
+    num_gpu_kinds = len(KINDS)  # `ALL_KINDS` ends with a kind of CPU memory
+    location = max(counts.peaks, key=lambda x: counts.peaks[x][:num_gpu_kinds].sum())
     sizes = dict(zip(ALL_KINDS, counts.peaks[location].tolist(), strict=True))
-    offloaded = sizes.pop(OFFLOADED)  # in CPU memory
+    offloaded = sizes.pop(OFFLOADED)
     peak = sum(sizes.values())
     moment = location.name
     if location.name == "block":
@@ -315,28 +317,29 @@ def _summarize(rank: int, counts: StepCounts, on_gpu: bool, has_replay: bool) ->
     elif has_replay:
         reserved = counts.reserved
     else:
-        reserved = _estimate_reserved(counts.pools)
+        reserved = _estimate_reserved(counts.stream_peaks)
     return RankTrace(
         rank=rank,
         peak=peak,
         moment=moment,
         kinds=sizes,
         host=offloaded,
+        # The fields of `Work` are those of its key, then the number of calls, FLOPs and bytes.
         work=tuple(Work(*key, *amounts.tolist()) for key, amounts in counts.work.items()),
         reserved=reserved,
     )
 
 
-def _estimate_reserved(pools: Mapping[tuple[int, Location], int]) -> int:
+def _estimate_reserved(stream_peaks: Mapping[tuple[int, Location], int]) -> int:
     """Estimate the bytes that the caching allocator reserves, without replaying allocations.
 
     The allocator does not reuse memory across CUDA streams, so the peaks of all streams add up.
 
     Args:
-        pools: (stream, location in the step) -> peak of allocated bytes.
+        stream_peaks: (stream, location in the step) -> peak of allocated bytes.
     """
-    stream_peaks = defaultdict[int, int](int)
-    for (stream, _location), size in pools.items():
-        stream_peaks[stream] = max(stream_peaks[stream], size)
-    allocated = sum(stream_peaks.values())
+    highest_peaks = defaultdict[int, int](int)
+    for (stream, _location), size in stream_peaks.items():
+        highest_peaks[stream] = max(highest_peaks[stream], size)
+    allocated = sum(highest_peaks.values())
     return int((1 + FRAGMENTATION) * allocated) + CUBLAS_WORKSPACES
