@@ -438,7 +438,7 @@ class Counter(TorchDispatchMode):
         phase = self.location.phase
         collective = _collective_name(signature.name)
         if collective is not None:
-            # One of the tensors is the full one, the others are shards of it.
+            # The largest tensor is the full one. The others may be shards of it.
             num_bytes = max(bytes_of(value) for value in (*args, result))
             return Work(phase, collective, group=self._find_group(args), bytes=num_bytes)
 
@@ -664,14 +664,13 @@ def _count_flops(op: str, inputs: Sequence[Tensor], window: int) -> tuple[tuple[
         return shape, 2 * math.prod(shape)
 
     if "_scaled_dot_product" in op:
-        is_backward = "backward" in op
-        if is_backward:
+        if "backward" in op:
             _grad_output, query, key, *_ = inputs
         else:
             query, key, *_ = inputs
         batch, heads, num_queries, head_dim = query.shape
         shape = (batch, heads, num_queries, key.shape[2], head_dim)
-        return shape, _attention_flops(op, shape, window, is_backward)
+        return shape, _attention_flops(op, shape, window)
 
     return (), 0
 
@@ -702,18 +701,16 @@ def _count_varlen_flops(signature: _Signature, args: Sequence[Any]) -> tuple[tup
     num_earlier, _ = arguments["window_size"]  # visible tokens before the query, or -1 for all
     window = num_earlier + 1  # with the query; 0 means no window
     shape = (num_tokens // seq_len, heads, seq_len, seq_len, head_dim)
-    is_backward = "backward" in signature.name
-    return shape, _attention_flops(signature.name, shape, window, is_backward)
+    return shape, _attention_flops(signature.name, shape, window)
 
 
-def _attention_flops(op: str, shape: tuple[int, ...], window: int, is_backward: bool) -> int:
+def _attention_flops(op: str, shape: tuple[int, ...], window: int) -> int:
     """Return the FLOPs of causal attention, without scores that the mask hides.
 
     Args:
-        op: Operator without "aten::".
+        op: Operator without "aten::", forward or backward.
         shape: (batch, heads, queries, keys, head_dim).
         window: Sliding window of flex or variable-length attention in tokens, or 0.
-        is_backward: Whether the operator is a backward pass.
     """
     batch, heads, num_queries, num_keys, head_dim = shape
     if op in (*FLEX_OPS, *VARLEN_OPS):
@@ -728,7 +725,7 @@ def _attention_flops(op: str, shape: tuple[int, ...], window: int, is_backward: 
         mean_visible_keys = num_keys - Fraction(num_queries, 2)
 
     # The backward pass has five matmuls, because it recomputes the scores.
-    num_matmuls = 5 if is_backward else 2
+    num_matmuls = 5 if "backward" in op else 2
     num_scores = batch * heads * num_queries * mean_visible_keys
     return int(2 * num_matmuls * num_scores * head_dim)
 

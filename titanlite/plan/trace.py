@@ -203,13 +203,13 @@ def _has_small_blocks(run: Run, num_blocks: int) -> bool:
         num_blocks: Number of blocks of the smaller model.
     """
     group_size = run.job.parallelism.fsdp_min_num_params
-    block_size = num_params(run.arch) // run.arch.n_layers  # an upper bound, in parameters
+    # Compare with twice the limits of `apply_fsdp`, because this is an upper bound.
+    block_size = num_params(run.arch) // run.arch.n_layers
     if block_size < 2 * group_size:
         return True
 
-    # On a single rank, FSDP does not reshard a model with few parameters; see `apply_fsdp`.
     is_sharded = run.degrees.shard * run.degrees.context > 1
-    return not is_sharded and num_blocks * block_size < 32 * group_size
+    return not is_sharded and num_blocks * block_size < 2 * 16 * group_size
 
 
 def _remove_blocks(run: Run, num_removed: int) -> Run:
