@@ -385,7 +385,7 @@ def _source_address(target: tuple[str, int]) -> str | None:
 
 
 def _set_interface(address: str) -> None:
-    """Select the network interface with an IP address for gloo, unless the user has selected one.
+    """Make gloo use the network interface that has `address`, unless the user has selected one.
 
     Args:
         address: IPv4 address of this node.

@@ -53,7 +53,8 @@ def run_in_output_folder(run: Run, train: Callable[[], int]) -> int:
         if error.exit_code == INVALID_JOB:
             _remove_unused(run, new_folders, created_files)
         raise
-    if exit_code in (INVALID_JOB, *UNSAVED_STOPS):
+    has_saved_nothing = exit_code in (INVALID_JOB, *UNSAVED_STOPS)
+    if has_saved_nothing:
         _remove_unused(run, new_folders, created_files)
     return exit_code
 

@@ -46,7 +46,7 @@ class DocumentBounds(NamedTuple):
 
 @contextmanager
 def backend_order(device: torch.device, *, prefers_flash: bool = False) -> Iterator[None]:
-    """Set the order in which scaled dot-product attention tries its kernels in a `with` block.
+    """In a `with` block, set the order in which scaled dot-product attention tries its kernels.
 
     The order is fixed rather than benchmarked, so that a restarted run is bitwise identical.
 

@@ -375,10 +375,10 @@ class Llama(nn.Module):
 
         Args:
             arch: Sizes and options of the model.
-            blocks: Indices of the blocks to build, for one pipeline stage. Parameter names are
-                those of the whole model. The stage with the first block also has the embedding. The
-                stage with the last block also has the final norm and the output projection. None
-                means all blocks.
+            blocks: Indices of the blocks to build, for one pipeline stage. Parameters have the same
+                names as in the whole model. The stage with the first block also has the embedding.
+                The stage with the last block also has the final norm and the output projection.
+                None means all blocks.
 
         Raises:
             ValueError: If the head dimension is odd or n_kv_heads does not divide n_heads.
@@ -526,7 +526,8 @@ class Llama(nn.Module):
     def _fill_initial_value_(self, x: Tensor, name: str, seed: int) -> None:
         """Fill `x` in place with the initial value of the parameter `name`.
 
-        Norms start at `norm_start`, biases at 0, and matrices with normal samples. muP scales them.
+        Norms start at `norm_start`, biases at 0, and matrices with normal samples. muP scales all
+        of these values.
         """
         init_factor, _ = self.arch.mup_factors(name, x.ndim)
         is_bias_or_norm = x.ndim == 1

@@ -196,7 +196,7 @@ def device_memory() -> tuple[str | None, int]:
         return gpu
 
     has_driver = any(os.path.exists(path) for path in DRIVERS)
-    if has_driver:
+    if has_driver:  # a GPU that nvidia-smi cannot describe
         return "unknown", 0
     return None, machine_memory()
 

@@ -82,7 +82,7 @@ def _is_written_by_run(path: Path) -> bool:
 
 
 def _is_log_of_run(path: Path) -> bool:
-    """Return whether a training run has written train.log or a JSON Lines file.
+    """Return whether a log or a JSON Lines file was written by a training run.
 
     Check the format of the first lines. An empty file counts as written by a run.
     """

@@ -159,7 +159,8 @@ class AdamW(torch.optim.Optimizer):
         decay = 1 - lr * group["weight_decay"]
         step_seed = _hash32(step.to(torch.int64))
         if self.rule != "AdamW":
-            return StepScalars(decay, lr, torch.ones_like(lr), step_seed, skip)
+            no_correction = torch.ones_like(lr)
+            return StepScalars(decay, lr, no_correction, step_seed, skip)
 
         # Moments start at zero, so they are too small in the first steps. AdamW corrects this:
         #     update = lr * (m / (1 - beta1**step)) / sqrt(v / (1 - beta2**step))

@@ -183,7 +183,7 @@ def _replace_by_float8(
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    if config.recipe_name == "tensorwise":
+    if config.recipe_name == "tensorwise":  # the only recipe with FP8 all-gathers
         recipe = Float8LinearConfig(
             enable_fsdp_float8_all_gather=config.enable_fsdp_float8_all_gather, emulate=emulate
         )

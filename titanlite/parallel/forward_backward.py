@@ -467,6 +467,7 @@ def _build_mask(
         document_ids = torch.zeros_like(tokens)  # each sequence is one document
 
     if mesh.context is not None and uses_flex:
+        # This mask also makes attention causal, so it is needed even without documents.
         return flex_context_mask(tokens, document_ids, mesh.context, window)
     if document_ids is None:
         return None
