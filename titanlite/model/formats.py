@@ -165,9 +165,13 @@ def _export_layer_types(arch: Architecture, rope_scaling: dict[str, Any] | None)
 
 
 def _export_fields(arch: Architecture, model: type[FileModel]) -> dict[str, Any]:
-    """Return the fields of `arch` for which `model` defines a key of config.json, by this key.
+    """Convert fields of an architecture to keys and values of a config.json.
 
     For example, `n_heads` = 32 becomes {"num_attention_heads": 32}.
+
+    Args:
+        arch: Architecture of the model.
+        model: Class that defines the fields to convert. Their aliases are the keys.
     """
     return {key: getattr(arch, name) for name, key in _keys_by_field(model).items()}
 

@@ -34,8 +34,8 @@ class AdamW8bit(torchao.optim.AdamW8bit):
     def _new_buffer(self, p: Tensor, signed: bool) -> Tensor:
         """Create a zero moment for a parameter, in 8 bits if the whole parameter is large enough.
 
-        The method of torchao, which this one overrides, decides by the size of the local shard.
-        Ranks with shards of different sizes could then choose different dtypes.
+        torchao decides by the size of the local shard instead, so ranks with shards of different
+        sizes could choose different dtypes.
 
         Args:
             p: Parameter. A large matrix must be a DTensor.

@@ -378,7 +378,7 @@ def local_inputs(
     batch = _join(microbatches)
 
     def build_mask(window: int) -> DocumentBounds | Tensor | BlockMask | None:
-        """Return the attention mask for a sliding window, or for 0 without a window."""
+        """Return the attention mask for a sliding window. 0 means no window."""
         if model.uses_document_bounds:
             return _build_bounds(microbatches, window)
         uses_flex = model.attention_backend == "flex"

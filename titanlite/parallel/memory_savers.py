@@ -241,9 +241,8 @@ def allocate_moments(optimizer: torch.optim.Optimizer) -> None:
 def find_unneeded_matmul(block: nn.Module) -> int:
     """Return the index of the matmul of a block whose output the backward pass does not read.
 
-    The last matmul is such a matmul, because its output is only added to the residual stream. If
-    activation checkpointing does not save this output, the 8B model takes 4.0 GiB less in eager
-    mode.
+    This is the last matmul, because its output is only added to the residual stream. If activation
+    checkpointing does not save this output, the 8B model takes 4.0 GiB less in eager mode.
 
     Returns:
         Index of the matmul, counted from 1, or 0 for a block with FP8 layers: an FP8 layer in eager
