@@ -217,8 +217,9 @@ def shrink_model(original: Run, layout: Run) -> tuple[Model, list[str]]:
     Returns:
         The small [model] section, and one sentence for each property that the small model lacks.
     """
-    arch, job = original.arch, original.job
-    tensor, pipeline = layout.degrees.tensor, layout.degrees.pipeline
+    arch = original.arch
+    job = original.job
+    tensor = layout.degrees.tensor
     is_quantized = job.optimizer.name == "AdamW8bit"
     head_dim = min(arch.head_dim, QUANTIZED_HEAD_DIM if is_quantized else HEAD_DIM)
     size_multiple = job.float8.size_multiple if job.float8.enable else 16
@@ -236,23 +237,16 @@ def shrink_model(original: Run, layout: Run) -> tuple[Model, list[str]]:
     if is_quantized and dim % 256:
         not_kept.append("8-bit moments: rows of the small matrices are not a multiple of 256.")
 
-    schedule = job.parallelism.pipeline_parallel_schedule
-    num_stages = pipeline * (1 if schedule in ONE_STAGE_A_RANK else 2)
-    option = job.activation_checkpoint.selective_ac_option
-    interval = 1 if option == "op" else int(option)
-    pattern = max(arch.no_rope_interval, arch.full_attention_interval)
-    n_layers = min(arch.n_layers, max(2, num_stages, interval, pattern))
-    vocab_size = TOY_VOCAB_SIZE + arch.vocab_size % tensor  # so that an odd size stays odd
-    window = min(arch.sliding_window, WINDOW)
     sizes = {
         "dim": dim,
-        "n_layers": n_layers,
+        "n_layers": _choose_num_blocks(original, layout.degrees.pipeline),
         "n_heads": n_heads,
         "n_kv_heads": n_kv_heads,
         "head_dim": head_dim,
         "ffn_dim": ffn_dim,
-        "vocab_size": vocab_size,
-        "sliding_window": window,
+        # A vocabulary size that tensor parallelism does not divide stays so.
+        "vocab_size": TOY_VOCAB_SIZE + arch.vocab_size % tensor,
+        "sliding_window": min(arch.sliding_window, WINDOW),
         # The ratios to the base model determine the learning rates.
         "mup_base_dim": math.ceil(dim * arch.mup_base_dim / arch.dim),
         "mup_base_head_dim": math.ceil(head_dim * arch.mup_base_head_dim / arch.head_dim),
@@ -264,6 +258,22 @@ def shrink_model(original: Run, layout: Run) -> tuple[Model, list[str]]:
         backend = "varlen" if uses_bounds else "auto"
         not_kept.append(f"Attention kernels: {job.model.attention_backend}.")
     return job.model.model_copy(update={**sizes, "attention_backend": backend}), not_kept
+
+
+def _choose_num_blocks(original: Run, pipeline: int) -> int:
+    """Return how many blocks a small model needs to have all kinds of blocks of the original model.
+
+    Args:
+        original: The run with the original model.
+        pipeline: Pipeline-parallel degree of the small model. Each stage has a block.
+    """
+    has_one_stage = original.job.parallelism.pipeline_parallel_schedule in ONE_STAGE_A_RANK
+    num_stages = pipeline if has_one_stage else 2 * pipeline
+    option = original.job.activation_checkpoint.selective_ac_option
+    checkpoint_interval = 1 if option == "op" else int(option)  # one of so many blocks recomputes
+    arch = original.arch
+    pattern_length = max(arch.no_rope_interval, arch.full_attention_interval)
+    return min(arch.n_layers, max(2, num_stages, checkpoint_interval, pattern_length))
 
 
 def _shrink_training(small: JobConfig, original: Run) -> JobConfig:
