@@ -30,8 +30,7 @@ from titanlite.model.attention import LayerCache
 from titanlite.model.llama import Llama
 from titanlite.runtime.logging import note
 
-# Prompt tokens per forward pass. This limits the memory of the logits, of which only those of the
-# last token are used.
+# Prompt tokens per forward pass. This limits the memory of the logits.
 PREFILL_CHUNK = 512
 # Without cuDNN's kernel, which builds a new execution plan for each length of the cache.
 _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -386,7 +385,7 @@ def _next_logits(
     tokens_BT = torch.tensor(inputs, device=device)
     padding_B = torch.tensor(padding, device=device)
 
-    # Process long prompts in chunks, to limit the memory of the logits.
+    # Process long prompts in chunks, to limit the memory of the logits. Use only the last ones.
     chunk_length = max(1, PREFILL_CHUNK // len(inputs))
     with torch.inference_mode(), sdpa_kernel(_KERNELS):
         for chunk_BT in tokens_BT.split(chunk_length, dim=1):

@@ -146,7 +146,7 @@ def _describe_bad_length(counter: TokenCounter, key: str, steps: int) -> Problem
 
 
 def _set_length(run: Run, key: str, steps: int) -> Run:
-    """Return a run in which a length is set in steps instead of tokens.
+    """Replace a length in tokens by a length in steps, and return the new run.
 
     Args:
         run: The run.
@@ -177,7 +177,7 @@ def _list_lengths(run: Run) -> Iterator[tuple[str, int]]:
 
 
 def _find_repeated_length(run: Run) -> list[Problem]:
-    """Return a problem if a job sets the length of the run by more than one key, or else []."""
+    """Check that a job sets the length of the run by one key only. Return [] or one problem."""
     training = run.job.training
     names = [name for name in LENGTH_KEYS if name in training.model_fields_set]
     names = [name for name in names if getattr(training, name) is not None]

@@ -187,7 +187,7 @@ def _apply_rules(
 
 
 def fit_vocab_size(job: JobConfig, tokenizer: Tokenizer) -> JobConfig:
-    """Set the vocabulary size of a small test model to that of the tokenizer.
+    """Fit the vocabulary size of a small test model to the tokenizer.
 
     The size is rounded up to a multiple of 128, which suits matmuls and tensor parallelism. If the
     job sets `model.vocab_size`, or trains a published architecture, return it unchanged.

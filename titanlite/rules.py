@@ -605,7 +605,7 @@ def _check_float8_sizes(run: Run) -> Problems:
 
 
 def _list_float8_sizes(run: Run) -> list[int]:
-    """Return the input and output sizes of the layers that are converted to FP8, each once."""
+    """Return the different input and output sizes of all layers that are converted to FP8."""
     arch = run.arch
     float8 = run.job.float8
     sizes = []

@@ -101,8 +101,7 @@ class Certificate(FileModel):
     def covers(self, degrees: Degrees) -> bool:
         """Return whether the proof is also valid for a run with the given parallelism degrees.
 
-        For each degree of the run that is above 1, the degree in the proof must be above 1 as well.
-        The two need not be equal.
+        The proof must have used each kind of parallelism that the run uses. Its degrees may differ.
 
         Args:
             degrees: Parallelism degrees of the run.

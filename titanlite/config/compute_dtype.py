@@ -29,7 +29,7 @@ def cpu_has_bfloat16() -> bool:
 
 
 def fast_compute_dtype(on_gpu: bool) -> ComputeDtype:
-    """Return "bfloat16" if the hardware computes it fast, or else "float32".
+    """Return "bfloat16" if the hardware computes it fast, and otherwise "float32".
 
     Args:
         on_gpu: Whether the ranks compute on GPUs, which all count as fast.

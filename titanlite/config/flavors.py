@@ -141,10 +141,9 @@ class Architecture:
         return "attention.q_norm." in name  # this norm undoes any factor of wq
 
     def is_full_attention(self, layer: int) -> bool:
-        """Return whether block number `layer`, from 0, ignores the sliding window.
+        """Return whether block number `layer`, counted from 0, ignores the sliding window.
 
-        This is the case for every block whose number, counted from 1, is a multiple of
-        `full_attention_interval`.
+        If `full_attention_interval` is 4, for example, these are blocks 3, 7, 11 and so on.
         """
         interval = self.full_attention_interval
         return interval > 0 and (layer + 1) % interval == 0

@@ -135,7 +135,7 @@ def compare_jobs(
 
 
 def _classify_changed_content(new: dict[str, Any]) -> Effect:
-    """Classify changed training data, with which `dataset.on_change` may forbid to resume.
+    """Classify a change of the training data, which `dataset.on_change` allows or forbids.
 
     Args:
         new: Values of the job by full name, such as "dataset.on_change".
@@ -235,7 +235,7 @@ def _classify(
     if name.startswith("dataset.sources."):
         if key in ("weight", "max_epochs"):  # a single source has no such keys
             return AFFECTS_TRAINING if data is None else _classify_changed_content(new)
-        name = f"dataset.{key}"  # classify the key like that of a single source
+        name = f"dataset.{key}"  # the same effect as for a single source
 
     is_data_seed = name == "training.seed" and new["dataset.seed"] is None
     if data is not None and (name in _DATA_KEYS or is_data_seed):

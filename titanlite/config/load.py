@@ -392,8 +392,8 @@ def _flag_to_name(flag: str) -> str:
 def _find_key(flag: str, keys: Mapping[str, Any]) -> tuple[str, bool]:
     """Return the name of the key that a flag sets, and whether the flag negates the key.
 
-    For example, "--no-compile.enable" and "--compile.no-enable" give ("compile.enable", True). If
-    there is no such key, the name is returned nevertheless.
+    For example, "--no-compile.enable" and "--compile.no-enable" give ("compile.enable", True). The
+    key may not exist.
 
     Args:
         flag: The flag, such as "--training.steps".
@@ -497,7 +497,7 @@ def _parse_value(word: str, types: set[type]) -> Any:
 
 
 def dump_config(job: JobConfig, without: Collection[str] = ()) -> str:
-    """Format a job as TOML text, from which an equal job can be loaded.
+    """Format a job as the text of a TOML job file. Loading it gives an equal job.
 
     Args:
         job: Job to format.

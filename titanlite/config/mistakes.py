@@ -219,7 +219,7 @@ def _find_unknown_name(
         inner_table = _get_inner_table(table, name)
         if inner_table is None:
             return table, location[:depth]
-        follows_table = inner_table is not table
+        follows_table = inner_table is not table  # plain values have no table of their own
         table = inner_table
     return table, []
 

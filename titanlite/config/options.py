@@ -126,7 +126,8 @@ def parse_options_and_job(
     prog = f"titanlite {command}"
     asks_for_help = "-h" in argv or "--help" in argv
     if asks_for_help:
-        # tyro would not wrap the description. Below, it prints the options and exits.
+        # Print the description here, because tyro would not wrap it. `tyro.cli` prints the options
+        # and exits.
         print(wrap_text(f"{options.__doc__}\n\n{keys}".strip()), end="\n\n")
     else:
         _check_required(options, argv, prog)

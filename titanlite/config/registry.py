@@ -175,7 +175,7 @@ def resolve(entry: Any) -> Any:
 
 
 def register(kind: Kind, name: str, section: type[Section] | None = None) -> Callable[[T], T]:
-    """Return a decorator with which a plugin registers a class or function.
+    """Return a decorator that registers a class or function of a plugin.
 
     docs/reference/plugins.md describes the interface of each kind.
 

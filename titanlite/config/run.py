@@ -38,9 +38,7 @@ ONE_STAGE_A_RANK = ("1F1B", "GPipe")
 """Pipeline schedules that run exactly one stage on each rank."""
 V_SHAPED = ("ZBVZeroBubble",)  # rank r runs stages r and n - 1 - r
 SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble")
-"""Pipeline schedules that compute the gradients of the weights later than those of the
-activations.
-"""
+"""Pipeline schedules that compute weight gradients later than activation gradients."""
 LONGEST_DEFAULT_SEQUENCE = 4096
 """Upper limit, in tokens, for the default sequence length of a job that starts from a pretrained
 model.
@@ -197,8 +195,8 @@ class Run:
         """When gradients are reduced: once per optimizer step, or after each microbatch.
 
         Reducing once per step saves communication, but each rank keeps unsharded gradients until
-        the last microbatch. "auto" selects "step", unless these gradients are large and reducing
-        after each microbatch saves memory without additional rounding errors.
+        the last microbatch. "auto" selects "microbatch" if these gradients are large, and reducing
+        them more often saves memory without additional rounding errors.
         """
         setting = self.job.parallelism.fsdp_reduce
         if setting != "auto":
@@ -229,7 +227,7 @@ class Run:
 
     @property
     def data_seed(self) -> int:
-        """Random seed for the data order: `dataset.seed`, or else `training.seed`."""
+        """Random seed for the data order: `dataset.seed` or, if not set, `training.seed`."""
         seed = self.job.dataset.seed
         return self.job.training.seed if seed is None else seed
 
@@ -260,7 +258,7 @@ class Run:
         return self.dump_folder / self.job.checkpoint.folder
 
     def resolve_compute_dtype(self, on_gpu: bool, resumed: ComputeDtype | None = None) -> Run:
-        """Return a run in which `training.mixed_precision_param` is a dtype instead of "auto".
+        """Replace "auto" in `training.mixed_precision_param` by a dtype, and return the new run.
 
         If the job already sets a dtype, return the run unchanged. Call this after the ranks have
         started, because the dtype depends on their hardware.
@@ -284,7 +282,7 @@ class Run:
         return self.job.dataset.document_mask or has_window
 
     def resolve_attention_backend(self, on_gpu: bool) -> Run:
-        """Return a run in which `model.attention_backend` is a backend instead of "auto".
+        """Replace "auto" in `model.attention_backend` by a backend, and return the new run.
 
         On a GPU, choose flex attention if attention needs a mask, because no other kernel is
         confirmed for masks. Documents, a sliding window and context parallelism need a mask. In all

@@ -1056,7 +1056,7 @@ class JobConfig(Settings):
         plugin_sections: dict[str, Section] = {}
         errors: list[Any] = []
         if isinstance(values, dict | cls):  # `validate` reports any other type
-            values = cls.without_dropped_defaults(dict(values))
+            values = cls.without_dropped_defaults(dict(values))  # of earlier versions
             rename_keys(values)
             plugin_sections, errors = cls._take_plugin_sections(values)
             errors += cls._find_unknown_sections(values)
@@ -1082,7 +1082,8 @@ class JobConfig(Settings):
         sections: dict[str, Section] = {}
         errors: list[Any] = []
         for name, model in SECTIONS.items():
-            if name in cls.model_fields:
+            is_built_in = name in cls.model_fields
+            if is_built_in:
                 continue
             table = values.pop(name, {})
             try:

@@ -81,7 +81,7 @@ def activation_values(arch: Architecture, tensor_degree: int) -> float:
 
 
 class _Split(NamedTuple):
-    """Split of the first blocks of a model into pipeline stages, to which you can add a stage.
+    """The first blocks of a model, divided into pipeline stages.
 
     Attributes:
         slowest: Time of the slowest stage.
@@ -117,10 +117,10 @@ class _Split(NamedTuple):
 def balanced_cuts(
     times: PieceCosts, memory: tuple[PieceCosts, ...], num_layers: int
 ) -> tuple[int, ...]:
-    """Choose which blocks belong to each pipeline stage, so that the slowest stage is fast.
+    """Divide a model into pipeline stages, so that the slowest stage takes the least time.
 
-    No stage takes more memory than the largest stage of an even split. Among splits whose slowest
-    stages are equally fast, choose the one with the smallest sum of squared times.
+    No stage takes more memory than the largest stage of an even split. If several splits are
+    equally fast, choose the one with the smallest sum of squared times.
 
     Args:
         times: Time of the embedding, a block and the output.

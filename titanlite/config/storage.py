@@ -113,7 +113,7 @@ def _describe_failure(url: str, error: Exception) -> str:
 
 
 def open_storage(url: str) -> tuple[Any, str]:
-    """Return the fsspec file system for a URL, and the path in it to which the URL points."""
+    """Return the fsspec file system for a URL, and the path of the URL in this file system."""
     from fsspec.core import url_to_fs
 
     is_local = url.startswith(("file:", "local:"))
@@ -219,7 +219,8 @@ def find_checkpoints(files: Iterable[str], prefix: str = "") -> list[str]:
     for file in files:
         match = pattern.fullmatch(file)
         if match:
-            folders.append((int(match[2]), match[1]))
+            folder, step = match.groups()
+            folders.append((int(step), folder))
     return [folder for _, folder in sorted(folders)]
 
 
