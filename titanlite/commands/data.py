@@ -118,14 +118,14 @@ def show_step(run: Run, step: int, index: int | None = None) -> str:
 
 def _format_sequence(sequence: PackedSequence, source: Source, tokenizer: Tokenizer) -> list[str]:
     """Format the segments of documents in a training sequence: their location, tokens and text."""
-    from titanlite.data.packing import decode_ignored
+    from titanlite.data.packing import remove_marks
 
     lines = []
     start = 0
     for part, document, offset, length in sequence.segments.tolist():
         location = source.where(part, document)
         lines.append(f"--- {location}, tokens {offset} to {offset + length - 1}")
-        ids, is_ignored = decode_ignored(sequence.tokens[start : start + length])
+        ids, is_ignored = remove_marks(sequence.tokens[start : start + length])
         if is_ignored.any():
             lines.append(f"--- {is_ignored.sum()} of these tokens do not count in the loss")
         lines.append(tokenizer.decode(ids.tolist()))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from titanlite.config.run import Run, sequence_divisor
 from titanlite.config.schema import JobConfig
-from titanlite.data.packing import PackedSequence, decode_ignored
+from titanlite.data.packing import PackedSequence, remove_marks
 from titanlite.model.attention import equal_bounds
 from titanlite.model.microbatch import IGNORE_INDEX, Microbatch
 
@@ -43,14 +43,14 @@ def make_microbatch(
     """
     # Each token predicts the next one: inputs are tokens 0 to T - 1, labels are tokens 1 to T.
     tokens = np.stack([sequence.tokens for sequence in sequences]).astype(np.int64)  # (B, T + 1)
-    ids, is_ignored = decode_ignored(tokens)
+    ids, is_ignored = remove_marks(tokens)
     labels = np.where(is_ignored, IGNORE_INDEX, ids)[:, 1:]  # (B, T)
     arrays = {"input_ids": ids[:, :-1], "labels": labels}
 
     # Mask the padding at the end of each sequence.
     for i, sequence in enumerate(sequences):
-        num_tokens = int(sequence.segment_sizes.sum())
-        labels[i, max(0, num_tokens - 1) :] = IGNORE_INDEX
+        num_labels = max(0, int(sequence.segment_sizes.sum()) - 1)
+        labels[i, num_labels:] = IGNORE_INDEX
 
     if document_mask:
         document_ids, positions = _compute_documents(sequences)

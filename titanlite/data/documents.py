@@ -11,7 +11,7 @@ import numpy as np
 from titanlite.config.errors import UserError
 from titanlite.config.run import Run
 from titanlite.config.schema import Dataset, DataSource, JobConfig
-from titanlite.data.packing import decode_ignored, encode_ignored
+from titanlite.data.packing import mark_ignored, remove_marks
 from titanlite.data.sources.base import RandomAccess, Source, TokenSource
 from titanlite.data.sources.files import open_source
 from titanlite.data.sources.records import BadRecord, MaskedText, Prepared, Record, hash_text
@@ -118,15 +118,17 @@ class DocumentTokenizer:
         parts = []
         last_end = 0
         # Append an empty range at the end, so that the text after the last range is added too.
-        for start, end in [*text.trained, (len(text), len(text))]:
-            parts.append(encode_ignored(self._encode_text(text[last_end:start])))
+        for start, end in [*text.trained_ranges, (len(text), len(text))]:
+            parts.append(mark_ignored(self._encode_text(text[last_end:start])))
             parts.append(self._encode_text(text[start:end]))
             last_end = end
 
         tokens = np.concatenate(parts)
-        _, is_ignored = decode_ignored(tokens)
-        bos = encode_ignored(self._bos) if is_ignored[:1].any() else self._bos
-        eos = encode_ignored(self._eos) if is_ignored[-1:].any() else self._eos
+        _, is_ignored = remove_marks(tokens)
+        is_first_ignored = is_ignored[:1].any()  # False if there are no tokens
+        is_last_ignored = is_ignored[-1:].any()
+        bos = mark_ignored(self._bos) if is_first_ignored else self._bos
+        eos = mark_ignored(self._eos) if is_last_ignored else self._eos
         return np.concatenate([bos, tokens, eos])
 
     def _is_selected(self, record: str | Prepared) -> bool:

@@ -106,12 +106,12 @@ class PackedSequence(NamedTuple):
         return self.segments[:, 3]
 
 
-def encode_ignored(ids: np.ndarray) -> np.ndarray:
+def mark_ignored(ids: np.ndarray) -> np.ndarray:
     """Mark token ids as not counting in the loss, by replacing each id t by ~t = -t - 1."""
     return ~ids
 
 
-def decode_ignored(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def remove_marks(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return token ids without marks, and whether each one is marked as not counting in the loss.
 
     For example, [7, ~8] gives the ids [7, 8] and the booleans [False, True].
@@ -278,10 +278,10 @@ def _place_segments(segments: list[Segment], length: int) -> list[list[Segment]]
     longest_first = sorted(segments, key=lambda segment: len(segment.tokens), reverse=True)
     for segment in longest_first:
         size = len(segment.tokens)
-        best_fit = bisect_left(free_space, (size, -1))  # the first sequence with enough space
-        if best_fit < len(free_space):
-            num_free, index = free_space.pop(best_fit)
-        else:
+        first_fit = bisect_left(free_space, (size, -1))  # the least space that is enough
+        if first_fit < len(free_space):
+            num_free, index = free_space.pop(first_fit)
+        else:  # begin a new sequence
             num_free = length
             index = len(sequences)
             sequences.append([])

@@ -172,7 +172,7 @@ class TiktokenTokenizer(Tokenizer):
                 base64.b64decode(token, validate=True): int(rank) for token, rank in lines
             }
         except ValueError:
-            self.ranks = {}  # reported below
+            self.ranks = {}  # raises the error below
 
         num_ranks = len(self.ranks)
         has_all_bytes = all(bytes([byte]) in self.ranks for byte in range(256))
@@ -283,32 +283,33 @@ class HuggingFaceTokenizer(Tokenizer):
     @cached_property
     def fingerprints(self) -> tuple[str, ...]:
         """Hashes by which checkpoints and shards identify this tokenizer, the current one first."""
-        value = json.loads(self._raw)
-        used = {key: part for key, part in value.items() if key not in _UNUSED_PARTS}
-        current = json.dumps([used, self.bos_id, self.eos_id], sort_keys=True).encode()
+        content = json.loads(self._raw)
+        used_parts = {key: part for key, part in content.items() if key not in _UNUSED_PARTS}
+        current = json.dumps([used_parts, self.bos_id, self.eos_id], sort_keys=True).encode()
         of_file = f"huggingface {self.bos_id} {self.eos_id} ".encode() + self._raw
         fingerprints = [f"ids:{_sha256(current)}", _sha256(of_file)]
-        # Other tokenizers lack the fields that describe a tokenizer of tiktoken.
+        # If the file may have been converted from a tokenizer.model, add the fingerprint of the
+        # latter. Other files lack some of the fields, which raises an error.
         with suppress(KeyError, TypeError, IndexError):
-            if not value["normalizer"] and value["model"]["ignore_merges"]:
-                fingerprints.append(self._hash_as_tiktoken(value))
+            if not content["normalizer"] and content["model"]["ignore_merges"]:
+                fingerprints.append(self._hash_as_tiktoken(content))
         return tuple(fingerprints)
 
-    def _hash_as_tiktoken(self, value: dict[str, Any]) -> str:
+    def _hash_as_tiktoken(self, content: dict[str, Any]) -> str:
         """Return the fingerprint of the tokenizer.model from which a tokenizer.json was converted.
 
         Args:
-            value: Content of the tokenizer.json.
+            content: Parsed tokenizer.json.
 
         Raises:
             KeyError, TypeError, IndexError: If the content lacks a part that all converted files
                 have.
         """
-        pattern = value["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]
-        special = {token["content"]: token["id"] for token in value["added_tokens"]}
+        pattern = content["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]
+        special = {token["content"]: token["id"] for token in content["added_tokens"]}
         byte_of = byte_level_symbols()
         ranks = {}
-        for token, rank in value["model"]["vocab"].items():
+        for token, rank in content["model"]["vocab"].items():
             token_bytes = bytes(byte_of[symbol] for symbol in token)
             ranks[token_bytes] = rank
         return _hash_ranks(pattern, ranks, special, self.bos_id, self.eos_id)
@@ -417,6 +418,7 @@ def _divide(text: str) -> Iterator[str]:
     start = 0
     while len(text) - start > _PIECE_CHARS:
         end = start + _PIECE_CHARS
+        # Find the last line end that precedes a line that is not blank.
         newline = text.rfind("\n", start, end)
         while newline >= 0 and not _NOT_BLANK.match(text, newline + 1):
             newline = text.rfind("\n", start, newline)

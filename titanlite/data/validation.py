@@ -230,10 +230,10 @@ def window_batches(
         `windows`. All ranks get the same number of microbatches, of the same shapes.
     """
     batch_size = run.job.training.local_batch_size * run.degrees.data  # of all ranks
-    numbered_windows = enumerate(windows)
-    while chunk := list(islice(numbered_windows, SORTED_BATCHES * batch_size)):
+    indexed_windows = enumerate(windows)  # pairs of index and window
+    while chunk := list(islice(indexed_windows, SORTED_BATCHES * batch_size)):
         # Sort the windows of several microbatches by length, the longest first.
-        chunk.sort(key=lambda numbered: len(numbered[1].tokens), reverse=True)
+        chunk.sort(key=lambda pair: len(pair[1].tokens), reverse=True)
         microbatches = []
         indices = []
         for start in range(0, len(chunk), batch_size):

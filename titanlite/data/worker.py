@@ -75,22 +75,24 @@ class Worker:
         self._timeout = job.comm.init_timeout_seconds / 2
         self._timeout_after_first_batch = job.comm.train_timeout_seconds / 2
 
-        with tempfile.TemporaryFile() as shared:
-            shared.truncate(PROGRESS_BYTES)
-            self._progress = _map_progress(shared.fileno())
+        # The process reports its progress in a file that both processes map into memory.
+        with tempfile.TemporaryFile() as progress_file:
+            progress_file.truncate(PROGRESS_BYTES)
+            self._progress = _map_progress(progress_file.fileno())
             self._process: subprocess.Popen[bytes] = start_python(
-                ["-m", "titanlite.data.worker", str(shared.fileno())],
+                ["-m", "titanlite.data.worker", str(progress_file.fileno())],
                 {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
-                pass_fds=[shared.fileno()],
+                pass_fds=[progress_file.fileno()],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
             )
         self._received: queue.Queue[list[PackedSequence] | Exception] = queue.Queue(
             maxsize=job.dataset.prefetch
         )
-        pipes = self._process.stdin, self._process.stdout
         self._thread = threading.Thread(
-            target=self._receive, args=(*pipes, (data, shard)), daemon=True
+            target=self._receive,
+            args=(self._process.stdin, self._process.stdout, (data, shard)),
+            daemon=True,
         )
         self._thread.start()
 

@@ -138,20 +138,23 @@ def check_history(history: History, job: JobConfig, loaded_step: int, step: int)
                 "checkpoint."
             )
 
-    starts = [
+    # Check the starts that trained any of the replayed steps.
+    replayed_starts = [
         start
         for start in history.starts
         if start.first_step <= step and start.last_step > loaded_step
     ]
-    for start in starts:
+    for start in replayed_starts:
         first = max(start.first_step, loaded_step + 1)
         last = min(start.last_step, step)
         steps = f"steps {first} to {last}"
+        # The learning rate of `step` itself does not matter, because it does not affect its loss.
         changes = compare_computations(start.job, job, first, min(last, step - 1))
         if changes:
             remedy = "Pass the original options to the command."
-            if len(starts) > 1:
-                remedy = f"Replay a step before the job changed, such as {starts[0].last_step}."
+            if len(replayed_starts) > 1:
+                last_unchanged = replayed_starts[0].last_step
+                remedy = f"Replay a step before the job changed, such as {last_unchanged}."
             changed = "\n  ".join(changes)
             raise UserError(
                 f"{prefix} {steps} were trained with other options:\n  {changed}\n{remedy}"
@@ -239,8 +242,8 @@ class ReplayTrainer(Trainer):
                 in between, had other options, or used hooks that may have changed the weights.
         """
         resumer = build_resumer(self, self._saved_job)
-        ranks = resumer.context.ranks
-        self._resources.callback(ranks.close)
+        rank_group = resumer.context.ranks
+        self._resources.callback(rank_group.close)
 
         state = resumer.load_before(self._replayed_step)
         if state is None:
@@ -248,7 +251,7 @@ class ReplayTrainer(Trainer):
         else:
             self.load_state_dict(state)
 
-        history = ranks.run_on_rank0(lambda: read_history(self.run.dump_folder))
+        history = rank_group.run_on_rank0(lambda: read_history(self.run.dump_folder))
         check_history(history, self._saved_job, self.steps_done, self._replayed_step)
 
     def log(self, line: str | Event) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import glob
 import io
 import logging
+import math
 import os
 import re
 import shlex
@@ -110,9 +111,10 @@ class FileSpans(RandomAccess):
                     ends = _find_text_ends(stream, digest, max_bytes)
                 self._ends.append(np.fromiter(ends, dtype=np.int64))
 
-        # Index of the first document of each file.
+        # Index of the first document of each file, then the number of documents.
         self._first_documents = list(accumulate(map(len, self._ends), initial=0))
-        self.num_documents = self.num_units = self._first_documents[-1]
+        self.num_documents = self._first_documents[-1]
+        self.num_units = self.num_documents
         self.fingerprint = digest.hexdigest()
         if self._is_json:
             self.fingerprint = add_column(self.fingerprint, self.column)
@@ -267,17 +269,17 @@ class Parquet(Sequential):
             UserError: If a file is not Parquet, or has no column with a name that `spec` sets.
         """
         super().__init__(spec, files)
-        keys = {"text_column": self.column}
+        column_of_option = {"text_column": self.column}
         if self.mask_column is not None:
-            keys["loss_mask_column"] = self.mask_column
-        self._columns = list(keys.values())
+            column_of_option["loss_mask_column"] = self.mask_column
+        self._columns = list(column_of_option.values())
         self.parts = []
         self.num_documents = 0
         for file in self.files:
             try:
                 parquet = self._open(file)
-                for key, column in keys.items():
-                    check_column(column, parquet.schema_arrow.names, file.path, key)
+                for option, column in column_of_option.items():
+                    check_column(column, parquet.schema_arrow.names, file.path, option)
             except (OSError, ValueError, RuntimeError) as error:  # bases of pyarrow's exceptions
                 raise UserError(f"cannot read {file.path} as parquet: {error}") from None
             for group in range(parquet.num_row_groups):
@@ -313,11 +315,12 @@ class MappedDataset(RandomAccess):
         super().__init__(spec, [Path(file["filename"]) for file in dataset.cache_files])
         check_column(self.column, dataset.column_names, self.name)
         self._dataset = dataset.select_columns([self.column]).with_format(None)
-        self.num_documents = self.num_units = count = len(dataset)
+        self.num_documents = len(dataset)
+        self.num_units = self.num_documents
 
-        digest = xxhash.xxh3_128(f"{count}".encode())
-        stride = max(1, -(-count // _SAMPLE_DOCUMENTS))  # rounded up
-        for i in range(0, count, stride):
+        digest = xxhash.xxh3_128(f"{self.num_documents}".encode())
+        stride = max(1, math.ceil(self.num_documents / _SAMPLE_DOCUMENTS))
+        for i in range(0, self.num_documents, stride):
             text = self._dataset[i][self.column]
             digest.update(repr(text).encode("utf-8", "surrogatepass"))
         self.fingerprint = digest.hexdigest()

@@ -34,11 +34,11 @@ class MaskedText(str):
     """The text of a document of which only some characters count in the loss.
 
     Attributes:
-        trained: Ranges of characters that count, as (start, end) with `end` exclusive, in ascending
-            order.
+        trained_ranges: Ranges of characters that count, as (start, end) with `end` exclusive, in
+            ascending order.
     """
 
-    trained: list[tuple[int, int]]
+    trained_ranges: list[tuple[int, int]]
 
 
 class Prepared(NamedTuple):
@@ -95,10 +95,11 @@ def read_lines(stream: BinaryIO) -> Iterator[bytes]:
     file cannot exhaust memory. You can recognize truncated lines by this length.
     """
     while line := stream.readline(MAX_LINE_BYTES + 1):
-        is_truncated = len(line) > MAX_LINE_BYTES
-        while is_truncated and not line.endswith(b"\n"):
+        # Skip the rest of a line that is too long.
+        has_rest = len(line) > MAX_LINE_BYTES and not line.endswith(b"\n")
+        while has_rest:
             piece = stream.readline(_SKIP_BYTES)
-            is_truncated = bool(piece) and not piece.endswith(b"\n")
+            has_rest = bool(piece) and not piece.endswith(b"\n")
         yield line
 
 
@@ -132,7 +133,7 @@ def extract_text(raw: object, column: str, mask_column: str | None = None) -> st
         return text
 
     masked_text = MaskedText(text)
-    masked_text.trained = _parse_mask(record.get(mask_column), mask_column, len(text))
+    masked_text.trained_ranges = _parse_mask(record.get(mask_column), mask_column, len(text))
     return masked_text
 
 

@@ -146,11 +146,12 @@ class Shards(TokenSource):
         self._folder = path.parent
         self._manifest = manifest
         self._dtype = np.dtype(manifest.dtype).newbyteorder("<")
-        # Index of the first document of each shard.
+        # Index of the first document of each shard, then the number of documents.
         self._first_documents = list(
             accumulate((entry.documents for entry in manifest.shards), initial=0)
         )
-        self.num_documents = self.num_units = self._first_documents[-1]
+        self.num_documents = self._first_documents[-1]
+        self.num_units = self.num_documents
         self.num_tokens = sum(entry.tokens for entry in manifest.shards)
         self.fingerprint = xxhash.xxh3_128_hexdigest(raw)
 
