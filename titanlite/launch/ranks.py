@@ -282,10 +282,10 @@ class Ranks:
         A rank cannot continue if it has reported that it waits for another rank, or if SIGSTOP or a
         debugger has stopped it. A busy rank, for example during a long save, can continue.
         """
-        hangs = _read_hangs(self._folder)
-        if not hangs or not all(hang.is_waiting for hang in hangs):
+        reports = _read_hangs(self._folder)
+        if not reports or not all(report.is_waiting for report in reports):
             return False
-        ranks_without_report = running - {hang.rank for hang in hangs}
+        ranks_without_report = running - {report.rank for report in reports}
         return all(_is_stopped(self._processes[rank].pid) for rank in ranks_without_report)
 
     def _report_stall(self) -> None:

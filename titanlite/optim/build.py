@@ -107,7 +107,8 @@ def _group_parameters(
     for parameter, name in names.items():
         lr_factor, weight_decay = _choose_lr_factor_and_decay(name, parameter.ndim, config)
         if arch is not None:
-            # The product of learning rate and weight decay does not change.
+            # Each step shrinks the weights by the product of learning rate and weight decay. muP
+            # must not change this product.
             _, mup_factor = arch.mup_factors(name, parameter.ndim)
             lr_factor *= mup_factor
             weight_decay /= mup_factor
