@@ -156,11 +156,13 @@ def make_score(total: float, tokens: int, num_bytes: int) -> Score:
     return Score(mean, perplexity, total / num_bytes / math.log(2))
 
 
-def _build_run(saved: JobConfig, options: Scoring, window: int, parallelism: Parallelism) -> Run:
+def _build_run(
+    saved_job: JobConfig, options: Scoring, window: int, parallelism: Parallelism
+) -> Run:
     """Build the run that evaluates a saved model on all ranks, and check its options.
 
     Args:
-        saved: Job of the checkpoint.
+        saved_job: Job of the checkpoint.
         options: Options of the evaluation.
         window: Number of tokens per sequence.
         parallelism: Layout of the ranks.
@@ -169,16 +171,16 @@ def _build_run(saved: JobConfig, options: Scoring, window: int, parallelism: Par
         UserError: If the window exceeds the maximum sequence length of the model, or the layout is
             invalid.
     """
-    max_window = build_architecture(saved.model, saved).max_seq_len
+    max_window = build_architecture(saved_job.model, saved_job).max_seq_len
     if window > max_window:
         raise UserError(f"--window {window}: must be at most model.max_seq_len = {max_window}.")
 
     # The layout determines the parallel degrees, and they determine the sizes of the batches.
     world_size = read_world_size()
     layout = Run(JobConfig(parallelism=parallelism), world_size)
-    training = _make_training_section(saved, options, window, layout.degrees)
+    training = _make_training_section(saved_job, options, window, layout.degrees)
 
-    job = _make_job(saved, parallelism, training)
+    job = _make_job(saved_job, parallelism, training)
     run = Run(job, world_size)
     problems = list(check_layout(run))
     if problems:
@@ -186,19 +188,20 @@ def _build_run(saved: JobConfig, options: Scoring, window: int, parallelism: Par
     return run
 
 
-def _make_job(saved: JobConfig, parallelism: Parallelism, training: dict[str, Any]) -> JobConfig:
+def _make_job(
+    saved_job: JobConfig, parallelism: Parallelism, training: dict[str, Any]
+) -> JobConfig:
     """Create the job of an evaluation from the job that trained the model.
 
     Args:
-        saved: Job that trained the model. Only its sections that describe the model, the tokenizer
-            and their plugins are used.
+        saved_job: Job that trained the model.
         parallelism: Layout of the ranks.
         training: Section [training] of the evaluation.
     """
     # Keep only the sections that describe the model, its tokenizer and their plugins.
-    plugin_sections = {saved.model.architecture, saved.tokenizer.name or ""}
-    tables = saved.model_dump(include={"job", "model", "tokenizer", "comm", *plugin_sections})
-    tables["model"] = saved.model.model_copy(update={"attention_backend": "auto"})
+    plugin_sections = {saved_job.model.architecture, saved_job.tokenizer.name or ""}
+    tables = saved_job.model_dump(include={"job", "model", "tokenizer", "comm", *plugin_sections})
+    tables["model"] = saved_job.model.model_copy(update={"attention_backend": "auto"})
     tables["parallelism"] = parallelism
     tables["activation_checkpoint"] = {"mode": "none"}
     tables["training"] = training
@@ -206,12 +209,12 @@ def _make_job(saved: JobConfig, parallelism: Parallelism, training: dict[str, An
 
 
 def _make_training_section(
-    saved: JobConfig, options: Scoring, window: int, degrees: Degrees
+    saved_job: JobConfig, options: Scoring, window: int, degrees: Degrees
 ) -> dict[str, Any]:
     """Create the section [training] of an evaluation: sequence length, batch sizes and dtype.
 
     Args:
-        saved: Job that trained the model.
+        saved_job: Job that trained the model.
         options: Options of the evaluation.
         window: Number of tokens per sequence, which is rounded up as the layout requires.
         degrees: Parallelism degrees of the evaluation.
@@ -224,22 +227,22 @@ def _make_training_section(
     # a time as the pipeline has ranks, to keep all of them busy.
     global_batch_size = options.batch_size * degrees.data * degrees.pipeline
 
-    dtype = options.dtype or _default_dtype(saved)
+    dtype = options.dtype or _default_dtype(saved_job)
     return {
         "seq_len": sequence_length,
         "local_batch_size": options.batch_size,
         "global_batch_size": global_batch_size,
         "mixed_precision_param": dtype,
         "dtype": dtype,
-        "num_threads": saved.training.num_threads,
+        "num_threads": saved_job.training.num_threads,
     }
 
 
-def _default_dtype(saved: JobConfig) -> str:
+def _default_dtype(saved_job: JobConfig) -> str:
     """Return the default dtype of an evaluation: float32 on a CPU, the training dtype on a GPU."""
     if not torch.cuda.is_available():
         return "float32"
-    trained_run = Run(saved).resolve_compute_dtype(on_gpu=True)
+    trained_run = Run(saved_job).resolve_compute_dtype(on_gpu=True)
     return trained_run.job.training.mixed_precision_param
 
 
