@@ -129,6 +129,7 @@ def hash_job(job: JobConfig) -> str:
         for key in keys:
             hashed[section].pop(key)
 
+    # Other sections have only a few keys that change what a step computes.
     dataset = values["dataset"]
     plugin_sections = values.keys() - SECTIONS.keys()
     hashed |= {

@@ -112,6 +112,7 @@ def _find_place(mistake: Mistake, places: Mapping[str, str]) -> str | None:
         mistake: The mistake.
         places: File and line of each key and table, by its name.
     """
+    # In a list of tables, the name leads further than the key. It can also be a flag or [section].
     name = mistake.name if mistake.name.startswith(f"{mistake.key}.") else mistake.key
     while name:
         if name in places:
@@ -229,6 +230,7 @@ def _rephrase(message: str) -> str:
 
     For example, "Input should be a valid integer" becomes "must be an integer".
     """
+    # Shorten messages such as "Tuple should have at least 1 item after validation, not 0".
     text = re.sub(r" (after validation|or instance of).*", "", message)
     for phrase, replacement in _PHRASES.items():
         text = text.replace(phrase, replacement)
