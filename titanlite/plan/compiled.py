@@ -493,7 +493,7 @@ def _find_reads(
 
     Args:
         nodes: Nodes of the graph in order, without its output.
-        bases: Node -> node that allocates its memory.
+        bases: Node -> node that allocates its memory. For a view, this is the viewed node.
         stored: Nodes whose values are written to memory.
     """
     reads: dict[Node, set[Node]] = {}
@@ -514,7 +514,7 @@ def _find_freed(
 
     Args:
         kernels: Kernels in the order in which they run.
-        bases: Node -> node that allocates its memory.
+        bases: Node -> node that allocates its memory. For a view, this is the viewed node.
         returned: Nodes whose values the graph returns.
     """
     last_uses: dict[Node, Node] = {}  # node of a value -> node of the last kernel that uses it

@@ -358,7 +358,7 @@ class Counter(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run an operator and count it. torch calls this for every operator within `watching`."""
-        if any(kind not in PLAIN_TYPES for kind in types):
+        if any(tensor_type not in PLAIN_TYPES for tensor_type in types):
             return NotImplemented  # a subclass such as DTensor first calls operators on its parts
 
         if func is GET_DEVICE and isinstance(args[0], FakeTensor):

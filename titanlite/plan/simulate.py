@@ -201,11 +201,11 @@ def simulate_gpu() -> Iterator[None]:
     with (
         # Code that checks `is_cuda` takes the branch for a GPU.
         override(Tensor, is_cuda=property(lambda _: True)),
-        # Operators
+        # Operators of a GPU
         override(F, scaled_dot_product_attention=_cudnn_attention, rms_norm=_rms_norm),
         override(attention, flex_function=lambda _: _flex_attention),
         override(forward_backward, flex_document_mask=_small_mask, flex_context_mask=_small_mask),
-        # Constants
+        # Constants for a GPU
         override(recompute, ALWAYS_SAVED=saved_ops),
         override(losses, VOCAB_BLOCK=vocab_block_of_gpu),
     ):

@@ -381,10 +381,10 @@ class StepFollower(Hook):
 
 
 def _follow_stage(counter: Counter, stage: int, module: Llama) -> None:
-    """Register hooks on the modules of a pipeline stage that set the location of a counter.
+    """Register hooks in the model so that memory and work are counted separately for its parts.
 
-    The counter then assigns memory and work to the embedding, the blocks, the final norm or the
-    output, forward or backward. The hooks also mark unsharded parameters and gradients.
+    Whenever the embedding, a block or the final norm starts its forward or backward pass, a hook
+    sets the location of the counter. Other hooks mark unsharded parameters and gradients.
     """
     parts = [
         ("embedding", module.tok_embeddings),
