@@ -265,8 +265,9 @@ class SequenceReader:
 
         self._progress[_SOURCE] = source  # for the report of a read that hangs
         for sequence in self._streams[source, stream]:
+            # Skip sequences that other ranks read.
             num_read = sequence.next_position.num_sequences  # including this sequence
-            if num_read > index_in_stream:  # otherwise, the sequence belongs to another rank
+            if num_read > index_in_stream:
                 return sequence._replace(index=index_in_batch)
 
         name = self._data.sources[source].name
@@ -280,7 +281,8 @@ class SequenceReader:
         read_documents = partial(self._read_documents, source, stream)
         start = data.positions[source][stream]
 
-        data.documents.take_skipped()  # discard what an earlier reader has left
+        # Forget records that were skipped for an earlier reader.
+        data.documents.take_skipped()
         for segments, next_position in pack(read_documents, data.seq_len + 1, start):
             yield PackedSequence(
                 tokens=self._join(segments),
@@ -357,8 +359,8 @@ class SequenceReader:
         first_index = start.index_in_window
         for window_start, window in self._read_windows(source, part.index, start.window_start):
             size = len(window)
-            key = f"{self._data.seed} position {part.position} window {window_start}"
-            order = permuted(np.arange(size), size, key).tolist()
+            shuffle_key = f"{self._data.seed} position {part.position} window {window_start}"
+            order = permuted(np.arange(size), size, shuffle_key).tolist()
             positions = [
                 DocumentPosition(part.index_in_stream, window_start, i) for i in range(size)
             ]
