@@ -319,6 +319,15 @@ def test_the_search_traces_the_original_job_first(monkeypatch):
     assert (settings, traced) == ({}, 1)
 
 
+def test_the_search_of_a_preview_that_ends_during_warmup_lists_jobs(monkeypatch):
+    monkeypatch.setattr(advice, "trace_run", trace_by_formula)
+    preview = run("training.steps = 10 ; lr_scheduler.warmup_steps = 100")
+
+    results, *_ = advice.search(preview, H100, map, max_jobs=2)
+
+    assert results
+
+
 def test_the_search_tries_fp8_the_compiler_and_interleaved_pipelines():
     layouts = advice.list_layouts(run("float8.recipe_name = 'rowwise'"), H100)
     layouts += advice.list_layouts(run("model.flavor = '405b'", 512), H100)

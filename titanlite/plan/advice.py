@@ -677,7 +677,7 @@ def _guess_fsdp(run: Run) -> Iterator[Work]:
         "all_reduce",
         group=replicate_group,
         count=num_reduces,
-        bytes=int(gradient_bytes / degrees.shard),
+        bytes=int(gradient_bytes / num_shards),
     )
 
 
