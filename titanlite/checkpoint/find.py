@@ -442,13 +442,12 @@ def get_checkpoint_keys(info: dict[str, Any]) -> dict[str, Any]:
 
 
 def get_data_state(info: dict[str, Any]) -> dict[str, Any]:
-    """Return the data position that a checkpoint has saved, or {} if it has none.
+    """Return the data position that a checkpoint has saved, as `save_position` returned it.
+
+    An imported checkpoint has only the key "tokenizer", and may have none.
 
     Args:
         info: Entry "info" of the manifest.
-
-    Returns:
-        "schedule": Which data the run has read. "tokenizer": Fingerprint of the tokenizer.
     """
     return info["train_state"].get("data") or {}
 

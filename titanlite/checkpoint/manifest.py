@@ -704,7 +704,7 @@ class CheckpointContext:
         Call this on rank 0 only. It also removes what interrupted saves have left.
 
         Returns:
-            The random token in its name, to use for all temporary files of this start.
+            The token in its name, to use for all temporary files of this start.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         # By this part of the token, the next start finds the temporary files of this one.

@@ -134,7 +134,7 @@ class Mirror:
         """Start copying the checkpoints of the run to the mirror in the background.
 
         Call this on all ranks, once the run has loaded its checkpoint. Later checkpoints of this
-        run at the mirror are first archived, because the run will train these steps again.
+        run at the mirror are first archived (renamed), because their steps will be trained again.
 
         Args:
             step: Step of the loaded checkpoint, or 0.

@@ -198,8 +198,8 @@ class Saver:
     def _start_save(self, writer: CheckpointWriter, tensors: Tensors) -> None:
         """Start writing a checkpoint in the background thread, and return.
 
-        If checkpoint.async_mode is "disabled", or this rank has too little memory to save in the
-        background, write the checkpoint before returning.
+        If checkpoint.async_mode is "disabled", or this rank cannot save in the background, for
+        example because of too little memory, write the checkpoint before returning.
         """
         if self._stager is None:  # saves are synchronous
             is_complete = self._write_in_foreground(writer, tensors)
@@ -255,9 +255,9 @@ class Saver:
         return copies.result
 
     def _replace_thread(self) -> None:
-        """Replace the background thread after `submit` has raised an exception.
+        """Replace the background thread after a save could not be started in it.
 
-        The failed save may still be in the queue of the old thread, and must not be written twice.
+        The save may still be in the queue of the old thread, and must not be written twice.
         """
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._thread = ThreadPoolExecutor(1, "checkpoint")

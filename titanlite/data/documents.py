@@ -36,7 +36,7 @@ class DocumentTokenizer:
         section: Section of the job file that describes the data, for messages.
         proposes_skip: Whether an error message may propose to skip records that cannot be read. Set
             to False if the source seems to contain no readable record.
-        skipped: Reasons why `encode` has skipped records, one per record.
+        skipped: One reason for each record that `encode` has skipped since `take_skipped`.
     """
 
     tokenizer: Tokenizer

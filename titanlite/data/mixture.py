@@ -91,8 +91,8 @@ class Mixture:
         common_multiple = math.lcm(*(self.weights[source] for source in candidates))
 
         def time_until_max_lag(source: int) -> int:
-            # A lag grows by the weight in each step, so the time is (max_lag - lag) / weight.
-            # Multiply it by a common multiple of the weights, because a division would round.
+            # With each sequence, a lag grows by m * weight, so the time is proportional to
+            # (max_lag - lag) / weight. A division would round, so multiply by a common multiple.
             return (max_lag - lags[source]) * (common_multiple // self.weights[source])
 
         return min(candidates, key=time_until_max_lag)

@@ -278,9 +278,9 @@ def _place_segments(segments: list[Segment], length: int) -> list[list[Segment]]
     longest_first = sorted(segments, key=lambda segment: len(segment.tokens), reverse=True)
     for segment in longest_first:
         size = len(segment.tokens)
-        first_fit = bisect_left(free_space, (size, -1))  # the least space that is enough
-        if first_fit < len(free_space):
-            num_free, index = free_space.pop(first_fit)
+        fullest = bisect_left(free_space, (size, -1))  # the least space that is enough
+        if fullest < len(free_space):
+            num_free, index = free_space.pop(fullest)
         else:  # begin a new sequence
             num_free = length
             index = len(sequences)

@@ -59,7 +59,7 @@ class Worker:
         job: JobConfig,
         is_stopping: Callable[[], bool],
     ) -> None:
-        """Start the data worker process, and the thread that receives its batches.
+        """Start the data worker process and the thread that receives its batches, without waiting.
 
         Args:
             data: The opened sources, and the positions from which to read.

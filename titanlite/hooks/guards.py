@@ -294,7 +294,7 @@ class SpikeGuard(Hook):
         self._needs_roll_back = False
 
         # Step and tensor of each recent step. To avoid a host sync, the tensors stay on the GPU
-        # until the next logged step, save or validation.
+        # until the next logged step or save, with "roll_back" also until a validation.
         self._uncompared: list[tuple[int, Tensor]] = []  # loss, gradient norm and skip flag
         self._compared: list[tuple[int, Tensor]] = []  # results of `_compare`, only with "skip"
 

@@ -9,7 +9,7 @@ forward pass over the whole text.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, cast
 
@@ -161,36 +161,23 @@ def use_logits(
 
         `evaluate` calls this as its loss function, once per microbatch in order. The loss is 0.
         """
+        no_loss = torch.zeros_like(scale)
         index = next(indices, None)
-        if index is not None:  # None: an empty microbatch that a pipeline schedule has added
-            for rows, row_labels, logits in _logits_in_chunks(trainer, hidden, weight, labels):
-                use(index, rows, row_labels, logits)
-        return torch.zeros_like(scale)
+        if index is None:  # an empty microbatch that a pipeline schedule has added
+            return no_loss
+
+        # With tensor parallelism, gather the hidden states of all tokens.
+        if trainer.mesh.tensor is not None:
+            hidden = cast(DTensor, hidden).redistribute(placements=[Replicate()]).to_local()
+        # Compute the logits of a few tokens at once, because all of them would need much memory.
+        positions = torch.stack((labels != IGNORE_INDEX).nonzero(as_tuple=True))
+        for rows, columns in positions.split(LOGITS_CHUNK, dim=1):
+            logits = _whole_logits(hidden[rows, columns], weight)
+            logits = soft_cap(logits, trainer.run.arch.logit_softcap)
+            use(index, rows, labels[rows, columns], logits)
+        return no_loss
 
     trainer.forward_backward.evaluate(microbatches, loss_fn=pass_logits)
-
-
-def _logits_in_chunks(
-    trainer: Trainer, hidden: Tensor, weight: Tensor, labels: Tensor
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield the logits of all tokens with a label, a few tokens at a time to save memory.
-
-    Args:
-        trainer: Trainer of the model.
-        hidden: Hidden states of a microbatch, shape (B, T, C).
-        weight: Output matrix, shape (V, C).
-        labels: Labels, shape (B, T).
-
-    Yields:
-        For n tokens: their rows in the microbatch (n,), labels (n,), and logits (n, V) in fp32.
-    """
-    if trainer.mesh.tensor is not None:  # tensor parallelism: gather the states of all tokens
-        hidden = cast(DTensor, hidden).redistribute(placements=[Replicate()]).to_local()
-    positions = torch.stack((labels != IGNORE_INDEX).nonzero(as_tuple=True))
-    for rows, columns in positions.split(LOGITS_CHUNK, dim=1):
-        logits = _whole_logits(hidden[rows, columns], weight)
-        logits = soft_cap(logits, trainer.run.arch.logit_softcap)
-        yield rows, labels[rows, columns], logits
 
 
 def _whole_logits(hidden: Tensor, weight: Tensor) -> Tensor:

@@ -79,8 +79,8 @@ class RequestExchange:
         """Combine the requests that the ranks have sent for a step, and return the result.
 
         Each call is for the next step. All ranks call this together, and all receive the same
-        result. The CPU waits for the gradient norm of the step, because requests are counted with
-        it.
+        result. The CPU waits for the gradient norm of the step with which the requests were sent.
+        On a GPU, this is not the newest step, so the wait is short.
         """
         sent = self._sent.popleft()  # the oldest
         if sent.copied is not None and not sent.copied.query():

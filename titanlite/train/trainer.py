@@ -174,7 +174,7 @@ class Trainer:
             hook.started(self.steps_done)
 
     def _open_outputs(self) -> None:
-        """Lock the output folder, open the log files, and start to watch for hangs and signals.
+        """Lock the output folder, open the log files, and create the hang report and stop signals.
 
         All ranks call this together, because they communicate to lock the output folder.
         """
@@ -561,7 +561,7 @@ class Trainer:
         """Collect the actions that this rank requests to take after `step`.
 
         Call this once for each step, because it consumes a received SIGUSR2 (save). On a GPU,
-        `step` is the step after the next one, because requests are sent one step early.
+        requests are sent one step early, so `step` may be the step after the next one.
         """
         if step > self.job.training.steps:
             return Request()
@@ -700,7 +700,8 @@ class Trainer:
         # If the data of the first step could not be read, there is nothing to save.
         should_save = has_trained or end.data_error is None
 
-        # After a signal or an error, the run has to end soon, so validate only if it was requested.
+        # Validate new weights. But after a signal or an error, the run has to end soon, so validate
+        # only if it was requested.
         request = end.request
         is_interrupted = end.data_error is not None or request.stop
         should_validate = request.validate or (has_trained and not is_interrupted)

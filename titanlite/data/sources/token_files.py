@@ -104,7 +104,7 @@ class TokenFile:
         return np.frombuffer(raw, self.dtype)
 
     def find_ends(self, tokenizer: Tokenizer) -> np.ndarray:
-        """Return where each document ends: the position in the file of the token after it.
+        """Return where each document ends: the index in the file of the token after it.
 
         Without an index file, read all tokens. Documents then end at EOS or at the end of the file.
 
