@@ -267,7 +267,7 @@ class Decoding:
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether the completion can have further tokens."""
+        """Whether neither the end of the document nor the length limit has been reached."""
         return not self._document_ended and len(self.ids) < self.limit
 
     def push(self, token: int) -> None:

@@ -105,9 +105,9 @@ def make_mistake(run: Run, problem: Problem) -> Mistake:
 
 
 def find_broken_rules(run: Run) -> list[Problem]:
-    """Return the problems of a run, except those of files and of the learning rate schedule.
+    """Return the problems of a run, except those of files, warmup and decay.
 
-    The planner uses this to skip layouts that cannot work. It does not change the schedule.
+    The planner uses this to skip layouts that cannot work. It does not change warmup and decay.
     """
     return [problem for rule in KEY_RULES for problem in rule.check(run)]
 
@@ -962,7 +962,7 @@ def _outlives_run(url: str, run: Run) -> bool:
 
 
 def check_checkpoints(run: Run) -> Problems:
-    """Check that the initial weights of a new run, or the checkpoint of `load_step`, exist."""
+    """Check that the initial weights of a new run and the checkpoint of `load_step` exist."""
     checkpoint = run.job.checkpoint
     if not checkpoint.enable:
         return

@@ -113,6 +113,16 @@ def test_the_command_prints_a_plan_and_the_fastest_jobs(job_file, tmp_path):
     assert "OK" in titanlite("check", "--job.config_file", tmp_path / "best.toml")
 
 
+def test_a_plan_writes_no_job_that_ends_during_its_warmup(job_file, tmp_path, capsys):
+    path = tmp_path / "best.toml"
+    command = f"plan --job.config_file {job_file} --training.steps 1 --write {path}"
+
+    assert cli.main(command.split()) == 2
+
+    assert f"--write {path}" in capsys.readouterr().err
+    assert not path.exists()
+
+
 def test_a_plan_ends_if_one_of_its_waiting_processes_is_killed():
     with pytest.raises(UserError, match="killed"), workers() as pool:  # noqa: PT012
         pool.submit(time.sleep, 2)

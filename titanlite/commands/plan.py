@@ -30,6 +30,7 @@ from titanlite.load_run import load_run, read_world_size
 from titanlite.observe.forecast import Forecast, TrainingTime
 from titanlite.observe.gpus import GIB, MIB, MOST_GIB, Gpu, device_memory, find_gpu, gpu_of_device
 from titanlite.plan.workers import workers
+from titanlite.rules import check_warmup
 from titanlite.runtime.logging import note
 
 if TYPE_CHECKING:
@@ -79,6 +80,11 @@ def main(argv: Sequence[str]) -> None:
     if options.write is not None:
         _check_new_file(options.write)
     run = load_run(words, options.world_size or read_world_size(), trains=False)
+    if options.write is not None and any(check_warmup(run)):
+        raise UserError(
+            f"--write {options.write}: the job would end before its warmup and decay. "
+            "Remove the option that makes it shorter, such as --training.steps."
+        )
 
     # Handle SIGTERM like Ctrl-C, which also ends the worker processes.
     signal.signal(signal.SIGTERM, signal.default_int_handler)

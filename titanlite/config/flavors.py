@@ -108,7 +108,8 @@ class Architecture:
         """Return the factors by which muP scales a parameter's initialization and learning rate.
 
         The factors depend on m, the width of the model divided by the width of the small model on
-        which you tuned the learning rate (see docs/guides/mup.md). Without muP, both are 1.
+        which you tuned the learning rate, and on the same ratio of the head widths (see
+        docs/guides/mup.md). Without muP, both are 1.
 
         Args:
             name: Name of the parameter, for example "layers.3.attention.wo.weight".

@@ -233,7 +233,7 @@ def _classify(
         return AFFECTS_TRAINING if is_excluded else INCOMPATIBLE
 
     if name.startswith("dataset.sources."):
-        if key in ("weight", "max_epochs"):  # a single source has no such keys
+        if key in ("weight", "max_epochs"):  # shares of a mixture
             return AFFECTS_TRAINING if data is None else _classify_changed_content(new)
         name = f"dataset.{key}"  # the same effect as for a single source
 

@@ -336,7 +336,7 @@ def sequence_divisor(degree: Degrees) -> int:
 
 
 def stage_memory(run: Run, num_stages: int) -> list[PieceCosts]:
-    """Estimate the bytes that the embedding, a block and the output take on each pipeline rank.
+    """Estimate the bytes that the embedding, a block and the output take in each pipeline stage.
 
     With 1F1B, blocks take more bytes in early stages, which keep more activations.
 

@@ -316,7 +316,7 @@ def _resolve_store(store: tuple[str, int]) -> list[str]:
     """Return the IP addresses of the node that hosts the c10d store.
 
     Args:
-        store: Host name or address of this node, from MASTER_ADDR, and port of the store.
+        store: Host name or address of the node, from MASTER_ADDR, and port of the store.
 
     Raises:
         UserError: If MASTER_ADDR cannot be resolved.

@@ -28,8 +28,8 @@ file.
 def run_in_output_folder(run: Run, train: Callable[[], int]) -> int:
     """Train a run as soon as no other run uses its output folder.
 
-    If the job is invalid, or a signal stops the run before a save, a new output folder with nothing
-    but logs is removed again.
+    If the job is invalid, or a signal stops the run before a save, a new output folder is removed
+    again if it contains only files that this process has created.
 
     Args:
         run: The run to train.

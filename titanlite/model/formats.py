@@ -194,7 +194,8 @@ def architecture_from_hf(config: dict[str, Any]) -> Architecture:
         value = getattr(parsed, name)
         fields[name] = 0 if value is None else value  # None is a null in the file
     fields["n_kv_heads"] = parsed.n_kv_heads or parsed.n_heads
-    # All models of a family share some options without a key, such as the biases of Qwen 2.
+    # All models of a family share some options, such as the biases of Qwen 2. They override the
+    # file.
     fields |= family.switches
     return family.architecture(**fields, **rope_fields)
 

@@ -526,8 +526,8 @@ class Llama(nn.Module):
     def _fill_initial_value_(self, x: Tensor, name: str, seed: int) -> None:
         """Fill `x` in place with the initial value of the parameter `name`.
 
-        Norms start at `norm_start`, biases at 0, and matrices with normal samples. muP scales all
-        of these values.
+        Norms start at `norm_start`, biases at 0, and matrices with normal samples. With muP, the
+        values are multiplied by the factor from `mup_factors`.
         """
         init_factor, _ = self.arch.mup_factors(name, x.ndim)
         is_bias_or_norm = x.ndim == 1

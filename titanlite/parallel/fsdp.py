@@ -210,7 +210,7 @@ def configure_microbatch(
         model.output.set_reshard_after_forward(frees_output_after_forward, recurse=False)
         model.output.set_reshard_after_backward(frees_output_after_backward, recurse=False)
     # The group of the model itself has the output matrix if embeddings are tied or the model is
-    # small. Otherwise the group is empty, and this line has no effect.
+    # small. Otherwise it is usually empty, and this line has no effect.
     cast(FSDPModule, model).set_reshard_after_backward(frees_output_after_backward, recurse=False)
 
 

@@ -39,7 +39,7 @@ class OffloadedGradients:
     def move_sums_to_parameters(self) -> None:
         """Add the gradients of the last microbatch, then make each sum the `grad` of its parameter.
 
-        Call this method once per step, before gradient clipping.
+        Call this after the last of several microbatches of a step, before gradient clipping.
         """
         self.add_latest()
         for i, parameter in enumerate(self._parameters):

@@ -76,7 +76,7 @@ def apply_activation_checkpointing(
     if config.mode == "full":
         _recompute_whole_blocks(model, recompute, in_graph, interval=1)
     elif config.selective_ac_option == "op":
-        _recompute_cheap_operations(model, recompute, saves_last_matmul)
+        _recompute_some_operations(model, recompute, saves_last_matmul)
     else:  # a number, such as "2" for every second block
         _recompute_whole_blocks(model, recompute, in_graph, int(config.selective_ac_option))
 
@@ -101,12 +101,12 @@ def _recompute_whole_blocks(
             block.forward = _recompute_in_backward(block.forward, recompute)
 
 
-def _recompute_cheap_operations(
+def _recompute_some_operations(
     model: Llama, recompute: Callable[..., Tensor], saves_last_matmul: bool
 ) -> None:
-    """Wrap the forward pass of every block to save only the outputs of expensive operations.
+    """Wrap the forward pass of every block to save every second matmul and some other outputs.
 
-    The backward pass recomputes all other operations. `_create_op_contexts` selects them.
+    `_create_op_contexts` selects the saved outputs. The backward pass recomputes all others.
 
     Args:
         model: Model before FSDP, modified in place.

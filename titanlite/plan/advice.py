@@ -418,7 +418,7 @@ def list_layouts(run: Run, gpu: Gpu) -> list[Settings]:
 def _list_options(
     run: Run, gpu: Gpu, degrees: Mapping[str, Any], has_float8: bool, mode: str
 ) -> dict[str, Any]:
-    """List the options that a search sets in addition to the parallel degrees and batch sizes.
+    """List the options that a search sets in addition to `degrees` and the batch sizes.
 
     Args:
         run: The run that the search started from.

@@ -73,7 +73,7 @@ def forecast(run: Run, traces: Sequence[RankTrace], gpu: Gpu) -> Forecast:
 
     Args:
         run: The validated job and the number of ranks.
-        traces: One trace per group of ranks with the same pipeline stages, from `trace_run`.
+        traces: One trace for all pipeline ranks whose stages are alike, from `trace_run`.
         gpu: GPU of each rank; see `Gpu.of_rank`.
     """
     # Estimate the time of each rank. All ranks wait for the slowest one.

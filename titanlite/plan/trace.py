@@ -204,7 +204,7 @@ def _has_small_blocks(run: Run, num_blocks: int) -> bool:
     """
     group_size = run.job.parallelism.fsdp_min_num_params
     # Compare with twice the limits of `apply_fsdp`, because this is an upper bound.
-    block_size = num_params(run.arch) // run.arch.n_layers
+    block_size = num_params(run.arch) // run.arch.n_layers  # in parameters
     if block_size < 2 * group_size:
         return True
 

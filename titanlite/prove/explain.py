@@ -72,7 +72,8 @@ def explain_ratio(ratio: float, run: Run) -> str:
 def _name_factor(factor: float, run: Run) -> str:
     """Describe a factor by the parallel degree that equals it, such as "the number of replicas".
 
-    If no degree equals it, compare the square roots of the degrees. Return "" if none fits.
+    If no degree equals it, compare their square roots ("the square root of the number of
+    replicas"). Return "" if none fits.
     """
     degrees = _describe_degrees(run).items()
     equal = [name for name, degree in degrees if abs(factor / degree - 1) < RATIO_TOLERANCE]
@@ -86,7 +87,7 @@ def _name_factor(factor: float, run: Run) -> str:
 
 
 def _describe_degrees(run: Run) -> dict[str, int]:
-    """Return the parallel degrees of a run, and its number of microbatches, by description.
+    """Return the parallel degrees, ranks and microbatches of a run by description.
 
     If ranks add values that they should average, for example, the result is wrong by such a factor.
     """

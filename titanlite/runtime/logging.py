@@ -41,8 +41,8 @@ class Event:
 
     Attributes:
         text: The message.
-        kind: What happened, such as "save", "skip" or "validation". The kinds in `ENDS`, such as
-            "failure", end a run.
+        kind: What happened, such as "save" or "skip". The kinds in `ENDS`, such as "failure", end
+            a run. docs/guides/monitoring.md lists all kinds.
         step: Number of completed optimizer steps, or None if it is unknown.
         details: Further JSON values for the line in events.jsonl.
     """
@@ -329,7 +329,7 @@ class LogHandler(logging.Handler):
                 target = self.file or "the terminal"
                 text = f"The run continues, but cannot write to {target}: {error}"
                 logging.getLogger(record.name).warning(text)
-            if self.file is None:  # the terminal is gone, so do not try again
+            if self.file is None:  # standard output fails, so do not try again
                 drop_output(terminal)
 
     def _write(self, line: str, terminal: IO[str]) -> None:
