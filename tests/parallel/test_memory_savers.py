@@ -45,7 +45,7 @@ def count_gathers(rank_trace: RankTrace) -> int:
     ("level", "saver", "result_without"),
     [
         ("safe", f"{SAVERS}.reduce_in_main_stream", None),
-        ("safe", "titanlite.parallel.recompute.find_unneeded_matmul", 0),
+        ("safe", "titanlite.parallel.recompute.find_unneeded_matmul", None),
         ("all", f"{SAVERS}.gather_in_main_stream", None),
         ("all", f"{SAVERS}.separates_norm", False),
     ],

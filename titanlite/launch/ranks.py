@@ -345,60 +345,39 @@ class Ranks:
     def _report_end(self, cause: RankEnd, killed: Sequence[int]) -> int:
         """Print and log why the run ended early, and return the exit code of the launcher.
 
+        If the rank in `cause` ended for a known reason, the text is its error message. Otherwise,
+        the text describes the failure and ends with the rank's traceback, if there is one.
+
         Args:
             cause: End of the rank that made all other ranks end.
             killed: Ranks that the launcher has killed.
         """
-        was_stopped = self._was_stopped(cause, killed)
-        exit_code = 128 + self._stop_signal if was_stopped else _exit_code(cause.code)
-        kind = "stop" if self._stop_signal else END_KINDS.get(exit_code, "failure")
-        text = self._explain_end(cause, killed)
+        exit_code = _exit_code(cause.code)
+        if _is_known(cause):
+            text = cause.message
+        else:
+            ended_by_signal = cause.rank in killed or cause.code in UNSAVED_STOPS
+            if self._stop_signal and ended_by_signal:
+                exit_code = 128 + self._stop_signal
+                text = f"Stopped by {signal.Signals(self._stop_signal).name} without a save."
+            else:
+                text = f"Rank {cause.rank} failed first: {_describe_exit(cause.code)}."
+            if killed:
+                text += f" Killed, because they did not end: ranks {', '.join(map(str, killed))}."
+            traceback = cause.message  # may be empty
+            text = f"{text}\n{traceback}".rstrip("\n")
 
-        has_message = cause.message != ""
-        if not has_message:  # a message of the rank would also explain how to resume
+        if cause.message == "":  # a message of the rank would also explain how to resume
             text = f"{text}\n{self.resume_hint()}".strip("\n")
             if is_live_terminal():
                 note("")  # ends the line in which the live view left the cursor
+        elif cause.rank == 0:
+            _print(text)  # rank 0 has already logged its message
+            return exit_code
 
-        is_logged = has_message and cause.rank == 0  # rank 0 logs its own message
-        if is_logged:
-            _print(text)
-        else:
-            self._print_and_log(text, kind)
+        kind = "stop" if self._stop_signal else END_KINDS.get(exit_code, "failure")
+        self._print_and_log(text, kind)
         return exit_code
-
-    def _explain_end(self, cause: RankEnd, killed: Sequence[int]) -> str:
-        """Return the text to print about the end of a run.
-
-        If the rank in `cause` ended for a known reason, this is its error message. Otherwise, the
-        text describes the failure and ends with the rank's traceback, if there is one.
-
-        Args:
-            cause: End of the rank that made all other ranks end.
-            killed: Ranks that the launcher has killed.
-        """
-        if _is_known(cause):
-            return cause.message
-
-        if self._was_stopped(cause, killed):
-            text = f"Stopped by {signal.Signals(self._stop_signal).name} without a save."
-        else:
-            text = f"Rank {cause.rank} failed first: {_describe_exit(cause.code)}."
-        if killed:
-            text += f" Killed, because they did not end: ranks {', '.join(map(str, killed))}."
-        traceback = cause.message  # may be empty
-        return f"{text}\n{traceback}".rstrip("\n")
-
-    def _was_stopped(self, cause: RankEnd, killed: Sequence[int]) -> bool:
-        """Return whether a signal to the launcher ended the run before it could save.
-
-        Args:
-            cause: End of the rank that made all other ranks end.
-            killed: Ranks that the launcher has killed.
-        """
-        if not self._stop_signal or _is_known(cause):
-            return False
-        return cause.rank in killed or cause.code in UNSAVED_STOPS
 
     def _print_and_log(self, text: str, kind: str) -> None:
         """Print a message, and log it as an event in train.log.

@@ -131,7 +131,7 @@ class OutputFolder:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._log_sizes = {
+        self._old_log_sizes = {
             name: (folder / name).stat().st_size for name in LOGS if (folder / name).exists()
         }
 
@@ -203,11 +203,11 @@ class OutputFolder:
         archive.mkdir()
         for name in FILES:
             path = self._folder / name
-            if name in self._log_sizes:
-                # This start has already appended lines to the log.
-                _archive_first_bytes(path, archive, self._log_sizes[name])
-            elif name not in LOGS and path.exists():
-                path.rename(archive / name)
+            if name not in LOGS:
+                if path.exists():
+                    path.rename(archive / name)
+            elif name in self._old_log_sizes:  # the log existed before this start
+                _archive_first_bytes(path, archive, self._old_log_sizes[name])
 
 
 def _archive_first_bytes(path: Path, archive: Path, size: int) -> None:

@@ -481,7 +481,12 @@ def _backpropagate(
         weight_grad: Sum of the weight gradients, shape (V, C), fp32.
         is_first: Initialize `weight_grad` instead of adding to it.
     """
-    logits_grad = _convert_in_place(logits_grad, hidden.dtype)
+    if logits_grad.dtype != hidden.dtype:
+        is_large = len(weight) > VOCAB_BLOCK[hidden.device.type]
+        if is_large:  # avoid a second matrix
+            logits_grad = _convert_in_place(logits_grad, hidden.dtype)
+        else:
+            logits_grad = logits_grad.to(hidden.dtype)
     _add_weight_grad(weight_grad, logits_grad, hidden, is_first)
     torch.mm(logits_grad, weight, out=hidden)
 
@@ -536,35 +541,33 @@ def _add_rounded_weight_grad(
 
 
 def _convert_in_place(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert a matrix to a smaller dtype without allocating a second matrix if it is large.
+    """Convert a matrix to a smaller dtype, and store the result in the memory of the matrix.
 
-    A result block never overwrites unread values. For example, converting 8 values from fp32 to
-    bfloat16 in blocks of 4 reads the bytes 0-15 and writes the bytes 0-7, then reads the bytes
-    16-31 and writes the bytes 8-15.
+    The rows are converted in blocks. A block never overwrites unread values. For example,
+    converting 8 values from fp32 to bfloat16 in blocks of 4 reads the bytes 0-15 and writes the
+    bytes 0-7, then reads the bytes 16-31 and writes the bytes 8-15.
 
     Args:
-        x: Contiguous matrix. With more than `VOCAB_BLOCK` columns, the result overwrites it.
-        dtype: A dtype that is at most as large as the dtype of `x`.
+        x: Contiguous matrix. Overwritten.
+        dtype: A smaller dtype than the dtype of `x`.
+
+    Returns:
+        The converted matrix, which shares the memory of `x`.
     """
-    if x.dtype == dtype:
-        return x
-
-    num_rows, num_columns = x.shape
-    block_size = VOCAB_BLOCK[x.device.type]
-    if num_columns <= block_size:
-        return x.to(dtype)
-
     # The result takes the first part of the memory. Its rows must be contiguous: the bf16 matmul of
     # CPUs with AMX (oneDNN 3.12) otherwise reads old values between the rows, which can be NaN.
     memory = x.view(dtype).flatten()
-    converted = memory[: x.numel()].view(x.shape)
-    # Convert whole rows, about as many values as in `block_size` columns.
-    block_rows = math.ceil(num_rows * block_size / num_columns)
-    old_blocks = x.split(block_rows)
-    new_blocks = converted.split(block_rows)
-    for old_block, new_block in zip(old_blocks, new_blocks, strict=True):
-        new_block.copy_(old_block.to(dtype))
-    return converted
+    result = memory[: x.numel()].view(x.shape)
+
+    # Convert as many values at a time as there are in `VOCAB_BLOCK` columns.
+    num_rows, num_columns = x.shape
+    block_numel = num_rows * VOCAB_BLOCK[x.device.type]
+    rows_per_block = math.ceil(block_numel / num_columns)
+    for start in range(0, num_rows, rows_per_block):
+        block = slice(start, start + rows_per_block)
+        converted = x[block].to(dtype)
+        result[block].copy_(converted)
+    return result
 
 
 def _all_reduce(x: Tensor, operation: str, group: dist.ProcessGroup | None) -> Tensor:

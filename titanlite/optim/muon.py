@@ -80,6 +80,8 @@ class Muon(torch.optim.Optimizer):
                 self.state[matrix]["momentum_buffer"] = momentum_buffer
 
         matrices = list(self._group_of_matrix)
+        # With CPU offload, the shards are on the CPU, but the mesh and its collectives use the GPU.
+        self._collective_device: str = matrices[0].device_mesh.device_type
         self._rounds = _plan_rounds(matrices, dist.get_rank(ranks), dist.get_world_size(ranks))
         self._accumulate_momentum: Callable[..., Tensor] = _accumulate_momentum_
         self._apply_update: Callable[..., None] = _apply_update_
@@ -201,21 +203,21 @@ class Muon(torch.optim.Optimizer):
         """Start an all-to-all that sends every rank its part of `tensors`.
 
         Args:
-            tensors: Flat tensors to send, ordered by receiving rank.
+            tensors: Flat bfloat16 tensors to send, ordered by receiving rank.
             numel_to: Number of elements to send to each rank.
             numel_from: Number of elements to receive from each rank.
         """
-        # Join the tensors on the device of the collective. With CPU offload, the shards are on the
-        # CPU, but matmuls and collectives run on the GPU.
-        any_matrix = next(iter(self._group_of_matrix))
-        device = any_matrix.device_mesh.device_type
-        # Every rank must take part, even if it has nothing to send. All ranks send bfloat16.
-        flat = torch.cat(tensors) if tensors else torch.empty(0, dtype=torch.bfloat16)
-        source = flat.to(device)
-
+        # A rank with nothing to send takes part with an empty tensor.
+        source = torch.cat(tensors) if tensors else torch.empty(0, dtype=torch.bfloat16)
+        source = source.to(self._collective_device)
         result = torch.empty(sum(numel_from), dtype=source.dtype, device=source.device)
         work = dist.all_to_all_single(
-            result, source, numel_from, numel_to, self._ranks, async_op=True
+            result,
+            source,
+            output_split_sizes=numel_from,
+            input_split_sizes=numel_to,
+            group=self._ranks,
+            async_op=True,
         )
         assert work is not None
         return _Transfer(result, source, work)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -296,27 +296,27 @@ class PipelineForwardBackward(ForwardBackward):
         tokens, labels, attention = local_inputs(
             microbatches, self._mesh, self._arch, self._job.model
         )
-        # The schedule passes these arguments on to `Llama.forward` in each stage. A later stage
-        # cannot derive the positions from its input, which may be sharded along T.
-        attention.setdefault("positions", _default_positions(tokens))
-        head = LossHead(labels, NormalizedLoss(loss_fn, num_valid_tokens))
+        if "positions" not in attention:
+            # A later stage cannot derive them from its input, which may be sharded along T.
+            attention["positions"] = _default_positions(tokens)
 
-        # The first stage, with the embedding, receives tokens. The others receive hidden states
-        # from other ranks.
+        # The schedule passes the keyword arguments on to `Llama.forward` in each stage. The first
+        # stage, with the embedding, receives tokens. The others receive hidden states from other
+        # ranks.
         has_first_stage = self._model.tok_embeddings is not None
         inputs = [tokens] if has_first_stage else []
+        head = LossHead(labels, NormalizedLoss(loss_fn, num_valid_tokens))
+        run_stages = partial(run_schedule, *inputs, head=head, **attention, return_outputs=False)
 
-        # The last stage, with the final norm, computes the losses. The schedule appends them to
-        # `losses`. torch requires a target as well, but the schedule's `loss_fn` ignores it.
-        losses: list[Tensor] = []
-        loss_options: dict[str, Any] = {}
         has_last_stage = self._model.norm is not None
-        if has_last_stage:
-            loss_options = {"target": labels, "losses": losses}
-        run_schedule(*inputs, head=head, **attention, **loss_options, return_outputs=False)
-
-        if not losses:
+        if not has_last_stage:
+            run_stages()
             return torch.zeros((), device=tokens.device)
+
+        # The head computes the losses, and the schedule appends them to `losses`. It also requires
+        # a target, which is not used.
+        losses: list[Tensor] = []
+        run_stages(target=labels, losses=losses)
         return torch.stack(losses).detach().sum()
 
 
@@ -369,34 +369,33 @@ def local_inputs(
     """Concatenate microbatches and select this rank's part of each sequence.
 
     Args:
-        microbatches: Microbatches of equal shape, in which `document_ids` and `positions` are set
-            either everywhere or nowhere.
+        microbatches: Microbatches of equal shape, in which `document_ids`, `positions` and
+            `cu_seqlens` are set either everywhere or nowhere.
         mesh: Layout of the ranks. With `mesh.context`, each rank gets two chunks of each sequence.
         arch: Architecture of the model, which defines its sliding windows.
         model: Section [model] of the job, which determines the kind of attention mask.
     """
     batch = _join(microbatches)
-
-    def build_mask(window: int) -> DocumentBounds | Tensor | BlockMask | None:
-        """Return the attention mask for a sliding window. 0 means no window."""
-        if model.uses_document_bounds:
-            return _build_bounds(microbatches, window)
-        uses_flex = model.attention_backend == "flex"
-        return _build_mask(batch, mesh, window, uses_flex)
+    windows = {"mask": arch.sliding_window}
+    if arch.full_attention_interval > 0:  # some layers have no window
+        windows["full_mask"] = 0
 
     # With context parallelism, this rank's queries attend to the keys of whole sequences. So build
     # the masks for whole sequences, and then select this rank's part of everything else.
-    attention: dict[str, Any] = {"mask": build_mask(arch.sliding_window)}
-    has_full_attention_layers = arch.full_attention_interval > 0  # among layers with a window
-    if has_full_attention_layers:
-        attention["full_mask"] = build_mask(window=0)
+    attention: dict[str, Any] = {}
+    for name, window in windows.items():
+        if model.uses_document_bounds:
+            mask = _build_bounds(microbatches, window)
+        else:
+            mask = _build_mask(batch, mesh, window, uses_flex=model.attention_backend == "flex")
+        if mask is not None:
+            attention[name] = mask
 
-    local_batch = batch
     if mesh.context is not None:
-        local_batch = _select_local_chunks(batch, mesh.context)
-    attention["positions"] = local_batch.positions
-    arguments = {name: value for name, value in attention.items() if value is not None}
-    return LocalInputs(local_batch.input_ids, local_batch.labels, arguments)
+        batch = _select_local_chunks(batch, mesh.context)
+    if batch.positions is not None:
+        attention["positions"] = batch.positions
+    return LocalInputs(batch.input_ids, batch.labels, attention)
 
 
 def _join(microbatches: Sequence[Microbatch]) -> Microbatch:
@@ -428,23 +427,25 @@ def _build_bounds(microbatches: Sequence[Microbatch], window: int) -> DocumentBo
     """Return the document bounds of all microbatches, or None if plain causal attention is enough.
 
     Args:
-        microbatches: Microbatches of equal shape.
+        microbatches: Microbatches of equal shape. Either all or none of them have `cu_seqlens`.
         window: Number of tokens that a token attends to, including itself. 0 means all.
     """
     tokens = microbatches[0].input_ids
     batch_size, seq_len = tokens.shape
-    bounds = [x.cu_seqlens for x in microbatches if x.cu_seqlens is not None]
-    if bounds:
+    if microbatches[0].cu_seqlens is not None:
         # A pipeline schedule will split the result into equal parts, one for each microbatch. But
         # microbatches have different numbers of documents, so add empty documents at their ends.
+        bounds = [cast(Tensor, microbatch.cu_seqlens) for microbatch in microbatches]
         end = batch_size * seq_len  # the last bound of each microbatch
         padded = pad_sequence(bounds, batch_first=True, padding_value=end)
         return DocumentBounds(padded.flatten(), window)
 
-    if 0 < window < seq_len:  # each sequence is one document
-        sequence_bounds = equal_bounds(batch_size, seq_len, tokens.device)
-        return DocumentBounds(sequence_bounds.repeat(len(microbatches)), window)
-    return None
+    is_window_shorter = 0 < window < seq_len
+    if not is_window_shorter:
+        return None
+    # Treat each sequence as one document.
+    sequence_bounds = equal_bounds(batch_size, seq_len, tokens.device)
+    return DocumentBounds(sequence_bounds.repeat(len(microbatches)), window)
 
 
 def _build_mask(

@@ -142,22 +142,23 @@ def separates_norm(blocks: Groups, output: nn.Module, mesh: DeviceMesh, run: Run
         mesh: Mesh of `fully_shard`.
         run: The validated job.
     """
+    num_shards = mesh.size(-1)
+    if num_shards > RANKS_PER_NODE:
+        return False  # the network between nodes is slow
+
+    config = run.job.parallelism
     num_output_params = count_params([output])
-    min_num_params = run.job.parallelism.fsdp_min_num_params
-    is_large = num_output_params >= LARGE_OUTPUT_FACTOR * min_num_params
-    is_within_node = mesh.size(-1) <= RANKS_PER_NODE  # the last dimension is the shard dimension
-    if not is_large or not is_within_node:
-        return False
-    if run.job.parallelism.memory_savers == "all":
+    if num_output_params < LARGE_OUTPUT_FACTOR * config.fsdp_min_num_params:
+        return False  # the buffer is small
+    if config.memory_savers == "all":
         return True
 
-    # With "safe", a microbatch must take so long that the wait is negligible. The wait is
-    # proportional to the parameters of the output, and the time of the microbatch to its work.
+    # With "safe", the microbatch must take so long that the wait is negligible. Its time is
+    # proportional to tokens * block parameters, and the wait to the parameters of the output.
     training = run.job.training
     num_tokens = training.local_batch_size * training.seq_len // run.degrees.context
     num_block_params = count_params(module for group in blocks for module in group)
-    microbatch_work = num_tokens * num_block_params
-    return microbatch_work >= MIN_WORK_TO_WAIT * num_output_params
+    return num_tokens * num_block_params >= MIN_WORK_TO_WAIT * num_output_params
 
 
 def count_params(modules: Iterable[nn.Module]) -> int:
@@ -238,16 +239,16 @@ def allocate_moments(optimizer: torch.optim.Optimizer) -> None:
                 optimizer.state[parameter] = new_state(parameter, AdamW.moments)
 
 
-def find_unneeded_matmul(block: nn.Module) -> int:
+def find_unneeded_matmul(block: nn.Module) -> int | None:
     """Return the index of the matmul of a block whose output the backward pass does not read.
 
     This is the last matmul, because its output is only added to the residual stream. If activation
     checkpointing does not save this output, the 8B model takes 4.0 GiB less in eager mode.
 
     Returns:
-        Index of the matmul, counted from 1, or 0 for a block with FP8 layers: an FP8 layer in eager
-        mode recomputes its matmul anyway.
+        Index of the matmul, counted from 1, or None for a block with FP8 layers: an FP8 layer in
+        eager mode recomputes its matmul anyway.
     """
     linear_types = [type(module) for module in block.modules() if isinstance(module, nn.Linear)]
     has_float8_layers = set(linear_types) != {nn.Linear}
-    return 0 if has_float8_layers else len(linear_types)
+    return None if has_float8_layers else len(linear_types)

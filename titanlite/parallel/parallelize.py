@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -119,26 +118,28 @@ def checkpoint_and_compile(model: Llama, mesh: Mesh, run: Run) -> None:
     them have a sliding window, there are two graphs, one for each kind of mask.
     """
     config = run.job.activation_checkpoint
-    # The backward pass does not need the output of the last matmul, so by default it is not saved.
-    saves_last_matmul = run.job.parallelism.memory_savers == "none"
-    checkpoint_blocks = partial(
-        apply_activation_checkpointing, model, config, saves_last_matmul=saves_last_matmul
-    )
-    if not run.compiles("model"):
-        checkpoint_blocks(in_graph=False)
-        return
+    compiles = run.compiles("model")
+    compiles_forward_only = compiles and _must_compile_first(config, mesh)
+    compiles_recomputation = compiles and not compiles_forward_only
+    options: dict[str, Any] = {"fullgraph": True, "options": inductor_options(mesh, run)}
 
-    compile_options: dict[str, Any] = {"fullgraph": True, "options": inductor_options(mesh, run)}
-    if _must_compile_first(config, mesh):
-        # Checkpointing wraps `forward`, so compile only `forward` and leave the wrapper eager.
+    if compiles_forward_only:
+        # Checkpointing then wraps the compiled function, and the wrapper stays eager.
         for block in model.layers.values():
-            block.forward = torch.compile(block.forward, **compile_options)
-        checkpoint_blocks(in_graph=False)
-    else:
+            block.forward = torch.compile(block.forward, **options)
+
+    apply_activation_checkpointing(
+        model,
+        config,
+        in_graph=compiles_recomputation,
+        # The backward pass does not need this output, so only plain FSDP2 saves it.
+        saves_last_matmul=run.job.parallelism.memory_savers == "none",
+    )
+
+    if compiles_recomputation:
         # Compile the recomputation together with the block, so that the compiler optimizes both.
-        checkpoint_blocks(in_graph=True)
         for block in model.layers.values():
-            block.compile(**compile_options)
+            block.compile(**options)
 
 
 def _must_compile_first(config: schema.ActivationCheckpoint, mesh: Mesh) -> bool:

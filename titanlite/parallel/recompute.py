@@ -115,9 +115,9 @@ def _recompute_some_operations(
             the backward pass does not need it.
     """
     for block in model.layers.values():
-        unneeded_matmul = 0 if saves_last_matmul else find_unneeded_matmul(block)
-        save_some = partial(_create_op_contexts, unneeded_matmul)
-        recompute_some = partial(recompute, context_fn=save_some)
+        never_saved = None if saves_last_matmul else find_unneeded_matmul(block)
+        create_contexts = partial(_create_op_contexts, never_saved)
+        recompute_some = partial(recompute, context_fn=create_contexts)
         block.forward = _recompute_in_backward(block.forward, recompute_some)
 
 
@@ -143,7 +143,7 @@ def draws_random_numbers(model: type[Llama]) -> bool:
     return vars(model).get("draws_random_numbers", True)
 
 
-def _create_op_contexts(unneeded_matmul: int) -> tuple[Any, Any]:
+def _create_op_contexts(never_saved: int | None) -> tuple[Any, Any]:
     """Create the contexts of selective activation checkpointing for one block.
 
     The contexts save the outputs of every second matmul and of a few other operators, such as
@@ -151,8 +151,8 @@ def _create_op_contexts(unneeded_matmul: int) -> tuple[Any, Any]:
     same input width.
 
     Args:
-        unneeded_matmul: Index, from 1, of a matmul whose output the backward pass does not need, so
-            saving it would waste memory. 0 means none.
+        never_saved: Index, from 1, of a matmul whose output the backward pass does not need, so
+            saving it would waste memory. None if it needs the outputs of all matmuls.
 
     Returns:
         Contexts for the forward pass and for the recomputation, for the argument `context_fn` of
@@ -168,11 +168,11 @@ def _create_op_contexts(unneeded_matmul: int) -> tuple[Any, Any]:
         context: SelectiveCheckpointContext, op: Any, *_args: Any, **_kwargs: Any
     ) -> CheckpointPolicy:
         """Return whether to save the output of `op` or to recompute it in the backward pass."""
-        should_save = op in always_saved
         if op in MATMULS:
-            count = recompute_count if context.is_recompute else forward_count
-            index = next(count)
-            should_save = index % 2 == 1 and index != unneeded_matmul
+            index = next(recompute_count if context.is_recompute else forward_count)
+            should_save = index % 2 == 1 and index != never_saved
+        else:
+            should_save = op in always_saved
         return CheckpointPolicy.MUST_SAVE if should_save else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
