@@ -208,22 +208,23 @@ def _parse_hf_config(config: dict[str, Any]) -> HFConfig:
     """
     families = _families_by_kind()
     kind = config.get("model_type")
-    if kind not in list(families):  # a list, because the file may contain an unhashable value
+    family = families.get(kind) if isinstance(kind, str) else None
+    if family is None:
         raise UserError(
             f"config.json: model_type = {shorten(format_value(kind))} is not supported; "
             f"expected one of {', '.join(families)}."
         )
 
     # Keys that have an effect are checked. Unknown keys are errors.
-    family = families[kind]
     relevant = {key: value for key, value in config.items() if key not in _WITHOUT_EFFECT}
     try:
         parsed = family.model_validate(relevant)
     except ValidationError as error:
         raise UserError(f"config.json: {explain_error(family, error)}") from None
 
-    is_llama = family is HFConfig
-    if not is_llama:  # missing sizes get the defaults of Llama, which differ
+    # `HFConfig` itself describes Llama. Its subclasses, which describe other families, inherit the
+    # default sizes of Llama, which are wrong for them.
+    if family is not HFConfig:
         _check_has_sizes(parsed)
     return parsed
 

@@ -68,10 +68,10 @@ def _llama3_kept_fraction(arch: Architecture, frequencies: Tensor) -> Tensor:
 def _yarn_kept_fraction(arch: Architecture, device: torch.device) -> Tensor:
     """Return the fraction of each RoPE frequency that YaRN keeps, shape (D / 2,).
 
-    The rest of the frequency is divided by `rope_scaling_factor`. The result is 1 for channel pairs
-    that complete more than `rope_beta_fast` turns in the original context, and 0 for fewer than
-    `rope_beta_slow` turns. In between it is linear in the index of the pair, after both limits are
-    rounded to whole pairs. See https://arxiv.org/abs/2309.00071.
+    The rest of the frequency is divided by `rope_scaling_factor`. Channel pair 0 rotates fastest.
+    The result is 1 up to the pair `low`, which completes about `rope_beta_fast` turns in the
+    original context. It is 0 from the pair `high` on, which completes about `rope_beta_slow` turns,
+    and linear in between. See https://arxiv.org/abs/2309.00071.
     """
 
     def find_pair(turns: float) -> float:
@@ -83,13 +83,14 @@ def _yarn_kept_fraction(arch: Architecture, device: torch.device) -> Tensor:
         positions_per_radian = arch.rope_original_max_seq_len / (2 * math.pi * turns)
         return arch.head_dim * math.log(positions_per_radian) / (2 * math.log(arch.rope_theta))
 
-    first = max(math.floor(find_pair(arch.rope_beta_fast)), 0)
-    last = min(math.ceil(find_pair(arch.rope_beta_slow)), arch.head_dim - 1)
+    # Use the bounds of the reference implementation, although there are only head_dim / 2 pairs.
+    low = max(math.floor(find_pair(arch.rope_beta_fast)), 0)
+    high = min(math.ceil(find_pair(arch.rope_beta_slow)), arch.head_dim - 1)
+    width: float = high - low
+    if width == 0:
+        width = 0.001  # avoid a division by zero
     pairs = torch.arange(arch.head_dim // 2, dtype=torch.float32, device=device)
-    num_interpolated: float = last - first
-    if num_interpolated == 0:
-        num_interpolated = 0.001  # a positive divisor
-    return 1.0 - ((pairs - first) / num_interpolated).clamp(0.0, 1.0)
+    return 1.0 - ((pairs - low) / width).clamp(0.0, 1.0)
 
 
 def rope_table(arch: Architecture, positions: Tensor, is_scaled: bool) -> tuple[Tensor, Tensor]:

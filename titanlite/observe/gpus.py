@@ -339,9 +339,10 @@ def _memory_of_rank(num_local_ranks: int | None, is_offloaded: bool) -> int | No
         Number of bytes, or None if the GPU is unknown.
     """
     gpu_name, memory = device_memory()
-    if memory == 0:  # there is a GPU, but nvidia-smi cannot describe it
+    has_gpu = gpu_name is not None
+    if has_gpu and memory == 0:  # nvidia-smi cannot describe the GPU
         return None
-    if gpu_name is not None and not is_offloaded:
+    if has_gpu and not is_offloaded:
         return memory
 
     # Without a GPU or with CPU offload, the ranks share the CPU memory of the node.

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 RATIO_TOLERANCE = 1e-3
 FIT_TOLERANCE = 0.1
 """Largest part of a difference that an explanation may leave unexplained."""
-MISSING = 0.01
-"""A sequence that contributes less to a gradient counts as missing. A correct contribution is 1."""
+MISSING_WEIGHT = 0.01
+"""A sequence with a smaller weight in a gradient counts as missing. The correct weight is 1."""
 MAX_NAMES = 3
 
 
@@ -254,9 +254,9 @@ def _find_cause(
             return mistake
 
     # Check whether some sequences are missing or counted too often.
-    contributions, gradient = _fit_sequences(wrong, sequences, compute)
+    sequence_weights, gradient = _fit_sequences(wrong, sequences, compute)
     if (gradient - wrong).norm() < tolerance:
-        return _describe_contributions(run, contributions)
+        return _describe_contributions(run, sequence_weights)
     return _list_suspects(run)
 
 
@@ -342,28 +342,30 @@ def _list_suspects(run: Run) -> str:
     return f"look at {', '.join(used)}" if used else "look at the model and its precision"
 
 
-def _describe_contributions(run: Run, contributions: Sequence[float]) -> str:
-    """Describe which sequences do not contribute to a wrong gradient, for a failed check.
+def _describe_contributions(run: Run, weights: Sequence[float]) -> str:
+    """Describe a wrong gradient that is a weighted sum of the gradients of the sequences.
 
-    If all sequences contribute, list their contributions.
+    The correct weight of each sequence is 1. Name the sequences with a weight of about 0, which are
+    missing from the gradient. If none is missing, list all weights.
 
     Args:
         run: The tested run on several ranks.
-        contributions: Weight of the gradient of each sequence, which is 1 in a correct gradient.
+        weights: Weight of each sequence of the global batch in the wrong gradient.
     """
-    missing = [i for i, weight in enumerate(contributions) if abs(weight) < MISSING]
-    if missing:
-        # With n data-parallel ranks, rank r reads the sequences r, r + n, r + 2n, ...
-        data_degree = run.degrees.data
-        local_batch_size = run.job.training.local_batch_size
-        microbatches = sorted({i // data_degree // local_batch_size for i in missing})
-        ranks = sorted({i % data_degree for i in missing})
-        return (
-            f"sequences {_join(missing)} of the batch do not contribute "
-            f"(microbatches {_join(microbatches)} of data-parallel ranks {_join(ranks)})"
-        )
-    listed = ", ".join(f"{weight:.3g}" for weight in contributions)
-    return f"the sequences of the batch contribute with the factors {listed} instead of 1"
+    missing = [i for i, weight in enumerate(weights) if abs(weight) < MISSING_WEIGHT]
+    if not missing:
+        listed = ", ".join(f"{weight:.3g}" for weight in weights)
+        return f"the sequences of the batch contribute with the factors {listed} instead of 1"
+
+    # With n data-parallel ranks, rank r reads the sequences r, r + n, r + 2n, ...
+    data_degree = run.degrees.data
+    local_batch_size = run.job.training.local_batch_size
+    microbatches = sorted({i // data_degree // local_batch_size for i in missing})
+    ranks = sorted({i % data_degree for i in missing})
+    return (
+        f"sequences {_join(missing)} of the batch do not contribute "
+        f"(microbatches {_join(microbatches)} of data-parallel ranks {_join(ranks)})"
+    )
 
 
 def _join(numbers: Iterable[int]) -> str:

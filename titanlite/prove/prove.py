@@ -16,7 +16,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -234,29 +234,24 @@ def prove(run: Run, out: Path) -> Proof | None:
         with process_group(run.job) as device:
             is_first_rank = dist.get_rank() == 0
             folder = _create_shared_folder(out, stack)
-            run = _settle_run(run, device, folder / "layout")
+            tested_run = _resolve_auto_options(run, device)
+            tested_run = with_keys(tested_run, {"job.dump_folder": str(folder / "layout")})
             save_after = max(1, run.job.training.steps // 2)
-            train_in_layout(run, device, save_after, folder)
+            train_in_layout(tested_run, device, save_after, folder)
         if not is_first_rank:
             return None
 
-        # Compare the files with the reference.
-        _become_only_rank()
-        checks = list(compare(run, folder, save_after))
-    return _build_proof(run, checks, device)
+        # Compare the files with the reference. From now on, this process is the only rank.
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+        os.environ.pop(STORE, None)  # the rendezvous file that the launcher created for all ranks
+        checks = list(compare(tested_run, folder, save_after))
+    return _build_proof(tested_run, checks, device)
 
 
-def _settle_run(run: Run, device: torch.device, dump_folder: Path) -> Run:
-    """Return a copy of a run with an output folder, and with its "auto" options resolved."""
-    run = settle_compute_dtype(run, device)  # replaces the dtype "auto"
-    run = run.resolve_attention_backend(on_gpu=device.type == "cuda")
-    return with_keys(run, {"job.dump_folder": str(dump_folder)})
-
-
-def _become_only_rank() -> None:
-    """Set the environment variables with which this process can form a process group alone."""
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-    os.environ.pop(STORE, None)  # the rendezvous file that the launcher created for all ranks
+def _resolve_auto_options(run: Run, device: torch.device) -> Run:
+    """Return a copy of a run with the dtype and attention backend that "auto" selects."""
+    run = settle_compute_dtype(run, device)
+    return run.resolve_attention_backend(on_gpu=device.type == "cuda")
 
 
 @contextmanager
@@ -331,10 +326,7 @@ def compare(run: Run, folder: Path, save_after: int) -> Iterator[Check]:
     resumed_steps = load_steps(folder, "resumed", run.world_size)
     one_rank_run = make_one_rank_run(run, folder / "single")
     with process_group(one_rank_run.job) as device:
-        # Repeat the tested steps on one rank, and record them as well.
-        recorder = SteeredRecorder(tested_steps)
-        yield from _compare_steps(run, tested_steps, one_rank_run, recorder, device)
-        one_rank_steps = recorder.steps
+        one_rank_steps = yield from _compare_steps(run, tested_steps, one_rank_run, device)
 
         # Check the checkpoint, by resuming from it and by exporting it.
         yield from compare_resumed(run, save_after, tested_steps, resumed_steps)
@@ -351,18 +343,23 @@ def _compare_steps(
     run: Run,
     tested_steps: dict[int, LayoutStep],
     one_rank_run: Run,
-    recorder: SteeredRecorder,
     device: torch.device,
-) -> Iterator[Check]:
+) -> Generator[Check, None, dict[int, StepRecord]]:
     """Repeat the tested run on one rank, and compare both runs and a float64 reference.
 
     Args:
         run: The tested run on several ranks.
         tested_steps: Records of the tested run, by step number. 0 is the state before training.
         one_rank_run: The same job on one rank.
-        recorder: Hook that repeats and records the steps of `run` in `one_rank_run`.
         device: Device of this rank.
+
+    Yields:
+        The comparisons of the initial weights and of each step.
+
+    Returns:
+        Records of the repeated steps on one rank, by step number.
     """
+    recorder = SteeredRecorder(tested_steps)  # each step starts from the tested weights
     reference = ReferenceTrainer(one_rank_run, device)  # in float64
     with Trainer(one_rank_run, device, [recorder]) as trainer:
         turn_dropout_off(trainer)
@@ -379,6 +376,7 @@ def _compare_steps(
             yield from compare_step(run, step, before, after, recorder.steps[step], reference)
             before = after
     reference.close()
+    return recorder.steps
 
 
 def compare_step(
@@ -748,13 +746,19 @@ def compare_recomputation(run: Run, device: torch.device, folder: Path) -> Itera
     if not has_random_numbers(run):
         return
 
-    expected = _train_first_step(make_one_rank_run(run, folder / "recompute-False"), device)
-    recomputing = make_one_rank_run(run, folder / "recompute-True", recompute=True)
-    tolerance = FLOOR_ROUNDINGS * EPS32
-    hint = "the backward pass recomputes other activations, for example with another dropout"
-    for name, value in _train_first_step(recomputing, device).items():
-        error = relative_error(value, expected[name])
-        yield Check("recomputation", 1, name, error, tolerance, hint)
+    without_recomputation = make_one_rank_run(run, folder / "recompute-False")
+    with_recomputation = make_one_rank_run(run, folder / "recompute-True", recompute=True)
+    expected = _train_first_step(without_recomputation, device)
+    gradients = _train_first_step(with_recomputation, device)
+    for name, gradient in gradients.items():
+        yield Check(
+            "recomputation",
+            step=1,
+            subject=name,
+            error=relative_error(gradient, expected[name]),
+            tolerance=FLOOR_ROUNDINGS * EPS32,
+            hint="the backward pass recomputes other activations, for example with another dropout",
+        )
 
 
 def _train_first_step(run: Run, device: torch.device) -> Tensors:

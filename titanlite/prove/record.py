@@ -212,13 +212,13 @@ def train_in_layout(run: Run, device: torch.device, save_after: int, folder: Pat
     recorder = Recorder()
     with Trainer(run, device, [recorder]) as trainer:
         turn_dropout_off(trainer)
-        recorder.amplify_weights()
+        recorder.amplify_weights()  # so that a wrong mask or position changes the loss
         recorder.train_and_record_until(save_after)
         trainer.save()
         recorder.train_and_record_until(num_steps)
     torch.save(recorder.steps, folder / f"first-{rank}.pt")
 
-    # This trainer resumes from the checkpoint.
+    # A new trainer of the same run resumes from the checkpoint in the output folder.
     recorder = Recorder()
     with Trainer(run, device, [recorder]) as trainer:
         turn_dropout_off(trainer)

@@ -69,9 +69,10 @@ class SmallJob(NamedTuple):
 
 
 def parse_original(argv: Sequence[str]) -> JobConfig:
-    """Parse the job described by `argv`, the options of `titanlite train`, before it is shrunk.
+    """Parse the job described by `argv`, the options of `titanlite train`.
 
-    Also check that its parallel degrees fit its model, because shrinking changes both.
+    Also check that its parallel degrees fit its model. `shrink` changes both, so the checks of the
+    small job would not detect a mistake in the original job.
 
     Raises:
         UserError: If a value is invalid, or the parallel degrees do not fit the model.
@@ -115,15 +116,13 @@ def shrink(job: JobConfig, world_size: int | None, steps: int, out: Path) -> Sma
     Raises:
         UserError: If the job is invalid, or its parallel degrees do not fit `world_size`.
     """
-    # Shrink the layout, the model and the training.
     degrees = shrink_degrees(job, world_size)
     num_ranks = math.prod(degrees.values())
     original = Run(job, num_ranks)
-    small = _update(job, "parallelism", **degrees)
-    model, lost_properties = shrink_model(original, Run(small, num_ranks))
-    small = small.model_copy(update={"model": model})
-    small = _shrink_training(small, original)
-    small = _update(small, "training", steps=steps, tokens=None, tokens_per_parameter=None)
+    with_degrees = _update(job, "parallelism", **degrees)
+    model, lost_properties = shrink_model(original, Run(with_degrees, num_ranks))
+    with_model = with_degrees.model_copy(update={"model": model})
+    small = _shrink_training(with_model, original, steps)
 
     # Replace the settings that the small job cannot have.
     small, dropped_options = _drop_missing_names(small)
@@ -276,8 +275,8 @@ def _choose_num_blocks(original: Run, pipeline: int) -> int:
     return min(arch.n_layers, max(2, num_stages, checkpoint_interval, pattern_length))
 
 
-def _shrink_training(small: JobConfig, original: Run) -> JobConfig:
-    """Shrink the batch size, sequence length and warmup of a job.
+def _shrink_training(small: JobConfig, original: Run, steps: int) -> JobConfig:
+    """Shrink the number of steps, batch size, sequence length and warmup of a job.
 
     Also set the options that depend on the size of the model, such as the grouping of blocks by
     FSDP, so that the small model behaves like the original one.
@@ -285,6 +284,7 @@ def _shrink_training(small: JobConfig, original: Run) -> JobConfig:
     Args:
         small: Job with the small model and the small parallel degrees.
         original: The run with the original job.
+        steps: New number of steps.
 
     Returns:
         The job with small values of these options.
@@ -301,6 +301,9 @@ def _shrink_training(small: JobConfig, original: Run) -> JobConfig:
     small = _update(
         small,
         "training",
+        steps=steps,
+        tokens=None,
+        tokens_per_parameter=None,
         seq_len=seq_len,
         local_batch_size=local_batch_size,
         global_batch_size=local_batch_size * degrees.data * num_microbatches,

@@ -393,21 +393,16 @@ def _parse_events(
     Yields:
         The event, and the step that the run had reached before it.
     """
-    logged_steps = metrics["step"]
-    log_times = metrics.get("time", np.zeros_like(logged_steps))  # without times, before all events
-    previous_step = 0.0  # of the previous event
+    last_event_step = 0.0
     for entry in entries:
         unix_time = get_number(entry, "time")
         if unix_time is None:
             continue
 
-        # The run had reached the step of the previous event, or a later step that it has logged.
-        logged_before = logged_steps[log_times <= unix_time]
-        reached_step = float(np.max(logged_before, initial=previous_step))
+        reached_step = max(last_event_step, _find_logged_step(metrics, unix_time))
         step = get_number(entry, "step")
         if step is None:  # such as a crash
             step = reached_step
-        previous_step = step
         event = {
             "time": unix_time,
             "step": step,
@@ -416,6 +411,18 @@ def _parse_events(
             "text": str(entry.get("text", "")),
         }
         yield event, reached_step
+        last_event_step = step
+
+
+def _find_logged_step(metrics: Columns, unix_time: float) -> float:
+    """Return the last step that a run had logged at a certain time, or 0 before its first log step.
+
+    Metrics without times count as logged before all events.
+    """
+    steps = metrics["step"]
+    if "time" in metrics:
+        steps = steps[metrics["time"] <= unix_time]
+    return float(np.max(steps, initial=0.0))
 
 
 def _count_tokens(step: int, metrics: Columns) -> float | None:

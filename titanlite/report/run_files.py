@@ -451,30 +451,38 @@ def _describe_end(starts_and_ends: Sequence[Entry]) -> tuple[State, str]:
     if end["event"] in ("stop", "guard"):  # a signal, or for example too many skipped steps
         return "stopped", reason
     if end["event"] == "refusal":
-        return _describe_refusal(reason, [event["event"] for event in earlier])
+        return _describe_user_error(reason, [event["event"] for event in earlier])
     return "crashed", reason
 
 
-def _describe_refusal(reason: str, earlier_kinds: Sequence[str]) -> tuple[State, str]:
+def _describe_user_error(reason: str, earlier_kinds: Sequence[str]) -> tuple[State, str]:
     """Return the state of a run whose last start ended with an error that the user can fix.
+
+    Each start logs "data" when it opens the data, and then "start" when it begins to train:
+
+    - After "data", "start", the run failed during training: the state is "failed".
+    - After "data", the job was rejected before training: the state is "refused".
+    - After "data", "start", "finish", "data", another start of a finished run was rejected. The run
+      stays "finished".
 
     Args:
         reason: The error.
-        earlier_kinds: Kinds of all earlier starts and ends, oldest first. Each start logs "data"
-            when it opens the data, and then "start" when it begins to train.
+        earlier_kinds: Kinds of the starts and ends before the error, oldest first.
 
     Returns:
-        "failed" if the run was training. If the job was rejected before training, "finished" if an
-        earlier start has finished the run, and otherwise "refused". The second item is the reason.
+        The state, and the reason for it.
     """
-    was_training = bool(earlier_kinds) and earlier_kinds[-1] == "start"
-    if was_training:
+    if not earlier_kinds:
+        return "refused", reason
+    if earlier_kinds[-1] == "start":
         return "failed", reason
 
-    # This start has not trained. Look at the last event of an earlier start that has.
-    training_kinds = [kind for kind in earlier_kinds if kind not in ("data", "refusal")]
-    if training_kinds and training_kinds[-1] == "finish":
-        return "finished", f"a later start was refused: {reason}"
+    # The last start did not train. Find out how the last training ended.
+    for kind in reversed(earlier_kinds):
+        if kind == "finish":
+            return "finished", f"a later start was refused: {reason}"
+        if kind not in ("data", "refusal"):
+            break
     return "refused", reason
 
 
