@@ -104,11 +104,11 @@ class Muon(torch.optim.Optimizer):
             self._others.found_inf = skip  # pyright: ignore[reportAttributeAccessIssue]
 
         # Update the other parameters while the momentum of the first round is gathered.
-        gather = self._start_gather(self._rounds[0], skip)
+        first_gather = self._start_gather(self._rounds[0], skip)
         self._others.step()
-        self._run_rounds(gather, skip)
+        self._run_rounds(first_gather, skip)
 
-    def _run_rounds(self, gather: _Transfer, skip: Tensor) -> None:
+    def _run_rounds(self, first_gather: _Transfer, skip: Tensor) -> None:
         """Orthogonalize the momentum of all rounds, and update their matrices.
 
         Gather the momentum at the owners of the matrices, orthogonalize it there, and return the
@@ -122,21 +122,21 @@ class Muon(torch.optim.Optimizer):
                           | return 2                 | round 2
 
         Args:
-            gather: Transfer of the first round, from `_start_gather`.
+            first_gather: Transfer of the first round, from `_start_gather`.
             skip: Scalar tensor, 1 to leave the parameters unchanged.
         """
-        previous: tuple[_RoundPlan, _Transfer] | None = None
+        last = len(self._rounds) - 1
+        gathers = {0: first_gather}  # transfers in progress, by round
+        returns: dict[int, _Transfer] = {}
         for i, plan in enumerate(self._rounds):
-            gathered = gather.wait()
-            if i + 1 < len(self._rounds):
-                gather = self._start_gather(self._rounds[i + 1], skip)
-            result = self._orthogonalize_and_return(plan, gathered)
-            if previous is not None:
-                self._update(*previous, skip)
-            previous = plan, result
+            momenta = gathers.pop(i).wait()
+            if i < last:
+                gathers[i + 1] = self._start_gather(self._rounds[i + 1], skip)
+            returns[i] = self._orthogonalize_and_return(plan, momenta)
+            if i > 0:
+                self._update(self._rounds[i - 1], returns.pop(i - 1), skip)
 
-        assert previous is not None  # there is at least one round
-        self._update(*previous, skip)
+        self._update(self._rounds[last], returns.pop(last), skip)
 
     def _start_gather(self, plan: _RoundPlan, skip: Tensor) -> _Transfer:
         """Update this rank's momentum shards, and start to send them to the owners of the matrices.

@@ -121,12 +121,12 @@ def regroup_norm(
     if not output or not frees_output_before_backward(run):
         return blocks, output
 
-    norm, projection = output[0]
+    [[norm, projection]] = output
     if not blocks or separates_norm(blocks, projection, mesh, run):
         return blocks, [[norm], [projection]]
 
-    last_group = [*blocks[-1], norm]
-    return [*blocks[:-1], last_group], [[projection]]
+    *first_groups, last_group = blocks
+    return [*first_groups, [*last_group, norm]], [[projection]]
 
 
 def separates_norm(blocks: Groups, output: nn.Module, mesh: DeviceMesh, run: Run) -> bool:

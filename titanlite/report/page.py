@@ -95,17 +95,24 @@ def page_data(folders: Sequence[Path]) -> dict[str, Any]:
     runs = [_read_run(folder, len(folders)) for folder in folders]
     num_points = _choose_num_points(runs)
     common_folder = os.path.commonpath([run["folder"].parent for run in runs])
-    for run in runs:
-        run["name"] = os.path.relpath(run["folder"], common_folder)
-        run["curves"] = downsample(run["curves"], num_points)
-        run["validations"] = downsample(run["validations"], num_points)
+    shown_runs = [
+        {
+            **run,
+            "name": os.path.relpath(run["folder"], common_folder),
+            "curves": downsample(run["curves"], num_points),
+            "validations": downsample(run["validations"], num_points),
+        }
+        for run in runs
+    ]
 
-    fields = LoggedStep.model_fields
+    # For example, "mfu" -> ["perf/mfu", "Model FLOPs utilization"].
+    metrics = LoggedStep.model_fields
+    tags = {name: [tag, metrics[name].description] for name, tag in TAGS.items()}
     data = {
         "version": __version__,
         "written": time.time(),
-        "runs": runs,
-        "tags": {name: [tag, fields[name].description] for name, tag in TAGS.items()},
+        "runs": shown_runs,
+        "tags": tags,
         "validation_tags": VALIDATION_CURVES,
         "defaults": JobConfig().model_dump(mode="json"),
     }
