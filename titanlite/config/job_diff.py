@@ -116,21 +116,25 @@ def compare_jobs(
     """
     old = flatten(before)
     new = flatten(now)
+    position_changes, content_changes = data if data is not None else ([], [])
     changes: list[tuple[Effect, str]] = []
-    for key in old.keys() & new.keys():
-        if old[key] == new[key] or _is_left_out(key, new):
-            continue
-        effect = _classify(key, old, new, data)
-        if effect is not None:
-            change = f"{key}: {shorten(str(old[key]))} -> {shorten(str(new[key]))}"
-            changes.append((effect, change))
+    for description in position_changes:
+        changes.append((INCOMPATIBLE, description))
+    for description in content_changes:
+        changes.append((_classify_changed_content(new), description))
+    has_other_data = bool(changes)
 
-    if data is not None:
-        position_changes, content_changes = data
-        for description in position_changes:
-            changes.append((INCOMPATIBLE, description))
-        for description in content_changes:
-            changes.append((_classify_changed_content(new), description))
+    for name in old.keys() & new.keys():
+        if old[name] == new[name] or _is_left_out(name, new):
+            continue
+        if data is not None and _determines_data(name, new):
+            if has_other_data:  # listed above
+                continue
+            effect = COMPATIBLE
+        else:
+            effect = _classify(name, old, new, resumes_data=data is not None)
+        change = f"{name}: {shorten(str(old[name]))} -> {shorten(str(new[name]))}"
+        changes.append((effect, change))
     return sorted(changes, key=lambda change: (_ORDER.index(change[0]), change[1]))
 
 
@@ -213,17 +217,29 @@ def _is_left_out(name: str, new: dict[str, Any]) -> bool:
     return section == "model" and f"{new['model.architecture']}.{key}" in new
 
 
-def _classify(
-    name: str, old: dict[str, Any], new: dict[str, Any], data: DataChanges | None
-) -> Effect | None:
-    """Return the effect of a changed key on a resumed run, or None if `data` reports it instead.
+def _determines_data(name: str, new: dict[str, Any]) -> bool:
+    """Return whether a key determines the documents that a run trains on, or their order.
 
     Args:
-        name: Full name of the key, such as "training.seed".
+        name: Full name of the key, such as "dataset.sources.0.path".
+        new: Values of the job that resumes, by full name.
+    """
+    if name == "training.seed":  # the default of dataset.seed
+        return new["dataset.seed"] is None
+    section, *_, key = name.split(".")
+    return f"{section}.{key}" in _DATA_KEYS
+
+
+def _classify(name: str, old: dict[str, Any], new: dict[str, Any], *, resumes_data: bool) -> Effect:
+    """Return the effect of a changed key on a resumed run.
+
+    Usually, all keys of a section have the same effect.
+
+    Args:
+        name: Full name of the key, such as "training.seed" or "dataset.sources.0.path".
         old: Values of the job in the checkpoint, by full name.
         new: Values of the job that resumes, by full name.
-        data: Differences of the data. None if the run does not resume from the data position in the
-            checkpoint.
+        resumes_data: Whether the run resumes from the data position in the checkpoint.
     """
     section, *_, key = name.split(".")
     if section == "model":
@@ -231,36 +247,18 @@ def _classify(
     if name == "optimizer.name":  # its state has other tensors
         is_excluded = "optimizer" in new["checkpoint.exclude_from_loading"]
         return AFFECTS_TRAINING if is_excluded else INCOMPATIBLE
-
-    if name.startswith("dataset.sources."):
-        if key in ("weight", "max_epochs"):  # shares of a mixture
-            return AFFECTS_TRAINING if data is None else _classify_changed_content(new)
-        name = f"dataset.{key}"  # the same effect as for a single source
-
-    is_data_seed = name == "training.seed" and new["dataset.seed"] is None
-    if data is not None and (name in _DATA_KEYS or is_data_seed):
-        position_changes, content_changes = data
-        is_reported = position_changes or content_changes
-        return None if is_reported else COMPATIBLE
-    return _classify_by_section(section, name, old)
-
-
-def _classify_by_section(section: str, name: str, old: dict[str, Any]) -> Effect:
-    """Return the effect of a changed key, which is usually the same for its whole section.
-
-    Args:
-        section: Section of the key.
-        name: Full name of the key, such as "training.seed".
-        old: Values of the job in the checkpoint, by full name.
-    """
     if name == "training.local_batch_size":
         # With -1, the global batch size follows from the local one.
         has_global_batch_size = old.get("training.global_batch_size", -1) != -1
         return COMPATIBLE if has_global_batch_size else AFFECTS_TRAINING
+    # Shares of a mixture.
+    if name.startswith("dataset.sources.") and key in ("weight", "max_epochs"):
+        return _classify_changed_content(new) if resumes_data else AFFECTS_TRAINING
 
-    if name in _AFFECTING_KEYS:
+    short_name = f"{section}.{key}"  # dataset.sources.0.path has the effect of dataset.path
+    if short_name in _AFFECTING_KEYS:
         return AFFECTS_TRAINING
-    if section in _COMPATIBLE_SECTIONS or name in _COMPATIBLE_KEYS:
+    if section in _COMPATIBLE_SECTIONS or short_name in _COMPATIBLE_KEYS:
         return COMPATIBLE
 
     # A plugin declares the effect of all keys in its section. Plugins for 0.2 use former names.

@@ -140,9 +140,9 @@ def build_mistake(root: type[BaseModel], error: Any) -> Mistake:
     location = [str(part) for part in error["loc"]]  # such as ["dataset", "sources", "0", "path"]
     kind = error["type"]
     if kind == "extra_forbidden":
-        _, unknown_path = _find_unknown_name(root, location)
-        if unknown_path:
-            return _describe_unknown(root, location, error["input"])
+        unknown = _find_unknown_name(root, location)
+        if unknown is not None:
+            return _describe_unknown(unknown, root, location, error["input"])
 
     # Options of a command have another name in messages, such as --step or PATH.
     get_option_name = getattr(root, "name_on_command_line", None)
@@ -161,9 +161,9 @@ def describe_unknown_name(root: type[BaseModel], name: str) -> Mistake:
         name: Name that does not exist in `root`, such as "training.stepz".
     """
     location = name.split(".")
-    _, unknown_path = _find_unknown_name(root, location)
-    if unknown_path:
-        return _describe_unknown(root, location, None)
+    unknown = _find_unknown_name(root, location)
+    if unknown is not None:
+        return _describe_unknown(unknown, root, location, None)
 
     # The name exists, but only in a list of tables, such as "dataset.sources.path".
     key = _get_key(location)
@@ -176,53 +176,77 @@ def _get_key(location: list[str]) -> str:
     return ".".join(location[:2])
 
 
-def _describe_unknown(root: type[BaseModel], location: list[str], value: object) -> Mistake:
+class _UnknownName(NamedTuple):
+    """A name that does not exist.
+
+    Attributes:
+        name: The name, such as "stepz".
+        parents: Names of the tables that contain it, such as ["training"].
+        table: Pydantic model of the innermost of these tables, such as `Training`.
+    """
+
+    name: str
+    parents: list[str]
+    table: type[BaseModel]
+
+
+def _find_unknown_name(root: type[BaseModel], location: list[str]) -> _UnknownName | None:
+    """Return the first unknown name in a location, or None if all names are known.
+
+    For example, "pth" is unknown in ["dataset", "sources", "0", "pth"], where "0" is the index of a
+    table in the list `dataset.sources`.
+
+    Args:
+        root: Model of a job, the options of a command, or the content of a file.
+        location: Names of the tables around a value, and the name of the value.
+    """
+    table = root
+    can_be_index = False
+    for depth, name in enumerate(location):
+        if can_be_index and name.isdecimal():
+            can_be_index = False
+            continue
+
+        is_job = table.model_config.get("extra") == "allow"
+        if is_job and name in SECTIONS:
+            annotation: Any = SECTIONS[name]
+        elif name in table.model_fields:
+            annotation = table.model_fields[name].annotation
+        else:
+            return _UnknownName(name, location[:depth], table)
+
+        inner_table = find_table_model(annotation)
+        can_be_index = inner_table is not None and typing.get_origin(annotation) in (list, tuple)
+        table = inner_table or table
+    return None
+
+
+def _describe_unknown(
+    unknown: _UnknownName, root: type[BaseModel], location: list[str], value: object
+) -> Mistake:
     """Describe the mistake that a value or table has an unknown name.
 
     Args:
+        unknown: The first unknown name in `location`.
         root: Model of a job, the options of a command, or the content of a file.
         location: Names that lead to the value, such as ["training", "stepz"].
         value: The value or table.
     """
     key = _get_key(location)
     name = ".".join(location)
-    table, unknown_path = _find_unknown_name(root, location)
-    unknown_name = unknown_path[-1]
-    removed_keys = getattr(table, "dropped", {})  # keys of earlier versions of titanlite
-    if unknown_name in removed_keys:
-        _, problem = removed_keys[unknown_name]
+    removed_keys = getattr(unknown.table, "dropped", {})  # keys of earlier versions of titanlite
+    if unknown.name in removed_keys:
+        _, problem = removed_keys[unknown.name]
         return Mistake(key, name, format_value(value), problem, kind="gone")
 
-    if isinstance(value, dict):  # a table
-        name = f"[{key}]"
-    problem = _explain_unknown_name(root, location)
-    return Mistake(key, name, value="", problem=problem, kind="extra_forbidden")
-
-
-def _find_unknown_name(
-    root: type[BaseModel], location: list[str]
-) -> tuple[type[BaseModel], list[str]]:
-    """Follow the names that lead to a value, and find the first unknown one.
-
-    For example, if `location` is ["dataset", "sources", "0", "pth"], the unknown name is "pth".
-
-    Returns:
-        The model of the table that lacks the name, here `DataSource`, and the path up to the name,
-        here all of `location`. If all names are known, the path is empty.
-    """
-    table = root
-    follows_table = False
-    for depth, name in enumerate(location, start=1):
-        # In ["dataset", "sources", "0", "pth"], "0" is an index in a list of tables.
-        is_list_index = depth == 3 and follows_table and name.isdecimal()
-        if is_list_index:
-            continue
-        inner_table = _get_inner_table(table, name)
-        if inner_table is None:
-            return table, location[:depth]
-        follows_table = inner_table is not table  # plain values have no table of their own
-        table = inner_table
-    return table, []
+    is_table = isinstance(value, dict)
+    return Mistake(
+        key,
+        name=f"[{key}]" if is_table else name,
+        value="",
+        problem=_explain_unknown_name(unknown, root, location[-1]),
+        kind="extra_forbidden",
+    )
 
 
 def _rephrase(message: str) -> str:
@@ -235,20 +259,6 @@ def _rephrase(message: str) -> str:
     for phrase, replacement in _PHRASES.items():
         text = text.replace(phrase, replacement)
     return text
-
-
-def _get_inner_table(table: type[BaseModel], name: str) -> type[BaseModel] | None:
-    """Return the pydantic model of the table, or list of tables, called `name` inside `table`.
-
-    If `table` has no such name, return None. If the name is a key with a plain value, return
-    `table` itself.
-    """
-    is_job = table.model_config.get("extra") == "allow"
-    if is_job and name in SECTIONS:
-        return SECTIONS[name]
-    if name not in table.model_fields:
-        return None
-    return find_table_model(table.model_fields[name].annotation) or table
 
 
 def _suggest_value(problem: str, value: object, location: Sequence[str]) -> str:
@@ -333,42 +343,32 @@ def wrap_text(text: str, indent: int = 0) -> str:
     return "\n\n".join(wrapper.fill(paragraph) for paragraph in paragraphs)
 
 
-def _explain_unknown_name(root: type[BaseModel], location: list[str]) -> str:
-    """Return an error message for an unknown name, with a known name that the user may have meant.
+def _explain_unknown_name(unknown: _UnknownName, root: type[BaseModel], key: str) -> str:
+    """Return an error message for an unknown name, with known names that the user may have meant.
 
-    For example, ["training", "stepz"] gives "is unknown. Did you mean training.steps?".
+    For example, "stepz" in [training] gives "is unknown. Did you mean training.steps?".
 
     Args:
+        unknown: The unknown name.
         root: Model of a job, the options of a command, or the content of a file.
-        location: Names that lead to a value. The last name or one before it is unknown.
+        key: Last part of the full name, such as "steps" in "trainin.steps". Usually, this is the
+            unknown name itself.
     """
     tables = _list_tables(root)
-    table, unknown_path = _find_unknown_name(root, location)
-    known_names = [field.alias or name for name, field in table.model_fields.items()]
-    if table is root:  # add the sections of plugins
+    known_names = [field.alias or name for name, field in unknown.table.model_fields.items()]
+    if unknown.table is root:  # add the sections of plugins
         known_names += [name for name in tables if name not in known_names]
 
-    key = location[-1]
-    same_keys_elsewhere = [f"{name}.{key}" for name in tables if key in tables[name].model_fields]
-    suggestions = (
-        _find_synonyms(key, {*root.model_fields, *tables})
-        or _find_similar_paths(unknown_path, known_names)
-        or same_keys_elsewhere
-    )
+    suggestions = _find_synonyms(key, {*root.model_fields, *tables})
+    if not suggestions:
+        similar_names = difflib.get_close_matches(unknown.name, known_names, n=1)
+        suggestions = [".".join([*unknown.parents, name]) for name in similar_names]
+    if not suggestions:  # the key may be in another table
+        suggestions = [f"{name}.{key}" for name in tables if key in tables[name].model_fields]
+
     if suggestions:
         return f"is unknown. Did you mean {' or '.join(suggestions[:3])}?"
     return f"is unknown. Known names are {', '.join(known_names)}."
-
-
-def _find_similar_paths(path: list[str], known_names: list[str]) -> list[str]:
-    """Replace the last name of a path by the most similar known name.
-
-    For example, ["training", "stepz"] gives ["training.steps"]. If no known name is similar, the
-    result is empty.
-    """
-    *parents, unknown_name = path
-    similar = difflib.get_close_matches(unknown_name, known_names, n=1)
-    return [".".join([*parents, name]) for name in similar]
 
 
 def _list_tables(root: type[BaseModel]) -> dict[str, type[BaseModel]]:
