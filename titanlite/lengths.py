@@ -87,7 +87,7 @@ def resolve_lengths(run: Run) -> tuple[Run, list[Problem]]:
 
     Returns:
         The run with all lengths in steps, and a list of problems, such as a length of less than one
-        step.
+        step. An invalid length is replaced by one step.
     """
     lengths = list(_list_lengths(run))
     if not lengths:
@@ -96,12 +96,13 @@ def resolve_lengths(run: Run) -> tuple[Run, list[Problem]]:
     problems = _find_repeated_length(run)
     progress = read_progress(run)
     for key, num_tokens in lengths:
-        counter = TokenCounter(run, progress)  # a length can depend on those converted before
+        # For example, the decay depends on the length of the run, which was converted before.
+        counter = TokenCounter(run, progress)
         steps = _count_steps(counter, key, num_tokens)
-        if not 1 <= steps <= MAX_STEPS:
+        is_valid = 1 <= steps <= MAX_STEPS
+        if not is_valid:
             problems.append(_describe_bad_length(counter, key, steps))
-            steps = 1
-        run = _set_length(run, key, steps)
+        run = _set_length(run, key, steps if is_valid else 1)
     return run, problems
 
 

@@ -113,23 +113,28 @@ def build_run(parsed: ParsedJob, world_size: int, *, check_outputs: bool = True)
     """
     fitted_run, tokenizer_problems = _fit_to_tokenizer(Run(parsed.job, world_size))
     run, length_problems = resolve_lengths(fitted_run)
-    mistakes = [*parsed.mistakes, *_check_environment()]
-
-    # Tokens per step depend on these sections. If one of them has an invalid value, do not report
-    # that the number of steps is wrong as well.
-    invalid_sections = _find_invalid_sections(parsed.mistakes)
-    if invalid_sections.isdisjoint(("model", "training", "parallelism", "dataset")):
-        mistakes += [make_mistake(fitted_run, problem) for problem in length_problems]
 
     # In these sections, a default replaces each invalid value, so rules cannot check them.
+    invalid_sections = _find_invalid_sections(parsed.mistakes)
     sections_with_bad_lengths = {problem.key.partition(".")[0] for problem in length_problems}
     skipped_sections = invalid_sections | sections_with_bad_lengths
     rule_problems = _apply_rules(run, parsed, skipped_sections, check_outputs)
-    mistakes += [make_mistake(run, problem) for problem in tokenizer_problems + rule_problems]
+
+    # Tokens per step depend on these sections. If one of them has an invalid value, do not report
+    # that the number of steps is wrong as well.
+    if not invalid_sections.isdisjoint(("model", "training", "parallelism", "dataset")):
+        length_problems = []
+
+    mistakes = [
+        *parsed.mistakes,
+        *_check_environment(),
+        *(make_mistake(fitted_run, problem) for problem in length_problems),
+        *(make_mistake(run, problem) for problem in tokenizer_problems),
+        *(make_mistake(run, problem) for problem in rule_problems),
+    ]
     if mistakes:
         origins = {**parsed.origins, THREADS: "environment variable"}
-        parsed = parsed._replace(origins=origins)
-        raise parsed.error(mistakes)
+        raise parsed._replace(origins=origins).error(mistakes)
     return run
 
 

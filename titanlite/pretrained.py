@@ -184,13 +184,20 @@ def _read_job(folder: Path) -> JobConfig:
     Raises:
         UserError: If the folder contains neither a model nor a checkpoint.
     """
-    try:
-        find_checkpoints(folder)  # raises an error if there is none
-    except (UserError, CheckpointError):
+    if not _has_checkpoint(folder):
         problem = f"this folder has neither a {CONFIG} of a model nor a checkpoint."
-        raise UserError(f"{FROM} {folder}: {problem}") from None
+        raise UserError(f"{FROM} {folder}: {problem}")
     try:
         return read_newest_job(folder)
     except NoTokenizerError:
         # If the job does not set tokenizer.path, the missing file is reported later.
         return read_newest_job(folder, folder / "tokenizer.json")
+
+
+def _has_checkpoint(folder: Path) -> bool:
+    """Return whether a folder is, or contains, a checkpoint."""
+    try:
+        find_checkpoints(folder)
+    except (UserError, CheckpointError):
+        return False
+    return True

@@ -312,7 +312,15 @@ def check_pipeline_schedule(run: Run) -> Problems:
     schedule = run.job.parallelism.pipeline_parallel_schedule
     if schedule not in SPLIT_BACKWARD:
         return
-    if _frees_buffers_early(run):
+    # In compiled blocks, and in blocks that recompute only some operators, the first part of the
+    # backward pass frees buffers that the second part needs. It does not help to make compiled
+    # blocks keep them by disabling "donated buffers": with torch 2.13, the fp32 loss is then off by
+    # 1.4e-3 after ten steps.
+    checkpointing = run.job.activation_checkpoint
+    recomputes_operators = (
+        checkpointing.mode == "selective" and checkpointing.selective_ac_option == "op"
+    )
+    if run.compiles("model") or recomputes_operators:
         yield Problem(
             key, 'needs compile.enable = false and activation_checkpoint.mode "full" or "none".'
         )
@@ -322,21 +330,6 @@ def check_pipeline_schedule(run: Run) -> Problems:
     major, minor, *_ = version("torch").split(".")
     if needs_new_torch and (int(major), int(minor)) < (2, 13):
         yield Problem(key, "needs torch 2.13 for FP8, variable-length attention or ZBVZeroBubble.")
-
-
-def _frees_buffers_early(run: Run) -> bool:
-    """Return whether a split backward pass is impossible, because buffers are freed too early.
-
-    In compiled blocks, and in blocks that recompute only some operators, the first part of the
-    backward pass frees buffers that the second part needs. It does not help to make compiled blocks
-    keep them by disabling "donated buffers": with torch 2.13, the fp32 loss is then off by 1.4e-3
-    after ten steps.
-    """
-    checkpointing = run.job.activation_checkpoint
-    recomputes_operators = (
-        checkpointing.mode == "selective" and checkpointing.selective_ac_option == "op"
-    )
-    return run.compiles("model") or recomputes_operators
 
 
 def check_microbatches(run: Run) -> Problems:
@@ -798,23 +791,20 @@ def check_validation(run: Run) -> Problems:
     It is either held out from the training data, or read from other files, but not both.
     """
     validation = run.job.validation
-    has_holdout = validation.holdout > 0
-    has_files = validation.path or validation.sources
-    sets_source = validation.sources or "source" in validation.model_fields_set
-    if has_holdout and has_files:
-        key = "validation.path" if validation.path else "validation.source"
-        yield Problem(
-            key,
-            "is not used with validation.holdout, which uses documents of [dataset]. Remove one.",
-        )
-    elif validation.freq > 0 and not has_holdout:
-        if sets_source:
-            yield from _check_sources("validation", validation)
-        else:
+    has_source = validation.sources or "source" in validation.model_fields_set
+    if validation.holdout > 0:
+        if validation.path or validation.sources:
             yield Problem(
-                "validation.freq",
-                "needs validation.holdout, such as 0.01, or validation.source.",
+                "validation.path" if validation.path else "validation.source",
+                "is not used with validation.holdout, which uses documents of [dataset]. "
+                "Remove one.",
             )
+    elif validation.freq > 0 and has_source:
+        yield from _check_sources("validation", validation)
+    elif validation.freq > 0:
+        yield Problem(
+            "validation.freq", "needs validation.holdout, such as 0.01, or validation.source."
+        )
 
 
 def _check_sources(section: str, dataset: Dataset | Validation) -> Problems:

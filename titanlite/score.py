@@ -22,7 +22,13 @@ from titanlite.checkpoint.load import check_on_all_ranks, check_tokenizer, load_
 from titanlite.config.errors import CheckpointError, UserError
 from titanlite.config.mistakes import ConfigError
 from titanlite.config.options import Scoring
-from titanlite.config.run import Degrees, Run, build_architecture, sequence_divisor
+from titanlite.config.run import (
+    Degrees,
+    Run,
+    build_architecture,
+    compute_degrees,
+    sequence_divisor,
+)
 from titanlite.config.schema import JobConfig, Parallelism
 from titanlite.data.sources.files import describe_file, open_source
 from titanlite.data.tokenizer import load_tokenizer
@@ -175,13 +181,10 @@ def _build_run(
     if window > max_window:
         raise UserError(f"--window {window}: must be at most model.max_seq_len = {max_window}.")
 
-    # The layout determines the parallel degrees, and they determine the sizes of the batches.
     world_size = read_world_size()
-    layout = Run(JobConfig(parallelism=parallelism), world_size)
-    training = _make_training_section(saved_job, options, window, layout.degrees)
-
-    job = _make_job(saved_job, parallelism, training)
-    run = Run(job, world_size)
+    degrees = compute_degrees(parallelism, world_size)
+    training = _make_training_section(saved_job, options, window, degrees)
+    run = Run(_make_job(saved_job, parallelism, training), world_size)
     problems = list(check_layout(run))
     if problems:
         raise ConfigError([make_mistake(run, problem) for problem in problems], "eval")

@@ -57,6 +57,7 @@ class SafeReader(FileSystemReader):
 
     Attributes:
         index: Size, dtype and chunks (saved shards) of each wanted tensor, by its name.
+        names: Names of all entries of the index.
 
     Raises:
         CheckpointError: If the index cannot be read.
@@ -77,7 +78,7 @@ class SafeReader(FileSystemReader):
             raise Damage(f"{INDEX}: checksum differs ({len(raw)} bytes)")
 
         try:
-            self._metadata = _parse_index(raw, is_wanted)
+            self._metadata, self.names = _parse_index(raw, is_wanted)
         except Exception as error:  # arbitrary bytes raise any kind of exception
             problem = shorten(describe_error(error))
             raise CheckpointError(f"cannot read {path / INDEX}: {problem}") from None
@@ -307,12 +308,15 @@ class _IndexUnpickler(pickle.Unpickler):
         return type(name, (_Record,), {})
 
 
-def _parse_index(raw: bytes, is_wanted: Callable[[str], bool]) -> Metadata:
+def _parse_index(raw: bytes, is_wanted: Callable[[str], bool]) -> tuple[Metadata, list[str]]:
     """Parse the pickled index of a checkpoint without running code from it.
 
     Args:
         raw: Content of the index file. If it is damaged, this may raise any type of exception.
         is_wanted: Returns whether to keep the tensor with a given name.
+
+    Returns:
+        The wanted tensors and their chunks (saved shards), and the names of all entries.
 
     Raises:
         CheckpointError: If the index contains a class that is not allowed, or a file outside of
@@ -320,14 +324,17 @@ def _parse_index(raw: bytes, is_wanted: Callable[[str], bool]) -> Metadata:
     """
     # Each object is unpickled as a placeholder, whose attribute `state` contains its fields.
     index = _IndexUnpickler(io.BytesIO(raw)).load().state
+    names = []
     tensors = {}
     for saved_name, record in index["state_dict_metadata"].items():
         name = _current_tensor_name(saved_name)
+        names.append(name)
         if is_wanted(name):
             tensors[name] = _parse_tensor(name, record)
 
     positions = _parse_chunk_positions(index["storage_data"], is_wanted)
-    return Metadata(tensors, storage_data=positions, storage_meta=StorageMeta())
+    metadata = Metadata(tensors, storage_data=positions, storage_meta=StorageMeta())
+    return metadata, names
 
 
 def _parse_chunk_positions(

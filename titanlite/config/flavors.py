@@ -111,6 +111,13 @@ class Architecture:
         which you tuned the learning rate, and on the same ratio of the head widths (see
         docs/guides/mup.md). Without muP, both are 1.
 
+        - Matrices of blocks: 1 / sqrt(m) for the initialization, 1 / m for the learning rate.
+        - The output matrix: 1 / m for both.
+        - All other parameters: 1.
+
+        If heads are k times wider than in the small model, both factors of the parameter that
+        determines the scale of the queries also contain 1 / sqrt(k).
+
         Args:
             name: Name of the parameter, for example "layers.3.attention.wo.weight".
             ndim: Number of dimensions of the parameter.
@@ -122,15 +129,18 @@ class Architecture:
         output_name = "norm.weight" if self.tied_embeddings else "output.weight"
         is_block_matrix = name.startswith("layers.") and ndim >= 2
         width_ratio = (self.mup_base_dim or self.dim) / self.dim  # 1 / m
-        lr_factor = width_ratio if is_block_matrix or name == output_name else 1.0
-        if self._is_query_scale(name):  # scale the queries instead of the attention scores
+        query_factor = 1.0
+        if self._is_query_scale(name):
             head_ratio = (self.mup_base_head_dim or self.head_dim) / self.head_dim
-            lr_factor *= math.sqrt(head_ratio)
+            query_factor = math.sqrt(head_ratio)  # 1 / sqrt(k)
 
-        init_factor = lr_factor
-        if is_block_matrix:  # 1 / sqrt(m) instead of 1 / m
-            init_factor /= math.sqrt(width_ratio)
-        return init_factor, lr_factor
+        if is_block_matrix:
+            lr_factor = query_factor * width_ratio
+            init_factor = lr_factor / math.sqrt(width_ratio)
+            return init_factor, lr_factor
+        if name == output_name:
+            return width_ratio, width_ratio
+        return query_factor, query_factor
 
     def _is_query_scale(self, name: str) -> bool:
         """Return whether the queries are proportional to the parameter called `name`.

@@ -98,18 +98,8 @@ class Run:
 
     @cached_property
     def degrees(self) -> Degrees:
-        """Number of ranks along each dimension of the device mesh.
-
-        `data_parallel_shard_degree = -1` is replaced by `world_size` divided by the product of the
-        other degrees, rounded down but at least 1.
-        """
-        config = self.job.parallelism
-        pipeline, replicate = config.pipeline_parallel_degree, config.data_parallel_replicate_degree
-        context, tensor = config.context_parallel_degree, config.tensor_parallel_degree
-        shard = config.data_parallel_shard_degree
-        if shard == -1:
-            shard = max(1, self.world_size // (pipeline * replicate * context * tensor))
-        return Degrees(pipeline, replicate, shard, context, tensor)
+        """Number of ranks along each dimension of the device mesh."""
+        return compute_degrees(self.job.parallelism, self.world_size)
 
     @cached_property
     def stages(self) -> list[range]:
@@ -423,6 +413,26 @@ def stage_rank(stage: int, stages: int, pipeline: int, schedule: str) -> int:
     return stage % pipeline
 
 
+def compute_degrees(parallelism: schema.Parallelism, world_size: int) -> Degrees:
+    """Return the number of ranks along each dimension of the device mesh.
+
+    `data_parallel_shard_degree = -1` is replaced by `world_size` divided by the product of the
+    other degrees, rounded down but at least 1.
+
+    Args:
+        parallelism: The [parallelism] section.
+        world_size: Number of ranks, over all nodes.
+    """
+    pipeline = parallelism.pipeline_parallel_degree
+    replicate = parallelism.data_parallel_replicate_degree
+    shard = parallelism.data_parallel_shard_degree
+    context = parallelism.context_parallel_degree
+    tensor = parallelism.tensor_parallel_degree
+    if shard == -1:
+        shard = max(1, world_size // (pipeline * replicate * context * tensor))
+    return Degrees(pipeline, replicate, shard, context, tensor)
+
+
 def build_architecture(model: schema.Model, job: schema.JobConfig | None = None) -> Architecture:
     """Return the model architecture that a job describes: its flavor with the overrides in [model].
 
@@ -433,19 +443,18 @@ def build_architecture(model: schema.Model, job: schema.JobConfig | None = None)
     """
     flavor = FLAVORS[model.flavor]
     values = asdict(flavor)
-    has_default_head_dim = flavor.q_dim == flavor.dim
-    if has_default_head_dim:  # derive it again, because [model] may override dim or n_heads
-        values["head_dim"] = 0  # means dim / n_heads
+    if flavor.head_dim == flavor.dim / flavor.n_heads:
+        # [model] may override dim or n_heads. With 0, `Architecture` divides them again.
+        values["head_dim"] = 0
 
     for field in fields(Architecture):
         override = getattr(model, field.name)
         if override is not None:
             values[field.name] = override
 
-    if job is not None and job.model_extra:
-        # Do not use getattr: the job may have an attribute of this name, such as `dropped`.
-        plugin_section = job.model_extra.get(model.architecture, ())
-        values |= dict(plugin_section)
+    plugin_sections = job.model_extra if job is not None else None
+    if plugin_sections and model.architecture in plugin_sections:
+        values |= dict(plugin_sections[model.architecture])
     architecture_class = ARCHITECTURES[model.architecture]
     return architecture_class(**values)
 

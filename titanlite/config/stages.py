@@ -47,19 +47,20 @@ class PieceCosts:
 def piece_times(arch: Architecture, seq_len: int) -> PieceCosts:
     """Estimate the relative time per token of the embedding, a block and the output.
 
-    The unit is the time of one FLOP in the forward pass.
+    The times are those of the forward pass, in units of the time of one FLOP. The embedding has no
+    matmul, but once per sequence, its dense fp32 gradient takes memory traffic. Of this time, a
+    third counts, because a training step takes three times as long as its forward pass.
 
     Args:
         arch: Architecture of the model.
         seq_len: Sequence length in tokens, which determines the cost of attention.
     """
-    # The embedding has no matmul. Its time is the memory traffic of its dense fp32 gradient, once
-    # per sequence. A training step takes three times as long as its forward pass.
-    embedding_bytes = 4 * arch.vocab_size * arch.dim
-    attention = 4 * arch.attended(seq_len) * arch.q_dim  # scores and weighted sum
+    gradient_bytes = 4 * arch.vocab_size * arch.dim
+    gradient_time = gradient_bytes * FLOPS_PER_BYTE  # per sequence
+    attention_flops = 4 * arch.attended(seq_len) * arch.q_dim  # scores and weighted sum
     return PieceCosts(
-        embedding=embedding_bytes * FLOPS_PER_BYTE / (3 * seq_len),
-        block=2 * arch.block_matrices + attention,
+        embedding=gradient_time / (3 * seq_len),
+        block=2 * arch.block_matrices + attention_flops,
         output=2.0 * arch.dim * arch.vocab_size,
     )
 

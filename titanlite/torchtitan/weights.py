@@ -53,7 +53,7 @@ def torchtitan_weights(path: Path, model: Model) -> Weights:
             f"The model of the job has {arch.switches}. Only Llama models can be imported from "
             "torchtitan checkpoints."
         )
-    reader, names = _open_checkpoint(path)
+    reader = _open_checkpoint(path)
     prefix = "model." if any(name.startswith("model.") for name in reader.index) else ""
     tensors = {
         name.removeprefix(prefix): TensorInfo(entry.size, entry.properties.dtype)
@@ -71,7 +71,7 @@ def torchtitan_weights(path: Path, model: Model) -> Weights:
 
     if prefix or rotary_frequencies is not None:
         _check_rope_scaling(path, arch, "0.1")
-    elif any(name.startswith("optimizer.") for name in names):
+    elif any(name.startswith("optimizer.") for name in reader.names):
         _check_rope_scaling(path, arch, "0.2")
     # Otherwise the checkpoint has only weights, and either version may have saved it.
 
@@ -87,35 +87,23 @@ def torchtitan_weights(path: Path, model: Model) -> Weights:
     return dataclasses.replace(weights, read=read)
 
 
-def _open_checkpoint(path: Path) -> tuple[SafeReader, list[str]]:
-    """Open the weights of a torchtitan checkpoint.
-
-    Returns:
-        A reader of the weights, and the names of all tensors in the checkpoint.
+def _open_checkpoint(path: Path) -> SafeReader:
+    """Open a torchtitan checkpoint to read its weights.
 
     Raises:
-        UserError: If `path` is one of our own checkpoints, no checkpoint, or damaged.
+        UserError: If `path` is a titanlite checkpoint, no checkpoint, or damaged.
     """
     if exists(path / MANIFEST):
         raise UserError(
             f"{path} is a titanlite checkpoint. Pass it to checkpoint.initial_load_path."
         )
-
-    names: list[str] = []
-
-    def record_name_and_match(name: str) -> bool:
-        names.append(name)  # the reader forgets the tensors that are not wanted
-        is_weight = _WEIGHT.fullmatch(name) is not None
-        return is_weight
-
     try:
-        reader = SafeReader(path, {}, is_wanted=record_name_and_match)
+        return SafeReader(path, {}, is_wanted=lambda name: _WEIGHT.fullmatch(name) is not None)
     except CheckpointError as error:
         raise UserError(
             f"{path}: {error}. "
             "Pass the folder of one torchtitan step, which contains .metadata and *.distcp files."
         ) from None
-    return reader, names
 
 
 def _check_head_dim(path: Path, arch: Architecture, rotary_frequencies: TensorInfo) -> None:
