@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TextIO
 
@@ -155,9 +156,10 @@ def _estimate(
     map_function: Apply,
     stdout: TextIO,
 ) -> str:
-    """Print an estimate of a job to `stdout`, then search for changes that improve the job.
+    """Print an estimate of a job, and search for changes that improve the job.
 
-    With --json, print nothing.
+    The estimate is printed to `stdout` before the search, which takes longer. With --json, nothing
+    is printed.
 
     Args:
         options: Options of the command.
@@ -169,25 +171,26 @@ def _estimate(
 
     Returns:
         The changes that make the job fit into memory, or the largest batch size if it fits. With
-        --json, the estimate and these changes as one JSON object.
+        --json, one JSON object with the estimate and these results.
     """
     from titanlite.plan import advice
 
-    def print_estimate(forecast: Forecast) -> None:
-        if not options.as_json:
-            estimate = _format_forecast(run, _add_training_time(forecast, tokens))
-            print(estimate, file=stdout, flush=True)
-
-    forecast = advice.make_plan(
+    make_plan = partial(
+        advice.make_plan,
         run,
         device,
         quick=options.quick,
         remedies=options.remedies,
-        show=print_estimate,
         apply=map_function,
     )
     if options.as_json:
-        return _add_training_time(forecast, tokens).model_dump_json()
+        return _add_training_time(make_plan(), tokens).model_dump_json()
+
+    def print_estimate(forecast: Forecast) -> None:
+        estimate = _format_forecast(run, _add_training_time(forecast, tokens))
+        print(estimate, file=stdout, flush=True)
+
+    forecast = make_plan(show=print_estimate)
     return _format_advice(run, forecast)
 
 
@@ -354,22 +357,20 @@ def _format_training_time(time: TrainingTime) -> list[str]:
 def _format_memory(forecast: Forecast) -> list[str]:
     """Format the peak memory of a rank in GiB, by kind of tensor, as lines of a table.
 
-    The largest kinds come first. The last line is the total, and whether it fits into memory.
+    The largest kinds come first. Sizes below 1 MiB are left out. The last line is the total, and
+    whether it fits into memory.
     """
-    sizes = dict(sorted(forecast.kinds.items(), key=lambda item: item[1], reverse=True))
-    sizes["allocator and libraries (allowance)"] = forecast.allowance
-    sizes["in CPU memory"] = forecast.host
-    for rank, peak in forecast.peaks.items():
-        sizes[f"tensors of rank {rank}"] = peak
+    rows = sorted(forecast.kinds.items(), key=lambda row: row[1], reverse=True)
+    rows.append(("allocator and libraries (allowance)", forecast.allowance))
+    rows.append(("in CPU memory", forecast.host))
+    rows += [(f"tensors of rank {rank}", peak) for rank, peak in forecast.peaks.items()]
+    rows = [(name, size) for name, size in rows if size >= MIB]
 
-    lines = [f"Peak memory, in {forecast.moment}, GiB"]
-    for name, size in sizes.items():
-        if size >= MIB:
-            lines.append(f"  {name:<36}{size / GIB:>10.3f}")
     result = "fits" if forecast.fits else "DOES NOT FIT"
-    total_name = f"total, of {forecast.memory / GIB:.1f}: {result}"
-    lines.append(f"  {total_name:<36}{forecast.needs / GIB:>10.3f}")
-    return lines
+    rows.append((f"total, of {forecast.memory / GIB:.1f}: {result}", forecast.needs))
+
+    lines = [f"  {name:<36}{size / GIB:>10.3f}" for name, size in rows]
+    return [f"Peak memory, in {forecast.moment}, GiB", *lines]
 
 
 def _format_variants(variants: Sequence[tuple[Sequence[str], Forecast]]) -> str:
