@@ -122,13 +122,13 @@ def compare_jobs(
         changes.append((INCOMPATIBLE, description))
     for description in content_changes:
         changes.append((_classify_changed_content(new), description))
-    has_other_data = bool(changes)
+    is_data_changed = bool(position_changes or content_changes)
 
     for name in old.keys() & new.keys():
         if old[name] == new[name] or _is_left_out(name, new):
             continue
         if data is not None and _determines_data(name, new):
-            if has_other_data:  # listed above
+            if is_data_changed:  # the changes of the data are listed instead
                 continue
             effect = COMPATIBLE
         else:

@@ -64,7 +64,7 @@ class Migration:
         self._old = {key: values[name] for key, name in self._names_in_file.items()}
         self.model = self._old.get("model.name", "llama3")
         _check_model(self.model)
-        _check_keys(self._old)
+        _check_is_job_file(self._old)
         self.version = "0.3" if self._sizes else version or tables.detect_version(self._old)
 
         self._new: dict[str, Any] = {}  # titanlite key -> value
@@ -174,11 +174,11 @@ class Migration:
         """
         if key in tables.CONVERTED:
             return  # another method converts it, together with other keys
+        if key not in tables.KEYS:
+            self._report_lost(key, f"It is no key of torchtitan 0.1 to 0.3.{_suggest_keys([key])}")
+            return
         if key in tables.WITHOUT_EQUIVALENT:
             self._report_lost(key, tables.WITHOUT_EQUIVALENT[key])
-            return
-        if key not in tables.EQUIVALENT:
-            self._report_lost(key, f"It is no key of torchtitan 0.1 to 0.3.{_suggest_keys([key])}")
             return
 
         new_key = tables.EQUIVALENT[key]
@@ -279,7 +279,7 @@ class Migration:
         if path_key in self._old:  # a local folder, or a name on the Hugging Face Hub
             self._carry_over(f"{section}.source", "huggingface", name_key)
             self._carry_over(f"{section}.path", self._old[path_key], path_key)
-            if is_c4:  # torchtitan streams its English part, also from another path
+            if is_c4:  # torchtitan always streams the English part
                 self._set_default(f"{section}.config", "en")
                 self._set_default(f"{section}.streaming", True)
         elif is_c4:
@@ -517,7 +517,7 @@ def _check_model(name: Any) -> None:
         )
 
 
-def _check_keys(keys: Collection[str]) -> None:
+def _check_is_job_file(keys: Collection[str]) -> None:
     """Check that a file with these keys is a torchtitan job file.
 
     Raises:
@@ -530,8 +530,7 @@ def _check_keys(keys: Collection[str]) -> None:
             raise UserError(
                 f"{key} is not in a section of a torchtitan job file. The sections are {known}."
             )
-    known_keys = tables.EQUIVALENT.keys() | tables.CONVERTED | tables.WITHOUT_EQUIVALENT.keys()
-    if keys and known_keys.isdisjoint(keys):
+    if keys and tables.KEYS.isdisjoint(keys):
         raise UserError(
             f"None of its keys is a torchtitan key: {', '.join(keys)}.{_suggest_keys(keys)}"
         )

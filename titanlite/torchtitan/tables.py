@@ -56,9 +56,9 @@ MOVED: dict[str, str] = _FILE["moved"]
 """Key or section of torchtitan 0.3 -> its name in 0.2."""
 UNUSED: dict[str, Any] = _FILE["unused"]
 """Key of torchtitan 0.3 without an equivalent -> its default, which needs no report."""
-SECTIONS = frozenset(
-    key.partition(".")[0] for key in (*EQUIVALENT, *CONVERTED, *WITHOUT_EQUIVALENT)
-)
+KEYS = frozenset((*EQUIVALENT, *CONVERTED, *WITHOUT_EQUIVALENT))
+"""All torchtitan keys."""
+SECTIONS = frozenset(key.partition(".")[0] for key in KEYS)
 
 _LLAMA3 = {
     "debugmodel": Architecture(256, 6, 16, 16, 768, vocab_size=2048, rope_theta=500000.0),
