@@ -251,8 +251,8 @@ def _classify(name: str, old: dict[str, Any], new: dict[str, Any], *, resumes_da
         # With -1, the global batch size follows from the local one.
         has_global_batch_size = old.get("training.global_batch_size", -1) != -1
         return COMPATIBLE if has_global_batch_size else AFFECTS_TRAINING
-    # Shares of a mixture.
-    if name.startswith("dataset.sources.") and key in ("weight", "max_epochs"):
+    is_share_of_mixture = name.startswith("dataset.sources.") and key in ("weight", "max_epochs")
+    if is_share_of_mixture:
         return _classify_changed_content(new) if resumes_data else AFFECTS_TRAINING
 
     short_name = f"{section}.{key}"  # dataset.sources.0.path has the effect of dataset.path
