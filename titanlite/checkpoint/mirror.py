@@ -106,8 +106,7 @@ class Mirror:
         # Set by `_refresh`: all files at the mirror, and manifests of complete checkpoints by name.
         self._files: dict[str, Any] = {}
         self._manifests: dict[str, Manifest] = {}
-        self._logged_as_damaged = set[str]()  # names of checkpoints with unusable manifests
-        self._foreign = set[str]()  # names of checkpoints of other programs
+        self._damaged_manifests: dict[str, bytes] = {}  # contents by checkpoint name
 
         self._thread = ThreadPoolExecutor(1, "mirror")
         self._last_update = Future[None]()  # of the last `notify`; never done before the first one
@@ -218,10 +217,17 @@ class Mirror:
         names = find_checkpoints(self._files) + find_checkpoints(self._files, "final/")
         manifests = {}
         for name in names:
-            # A manifest never changes, so read only those that the last call has not read.
-            manifest = self._manifests.get(name) or self._read_manifest(name)
-            if manifest is not None:
-                manifests[name] = manifest
+            if name in self._manifests:
+                manifests[name] = self._manifests[name]  # a manifest never changes
+                continue
+            path = f"{self._root}/{name}/{MANIFEST}"
+            content = self._storage.cat_file(path)
+            try:
+                manifests[name] = parse_manifest(content, path)
+            except Damage as damage:
+                if name not in self._damaged_manifests:  # log it once
+                    self._log(f"Ignoring {self._url}/{name}: {damage}")
+                self._damaged_manifests[name] = content
         self._manifests = manifests
 
     def _names_by_step(self) -> dict[int, str]:
@@ -231,25 +237,6 @@ class Mirror:
         """
         names = [name for name in self._manifests if not name.startswith("final/")]
         return {get_step(Path(name)): name for name in names}
-
-    def _read_manifest(self, name: str) -> Manifest | None:
-        """Return the manifest of a checkpoint at the mirror, or None if it is damaged.
-
-        A damaged manifest is logged once. It is not renamed, because another program may have
-        written it.
-        """
-        path = f"{self._root}/{name}/{MANIFEST}"
-        content = self._storage.cat_file(path)
-        try:
-            return parse_manifest(content, path)
-        except Damage as damage:
-            is_foreign = content != b"" and not is_titanlite_manifest(content)
-            if is_foreign:
-                self._foreign.add(name)
-            if name not in self._logged_as_damaged:
-                self._logged_as_damaged.add(name)
-                self._log(f"Ignoring {self._url}/{name}: {damage}")
-            return None
 
     def _list_local(self) -> list[Path]:
         """Return the complete local checkpoints, including the weights in the folder `final`."""
@@ -370,7 +357,12 @@ class Mirror:
         for path in self._files:
             name, _, file = path.rpartition("/")
             is_manifest = file.startswith(MANIFEST) and file != INCOMPLETE
-            if is_manifest and name not in self._foreign:
+            if not is_manifest:
+                continue
+
+            # Ignore a manifest that another program wrote.
+            content = self._damaged_manifests.get(name)
+            if not content or is_titanlite_manifest(content):
                 return True
         return False
 
@@ -465,46 +457,43 @@ class Mirror:
         If all attempts fail, log this and add the checkpoint to `failed`.
         """
         name = self._get_name(path)
-        error = self._try_to_send(path, name)
-        for pause in _RETRY_PAUSES:
-            is_storage_failure = isinstance(error, CheckpointError)
-            if not is_storage_failure:
-                break
-            has_run_ended = self._is_ending.wait(pause)
-            if has_run_ended:
-                break
-            error = self._try_to_send(path, name)
+        num_retries = 0
+        while True:
+            try:
+                self._copy_and_remove_outdated(path, name)
+                return
+            except UserError as error:
+                was_removed = not (path / MANIFEST).is_file()
+                if was_removed or self._is_ending.is_set():
+                    return  # the run has removed the checkpoint, or `close` has aborted the copy
 
-        if error is None:
-            return
-        if name not in self.failed:  # log only the first failure of a checkpoint
-            text = f"Copying {name} to the mirror FAILED ({error})"
-            self._log(Event(text, "failed mirror", get_step(path)))
-        self.failed.add(name)
+                is_storage_failure = isinstance(error, CheckpointError)
+                can_retry = is_storage_failure and num_retries < len(_RETRY_PAUSES)
+                if not can_retry or self._is_ending.wait(_RETRY_PAUSES[num_retries]):
+                    if name not in self.failed:  # log only the first failure of a checkpoint
+                        text = f"Copying {name} to the mirror FAILED ({error})"
+                        self._log(Event(text, "failed mirror", get_step(path)))
+                    self.failed.add(name)
+                    return
+            num_retries += 1
 
-    def _try_to_send(self, path: Path, name: str) -> UserError | None:
-        """Try once to copy a checkpoint. Then remove outdated checkpoints at the mirror.
+    def _copy_and_remove_outdated(self, path: Path, name: str) -> None:
+        """Copy a checkpoint to the mirror. Then remove outdated checkpoints at the mirror.
 
-        Returns:
-            The error if the copy has failed, or else None. A `CheckpointError` means that the
-            storage has failed, so you can try again.
+        Raises:
+            CheckpointError: If the storage fails.
+            UserError: If another run uses the mirror, or files of other programs are in the way.
         """
         url = f"{self._url}/{name}"
         started = time.perf_counter()
-        try:
-            with storage_errors(url, CheckpointError):
-                was_copied = self._copy(path, name)
-                if was_copied:
-                    seconds = time.perf_counter() - started
-                    text = f"Copied {url} in {seconds:.1f} s"
-                    self._log(Event(text, "mirror", get_step(path)))
-                self._copied.add(name)
-                self._remove_outdated()
-        except UserError as error:
-            # It is no failure if `close` has aborted the copy, or the run has removed `path`.
-            is_needed = (path / MANIFEST).is_file() and not self._is_ending.is_set()
-            return error if is_needed else None
-        return None
+        with storage_errors(url, CheckpointError):
+            was_copied = self._copy(path, name)
+            if was_copied:
+                seconds = time.perf_counter() - started
+                text = f"Copied {url} in {seconds:.1f} s"
+                self._log(Event(text, "mirror", get_step(path)))
+            self._copied.add(name)
+            self._remove_outdated()
 
     def _copy(self, path: Path, name: str) -> bool:
         """Copy the files of a checkpoint to the mirror, its manifest last.
