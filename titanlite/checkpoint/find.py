@@ -314,10 +314,14 @@ def _read_saved_job(step_folder: Path, sections: dict[str, Any]) -> JobConfig:
     job, mistakes = JobConfig.read(sections)
     require_plugins(job.job.plugins, step_folder)
 
-    # Keys ("gone") and choices for a value ("literal_error") that titanlite has removed since the
-    # save do not change the model.
-    harmless_kinds = ("gone", "literal_error")
-    unreadable_keys = [mistake.name for mistake in mistakes if mistake.kind not in harmless_kinds]
+    # Ignore options, and choices for the value of an option, that titanlite has removed since the
+    # save. They do not change the model.
+    unreadable_keys = []
+    for mistake in mistakes:
+        is_removed_option = mistake.kind == "gone"
+        is_removed_choice = mistake.kind == "literal_error"
+        if not is_removed_option and not is_removed_choice:
+            unreadable_keys.append(mistake.name)
     if unreadable_keys:
         keys = "; ".join(unreadable_keys)
         raise CheckpointError(f"{step_folder}: this version cannot read keys of its job: {keys}")

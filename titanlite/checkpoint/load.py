@@ -330,24 +330,7 @@ class Resumer:
             info: Entry "info" of its manifest.
             parts_to_reset: Parts of the state, such as "optimizer", that are not loaded.
         """
-        tensors = self._prepare_tensors(reader, info, parts_to_reset)
-        self._reset_hook_tensors(except_for=tensors)
-        _load_and_check(tensors, self._live.model.arch, reader, self._ranks)
-        _set_random_state(tensors)
-
-    def _prepare_tensors(
-        self, reader: SafeReader, info: dict[str, Any], parts_to_reset: set[str]
-    ) -> dict[str, Tensor]:
-        """Return the tensors in memory to load a checkpoint into, by their names in the checkpoint.
-
-        Missing optimizer state is created first, and hook tensors are resized. If the optimizer
-        state is not loaded, it is reset.
-
-        Args:
-            reader: Reader of the checkpoint.
-            info: Entry "info" of its manifest.
-            parts_to_reset: Parts that are not loaded, such as "optimizer".
-        """
+        # Select the parts to load.
         saved_names = reader.index.keys()
         loads_hooks = "hooks" not in parts_to_reset
         has_optimizer = any(name.startswith("optimizer.") for name in saved_names)
@@ -356,6 +339,7 @@ class Resumer:
         has_same_size = info["layout"]["world_size"] == self._ranks.size
         loads_rng = has_same_size and "rng" not in parts_to_reset
 
+        # Prepare the tensors in memory.
         if loads_hooks:
             self._resize_hook_tensors(reader, info["train_state"])
         if loads_optimizer:
@@ -367,7 +351,10 @@ class Resumer:
         for name in tensors.keys() - saved_names:
             if name.startswith(("rng.cuda.", "hooks.")):
                 del tensors[name]
-        return tensors
+        self._reset_hook_tensors(except_for=tensors)
+
+        _load_and_check(tensors, self._live.model.arch, reader, self._ranks)
+        _set_random_state(tensors)
 
     def _resize_hook_tensors(self, reader: SafeReader, train_state: dict[str, Any]) -> None:
         """Resize the tensors of hooks to their sizes in a checkpoint, so that they can be loaded.

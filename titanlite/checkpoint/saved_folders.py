@@ -167,13 +167,16 @@ class SavedFolders:
     # Outputs of the last save
 
     def prepare_output_path(self, path: Path, keep: bool) -> bool:
-        """Return whether the run must write a final output, and rename an existing output first.
+        """Make room for a final output of the run by renaming an existing one, unless it is kept.
 
         The output of another program is not renamed, so writing to its path will raise an error.
 
         Args:
             path: A step folder in `final`, or the folder `final_hf`.
             keep: Keep an existing output, because no step was trained since the run has resumed.
+
+        Returns:
+            Whether the output must be written: False if an existing one is kept.
         """
         if not path.exists():
             return True
@@ -181,11 +184,15 @@ class SavedFolders:
             self._log(f"Keeping {path}, which exists already")
             return False
 
+        self._archive_output(path)
+        return True
+
+    def _archive_output(self, path: Path) -> None:
+        """Rename an output of an earlier start. The output of another program keeps its name."""
         is_export = (path / EXPORT_MARKER).is_file()
         if is_export or has_titanlite_manifest(path):
             renamed = set_aside(path, "archived")
             self._log(f"Renamed {path} of an earlier start to {renamed.name}")
-        return True  # if another program's output is in the way, writing raises the error
 
     def export(self, path: Path, keep: bool) -> bool:
         """Export a checkpoint to `final_hf` in Hugging Face format.
