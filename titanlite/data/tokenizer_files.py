@@ -28,7 +28,7 @@ from titanlite.data.mixture import stage_weights
 from titanlite.data.shuffle import permuted
 from titanlite.data.sources.base import RandomAccess, Source
 from titanlite.data.sources.files import open_source
-from titanlite.data.sources.records import Prepared
+from titanlite.data.sources.records import BadRecord, Prepared
 from titanlite.data.tokenizer import (
     HuggingFaceTokenizer,
     TiktokenTokenizer,
@@ -98,8 +98,15 @@ def train_tokenizer(
         source_bytes = int(max_bytes * weight / sum(weights))
         if source_bytes > 0:
             source = open_source(spec, job)
-            parts.append(_read_texts(source, source_bytes, skip_bad, statistics=trained))
-    texts = chain.from_iterable(parts)
+            parts.append(_read_texts(source, source_bytes, skip_bad))
+
+    def read_and_count() -> Iterator[str]:
+        for text in chain.from_iterable(parts):
+            trained.documents += 1
+            trained.num_bytes += len(text.encode())
+            yield text
+
+    texts = read_and_count()
     sample = list(islice(texts, _SAMPLE_DOCUMENTS))
     tokens = _train(chain(sample, texts), vocab_size)
     if len(tokens) + len(llama3_special_tokens()) < vocab_size:
@@ -117,37 +124,33 @@ def train_tokenizer(
     return trained
 
 
-def _read_texts(
-    source: Source, max_bytes: int, skip_bad: bool, statistics: TrainedTokenizer
-) -> Iterator[str]:
+def _read_texts(source: Source, max_bytes: int, skip_bad: bool) -> Iterator[str]:
     """Yield documents of a source, in random order if possible, until they reach `max_bytes`.
 
     Args:
         source: Source of the documents.
-        max_bytes: Maximum number of bytes to read from this source.
+        max_bytes: Size at which to stop, in bytes of UTF-8.
         skip_bad: Skip records that cannot be read instead of raising an error.
-        statistics: Each document is added to the counts `documents` and `num_bytes`, which can
-            include earlier sources.
 
     Raises:
         UserError: If the source contains tokens instead of text.
         BadRecord: If a record cannot be read and `skip_bad` is False.
     """
-    end_bytes = statistics.num_bytes + max_bytes
+    num_bytes = 0
     records = _read_shuffled(source) if isinstance(source, RandomAccess) else iter(source)
     for record in records:
-        if statistics.num_bytes >= end_bytes:
+        if num_bytes >= max_bytes:
             return
         if isinstance(record, Prepared):
             raise UserError(
                 f"{source.name} contains tokens instead of text. Choose the text that was prepared."
             )
-        if isinstance(record, str):
-            statistics.documents += 1
-            statistics.num_bytes += len(record.encode())
-            yield record
-        elif not skip_bad:
-            raise record  # the BadRecord error for a document that cannot be read
+        if isinstance(record, BadRecord):
+            if not skip_bad:
+                raise record
+            continue
+        num_bytes += len(record.encode())
+        yield record
 
 
 def _read_shuffled(source: RandomAccess) -> Iterator[Any]:
