@@ -14,9 +14,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -96,8 +95,10 @@ class Loader:
         # Batches that were read ahead, and the error of the batch after them.
         self._prefetched: deque[list[PackedSequence]] = deque()
         self._read_error: Exception | None = None
-        # Counts of this rank since the process started: valid labels, labels, skipped records.
-        self._counts = np.zeros(3, dtype=np.int64)
+        # Counts of this rank since the process started.
+        self._num_valid_tokens = 0
+        self._num_tokens = 0
+        self._num_skipped = 0
         self._unreported_skips: list[str] = []
         # Sources for which the warning about repetition was logged.
         self._repeated_sources: set[int] = set()
@@ -168,15 +169,13 @@ class Loader:
 
         # Advance the data position, which `state_dict` returns.
         self._data.mixture.next_batch()
-        num_skipped = 0
         for sequence in sequences:
             self._new_positions[sequence.source, sequence.stream] = sequence.next_position
             self._unreported_skips += sequence.skipped
-            num_skipped += len(sequence.skipped)
+            self._num_skipped += len(sequence.skipped)
 
-        # Add to the counts since the process started, for `stats`.
-        num_tokens = len(sequences) * self._data.seq_len
-        self._counts += (batch.num_valid_tokens, num_tokens, num_skipped)
+        self._num_valid_tokens += batch.num_valid_tokens
+        self._num_tokens += len(sequences) * self._data.seq_len
         return batch
 
     def _make_batch(self, sequences: list[PackedSequence]) -> GlobalBatch:
@@ -233,12 +232,14 @@ class Loader:
             The fraction of positions with a valid label and the number of skipped records since
             this process started, and the number of tokens and epochs of each source since step 1.
         """
-        num_valid, num_tokens, num_skipped = self._synchronize()
+        reports = self._synchronize()
+        num_valid_tokens = sum(report.num_valid_tokens for report in reports)
+        num_tokens = sum(report.num_tokens for report in reports)
         if self._dp_rank == 0:
             warn_of_repetition(self._data, self._repeated_sources)
         return {
-            "token_utilization": num_valid / max(1, num_tokens),
-            "skipped_records": num_skipped,
+            "token_utilization": num_valid_tokens / max(1, num_tokens),
+            "skipped_records": sum(report.num_skipped for report in reports),
             **measure_progress(self._data),
         }
 
@@ -308,33 +309,52 @@ class Loader:
         """
         return compare_position(state, self._data)
 
-    def _synchronize(self) -> list[int]:
-        """Exchange data positions, token counts and skipped records between all ranks.
+    def _synchronize(self) -> list[_RankReport]:
+        """Gather the reports of all ranks, move to the newest positions, and log skipped records.
 
-        Afterwards, every rank knows the position in each stream of documents. The first rank logs
-        the skipped records.
+        Each rank reads only some streams of documents. Afterwards, every rank knows the position in
+        each stream. Only the first rank logs.
 
         Returns:
-            Three numbers over all ranks, since the process started: valid labels, labels, and
-            skipped records.
+            The report of each data-parallel rank.
         """
-        # If more records were skipped, the next call reports them.
-        reported_skips = self._unreported_skips[:MAX_REPORTED]
-        self._unreported_skips = self._unreported_skips[MAX_REPORTED:]
-        reports = self._gather((self._counts, reported_skips, self._new_positions))
+        local_report = _RankReport(
+            self._num_valid_tokens,
+            self._num_tokens,
+            self._num_skipped,
+            skip_reasons=self._unreported_skips[:MAX_REPORTED],
+            new_positions=self._new_positions,
+        )
+        self._unreported_skips = self._unreported_skips[MAX_REPORTED:]  # left for the next call
         self._new_positions = {}
+        reports = [local_report]
+        if self._dp_group is not None:
+            reports = gathered(local_report, self._dp_group)
 
-        total_counts = np.zeros_like(self._counts)  # labels and skipped records, as in the result
-        for counts, skips, positions in reports:
-            total_counts += counts
-            for (source, stream), position in positions.items():
+        for report in reports:
+            for (source, stream), position in report.new_positions.items():
                 # Several ranks may have read the stream. The largest position is the newest.
                 known_positions = self._data.positions[source]
                 known_positions[stream] = max(position, known_positions[stream])
             if self._dp_rank == 0:
-                log_skipped_records(skips)
-        return total_counts.tolist()
+                log_skipped_records(report.skip_reasons)
+        return reports
 
-    def _gather(self, value: Any) -> list[Any]:
-        """Return the `value` of each rank of the data-parallel group, in the order of the ranks."""
-        return [value] if self._dp_group is None else gathered(value, self._dp_group)
+
+class _RankReport(NamedTuple):
+    """What a data-parallel rank has read, for the other ranks.
+
+    Attributes:
+        num_valid_tokens: Number of valid labels since the process started.
+        num_tokens: Number of labels since the process started.
+        num_skipped: Number of skipped records since the process started.
+        skip_reasons: Reasons for skipped records that have not been logged yet, up to
+            `MAX_REPORTED`.
+        new_positions: Position in each (source, stream) that was read since the last report.
+    """
+
+    num_valid_tokens: int
+    num_tokens: int
+    num_skipped: int
+    skip_reasons: list[str]
+    new_positions: dict[tuple[int, int], StreamPosition]
