@@ -195,9 +195,11 @@ def inspect_source(source: Source, document_tokenizer: DocumentTokenizer, seq_le
     if isinstance(source, TokenSource):
         source.check(document_tokenizer.tokenizer, document_tokenizer.holdout)
 
-    # Use a copy, because training reports the skipped records again. If none of the first records
-    # is good, its errors do not propose to skip bad records.
-    sample_tokenizer = replace(document_tokenizer, proposes_skip=_has_good_record(source))
+    # Errors propose to skip bad records only if at least one of the first records is good.
+    first_records = islice(source, _SAMPLE_DOCUMENTS)
+    has_good_record = any(not isinstance(record, BadRecord) for record in first_records)
+    # A copy has a separate list of skipped records, because training reports them again.
+    sample_tokenizer = replace(document_tokenizer, proposes_skip=has_good_record)
 
     # Read documents from the beginning of the source.
     num_tokens = _count_tokens(source, sample_tokenizer, seq_len)
@@ -210,15 +212,6 @@ def inspect_source(source: Source, document_tokenizer: DocumentTokenizer, seq_le
             record = source.record(index)
             if isinstance(record, BadRecord):
                 sample_tokenizer.encode(record)  # raises, unless the job skips bad records
-
-
-def _has_good_record(source: Source) -> bool:
-    """Return whether any of the first 64 records of a source can be read.
-
-    If none can, error messages do not propose to skip bad records, because all may be bad.
-    """
-    first_records = islice(source, _SAMPLE_DOCUMENTS)
-    return any(not isinstance(record, BadRecord) for record in first_records)
 
 
 def _count_tokens(source: Source, document_tokenizer: DocumentTokenizer, limit: int) -> int:

@@ -232,11 +232,15 @@ def _pack_window(
         segments += _cut(document, length)
     sequences = _place_segments(segments, length)
 
-    # Each window has a different key. Do not rename the fields in it, because a different key would
-    # change the data order of existing runs.
+    # Seed the shuffling with the position and the size of the window. Runs that were started with
+    # an earlier version must keep their data order, so the wording of the seed cannot change.
     num_tokens = sum(len(document.tokens) for document in window)
-    key = "rows Place(turn={}, window={}, index={}) {}".format(*window_start, num_tokens)
-    order = permuted(np.arange(len(sequences)), len(sequences), key)
+    seed = (
+        f"rows Place(turn={window_start.index_in_stream}, window={window_start.window_start}, "
+        f"index={window_start.index_in_window}) {num_tokens}"
+    )
+    num_sequences = len(sequences)
+    order = permuted(np.arange(num_sequences), num_sequences, seed)
     return [sequences[i] for i in order]
 
 

@@ -138,15 +138,17 @@ def _restore_streams(
         has_changed: Whether the source has changed. Each stream then continues at the beginning of
             the document or part (such as a file) that was being read.
     """
+    num_streams = len(saved)
     positions = []
     for stream, (index_in_stream, window_start, index_in_window, offset) in enumerate(saved):
         # Streams take turns: of 10 sequences, 4 streams have yielded 3, 3, 2 and 2.
-        num_read = math.ceil((num_sequences - stream) / len(saved))
-        document = DocumentPosition(index_in_stream, window_start, index_in_window)
-        if has_changed:  # continue at the beginning of the document or part
-            document = DocumentPosition(index_in_stream)
-            offset = 0
-        positions.append(StreamPosition(num_read, document, offset))
+        num_yielded = math.ceil((num_sequences - stream) / num_streams)
+        if has_changed:
+            position = StreamPosition(num_yielded, DocumentPosition(index_in_stream))
+        else:
+            document = DocumentPosition(index_in_stream, window_start, index_in_window)
+            position = StreamPosition(num_yielded, document, offset)
+        positions.append(position)
     return positions
 
 

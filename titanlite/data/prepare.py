@@ -187,36 +187,25 @@ def _read_shards(path: Path, header: dict[str, Any], tokenizer: Tokenizer) -> li
     """
     content = read_file(path, MAX_MANIFEST_BYTES)
     manifest = parse_json(path, content, RootModel[dict[str, Any]]).root
-    # An older version of titanlite may have stored another fingerprint of the same tokenizer.
-    if tokenizer.is_known_as(manifest.get("tokenizer", "")):
-        manifest["tokenizer"] = tokenizer.fingerprint
-    _check_header(path.parent, manifest, header)
 
-    # Validate the fields last, because `_check_header` has a better error for another format.
-    parse_json(path, content, Manifest, DAMAGED_MANIFEST)
-    return list(manifest["shards"])
-
-
-def _check_header(folder: Path, manifest: dict[str, Any], header: dict[str, Any]) -> None:
-    """Check that existing shards were made from the same source with the same settings.
-
-    Args:
-        folder: Folder of the shards, for the error message.
-        manifest: Content of the manifest in this folder.
-        header: Values that its fields must have, such as the fingerprint of the source.
-
-    Raises:
-        UserError: If `manifest` differs from `header`. The message lists the different fields.
-    """
+    # Check that the shards were made from the same source with the same tokenizer and settings.
     different_fields = []
     for key, value in header.items():
-        if manifest.get(key) != value:
+        if key == "tokenizer":
+            is_same = tokenizer.is_known_as(manifest.get(key, ""))
+        else:
+            is_same = manifest.get(key) == value
+        if not is_same:
             different_fields.append(f"another {key.replace('_', ' ')}")
     if different_fields:
         raise UserError(
-            f"{folder} contains shards made with {', '.join(different_fields)}. "
+            f"{path.parent} contains shards made with {', '.join(different_fields)}. "
             "Choose another --out, or remove the folder."
         )
+
+    # Validate all fields last, because the error above is better if the format differs.
+    parse_json(path, content, Manifest, DAMAGED_MANIFEST)
+    return list(manifest["shards"])
 
 
 def _divide(documents: Iterator[Record]) -> Iterator[list[Record]]:

@@ -219,13 +219,13 @@ class SequenceReader:
             if self._choose_worker(source, index_in_source) != shard.worker:
                 continue
 
+            # All ranks read all sequences of a source that ends, so that all of them find its end.
             belongs_to_rank = index_in_batch % shard.num_ranks == shard.rank
-            has_end = bool(self._data.specs[source].max_epochs)
-            if belongs_to_rank:
-                sequences.append(self.read(source, index_in_source, index_in_batch))
-            elif has_end:
-                # All ranks read all sequences of this source, so that all of them find its end.
-                self.read(source, index_in_source, index_in_batch)
+            has_end = self._data.specs[source].max_epochs > 0
+            if belongs_to_rank or has_end:
+                sequence = self.read(source, index_in_source, index_in_batch)
+                if belongs_to_rank:
+                    sequences.append(sequence)
         return sequences
 
     def _choose_worker(self, source: int, index_in_source: int) -> int:
@@ -279,11 +279,11 @@ class SequenceReader:
         data = self._data
         pack = best_fit if data.packing == "best_fit" else concat
         read_documents = partial(self._read_documents, source, stream)
+        length = data.seq_len + 1  # because labels are shifted by one
         start = data.positions[source][stream]
 
-        # Forget records that were skipped for an earlier reader.
-        data.documents.take_skipped()
-        for segments, next_position in pack(read_documents, data.seq_len + 1, start):
+        data.documents.skipped.clear()  # records that an earlier reader has skipped
+        for segments, next_position in pack(read_documents, length, start):
             yield PackedSequence(
                 tokens=self._join(segments),
                 segments=np.array([segment.origin for segment in segments], dtype=np.int64),
@@ -361,17 +361,18 @@ class SequenceReader:
             size = len(window)
             shuffle_key = f"{self._data.seed} position {part.position} window {window_start}"
             order = permuted(np.arange(size), size, shuffle_key).tolist()
-            positions = [
-                DocumentPosition(part.index_in_stream, window_start, i) for i in range(size)
-            ]
-            # After its last document, reading continues with the next window.
-            positions.append(DocumentPosition(part.index_in_stream, window_start + size))
-
             for i in range(first_index, size):
-                record = window[order[i]]
+                index_in_window = order[i]
+                record = window[index_in_window]
                 tokens = self._data.documents.encode(record, is_repeated=part.is_repeated)
-                index_in_part = window_start + order[i]
-                yield Document(positions[i], positions[i + 1], part.index, index_in_part, tokens)
+
+                position = DocumentPosition(part.index_in_stream, window_start, i)
+                next_position = position._replace(index_in_window=i + 1)
+                is_last = i + 1 == size
+                if is_last:  # continue with the next window
+                    next_position = DocumentPosition(part.index_in_stream, window_start + size)
+                index_in_part = window_start + index_in_window
+                yield Document(position, next_position, part.index, index_in_part, tokens)
             first_index = 0  # only the first window may begin in the middle
 
     def _read_windows(

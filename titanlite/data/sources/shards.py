@@ -164,7 +164,7 @@ class Shards(TokenSource):
         self._hashes: list[_IndexFile] = []  # opened only for a holdout
 
     def check(self, tokenizer: Tokenizer, holdout: float) -> None:
-        """Check that the shards were made with the tokenizer of the run, and support its holdout.
+        """Check that the run can read the shards, and open the files that its holdout needs.
 
         Args:
             tokenizer: Tokenizer of the run.
@@ -183,7 +183,8 @@ class Shards(TokenSource):
         if holdout == 0:
             return
 
-        if self._manifest.format == 1:  # without .hash files
+        has_hashes = self._manifest.format >= 2
+        if not has_hashes:
             raise UserError(
                 f"{self.name} was prepared by an older titanlite without the hashes that "
                 "validation.holdout needs. Prepare it again, or set a source in [validation]."
