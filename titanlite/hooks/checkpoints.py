@@ -95,7 +95,7 @@ class Checkpointer:
     def __init__(self, trainer: Trainer) -> None:
         """Store the trainer without reading any file. Call `load` before all other methods."""
         self._trainer = trainer
-        self._forced_save_step = -1  # step to save even if no rank requests a save, -1 if none
+        self._forced_save_step: int | None = None  # step to save even if no rank requests a save
         self._resources = ExitStack()
         self._mirror: Mirror | None = None
 
@@ -195,8 +195,7 @@ class Checkpointer:
             state = self._resumer.load_before(step)
         if state is None:
             return None
-        # Compute the FP8 scales of the restored weights. `evaluation_mode` does so only with a
-        # schedule-free optimizer.
+        # The FP8 scales in memory belong to the previous weights.
         self._trainer.train_step.precompute_scales()
         self._forced_save_step = step
         return state["step"]

@@ -137,11 +137,12 @@ class NonFiniteGuard(Hook):
             if is_skipped:
                 skipped_steps.append(self._inspect(step, result))
 
-        # All ranks skip the same steps, but only some ranks see the cause. So exchange their views.
+        # All ranks skip the same steps, but a non-finite loss or gradient may be on one rank only.
+        # So gather what each rank has seen.
         if skipped_steps:
             steps_by_rank = gathered(skipped_steps, self._trainer.mesh.world_group)
-            for views_of_step in zip(*steps_by_rank, strict=True):
-                self._unreported.append(self._describe(views_of_step))
+            for step_on_ranks in zip(*steps_by_rank, strict=True):
+                self._unreported.append(self._describe(step_on_ranks))
 
     def _count(self, is_skipped: bool) -> None:
         """Count the skipped steps: all of them, the current streak, and the longest streak.
@@ -293,10 +294,10 @@ class SpikeGuard(Hook):
         self._num_roll_backs = 0
         self._needs_roll_back = False
 
-        # Step and tensor of each recent step. To avoid a host sync, the tensors stay on the GPU
-        # until the next logged step or save, with "roll_back" also until a validation.
-        self._uncompared: list[tuple[int, Tensor]] = []  # loss, gradient norm and skip flag
-        self._compared: list[tuple[int, Tensor]] = []  # results of `_compare`, only with "skip"
+        # Number and tensor of each recent step: the result of `_compare` with "skip", and otherwise
+        # loss, gradient norm and skip flag. To avoid a host sync in each step, the tensors stay on
+        # the GPU until the next logged step or save, with "roll_back" also until a validation.
+        self._unread: list[tuple[int, Tensor]] = []
 
         # Loss and gradient norm of step s are in column s % spike_history. NaN: no value yet.
         size = self._config.spike_history
@@ -343,14 +344,14 @@ class SpikeGuard(Hook):
         """
         values = torch.stack([sums.loss, sums.grad_norm.double()])
         if not self._should_skip:
-            self._uncompared.append((step, torch.stack([*values, skip.double()])))
+            self._unread.append((step, torch.stack([*values, skip.double()])))
             return
 
         comparison = self._compare(values, skip)
         is_spike = comparison[0]
         skip.copy_(torch.maximum(skip, is_spike.max()))
         self._add_to_history(step, values, skip)
-        self._compared.append((step, comparison))
+        self._unread.append((step, comparison))
 
     def _compare(self, values: Tensor, skip: Tensor) -> Tensor:
         """Compare the loss and the gradient norm of a step with the history.
@@ -431,16 +432,20 @@ class SpikeGuard(Hook):
 
         This waits for the GPU, so call it only at logged steps, saves and validations.
         """
-        # Steps that the GPU has already compared with the history (on_spike = "skip").
-        for step, comparison in _move_to_cpu(self._compared):
-            self._report_spike(step, comparison)
+        if not self._unread:
+            return
+        steps, on_gpu = zip(*self._unread, strict=True)
+        self._unread = []
+        on_cpu = torch.stack(on_gpu).cpu()  # one host sync for all steps
 
-        # Steps to compare now, on the CPU.
-        for step, loss_norm_and_skip in _move_to_cpu(self._uncompared):
-            values = loss_norm_and_skip[:2]
-            skip = loss_norm_and_skip[2]
-            comparison = self._compare(values, skip)
-            self._add_to_history(step, values, skip)
+        for step, tensor in zip(steps, on_cpu, strict=True):
+            if self._should_skip:
+                comparison = tensor  # computed by the GPU
+            else:
+                loss, grad_norm, skip = tensor
+                values = torch.stack([loss, grad_norm])
+                comparison = self._compare(values, skip)
+                self._add_to_history(step, values, skip)
             self._report_spike(step, comparison)
 
     def _report_spike(self, step: int, comparison: Tensor) -> None:
@@ -505,18 +510,6 @@ class SpikeGuard(Hook):
                 "The step was not saved. "
                 "Before you restart, lower optimizer.lr or training.max_norm."
             )
-
-
-def _move_to_cpu(tensors: list[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
-    """Copy the tensors of several steps to the CPU with one host sync, and clear the list.
-
-    Return the steps with the copies.
-    """
-    if not tensors:
-        return []
-    steps, on_gpu = zip(*tensors, strict=True)
-    tensors.clear()
-    return list(zip(steps, torch.stack(on_gpu).cpu(), strict=True))
 
 
 def _row_medians(values: Tensor) -> Tensor:

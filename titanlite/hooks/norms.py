@@ -44,12 +44,14 @@ class Norms(Hook):
 
         # Number the parameters of the whole model, because pipeline stages hold different ones.
         names = list(parameter_shapes(trainer.run.arch))
+        index_of_name = {name: index for index, name in enumerate(names)}
         self._groups = _group_by_name(names)
         self._index_of: dict[nn.Parameter, int] = {}
         for name, parameter in trainer.model.named_parameters():
-            self._index_of[parameter] = names.index(name)
+            self._index_of[parameter] = index_of_name[name]
 
-        # One row each for gradients, updates and weights, one column per parameter.
+        # Sums of squares of the gradient, the update and the weights (rows) of each parameter
+        # (columns) on this rank. `numbers` adds them up over the ranks to compute norms.
         device = local_shard(next(trainer.model.parameters())).device
         self._squares = torch.zeros(3, len(names), dtype=torch.float64, device=device)
 
@@ -92,30 +94,23 @@ class Norms(Hook):
             - "update_ratios": Norm of the update divided by the norm of the weights, for each
               group. Missing if the step was skipped, because there was no update.
         """
-        gradients, updates, weights = self._sum_over_ranks()
-        numbers: dict[str, Any] = {}
+        squares = self._squares
+        self._squares = torch.zeros_like(squares)  # for the next logged step
+        dist.all_reduce(squares)
+        gradient_squares, update_squares, weight_squares = squares.tolist()
+
+        metrics: dict[str, Any] = {}
         if self._has_gradients:
-            numbers["grad_norms"] = self._group_norms(gradients)
-            numbers["distributions"] = {"grad_norms": self._block_norms(gradients)}
+            metrics["grad_norms"] = self._group_norms(gradient_squares)
+            metrics["distributions"] = {"grad_norms": self._block_norms(gradient_squares)}
         if self._has_updates and not self._skip:
-            weight_norms = self._group_norms(weights)
-            numbers["update_ratios"] = {
-                group: norm / max(weight_norms[group], MIN_NORM)
-                for group, norm in self._group_norms(updates).items()
-            }
-        return numbers
-
-    def _sum_over_ranks(self) -> list[list[float]]:
-        """Add up the sums of squares of all ranks, and reset the local sums to zero.
-
-        Returns:
-            Three lists with one number per parameter of the model: sums of squares of the gradient,
-            of the update, and of the weights.
-        """
-        total = self._squares
-        self._squares = torch.zeros_like(total)
-        dist.all_reduce(total)
-        return total.tolist()
+            update_norms = self._group_norms(update_squares)
+            weight_norms = self._group_norms(weight_squares)
+            ratios = {}
+            for group, update_norm in update_norms.items():
+                ratios[group] = update_norm / max(weight_norms[group], MIN_NORM)
+            metrics["update_ratios"] = ratios
+        return metrics
 
     def _adam_update(self, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
         """Recompute the update of the last Adam step for this rank's shard of a parameter.

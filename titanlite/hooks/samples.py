@@ -9,6 +9,7 @@ forward pass over the whole text.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, cast
@@ -154,16 +155,15 @@ def use_logits(
         use: Called with the index of a microbatch, and for n of its tokens: their rows in the
             microbatch (n,), labels (n,), and logits (n, V) in fp32.
     """
-    indices = iter(range(len(microbatches)))
+    # The model passes the hidden states and the output matrix of each microbatch, in order, to the
+    # loss function of an evaluation. So compute the logits there, and return a loss of 0.
+    microbatch_indices = itertools.count()
 
     def pass_logits(hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
-        """Pass the logits of the next microbatch to `use`.
-
-        `evaluate` calls this as its loss function, once per microbatch in order. The loss is 0.
-        """
         no_loss = torch.zeros_like(scale)
-        index = next(indices, None)
-        if index is None:  # an empty microbatch that a pipeline schedule has added
+        index = next(microbatch_indices)
+        is_padding = index >= len(microbatches)  # appended by a pipeline schedule
+        if is_padding:
             return no_loss
 
         # With tensor parallelism, gather the hidden states of all tokens.
