@@ -295,13 +295,16 @@ class Trainer:
         exchange.send(Request(stop=self.stop_signal, data_fails=data_error is not None))
         end = self._find_end(exchange.receive())
 
-        # Requests for actions after step n are sent with step n on a CPU (delay 0), but with step
-        # n - 1 on a GPU (delay 1), because it takes a step until they are received.
+        # On a GPU, a request is received one step after it was sent. So send the request for each
+        # step one step early, and the one for the first step before the loop.
+        request_step = self.steps_done + 1
         if exchange.delay > 0:
-            exchange.send(self._collect_request(self.steps_done + 1))
+            exchange.send(self._collect_request(request_step))
+            request_step += 1
 
         while end is None:
-            rank_request = self._collect_request(self.steps_done + 1 + exchange.delay)
+            rank_request = self._collect_request(request_step)
+            request_step += 1
             is_empty = rank_request == Request()
             self.step(has_request=not is_empty)
             # The step has counted the ranks with a request. If no rank has one, nothing is sent.
@@ -560,14 +563,15 @@ class Trainer:
     def _collect_request(self, step: int) -> Request:
         """Collect the actions that this rank requests to take after `step`.
 
-        Call this once for each step, because it consumes a received SIGUSR2 (save). On a GPU,
-        requests are sent one step early, so `step` may be the step after the next one.
+        Call this before `step`, and once for each step, because it consumes a received SIGUSR2
+        (save).
         """
         if step > self.job.training.steps:
             return Request()
 
-        # Read ahead all data up to `step` + 1. If this fails, all ranks must stop after `step`.
-        num_steps_to_read = (step + 1) - self.steps_done
+        # If a rank cannot read the data of the step after `step`, all ranks must stop after `step`.
+        following_step = step + 1
+        num_steps_to_read = following_step - self.steps_done
         data_error = self._wait_for_data(num_steps_to_read)
 
         # Request what the job schedules.
