@@ -68,34 +68,34 @@ class Mixture:
     def _choose_source(self) -> int:
         """Return the index of the source for the next sequence, by Tijdeman's algorithm.
 
-        The lag of a source is the number of sequences that its weight entitles it to so far,
-        including the next one, minus the number that it has got. With m = 2n - 2 for n sources:
+        The lag of a source is its exact share of the sequences so far, including the next one,
+        minus the number of sequences that it has got. With m = 2n - 2 for n sources:
 
         1. Candidates are the sources with a lag of at least 1/m.
         2. The candidate whose lag would be the first to reach 1 - 1/m gets the next sequence.
 
-        For example, weights of 3 and 1 give the sources 0, 0, 1, 0, and so on.
+        For example, weights of 3 and 1 give the sources 0, 0, 1, 0. Before the third sequence, the
+        lags are 3 * 3/4 - 2 = 0.25 and 3 * 1/4 - 0 = 0.75, so only source 1 is a candidate (m = 2).
         """
-        # All lags are multiplied by `scale`, so that they are exact integers.
         m = 2 * len(self.counts) - 2
-        scale = m * sum(self.weights)
-        min_lag = scale // m  # 1/m
-        max_lag = scale - min_lag  # 1 - 1/m
-
+        total_weight = sum(self.weights)
         num_sequences = sum(self.stage_counts) + 1  # including the next one
-        lags = []
-        for weight, count in zip(self.weights, self.stage_counts, strict=True):
-            # The lag is num_sequences * weight / sum(weights) - count.
-            lags.append(num_sequences * weight * m - count * scale)
-        candidates = [source for source, lag in enumerate(lags) if lag >= min_lag]
+
+        # The lag is num_sequences * weight / total_weight - count. Compare it with 1/m after both are
+        # multiplied by m * total_weight, so that nothing is rounded.
+        candidates = []
+        for source, (weight, count) in enumerate(zip(self.weights, self.stage_counts, strict=True)):
+            if m * (num_sequences * weight - count * total_weight) >= total_weight:
+                candidates.append(source)
         common_multiple = math.lcm(*(self.weights[source] for source in candidates))
 
-        def time_until_max_lag(source: int) -> int:
-            # With each sequence, a lag grows by m * weight, so the time is proportional to
-            # (max_lag - lag) / weight. A division would round, so multiply by a common multiple.
-            return (max_lag - lags[source]) * (common_multiple // self.weights[source])
+        def deadline(source: int) -> int:
+            # The lag reaches 1 - 1/m after (count + 1 - 1/m) * total_weight / weight sequences.
+            # Return this as an integer, multiplied by a factor that all candidates share.
+            count = self.stage_counts[source]
+            return (m * (count + 1) - 1) * (common_multiple // self.weights[source])
 
-        return min(candidates, key=time_until_max_lag)
+        return min(candidates, key=deadline)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the progress of the mixture as JSON values, to save in a checkpoint.
