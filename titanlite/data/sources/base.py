@@ -341,16 +341,20 @@ class Sequential(Source):
             UserError: If the part is damaged or has changed.
         """
         file, part_in_file = self.parts[part]
-        # If it is unknown which file contains the part, check all files of the source.
-        files = self.files if file is None else [file]
-        last_location = f"the beginning of {self.name if file is None else file.path}"
+        if file is None:  # the part can be in any file of the source
+            files = self.files
+            last_location = f"the beginning of {self.name}"
+        else:
+            files = [file]
+            last_location = f"the beginning of {file.path}"
+
         try:
-            for i, (location, raw) in enumerate(self.raw(file, part_in_file)):
+            for index, (location, raw) in enumerate(self.raw(file, part_in_file)):
                 last_location = location
-                record = None
-                if i >= start:
-                    record = parse_record(raw, self.column, location, self.mask_column)
-                yield record
+                if index < start:
+                    yield None
+                else:
+                    yield parse_record(raw, self.column, location, self.mask_column)
         except Exception as error:  # each library has its own exception types
             _check_all(files)  # a file that has changed is the more likely cause
             raise UserError(
