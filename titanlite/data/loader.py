@@ -318,7 +318,7 @@ class Loader:
         Returns:
             The report of each data-parallel rank.
         """
-        local_report = _RankReport(
+        report = _RankReport(
             self._num_valid_tokens,
             self._num_tokens,
             self._num_skipped,
@@ -327,18 +327,20 @@ class Loader:
         )
         self._unreported_skips = self._unreported_skips[MAX_REPORTED:]  # left for the next call
         self._new_positions = {}
-        reports = [local_report]
-        if self._dp_group is not None:
-            reports = gathered(local_report, self._dp_group)
+        reports = self._gather(report)
 
-        for report in reports:
-            for (source, stream), position in report.new_positions.items():
+        for rank_report in reports:
+            for (source, stream), position in rank_report.new_positions.items():
                 # Several ranks may have read the stream. The largest position is the newest.
                 known_positions = self._data.positions[source]
                 known_positions[stream] = max(position, known_positions[stream])
             if self._dp_rank == 0:
-                log_skipped_records(report.skip_reasons)
+                log_skipped_records(rank_report.skip_reasons)
         return reports
+
+    def _gather(self, report: _RankReport) -> list[_RankReport]:
+        """Return the report of each rank of the data-parallel group, in the order of the ranks."""
+        return [report] if self._dp_group is None else gathered(report, self._dp_group)
 
 
 class _RankReport(NamedTuple):

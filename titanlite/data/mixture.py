@@ -81,8 +81,8 @@ class Mixture:
         total_weight = sum(self.weights)
         num_sequences = sum(self.stage_counts) + 1  # including the next one
 
-        # The lag is num_sequences * weight / total_weight - count. Compare it with 1/m after both are
-        # multiplied by m * total_weight, so that nothing is rounded.
+        # The lag is num_sequences * weight / total_weight - count. Multiply it and 1/m by
+        # m * total_weight to compare integers, so that nothing is rounded.
         candidates = []
         for source, (weight, count) in enumerate(zip(self.weights, self.stage_counts, strict=True)):
             if m * (num_sequences * weight - count * total_weight) >= total_weight:
