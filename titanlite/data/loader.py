@@ -338,9 +338,9 @@ class Loader:
                 log_skipped_records(rank_report.skip_reasons)
         return reports
 
-    def _gather(self, report: _RankReport) -> list[_RankReport]:
-        """Return the report of each rank of the data-parallel group, in the order of the ranks."""
-        return [report] if self._dp_group is None else gathered(report, self._dp_group)
+    def _gather(self, value: _RankReport) -> list[_RankReport]:
+        """Return the `value` of each rank of the data-parallel group, in the order of the ranks."""
+        return [value] if self._dp_group is None else gathered(value, self._dp_group)
 
 
 class _RankReport(NamedTuple):
