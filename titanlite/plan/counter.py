@@ -136,17 +136,14 @@ class Work(NamedTuple):
     bytes: int = 0
 
     @property
-    def key(self) -> tuple[Any, ...]:
-        """Return the attributes that identify the kind of work.
-
-        Work with equal keys is added up.
-        """
-        return self[:5]
+    def kind(self) -> Work:
+        """Return this work without its amounts. Work of an equal kind is added up."""
+        return self._replace(count=0, flops=0, bytes=0)
 
     @property
     def amounts(self) -> tuple[int, int, int]:
         """Return the number of calls, their FLOPs and their bytes."""
-        return self[5:]
+        return self.count, self.flops, self.bytes
 
 
 class Allocation(NamedTuple):
@@ -209,7 +206,12 @@ class Counter(TorchDispatchMode):
         self._stream_indices = {torch.cpu.current_stream(): 0}
         self._is_inferring_shapes = False
         self._pending_sum: _GradientSum | None = None
-        self.begin()
+        self.location = START
+        self.log: list[LogEntry] = []
+        self.forward_starts: list[int] = []
+        self._action_log: list[LogEntry] = []  # entries of the current pipeline action
+        # Name of a pipeline action -> entries of the latest action with this name.
+        self._action_logs: dict[Any, list[LogEntry]] = {}
 
     def begin(self) -> None:
         """Clear the log, so that it describes a new training step.
@@ -218,17 +220,17 @@ class Counter(TorchDispatchMode):
         exists now.
         """
         self.location = START
-        self.log: list[LogEntry] = [
-            (START, Allocation(number, self._sizes[number])) for number, _ in self._living.values()
-        ]
-        self.forward_starts: list[int] = []
-        # Name of a pipeline action -> log entries of the latest action with this name.
-        self._recorded_actions: dict[Any, list[LogEntry]] = {}
-        self._current_action: Any = None  # name of the running action
-        # Log entries of the current action from before an inner action interrupted it. Its other
-        # entries are at the end of the log, from this index.
-        self._entries_before_inner_action: list[LogEntry] = []
-        self._action_start = 0
+        self.log.clear()
+        self.forward_starts.clear()
+        self._action_log = []
+        self._action_logs.clear()
+        for number, _ in self._living.values():
+            self._append(Allocation(number, self._sizes[number]))
+
+    def _append(self, entry: Work | Allocation) -> None:
+        """Append an entry to the log of the step and to the log of the current pipeline action."""
+        self.log.append((self.location, entry))
+        self._action_log.append((self.location, entry))
 
     def mark(
         self, tensors: Iterable[Any], kind: str, replaceable: Iterable[str] = ALL_KINDS
@@ -258,25 +260,12 @@ class Counter(TorchDispatchMode):
             is_skipped: Whether the action will not run. If so, copy the log entries of the latest
                 action with this name.
         """
-        self._record_current_action()
         self.location = location
+        self._action_log = []  # a new list, because `_action_logs` keeps the previous one
         if is_skipped:
-            self._current_action = None
-            self.log += self._recorded_actions.get(name, ())
+            self.log += self._action_logs.get(name, ())
         else:
-            self._current_action = name
-            self._entries_before_inner_action = []
-            self._action_start = len(self.log)
-
-    def _record_current_action(self) -> None:
-        """Store the log entries of the current pipeline action under its name.
-
-        `start_action` copies them for later microbatches that do not run. Without a current action,
-        do nothing.
-        """
-        if self._current_action is not None:
-            entries = self._entries_before_inner_action + self.log[self._action_start :]
-            self._recorded_actions[self._current_action] = entries
+            self._action_logs[name] = self._action_log
 
     @contextmanager
     def inner_action(self, name: Any, is_skipped: bool) -> Iterator[None]:
@@ -289,19 +278,16 @@ class Counter(TorchDispatchMode):
             is_skipped: Whether the action will not run. If so, copy the log entries of the latest
                 action with this name.
         """
-        self._entries_before_inner_action += self.log[self._action_start :]
-        inner_start = len(self.log)
-        if is_skipped:
-            self.log += self._recorded_actions.get(name, ())
-        yield
-        if not is_skipped:
-            self._recorded_actions[name] = self.log[inner_start:]
-        self._action_start = len(self.log)  # the current action continues here
+        outer_log = self._action_log
+        self.start_action(name, self.location, is_skipped)
+        try:
+            yield
+        finally:
+            self._action_log = outer_log
 
     def add_generated_kernel(self, num_bytes: int) -> None:
         """Count one compiler-generated kernel that reads and writes `num_bytes` bytes in total."""
-        work = Work(self.location.phase, GENERATED, bytes=num_bytes)
-        self.log.append((self.location, work))
+        self._append(Work(self.location.phase, GENERATED, bytes=num_bytes))
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -364,35 +350,25 @@ class Counter(TorchDispatchMode):
         if func is GET_DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # a shortcut for more than half of all calls
         if func is GET_SCALAR and isinstance(args[0], FakeTensor) and args[0].constant is None:
-            # The value is unknown. It may be the flag that skips the optimizer step. With 0, the
-            # optimizer step runs, and is counted.
+            # The tensor has no value. It may be the flag that skips the optimizer step. 0 means that
+            # the optimizer step runs, so that it is counted.
             return 0
 
         kwargs = kwargs or {}
         signature = _signature(func)
         if signature.is_view:
-            result = self._run_decomposition(func, args, kwargs)
-            if result is not NotImplemented:  # it has a decomposition, as `reshape` does
+            # Within a tensor subclass, `reshape` arrives as one operator that returns a view or a
+            # copy. Run it as several operators, and count each of them.
+            with self:  # torch disables a mode while its `__torch_dispatch__` runs
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:  # the operator has a decomposition
                 return result
 
-        # If a sum of two gradients is pending, the first one is still in use, so the sum cannot
-        # reuse its memory.
         self._allocate_pending_sum()
         result = func(*args, **kwargs)
         if signature.is_counted and not self._is_inferring_shapes:
             self._count(func, signature, args, kwargs, result)
         return result
-
-    def _run_decomposition(
-        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:
-        """Run an operator such as `reshape` as several operators, and count each of them.
-
-        Within a tensor subclass, `to`, `contiguous` and `reshape` arrive as one operator that
-        returns a view or a copy. For operators without a decomposition, return NotImplemented.
-        """
-        with self:  # torch disables a mode while its __torch_dispatch__ runs, so enable it again
-            return func.decompose(*args, **kwargs)
 
     def _count(
         self, func: Any, signature: _Signature, args: Any, kwargs: Mapping[str, Any], result: Any
@@ -405,8 +381,18 @@ class Counter(TorchDispatchMode):
         for kind, argument in ARGUMENT_KINDS.get(signature.name, ()):
             value = kwargs[argument] if isinstance(argument, str) else args[argument]
             self.mark(_find_tensors(value), kind, DEFAULT_KINDS)
-        if not signature.name.startswith(NO_KERNEL):
-            self.log.append((self.location, self._describe_work(signature, args, kwargs, result)))
+        if signature.name.startswith(NO_KERNEL):
+            return
+
+        phase = self.location.phase
+        collective = _collective_name(signature.name)
+        if collective is None:
+            self._append(_describe_kernel(phase, signature, args, kwargs, result))
+        else:
+            # The largest tensor is the full one. The others may be shards of it.
+            num_bytes = max(bytes_of(value) for value in (*args, result))
+            group = self._find_group(args)
+            self._append(Work(phase, collective, group=group, bytes=num_bytes))
 
     def _count_allocations(self, func: Any, args: Any, result: Any) -> None:
         """Log the allocation of each new tensor in the result of an operator.
@@ -430,34 +416,6 @@ class Counter(TorchDispatchMode):
         pass runs with gradients enabled.
         """
         return self.location.phase == "backward" and not torch.is_grad_enabled()
-
-    def _describe_work(
-        self, signature: _Signature, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
-    ) -> Work:
-        """Return the work of one operator call: its dtype, shape, FLOPs and bytes."""
-        phase = self.location.phase
-        collective = _collective_name(signature.name)
-        if collective is not None:
-            # The largest tensor is the full one. The others may be shards of it.
-            num_bytes = max(bytes_of(value) for value in (*args, result))
-            return Work(phase, collective, group=self._find_group(args), bytes=num_bytes)
-
-        op = signature.name.removeprefix("aten::")
-        inputs = _find_tensors(args)
-        if op in MATMULS_WITH_SUMMAND:
-            _summand, *inputs = inputs  # the summand may have another dtype than the factors
-        if op in VARLEN_OPS:
-            shape, flops = _count_varlen_flops(signature, args)
-        else:
-            shape, flops = _count_flops(op, inputs, window=_flex_window(op, kwargs))
-        return Work(
-            phase,
-            op=signature.name.replace("::", "."),
-            dtype=_describe_dtype(inputs),
-            shape=shape,
-            flops=flops,
-            bytes=_count_traffic(signature, args, kwargs, result),
-        )
 
     def _find_group(self, args: Sequence[Any]) -> Group | None:
         """Find the process group of a collective in the arguments of its operator.
@@ -518,7 +476,8 @@ class Counter(TorchDispatchMode):
     def _allocate_pending_sum(self) -> None:
         """Log new memory for the pending sum of two gradients, if there is one.
 
-        Call this once the sum can no longer reuse the memory of the first gradient.
+        This is called before the next operator. At this point the first gradient is still in use,
+        so the sum cannot reuse its memory.
         """
         if self._pending_sum is not None:
             result = self._pending_sum.result
@@ -534,7 +493,7 @@ class Counter(TorchDispatchMode):
         """
         change = size - self._sizes[number]
         if change:
-            self.log.append((self.location, Allocation(number, change)))
+            self._append(Allocation(number, change))
             self._sizes[number] = size
 
 
@@ -624,6 +583,35 @@ def _collective_name(operator: str) -> str | None:
     return None
 
 
+def _describe_kernel(
+    phase: str,
+    signature: _Signature,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    result: Any,
+) -> Work:
+    """Return the work of one operator call: its dtype, shape, FLOPs and bytes."""
+    shape, flops = _count_flops(signature, args, kwargs)
+    return Work(
+        phase,
+        op=signature.name.replace("::", "."),
+        dtype=_describe_dtype(_find_inputs(signature, args)),
+        shape=shape,
+        flops=flops,
+        bytes=_count_traffic(signature, args, kwargs, result),
+    )
+
+
+def _find_inputs(signature: _Signature, args: Sequence[Any]) -> list[Tensor]:
+    """List the tensor arguments of an operator, but without the summand of a matmul.
+
+    For example, the inputs of addmm(summand, a, b) are `a` and `b`.
+    """
+    inputs = _find_tensors(args)
+    op = signature.name.removeprefix("aten::")
+    return inputs[1:] if op in MATMULS_WITH_SUMMAND else inputs
+
+
 def _describe_dtype(inputs: Sequence[Tensor]) -> str:
     """Return the dtype of the first floating-point input, or else of the first input.
 
@@ -646,32 +634,33 @@ def _count_traffic(
     return num_bytes
 
 
-def _count_flops(op: str, inputs: Sequence[Tensor], window: int) -> tuple[tuple[int, ...], int]:
+def _count_flops(
+    signature: _Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[int, ...], int]:
     """Return the shape and the FLOPs of a matmul or an attention operator.
 
     The shape is (m, k, n) or (batch, heads, queries, keys, head_dim). Other operators have the
     shape () and 0 FLOPs.
-
-    Args:
-        op: Operator without "aten::", such as "mm".
-        inputs: Tensor arguments, starting with the factors of a matmul.
-        window: Sliding window of flex attention in tokens, or 0.
     """
+    op = signature.name.removeprefix("aten::")
     if op in MATMULS:
-        a, b = inputs[:2]
+        a, b, *_ = _find_inputs(signature, args)
         *outer, inner = a.shape
         shape = (math.prod(outer), inner, b.shape[-1])
         return shape, 2 * math.prod(shape)
 
     if "_scaled_dot_product" in op:
+        tensors = _find_tensors(args)
         if "backward" in op:
-            _grad_output, query, key, *_ = inputs
+            _grad_output, query, key, *_ = tensors
         else:
-            query, key, *_ = inputs
+            query, key, *_ = tensors
         batch, heads, num_queries, head_dim = query.shape
         shape = (batch, heads, num_queries, key.shape[2], head_dim)
-        return shape, _attention_flops(op, shape, window)
+        return shape, _attention_flops(op, shape, _flex_window(op, kwargs))
 
+    if op in VARLEN_OPS:
+        return _count_varlen_flops(signature, args)
     return (), 0
 
 

@@ -31,6 +31,7 @@ from titanlite.plan.allocator import NEVER_FREED, CachingAllocator
 from titanlite.plan.counter import (
     ALL_KINDS,
     DEFAULT_KINDS,
+    KINDS,
     MATMULS,
     OFFLOADED,
     START,
@@ -38,6 +39,7 @@ from titanlite.plan.counter import (
     Counter,
     Group,
     Location,
+    LogEntry,
     Work,
 )
 from titanlite.plan.override import override
@@ -68,17 +70,18 @@ class StepCounts(NamedTuple):
     """Memory and work of one training step on one rank.
 
     Attributes:
-        peaks: Location in the step -> bytes of each of `ALL_KINDS` when GPU memory is at its peak
-            there. The value of `OFFLOADED` is its maximum over the step.
+        peaks: Location in the step -> bytes of each of `KINDS` when GPU memory peaks there.
+        offloaded_peak: Peak bytes of CPU memory that CPU offload uses.
         stream_peaks: (CUDA stream, location) -> peak bytes of GPU memory allocated in the stream.
-        work: Kind of work (`Work.key`) -> number of calls, FLOPs and bytes.
+        work: Kind of work (`Work.kind`) -> number of calls, FLOPs and bytes.
         reserved: Bytes that the caching allocator of a GPU reserves for the blocks that ran. 0 with
             pipeline parallelism.
     """
 
     peaks: dict[Location, np.ndarray]
+    offloaded_peak: int
     stream_peaks: dict[tuple[int, Location], int]
-    work: dict[tuple[Any, ...], np.ndarray]
+    work: dict[Work, np.ndarray]
     reserved: int
 
 
@@ -107,14 +110,24 @@ def count_step(
     with counter.watching():
         _run_steps(counter, allocator, run, sharded, train_step, skipped)
 
-    # The log of a pipeline has copied entries for skipped microbatches; other logs have no entries.
-    num_unlogged = 0 if run.degrees.pipeline > 1 else len(skipped)
-    work = _add_up_work(counter, num_unlogged)
-    peaks = _find_peaks(counter)
+    work = _add_up_work(counter.log)
+    if skipped and run.degrees.pipeline == 1:
+        # Microbatches 0, 1 and the last one ran. The skipped ones do the same work as microbatch 1.
+        # With a pipeline, the log already has entries for them; see `Counter.start_action`.
+        _, start, end = counter.forward_starts
+        for kind, amounts in _add_up_work(counter.log[start:end]).items():
+            work[kind] += len(skipped) * amounts
+
     stream_peaks = _find_stream_peaks(counter)
     if run.job.training.enable_cpu_offload:
         _add_gradient_on_gpu(train_step, stream_peaks, allocator)
-    return StepCounts(peaks, stream_peaks, work, allocator.reserved)
+    return StepCounts(
+        peaks=_find_peaks(counter),
+        offloaded_peak=_find_offloaded_peak(counter),
+        stream_peaks=stream_peaks,
+        work=work,
+        reserved=allocator.reserved,
+    )
 
 
 def _add_gradient_on_gpu(
@@ -240,59 +253,48 @@ def _describe_groups(mesh: Mesh) -> dict[str, Group]:
     return descriptions
 
 
-def _add_up_work(counter: Counter, num_unlogged: int) -> dict[tuple[Any, ...], np.ndarray]:
-    """Add up the work of a step by kind of work.
-
-    Microbatches that are not in the log do the same work as the second one. The first and the last
-    one can differ. For example, the first one does not add its gradients to earlier ones.
-
-    Args:
-        counter: Counter with the log of the step.
-        num_unlogged: Number of skipped microbatches that are not in the log.
+def _add_up_work(log: Iterable[LogEntry]) -> dict[Work, np.ndarray]:
+    """Add up the work in a part of the log of a step.
 
     Returns:
-        Kind of work (`Work.key`) -> number of calls, FLOPs and bytes.
+        Kind of work (`Work.kind`) -> number of calls, FLOPs and bytes.
     """
-    second_microbatch = range(0)  # its indices in the log
-    if num_unlogged:
-        _, second_start, third_start, *_ = counter.forward_starts
-        second_microbatch = range(second_start, third_start)
-
-    totals: dict[tuple[Any, ...], np.ndarray] = {}
-    for i, (_, entry) in enumerate(counter.log):
+    totals: dict[Work, np.ndarray] = {}
+    for _location, entry in log:
         if isinstance(entry, Work):
-            num_repeats = 1 + num_unlogged if i in second_microbatch else 1
-            amounts = num_repeats * np.array(entry.amounts)
-            totals[entry.key] = totals.get(entry.key, 0) + amounts
+            totals[entry.kind] = totals.get(entry.kind, 0) + np.array(entry.amounts)
     return totals
 
 
 def _find_peaks(counter: Counter) -> dict[Location, np.ndarray]:
-    """Find the peak memory at each location of a step, such as the forward pass of the blocks.
+    """Find the peak of the GPU memory at each location, such as the forward pass of the blocks.
 
     Returns:
-        Location -> bytes of each of `ALL_KINDS` when GPU memory is at its peak there. The value of
-        `OFFLOADED`, which is CPU memory, is its maximum over the step.
+        Location -> bytes of each of `KINDS` when GPU memory is at its peak there.
     """
     allocated = dict.fromkeys(ALL_KINDS, 0)
     gpu_peaks = defaultdict[Location, int](int)
     peaks: dict[Location, np.ndarray] = {}
-    offloaded_peak = 0
     for location, entry in counter.log:
-        if isinstance(entry, Work):
-            continue
-
-        kind = counter.kinds[entry.storage]
-        allocated[kind] += entry.change
-        offloaded_peak = max(offloaded_peak, allocated[OFFLOADED])
-        on_gpu = sum(allocated.values()) - allocated[OFFLOADED]
-        if entry.change > 0 and on_gpu > gpu_peaks[location]:  # a peak follows an allocation
-            gpu_peaks[location] = on_gpu
-            peaks[location] = np.array([allocated[name] for name in ALL_KINDS])
-
-    for sizes in peaks.values():
-        sizes[ALL_KINDS.index(OFFLOADED)] = offloaded_peak
+        if isinstance(entry, Allocation):
+            allocated[counter.kinds[entry.storage]] += entry.change
+            sizes = [allocated[kind] for kind in KINDS]
+            on_gpu = sum(sizes)
+            if entry.change > 0 and on_gpu > gpu_peaks[location]:  # a peak follows an allocation
+                gpu_peaks[location] = on_gpu
+                peaks[location] = np.array(sizes)
     return peaks
+
+
+def _find_offloaded_peak(counter: Counter) -> int:
+    """Return the peak bytes of CPU memory that CPU offload uses in a step."""
+    peak = 0
+    allocated = 0
+    for _location, entry in counter.log:
+        if isinstance(entry, Allocation) and counter.kinds[entry.storage] == OFFLOADED:
+            allocated += entry.change
+            peak = max(peak, allocated)
+    return peak
 
 
 def _find_stream_peaks(counter: Counter) -> dict[tuple[int, Location], int]:

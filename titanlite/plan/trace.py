@@ -25,7 +25,7 @@ from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model
 from titanlite.plan.allocator import CUBLAS_WORKSPACES
 from titanlite.plan.compiled import compiling
-from titanlite.plan.counter import ALL_KINDS, KINDS, OFFLOADED, Location, Work
+from titanlite.plan.counter import KINDS, Location, Work
 from titanlite.plan.simulate import simulate_gpu, simulate_mxfp8, simulate_ranks
 from titanlite.plan.step_counts import DEVICE, StepCounts, count_step
 from titanlite.train.step import TrainStep
@@ -89,7 +89,9 @@ def trace_run(
     on_gpu = gpu is not None and not gpu.cpu
     run = run.resolve_compute_dtype(on_gpu).resolve_attention_backend(on_gpu)
     float8_config = run.job.float8
-    needs_mxfp8 = float8_config.enable and float8_config.recipe_name == "mxfp8"
+    recipe = float8_config.recipe_name
+    has_float8 = gpu is not None and float8.is_supported(recipe, gpu.capability, gpu.fp8 > 0)
+    needs_mxfp8 = float8_config.enable and recipe == "mxfp8"
     if gpu is not None and on_gpu and needs_mxfp8 and not float8_config.emulate:
         float8.check_mxfp8_gpu(gpu.name, gpu.capability, has_float8=gpu.fp8 > 0)
     if run.job.model.uses_document_bounds:
@@ -104,10 +106,10 @@ def trace_run(
     # difference is the cost of one block.
     ranks = _choose_ranks(run, whole)
     short_run = _remove_blocks(run, num_removed)
-    tasks = [(short_run, rank, gpu, whole) for rank in ranks]
+    tasks = [(short_run, rank, on_gpu, has_float8, whole) for rank in ranks]
     if num_removed:
         longer_run = _remove_blocks(run, num_removed - 1)
-        tasks += [(longer_run, rank, gpu, whole) for rank in ranks]
+        tasks += [(longer_run, rank, on_gpu, has_float8, whole) for rank in ranks]
     results = list(apply(_count_rank, *zip(*tasks, strict=True)))
 
     traces = []
@@ -193,23 +195,26 @@ def _has_equal_blocks(run: Run) -> bool:
 
 
 def _has_small_blocks(run: Run, num_blocks: int) -> bool:
-    """Return whether FSDP may shard a model with few blocks unlike the full model.
+    """Return whether FSDP may treat a model with few blocks in another way than the full model.
 
-    FSDP groups small blocks, and on a single rank it does not reshard a small model. The counts of
-    the full model then do not follow from a model with few blocks.
+    FSDP puts several small blocks into one group, and on a single rank it does not reshard a small
+    model. The counts of the full model then do not follow from a model with few blocks.
 
     Args:
         run: The validated job of the full model, and the number of ranks.
         num_blocks: Number of blocks of the smaller model.
     """
-    group_size = run.job.parallelism.fsdp_min_num_params
-    # Compare with twice the limits of `apply_fsdp`, because this is an upper bound.
-    block_size = num_params(run.arch) // run.arch.n_layers  # in parameters
-    if block_size < 2 * group_size:
-        return True
+    min_group_size = run.job.parallelism.fsdp_min_num_params
+    min_resharded_size = 16 * min_group_size  # on a single rank; see `fsdp._should_reshard`
 
-    is_sharded = run.degrees.shard * run.degrees.context > 1
-    return not is_sharded and num_blocks * block_size < 2 * 16 * group_size
+    # The mean also includes the embedding and the output layer. Half of it is a cautious estimate.
+    mean_size = num_params(run.arch) // run.arch.n_layers  # in parameters
+    block_size = mean_size / 2
+
+    may_share_group = block_size < min_group_size
+    is_single_rank = run.degrees.shard * run.degrees.context == 1
+    may_stay_unsharded = is_single_rank and num_blocks * block_size < min_resharded_size
+    return may_share_group or may_stay_unsharded
 
 
 def _remove_blocks(run: Run, num_removed: int) -> Run:
@@ -226,22 +231,23 @@ def _remove_blocks(run: Run, num_removed: int) -> Run:
     return with_keys(run, settings)
 
 
-def _count_rank(run: Run, rank: int, gpu: Gpu | None, run_all_microbatches: bool) -> StepCounts:
+def _count_rank(
+    run: Run, rank: int, on_gpu: bool, has_float8: bool, run_all_microbatches: bool
+) -> StepCounts:
     """Run one training step of a simulated rank on fake tensors, and count its memory and work.
 
     Args:
         run: The validated job and the number of ranks.
         rank: Rank to simulate.
-        gpu: GPU of the rank. None means a CPU.
+        on_gpu: Whether the rank has a GPU.
+        has_float8: Whether the GPU supports the FP8 recipe of the job.
         run_all_microbatches: Run all microbatches instead of repeating the counts of one.
     """
-    recipe = run.job.float8.recipe_name
-    on_gpu = gpu is not None and not gpu.cpu  # `Gpu` can also describe a CPU
-    has_float8 = gpu is not None and float8.is_supported(recipe, gpu.capability, gpu.fp8 > 0)
+    uses_mxfp8 = run.job.float8.recipe_name == "mxfp8"
     with (
         simulate_ranks(run.world_size, rank),
         simulate_gpu() if on_gpu else nullcontext(),
-        simulate_mxfp8() if recipe == "mxfp8" else nullcontext(),
+        simulate_mxfp8() if uses_mxfp8 else nullcontext(),
         compiling(),  # if the job compiles the model, simulate this as well
     ):
         return _count_fake_step(run, has_float8, run_all_microbatches)
@@ -279,15 +285,15 @@ def _extrapolate(short: StepCounts, longer: StepCounts, num_removed: int) -> Ste
         num_removed: Number of blocks in each stage that `short` has fewer than the full model.
     """
 
+    def extend_count(few_blocks: Any, more_blocks: Any) -> Any:
+        return few_blocks + num_removed * (more_blocks - few_blocks)
+
     def extend(few_blocks: dict[Any, Any], more_blocks: dict[Any, Any]) -> dict[Any, Any]:
-        extended = {}
-        for key, count in few_blocks.items():
-            count_per_block = more_blocks[key] - count
-            extended[key] = count + num_removed * count_per_block
-        return extended
+        return {key: extend_count(few_blocks[key], more_blocks[key]) for key in few_blocks}
 
     return StepCounts(
         peaks=extend(short.peaks, longer.peaks),
+        offloaded_peak=extend_count(short.offloaded_peak, longer.offloaded_peak),
         stream_peaks=extend(short.stream_peaks, longer.stream_peaks),
         work=extend(short.work, longer.work),
         reserved=0,
@@ -303,11 +309,9 @@ def _summarize(rank: int, counts: StepCounts, on_gpu: bool, has_replay: bool) ->
         on_gpu: Whether the rank has a GPU.
         has_replay: Whether a simulated allocator replayed the allocations of the rank.
     """
-    num_gpu_kinds = len(KINDS)  # `ALL_KINDS` ends with a kind of CPU memory
-    location = max(counts.peaks, key=lambda x: counts.peaks[x][:num_gpu_kinds].sum())
-    sizes = dict(zip(ALL_KINDS, counts.peaks[location].tolist(), strict=True))
-    offloaded = sizes.pop(OFFLOADED)
-    peak = sum(sizes.values())
+    location = max(counts.peaks, key=lambda location: counts.peaks[location].sum())
+    kinds = dict(zip(KINDS, counts.peaks[location].tolist(), strict=True))
+    peak = sum(kinds.values())
     moment = location.name
     if location.name == "block":
         moment = f"{location.phase} of a block"
@@ -318,14 +322,18 @@ def _summarize(rank: int, counts: StepCounts, on_gpu: bool, has_replay: bool) ->
         reserved = counts.reserved
     else:
         reserved = _estimate_reserved(counts.stream_peaks)
+
+    work: list[Work] = []
+    for kind, amounts in counts.work.items():
+        count, flops, num_bytes = amounts.tolist()
+        work.append(kind._replace(count=count, flops=flops, bytes=num_bytes))
     return RankTrace(
         rank=rank,
         peak=peak,
         moment=moment,
-        kinds=sizes,
-        host=offloaded,
-        # The fields of `Work` are those of its key, then the number of calls, FLOPs and bytes.
-        work=tuple(Work(*key, *amounts.tolist()) for key, amounts in counts.work.items()),
+        kinds=kinds,
+        host=counts.offloaded_peak,
+        work=tuple(work),
         reserved=reserved,
     )
 
