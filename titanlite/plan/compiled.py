@@ -292,31 +292,26 @@ def _make_policy_context(context_fn: Any) -> Any:
     """Return the context that marks the result of each operator to be saved or recomputed.
 
     Args:
-        context_fn: The argument `context_fn` of `torch.utils.checkpoint.checkpoint`. If it is None
-            or saves nothing, all results are marked to be recomputed.
+        context_fn: The argument `context_fn` of `torch.utils.checkpoint.checkpoint`. If it is None,
+            all results are marked to be recomputed.
     """
-    saves_nothing = _saves_nothing(context_fn)
-    if context_fn is not None and not saves_nothing:
-        forward_context, _recompute_context = context_fn()
-        return forward_context
-
-    def recompute_all(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-        # `_partition` saves the result of flex attention unless it must be recomputed.
-        if saves_nothing and op is FLEX_ATTENTION:
-            return CheckpointPolicy.MUST_RECOMPUTE
-        # The compiler may still save a result if that is cheaper than to recompute it.
-        return CheckpointPolicy.PREFER_RECOMPUTE
-
-    forward_context, _recompute_context = create_selective_checkpoint_contexts(recompute_all)
+    # `create_selective_checkpoint_contexts` takes a policy, or a list of operators to save.
+    saves_nothing = isinstance(context_fn, partial) and context_fn.args == ([],)
+    if context_fn is None:
+        contexts = create_selective_checkpoint_contexts([])
+    elif saves_nothing:
+        contexts = create_selective_checkpoint_contexts(_recompute_all)
+    else:
+        contexts = context_fn()
+    forward_context, _recompute_context = contexts
     return forward_context
 
 
-def _saves_nothing(context_fn: Any) -> bool:
-    """Return whether `context_fn` is `partial(create_selective_checkpoint_contexts, [])`.
-
-    The list has the operators whose results are saved, here none.
-    """
-    return isinstance(context_fn, partial) and context_fn.args == ([],)
+def _recompute_all(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    """Mark the result of an operator to be recomputed, including that of flex attention."""
+    if op is FLEX_ATTENTION:
+        return CheckpointPolicy.MUST_RECOMPUTE  # otherwise, `_partition` would save it
+    return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class _Kernel(NamedTuple):
@@ -342,29 +337,41 @@ def _imitate_kernels(gm: GraphModule, example_inputs: Any) -> Function:
     `aot_function` calls this in place of a compiler. Operators that the compiler does not fuse,
     such as matrix products, run as usual. A generated (fused) kernel only allocates its result.
     """
-    inputs = gm.graph.find_nodes(op="placeholder")
-    output = gm.graph.output_node()
     kernels, freed_after = _schedule_kernels(gm.graph)
+    run_graph = partial(_run_kernels, gm, kernels, freed_after)
+    # `aot_function` passes all arguments of a function with this attribute as one list.
+    run_graph._boxed_call = True  # pyright: ignore[reportAttributeAccessIssue]
+    return run_graph
 
-    def run(args: list[Any]) -> list[Any]:
-        """Run the kernels in order, free each value after its last use, and return the results."""
-        values = dict(zip(inputs, args, strict=True))
-        args.clear()
-        for kernel in kernels:
-            values[kernel.node] = _run_kernel(kernel, values, gm)
-            if kernel.num_bytes:  # other kernels are operators, which are counted as usual
-                count_generated_kernel(kernel.num_bytes)
-            for freed in freed_after[kernel.node]:
-                values.pop(freed, None)
 
-        # A result without a kernel, such as a view, is computed here.
-        results: Any = map_arg(output.args[0], lambda node: _read_or_compute(node, values, gm))
-        return list(results)
+def _run_kernels(
+    gm: GraphModule,
+    kernels: Sequence[_Kernel],
+    freed_after: Mapping[Node, Sequence[Node]],
+    args: list[Any],
+) -> list[Any]:
+    """Run the kernels of a graph in order, and return the results of the graph.
 
-    # With this attribute, `aot_function` passes the arguments as one list. `run` clears the list,
-    # so that inputs can be freed early.
-    run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
-    return run
+    Args:
+        gm: Module of the graph, which has its constants as attributes.
+        kernels: Kernels in the order in which they run.
+        freed_after: Node of a kernel -> nodes whose values are freed after this kernel.
+        args: Inputs of the graph. The list is cleared, so that inputs can be freed during the run.
+    """
+    inputs = gm.graph.find_nodes(op="placeholder")
+    values = dict(zip(inputs, args, strict=True))
+    args.clear()
+    for kernel in kernels:
+        values[kernel.node] = _run_kernel(kernel, values, gm)
+        if kernel.num_bytes:  # other kernels are operators, which are counted as usual
+            count_generated_kernel(kernel.num_bytes)
+        for freed in freed_after[kernel.node]:
+            values.pop(freed, None)
+
+    # A result without a kernel, such as a view, is computed here.
+    output = gm.graph.output_node()
+    results: Any = map_arg(output.args[0], lambda node: _read_or_compute(node, values, gm))
+    return list(results)
 
 
 def _schedule_kernels(graph: Graph) -> tuple[list[_Kernel], dict[Node, list[Node]]]:
@@ -379,7 +386,8 @@ def _schedule_kernels(graph: Graph) -> tuple[list[_Kernel], dict[Node, list[Node
     bases = _find_bases(nodes)
     returned = {bases[node] for node in output.all_input_nodes}
     stored = _find_stored(nodes, bases) | returned | inputs
-    kernels = _list_kernels(nodes, bases, stored)
+    reads = _find_reads(nodes, bases, stored)
+    kernels = _list_kernels(reads, stored)
     return kernels, _find_freed(kernels, bases, returned)
 
 
@@ -453,33 +461,33 @@ def _find_stored(nodes: Sequence[Node], bases: Mapping[Node, Node]) -> set[Node]
     return stored
 
 
-def _list_kernels(
-    nodes: Sequence[Node], bases: Mapping[Node, Node], stored: set[Node]
-) -> list[_Kernel]:
+def _list_kernels(reads: Mapping[Node, set[Node]], stored: set[Node]) -> list[_Kernel]:
     """List the kernels that compute the stored values of a graph, in the order in which they run.
 
+    The compiler fuses all generated kernels until the next matmul, for example. Together they
+    access each value only once: if `b = a + 1` and `c = a * b` are fused, the kernel of `b` counts
+    `a` and `b`, and the kernel of `c` counts only `c`.
+
     Args:
-        nodes: Nodes of the graph in order, without its output.
-        bases: Node -> node that allocates its memory. For a view, this is the viewed node.
+        reads: Nodes of the graph in order -> stored values that a kernel must read to compute them.
         stored: Nodes whose values are written to memory.
     """
     kernels: list[_Kernel] = []
-    # Values that the latest generated kernels have accessed. The compiler fuses all of them until
-    # the next matmul, for example, so together they access each value only once.
-    accessed: set[Node] = set()
-    for node, reads in _find_reads(nodes, bases, stored).items():
+    already_counted: set[Node] = set()  # values that the current fused kernels have accessed
+    for node, read in reads.items():
         # A value that is not stored has no kernel: the kernels that use it compute it.
         has_kernel = node.op == "call_function" and (node in stored or _is_copy(node))
         if not has_kernel:
             continue
+
         if _has_own_kernel(node):
-            kernels.append(_Kernel(node, reads, is_generated=False))
-            accessed = set()
+            kernels.append(_Kernel(node, read, is_generated=False))
+            already_counted = set()
         else:
-            newly_accessed = {node, *reads} - accessed
-            num_bytes = sum(_bytes_of(value) for value in newly_accessed)
-            kernels.append(_Kernel(node, reads, is_generated=True, num_bytes=num_bytes))
-            accessed |= newly_accessed
+            accessed = {node, *read}
+            num_bytes = sum(_bytes_of(value) for value in accessed - already_counted)
+            kernels.append(_Kernel(node, read, is_generated=True, num_bytes=num_bytes))
+            already_counted |= accessed
     return kernels
 
 
