@@ -181,7 +181,7 @@ def _estimate(
         device,
         quick=options.quick,
         remedies=options.remedies,
-        apply=map_function,
+        map_function=map_function,
     )
     if options.as_json:
         return _add_training_time(make_plan(), tokens).model_dump_json()

@@ -65,7 +65,7 @@ def make_plan(
     quick: bool = False,
     remedies: bool = False,
     show: Callable[[Forecast], None] = lambda plan: None,
-    apply: Apply = map,
+    map_function: Apply = map,
 ) -> Forecast:
     """Forecast the memory and speed of a run, and search for improvements.
 
@@ -78,22 +78,22 @@ def make_plan(
         quick: Skip the search for the largest batch.
         remedies: Search for changes that save memory even if the run fits.
         show: Function called with the forecast of the run before the search starts.
-        apply: `map`, or the `map` method of a process pool to trace in parallel.
+        map_function: `map`, or the `map` method of a process pool to trace in parallel.
     """
     with working(f"Tracing a step on {format_count(run.world_size, 'rank')}"):
-        plan = forecast(run, trace_run(run, gpu, apply), gpu)
+        plan = forecast(run, trace_run(run, gpu, map_function), gpu)
     show(plan)
 
     if not plan.fits or remedies:
-        changes = find_remedies(run, plan, gpu, apply)
+        changes = find_remedies(run, plan, gpu, map_function)
         return plan.model_copy(update={"changes": changes})
     if quick:
         return plan
-    largest_size = find_largest_batch(run, plan, gpu, apply)
+    largest_size = find_largest_batch(run, plan, gpu, map_function)
     return plan.model_copy(update={"largest_local_batch_size": largest_size})
 
 
-def find_largest_batch(run: Run, plan: Forecast, gpu: Gpu, apply: Apply) -> int | None:
+def find_largest_batch(run: Run, plan: Forecast, gpu: Gpu, map_function: Apply) -> int | None:
     """Search for the largest training.local_batch_size that fits into memory.
 
     Memory is linear in the batch size. The line through the two largest sizes traced so far
@@ -112,7 +112,7 @@ def find_largest_batch(run: Run, plan: Forecast, gpu: Gpu, apply: Apply) -> int 
     plans = {training.local_batch_size: plan}
     size = max(2 * training.local_batch_size, min_linear_size)
     while len(plans) < MAX_TRACED_BATCHES and size not in plans and 0 < size <= max_size:
-        new_plan = _trace_batch_size(run, size, gpu, apply)
+        new_plan = _trace_batch_size(run, size, gpu, map_function)
         if new_plan is None:
             break
         plans[size] = new_plan
@@ -122,7 +122,7 @@ def find_largest_batch(run: Run, plan: Forecast, gpu: Gpu, apply: Apply) -> int 
     return max(fitting_sizes, default=None)
 
 
-def _trace_batch_size(run: Run, size: int, gpu: Gpu, apply: Apply) -> Forecast | None:
+def _trace_batch_size(run: Run, size: int, gpu: Gpu, map_function: Apply) -> Forecast | None:
     """Trace a run with another local batch size, and log the memory that it takes.
 
     Return None if the run cannot be traced with this size.
@@ -131,10 +131,10 @@ def _trace_batch_size(run: Run, size: int, gpu: Gpu, apply: Apply) -> Forecast |
         run: The run to change.
         size: Local batch size, in sequences.
         gpu: GPU of each rank.
-        apply: `map`, or the `map` method of a process pool to trace in parallel.
+        map_function: `map`, or the `map` method of a process pool to trace in parallel.
     """
     with working(f"Looking for the largest batch that fits: training.local_batch_size {size}"):
-        plan = _forecast_changed(_set_batch_size(run, size), run, gpu, apply)
+        plan = _forecast_changed(_set_batch_size(run, size), run, gpu, map_function)
     if plan is not None:
         note(f"training.local_batch_size {size}: {_format_memory(plan)}")
     return plan
@@ -169,7 +169,7 @@ def _extrapolate_batch_size(plans: Mapping[int, Forecast], memory: int) -> int:
     return size1 + int(free_bytes // max(1.0, bytes_per_sequence))
 
 
-def find_remedies(run: Run, plan: Forecast, gpu: Gpu, apply: Apply) -> tuple[str, ...]:
+def find_remedies(run: Run, plan: Forecast, gpu: Gpu, map_function: Apply) -> tuple[str, ...]:
     """Find changes of the job that make a run fit into GPU memory.
 
     Combinations of changes are traced only if no single change is sufficient.
@@ -178,7 +178,7 @@ def find_remedies(run: Run, plan: Forecast, gpu: Gpu, apply: Apply) -> tuple[str
         run: The run to change.
         plan: Forecast of the unchanged run.
         gpu: GPU of each rank.
-        apply: `map`, or the `map` method of a process pool to trace in parallel.
+        map_function: `map`, or the `map` method of a process pool to trace in parallel.
 
     Returns:
         At most `MAX_CHANGES` descriptions, fastest change first, such as
@@ -186,10 +186,13 @@ def find_remedies(run: Run, plan: Forecast, gpu: Gpu, apply: Apply) -> tuple[str
     """
     for candidates in (_list_single_remedies(run), _list_combined_remedies(run)):
         text = f"Tracing {len(candidates)} changes that take less memory"
-        changes = []
-        for settings, new_plan in _trace_candidates(run, candidates, gpu, apply, text):
-            if new_plan.needs < plan.needs:
-                changes.append(_describe_change(settings, new_plan, plan))
+        # Trace the run with each change. The result has only changes with which the run fits.
+        fastest_first = _trace_candidates(run, candidates, gpu, map_function, text)
+        changes = [
+            _describe_change(settings, new_plan, plan)
+            for settings, new_plan in fastest_first
+            if new_plan.needs < plan.needs
+        ]
         if changes:
             return tuple(changes[:MAX_CHANGES])
     return ()
@@ -225,7 +228,9 @@ class SearchResult(NamedTuple):
     num_candidates: int
 
 
-def search(run: Run, gpu: Gpu, apply: Apply, max_jobs: int = MAX_TRACED_JOBS) -> SearchResult:
+def search(
+    run: Run, gpu: Gpu, map_function: Apply, max_jobs: int = MAX_TRACED_JOBS
+) -> SearchResult:
     """Search for faster layouts of a run.
 
     Trace the run itself, and then other layouts in the order of their estimated speed, until
@@ -234,14 +239,14 @@ def search(run: Run, gpu: Gpu, apply: Apply, max_jobs: int = MAX_TRACED_JOBS) ->
     Args:
         run: The validated job and the number of ranks.
         gpu: GPU of each rank.
-        apply: `map`, or the `map` method of a process pool to trace in parallel.
+        map_function: `map`, or the `map` method of a process pool to trace in parallel.
         max_jobs: Largest number of jobs to trace, including the run itself.
     """
     unchanged: Settings = {}
     candidates = [unchanged, *list_layouts(run, gpu)]
     traced = candidates[:max_jobs]
     text = f"Tracing {len(traced)} of {len(candidates)} jobs"
-    fastest_first = _trace_candidates(run, traced, gpu, apply, text)
+    fastest_first = _trace_candidates(run, traced, gpu, map_function, text)
 
     # Omit the jobs after the run itself, which are slower.
     fitting = [settings for settings, _ in fastest_first]
@@ -250,7 +255,7 @@ def search(run: Run, gpu: Gpu, apply: Apply, max_jobs: int = MAX_TRACED_JOBS) ->
 
 
 def _trace_candidates(
-    run: Run, candidates: Sequence[Settings], gpu: Gpu, apply: Apply, text: str
+    run: Run, candidates: Sequence[Settings], gpu: Gpu, map_function: Apply, text: str
 ) -> list[tuple[Settings, Forecast]]:
     """Trace a run once with each set of changed options, and return the sets that fit into memory.
 
@@ -258,7 +263,7 @@ def _trace_candidates(
         run: The run to change.
         candidates: Changed options for each trace. An empty dictionary means the unchanged run.
         gpu: GPU of each rank.
-        apply: `map`, or the `map` method of a process pool to trace in parallel.
+        map_function: `map`, or the `map` method of a process pool to trace in parallel.
         text: Progress message.
 
     Returns:
@@ -266,7 +271,7 @@ def _trace_candidates(
     """
     fitting: list[tuple[Settings, Forecast]] = []
     with working(text) as update_text:
-        plans = apply(partial(_forecast_changed, run=run, gpu=gpu), candidates)
+        plans = map_function(partial(_forecast_changed, run=run, gpu=gpu), candidates)
         # Log each result as soon as its trace ends.
         for i, plan in enumerate(plans):
             settings = candidates[i]
@@ -279,7 +284,7 @@ def _trace_candidates(
 
 
 def _forecast_changed(
-    settings: Settings, run: Run, gpu: Gpu, apply: Apply = map
+    settings: Settings, run: Run, gpu: Gpu, map_function: Apply = map
 ) -> Forecast | None:
     """Trace one step of a run with some options changed, and forecast its memory and speed.
 
@@ -291,7 +296,7 @@ def _forecast_changed(
         settings: Changed options, or {} for the run itself.
         run: The run to change.
         gpu: GPU of each rank.
-        apply: `map`, or the `map` method of a process pool to trace in parallel.
+        map_function: `map`, or the `map` method of a process pool to trace in parallel.
     """
     new_run = change_run(run, settings)
     if new_run is None or (settings and new_run.job == run.job):
@@ -300,7 +305,7 @@ def _forecast_changed(
         return None
 
     try:
-        return forecast(new_run, trace_run(new_run, gpu, apply), gpu)
+        return forecast(new_run, trace_run(new_run, gpu, map_function), gpu)
     except BrokenExecutor:
         raise  # no further trace can run
     except Exception as error:
@@ -641,42 +646,43 @@ def _guess_tensor_parallel(run: Run) -> Work:
 
 
 def _guess_fsdp(run: Run) -> Iterator[Work]:
-    """Estimate the all-gathers, reduce-scatters and all-reduces of FSDP and HSDP in a step."""
-    num_layers = _count_layers(run)
-    num_weights = _count_weights(run)
+    """Estimate the all-gathers, reduce-scatters and all-reduces of FSDP and HSDP in a step.
 
-    # FSDP gathers the weights of each block for the forward and the backward pass of each
-    # microbatch. With a pipeline, they stay gathered during all microbatches.
+    As in all estimates without a trace, the work of the forward pass is counted as "backward".
+    """
     degrees = run.degrees
     num_shards = degrees.shard * degrees.context
+    num_blocks = _count_layers(run)
+    num_weights = _count_weights(run)
+    weight_bytes = num_weights * (1 if run.job.float8.enable else 2)  # FP8 or bfloat16
+    gradient_bytes = 4 * num_weights  # float32
+
+    # The weights of each block are gathered for the forward and the backward pass of each
+    # microbatch. With a pipeline, they stay gathered during all microbatches.
+    gathers_per_block = 2 if degrees.pipeline > 1 else 2 * run.microbatches
     shard_group = Group("fsdp", size=num_shards, span=num_shards * degrees.tensor)
-    num_gathers = 2 if degrees.pipeline > 1 else 2 * run.microbatches
-    weight_bytes = num_weights * (1 if run.job.float8.enable else 2)
     yield Work(
         "backward",
         "all_gather",
         group=shard_group,
-        count=int(num_gathers * num_layers),
-        bytes=int(num_gathers * weight_bytes),
+        count=int(gathers_per_block * num_blocks),
+        bytes=int(gathers_per_block * weight_bytes),
     )
 
-    # FSDP reduces the float32 gradients of each block to shards. HSDP then adds up the shards of
-    # all replicas.
-    gradient_bytes = 4 * num_weights
-    replicate_group = Group("replicate", size=degrees.replicate, span=run.world_size)
-    num_reduces = int(num_layers)
+    # The gradients of each block are reduced to shards once per step. HSDP then adds up the shards
+    # of all replicas.
     yield Work(
         "backward",
         "reduce_scatter",
         group=shard_group,
-        count=num_reduces,
+        count=int(num_blocks),
         bytes=int(gradient_bytes),
     )
     yield Work(
         "backward",
         "all_reduce",
-        group=replicate_group,
-        count=num_reduces,
+        group=Group("replicate", size=degrees.replicate, span=run.world_size),
+        count=int(num_blocks),
         bytes=int(gradient_bytes / num_shards),
     )
 

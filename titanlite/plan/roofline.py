@@ -309,17 +309,22 @@ def _time_collectives(work: Work, group: Group, gpu: Gpu) -> float:
     if group.size == 1:
         return 0.0
 
-    gpus_per_node = gpu.machine
-    num_nodes = math.ceil(group.span / gpus_per_node)
-    if gpu.cpu:  # all ranks share one node
+    if gpu.cpu:
         num_nodes = 1
+    else:
+        gpus_per_node = gpu.machine
+        num_nodes = math.ceil(group.span / gpus_per_node)
 
     if work.op == "send":
-        gigabytes_per_second = gpu.link if num_nodes == 1 else gpu.network
+        is_within_node = num_nodes == 1
+        gigabytes_per_second = gpu.link if is_within_node else gpu.network
         return _time_transfers(work, 1 / gigabytes_per_second, gpu.latency_us * 1e-6)
-    if work.op == "all_reduce":  # a reduce-scatter and an all-gather
-        return 2 * _time_ring(work, group.size, num_nodes, gpu)
-    return _time_ring(work, group.size, num_nodes, gpu)
+
+    # In a ring, each rank sends data to the next rank of the group.
+    ring_seconds = _time_ring(work, group.size, num_nodes, gpu)
+    if work.op == "all_reduce":  # a reduce-scatter, followed by an all-gather
+        return 2 * ring_seconds
+    return ring_seconds
 
 
 def _time_ring(work: Work, num_ranks: int, num_nodes: int, gpu: Gpu) -> float:

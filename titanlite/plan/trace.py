@@ -63,7 +63,10 @@ class RankTrace:
 
 
 def trace_run(
-    run: Run, gpu: Gpu | None = None, apply: Callable[..., Iterable[Any]] = map, whole: bool = False
+    run: Run,
+    gpu: Gpu | None = None,
+    map_function: Callable[..., Iterable[Any]] = map,
+    whole: bool = False,
 ) -> tuple[RankTrace, ...]:
     """Trace one optimizer step on each kind of pipeline rank.
 
@@ -73,7 +76,7 @@ def trace_run(
     Args:
         run: The validated job and the number of ranks. Neither data nor GPUs are needed.
         gpu: The GPU of each rank. None means a CPU.
-        apply: `map`, or the `map` method of a process pool to trace in parallel.
+        map_function: `map`, or the `map` method of a process pool to trace in parallel.
         whole: Run all blocks and microbatches on all pipeline ranks. The result is the same, but
             takes longer.
 
@@ -110,7 +113,7 @@ def trace_run(
     if num_removed:
         longer_run = _remove_blocks(run, num_removed - 1)
         tasks += [(longer_run, rank, on_gpu, has_float8, whole) for rank in ranks]
-    results = list(apply(_count_rank, *zip(*tasks, strict=True)))
+    results = list(map_function(_count_rank, *zip(*tasks, strict=True)))
 
     traces = []
     has_replay = num_removed == 0 and run.degrees.pipeline == 1
