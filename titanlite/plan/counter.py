@@ -350,8 +350,8 @@ class Counter(TorchDispatchMode):
         if func is GET_DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # a shortcut for more than half of all calls
         if func is GET_SCALAR and isinstance(args[0], FakeTensor) and args[0].constant is None:
-            # The tensor has no value. It may be the flag that skips the optimizer step. 0 means that
-            # the optimizer step runs, so that it is counted.
+            # The tensor has no value. It may be the flag that skips the optimizer step. With 0, the
+            # optimizer step runs, and is counted.
             return 0
 
         kwargs = kwargs or {}
