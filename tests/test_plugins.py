@@ -1,5 +1,8 @@
 """Plugins add models, such as examples/gemma and the fused model in plugin_models.md."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -216,3 +219,23 @@ def test_a_plugin_may_have_the_name_of_an_attribute_of_the_job(tmp_path, monkeyp
 
     assert "value 7" in titanlite(*train_options(tmp_path, "run"), "--copy.value", 7)
     assert "default: 1" in titanlite(*train_options(tmp_path, "run"), "--help", "copy.value")
+
+
+def test_the_hash_of_a_certificate_covers_the_options_of_plugins(tmp_path):
+    (tmp_path / "named_plugin.py").write_text(NAMES_OF_JOB_ATTRIBUTES)
+    job = '[job]\nplugins = ["named_plugin"]\nhooks = ["copy"]\n[model]'
+    (tmp_path / "job.toml").write_text(SMALL.replace("[model]", job))
+    program = (
+        "import sys; from titanlite.config.certificate import hash_job; "
+        "from titanlite.load_run import load_run; "
+        "print(hash_job(load_run(sys.argv[1:], 1).job))"
+    )
+
+    def hash_with(value: int) -> str:
+        options = [*train_options(tmp_path, "run")[1:], "--copy.value", value]
+        command = [sys.executable, "-c", program, *map(str, options)]
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        return subprocess.check_output(command, env=environment, text=True)
+
+    assert hash_with(1) == hash_with(1)
+    assert hash_with(1) != hash_with(2)

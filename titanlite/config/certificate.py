@@ -13,7 +13,7 @@ from pathlib import Path
 from titanlite import __version__
 from titanlite.config.models import FileModel
 from titanlite.config.run import Degrees, Run
-from titanlite.config.schema import LENGTH_KEYS, SECTIONS, JobConfig
+from titanlite.config.schema import LENGTH_KEYS, JobConfig
 
 FOLDER = "proof"
 """Folder of the certificates in job.dump_folder."""
@@ -131,7 +131,7 @@ def hash_job(job: JobConfig) -> str:
 
     # Other sections have only a few keys that change what a step computes.
     dataset = values["dataset"]
-    plugin_sections = values.keys() - SECTIONS.keys()
+    plugin_sections = values.keys() - JobConfig.model_fields.keys()
     hashed |= {
         "hooks": values["job"]["hooks"],
         "dataset": [dataset["document_mask"], dataset["packing"]],
