@@ -446,9 +446,9 @@ def get_checkpoint_keys(info: dict[str, Any]) -> dict[str, Any]:
 
 
 def get_data_state(info: dict[str, Any]) -> dict[str, Any]:
-    """Return the data position that a checkpoint has saved, as `save_position` returned it.
+    """Return the data position in a checkpoint, as `save_position` returned it, or {} without one.
 
-    An imported checkpoint has only the key "tokenizer", and may have none.
+    An imported checkpoint has only the key "tokenizer", with None if it was imported without one.
 
     Args:
         info: Entry "info" of the manifest.

@@ -133,7 +133,7 @@ class Mirror:
         """Start copying the checkpoints of the run to the mirror in the background.
 
         Call this on all ranks, once the run has loaded its checkpoint. Later checkpoints of this
-        run at the mirror are first archived (renamed), because their steps will be trained again.
+        run at the mirror are first archived, because their steps will be trained again.
 
         Args:
             step: Step of the loaded checkpoint, or 0.
@@ -225,7 +225,8 @@ class Mirror:
             try:
                 manifests[name] = parse_manifest(content, path)
             except Damage as damage:
-                if name not in self._damaged_manifests:  # log it once
+                # Do not rename it, because another program may have written it. Log it once.
+                if name not in self._damaged_manifests:
                     self._log(f"Ignoring {self._url}/{name}: {damage}")
                 self._damaged_manifests[name] = content
         self._manifests = manifests
@@ -481,7 +482,7 @@ class Mirror:
         """Copy a checkpoint to the mirror. Then remove outdated checkpoints at the mirror.
 
         Raises:
-            CheckpointError: If the storage fails.
+            CheckpointError: If the storage fails, so that another attempt may succeed.
             UserError: If another run uses the mirror, or files of other programs are in the way.
         """
         url = f"{self._url}/{name}"

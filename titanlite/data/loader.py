@@ -312,7 +312,7 @@ class Loader:
     def _synchronize(self) -> list[_RankReport]:
         """Gather the reports of all ranks, move to the newest positions, and log skipped records.
 
-        Each rank reads only some streams of documents. Afterwards, every rank knows the position in
+        A rank may read only some streams of documents. Afterwards, every rank knows the position in
         each stream. Only the first rank logs.
 
         Returns:
@@ -326,8 +326,8 @@ class Loader:
             new_positions=self._new_positions,
         )
         self._unreported_skips = self._unreported_skips[MAX_REPORTED:]  # left for the next call
-        self._new_positions = {}
         reports = self._gather(report)
+        self._new_positions = {}
 
         for rank_report in reports:
             for (source, stream), position in rank_report.new_positions.items():

@@ -195,7 +195,8 @@ class Checkpointer:
             state = self._resumer.load_before(step)
         if state is None:
             return None
-        # The FP8 scales in memory belong to the previous weights.
+        # The FP8 scales in memory belong to the previous weights. `evaluation_mode` updates them
+        # only with a schedule-free optimizer.
         self._trainer.train_step.precompute_scales()
         self._forced_save_step = step
         return state["step"]

@@ -42,9 +42,9 @@ class HangReport(Hook):
     writes `<rank>.hang.json` into the folder of the launcher, and deletes the file if the rank
     makes progress again. Without a launcher, no thread is started.
 
-    The time limit is 80% of the timeout of collectives, which is comm.init_timeout_seconds until
-    the first step is done. A save does not restart the limit, so a long synchronous save can exceed
-    it. The report does not end the run.
+    The time limit is 80% of comm.init_timeout_seconds until the first step is done, and then 80%
+    of the smaller of comm.train_timeout_seconds and checkpoint.timeout_seconds. A save does not
+    restart the limit, so a long synchronous save can exceed it. The report does not end the run.
     """
 
     def __init__(self, trainer: Trainer) -> None:

@@ -155,8 +155,9 @@ def use_logits(
         use: Called with the index of a microbatch, and for n of its tokens: their rows in the
             microbatch (n,), labels (n,), and logits (n, V) in fp32.
     """
-    # The model passes the hidden states and the output matrix of each microbatch, in order, to the
-    # loss function of an evaluation. So compute the logits there, and return a loss of 0.
+    # The model passes the hidden states (B, T, C), the output matrix (V, C) and the labels (B, T)
+    # of each microbatch, in order, to the loss function of an evaluation. So compute the logits
+    # there, and return a loss of 0.
     microbatch_indices = itertools.count()
 
     def pass_logits(hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor) -> Tensor:

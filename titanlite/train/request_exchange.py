@@ -79,8 +79,9 @@ class RequestExchange:
         """Combine the requests that the ranks have sent for a step, and return the result.
 
         Each call is for the next step. All ranks call this together, and all receive the same
-        result. The CPU waits for the gradient norm of the step with which the requests were sent.
-        On a GPU, this is not the newest step, so the wait is short.
+        result. The CPU waits for the step with which the requests were sent, because its gradient
+        all-reduce counts them. On a GPU, this is the step before the newest one, so the GPU has
+        work during the wait.
         """
         sent = self._sent.popleft()  # the oldest
         if sent.copied is not None and not sent.copied.query():

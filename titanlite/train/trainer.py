@@ -563,8 +563,8 @@ class Trainer:
     def _collect_request(self, step: int) -> Request:
         """Collect the actions that this rank requests to take after `step`.
 
-        Call this before `step`, and once for each step, because it consumes a received SIGUSR2
-        (save).
+        Call this before `step` (on a GPU, one step earlier still), and once for each step, because
+        it consumes a received SIGUSR2 (save).
         """
         if step > self.job.training.steps:
             return Request()
