@@ -20,7 +20,7 @@ LENGTH_MULTIPLE = 64  # evaluation pads to multiples of this length to get few d
 
 
 class GlobalBatch(NamedTuple):
-    """The microbatches that one rank computes in one optimizer step."""
+    """One rank's part of a global batch: its microbatches of one optimizer step."""
 
     microbatches: list[Microbatch]
     num_valid_tokens: int

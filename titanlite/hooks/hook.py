@@ -162,7 +162,7 @@ class Hook:
         return Request()
 
     def check(self, step: int, request: Request) -> None:
-        """Called after a step, before it is saved or validated. Guards reject bad steps here.
+        """Called after a step, before it is saved or validated. Guards can reject the step here.
 
         Args:
             step: Number of the step.

@@ -44,15 +44,15 @@ class LoggedStep(BaseModel):
 
     step: int
     loss: Annotated[float, "train/loss"]
-    """Mean cross entropy per token of the global batch, in nats."""
+    """Mean loss per token of the global batch of this step, in nats."""
     loss_max_rank: Annotated[float, "train/loss_max_rank"]
-    """Highest mean cross entropy of a data-parallel rank, in nats per token."""
+    """Highest mean loss of a data-parallel rank in this step, in nats per token."""
     grad_norm: Annotated[float, "train/grad_norm"]
-    """L2 norm of the gradient before clipping."""
+    """L2 norm of the gradient of this step before clipping."""
     clip_fraction: Annotated[float, "train/clip_fraction"]
     """Fraction of steps since the previous log step whose gradient was clipped."""
     lr: Annotated[float, "train/lr"]
-    """Learning rate."""
+    """Learning rate of this step."""
     tokens: Annotated[int, "data/tokens"]
     """Tokens trained on since step 1, across restarts. Positions without a label do not count."""
     tps: Annotated[float, "perf/tokens_per_second"]

@@ -28,10 +28,11 @@ Part = Literal["data", "forward_backward", "optimizer", "checkpoint"]
 
 
 class Meter:
-    """Sums up measurements over several steps, and returns their means as a `LoggedStep`.
+    """Measures the steps since the previous log step, and returns the metrics as a `LoggedStep`.
 
     Call `record` after each step, and `read` after each step whose metrics are logged (log step).
-    The result of `read` covers all steps since the previous log step.
+    Times and speeds are means over these steps. Loss, gradient norm and learning rate are those of
+    the last step.
 
     Args:
         run: Run to measure.

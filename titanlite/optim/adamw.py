@@ -1,7 +1,8 @@
 """Elementwise optimizers: AdamW, Lion and SGD with momentum.
 
-They support bfloat16 parameters and moments, stochastic rounding, torch.compile, and skipping a
-step on the device.
+By default, jobs use the fused AdamW of torch instead; see `titanlite.optim.build.adamw`. The
+optimizers of this module support bfloat16 parameters and moments, stochastic rounding,
+torch.compile, and skipping a step on the device.
 
 Invariant: The new value of an element depends only on its old value, gradient and moments, the
 step, the name of its parameter, and its index in the whole parameter. It depends neither on the

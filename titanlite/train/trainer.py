@@ -1,8 +1,9 @@
 """The trainer: builds a run on one rank and trains it step by step.
 
 Invariant: While a step runs on the GPU, the CPU launches the next one. In each step it waits only
-for the gradient norm of the previous step. It waits for all launched work when it logs, saves,
-validates, generates samples or compares replicas. The training loop has no branches on the layout.
+for the previous step, to read whether a rank has a request. It waits for all launched work when it
+logs, saves, validates, generates samples or compares replicas. The training loop has no branches on
+the layout.
 """
 
 from __future__ import annotations
@@ -653,7 +654,8 @@ class Trainer:
     def _reduce_losses(self, loss: Tensor, num_valid_tokens: int) -> Tensor:
         """Compute the mean loss of the global batch, and the highest mean loss of a data rank.
 
-        All ranks call this together. The result is a tensor of shape (2,) on the device.
+        All ranks call this together. The result is a tensor of shape (2,) on the device. The step
+        itself has reduced only the mean (`StepSums.loss`).
 
         Args:
             loss: This rank's part of the loss: the sum over its tokens, divided by the number of
