@@ -108,15 +108,16 @@ class Architecture:
         """Return the factors by which muP scales a parameter's initialization and learning rate.
 
         The factors depend on m, the width of the model divided by the width of the small model on
-        which you tuned the learning rate, and on the same ratio of the head widths (see
-        docs/guides/mup.md). Without muP, both are 1.
+        which you tuned the learning rate, and on k, the same ratio of the head widths (see
+        docs/guides/mup.md). Without muP, both ratios are 1.
 
         - Matrices of blocks: 1 / sqrt(m) for the initialization, 1 / m for the learning rate.
         - The output matrix: 1 / m for both.
         - All other parameters: 1.
 
-        If heads are k times wider than in the small model, both factors of the parameter that
-        determines the scale of the queries also contain 1 / sqrt(k).
+        In addition, 1 / sqrt(k) multiplies both factors of the parameter that determines the scale
+        of the queries. For example, with m = 4, k = 4 and no query norm, the query matrix has the
+        factors 1/2 * 1/2 and 1/4 * 1/2.
 
         Args:
             name: Name of the parameter, for example "layers.3.attention.wo.weight".
@@ -125,31 +126,25 @@ class Architecture:
         Returns:
             The factor for the initial values, and the factor for the learning rate.
         """
+        is_block_matrix = name.startswith("layers.") and ndim >= 2
         # A tied output matrix is also the embedding, so the norm in front of it is scaled instead.
         output_name = "norm.weight" if self.tied_embeddings else "output.weight"
-        is_block_matrix = name.startswith("layers.") and ndim >= 2
-        width_ratio = (self.mup_base_dim or self.dim) / self.dim  # 1 / m
-        query_factor = 1.0
-        if self._is_query_scale(name):
-            head_ratio = (self.mup_base_head_dim or self.head_dim) / self.head_dim
-            query_factor = math.sqrt(head_ratio)  # 1 / sqrt(k)
+        # The query norm, if there is one, undoes any factor of the query matrix.
+        query_name = "attention.wq." if self.qk_norm == "none" else "attention.q_norm."
 
+        inverse_width_ratio = (self.mup_base_dim or self.dim) / self.dim  # 1 / m
+        inverse_head_ratio = (self.mup_base_head_dim or self.head_dim) / self.head_dim  # 1 / k
+
+        lr_factor = 1.0
+        if is_block_matrix or name == output_name:
+            lr_factor *= inverse_width_ratio
+        if query_name in name:
+            lr_factor *= math.sqrt(inverse_head_ratio)
+
+        init_factor = lr_factor
         if is_block_matrix:
-            lr_factor = query_factor * width_ratio
-            init_factor = lr_factor / math.sqrt(width_ratio)
-            return init_factor, lr_factor
-        if name == output_name:
-            return width_ratio, width_ratio
-        return query_factor, query_factor
-
-    def _is_query_scale(self, name: str) -> bool:
-        """Return whether the queries are proportional to the parameter called `name`.
-
-        The parameter is the query norm or, in models without it, the query matrix.
-        """
-        if self.qk_norm == "none":
-            return "attention.wq." in name
-        return "attention.q_norm." in name  # this norm undoes any factor of wq
+            init_factor /= math.sqrt(inverse_width_ratio)
+        return init_factor, lr_factor
 
     def is_full_attention(self, layer: int) -> bool:
         """Return whether block number `layer`, counted from 0, ignores the sliding window.

@@ -207,18 +207,25 @@ def _find_unknown_name(root: type[BaseModel], location: list[str]) -> _UnknownNa
             can_be_index = False
             continue
 
-        is_job = table.model_config.get("extra") == "allow"
-        if is_job and name in SECTIONS:
-            annotation: Any = SECTIONS[name]
-        elif name in table.model_fields:
-            annotation = table.model_fields[name].annotation
-        else:
+        annotations = _list_annotations(table)
+        if name not in annotations:
             return _UnknownName(name, location[:depth], table)
 
+        annotation = annotations[name]
         inner_table = find_table_model(annotation)
         can_be_index = inner_table is not None and typing.get_origin(annotation) in (list, tuple)
         table = inner_table or table
     return None
+
+
+def _list_annotations(table: type[BaseModel]) -> dict[str, Any]:
+    """Return the type annotation of each name in a table.
+
+    The names in a job include the sections of plugins.
+    """
+    annotations = {name: field.annotation for name, field in table.model_fields.items()}
+    is_job = table.model_config.get("extra") == "allow"
+    return annotations | SECTIONS if is_job else annotations
 
 
 def _describe_unknown(
@@ -377,13 +384,10 @@ def _list_tables(root: type[BaseModel]) -> dict[str, type[BaseModel]]:
     The tables of a job include the sections of plugins.
     """
     tables: dict[str, type[BaseModel]] = {}
-    for name, field in root.model_fields.items():
-        table = find_table_model(field.annotation)
+    for name, annotation in _list_annotations(root).items():
+        table = find_table_model(annotation)
         if table is not None:
             tables[name] = table
-    is_job = root.model_config.get("extra") == "allow"
-    if is_job:
-        tables.update(SECTIONS)
     return tables
 
 

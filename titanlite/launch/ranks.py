@@ -345,38 +345,38 @@ class Ranks:
     def _report_end(self, cause: RankEnd, killed: Sequence[int]) -> int:
         """Print and log why the run ended early, and return the exit code of the launcher.
 
-        If the rank in `cause` ended for a known reason, the text is its error message. Otherwise,
-        the text describes the failure and ends with the rank's traceback, if there is one.
+        The text is the rank's error message or, without one, a hint on how to resume the run. If
+        the reason is not known, a line that describes the failure precedes it.
 
         Args:
             cause: End of the rank that made all other ranks end.
             killed: Ranks that the launcher has killed.
         """
         exit_code = _exit_code(cause.code)
-        if _is_known(cause):
-            text = cause.message
-        else:
+        lines = []
+        if not _is_known(cause):
             ended_by_signal = cause.rank in killed or cause.code in UNSAVED_STOPS
             if self._stop_signal and ended_by_signal:
                 exit_code = 128 + self._stop_signal
-                text = f"Stopped by {signal.Signals(self._stop_signal).name} without a save."
+                failure = f"Stopped by {signal.Signals(self._stop_signal).name} without a save."
             else:
-                text = f"Rank {cause.rank} failed first: {_describe_exit(cause.code)}."
+                failure = f"Rank {cause.rank} failed first: {_describe_exit(cause.code)}."
             if killed:
-                text += f" Killed, because they did not end: ranks {', '.join(map(str, killed))}."
-            traceback = cause.message  # may be empty
-            text = f"{text}\n{traceback}".rstrip("\n")
+                killed_ranks = ", ".join(map(str, killed))
+                failure += f" Killed, because they did not end: ranks {killed_ranks}."
+            lines.append(failure)
 
-        if cause.message == "":  # a message of the rank would also explain how to resume
-            text = f"{text}\n{self.resume_hint()}".strip("\n")
-            if is_live_terminal():
-                note("")  # ends the line in which the live view left the cursor
-        elif cause.rank == 0:
+        has_message = cause.message != ""  # the message also explains how to resume
+        lines.append(cause.message if has_message else self.resume_hint())
+        text = "\n".join(lines).rstrip("\n")
+
+        if not has_message and is_live_terminal():
+            note("")  # ends the line in which the live view left the cursor
+        if has_message and cause.rank == 0:
             _print(text)  # rank 0 has already logged its message
-            return exit_code
-
-        kind = "stop" if self._stop_signal else END_KINDS.get(exit_code, "failure")
-        self._print_and_log(text, kind)
+        else:
+            kind = "stop" if self._stop_signal else END_KINDS.get(exit_code, "failure")
+            self._print_and_log(text, kind)
         return exit_code
 
     def _print_and_log(self, text: str, kind: str) -> None:

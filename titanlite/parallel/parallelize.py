@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from titanlite.config import schema
 from titanlite.config.registry import resolve
 from titanlite.config.run import Run
 from titanlite.model.llama import Llama
@@ -118,38 +118,29 @@ def checkpoint_and_compile(model: Llama, mesh: Mesh, run: Run) -> None:
     them have a sliding window, there are two graphs, one for each kind of mask.
     """
     config = run.job.activation_checkpoint
-    compiles = run.compiles("model")
-    compiles_forward_only = compiles and _must_compile_first(config, mesh)
-    compiles_recomputation = compiles and not compiles_forward_only
-    options: dict[str, Any] = {"fullgraph": True, "options": inductor_options(mesh, run)}
-
-    if compiles_forward_only:
-        # Checkpointing then wraps the compiled function, and the wrapper stays eager.
-        for block in model.layers.values():
-            block.forward = torch.compile(block.forward, **options)
-
-    apply_activation_checkpointing(
+    recompute_activations = partial(
+        apply_activation_checkpointing,
         model,
         config,
-        in_graph=compiles_recomputation,
-        # The backward pass does not need this output, so only plain FSDP2 saves it.
-        saves_last_matmul=run.job.parallelism.memory_savers == "none",
+        skips_unneeded_matmul=run.job.parallelism.memory_savers != "none",
     )
+    if not run.compiles("model"):
+        recompute_activations()
+        return
 
-    if compiles_recomputation:
-        # Compile the recomputation together with the block, so that the compiler optimizes both.
-        for block in model.layers.values():
-            block.compile(**options)
-
-
-def _must_compile_first(config: schema.ActivationCheckpoint, mesh: Mesh) -> bool:
-    """Return whether blocks must be compiled before activation checkpointing is applied.
-
-    The result is True with tensor parallelism, except in the selective mode "op". In the other
-    order, torch 2.13 fails: to save a DTensor, it would save its DeviceMesh like a tensor.
-    """
+    compile_options: dict[str, Any] = {"fullgraph": True, "options": inductor_options(mesh, run)}
     is_selective_by_op = config.mode == "selective" and config.selective_ac_option == "op"
-    return mesh.tensor is not None and not is_selective_by_op
+    if mesh.tensor is None or is_selective_by_op:
+        # Compile the recomputation together with the block, so that the compiler optimizes both.
+        recompute_activations(in_graph=True)
+        for block in model.layers.values():
+            block.compile(**compile_options)
+    else:
+        # With DTensors, torch 2.13 cannot compile the recomputation: to save a DTensor, it would
+        # save its DeviceMesh like a tensor. So compile only the forward function.
+        for block in model.layers.values():
+            block.forward = torch.compile(block.forward, **compile_options)
+        recompute_activations()
 
 
 def inductor_options(mesh: Mesh, run: Run) -> dict[str, Any] | None:

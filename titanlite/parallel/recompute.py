@@ -54,7 +54,7 @@ def apply_activation_checkpointing(
     model: Llama,
     config: schema.ActivationCheckpoint,
     in_graph: bool = False,
-    saves_last_matmul: bool = False,
+    skips_unneeded_matmul: bool = True,
 ) -> None:
     """Wrap the forward pass of blocks so that the backward pass recomputes their activations.
 
@@ -62,8 +62,8 @@ def apply_activation_checkpointing(
         model: Model before FSDP, modified in place.
         config: Section [activation_checkpoint] of the job.
         in_graph: Whether each block is compiled together with its recomputation, as one graph.
-        saves_last_matmul: Whether mode "op" may save the output of the last matmul of a block,
-            although the backward pass does not need it.
+        skips_unneeded_matmul: Whether mode "op" never saves the output of a block's last matmul,
+            which the backward pass does not need.
     """
     if config.mode == "none":
         return
@@ -76,7 +76,7 @@ def apply_activation_checkpointing(
     if config.mode == "full":
         _recompute_whole_blocks(model, recompute, in_graph, interval=1)
     elif config.selective_ac_option == "op":
-        _recompute_some_operations(model, recompute, saves_last_matmul)
+        _recompute_some_operations(model, recompute, skips_unneeded_matmul)
     else:  # a number, such as "2" for every second block
         _recompute_whole_blocks(model, recompute, in_graph, int(config.selective_ac_option))
 
@@ -102,21 +102,22 @@ def _recompute_whole_blocks(
 
 
 def _recompute_some_operations(
-    model: Llama, recompute: Callable[..., Tensor], saves_last_matmul: bool
+    model: Llama, recompute: Callable[..., Tensor], skips_unneeded_matmul: bool
 ) -> None:
-    """Wrap the forward pass of every block to save every second matmul and some other outputs.
+    """Recompute about half of the matmuls of each block, and most other operations.
 
-    `_create_op_contexts` selects the saved outputs. The backward pass recomputes all others.
+    The forward pass of a block saves the outputs of matmuls 1, 3, 5 and so on, and of operators
+    such as attention. The backward pass recomputes all other outputs.
 
     Args:
         model: Model before FSDP, modified in place.
         recompute: Checkpoint function. It receives a forward function and its arguments.
-        saves_last_matmul: Whether the output of the last matmul of a block may be saved, although
-            the backward pass does not need it.
+        skips_unneeded_matmul: Whether to never save the output of a block's last matmul, which the
+            backward pass does not need.
     """
     for block in model.layers.values():
-        never_saved = None if saves_last_matmul else find_unneeded_matmul(block)
-        create_contexts = partial(_create_op_contexts, never_saved)
+        skipped_matmul = find_unneeded_matmul(block) if skips_unneeded_matmul else None
+        create_contexts = partial(_create_op_contexts, skipped_matmul)
         recompute_some = partial(recompute, context_fn=create_contexts)
         block.forward = _recompute_in_backward(block.forward, recompute_some)
 
@@ -143,7 +144,7 @@ def draws_random_numbers(model: type[Llama]) -> bool:
     return vars(model).get("draws_random_numbers", True)
 
 
-def _create_op_contexts(never_saved: int | None) -> tuple[Any, Any]:
+def _create_op_contexts(skipped_matmul: int | None) -> tuple[Any, Any]:
     """Create the contexts of selective activation checkpointing for one block.
 
     The contexts save the outputs of every second matmul and of a few other operators, such as
@@ -151,7 +152,7 @@ def _create_op_contexts(never_saved: int | None) -> tuple[Any, Any]:
     same input width.
 
     Args:
-        never_saved: Index, from 1, of a matmul whose output the backward pass does not need, so
+        skipped_matmul: Index, from 1, of a matmul whose output the backward pass does not need, so
             saving it would waste memory. None if it needs the outputs of all matmuls.
 
     Returns:
@@ -170,7 +171,7 @@ def _create_op_contexts(never_saved: int | None) -> tuple[Any, Any]:
         """Return whether to save the output of `op` or to recompute it in the backward pass."""
         if op in MATMULS:
             index = next(recompute_count if context.is_recompute else forward_count)
-            should_save = index % 2 == 1 and index != never_saved
+            should_save = index % 2 == 1 and index != skipped_matmul
         else:
             should_save = op in always_saved
         return CheckpointPolicy.MUST_SAVE if should_save else CheckpointPolicy.PREFER_RECOMPUTE
