@@ -791,7 +791,6 @@ def check_validation(run: Run) -> Problems:
     It is either held out from the training data, or read from other files, but not both.
     """
     validation = run.job.validation
-    has_source = validation.sources or "source" in validation.model_fields_set
     if validation.holdout > 0:
         if validation.path or validation.sources:
             yield Problem(
@@ -799,9 +798,14 @@ def check_validation(run: Run) -> Problems:
                 "is not used with validation.holdout, which uses documents of [dataset]. "
                 "Remove one.",
             )
-    elif validation.freq > 0 and has_source:
+        return
+    if validation.freq <= 0:
+        return  # there is no validation
+
+    is_source_set = "source" in validation.model_fields_set  # even if to the default value
+    if validation.sources or is_source_set:
         yield from _check_sources("validation", validation)
-    elif validation.freq > 0:
+    else:
         yield Problem(
             "validation.freq", "needs validation.holdout, such as 0.01, or validation.source."
         )

@@ -342,7 +342,7 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
     mistakes: list[Mistake] = []
     for word in stray_words:
         problem = f"is not an option. To pass a job file, write --{CONFIG_FILE} {word}."
-        mistakes.append(Mistake(word, word, "", problem))
+        mistakes.append(Mistake(key=word, name=word, value="", problem=problem))
 
     keys = list_keys()
     values: dict[str, Any] = {}
@@ -355,7 +355,7 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
             key, value = _parse_option(flag, words, keys)
             values[key] = value
         except ValueError as error:
-            mistakes.append(Mistake(flag, flag, "", str(error)))
+            mistakes.append(Mistake(key=flag, name=flag, value="", problem=str(error)))
 
     names = [_flag_to_name(flag) for flag, _ in options]
     renamed = [name for name in names if name in RENAMED_KEYS]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -317,23 +317,30 @@ def _has_only_float8_linears(module: nn.Module) -> bool:
 
 
 def _patch_torchao_to_gather_bytes() -> None:
-    """Let torchao all-gather FP8 tensors as uint8, because gloo does not support FP8 dtypes."""
+    """Let torchao all-gather FP8 tensors as uint8, because gloo does not support FP8 dtypes.
+
+    For each all-gather operator, a table of torchao names the function `allgather_fp8`. torchao
+    calls it as `allgather_fp8(operator, args, kwargs)`. Replace it in the table by a function that
+    passes another operator to it.
+    """
     from torchao.float8 import float8_ops
 
-    # This function applies an all-gather operator to the FP8 data inside a torchao tensor.
-    gather_float8 = float8_ops.allgather_fp8
+    allgather_fp8 = float8_ops.allgather_fp8
 
-    def gather_as_bytes(op: Any, *args: Any) -> Any:
-        def gather_bytes(data: torch.Tensor, *op_args: Any) -> torch.Tensor:
-            return op(data.view(torch.uint8), *op_args).view(data.dtype)
+    def allgather_fp8_as_bytes(operator: Callable[..., torch.Tensor], *args: Any) -> Any:
+        return allgather_fp8(partial(_gather_bytes, operator), *args)
 
-        return gather_float8(gather_bytes, *args)
-
-    # Replace it in the table of all operators on torchao tensors.
     table = float8_ops.FLOAT8_OPS_TABLE
-    for op, function in list(table.items()):
-        if function is gather_float8:
-            table[op] = gather_as_bytes
+    for operator, function in list(table.items()):
+        if function is allgather_fp8:
+            table[operator] = allgather_fp8_as_bytes
+
+
+def _gather_bytes(
+    operator: Callable[..., torch.Tensor], data: torch.Tensor, *args: Any
+) -> torch.Tensor:
+    """Apply an all-gather operator to the bytes of a tensor, and restore its dtype."""
+    return operator(data.view(torch.uint8), *args).view(data.dtype)
 
 
 def precompute_scales(model: nn.Module, config: schema.Float8) -> None:

@@ -306,17 +306,17 @@ class PipelineForwardBackward(ForwardBackward):
         has_first_stage = self._model.tok_embeddings is not None
         inputs = [tokens] if has_first_stage else []
         head = LossHead(labels, NormalizedLoss(loss_fn, num_valid_tokens))
-        run_stages = partial(run_schedule, *inputs, head=head, **attention, return_outputs=False)
+        options = {"head": head, **attention, "return_outputs": False}
 
         has_last_stage = self._model.norm is not None
         if not has_last_stage:
-            run_stages()
+            run_schedule(*inputs, **options)
             return torch.zeros((), device=tokens.device)
 
         # The head computes the losses, and the schedule appends them to `losses`. It also requires
         # a target, which is not used.
         losses: list[Tensor] = []
-        run_stages(target=labels, losses=losses)
+        run_schedule(*inputs, target=labels, losses=losses, **options)
         return torch.stack(losses).detach().sum()
 
 
@@ -376,26 +376,24 @@ def local_inputs(
         model: Section [model] of the job, which determines the kind of attention mask.
     """
     batch = _join(microbatches)
-    windows = {"mask": arch.sliding_window}
-    if arch.full_attention_interval > 0:  # some layers have no window
-        windows["full_mask"] = 0
+    build_mask: Callable[..., Any]
+    if model.uses_document_bounds:
+        build_mask = partial(_build_bounds, microbatches)
+    else:
+        uses_flex = model.attention_backend == "flex"
+        build_mask = partial(_build_mask, batch, mesh, uses_flex=uses_flex)
 
     # With context parallelism, this rank's queries attend to the keys of whole sequences. So build
     # the masks for whole sequences, and then select this rank's part of everything else.
-    attention: dict[str, Any] = {}
-    for name, window in windows.items():
-        if model.uses_document_bounds:
-            mask = _build_bounds(microbatches, window)
-        else:
-            mask = _build_mask(batch, mesh, window, uses_flex=model.attention_backend == "flex")
-        if mask is not None:
-            attention[name] = mask
+    attention = {"mask": build_mask(window=arch.sliding_window)}
+    if arch.full_attention_interval > 0:  # some layers have no window
+        attention["full_mask"] = build_mask(window=0)
 
     if mesh.context is not None:
         batch = _select_local_chunks(batch, mesh.context)
-    if batch.positions is not None:
-        attention["positions"] = batch.positions
-    return LocalInputs(batch.input_ids, batch.labels, attention)
+    attention["positions"] = batch.positions
+    needed = {name: value for name, value in attention.items() if value is not None}
+    return LocalInputs(batch.input_ids, batch.labels, needed)
 
 
 def _join(microbatches: Sequence[Microbatch]) -> Microbatch:
@@ -426,6 +424,10 @@ def _select_local_chunks(batch: Microbatch, mesh: DeviceMesh) -> Microbatch:
 def _build_bounds(microbatches: Sequence[Microbatch], window: int) -> DocumentBounds | None:
     """Return the document bounds of all microbatches, or None if plain causal attention is enough.
 
+    The bounds of each microbatch start at 0 again, because a pipeline schedule splits the result
+    into equal parts, one for each microbatch. Microbatches with fewer documents get empty documents
+    at their end. For example, [0, 3, 8] and [0, 2, 5, 8] become [0, 3, 8, 8, 0, 2, 5, 8].
+
     Args:
         microbatches: Microbatches of equal shape. Either all or none of them have `cu_seqlens`.
         window: Number of tokens that a token attends to, including itself. 0 means all.
@@ -433,11 +435,9 @@ def _build_bounds(microbatches: Sequence[Microbatch], window: int) -> DocumentBo
     tokens = microbatches[0].input_ids
     batch_size, seq_len = tokens.shape
     if microbatches[0].cu_seqlens is not None:
-        # A pipeline schedule will split the result into equal parts, one for each microbatch. But
-        # microbatches have different numbers of documents, so add empty documents at their ends.
         bounds = [cast(Tensor, microbatch.cu_seqlens) for microbatch in microbatches]
-        end = batch_size * seq_len  # the last bound of each microbatch
-        padded = pad_sequence(bounds, batch_first=True, padding_value=end)
+        num_tokens = batch_size * seq_len  # the last bound of each microbatch
+        padded = pad_sequence(bounds, batch_first=True, padding_value=num_tokens)
         return DocumentBounds(padded.flatten(), window)
 
     is_window_shorter = 0 < window < seq_len

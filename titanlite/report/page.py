@@ -364,11 +364,12 @@ def _read_events(entries: Iterable[Entry], metrics: Columns) -> list[dict[str, A
     """
     events: list[dict[str, Any]] = []
     is_running = False
-    for event, reached_step in _parse_events(entries, metrics):
+    for event in _parse_events(entries, metrics):
         is_start = event["kind"] == "start"
         if is_start and is_running:
+            last_step = max(events[-1]["step"], _find_logged_step(metrics, event["time"]))
             text = "The run was killed: no end was recorded before the next start."
-            events.append(event | {"kind": "killed", "step": reached_step, "text": text})
+            events.append(event | {"kind": "killed", "step": last_step, "text": text})
         if is_start:
             is_running = True
             _mark_undone(events, event["step"])
@@ -385,40 +386,33 @@ def _mark_undone(events: Iterable[dict[str, Any]], start_step: float) -> None:
             event["undone"] = True
 
 
-def _parse_events(
-    entries: Iterable[Entry], metrics: Columns
-) -> Iterator[tuple[dict[str, Any], float]]:
-    """Yield each event in the form for the page, and the step reached before the event.
+def _parse_events(entries: Iterable[Entry], metrics: Columns) -> Iterator[dict[str, Any]]:
+    """Yield each event in the form for the page.
 
-    For example, if a run starts at step 100, logs step 120 and crashes, it had reached step 120
-    before the crash.
+    An event without a step, such as a crash, gets the last step that was known at its time. For
+    example, if a run starts at step 100, logs step 120 and crashes, it has crashed at step 120.
 
     Args:
         entries: Lines of the events file.
         metrics: Columns of metrics.jsonl, with the step and time of each log step.
-
-    Yields:
-        The event, and the step that the run had reached before it.
     """
-    last_event_step = 0.0
+    previous_step = 0.0  # of the previous event
     for entry in entries:
         unix_time = get_number(entry, "time")
         if unix_time is None:
             continue
 
-        reached_step = max(last_event_step, _find_logged_step(metrics, unix_time))
         step = get_number(entry, "step")
-        if step is None:  # such as a crash
-            step = reached_step
-        event = {
+        if step is None:
+            step = max(previous_step, _find_logged_step(metrics, unix_time))
+        yield {
             "time": unix_time,
             "step": step,
-            "undone": False,  # `_read_events` may change it
+            "undone": False,  # becomes True if the run resumes from an earlier step
             "kind": str(entry.get("event")),
             "text": str(entry.get("text", "")),
         }
-        yield event, reached_step
-        last_event_step = step
+        previous_step = step
 
 
 def _find_logged_step(metrics: Columns, unix_time: float) -> float:

@@ -472,17 +472,13 @@ def _describe_user_error(reason: str, earlier_kinds: Sequence[str]) -> tuple[Sta
     Returns:
         The state, and the reason for it.
     """
-    if not earlier_kinds:
-        return "refused", reason
-    if earlier_kinds[-1] == "start":
+    if earlier_kinds and earlier_kinds[-1] == "start":
         return "failed", reason
 
-    # The last start did not train. Find out how the last training ended.
-    for kind in reversed(earlier_kinds):
-        if kind == "finish":
-            return "finished", f"a later start was refused: {reason}"
-        if kind not in ("data", "refusal"):
-            break
+    # The last start did not train. If the run has trained before, find out how that ended.
+    training_kinds = [kind for kind in earlier_kinds if kind not in ("data", "refusal")]
+    if training_kinds and training_kinds[-1] == "finish":
+        return "finished", f"a later start was refused: {reason}"
     return "refused", reason
 
 
