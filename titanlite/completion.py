@@ -413,6 +413,8 @@ def _forward(
     index_S = torch.arange(num_cached + tokens_BT.shape[1], device=tokens_BT.device)
     index_T = index_S[num_cached:]
 
+    # In some architectures, only a part of the layers has a sliding window. The others use
+    # `full_mask`.
     mask = _attention_mask(index_T, index_S, padding_B, model.arch.sliding_window)
     full_mask = _attention_mask(index_T, index_S, padding_B, sliding_window=0)
     rope_positions_BT = (index_T - padding_B[:, None]).clamp(min=0)

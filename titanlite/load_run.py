@@ -120,22 +120,19 @@ def build_run(parsed: ParsedJob, world_size: int, *, check_outputs: bool = True)
     skipped_sections = invalid_sections | sections_with_bad_lengths
     rule_problems = _apply_rules(run, parsed, skipped_sections, check_outputs)
 
+    mistakes = [*parsed.mistakes, *_check_environment()]
     # Tokens per step depend on these sections. If one of them has an invalid value, do not report
     # that the number of steps is wrong as well.
-    if not invalid_sections.isdisjoint(("model", "training", "parallelism", "dataset")):
-        length_problems = []
+    if invalid_sections.isdisjoint(("model", "training", "parallelism", "dataset")):
+        mistakes += [make_mistake(fitted_run, problem) for problem in length_problems]
+    for problem in (*tokenizer_problems, *rule_problems):
+        mistakes.append(make_mistake(run, problem))
+    if not mistakes:
+        return run
 
-    mistakes = [
-        *parsed.mistakes,
-        *_check_environment(),
-        *(make_mistake(fitted_run, problem) for problem in length_problems),
-        *(make_mistake(run, problem) for problem in tokenizer_problems),
-        *(make_mistake(run, problem) for problem in rule_problems),
-    ]
-    if mistakes:
-        origins = {**parsed.origins, THREADS: "environment variable"}
-        raise parsed._replace(origins=origins).error(mistakes)
-    return run
+    # The message names the origin of each invalid value.
+    origins = {**parsed.origins, THREADS: "environment variable"}
+    raise parsed._replace(origins=origins).error(mistakes)
 
 
 def _fit_to_tokenizer(run: Run) -> tuple[Run, list[Problem]]:

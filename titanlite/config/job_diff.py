@@ -20,7 +20,7 @@ COMPATIBLE: Effect = "compatible"
 AFFECTS_TRAINING: Effect = "affects training"
 INCOMPATIBLE: Effect = "incompatible"
 _ORDER = (COMPATIBLE, AFFECTS_TRAINING, INCOMPATIBLE)
-_OLD_EFFECTS: dict[str, Effect] = {
+_RENAMED_EFFECTS: dict[str, Effect] = {
     "harmless": COMPATIBLE,
     "changes the curve": AFFECTS_TRAINING,
     "refused": INCOMPATIBLE,
@@ -124,15 +124,16 @@ def compare_jobs(
         changes.append((_classify_changed_content(new), description))
     is_data_changed = bool(position_changes or content_changes)
 
+    resumes_data = data is not None
     for name in old.keys() & new.keys():
         if old[name] == new[name] or _is_left_out(name, new):
             continue
-        if data is not None and _determines_data(name, new):
-            if is_data_changed:  # the changes of the data are listed instead
-                continue
-            effect = COMPATIBLE
+        if not (resumes_data and _determines_data(name, new)):
+            effect = _classify(name, old, new, resumes_data=resumes_data)
+        elif is_data_changed:
+            continue  # the changes of the data are listed instead
         else:
-            effect = _classify(name, old, new, resumes_data=data is not None)
+            effect = COMPATIBLE
         change = f"{name}: {shorten(str(old[name]))} -> {shorten(str(new[name]))}"
         changes.append((effect, change))
     return sorted(changes, key=lambda change: (_ORDER.index(change[0]), change[1]))
@@ -261,8 +262,8 @@ def _classify(name: str, old: dict[str, Any], new: dict[str, Any], *, resumes_da
     if section in _COMPATIBLE_SECTIONS or short_name in _COMPATIBLE_KEYS:
         return COMPATIBLE
 
-    # A plugin declares the effect of all keys in its section. Plugins for 0.2 use former names.
-    if section in SECTIONS:
-        effect = SECTIONS[section].on_resume
-        return _OLD_EFFECTS.get(effect, effect)
-    return AFFECTS_TRAINING
+    if section not in SECTIONS:
+        return AFFECTS_TRAINING
+    # A plugin declares the effect of all keys in its section.
+    effect = SECTIONS[section].on_resume
+    return _RENAMED_EFFECTS.get(effect, effect)

@@ -240,20 +240,16 @@ def _describe_unknown(
         value: The value or table.
     """
     key = _get_key(location)
-    name = ".".join(location)
+    full_name = ".".join(location)
     removed_keys = getattr(unknown.table, "dropped", {})  # keys of earlier versions of titanlite
     if unknown.name in removed_keys:
         _, problem = removed_keys[unknown.name]
-        return Mistake(key, name, format_value(value), problem, kind="gone")
+        return Mistake(key, full_name, format_value(value), problem, kind="gone")
 
     is_table = isinstance(value, dict)
-    return Mistake(
-        key,
-        name=f"[{key}]" if is_table else name,
-        value="",
-        problem=_explain_unknown_name(unknown, root, location[-1]),
-        kind="extra_forbidden",
-    )
+    shown_name = f"[{key}]" if is_table else full_name
+    problem = _explain_unknown_name(unknown, root, location[-1])
+    return Mistake(key, shown_name, value="", problem=problem, kind="extra_forbidden")
 
 
 def _rephrase(message: str) -> str:
@@ -350,7 +346,7 @@ def wrap_text(text: str, indent: int = 0) -> str:
     return "\n\n".join(wrapper.fill(paragraph) for paragraph in paragraphs)
 
 
-def _explain_unknown_name(unknown: _UnknownName, root: type[BaseModel], key: str) -> str:
+def _explain_unknown_name(unknown: _UnknownName, root: type[BaseModel], last_name: str) -> str:
     """Return an error message for an unknown name, with known names that the user may have meant.
 
     For example, "stepz" in [training] gives "is unknown. Did you mean training.steps?".
@@ -358,20 +354,24 @@ def _explain_unknown_name(unknown: _UnknownName, root: type[BaseModel], key: str
     Args:
         unknown: The unknown name.
         root: Model of a job, the options of a command, or the content of a file.
-        key: Last part of the full name, such as "steps" in "trainin.steps". Usually, this is the
-            unknown name itself.
+        last_name: Last part of the full name. For "trainin.steps", this is "steps", although
+            "trainin" is the unknown name. Usually, both are the same.
     """
     tables = _list_tables(root)
     known_names = [field.alias or name for name, field in unknown.table.model_fields.items()]
     if unknown.table is root:  # add the sections of plugins
         known_names += [name for name in tables if name not in known_names]
 
-    suggestions = _find_synonyms(key, {*root.model_fields, *tables})
-    if not suggestions:
-        similar_names = difflib.get_close_matches(unknown.name, known_names, n=1)
+    synonyms = _find_synonyms(last_name, {*root.model_fields, *tables})
+    similar_names = difflib.get_close_matches(unknown.name, known_names, n=1)
+    if synonyms:
+        suggestions = synonyms
+    elif similar_names:
         suggestions = [".".join([*unknown.parents, name]) for name in similar_names]
-    if not suggestions:  # the key may be in another table
-        suggestions = [f"{name}.{key}" for name in tables if key in tables[name].model_fields]
+    else:  # the key may be in another table
+        suggestions = [
+            f"{table}.{last_name}" for table in tables if last_name in tables[table].model_fields
+        ]
 
     if suggestions:
         return f"is unknown. Did you mean {' or '.join(suggestions[:3])}?"

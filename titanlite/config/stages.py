@@ -47,16 +47,16 @@ class PieceCosts:
 def piece_times(arch: Architecture, seq_len: int) -> PieceCosts:
     """Estimate the relative time per token of the embedding, a block and the output.
 
-    The times are those of the forward pass, in units of the time of one FLOP. The embedding has no
-    matmul, but once per sequence, its dense fp32 gradient takes memory traffic. Of this time, a
-    third counts, because a training step takes three times as long as its forward pass.
+    The unit is the time of one FLOP in the forward pass. The backward pass takes twice as long as
+    the forward pass, so all times of a training step are divided by 3. The embedding has no matmul,
+    but writes a dense fp32 gradient once per sequence.
 
     Args:
         arch: Architecture of the model.
         seq_len: Sequence length in tokens, which determines the cost of attention.
     """
     gradient_bytes = 4 * arch.vocab_size * arch.dim
-    gradient_time = gradient_bytes * FLOPS_PER_BYTE  # per sequence
+    gradient_time = gradient_bytes * FLOPS_PER_BYTE  # per sequence, in a training step
     attention_flops = 4 * arch.attended(seq_len) * arch.q_dim  # scores and weighted sum
     return PieceCosts(
         embedding=gradient_time / (3 * seq_len),

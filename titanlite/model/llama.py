@@ -68,22 +68,23 @@ def _llama3_kept_fraction(arch: Architecture, frequencies: Tensor) -> Tensor:
 def _yarn_kept_fraction(arch: Architecture, device: torch.device) -> Tensor:
     """Return the fraction of each RoPE frequency that YaRN keeps, shape (D / 2,).
 
-    The rest of the frequency is divided by `rope_scaling_factor`. Channel pair 0 rotates fastest.
-    The result is 1 up to the pair `low`, which completes about `rope_beta_fast` turns in the
-    original context. It is 0 from the pair `high` on, which completes about `rope_beta_slow` turns,
-    and linear in between. See https://arxiv.org/abs/2309.00071.
+    With the fraction k, YaRN changes frequency f to k * f + (1 - k) * f / rope_scaling_factor.
+
+    Channel pair 0 rotates fastest. k is 1 up to the pair `low`, which completes about
+    `rope_beta_fast` turns in the original context. It is 0 from the pair `high` on, which completes
+    about `rope_beta_slow` turns, and linear in between. See https://arxiv.org/abs/2309.00071.
     """
 
     def find_pair(turns: float) -> float:
-        """Return the index, not rounded, of the channel pair that RoPE rotates `turns` times.
+        """Return the index i of the pair that completes `turns` turns, not rounded.
 
-        The turns are counted over the original context. Pair i rotates by one radian every
-        rope_theta**(2i / head_dim) positions, which is solved for i here.
+        It is the solution of: context length / rope_theta**(2i / head_dim) = 2 pi * turns.
         """
         positions_per_radian = arch.rope_original_max_seq_len / (2 * math.pi * turns)
         return arch.head_dim * math.log(positions_per_radian) / (2 * math.log(arch.rope_theta))
 
-    # Use the bounds of the reference implementation, although there are only head_dim / 2 pairs.
+    # The bound head_dim - 1 is that of the reference implementation, although there are only
+    # head_dim / 2 pairs.
     low = max(math.floor(find_pair(arch.rope_beta_fast)), 0)
     high = min(math.ceil(find_pair(arch.rope_beta_slow)), arch.head_dim - 1)
     width: float = high - low

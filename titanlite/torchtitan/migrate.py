@@ -261,10 +261,10 @@ class Migration:
                 self._report_lost(key, reason)
 
     def _convert_source(self, section: str, old_section: str, default: str) -> None:
-        """Set a data section of our job file to the dataset of the torchtitan job file.
+        """Set a data section of the titanlite job file to the dataset of the torchtitan job file.
 
         Args:
-            section: Section of our job file, "dataset" or "validation".
+            section: Section of the titanlite job file, "dataset" or "validation".
             old_section: Section of the torchtitan job file that names the dataset.
             default: Dataset that torchtitan uses if the section names none.
 
@@ -276,14 +276,12 @@ class Migration:
         name = self._old.get(name_key, default)
         is_c4 = name in ("c4", "c4_validation")  # two splits of the same dataset
 
-        if path_key in self._old:  # a local folder, or a name on the Hugging Face Hub
-            self._carry_over(f"{section}.source", "huggingface", name_key)
-            self._carry_over(f"{section}.path", self._old[path_key], path_key)
-            if is_c4:  # torchtitan always streams the English part
-                self._set_default(f"{section}.config", "en")
-                self._set_default(f"{section}.streaming", True)
+        has_path = path_key in self._old  # a local folder, or a name on the Hugging Face Hub
+        if has_path:
+            self._carry_over(f"{section}.source", "huggingface", origin=name_key)
+            self._carry_over(f"{section}.path", self._old[path_key], origin=path_key)
         elif is_c4:
-            self._carry_over(f"{section}.source", "c4", name_key)
+            self._carry_over(f"{section}.source", "c4", origin=name_key)
         elif name == "c4_test":
             self._replace_c4_test(section, name_key)
         else:
@@ -292,6 +290,9 @@ class Migration:
                 "Add dataset_path, a folder or a name on the Hub."
             )
 
+        if has_path and is_c4:  # torchtitan always streams the English part
+            self._set_default(f"{section}.config", "en")
+            self._set_default(f"{section}.streaming", True)
         if name == "c4_validation":
             self._set_default(f"{section}.split", "validation")
 
