@@ -93,8 +93,9 @@ def _recompute_whole_blocks(
         interval: 1 selects all blocks, 2 every second block.
     """
     if in_graph:
-        # Without a policy, the compiler would save inputs of collectives and of SwiGLU.
-        save_nothing = partial(create_selective_checkpoint_contexts, [])
+        # By default, the compiler would save inputs of collectives and of SwiGLU.
+        saved_operators: list[Any] = []
+        save_nothing = partial(create_selective_checkpoint_contexts, saved_operators)
         recompute = partial(recompute, context_fn=save_nothing)
     for index, block in model.layers.items():
         if (int(index) + 1) % interval == 0:
