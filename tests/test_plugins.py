@@ -234,7 +234,8 @@ def test_the_hash_of_a_certificate_covers_the_options_of_plugins(tmp_path):
     def hash_with(value: int) -> str:
         options = [*train_options(tmp_path, "run")[1:], "--copy.value", value]
         command = [sys.executable, "-c", program, *map(str, options)]
-        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        paths = [str(tmp_path), os.environ.get("PYTHONPATH", "")]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         return subprocess.check_output(command, env=environment, text=True)
 
     assert hash_with(1) == hash_with(1)

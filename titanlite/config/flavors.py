@@ -112,7 +112,7 @@ class Architecture:
         docs/guides/mup.md). Without muP, both ratios are 1.
 
         - Matrices of blocks: 1 / sqrt(m) for the initialization, 1 / m for the learning rate.
-        - The output matrix: 1 / m for both.
+        - The output matrix, or with tied embeddings the final norm: 1 / m for both.
         - All other parameters: 1.
 
         In addition, 1 / sqrt(k) multiplies both factors of the parameter that determines the scale

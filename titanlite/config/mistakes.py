@@ -213,7 +213,8 @@ def _find_unknown_name(root: type[BaseModel], location: list[str]) -> _UnknownNa
 
         annotation = annotations[name]
         inner_table = find_table_model(annotation)
-        can_be_index = inner_table is not None and typing.get_origin(annotation) in (list, tuple)
+        # `annotation` is the table itself, or for example a list of tables.
+        can_be_index = inner_table is not None and annotation is not inner_table
         table = inner_table or table
     return None
 

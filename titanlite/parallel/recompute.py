@@ -153,8 +153,8 @@ def _create_op_contexts(skipped_matmul: int | None) -> tuple[Any, Any]:
     same input width.
 
     Args:
-        skipped_matmul: Index, from 1, of a matmul whose output the backward pass does not need, so
-            saving it would waste memory. None if it needs the outputs of all matmuls.
+        skipped_matmul: Index, from 1, of a matmul whose output is not saved, because the backward
+            pass does not need it. None to exclude no matmul.
 
     Returns:
         Contexts for the forward pass and for the recomputation, for the argument `context_fn` of
