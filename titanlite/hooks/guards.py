@@ -294,10 +294,12 @@ class SpikeGuard(Hook):
         self._num_roll_backs = 0
         self._needs_roll_back = False
 
-        # Number and tensor of each recent step: the result of `_compare` with "skip", and otherwise
-        # loss, gradient norm and skip flag. To avoid a host sync in each step, the tensors stay on
-        # the GPU until the next logged step or save, with "roll_back" also until a validation.
-        self._unread: list[tuple[int, Tensor]] = []
+        # To avoid a host sync in each step, the values of recent steps stay on the GPU until the
+        # next logged step or save, with "roll_back" also until a validation.
+        # With "skip": the number of each step and the result of `_compare`.
+        self._comparisons: list[tuple[int, Tensor]] = []
+        # Otherwise: the number of each step, and its loss, gradient norm and skip flag.
+        self._uncompared: list[tuple[int, Tensor]] = []
 
         # Loss and gradient norm of step s are in column s % spike_history. NaN: no value yet.
         size = self._config.spike_history
@@ -344,14 +346,14 @@ class SpikeGuard(Hook):
         """
         values = torch.stack([sums.loss, sums.grad_norm.double()])
         if not self._should_skip:
-            self._unread.append((step, torch.stack([*values, skip.double()])))
+            self._uncompared.append((step, torch.stack([*values, skip.double()])))
             return
 
         comparison = self._compare(values, skip)
         is_spike = comparison[0]
         skip.copy_(torch.maximum(skip, is_spike.max()))
         self._add_to_history(step, values, skip)
-        self._unread.append((step, comparison))
+        self._comparisons.append((step, comparison))
 
     def _compare(self, values: Tensor, skip: Tensor) -> Tensor:
         """Compare the loss and the gradient norm of a step with the history.
@@ -432,21 +434,16 @@ class SpikeGuard(Hook):
 
         This waits for the GPU, so call it only at logged steps, saves and validations.
         """
-        if not self._unread:
-            return
-        steps, on_gpu = zip(*self._unread, strict=True)
-        self._unread = []
-        on_cpu = torch.stack(on_gpu).cpu()  # one host sync for all steps
-
-        for step, tensor in zip(steps, on_cpu, strict=True):
-            if self._should_skip:
-                comparison = tensor  # computed by the GPU
-            else:
-                loss, grad_norm, skip = tensor
-                values = torch.stack([loss, grad_norm])
-                comparison = self._compare(values, skip)
-                self._add_to_history(step, values, skip)
+        for step, comparison in _copy_to_cpu(self._comparisons):
             self._report_spike(step, comparison)
+        self._comparisons = []
+
+        for step, (loss, grad_norm, skip) in _copy_to_cpu(self._uncompared):
+            values = torch.stack([loss, grad_norm])
+            comparison = self._compare(values, skip)
+            self._add_to_history(step, values, skip)
+            self._report_spike(step, comparison)
+        self._uncompared = []
 
     def _report_spike(self, step: int, comparison: Tensor) -> None:
         """If a step is a spike, log and count it. With on_spike = "roll_back", request a rollback.
@@ -510,6 +507,14 @@ class SpikeGuard(Hook):
                 "The step was not saved. "
                 "Before you restart, lower optimizer.lr or training.max_norm."
             )
+
+
+def _copy_to_cpu(entries: list[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
+    """Copy the tensors of several steps, which have the same shape, with a single host sync."""
+    if not entries:
+        return []
+    steps, on_gpu = zip(*entries, strict=True)
+    return list(zip(steps, torch.stack(on_gpu).cpu(), strict=True))
 
 
 def _row_medians(values: Tensor) -> Tensor:

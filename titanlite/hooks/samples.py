@@ -9,9 +9,9 @@ forward pass over the whole text.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -155,30 +155,44 @@ def use_logits(
         use: Called with the index of a microbatch, and for n of its tokens: their rows in the
             microbatch (n,), labels (n,), and logits (n, V) in fp32.
     """
-    # The model passes the hidden states (B, T, C), the output matrix (V, C) and the labels (B, T)
-    # of each microbatch, in order, to the loss function of an evaluation. So compute the logits
-    # there, and return a loss of 0.
-    microbatch_indices = itertools.count()
+    # An evaluation calls its loss function with the hidden states and the output matrix of each
+    # microbatch, in order. So compute the logits there, and return a loss of 0. A pipeline schedule
+    # may append padding after the last microbatch.
+    unused_indices = iter(range(len(microbatches)))
 
     def pass_logits(hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
-        no_loss = torch.zeros_like(scale)
-        index = next(microbatch_indices)
-        is_padding = index >= len(microbatches)  # appended by a pipeline schedule
-        if is_padding:
-            return no_loss
-
-        # With tensor parallelism, gather the hidden states of all tokens.
-        if trainer.mesh.tensor is not None:
-            hidden = cast(DTensor, hidden).redistribute(placements=[Replicate()]).to_local()
-        # Compute the logits of a few tokens at once, because all of them would need much memory.
-        positions = torch.stack((labels != IGNORE_INDEX).nonzero(as_tuple=True))
-        for rows, columns in positions.split(LOGITS_CHUNK, dim=1):
-            logits = _whole_logits(hidden[rows, columns], weight)
-            logits = soft_cap(logits, trainer.run.arch.logit_softcap)
-            use(index, rows, labels[rows, columns], logits)
-        return no_loss
+        index = next(unused_indices, None)
+        if index is not None:
+            _use_microbatch_logits(trainer, hidden, weight, labels, partial(use, index))
+        return torch.zeros_like(scale)
 
     trainer.forward_backward.evaluate(microbatches, loss_fn=pass_logits)
+
+
+def _use_microbatch_logits(
+    trainer: Trainer,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    use: Callable[[Tensor, Tensor, Tensor], None],
+) -> None:
+    """Compute the logits of all tokens of a microbatch with a label, and pass them to `use`.
+
+    Args:
+        trainer: Trainer whose model has computed the hidden states.
+        hidden: Hidden states, shape (B, T, C). With tensor parallelism, a DTensor.
+        weight: Output matrix, shape (V, C).
+        labels: Labels, shape (B, T).
+        use: Called with the rows (n,), the labels (n,) and the logits (n, V) of n tokens.
+    """
+    if trainer.mesh.tensor is not None:
+        hidden = cast(DTensor, hidden).redistribute(placements=[Replicate()]).to_local()
+    # Compute the logits of a few tokens at once, because all of them would need much memory.
+    positions = torch.stack((labels != IGNORE_INDEX).nonzero(as_tuple=True))
+    for rows, columns in positions.split(LOGITS_CHUNK, dim=1):
+        logits = _whole_logits(hidden[rows, columns], weight)
+        logits = soft_cap(logits, trainer.run.arch.logit_softcap)
+        use(rows, labels[rows, columns], logits)
 
 
 def _whole_logits(hidden: Tensor, weight: Tensor) -> Tensor:
