@@ -292,26 +292,24 @@ class Trainer:
         exchange = RequestExchange(self.mesh.world_group, self.device)
 
         # End before the first step if a rank has no data or has received a signal.
-        data_error = self._wait_for_data(1)
+        data_error = self._wait_for_data(self.steps_done + 1)
         exchange.send(Request(stop=self.stop_signal, data_fails=data_error is not None))
         end = self._find_end(exchange.receive())
 
-        # On a GPU, a request is received one step after it was sent. So send the request for each
-        # step one step early, and the one for the first step before the loop.
-        request_step = self.steps_done + 1
+        # On a GPU (`delay` 1), send the request for each step during the step before it, and the
+        # request for the first step here. On a CPU (`delay` 0), send it during the step itself.
         if exchange.delay > 0:
-            exchange.send(self._collect_request(request_step))
-            request_step += 1
+            exchange.send(self._collect_request(self.steps_done + 1))
 
         while end is None:
-            rank_request = self._collect_request(request_step)
-            request_step += 1
-            is_empty = rank_request == Request()
-            self.step(has_request=not is_empty)
+            step = self.steps_done + 1
+            rank_request = self._collect_request(step + exchange.delay)
+            has_request = rank_request != Request()
+            self.step(has_request=has_request)
             # The step has counted the ranks with a request. If no rank has one, nothing is sent.
             exchange.send(rank_request, self._num_requests)
 
-            request = exchange.receive()  # of all ranks, for the step that was just trained
+            request = exchange.receive()  # of all ranks, for `step`
             end = self._find_end(request)
             if end is None:
                 self._take_actions(request)
@@ -570,10 +568,8 @@ class Trainer:
         if step > self.job.training.steps:
             return Request()
 
-        # If a rank cannot read the data of the step after `step`, all ranks must stop after `step`.
-        following_step = step + 1
-        num_steps_to_read = following_step - self.steps_done
-        data_error = self._wait_for_data(num_steps_to_read)
+        # If a rank cannot read the data of the following step, all ranks must stop after `step`.
+        data_error = self._wait_for_data(step + 1)
 
         # Request what the job schedules.
         should_save = self.checkpointer is not None and step % self.job.checkpoint.interval == 0
@@ -589,15 +585,15 @@ class Trainer:
             request |= hook.wants(step)
         return request
 
-    def _wait_for_data(self, num_steps: int) -> Exception | None:
-        """Wait until the data of the next `num_steps` steps has been read on this rank.
+    def _wait_for_data(self, step: int) -> Exception | None:
+        """Wait until the data up to `step` or the last step of the run has been read on this rank.
 
         Returns:
             The first exception that reading the data has raised, such as `OutOfData`, or None. A
             stop signal during the wait gives `Interrupted`.
         """
-        remaining_steps = self.job.training.steps - self.steps_done
-        num_steps = max(0, min(num_steps, remaining_steps))
+        last_step = min(step, self.job.training.steps)
+        num_steps = max(0, last_step - self.steps_done)
         with self.meter.timing("data"):
             return self.loader.prefetch(num_steps)
 
@@ -634,7 +630,7 @@ class Trainer:
 
         All ranks call this together.
         """
-        data_errors = gathered(self._wait_for_data(1), self.mesh.world_group)
+        data_errors = gathered(self._wait_for_data(self.steps_done + 1), self.mesh.world_group)
         return next((error for error in data_errors if error is not None), None)
 
     def _report_end_of_data(self, end: OutOfData) -> None:
