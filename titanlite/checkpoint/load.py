@@ -330,31 +330,36 @@ class Resumer:
             info: Entry "info" of its manifest.
             parts_to_reset: Parts of the state, such as "optimizer", that are not loaded.
         """
-        # Select the parts to load.
         saved_names = reader.index.keys()
-        loads_hooks = "hooks" not in parts_to_reset
-        has_optimizer = any(name.startswith("optimizer.") for name in saved_names)
-        loads_optimizer = has_optimizer and "optimizer" not in parts_to_reset
-        # Random states are saved by rank, so only the same number of ranks can restore them.
-        has_same_size = info["layout"]["world_size"] == self._ranks.size
-        loads_rng = has_same_size and "rng" not in parts_to_reset
 
-        # Prepare the tensors in memory.
+        loads_hooks = "hooks" not in parts_to_reset
         if loads_hooks:
             self._resize_hook_tensors(reader, info["train_state"])
+
+        has_optimizer = any(name.startswith("optimizer.") for name in saved_names)
+        loads_optimizer = has_optimizer and "optimizer" not in parts_to_reset
         if loads_optimizer:
             self._create_optimizer_state()
         else:
             _reset_optimizer(self._live)  # a rollback must not keep the state of later steps
-        tensors = self._live.tensors(optimizer=loads_optimizer, hooks=loads_hooks, rng=loads_rng)
-        # A checkpoint may lack hooks that the job has added, and generators of GPUs.
-        for name in tensors.keys() - saved_names:
-            if name.startswith(("rng.cuda.", "hooks.")):
-                del tensors[name]
-        self._reset_hook_tensors(except_for=tensors)
 
-        _load_and_check(tensors, self._live.model.arch, reader, self._ranks)
-        _set_random_state(tensors)
+        # Random states are saved by rank, so only the same number of ranks can restore them.
+        has_same_size = info["layout"]["world_size"] == self._ranks.size
+        loads_rng = has_same_size and "rng" not in parts_to_reset
+
+        live_tensors = self._live.tensors(
+            optimizer=loads_optimizer, hooks=loads_hooks, rng=loads_rng
+        )
+        tensors_to_load = {}
+        for name, tensor in live_tensors.items():
+            # A checkpoint may lack hooks that the job has added, and generators of GPUs.
+            is_optional = name.startswith(("rng.cuda.", "hooks."))
+            if name in saved_names or not is_optional:
+                tensors_to_load[name] = tensor
+
+        self._reset_hook_tensors(except_for=tensors_to_load)
+        _load_and_check(tensors_to_load, self._live.model.arch, reader, self._ranks)
+        _set_random_state(tensors_to_load)
 
     def _resize_hook_tensors(self, reader: SafeReader, train_state: dict[str, Any]) -> None:
         """Resize the tensors of hooks to their sizes in a checkpoint, so that they can be loaded.

@@ -310,15 +310,15 @@ class Saver:
             CheckpointError: On all ranks, if copying failed on any rank.
         """
         state = {}
-        problem = ""
+        problem = None
         try:
             state = get_state()
         except BaseException as error:
+            # Even an interrupt is first reported to the other ranks, which wait for this rank.
             problem = f"copying the state failed: {describe_error(error)}"
-        # Raise the error on all ranks, because the others would otherwise wait for this rank.
-        problems = [text for text in self._ranks.gather(problem) if text]
-        if problems:
-            raise CheckpointError(problems[0])
+        for rank_problem in self._ranks.gather(problem):
+            if rank_problem is not None:
+                raise CheckpointError(rank_problem)
         return state
 
     def _discard_failed_save(self, writer: CheckpointWriter, error: BaseException) -> None:
