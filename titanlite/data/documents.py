@@ -140,6 +140,7 @@ class DocumentTokenizer:
         if not self.holdout:
             return True
         text_hash = record.text_hash if isinstance(record, Prepared) else hash_text(record)
+        assert text_hash is not None  # because the run has a holdout
         is_held_out = text_hash < self.holdout * 2**64
         return is_held_out == self.is_validation
 

@@ -487,15 +487,13 @@ def find_files(spec: TextSource) -> list[Path]:
     """
     if spec.source == "python_stdlib":
         return _find_stdlib_files()
-    if spec.source == "c4":
-        return []
 
     is_builtin = spec.source in _BUILTIN
-    if spec.path is None:
-        if is_builtin:
-            raise UserError(f"dataset.path is missing: dataset.source = {spec.source!r} needs one")
-        return []
-    if spec.source == "huggingface":  # the path is the name of a repository
+    needs_path = is_builtin and spec.source != "c4"
+    if needs_path and spec.path is None:
+        raise UserError(f"dataset.path is missing: dataset.source = {spec.source!r} needs one")
+    is_loaded_by_datasets = spec.source in ("c4", "huggingface")
+    if is_loaded_by_datasets or spec.path is None:
         return []
 
     pattern = _choose_pattern(spec.path, spec.source)

@@ -46,8 +46,8 @@ class Prepared(NamedTuple):
 
     tokens: np.ndarray
     """(n,) integers, with BOS and EOS if the files contain them."""
-    text_hash: int
-    """Hash that selects held-out documents, or -1 if the run has no holdout."""
+    text_hash: int | None
+    """Hash that selects held-out documents. None if the run has no holdout."""
 
 
 Record = str | Prepared | BadRecord

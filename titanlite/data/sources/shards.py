@@ -193,7 +193,7 @@ class Shards(TokenSource):
         self._hashes = self._open_indexes("hash", checksums)
 
     def record(self, index: int) -> Prepared:
-        """Return the tokens of document `index` and the hash of its text.
+        """Return the tokens of document `index`, and the hash of its text if the run has a holdout.
 
         Raises:
             UserError: If the checksum of a block that contains the document does not match.
@@ -203,7 +203,7 @@ class Shards(TokenSource):
         start, end = self._read_bounds(shard, index_in_shard)
         width = self._dtype.itemsize
         content = self._read_token_bytes(shard, start * width, end * width)
-        text_hash = -1
+        text_hash = None
         if self._hashes:
             text_hash = int(self._hashes[shard].read(index_in_shard, 1)[0])
         return Prepared(np.frombuffer(content, self._dtype), text_hash)

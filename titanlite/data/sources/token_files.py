@@ -216,7 +216,7 @@ class TokenFiles(TokenSource):
         return f"document {number}: {tokens.file.path}, tokens {start} to {end - 1}"
 
     def record(self, index: int) -> Prepared:
-        """Return the tokens of document `index` and their hash.
+        """Return the tokens of document `index`, and their hash if the run has a holdout.
 
         Raises:
             UserError: If the file has changed, or contains an id outside of the vocabulary.
@@ -232,7 +232,8 @@ class TokenFiles(TokenSource):
             )
 
         ids = ids.astype(np.int32)
-        return Prepared(ids, hash_bytes(ids.tobytes()) if self._has_holdout else -1)
+        text_hash = hash_bytes(ids.tobytes()) if self._has_holdout else None
+        return Prepared(ids, text_hash)
 
     def _locate(self, index: int) -> tuple[TokenFile, int, int]:
         """Return the file of document `index`, its first token, and the token after its end."""
