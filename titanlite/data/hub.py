@@ -92,11 +92,9 @@ def propose_download(kind: str, path: str, vocab_size: int = 0) -> str:
         return ""
 
     proposal = f"; `titanlite get {arguments}` downloads it"
-    # Also propose to download only a part of a large dataset. The sentence then ends with
-    # "downloads it, and --include 'sample/10BT/000*' 2 GB of it", for example.
     preset = load_presets().get(arguments, {})
-    if "part" in preset:
-        proposal += f", and {preset['part']}"
+    if "part_option" in preset:  # a large dataset: also propose to download only a part of it
+        proposal += f", and {preset['part_option']} {preset['part_size']} of it"
     return proposal
 
 

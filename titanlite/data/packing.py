@@ -232,16 +232,21 @@ def _pack_window(
         segments += _cut(document, length)
     sequences = _place_segments(segments, length)
 
-    # Seed the shuffling with the position and the size of the window. Runs that were started with
-    # an earlier version must keep their data order, so the wording of the seed cannot change.
     num_tokens = sum(len(document.tokens) for document in window)
-    seed = (
-        f"rows Place(turn={window_start.index_in_stream}, window={window_start.window_start}, "
-        f"index={window_start.index_in_window}) {num_tokens}"
-    )
+    seed = _make_shuffle_seed(window_start, num_tokens)
     num_sequences = len(sequences)
     order = permuted(np.arange(num_sequences), num_sequences, seed)
     return [sequences[i] for i in order]
+
+
+def _make_shuffle_seed(window_start: DocumentPosition, num_tokens: int) -> str:
+    """Return a string that identifies a window by its position and its number of tokens.
+
+    The words in it come from an early version. They cannot change, because runs that are resumed
+    must keep their data order.
+    """
+    turn, window, index = window_start
+    return f"rows Place(turn={turn}, window={window}, index={index}) {num_tokens}"
 
 
 def _read_window(documents: Iterator[Document], num_tokens: int) -> list[Document]:

@@ -6,7 +6,6 @@ The position consists of `PackedDataset.mixture` and `PackedDataset.positions`.
 from __future__ import annotations
 
 import logging
-import math
 from typing import Any
 
 from titanlite.config.errors import CheckpointError, UserError
@@ -132,23 +131,22 @@ def _restore_streams(
     """Convert the saved stream positions of a source to `StreamPosition` objects.
 
     Args:
-        saved: [index_in_stream, window_start, index_in_window, offset] of each stream; see
-            `DocumentPosition` and `StreamPosition`.
+        saved: The fields of `DocumentPosition` and the offset of `StreamPosition`, for each stream.
         num_sequences: Number of sequences that all streams together have yielded.
         has_changed: Whether the source has changed. Each stream then continues at the beginning of
             the document or part (such as a file) that was being read.
     """
     num_streams = len(saved)
     positions = []
-    for stream, (index_in_stream, window_start, index_in_window, offset) in enumerate(saved):
-        # Streams take turns: of 10 sequences, 4 streams have yielded 3, 3, 2 and 2.
-        num_yielded = math.ceil((num_sequences - stream) / num_streams)
+    for stream, (*document_fields, offset) in enumerate(saved):
+        # Streams take turns: of 10 sequences, stream 1 of 4 has yielded the sequences 1, 5 and 9.
+        num_yielded = len(range(stream, num_sequences, num_streams))
+        document = DocumentPosition(*document_fields)
         if has_changed:
-            position = StreamPosition(num_yielded, DocumentPosition(index_in_stream))
+            start_of_document = DocumentPosition(document.index_in_stream)
+            positions.append(StreamPosition(num_yielded, start_of_document))
         else:
-            document = DocumentPosition(index_in_stream, window_start, index_in_window)
-            position = StreamPosition(num_yielded, document, offset)
-        positions.append(position)
+            positions.append(StreamPosition(num_yielded, document, offset))
     return positions
 
 

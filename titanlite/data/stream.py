@@ -23,6 +23,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, MutableSequence
 from functools import partial
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -265,9 +266,8 @@ class SequenceReader:
 
         self._progress[_SOURCE] = source  # for the report of a read that hangs
         for sequence in self._streams[source, stream]:
-            # Skip sequences that other ranks read.
-            num_read = sequence.next_position.num_sequences  # including this sequence
-            if num_read > index_in_stream:
+            num_before = sequence.next_position.num_sequences - 1
+            if num_before >= index_in_stream:  # else another rank reads this sequence
                 return sequence._replace(index=index_in_batch)
 
         name = self._data.sources[source].name
@@ -356,24 +356,22 @@ class SequenceReader:
 
         The part is read in windows of consecutive documents, and each window is shuffled.
         """
-        first_index = start.index_in_window
         for window_start, window in self._read_windows(source, part.index, start.window_start):
             size = len(window)
             shuffle_key = f"{self._data.seed} position {part.position} window {window_start}"
             order = permuted(np.arange(size), size, shuffle_key).tolist()
-            for i in range(first_index, size):
-                index_in_window = order[i]
-                record = window[index_in_window]
-                tokens = self._data.documents.encode(record, is_repeated=part.is_repeated)
+            shuffled = [(window_start + i, window[i]) for i in order]
 
-                position = DocumentPosition(part.index_in_stream, window_start, i)
-                next_position = position._replace(index_in_window=i + 1)
-                is_last = i + 1 == size
-                if is_last:  # continue with the next window
-                    next_position = DocumentPosition(part.index_in_stream, window_start + size)
-                index_in_part = window_start + index_in_window
-                yield Document(position, next_position, part.index, index_in_part, tokens)
-            first_index = 0  # only the first window may begin in the middle
+            positions = [
+                DocumentPosition(part.index_in_stream, window_start, i) for i in range(size)
+            ]
+            positions.append(DocumentPosition(part.index_in_stream, window_start + size))
+            for (index_in_part, record), (position, next_position) in zip(
+                shuffled, pairwise(positions), strict=True
+            ):
+                if position >= start:
+                    tokens = self._data.documents.encode(record, is_repeated=part.is_repeated)
+                    yield Document(position, next_position, part.index, index_in_part, tokens)
 
     def _read_windows(
         self, source: Sequential, part: int, start: int
