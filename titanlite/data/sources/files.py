@@ -424,9 +424,10 @@ def open_source(spec: TextSource, job: JobConfig | None = None) -> Source:
     try:
         files = find_files(spec)
     except UserError as error:
-        # The error begins with a verb if there is a path, for example "matches no file".
-        subject = "" if spec.path is None else f"dataset.path = {spec.path!r} "
-        raise UserError(f"{subject}{error}") from None
+        if spec.path is None:
+            raise
+        # For example "dataset.path = 'a.jsonl' matches no file".
+        raise UserError(f"dataset.path = {spec.path!r} {error}") from None
 
     if spec.source == "jsonl" and has_compressed(files):
         source: Source = CompressedLines(spec, files)
