@@ -317,7 +317,7 @@ class Saver:
             # Even an interrupt is first reported to the other ranks, which wait for this rank.
             problem = f"copying the state failed: {describe_error(error)}"
         for rank_problem in self._ranks.gather(problem):
-            if rank_problem is not None:
+            if rank_problem:
                 raise CheckpointError(rank_problem)
         return state
 

@@ -143,10 +143,9 @@ def _restore_streams(
         num_yielded = len(range(stream, num_sequences, num_streams))
         document = DocumentPosition(*document_fields)
         if has_changed:
-            start_of_document = DocumentPosition(document.index_in_stream)
-            positions.append(StreamPosition(num_yielded, start_of_document))
-        else:
-            positions.append(StreamPosition(num_yielded, document, offset))
+            document = DocumentPosition(document.index_in_stream)
+            offset = 0
+        positions.append(StreamPosition(num_yielded, document, offset))
     return positions
 
 

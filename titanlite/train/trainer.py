@@ -304,8 +304,7 @@ class Trainer:
         while end is None:
             step = self.steps_done + 1
             rank_request = self._collect_request(step + exchange.delay)
-            has_request = rank_request != Request()
-            self.step(has_request=has_request)
+            self.step(has_request=rank_request != Request())
             # The step has counted the ranks with a request. If no rank has one, nothing is sent.
             exchange.send(rank_request, self._num_requests)
 
