@@ -434,16 +434,18 @@ class SpikeGuard(Hook):
 
         This waits for the GPU, so call it only at logged steps, saves and validations.
         """
-        for step, comparison in _copy_to_cpu(self._comparisons):
-            self._report_spike(step, comparison)
+        compared_steps = _copy_to_cpu(self._comparisons)
         self._comparisons = []
+        for step, comparison in compared_steps:
+            self._report_spike(step, comparison)
 
-        for step, (loss, grad_norm, skip) in _copy_to_cpu(self._uncompared):
+        uncompared_steps = _copy_to_cpu(self._uncompared)
+        self._uncompared = []
+        for step, (loss, grad_norm, skip) in uncompared_steps:
             values = torch.stack([loss, grad_norm])
             comparison = self._compare(values, skip)
             self._add_to_history(step, values, skip)
             self._report_spike(step, comparison)
-        self._uncompared = []
 
     def _report_spike(self, step: int, comparison: Tensor) -> None:
         """If a step is a spike, log and count it. With on_spike = "roll_back", request a rollback.
