@@ -50,7 +50,7 @@ VARLEN_OPS = ("torch_attn::_varlen_attn", "torch_attn::_varlen_attn_backward")
 """Operators of variable-length attention."""
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send")
 
-# Operators that launch no kernel.
+# Prefixes of operators that launch no kernel.
 NO_KERNEL = (
     "aten::_unsafe_view",
     "aten::detach",
@@ -61,12 +61,12 @@ NO_KERNEL = (
     "c10d::barrier",
     "_c10d_functional::wait_tensor",
 )
-# Arguments of FSDP2 operators with a known kind of memory: operator -> (kind, index or name).
-ARGUMENT_KINDS: Mapping[str, Sequence[tuple[str, int | str]]] = {
-    "fsdp::all_gather_copy_in": (("unsharded parameters", 0), ("unsharded parameters", 1)),
-    "fsdp::split_with_sizes_copy": (("unsharded parameters", "out"),),
-    "fsdp::chunk_cat": (("gradients", 0), ("gradients", "out")),
-    "c10d::_reduce_scatter_base_": (("gradients", 0), ("gradients", 1)),
+# Operators that FSDP2 calls only with tensors of one kind of memory.
+FSDP_KINDS: Mapping[str, str] = {
+    "fsdp::all_gather_copy_in": "unsharded parameters",
+    "fsdp::split_with_sizes_copy": "unsharded parameters",
+    "fsdp::chunk_cat": "gradients",
+    "c10d::_reduce_scatter_base_": "gradients",
 }
 # Tensors of other subclasses are counted when they call operators on the tensors that they contain.
 PLAIN_TYPES = (Tensor, torch.nn.Parameter, FakeTensor)
@@ -209,9 +209,9 @@ class Counter(TorchDispatchMode):
         self.location = START
         self.log: list[LogEntry] = []
         self.forward_starts: list[int] = []
-        self._action_log: list[LogEntry] = []  # entries of the current pipeline action
+        self._current_action: list[LogEntry] = []  # entries of the current pipeline action
         # Name of a pipeline action -> entries of the latest action with this name.
-        self._action_logs: dict[Any, list[LogEntry]] = {}
+        self._recorded_actions: dict[Any, list[LogEntry]] = {}
 
     def begin(self) -> None:
         """Clear the log, so that it describes a new training step.
@@ -222,15 +222,15 @@ class Counter(TorchDispatchMode):
         self.location = START
         self.log.clear()
         self.forward_starts.clear()
-        self._action_log = []
-        self._action_logs.clear()
+        self._current_action = []
+        self._recorded_actions.clear()
         for number, _ in self._living.values():
             self._append(Allocation(number, self._sizes[number]))
 
     def _append(self, entry: Work | Allocation) -> None:
-        """Append an entry to the log of the step and to the log of the current pipeline action."""
+        """Append an entry to the log of the step and to the current pipeline action."""
         self.log.append((self.location, entry))
-        self._action_log.append((self.location, entry))
+        self._current_action.append((self.location, entry))
 
     def mark(
         self, tensors: Iterable[Any], kind: str, replaceable: Iterable[str] = ALL_KINDS
@@ -248,42 +248,42 @@ class Counter(TorchDispatchMode):
                 if self.kinds[number] in replaceable:
                     self.kinds[number] = kind
 
-    def start_action(self, name: Any, location: Location, is_skipped: bool) -> None:
-        """End the current pipeline action, and start another one.
+    def start_action(self, name: Any, location: Location) -> None:
+        """End the current pipeline action, and record the log entries of another one.
 
         A pipeline action is the forward or backward pass of one microbatch through one stage, or
-        its communication. Its log entries are kept, so that later microbatches can repeat them.
+        its communication.
 
         Args:
             name: Name of the action. All microbatches use the same name for the same action.
             location: Location of the action.
-            is_skipped: Whether the action will not run. If so, copy the log entries of the latest
-                action with this name.
         """
         self.location = location
-        self._action_log = []  # a new list, because `_action_logs` keeps the previous one
-        if is_skipped:
-            self.log += self._action_logs.get(name, ())
-        else:
-            self._action_logs[name] = self._action_log
+        self._current_action = []
+        self._recorded_actions[name] = self._current_action
+
+    def repeat_action(self, name: Any) -> None:
+        """Append the entries of the latest action called `name` to the log again, if there are any.
+
+        This counts the action for another microbatch, which does not run.
+        """
+        self.log += self._recorded_actions.get(name, ())
 
     @contextmanager
-    def inner_action(self, name: Any, is_skipped: bool) -> Iterator[None]:
-        """Count the operators within this context as a pipeline action of their own.
+    def inner_action(self, name: Any) -> Iterator[None]:
+        """Record the log entries within this context as a pipeline action of their own.
 
         Afterwards, the action that ran before this context continues.
 
         Args:
             name: Name of the action. All microbatches use the same name for the same action.
-            is_skipped: Whether the action will not run. If so, copy the log entries of the latest
-                action with this name.
         """
-        outer_log = self._action_log
-        self.start_action(name, self.location, is_skipped)
+        outer_action = self._current_action
+        self.start_action(name, self.location)
         try:
             yield
         finally:
-            self._action_log = outer_log
+            self._current_action = outer_action
 
     def add_generated_kernel(self, num_bytes: int) -> None:
         """Count one compiler-generated kernel that reads and writes `num_bytes` bytes in total."""
@@ -343,56 +343,52 @@ class Counter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run an operator and count it. torch calls this for every operator within `watching`."""
+        """Run an operator and count it. torch calls this for every operator within `watching`.
+
+        Some operators are not counted themselves: tensor subclasses and composite operators such as
+        `reshape` call simpler operators, which are counted instead.
+        """
         if any(tensor_type not in PLAIN_TYPES for tensor_type in types):
             return NotImplemented  # a subclass such as DTensor first calls operators on its parts
 
         if func is GET_DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # a shortcut for more than half of all calls
         if func is GET_SCALAR and isinstance(args[0], FakeTensor) and args[0].constant is None:
-            # The tensor has no value. It may be the flag that skips the optimizer step. With 0, the
-            # optimizer step runs, and is counted.
+            # `item` would fail, because a fake tensor has no value. If the value is the flag that
+            # skips the optimizer step, 0 means not to skip it.
             return 0
 
         kwargs = kwargs or {}
-        signature = _signature(func)
-        if signature.is_view:
-            # Within a tensor subclass, `reshape` arrives as one operator that returns a view or a
-            # copy. Run it as several operators, and count each of them.
+        if func.is_view:  # this includes `reshape`, which may also copy
             with self:  # torch disables a mode while its `__torch_dispatch__` runs
                 result = func.decompose(*args, **kwargs)
-            if result is not NotImplemented:  # the operator has a decomposition
+            if result is not NotImplemented:  # it was composed of simpler operators
                 return result
 
+        return self._run_and_count(func, args, kwargs)
+
+    def _run_and_count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one operator, log its allocations and its work, and return its result."""
         self._allocate_pending_sum()
         result = func(*args, **kwargs)
-        if signature.is_counted and not self._is_inferring_shapes:
-            self._count(func, signature, args, kwargs, result)
-        return result
+        signature = _signature(func)
+        if not signature.is_counted or self._is_inferring_shapes:
+            return result
 
-    def _count(
-        self, func: Any, signature: _Signature, args: Any, kwargs: Mapping[str, Any], result: Any
-    ) -> None:
-        """Log the allocations and the work of one operator call."""
         self._count_allocations(func, args, result)
+        if signature.name in FSDP_KINDS:
+            tensors = _find_tensors([*args, *kwargs.values()])
+            self.mark(tensors, FSDP_KINDS[signature.name], replaceable=DEFAULT_KINDS)
 
-        # The new memory has a default kind, such as "activations". Correct it for the arguments of
-        # FSDP2 operators, but never the kind of memory that was marked as weights, for example.
-        for kind, argument in ARGUMENT_KINDS.get(signature.name, ()):
-            value = kwargs[argument] if isinstance(argument, str) else args[argument]
-            self.mark(_find_tensors(value), kind, DEFAULT_KINDS)
-        if signature.name.startswith(NO_KERNEL):
-            return
-
-        phase = self.location.phase
         collective = _collective_name(signature.name)
-        if collective is None:
-            self._append(_describe_kernel(phase, signature, args, kwargs, result))
-        else:
+        if collective is not None:
             # The largest tensor is the full one. The others may be shards of it.
             num_bytes = max(bytes_of(value) for value in (*args, result))
             group = self._find_group(args)
-            self._append(Work(phase, collective, group=group, bytes=num_bytes))
+            self._append(Work(self.location.phase, collective, group=group, bytes=num_bytes))
+        elif signature.launches_kernel:
+            self._append(_describe_kernel(self.location.phase, signature, args, kwargs, result))
+        return result
 
     def _count_allocations(self, func: Any, args: Any, result: Any) -> None:
         """Log the allocation of each new tensor in the result of an operator.
@@ -539,16 +535,16 @@ class _Signature(NamedTuple):
 
     Attributes:
         name: Name of the operator, such as "aten::mm".
-        is_view: Whether the result may be a view of an argument.
         is_counted: Whether the operator is neither a view nor a profiler annotation.
+        launches_kernel: Whether the operator launches a kernel, unlike `empty`, for example.
         returns_new: Whether the operator allocates a result.
         arguments: Name of each argument, and how often its memory is accessed: 1 if it is read or
             written, 2 if both.
     """
 
     name: str
-    is_view: bool
     is_counted: bool
+    launches_kernel: bool
     returns_new: bool
     arguments: tuple[tuple[str, int], ...]
 
@@ -566,7 +562,8 @@ def _signature(func: Any) -> _Signature:
         arguments.append((argument.name, is_read + is_written))
     is_counted = not func.is_view and not name.startswith(("prim::", "profiler::"))
     returns_new = any(value.alias_info is None for value in func._schema.returns)
-    return _Signature(name, func.is_view, is_counted, returns_new, tuple(arguments))
+    launches_kernel = not name.startswith(NO_KERNEL)
+    return _Signature(name, is_counted, launches_kernel, returns_new, tuple(arguments))
 
 
 @cache

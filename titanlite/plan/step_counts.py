@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -74,15 +73,15 @@ class StepCounts(NamedTuple):
         offloaded_peak: Peak bytes of CPU memory that CPU offload uses.
         stream_peaks: (CUDA stream, location) -> peak bytes of GPU memory allocated in the stream.
         work: Kind of work (`Work.kind`) -> number of calls, FLOPs and bytes.
-        reserved: Bytes that the caching allocator of a GPU reserves for the blocks that ran. 0 with
-            pipeline parallelism.
+        reserved: Bytes that the caching allocator of a GPU reserves, or None if its allocations
+            were not simulated: with pipeline parallelism, or if not all blocks ran.
     """
 
     peaks: dict[Location, np.ndarray]
     offloaded_peak: int
     stream_peaks: dict[tuple[int, Location], int]
     work: dict[Work, np.ndarray]
-    reserved: int
+    reserved: int | None
 
 
 def count_step(
@@ -110,45 +109,35 @@ def count_step(
     with counter.watching():
         _run_steps(counter, allocator, run, sharded, train_step, skipped)
 
+    has_pipeline = run.degrees.pipeline > 1
     work = _add_up_work(counter.log)
-    if skipped and run.degrees.pipeline == 1:
+    if skipped and not has_pipeline:  # a pipeline logs skipped microbatches during the step
         # Microbatches 0, 1 and the last one ran. The skipped ones do the same work as microbatch 1.
-        # With a pipeline, the log already has entries for them; see `Counter.start_action`.
-        _, start, end = counter.forward_starts
-        for kind, amounts in _add_up_work(counter.log[start:end]).items():
+        _first_start, second_start, last_start = counter.forward_starts
+        work_of_second = _add_up_work(counter.log[second_start:last_start])
+        for kind, amounts in work_of_second.items():
             work[kind] += len(skipped) * amounts
 
     stream_peaks = _find_stream_peaks(counter)
     if run.job.training.enable_cpu_offload:
-        _add_gradient_on_gpu(train_step, stream_peaks, allocator)
+        # The counter counts all gradients as CPU memory. However, FSDP2 computes each gradient on
+        # the GPU, and copies them to the CPU one at a time. So the largest needs GPU memory.
+        num_bytes = _largest_gradient_bytes(train_step.model)
+        stream_peaks[OFFLOAD_STREAM, Location("backward", "end")] = num_bytes
+        allocator.allocate(NEVER_FREED, num_bytes, OFFLOAD_STREAM)
+
     return StepCounts(
         peaks=_find_peaks(counter),
         offloaded_peak=_find_offloaded_peak(counter),
         stream_peaks=stream_peaks,
         work=work,
-        reserved=allocator.reserved,
+        reserved=None if has_pipeline else allocator.reserved,
     )
 
 
-def _add_gradient_on_gpu(
-    train_step: TrainStep,
-    stream_peaks: dict[tuple[int, Location], int],
-    allocator: CachingAllocator,
-) -> None:
-    """Count the GPU memory that CPU offload needs to copy a gradient to the CPU.
-
-    `Counter` counts all gradients as CPU memory. However, FSDP2 computes each gradient on the GPU,
-    where it stays until it is copied. Gradients are copied one at a time, so count the largest.
-
-    Args:
-        train_step: Training step of the model.
-        stream_peaks: (stream, location) -> peak memory in bytes, to which an entry is added.
-        allocator: Simulated allocator in which the memory is allocated.
-    """
-    shards = [local_shard(parameter) for parameter in train_step.model.parameters()]
-    largest_gradient = max(shard.nbytes for shard in shards)  # has the size of its weight
-    stream_peaks[OFFLOAD_STREAM, Location("backward", "end")] = largest_gradient
-    allocator.allocate(NEVER_FREED, largest_gradient, OFFLOAD_STREAM)
+def _largest_gradient_bytes(model: nn.Module) -> int:
+    """Return the size of the largest gradient on this rank, which is that of its weight."""
+    return max(local_shard(parameter).nbytes for parameter in model.parameters())
 
 
 def _run_steps(
@@ -388,45 +377,47 @@ def _follow_stage(counter: Counter, stage: int, module: Llama) -> None:
     Whenever the embedding, a block or the final norm starts its forward or backward pass, a hook
     sets the location of the counter. Other hooks mark unsharded parameters and gradients.
     """
-    parts = [
-        ("embedding", module.tok_embeddings),
-        ("norm", module.norm),
-        ("output", module.output),
-        *(("block", block) for block in module.layers.values()),
-    ]
-    hooked_parameters = set[int]()
-    for name, part in parts:
-        if part is None:  # it belongs to another stage
-            continue
-        part.register_forward_pre_hook(partial(_mark_parameters, counter, hooked_parameters))
-        if name != "output":  # the output layer is a part of the loss; see `_follow_loss`
-            _follow_part(counter, part, Location("forward", name, stage))
 
     def start_forward(*_: Any) -> None:
-        counter.location = Location("forward", "forward", stage)  # until a part starts
         counter.forward_starts.append(len(counter.log))
+        counter.location = Location("forward", "forward", stage)  # outside of the parts below
 
     module.register_forward_pre_hook(start_forward, prepend=True)
 
+    parts = [("embedding", module.tok_embeddings), ("norm", module.norm)]
+    parts += [("block", block) for block in module.layers.values()]
+    for name, part in parts:
+        if part is not None:  # else it belongs to another stage
+            _mark_parameters(counter, part)
+            _follow_part(counter, part, Location("forward", name, stage))
+    if module.output is not None:  # the loss calls it, so its location is that of the loss
+        _mark_parameters(counter, module.output)
 
-def _mark_parameters(
-    counter: Counter, hooked_parameters: set[int], part: nn.Module, _: Any
-) -> None:
-    """Mark the unsharded parameters of a module, and register hooks that mark their gradients.
+
+def _mark_parameters(counter: Counter, part: nn.Module) -> None:
+    """Register hooks that mark the memory of the unsharded parameters and gradients of a module.
+
+    FSDP creates unsharded parameters when the module runs for the first time, so the hooks of their
+    gradients are registered at the start of a forward pass.
 
     Args:
         counter: Counter of the step.
-        hooked_parameters: `id` of each parameter that has such a hook, modified in place.
-        part: Module whose forward pass begins.
+        part: A module of the model.
     """
-    parameters = list(part.parameters())
-    counter.mark(parameters, "unsharded parameters", DEFAULT_KINDS)
-    for parameter in parameters:
-        if parameter.requires_grad and id(parameter) not in hooked_parameters:
-            parameter.register_post_accumulate_grad_hook(
-                lambda updated: counter.mark((updated.grad,), "gradients", DEFAULT_KINDS)
-            )
-            hooked_parameters.add(id(parameter))
+    hooked_ids = set[int]()  # `id` of each parameter whose gradient has a hook
+
+    def mark_gradient(parameter: Tensor) -> None:
+        counter.mark([parameter.grad], "gradients", DEFAULT_KINDS)
+
+    def start_forward(module: nn.Module, _inputs: Any) -> None:
+        parameters = list(module.parameters())
+        counter.mark(parameters, "unsharded parameters", DEFAULT_KINDS)
+        for parameter in parameters:
+            if parameter.requires_grad and id(parameter) not in hooked_ids:
+                parameter.register_post_accumulate_grad_hook(mark_gradient)
+                hooked_ids.add(id(parameter))
+
+    part.register_forward_pre_hook(start_forward)
 
 
 def _follow_part(counter: Counter, part: nn.Module, location: Location) -> None:
@@ -507,19 +498,32 @@ def _follow_pipeline(
         skipped: Indices of the skipped microbatches.
     """
     follower = _PipelineFollower(counter, skipped, last_loss=torch.zeros(()))
-    # Before the first step, the ranks vote whether all of them know the shapes to receive. No other
-    # rank exists here, so replace the vote by the result 1, which means yes.
-    yes = SimpleNamespace(item=lambda: 1)
-    vote = {
-        "_warmup_forward_vote": lambda *_, **__: None,
-        "_warmup_backward_result": lambda *_, **__: yes,
-    }
     with ExitStack() as stack:
         for stage in stages:
             actions = _wrap_methods(stage, PIPELINE_ACTIONS, follower.run_action)
             receives = _wrap_methods(stage, PIPELINE_RECEIVES, follower.run_receive)
-            stack.enter_context(override(stage, **actions, **receives, **vote))
+            stack.enter_context(override(stage, **actions, **receives))
+            stack.enter_context(_replace_shape_vote(stage))
         yield
+
+
+class _Vote:
+    """Result of a vote in which all ranks agree. torch reads it as a tensor: `vote.item() == 1`."""
+
+    def item(self) -> int:
+        return 1
+
+
+def _replace_shape_vote(stage: PipelineStage) -> AbstractContextManager[None]:
+    """Replace the vote in which ranks agree that they know the shapes of the tensors to receive.
+
+    torch votes before the first step, with messages between ranks. No other rank exists here.
+    """
+    return override(
+        stage,
+        _warmup_forward_vote=lambda *_, **__: None,
+        _warmup_backward_result=lambda *_, **__: _Vote(),
+    )
 
 
 def _wrap_methods(
@@ -547,7 +551,7 @@ class _PipelineFollower:
         counter: Counter of the step.
         skipped: Indices of microbatches for which no method is called. They repeat the counts of
             an earlier microbatch.
-        last_loss: Loss of the last microbatch that ran.
+        last_loss: Loss of the last microbatch that ran, and of the skipped ones after it.
     """
 
     counter: Counter
@@ -575,15 +579,18 @@ class _PipelineFollower:
             args: Further arguments of the method.
             kwargs: Keyword arguments of the method.
         """
+        action = (name, stage.stage_index)
         location = Location(PIPELINE_ACTIONS[name], "stage", stage.stage_index)
         returns_loss = name == "forward_one_chunk" and stage.is_last
-        is_skipped = microbatch in self.skipped
-        self.counter.start_action((name, stage.stage_index), location, is_skipped)
-        if not is_skipped:
+        if microbatch not in self.skipped:
+            self.counter.start_action(action, location)
             result = method(microbatch, *args, **kwargs)
             if returns_loss:
                 self.last_loss = result.detach()
             return result
+
+        self.counter.start_action("skipped", location)
+        self.counter.repeat_action(action)
         if returns_loss:
             return self.last_loss
         if name in PIPELINE_SENDS:
@@ -604,6 +611,9 @@ class _PipelineFollower:
             method: The original method.
             microbatch: Index of the microbatch.
         """
-        is_skipped = microbatch in self.skipped
-        with self.counter.inner_action((name, stage.stage_index), is_skipped):
-            return [] if is_skipped else method(microbatch)
+        action = (name, stage.stage_index)
+        if microbatch in self.skipped:
+            self.counter.repeat_action(action)
+            return []
+        with self.counter.inner_action(action):
+            return method(microbatch)

@@ -116,13 +116,12 @@ def trace_run(
     results = list(map_function(_count_rank, *zip(*tasks, strict=True)))
 
     traces = []
-    has_replay = num_removed == 0 and run.degrees.pipeline == 1
     for i, rank in enumerate(ranks):
         counts = results[i]
         if num_removed:
             longer_counts = results[len(ranks) + i]
             counts = _extrapolate(counts, longer_counts, num_removed)
-        traces.append(_summarize(rank, counts, on_gpu, has_replay))
+        traces.append(_summarize(rank, counts, on_gpu))
     return tuple(traces)
 
 
@@ -282,62 +281,62 @@ def _count_fake_step(run: Run, has_float8: bool, run_all_microbatches: bool) -> 
 def _extrapolate(short: StepCounts, longer: StepCounts, num_removed: int) -> StepCounts:
     """Extrapolate the counts of two small models linearly to the full number of blocks.
 
+    For example, if 4 blocks need 10 GiB and 5 blocks need 12 GiB, then 7 blocks, of which the
+    smallest model lacks 3, need 10 + 3 * (12 - 10) = 16 GiB.
+
     Args:
         short: Counts of the smallest model.
         longer: Counts of a model with one more block in each pipeline stage.
-        num_removed: Number of blocks in each stage that `short` has fewer than the full model.
+        num_removed: Number of blocks that each stage of the smallest model lacks.
     """
 
-    def extend_count(few_blocks: Any, more_blocks: Any) -> Any:
-        return few_blocks + num_removed * (more_blocks - few_blocks)
-
-    def extend(few_blocks: dict[Any, Any], more_blocks: dict[Any, Any]) -> dict[Any, Any]:
-        return {key: extend_count(few_blocks[key], more_blocks[key]) for key in few_blocks}
+    def extrapolate(short_count: Any, longer_count: Any) -> Any:
+        if isinstance(short_count, dict):
+            return {key: extrapolate(short_count[key], longer_count[key]) for key in short_count}
+        return short_count + num_removed * (longer_count - short_count)
 
     return StepCounts(
-        peaks=extend(short.peaks, longer.peaks),
-        offloaded_peak=extend_count(short.offloaded_peak, longer.offloaded_peak),
-        stream_peaks=extend(short.stream_peaks, longer.stream_peaks),
-        work=extend(short.work, longer.work),
-        reserved=0,
+        peaks=extrapolate(short.peaks, longer.peaks),
+        offloaded_peak=extrapolate(short.offloaded_peak, longer.offloaded_peak),
+        stream_peaks=extrapolate(short.stream_peaks, longer.stream_peaks),
+        work=extrapolate(short.work, longer.work),
+        reserved=None,  # not linear
     )
 
 
-def _summarize(rank: int, counts: StepCounts, on_gpu: bool, has_replay: bool) -> RankTrace:
+def _summarize(rank: int, counts: StepCounts, on_gpu: bool) -> RankTrace:
     """Convert the counts of a rank to its trace: peak memory, reserved memory and work.
 
     Args:
         rank: Number of the rank.
         counts: Counts for all blocks of the rank.
         on_gpu: Whether the rank has a GPU.
-        has_replay: Whether a simulated allocator replayed the allocations of the rank.
     """
-    location = max(counts.peaks, key=lambda location: counts.peaks[location].sum())
-    kinds = dict(zip(KINDS, counts.peaks[location].tolist(), strict=True))
-    peak = sum(kinds.values())
-    moment = location.name
-    if location.name == "block":
-        moment = f"{location.phase} of a block"
+    peak_location, peak_sizes = max(counts.peaks.items(), key=lambda peak: peak[1].sum())
+    peak_bytes = int(peak_sizes.sum())
+    is_in_block = peak_location.name == "block"
+    moment = f"{peak_location.phase} of a block" if is_in_block else peak_location.name
 
     if not on_gpu:
-        reserved = peak
-    elif has_replay:
-        reserved = counts.reserved
+        reserved_bytes = peak_bytes
+    elif counts.reserved is not None:
+        reserved_bytes = counts.reserved
     else:
-        reserved = _estimate_reserved(counts.stream_peaks)
+        reserved_bytes = _estimate_reserved(counts.stream_peaks)
 
     work: list[Work] = []
-    for kind, amounts in counts.work.items():
+    for work_without_amounts, amounts in counts.work.items():
         count, flops, num_bytes = amounts.tolist()
-        work.append(kind._replace(count=count, flops=flops, bytes=num_bytes))
+        work.append(work_without_amounts._replace(count=count, flops=flops, bytes=num_bytes))
+
     return RankTrace(
         rank=rank,
-        peak=peak,
+        peak=peak_bytes,
         moment=moment,
-        kinds=kinds,
+        kinds=dict(zip(KINDS, peak_sizes.tolist(), strict=True)),
         host=counts.offloaded_peak,
         work=tuple(work),
-        reserved=reserved,
+        reserved=reserved_bytes,
     )
 
 
