@@ -49,10 +49,11 @@ from titanlite.plan.counter import (
     plain_tensors,
 )
 from titanlite.plan.override import override
+from titanlite.plan.simulate import FLEX_REPLACEMENT
 
 Function = Callable[..., Any]
 
-FLEX_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention.default  # see simulate_gpu
+FLEX_ATTENTION = FLEX_REPLACEMENT.default
 REDUCTION_RATIO = 8  # a value this many times smaller than its inputs is a reduction, and stored
 
 
@@ -464,30 +465,28 @@ def _find_stored(nodes: Sequence[Node], bases: Mapping[Node, Node]) -> set[Node]
 def _list_kernels(reads: Mapping[Node, set[Node]], stored: set[Node]) -> list[_Kernel]:
     """List the kernels that compute the stored values of a graph, in the order in which they run.
 
-    The compiler fuses all generated kernels until the next matmul, for example. Together they
-    access each value only once: if `b = a + 1` and `c = a * b` are fused, the kernel of `b` counts
-    `a` and `b`, and the kernel of `c` counts only `c`.
+    Generated kernels between two library kernels, such as matmuls, are fused. Fused kernels access
+    the memory of each value once, so only the first kernel that reads or writes a value counts its
+    bytes. For example, in `b = a + 1; c = a * b`, the kernel of `b` counts `a` and `b`, and the
+    kernel of `c` counts only `c`.
 
     Args:
         reads: Nodes of the graph in order -> stored values that a kernel must read to compute them.
         stored: Nodes whose values are written to memory.
     """
     kernels: list[_Kernel] = []
-    already_counted: set[Node] = set()  # values that the current fused kernels have accessed
-    for node, read in reads.items():
+    counted: set[Node] = set()  # values whose bytes the current fused kernels have counted
+    for node, inputs in reads.items():
         # A value that is not stored has no kernel: the kernels that use it compute it.
-        has_kernel = node.op == "call_function" and (node in stored or _is_copy(node))
-        if not has_kernel:
-            continue
-
-        if _has_own_kernel(node):
-            kernels.append(_Kernel(node, read, is_generated=False))
-            already_counted = set()
-        else:
-            accessed = {node, *read}
-            num_bytes = sum(_bytes_of(value) for value in accessed - already_counted)
-            kernels.append(_Kernel(node, read, is_generated=True, num_bytes=num_bytes))
-            already_counted |= accessed
+        is_computed = node.op == "call_function" and (node in stored or _is_copy(node))
+        if is_computed and _has_own_kernel(node):
+            kernels.append(_Kernel(node, inputs, is_generated=False))
+            counted.clear()
+        elif is_computed:
+            uncounted = {node, *inputs} - counted
+            num_bytes = sum(_bytes_of(value) for value in uncounted)
+            kernels.append(_Kernel(node, inputs, is_generated=True, num_bytes=num_bytes))
+            counted |= uncounted
     return kernels
 
 

@@ -25,6 +25,9 @@ from titanlite.optim import losses
 from titanlite.parallel import forward_backward, recompute
 from titanlite.plan.override import override
 
+# Flash attention has the memory and work of flex attention, and represents it in a trace.
+FLEX_REPLACEMENT = torch.ops.aten._scaled_dot_product_flash_attention
+
 
 class FusedRMSNorm(torch.autograd.Function):
     """RMSNorm with the memory and the traffic of the fused GPU kernels, but with wrong values.
@@ -66,8 +69,8 @@ def _flex_attention(q: Tensor, k: Tensor, v: Tensor, block_mask: tuple[int], **_
         v: Values.
         block_mask: Result of `_small_mask`: the sliding window in tokens, as its only item.
     """
-    flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
-    return flash_attention(q, k, v, 0.0, True, scale=block_mask[0])[0]
+    (window,) = block_mask
+    return FLEX_REPLACEMENT(q, k, v, 0.0, True, scale=window)[0]
 
 
 def _rms_norm(
@@ -190,24 +193,27 @@ def simulate_mxfp8() -> Iterator[None]:
 def simulate_gpu() -> Iterator[None]:
     """Let CPU tensors take the code path of GPU tensors within this context, to plan GPU memory.
 
-    Attention is replaced by operators that allocate the same memory as on a GPU: causal attention
-    by the operator of cuDNN, and flex attention by flash attention.
+    RMSNorm and causal attention call operators that need the same memory as the GPU kernels.
     """
-    # Selective activation checkpointing would save the result of flash attention. But here, flash
-    # attention replaces flex attention, whose result it does not save.
-    flash_attention = torch.ops.aten._scaled_dot_product_flash_attention.default
-    saved_ops = recompute.ALWAYS_SAVED - {flash_attention}
-    vocab_block_of_gpu = {"cpu": losses.VOCAB_BLOCK["cuda"]}
     with (
-        # Code that checks `is_cuda` takes the branch for a GPU.
         override(Tensor, is_cuda=property(lambda _: True)),
-        # Operators of a GPU
         override(F, scaled_dot_product_attention=_cudnn_attention, rms_norm=_rms_norm),
+        override(losses, VOCAB_BLOCK={"cpu": losses.VOCAB_BLOCK["cuda"]}),
+        _simulate_flex_attention(),
+    ):
+        yield
+
+
+@contextmanager
+def _simulate_flex_attention() -> Iterator[None]:
+    """Replace flex attention and its block masks by flash attention within this context."""
+    # Selective activation checkpointing saves the result of flash attention, but not that of flex
+    # attention.
+    saved_ops = recompute.ALWAYS_SAVED - {FLEX_REPLACEMENT.default}
+    with (
         override(attention, flex_function=lambda _: _flex_attention),
         override(forward_backward, flex_document_mask=_small_mask, flex_context_mask=_small_mask),
-        # Constants for a GPU
         override(recompute, ALWAYS_SAVED=saved_ops),
-        override(losses, VOCAB_BLOCK=vocab_block_of_gpu),
     ):
         yield
 
