@@ -242,19 +242,23 @@ def _search(
         )
     if options.write:
         fastest_settings, _ = variants[0]
-        fastest_job = advice.with_keys(run, fastest_settings).job
-        write_output(options.write, dump_config(fastest_job, without=("job",)).encode())
+        _write_job(options.write, advice.with_keys(run, fastest_settings))
 
-    best = [
-        (advice.format_options(settings), _add_training_time(forecast, tokens))
-        for settings, forecast in variants[:_MAX_LISTED]
-    ]
+    best = []
+    for settings, forecast in variants[:_MAX_LISTED]:
+        best.append((advice.format_options(settings), _add_training_time(forecast, tokens)))
+
     if options.as_json:
         objects = [{"options": words, **forecast.model_dump()} for words, forecast in best]
         return json.dumps({"traced": num_traced, "candidates": num_candidates, "best": objects})
     devices = f"{run.world_size} x {device.name}"
     title = f"Fastest of {num_traced} traced jobs (of {num_candidates} candidates) on {devices}"
     return f"{title}\n\n{_format_variants(best)}"
+
+
+def _write_job(path: Path, run: Run) -> None:
+    """Write the job file of a run, without the section [job]."""
+    write_output(path, dump_config(run.job, without=("job",)).encode())
 
 
 def _add_training_time(forecast: Forecast, tokens: int | None) -> Forecast:

@@ -57,6 +57,7 @@ BF16_STATE = {"optimizer.state_dtype": "bfloat16", "optimizer.stochastic_roundin
 BF16_WEIGHTS = {"training.dtype": "bfloat16", "optimizer.stochastic_rounding": True}
 CPU_OFFLOAD = {"training.enable_cpu_offload": True}
 POWERS_OF_TWO = (1, 2, 4, 8, 16)
+MIN_CONTEXT_PARALLEL_TOKENS = 16384  # tokens of a sequence on each context parallel rank
 
 
 def make_plan(
@@ -412,7 +413,7 @@ def list_layouts(run: Run, gpu: Gpu) -> list[Settings]:
     modes = ("none", "selective", "full")
 
     candidates: list[tuple[float, Settings]] = []  # estimated speed and options
-    for degrees in _list_degrees(run, gpu):
+    for degrees in _list_degrees(run, gpus_per_node=gpu.machine):
         for has_float8, mode in itertools.product(float8_choices, modes):
             layout = {**degrees, **_list_options(run, gpu, degrees, has_float8, mode)}
             candidates += _choose_batch_sizes(run, gpu, layout)
@@ -448,25 +449,24 @@ def _list_options(
     }
 
 
-def _list_degrees(run: Run, gpu: Gpu) -> Iterator[dict[str, Any]]:
+def _list_degrees(run: Run, gpus_per_node: int) -> Iterator[dict[str, Any]]:
     """Yield the combinations of parallel degrees to try in a search for faster layouts.
 
-    Each combination with pipeline parallelism is yielded once per pipeline schedule.
+    Tensor parallelism communicates most, so its ranks are on one node. Replicas (HSDP) and
+    pipelines save traffic between nodes, so they are tried only with several nodes. Each
+    combination with pipeline parallelism is yielded once per pipeline schedule.
 
     Yields:
         Changed options, such as {"parallelism.tensor_parallel_degree": 2, ...}.
     """
-    # Tensor parallelism communicates most, so its ranks are on one node. Replicas (HSDP) and
-    # pipelines save traffic between nodes, so they need several nodes. Each context parallel rank
-    # has at least 16384 tokens of a sequence.
-    gpus_per_node = gpu.machine
     max_tensor = min(gpus_per_node, run.arch.n_kv_heads)
-    max_context = max(1, run.job.training.seq_len // 16384)
-    max_pipeline = 1
-    replicate_choices = [1]
+    max_context = max(1, run.job.training.seq_len // MIN_CONTEXT_PARALLEL_TOKENS)
     if run.world_size > gpus_per_node:
         max_pipeline = max(1, run.arch.n_layers // 2)
         replicate_choices = [1, run.world_size // gpus_per_node]
+    else:
+        max_pipeline = 1
+        replicate_choices = [1]
 
     for tensor, pipeline, context, replicate in itertools.product(
         _powers_of_two(max_tensor),
