@@ -83,8 +83,8 @@ def main(argv: Sequence[str]) -> None:
     run = load_run(words, options.world_size or read_world_size(), trains=False)
     if options.write is not None and any(check_warmup(run)):
         raise UserError(
-            f"--write {options.write}: the job would end before its warmup and decay. "
-            "Remove the option that makes it shorter, such as --training.steps."
+            f"--write {options.write}: the job would end before its warmup and decay are complete. "
+            "Remove the key that makes it shorter, such as training.steps."
         )
 
     # Handle SIGTERM like Ctrl-C, which also ends the worker processes.

@@ -669,8 +669,8 @@ def _guess_fsdp(run: Run) -> Iterator[Work]:
         bytes=int(gathers_per_block * weight_bytes),
     )
 
-    # The gradients of each block are reduced to shards once per step. HSDP then adds up the shards
-    # of all replicas.
+    # Assume that the gradients of each block are reduced to shards once per step. HSDP then adds up
+    # the shards of all replicas.
     yield Work(
         "backward",
         "reduce_scatter",

@@ -293,10 +293,11 @@ def _make_policy_context(context_fn: Any) -> Any:
     """Return the context that marks the result of each operator to be saved or recomputed.
 
     Args:
-        context_fn: The argument `context_fn` of `torch.utils.checkpoint.checkpoint`. If it is None,
-            all results are marked to be recomputed.
+        context_fn: The argument `context_fn` of `torch.utils.checkpoint.checkpoint`. If it is None
+            or saves nothing, all results are marked to be recomputed.
     """
-    # `create_selective_checkpoint_contexts` takes a policy, or a list of operators to save.
+    # `context_fn` saves nothing if it is partial(create_selective_checkpoint_contexts, []). The
+    # list contains the operators to save. A policy function can stand in its place.
     saves_nothing = isinstance(context_fn, partial) and context_fn.args == ([],)
     if context_fn is None:
         contexts = create_selective_checkpoint_contexts([])
@@ -312,7 +313,7 @@ def _recompute_all(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> Check
     """Mark the result of an operator to be recomputed, including that of flex attention."""
     if op is FLEX_ATTENTION:
         return CheckpointPolicy.MUST_RECOMPUTE  # otherwise, `_partition` would save it
-    return CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.PREFER_RECOMPUTE  # the compiler may save it if that is cheaper
 
 
 class _Kernel(NamedTuple):

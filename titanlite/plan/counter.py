@@ -229,8 +229,9 @@ class Counter(TorchDispatchMode):
 
     def _append(self, entry: Work | Allocation) -> None:
         """Append an entry to the log of the step and to the current pipeline action."""
-        self.log.append((self.location, entry))
-        self._current_action.append((self.location, entry))
+        log_entry = (self.location, entry)
+        self.log.append(log_entry)
+        self._current_action.append(log_entry)
 
     def mark(
         self, tensors: Iterable[Any], kind: str, replaceable: Iterable[str] = ALL_KINDS
@@ -359,7 +360,7 @@ class Counter(TorchDispatchMode):
             return 0
 
         kwargs = kwargs or {}
-        if func.is_view:  # this includes `reshape`, which may also copy
+        if func.is_view:  # also `to`, `contiguous` and `reshape`, which may copy
             with self:  # torch disables a mode while its `__torch_dispatch__` runs
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:  # it was composed of simpler operators

@@ -73,7 +73,7 @@ def forecast(run: Run, traces: Sequence[RankTrace], gpu: Gpu) -> Forecast:
 
     Args:
         run: The validated job and the number of ranks.
-        traces: One trace for all pipeline ranks whose stages are alike, from `trace_run`.
+        traces: Result of `trace_run`: one trace per kind of pipeline rank.
         gpu: GPU of each rank; see `Gpu.of_rank`.
     """
     # Estimate the time of each rank. All ranks wait for the slowest one.
@@ -309,7 +309,7 @@ def _time_collectives(work: Work, group: Group, gpu: Gpu) -> float:
     if group.size == 1:
         return 0.0
 
-    if gpu.cpu:
+    if gpu.cpu:  # all ranks share one node
         num_nodes = 1
     else:
         gpus_per_node = gpu.machine
