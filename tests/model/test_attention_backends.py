@@ -63,6 +63,7 @@ def test_training_with_document_bounds_is_bitwise_equal_to_a_mask(job_file, opti
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_compiled_document_bounds_train_like_a_mask(job_file):
     """The number of documents changes with each batch."""
     options = f"{DOCUMENTS} {PATTERN} --compile.enable"

@@ -74,7 +74,7 @@ ONLY_PLANNED: dict[str, tuple[int, str]] = {
 
 LONG = (
     *("every second, all memory savers", "no memory savers", "accumulation"),
-    *("bfloat16, tied", "hsdp, offload", "tensor, context"),
+    *("bfloat16, tied", "hsdp, offload", "tensor, context", "selective", "one rank"),
 )
 
 
