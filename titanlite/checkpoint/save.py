@@ -314,7 +314,8 @@ class Saver:
         try:
             state = get_state()
         except BaseException as error:
-            # Even an interrupt is first reported to the other ranks, which wait for this rank.
+            # Even an interrupt becomes a CheckpointError on all ranks, because the others wait for
+            # this rank.
             problem = f"copying the state failed: {describe_error(error)}"
         for rank_problem in self._ranks.gather(problem):
             if rank_problem:

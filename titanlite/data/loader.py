@@ -325,8 +325,8 @@ class Loader:
             skip_reasons=self._unreported_skips[:MAX_REPORTED],
             new_positions=self._new_positions,
         )
-        self._unreported_skips = self._unreported_skips[MAX_REPORTED:]  # left for the next call
         reports = self._gather(report)
+        self._unreported_skips = self._unreported_skips[MAX_REPORTED:]  # left for the next call
         self._new_positions = {}
 
         for rank_report in reports:

@@ -138,12 +138,12 @@ def _restore_streams(
     """
     num_streams = len(saved)
     positions = []
-    for stream, (*document_fields, offset) in enumerate(saved):
+    for stream, (index_in_stream, window_start, index_in_window, offset) in enumerate(saved):
         # Streams take turns: of 10 sequences, stream 1 of 4 has yielded the sequences 1, 5 and 9.
         num_yielded = len(range(stream, num_sequences, num_streams))
-        document = DocumentPosition(*document_fields)
+        document = DocumentPosition(index_in_stream, window_start, index_in_window)
         if has_changed:
-            document = DocumentPosition(document.index_in_stream)
+            document = DocumentPosition(index_in_stream)
             offset = 0
         positions.append(StreamPosition(num_yielded, document, offset))
     return positions

@@ -122,6 +122,7 @@ def checkpoint_and_compile(model: Llama, mesh: Mesh, run: Run) -> None:
         apply_activation_checkpointing,
         model,
         config,
+        # Plain FSDP2 saves this output, although the backward pass does not need it.
         skips_unneeded_matmul=run.job.parallelism.memory_savers != "none",
     )
     if not run.compiles("model"):
@@ -136,8 +137,9 @@ def checkpoint_and_compile(model: Llama, mesh: Mesh, run: Run) -> None:
         for block in model.layers.values():
             block.compile(**compile_options)
     else:
-        # With DTensors, torch 2.13 cannot compile the recomputation: to save a DTensor, it would
-        # save its DeviceMesh like a tensor. So compile only the forward function.
+        # With DTensors, torch 2.13 can compile the recomputation only in mode "op". In other modes,
+        # to save a DTensor, it would save its DeviceMesh like a tensor. So compile only the forward
+        # function. Checkpointing then wraps it, and stays eager.
         for block in model.layers.values():
             block.forward = torch.compile(block.forward, **compile_options)
         recompute_activations()

@@ -63,7 +63,7 @@ def apply_activation_checkpointing(
         config: Section [activation_checkpoint] of the job.
         in_graph: Whether each block is compiled together with its recomputation, as one graph.
         skips_unneeded_matmul: Whether mode "op" never saves the output of a block's last matmul,
-            which the backward pass does not need.
+            which the backward pass does not need. No effect on blocks with FP8 layers.
     """
     if config.mode == "none":
         return
@@ -114,7 +114,7 @@ def _recompute_some_operations(
         model: Model before FSDP, modified in place.
         recompute: Checkpoint function. It receives a forward function and its arguments.
         skips_unneeded_matmul: Whether to never save the output of a block's last matmul, which the
-            backward pass does not need.
+            backward pass does not need. No effect on blocks with FP8 layers.
     """
     for block in model.layers.values():
         skipped_matmul = find_unneeded_matmul(block) if skips_unneeded_matmul else None
