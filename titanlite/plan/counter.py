@@ -45,7 +45,7 @@ GENERATED = "compiled"  # `Work.op` of kernels that the compiler generates
 MATMULS_WITH_SUMMAND = {"addmm", "addmm_", "baddbmm"}  # addmm(summand, a, b) = summand + a @ b
 MATMULS = {"mm", "_scaled_mm", "bmm", *MATMULS_WITH_SUMMAND}
 FLEX_OPS = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward")
-"""Operators that represent flex attention in a trace; see `simulate.simulate_gpu`."""
+"""Operators that represent flex attention in a trace; see `simulate._flex_attention`."""
 VARLEN_OPS = ("torch_attn::_varlen_attn", "torch_attn::_varlen_attn_backward")
 """Operators of variable-length attention."""
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send")
@@ -61,7 +61,7 @@ NO_KERNEL = (
     "c10d::barrier",
     "_c10d_functional::wait_tensor",
 )
-# Operators that FSDP2 calls only with tensors of one kind of memory.
+# FSDP2 operators -> kind of memory of their tensors, except those that were marked before.
 FSDP_KINDS: Mapping[str, str] = {
     "fsdp::all_gather_copy_in": "unsharded parameters",
     "fsdp::split_with_sizes_copy": "unsharded parameters",
@@ -377,6 +377,7 @@ class Counter(TorchDispatchMode):
             return result
 
         self._count_allocations(func, args, result)
+        # Correct the default kind of new memory, but never a kind that was marked, such as weights.
         if signature.name in FSDP_KINDS:
             tensors = _find_tensors([*args, *kwargs.values()])
             self.mark(tensors, FSDP_KINDS[signature.name], replaceable=DEFAULT_KINDS)
@@ -666,7 +667,7 @@ def _flex_window(op: str, kwargs: Mapping[str, Any]) -> int:
     """Return the sliding window of flex attention in tokens, or 0 if there is none.
 
     A trace replaces flex attention by flash attention. The memory and the work of flash attention
-    do not depend on its argument `scale`, so `simulate_gpu` passes the window there.
+    do not depend on its argument `scale`, so `_flex_attention` passes the window there.
     """
     return int(kwargs.get("scale") or 0) if op in FLEX_OPS else 0
 

@@ -196,7 +196,7 @@ def simulate_gpu() -> Iterator[None]:
     RMSNorm and causal attention call operators that need the same memory as the GPU kernels.
     """
     with (
-        override(Tensor, is_cuda=property(lambda _: True)),
+        override(Tensor, is_cuda=property(lambda _: True)),  # selects the branches for a GPU
         override(F, scaled_dot_product_attention=_cudnn_attention, rms_norm=_rms_norm),
         override(losses, VOCAB_BLOCK={"cpu": losses.VOCAB_BLOCK["cuda"]}),
         _simulate_flex_attention(),

@@ -207,15 +207,15 @@ def _has_small_blocks(run: Run, num_blocks: int) -> bool:
         num_blocks: Number of blocks of the smaller model.
     """
     min_group_size = run.job.parallelism.fsdp_min_num_params
-    min_resharded_size = 16 * min_group_size  # if not sharded; see `fsdp._should_reshard`
+    min_resharded_size = 16 * min_group_size  # on a single rank; see `fsdp._should_reshard`
 
     # The mean also includes the embedding and the output layer. Half of it is a cautious estimate.
     mean_size = num_params(run.arch) // run.arch.n_layers  # in parameters
     block_size = mean_size / 2
 
     may_share_group = block_size < min_group_size
-    is_replicated = run.degrees.shard * run.degrees.context == 1
-    may_stay_unsharded = is_replicated and num_blocks * block_size < min_resharded_size
+    is_unsharded = run.degrees.shard * run.degrees.context == 1  # one rank, or only replicas
+    may_stay_unsharded = is_unsharded and num_blocks * block_size < min_resharded_size
     return may_share_group or may_stay_unsharded
 
 

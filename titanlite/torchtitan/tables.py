@@ -57,7 +57,7 @@ MOVED: dict[str, str] = _FILE["moved"]
 UNUSED: dict[str, Any] = _FILE["unused"]
 """Key of torchtitan 0.3 without an equivalent -> its default, which needs no report."""
 KEYS = frozenset((*EQUIVALENT, *CONVERTED, *WITHOUT_EQUIVALENT))
-"""All torchtitan keys by their names in 0.2, without those in `UNUSED`."""
+"""torchtitan keys of all versions. Keys of 0.3 that `MOVED` renames have their names in 0.2."""
 SECTIONS = frozenset(key.partition(".")[0] for key in KEYS)
 
 _LLAMA3 = {
