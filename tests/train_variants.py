@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
-from titanlite.data.batch import GlobalBatch
+from titanlite.data.batch import RankBatch
 from titanlite.model.microbatch import IGNORE_INDEX, Microbatch
 from titanlite.parallel.mesh import build_mesh
 from titanlite.train import trainer as trainer_module
@@ -139,7 +139,7 @@ def train(job: JobConfig, documents: bool) -> dict[str, Any]:
             bounds = [*first_tokens.tolist(), part["positions"].numel()]
             part["cu_seqlens"] = torch.tensor(bounds, dtype=torch.int32)
         microbatches.append(Microbatch(**part))
-    share = GlobalBatch(microbatches, int((mine["labels"] != IGNORE_INDEX).sum()))
+    share = RankBatch(microbatches, int((mine["labels"] != IGNORE_INDEX).sum()))
     loader = Mock(
         describe=str,
         sources=[Mock(num_tokens=10**12, describe=str)],

@@ -105,7 +105,7 @@ def make_mistake(run: Run, problem: Problem) -> Mistake:
 
 
 def find_broken_rules(run: Run) -> list[Problem]:
-    """Return the problems of a run, except those of files, warmup and decay.
+    """Return the problems of a run, except problems with files, warmup and decay.
 
     The planner uses this to skip layouts that cannot work. It does not change warmup and decay.
     """

@@ -294,7 +294,7 @@ def rope_angles_in_bfloat16() -> None:
 # Pipeline parallelism
 
 
-@mutant(PP, r"the labels are those of another microbatch")
+@mutant(PP, r"the labels belong to another microbatch")
 def labels_of_pipeline_microbatches_are_swapped() -> None:
     def inputs(original: Callable[..., Any], microbatches: Any, *args: Any) -> Any:
         result = original(microbatches, *args)

@@ -19,7 +19,7 @@ from titanlite.model.microbatch import IGNORE_INDEX, Microbatch
 LENGTH_MULTIPLE = 64  # evaluation pads to multiples of this length to get few different shapes
 
 
-class GlobalBatch(NamedTuple):
+class RankBatch(NamedTuple):
     """One rank's part of a global batch: its microbatches of one optimizer step."""
 
     microbatches: list[Microbatch]

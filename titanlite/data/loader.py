@@ -22,7 +22,7 @@ import torch.distributed as dist
 from titanlite.config.job_diff import DataChanges
 from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
-from titanlite.data.batch import GlobalBatch, copy_to_device, make_microbatch
+from titanlite.data.batch import RankBatch, copy_to_device, make_microbatch
 from titanlite.data.documents import log_skipped_records
 from titanlite.data.packing import PackedSequence, StreamPosition
 from titanlite.data.position import (
@@ -118,7 +118,7 @@ class Loader:
         tokenizer = load_tokenizer(run.tokenizer_path, run.job)
         return cls(run, tokenizer, 0, None, torch.device("cpu"))
 
-    def __iter__(self) -> Iterator[GlobalBatch]:
+    def __iter__(self) -> Iterator[RankBatch]:
         """Yield global batches until a source ends.
 
         Without dataset.max_epochs, sources never end.
@@ -151,7 +151,7 @@ class Loader:
             workers.append(Worker(self._data, shard, self._job, self._is_stopping))
         self._readers = workers
 
-    def next_global_batch(self) -> GlobalBatch:
+    def next_global_batch(self) -> RankBatch:
         """Return this rank's microbatches for the next optimizer step, and advance by one step.
 
         Raises:
@@ -178,7 +178,7 @@ class Loader:
         self._num_tokens += len(sequences) * self._data.seq_len
         return batch
 
-    def _make_batch(self, sequences: list[PackedSequence]) -> GlobalBatch:
+    def _make_batch(self, sequences: list[PackedSequence]) -> RankBatch:
         """Divide this rank's sequences into microbatches on the device, and count valid labels."""
         batch_size = self._job.training.local_batch_size
         microbatches = []
@@ -189,7 +189,7 @@ class Loader:
             labels = microbatch.labels.numpy()  # still on the CPU
             num_valid_tokens += int((labels != IGNORE_INDEX).sum())
             microbatches.append(copy_to_device(microbatch, self._device))
-        return GlobalBatch(microbatches, num_valid_tokens)
+        return RankBatch(microbatches, num_valid_tokens)
 
     def prefetch(self, num_batches: int) -> Exception | None:
         """Read the next global batches into memory, and return the first error if this fails.
@@ -344,7 +344,7 @@ class Loader:
 
 
 class _RankReport(NamedTuple):
-    """What a data-parallel rank has read, for the other ranks.
+    """Progress of a data-parallel rank in the data, to send to the other ranks.
 
     Attributes:
         num_valid_tokens: Number of valid labels since the process started.

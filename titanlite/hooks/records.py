@@ -153,7 +153,8 @@ class Records:
         if is_same_run:
             changes = find_differences(previous, environment)
             details["changed"] = changes
-            # Each line starts with a key. Loading the checkpoint has logged those of job and data.
+            # Each line starts with a key. Changes of the job and the data were logged when the
+            # checkpoint was loaded.
             unlogged = [line for line in changes if not line.startswith(("job.", "data."))]
             if unlogged:
                 text = "\n".join([f"{text}; changed since the previous start:", *unlogged])

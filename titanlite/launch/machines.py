@@ -322,15 +322,15 @@ def _resolve_store(store: tuple[str, int]) -> list[str]:
         UserError: If MASTER_ADDR cannot be resolved.
     """
     try:
-        answers = socket.getaddrinfo(*store, type=socket.SOCK_STREAM)
+        results = socket.getaddrinfo(*store, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         why = getattr(error, "strerror", None) or error
         raise UserError(
             f"MASTER_ADDR={store[0]} cannot be resolved: {why}. "
             "Use an address or a name of the first node that all nodes can resolve."
         ) from None
-    # Each answer ends with a socket address: (IP address, port, ...).
-    return [str(socket_address[0]) for *_, socket_address in answers]
+    # Each result ends with a socket address: (IP address, port, ...).
+    return [str(socket_address[0]) for *_, socket_address in results]
 
 
 def _is_local(addresses: Sequence[str]) -> bool:

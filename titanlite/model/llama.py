@@ -83,8 +83,8 @@ def _yarn_kept_fraction(arch: Architecture, device: torch.device) -> Tensor:
         positions_per_radian = arch.rope_original_max_seq_len / (2 * math.pi * turns)
         return arch.head_dim * math.log(positions_per_radian) / (2 * math.log(arch.rope_theta))
 
-    # The bound head_dim - 1 is that of the reference implementation, although there are only
-    # head_dim / 2 pairs.
+    # The reference implementation uses the bound head_dim - 1, although there are only head_dim / 2
+    # pairs.
     low = max(math.floor(find_pair(arch.rope_beta_fast)), 0)
     high = min(math.ceil(find_pair(arch.rope_beta_slow)), arch.head_dim - 1)
     width: float = high - low

@@ -31,8 +31,8 @@ class Meter:
     """Measures the steps since the previous log step, and returns the metrics as a `LoggedStep`.
 
     Call `record` after each step, and `read` after each step whose metrics are logged (log step).
-    Step times and speeds are means over these steps. Loss, gradient norm and learning rate are
-    those of the last step.
+    Step times and speeds are means over these steps. Loss, gradient norm and learning rate belong
+    to the last step.
 
     Args:
         run: Run to measure.

@@ -296,8 +296,8 @@ def _make_policy_context(context_fn: Any) -> Any:
         context_fn: The argument `context_fn` of `torch.utils.checkpoint.checkpoint`. If it is None
             or saves nothing, all results are marked to be recomputed.
     """
-    # `context_fn` saves nothing if it is partial(create_selective_checkpoint_contexts, []). The
-    # list contains the operators to save. A policy function can stand in its place.
+    # `context_fn` saves nothing if it is partial(create_selective_checkpoint_contexts, []), because
+    # the list contains the operators to save. A policy function is also accepted instead of a list.
     saves_nothing = isinstance(context_fn, partial) and context_fn.args == ([],)
     if context_fn is None:
         contexts = create_selective_checkpoint_contexts([])
@@ -310,7 +310,7 @@ def _make_policy_context(context_fn: Any) -> Any:
 
 
 def _recompute_all(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    """Mark the result of an operator to be recomputed, including that of flex attention."""
+    """Mark the result of an operator to be recomputed, even if the operator is flex attention."""
     if op is FLEX_ATTENTION:
         return CheckpointPolicy.MUST_RECOMPUTE  # otherwise, `_partition` would save it
     return CheckpointPolicy.PREFER_RECOMPUTE  # the compiler may save it if that is cheaper

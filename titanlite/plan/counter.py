@@ -162,7 +162,7 @@ LogEntry = tuple[Location, Work | Allocation]
 
 
 class _GradientSum(NamedTuple):
-    """Sum of two gradients, of which it is still unknown whether it needs new memory.
+    """Sum of two gradients that may or may not need new memory; the next operator decides.
 
     Attributes:
         first_storage: `id` of the storage of the first gradient. If it is freed before the next
@@ -664,7 +664,7 @@ def _count_flops(
 
 
 def _flex_window(op: str, kwargs: Mapping[str, Any]) -> int:
-    """Return the sliding window of flex attention in tokens, or 0 if there is none.
+    """Return the sliding window of flex attention in tokens, or 0 for full attention.
 
     A trace replaces flex attention by flash attention. The memory and the work of flash attention
     do not depend on its argument `scale`, so `_flex_attention` passes the window there.

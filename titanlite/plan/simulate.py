@@ -207,7 +207,7 @@ def simulate_gpu() -> Iterator[None]:
 @contextmanager
 def _simulate_flex_attention() -> Iterator[None]:
     """Replace flex attention and its block masks by flash attention within this context."""
-    # Selective activation checkpointing saves the result of flash attention, but not that of flex
+    # Selective activation checkpointing saves the result of flash attention, but recomputes flex
     # attention.
     saved_ops = recompute.ALWAYS_SAVED - {FLEX_REPLACEMENT.default}
     with (

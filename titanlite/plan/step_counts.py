@@ -136,7 +136,7 @@ def count_step(
 
 
 def _largest_gradient_bytes(model: nn.Module) -> int:
-    """Return the size of the largest gradient on this rank, which is that of its weight."""
+    """Return the bytes of the largest gradient on this rank. Gradients are as large as weights."""
     return max(local_shard(parameter).nbytes for parameter in model.parameters())
 
 
@@ -390,7 +390,7 @@ def _follow_stage(counter: Counter, stage: int, module: Llama) -> None:
         if part is not None:  # else it belongs to another stage
             _mark_parameters(counter, part)
             _follow_part(counter, part, Location("forward", name, stage))
-    if module.output is not None:  # the loss calls it, so its location is that of the loss
+    if module.output is not None:  # the loss calls it, so its work counts as part of the loss
         _mark_parameters(counter, module.output)
 
 

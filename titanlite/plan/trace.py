@@ -281,8 +281,8 @@ def _count_fake_step(run: Run, has_float8: bool, run_all_microbatches: bool) -> 
 def _extrapolate(short: StepCounts, longer: StepCounts, num_removed: int) -> StepCounts:
     """Extrapolate the counts of two small models linearly to the full number of blocks.
 
-    For example, if 4 blocks need 10 GiB and 5 blocks need 12 GiB, then 7 blocks, of which the
-    smallest model lacks 3, need 10 + 3 * (12 - 10) = 16 GiB.
+    For example, the full model has 7 blocks, so a model with 4 blocks lacks 3. If 4 blocks need
+    10 GiB and 5 blocks need 12 GiB, then 7 blocks need 10 + 3 * (12 - 10) = 16 GiB.
 
     Args:
         short: Counts of the smallest model.

@@ -321,7 +321,7 @@ def _corrupt_sequences(run: Run, sequences: Tensors) -> Iterator[tuple[str, Tens
     if run.microbatches > 1:
         microbatch_size = run.job.training.local_batch_size * run.degrees.data
         corrupted = sequences | {"labels": sequences["labels"].roll(microbatch_size, 0)}
-        yield "the labels are those of another microbatch", corrupted
+        yield "the labels belong to another microbatch", corrupted
 
 
 def _list_suspects(run: Run) -> str:

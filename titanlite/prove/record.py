@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from titanlite.checkpoint.live_state import LiveState, to_local, to_plain
 from titanlite.config.registry import resolve
 from titanlite.config.run import Run
-from titanlite.data.batch import GlobalBatch
+from titanlite.data.batch import RankBatch
 from titanlite.hooks.hook import Hook
 from titanlite.hooks.hook_state import hook_tensors
 from titanlite.model.llama import INIT_STD
@@ -100,7 +100,7 @@ class Recorder(Hook):
         self._keeps_unsharded = dist.get_rank(trainer.mesh.stage_group) == 0
         read_batch = trainer.loader.next_global_batch
 
-        def read_and_record() -> GlobalBatch:
+        def read_and_record() -> RankBatch:
             batch = read_batch()
             self.record.sequences = stack_sequences(batch.microbatches)
             return batch
