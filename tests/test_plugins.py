@@ -221,7 +221,8 @@ def test_a_plugin_may_have_the_name_of_an_attribute_of_the_job(tmp_path, monkeyp
     assert "default: 1" in titanlite(*train_options(tmp_path, "run"), "--help", "copy.value")
 
 
-def test_the_hash_of_a_certificate_covers_the_options_of_plugins(tmp_path):
+def test_the_hash_of_a_certificate_covers_the_options_of_plugins(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     (tmp_path / "named_plugin.py").write_text(NAMES_OF_JOB_ATTRIBUTES)
     job = '[job]\nplugins = ["named_plugin"]\nhooks = ["copy"]\n[model]'
     (tmp_path / "job.toml").write_text(SMALL.replace("[model]", job))
@@ -234,9 +235,7 @@ def test_the_hash_of_a_certificate_covers_the_options_of_plugins(tmp_path):
     def hash_with(value: int) -> str:
         options = [*train_options(tmp_path, "run")[1:], "--copy.value", value]
         command = [sys.executable, "-c", program, *map(str, options)]
-        paths = [str(tmp_path), os.environ.get("PYTHONPATH", "")]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        return subprocess.check_output(command, env=environment, text=True)
+        return subprocess.check_output(command, text=True)
 
     assert hash_with(1) == hash_with(1)
     assert hash_with(1) != hash_with(2)

@@ -385,7 +385,8 @@ def _next_logits(
     tokens_BT = torch.tensor(inputs, device=device)
     padding_B = torch.tensor(padding, device=device)
 
-    # Process long prompts in chunks, to limit the memory of the logits. Use only the last ones.
+    # Process long prompts in chunks, to limit the memory of the logits. Only the logits of the last
+    # token are used.
     chunk_length = max(1, PREFILL_CHUNK // len(inputs))
     with torch.inference_mode(), sdpa_kernel(_KERNELS):
         for chunk_BT in tokens_BT.split(chunk_length, dim=1):

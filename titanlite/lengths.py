@@ -51,8 +51,8 @@ class TokenCounter(NamedTuple):
 
         Args:
             key: Key that sets the length of the part, such as "lr_scheduler.decay_steps". A decay
-                ends with the schedule. An interval can be anywhere, so the largest batch size
-                counts. All other parts start with the run.
+                ends with the schedule. An interval can lie anywhere, so each of its steps counts
+                with the largest batch size. All other parts start with the run.
             steps: Number of steps in the part.
         """
         if key in INTERVALS:
@@ -133,8 +133,8 @@ def _keep_completed_warmup(counter: TokenCounter, steps: int) -> int:
     """
     progress = counter.progress
     has_other_batch_sizes = counter.extra_sequences != 0
-    is_over = steps <= progress.steps
-    if has_other_batch_sizes and is_over:
+    is_warmup_over = steps <= progress.steps
+    if has_other_batch_sizes and is_warmup_over:
         return progress.warmup_steps or steps
     return steps
 

@@ -107,7 +107,7 @@ def make_mistake(run: Run, problem: Problem) -> Mistake:
 def find_broken_rules(run: Run) -> list[Problem]:
     """Return the problems of a run, except problems with files, warmup and decay.
 
-    The planner uses this to skip layouts that cannot work. It does not change warmup and decay.
+    The planner, which never changes warmup or decay, uses this to skip layouts that cannot work.
     """
     return [problem for rule in KEY_RULES for problem in rule.check(run)]
 
@@ -985,8 +985,7 @@ def _check_load_step(run: Run, saved: list[Path]) -> Problems:
     if step in saved_steps:
         return
     # For example, the run has loaded step 100 and later saved step 200, from which it now resumes.
-    has_been_loaded = has_gone_back(saved, step)
-    if has_been_loaded:
+    if has_gone_back(saved, step):
         return
 
     names = ", ".join(folder.name for folder in saved) or "none"

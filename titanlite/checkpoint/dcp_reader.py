@@ -57,7 +57,7 @@ class SafeReader(FileSystemReader):
 
     Attributes:
         index: Size, dtype and chunks (saved shards) of each wanted tensor, by its name.
-        names: Names of all entries of the index, also unwanted ones, by their current names.
+        names: Current names of all entries of the index, including unwanted ones.
 
     Raises:
         CheckpointError: If the index cannot be read.

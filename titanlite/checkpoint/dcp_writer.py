@@ -146,7 +146,6 @@ class CheckpointWriter(FileSystemWriter):
         # DCP writes and syncs the index with `self.fs`, which keeps its manifest entry.
         super().finish(metadata, [tensor_results])
 
-        # Manifest entry of each file by name, in the fields that DCP's class has for tensors.
         file_results = [item for item in all_results if isinstance(item, _FileResult)]
         entries = {result.index.fqn: result.storage_data for result in file_results}
         entries[INDEX] = self.fs.written[INDEX]

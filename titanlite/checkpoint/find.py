@@ -329,9 +329,9 @@ def _read_saved_job(step_folder: Path, sections: dict[str, Any]) -> JobConfig:
 
 
 def _read_job_of_old_import(step_folder: Path) -> JobConfig:
-    """Return the job configuration of weights that an early version of titanlite has imported.
+    """Return the job configuration of weights that an early version of titanlite imported.
 
-    These versions wrote the job to config.toml in the output folder, and not to the manifest.
+    Early versions wrote the job to config.toml in the output folder, and not to the manifest.
 
     Raises:
         CheckpointError: If the output folder has no config.toml.
@@ -446,9 +446,10 @@ def get_checkpoint_keys(info: dict[str, Any]) -> dict[str, Any]:
 
 
 def get_data_state(info: dict[str, Any]) -> dict[str, Any]:
-    """Return the data position in a checkpoint, as `save_position` returned it, or {} without one.
+    """Return the data position in a checkpoint, as saved by `save_position`, or {} if it has none.
 
-    An imported checkpoint has only the key "tokenizer", with None if it was imported without one.
+    For imported weights, the only key is "tokenizer". Its value is None if no tokenizer was
+    imported.
 
     Args:
         info: Entry "info" of the manifest.

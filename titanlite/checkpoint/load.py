@@ -406,7 +406,8 @@ class Resumer:
     def _log_parts_to_reset(self, path: Path, parts_to_reset: set[str]) -> None:
         """Log the parts of a checkpoint that are reset because of `exclude_from_loading`.
 
-        Also log the parts that are loaded, because this option had reset them before the save.
+        Also log the parts in this option that are loaded, because they were already reset before
+        the checkpoint was saved.
 
         Args:
             path: The step folder.

@@ -699,15 +699,15 @@ class CheckpointContext:
             )
 
     def _create_probe(self) -> str:
-        """Create the checkpoint folder, and in it an empty file that all nodes must see.
+        """Create the checkpoint folder, and in it an empty probe file that all nodes must see.
 
-        Call this on rank 0 only. It also removes what interrupted saves have left.
+        This also removes the leftovers of interrupted saves and removals. Call it on rank 0 only.
 
         Returns:
-            The token in its name, to use for all temporary files of this start.
+            The token in the name of the probe, to use for all temporary files of this start.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        # By this part of the token, the next start finds the temporary files of this one.
+        # The next start finds the temporary files of this start by this part of the token.
         path_hash = xxhash.xxh3_64_hexdigest(os.fsencode(self.folder.resolve()))
         self._remove_leftovers(path_hash)
 

@@ -115,7 +115,7 @@ class Mirror:
         self._next_send_time = 0.0
 
     def restore(self) -> None:
-        """Download the missing checkpoints that the run needs from the mirror.
+        """Download from the mirror the checkpoints that the run needs and does not have locally.
 
         A run needs the newest checkpoint, the one of step `checkpoint.load_step` and, with
         `checkpoint.keep_best`, the best one. Damaged checkpoints are renamed at the mirror. Call
@@ -157,7 +157,7 @@ class Mirror:
                 self._set_aside(name, "archived")
 
     def notify(self) -> None:
-        """Start to copy all checkpoints that the mirror lacks, in the background.
+        """Start copying all checkpoints that are not at the mirror yet, in the background.
 
         Call this on rank 0 after each save.
         """
@@ -361,7 +361,7 @@ class Mirror:
             if not is_manifest:
                 continue
 
-            # Ignore a manifest that another program wrote.
+            # Ignore a damaged manifest that another program wrote. An empty one counts.
             content = self._damaged_manifests.get(name)
             if not content or is_titanlite_manifest(content):
                 return True
@@ -482,7 +482,7 @@ class Mirror:
         """Copy a checkpoint to the mirror. Then remove outdated checkpoints at the mirror.
 
         Raises:
-            CheckpointError: If the storage fails, so that another attempt may succeed.
+            CheckpointError: If the storage fails. Another attempt may succeed.
             UserError: If another run uses the mirror, or files of other programs are in the way.
         """
         url = f"{self._url}/{name}"

@@ -55,7 +55,7 @@ class Saver:
             loading, so that the same step is not saved again.
 
     Raises:
-        UserError: If `checkpoint.async_mode` needs a GPU and this machine has no GPU.
+        UserError: If `checkpoint.async_mode` needs a GPU, but none is available.
     """
 
     def __init__(
@@ -148,9 +148,10 @@ class Saver:
     def _must_write(self, path: Path, step: int, weights_only: bool) -> bool:
         """Return whether a save must write its files. If not, they are on disk already.
 
+        With `weights_only`, this may rename a folder from an earlier start to make room.
+
         Args:
-            path: The step folder to write. With `weights_only`, a folder from an earlier start may
-                be renamed to make room.
+            path: The step folder to write.
             step: The step to save.
             weights_only: Whether to save only weights.
         """
@@ -230,7 +231,8 @@ class Saver:
     ) -> Future[bool]:
         """Copy the tensors, and let the background thread write them.
 
-        The result is whether the checkpoint is complete.
+        Returns:
+            A future of whether the checkpoint is complete.
         """
         get_copies = self._copy(tensors, stager)
         seconds_waited = time.perf_counter() - writer.started
@@ -240,8 +242,8 @@ class Saver:
         """Copy tensors to CPU memory, so that training can change the originals during the save.
 
         Returns:
-            A function that waits for the copies and returns them by name. Only with pinned memory,
-            the stager makes them in the background.
+            A function that waits for the copies and returns them by name. The stager makes them in
+            the background only with pinned memory.
         """
         if self._is_pinned:
             torch.cuda.current_stream().synchronize()  # the stager copies on another stream

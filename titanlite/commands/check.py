@@ -75,10 +75,10 @@ def _check_resume(run: Run) -> None:
         UserError: If a key has changed that must stay the same when a run resumes.
     """
     saved_job = read_newest_job(run.checkpoint_folder)
-    saved_keys = saved_job.model_dump(mode="json") | {"model": asdict(Run(saved_job).arch)}
-    keys = run.job.model_dump(mode="json") | {"model": asdict(run.arch)}
+    saved_values = saved_job.model_dump(mode="json") | {"model": asdict(Run(saved_job).arch)}
+    values = run.job.model_dump(mode="json") | {"model": asdict(run.arch)}
     unknown_data_changes = ([], [])  # the data itself is not read here
-    changes = compare_jobs(saved_keys, keys, unknown_data_changes)
+    changes = compare_jobs(saved_values, values, unknown_data_changes)
     # Raise an error for incompatible changes. The run itself logs all other changes.
     report_changes(run.checkpoint_folder, changes, log=lambda change: None)
 

@@ -109,7 +109,7 @@ def export(
         export_hf(weights, out, dtype, lambda folder: write_tokenizer(loaded, folder, max_seq_len))
         return step_folder
 
-    # `export_step` verifies the checksums of the tensors that it reads. It needs no others.
+    # Skip the checksums of tensors here, because `export_step` verifies them when it reads them.
     check = partial(check_checkpoint, verified_on_load=True)
     return load_newest(checkpoint, export_step, check=check, log=note)
 

@@ -107,17 +107,17 @@ class Architecture:
     def mup_factors(self, name: str, ndim: int) -> tuple[float, float]:
         """Return the factors by which muP scales a parameter's initialization and learning rate.
 
-        The factors depend on m, the width of the model divided by the width of the small model on
-        which you tuned the learning rate, and on k, the same ratio of the head widths (see
-        docs/guides/mup.md). Without muP, both ratios are 1.
+        The factors depend on two ratios (see docs/guides/mup.md). m is the width of the model
+        divided by the width of the small model on which you tuned the learning rate, and k is the
+        same ratio of the head widths. Without muP, both ratios are 1.
 
         - Matrices of blocks: 1 / sqrt(m) for the initialization, 1 / m for the learning rate.
         - The output matrix, or with tied embeddings the final norm: 1 / m for both.
         - All other parameters: 1.
 
-        In addition, 1 / sqrt(k) multiplies both factors of the parameter that determines the scale
-        of the queries. For example, with m = 4, k = 4 and no query norm, the query matrix has the
-        factors 1/2 * 1/2 and 1/4 * 1/2.
+        Both factors of the query projection, or of the query norm if there is one, are also
+        multiplied by 1 / sqrt(k). For example, with m = 4, k = 4 and no query norm, the query
+        matrix has the factors 1/2 * 1/2 and 1/4 * 1/2.
 
         Args:
             name: Name of the parameter, for example "layers.3.attention.wo.weight".

@@ -128,12 +128,13 @@ def compare_jobs(
     for name in old.keys() & new.keys():
         if old[name] == new[name] or _is_left_out(name, new):
             continue
-        if not (resumes_data and _determines_data(name, new)):
-            effect = _classify(name, old, new, resumes_data=resumes_data)
-        elif is_data_changed:
+        is_data_key = resumes_data and _determines_data(name, new)
+        if is_data_key and is_data_changed:
             continue  # the changes of the data are listed instead
-        else:
+        if is_data_key:
             effect = COMPATIBLE
+        else:
+            effect = _classify(name, old, new, resumes_data=resumes_data)
         change = f"{name}: {shorten(str(old[name]))} -> {shorten(str(new[name]))}"
         changes.append((effect, change))
     return sorted(changes, key=lambda change: (_ORDER.index(change[0]), change[1]))
@@ -213,7 +214,7 @@ def _is_left_out(name: str, new: dict[str, Any]) -> bool:
     if has_auto and new[name] == "auto":
         return True
 
-    # The keys of a plugin architecture are also in its own section, where they are reported.
+    # The keys of a plugin architecture are also in the section of the plugin. Report them there.
     section, *_, key = name.split(".")
     return section == "model" and f"{new['model.architecture']}.{key}" in new
 
@@ -245,7 +246,7 @@ def _classify(name: str, old: dict[str, Any], new: dict[str, Any], *, resumes_da
     section, *_, key = name.split(".")
     if section == "model":
         return INCOMPATIBLE if key in _SHAPE_KEYS else AFFECTS_TRAINING
-    if name == "optimizer.name":  # its state has other tensors
+    if name == "optimizer.name":  # another optimizer has other state tensors
         is_excluded = "optimizer" in new["checkpoint.exclude_from_loading"]
         return AFFECTS_TRAINING if is_excluded else INCOMPATIBLE
     if name == "training.local_batch_size":

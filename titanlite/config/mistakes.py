@@ -112,7 +112,8 @@ def _find_place(mistake: Mistake, places: Mapping[str, str]) -> str | None:
         mistake: The mistake.
         places: File and line of each key and table, by its name.
     """
-    # In a list of tables, the name leads further than the key. It can also be a flag or [section].
+    # In a list of tables, `name` extends `key` by the index and the inner key. Other names can be
+    # flags or "[section]", so use `key` for them.
     name = mistake.name if mistake.name.startswith(f"{mistake.key}.") else mistake.key
     while name:
         if name in places:

@@ -58,9 +58,9 @@ class Section(FileModel):
 
     @classmethod
     def without_dropped_defaults(cls, values: dict[Any, Any]) -> dict[Any, Any]:
-        """Return `values` without keys of earlier versions (`dropped`) at their default.
+        """Return `values` without `dropped` keys that have their former default.
 
-        A key of an earlier version with another value is kept, so that the validation reports it.
+        A dropped key with another value is kept, so that the validation reports it.
         """
         kept = {}
         for key, value in values.items():

@@ -185,8 +185,8 @@ class Run:
         """When gradients are reduced: once per optimizer step, or after each microbatch.
 
         Reducing once per step saves communication, but each rank keeps unsharded gradients until
-        the last microbatch. "auto" selects "microbatch" if these gradients are large, and reducing
-        them more often saves memory without additional rounding errors.
+        the last microbatch. "auto" selects "microbatch" if these gradients are large, and if
+        reducing them more often saves memory without additional rounding errors.
         """
         setting = self.job.parallelism.fsdp_reduce
         if setting != "auto":
@@ -226,7 +226,8 @@ class Run:
         """Random seed that selects the validation documents.
 
         `dataset.seed` selects documents that are held out from the training data, and
-        `validation.seed` all others. If this key is not set, `training.seed` is used.
+        `validation.seed` selects all others. If the key that applies is not set, `training.seed` is
+        used.
         """
         has_holdout = self.job.validation.holdout > 0
         seed = self.job.dataset.seed if has_holdout else self.job.validation.seed
@@ -444,7 +445,7 @@ def build_architecture(model: schema.Model, job: schema.JobConfig | None = None)
     flavor = FLAVORS[model.flavor]
     values = asdict(flavor)
     if flavor.head_dim == flavor.dim / flavor.n_heads:
-        # [model] may override dim or n_heads. With 0, `Architecture` divides them again.
+        # [model] may override dim or n_heads. `Architecture` replaces 0 by dim / n_heads.
         values["head_dim"] = 0
 
     for field in fields(Architecture):

@@ -104,7 +104,7 @@ class _Split(NamedTuple):
         return _Split(max(self.slowest, time), self.squares + time * time, [*self.ends, end])
 
     def is_better_than(self, other: _Split) -> bool:
-        """Return whether this split has a faster slowest stage than another split.
+        """Return whether the slowest stage of this split takes less time than that of another.
 
         If both are equally fast, return whether the times of this split are more even.
 

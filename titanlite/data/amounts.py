@@ -84,7 +84,7 @@ def _extrapolate(source: Source, texts: list[str], sample_tokens: int) -> int | 
     # Compare the sizes of the sample and the source, in bytes, documents or characters.
     if isinstance(source, RandomAccess):
         document_sizes = source.sizes()
-        sample_size = int(document_sizes[source.sample()].sum())  # with unreadable documents
+        sample_size = int(document_sizes[source.sample()].sum())  # includes unreadable documents
         source_size = int(document_sizes.sum())
     elif source.num_documents is not None:
         sample_size = len(texts)

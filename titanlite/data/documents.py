@@ -34,9 +34,9 @@ class DocumentTokenizer:
         is_validation: Select the held-out documents instead of the training documents.
         skip_bad: Skip records that cannot be read instead of raising an error.
         section: Section of the job file that describes the data, for messages.
-        proposes_skip: Whether an error message may propose to skip records that cannot be read. Set
-            to False if the source seems to contain no readable record.
-        skipped: One reason for each record that `encode` has skipped since `take_skipped`.
+        proposes_skip: Whether an error message may propose to skip unreadable records. Set to False
+            if the source seems to contain no readable record.
+        skipped: One reason for each record that `encode` has skipped since the last `take_skipped`.
     """
 
     tokenizer: Tokenizer

@@ -119,7 +119,7 @@ class Loader:
         return cls(run, tokenizer, 0, None, torch.device("cpu"))
 
     def __iter__(self) -> Iterator[RankBatch]:
-        """Yield global batches until a source ends.
+        """Yield this rank's microbatches of each optimizer step until a source ends.
 
         Without dataset.max_epochs, sources never end.
         """

@@ -22,8 +22,8 @@ BEST_FIT_WINDOW = 64  # a window contains the tokens of about this many sequence
 class DocumentPosition(NamedTuple):
     """Position of a document in a stream of documents, from which reading can be resumed.
 
-    Sequential sources, such as compressed files, are read in parts (files or row groups). A window
-    of consecutive documents of a part is read into memory and shuffled, then the next one.
+    Sequential sources, such as compressed files, are read in parts (files or row groups). Each part
+    is read in windows of consecutive documents, which are shuffled in memory.
     """
 
     index_in_stream: int = 0
@@ -67,7 +67,7 @@ class Document(NamedTuple):
     position: DocumentPosition
     next_position: DocumentPosition
     part: int
-    """Part of a sequential source. 0 for other sources."""
+    """Index of the part in a sequential source. 0 for other sources."""
     index: int
     """Index of the document in the source, or in the part."""
     tokens: np.ndarray
@@ -233,13 +233,13 @@ def _pack_window(
     sequences = _place_segments(segments, length)
 
     num_tokens = sum(len(document.tokens) for document in window)
-    seed = _make_shuffle_seed(window_start, num_tokens)
+    shuffle_key = _make_shuffle_key(window_start, num_tokens)
     num_sequences = len(sequences)
-    order = permuted(np.arange(num_sequences), num_sequences, seed)
+    order = permuted(np.arange(num_sequences), num_sequences, shuffle_key)
     return [sequences[i] for i in order]
 
 
-def _make_shuffle_seed(window_start: DocumentPosition, num_tokens: int) -> str:
+def _make_shuffle_key(window_start: DocumentPosition, num_tokens: int) -> str:
     """Return a string that identifies a window by its position and its number of tokens.
 
     The words in it come from an early version. They cannot change, because runs that are resumed

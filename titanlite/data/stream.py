@@ -53,7 +53,7 @@ It is a power of two, so that usual numbers of ranks divide it and each data-par
 only its own streams.
 """
 
-# Items of `SequenceReader._progress`: indices of the source, part and document that is being read.
+# Indices in `SequenceReader._progress`, which holds the source, part and document being read.
 _SOURCE, _PART, _DOCUMENT = range(3)
 # End of a source without max_epochs: more documents than any run reads, but small enough for
 # 64-bit arithmetic.
@@ -266,8 +266,8 @@ class SequenceReader:
 
         self._progress[_SOURCE] = source  # for the report of a read that hangs
         for sequence in self._streams[source, stream]:
-            num_before = sequence.next_position.num_sequences - 1
-            if num_before >= index_in_stream:  # else another rank reads this sequence
+            sequence_index = sequence.next_position.num_sequences - 1
+            if sequence_index >= index_in_stream:  # other ranks read the sequences before
                 return sequence._replace(index=index_in_batch)
 
         name = self._data.sources[source].name
@@ -282,7 +282,7 @@ class SequenceReader:
         length = data.seq_len + 1  # because labels are shifted by one
         start = data.positions[source][stream]
 
-        data.documents.skipped.clear()  # records that an earlier reader has skipped
+        data.documents.take_skipped()  # drop the reasons that an earlier reader has left
         for segments, next_position in pack(read_documents, length, start):
             yield PackedSequence(
                 tokens=self._join(segments),

@@ -288,8 +288,8 @@ class HuggingFaceTokenizer(Tokenizer):
         current = json.dumps([used_parts, self.bos_id, self.eos_id], sort_keys=True).encode()
         of_file = f"huggingface {self.bos_id} {self.eos_id} ".encode() + self._raw
         fingerprints = [f"ids:{_sha256(current)}", _sha256(of_file)]
-        # If the file may have been converted from a tokenizer.model, add the fingerprint of the
-        # latter. Other files lack some of the fields, which raises an error.
+        # Add the fingerprint of the tokenizer.model from which the file may have been converted.
+        # Other files lack some of the fields, which raises an error.
         with suppress(KeyError, TypeError, IndexError):
             if not content["normalizer"] and content["model"]["ignore_merges"]:
                 fingerprints.append(self._hash_as_tiktoken(content))

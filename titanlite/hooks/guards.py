@@ -87,7 +87,7 @@ class NonFiniteGuard(Hook):
         return {"skipped_steps": self._num_skipped}
 
     def logged(self, entry: object) -> None:
-        """After the metrics of a step are logged, also log the steps skipped since the last log.
+        """Log the skipped steps that have not been logged yet.
 
         Raises:
             GuardError: If more than guards.max_skipped consecutive steps were skipped.
@@ -295,7 +295,7 @@ class SpikeGuard(Hook):
         self._needs_roll_back = False
 
         # To avoid a host sync in each step, the values of recent steps stay on the GPU until the
-        # next logged step or save, with "roll_back" also until a validation.
+        # next logged step or save. With "roll_back", a validation also reads them.
         # With "skip": the number of each step and the result of `_compare`.
         self._comparisons: list[tuple[int, Tensor]] = []
         # Otherwise: the number of each step, and its loss, gradient norm and skip flag.
@@ -512,11 +512,16 @@ class SpikeGuard(Hook):
 
 
 def _copy_to_cpu(entries: list[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
-    """Copy the tensors of several steps, which have the same shape, with a single host sync."""
+    """Copy the tensors of several steps to the CPU with a single host sync.
+
+    Args:
+        entries: Number of each step, and its tensor. All tensors have the same shape.
+    """
     if not entries:
         return []
-    steps, on_gpu = zip(*entries, strict=True)
-    return list(zip(steps, torch.stack(on_gpu).cpu(), strict=True))
+    steps, tensors = zip(*entries, strict=True)
+    copies = torch.stack(tensors).cpu()
+    return list(zip(steps, copies, strict=True))
 
 
 def _row_medians(values: Tensor) -> Tensor:

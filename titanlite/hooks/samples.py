@@ -176,7 +176,7 @@ def _use_microbatch_logits(
     labels: Tensor,
     use: Callable[[Tensor, Tensor, Tensor], None],
 ) -> None:
-    """Compute the logits of all tokens of a microbatch with a label, and pass them to `use`.
+    """Compute the logits of all labeled tokens of a microbatch, and pass them to `use`.
 
     Args:
         trainer: Trainer whose model has computed the hidden states.

@@ -85,9 +85,9 @@ class Stragglers(Hook):
         self._updates.append((self._update_start, self._now()))
 
     def numbers(self, step: int) -> Mapping[str, Any]:
-        """At a logged step, send the times of this rank to all ranks, and log stragglers.
+        """Log stragglers of the previous logged step, and send the times of this rank to all ranks.
 
-        The all-gather runs in the background. Its result is read at the next logged step.
+        The all-gather runs in the background, so its result is read at the next logged step.
 
         Returns:
             An empty dictionary, because this hook adds no metrics.

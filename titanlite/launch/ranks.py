@@ -345,8 +345,8 @@ class Ranks:
     def _report_end(self, cause: RankEnd, killed: Sequence[int]) -> int:
         """Print and log why the run ended early, and return the exit code of the launcher.
 
-        The text is the rank's error message or, without one, a hint on how to resume the run. If
-        the reason is not known, a line that describes the failure precedes it.
+        If the reason is not known, start with a line that describes the failure. Then print the
+        rank's error message or, without one, a hint on how to resume the run.
 
         Args:
             cause: End of the rank that made all other ranks end.
@@ -393,11 +393,11 @@ class Ranks:
 
 
 def _find_cause(failed: Sequence[RankEnd], killed: Sequence[int]) -> RankEnd:
-    """Return the end of the rank that made all other ranks end, for the launcher to report.
+    """Return the `RankEnd` that the launcher reports as the cause of the end of a run.
 
-    This is the lowest rank that ended for a known reason, such as an invalid option. Without a
-    known reason, it is the rank that failed first. If no rank failed, it is the first rank in
-    `killed`.
+    It belongs to the lowest rank that ended for a known reason, such as an invalid option. Without
+    a known reason, it belongs to the rank that failed first. If no rank failed, it belongs to the
+    first rank in `killed`.
 
     Args:
         failed: How the failed ranks ended, sorted by time.

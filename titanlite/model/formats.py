@@ -112,7 +112,7 @@ def hf_config(arch: Architecture, dtype: str) -> dict[str, Any]:
     family = _find_family(arch)
     rope_scaling = _export_rope_scaling(arch)
     fields = _export_fields(arch, family)
-    has_layer_types = "layer_types" in fields  # layers with and without a sliding window
+    has_layer_types = "layer_types" in fields  # the family has layers with and without a window
     if has_layer_types:
         fields |= _export_layer_types(arch, rope_scaling)
 

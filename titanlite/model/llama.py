@@ -241,7 +241,7 @@ class Attention(nn.Module):
             sin: Sines of the RoPE angles, same shape.
             mask: Mask as in `attention`, with S keys per query. None means causal attention.
             cache: Keys and values of earlier tokens during generation. The keys and values of `x`
-                are appended. None in training.
+                are appended to them. None in training.
         """
         # Compute queries, keys and values, and divide them into heads.
         q, k, v = self.wq(x), self.wk(x), self.wv(x)

@@ -176,7 +176,7 @@ class Meter:
         return entry
 
     def _read_scalars(self, losses: Tensor) -> list[float]:
-        """Copy the losses and all recorded tensors from the GPU in one transfer, a host sync.
+        """Copy the losses and all recorded tensors from the GPU with a single host sync.
 
         Args:
             losses: Loss of the global batch, and highest loss of any data-parallel rank, shape

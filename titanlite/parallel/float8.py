@@ -319,9 +319,9 @@ def _has_only_float8_linears(module: nn.Module) -> bool:
 def _patch_torchao_to_gather_bytes() -> None:
     """Let torchao all-gather FP8 tensors as uint8, because gloo does not support FP8 dtypes.
 
-    For each all-gather operator, a table of torchao names the function `allgather_fp8`. torchao
-    calls it as `allgather_fp8(operator, args, kwargs)`. Replace it in the table by a function that
-    passes another operator to it.
+    In a table of torchao, `allgather_fp8(operator, args, kwargs)` handles each all-gather operator.
+    Replace these entries by a wrapper. It calls `allgather_fp8` with an operator that gathers
+    bytes.
     """
     from torchao.float8 import float8_ops
 

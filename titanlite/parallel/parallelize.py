@@ -122,7 +122,8 @@ def checkpoint_and_compile(model: Llama, mesh: Mesh, run: Run) -> None:
         apply_activation_checkpointing,
         model,
         config,
-        # Plain FSDP2 saves this output, although the backward pass does not need it.
+        # With "none", save the output of every second matmul, even if the backward pass does not
+        # need it.
         skips_unneeded_matmul=run.job.parallelism.memory_savers != "none",
     )
     if not run.compiles("model"):
@@ -138,8 +139,8 @@ def checkpoint_and_compile(model: Llama, mesh: Mesh, run: Run) -> None:
             block.compile(**compile_options)
     else:
         # With DTensors, torch 2.13 can compile the recomputation only in mode "op". In other modes,
-        # to save a DTensor, it would save its DeviceMesh like a tensor. So compile only the forward
-        # function. Checkpointing then wraps it, and stays eager.
+        # it would try to save the DeviceMesh of a DTensor like a tensor. So compile only the
+        # forward function. Checkpointing then wraps the compiled function, and stays eager.
         for block in model.layers.values():
             block.forward = torch.compile(block.forward, **compile_options)
         recompute_activations()

@@ -113,8 +113,8 @@ def _recompute_some_operations(
     Args:
         model: Model before FSDP, modified in place.
         recompute: Checkpoint function. It receives a forward function and its arguments.
-        skips_unneeded_matmul: Whether to never save the output of a block's last matmul, which the
-            backward pass does not need. No effect on blocks with FP8 layers.
+        skips_unneeded_matmul: Whether the output of a block's last matmul is never saved, because
+            the backward pass does not need it. No effect on blocks with FP8 layers.
     """
     for block in model.layers.values():
         skipped_matmul = find_unneeded_matmul(block) if skips_unneeded_matmul else None

@@ -187,7 +187,7 @@ def find_remedies(run: Run, plan: Forecast, gpu: Gpu, map_function: Apply) -> tu
     """
     for candidates in (_list_single_remedies(run), _list_combined_remedies(run)):
         text = f"Tracing {len(candidates)} changes that take less memory"
-        # Trace the run with each change. The result has only changes with which the run fits.
+        # Trace the run with each change, and keep the changes with which it fits.
         fastest_first = _trace_candidates(run, candidates, gpu, map_function, text)
         changes = [
             _describe_change(settings, new_plan, plan)
@@ -641,7 +641,7 @@ def _guess_tensor_parallel(run: Run) -> Work:
     """
     collectives_per_block = 8 + 4 * _recomputed_share(run)
     block_bytes = collectives_per_block * 2 * run.arch.dim * _step_tokens(run)
-    group = Group("tensor", run.degrees.tensor, 1)
+    group = Group("tensor", size=run.degrees.tensor, span=1)  # within one node
     return Work("backward", "all_gather", group=group, bytes=int(block_bytes * _count_layers(run)))
 
 

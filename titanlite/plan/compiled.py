@@ -280,12 +280,12 @@ def _checkpoint(function: Function, *inputs: Any, context_fn: Any = None, **opti
         return checkpoint(function, *inputs, **options)
 
     # The policy context marks each node of the graph to be saved or recomputed. A node also needs
-    # the number of its checkpointed function, `ac_graph_id`. There is only one function per graph.
-    only_function = 0
+    # `ac_graph_id`, the number of its checkpointed function. A graph has only one such function.
+    graph_id = 0
     policy_context = _make_policy_context(context_fn)
-    policy_context.ac_graph_id = only_function  # torch 2.13 or newer copies it to the nodes
+    policy_context.ac_graph_id = graph_id  # torch 2.13 or newer copies it to the nodes
     with traceback.preserve_node_meta(), policy_context:
-        traceback.current_meta["ac_graph_id"] = only_function  # for older versions of torch
+        traceback.current_meta["ac_graph_id"] = graph_id  # for older versions of torch
         return function(*inputs)
 
 
@@ -296,8 +296,8 @@ def _make_policy_context(context_fn: Any) -> Any:
         context_fn: The argument `context_fn` of `torch.utils.checkpoint.checkpoint`. If it is None
             or saves nothing, all results are marked to be recomputed.
     """
-    # `context_fn` saves nothing if it is partial(create_selective_checkpoint_contexts, []), because
-    # the list contains the operators to save. A policy function is also accepted instead of a list.
+    # `partial(create_selective_checkpoint_contexts, [])` saves nothing, because the list contains
+    # the operators to save. Pass a policy function instead of this list; see `_recompute_all`.
     saves_nothing = isinstance(context_fn, partial) and context_fn.args == ([],)
     if context_fn is None:
         contexts = create_selective_checkpoint_contexts([])

@@ -162,7 +162,7 @@ LogEntry = tuple[Location, Work | Allocation]
 
 
 class _GradientSum(NamedTuple):
-    """Sum of two gradients that may or may not need new memory; the next operator decides.
+    """Sum of two gradients, while it is unknown whether the sum needs new memory.
 
     Attributes:
         first_storage: `id` of the storage of the first gradient. If it is freed before the next
@@ -250,7 +250,7 @@ class Counter(TorchDispatchMode):
                     self.kinds[number] = kind
 
     def start_action(self, name: Any, location: Location) -> None:
-        """End the current pipeline action, and record the log entries of another one.
+        """End the current pipeline action, and start to record the log entries of action `name`.
 
         A pipeline action is the forward or backward pass of one microbatch through one stage, or
         its communication.
@@ -464,8 +464,8 @@ class Counter(TorchDispatchMode):
         number, _ = self._living.pop(identity)
         pending_sum = self._pending_sum
         if pending_sum is not None and pending_sum.first_storage == identity:
-            # In a real step, autograd adds the second gradient to the first one in place. So the
-            # storage of the sum continues the freed one, under the same number.
+            # The storage of the sum continues the freed one under the same number, because a real
+            # step adds in place; see `_count_allocations`.
             self._pending_sum = None
             self._track(pending_sum.result.untyped_storage(), number)
         else:
@@ -702,11 +702,10 @@ def _attention_flops(op: str, shape: tuple[int, ...], window: int) -> int:
     """
     batch, heads, num_queries, num_keys, head_dim = shape
     if op in (*FLEX_OPS, *VARLEN_OPS):
-        # The queries are spread over the whole sequence, as in context parallelism. Queries in the
-        # first window see half a window on average, and the others see a whole window.
+        # The queries are spread over the whole sequence, as in context parallelism. Each query in
+        # the first window lacks half a window on average.
         window = min(window or num_keys, num_keys)
-        visible_sum = window * Fraction(window, 2) + (num_keys - window) * window
-        mean_visible_keys = visible_sum / num_keys
+        mean_visible_keys = window - Fraction(window * window, 2 * num_keys)
     else:
         # The queries are the last tokens. The first query sees only the keys before the queries,
         # and the last one sees all keys.

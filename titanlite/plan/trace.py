@@ -179,7 +179,7 @@ def _count_removable_blocks(run: Run) -> int:
     # two blocks at each end of the stage, where memory differs from the middle.
     reshards = run.job.parallelism.fsdp_reshard_after_forward == "always"
     num_kept = 1 if run.degrees.pipeline > 1 and not reshards else 4
-    if not _has_equal_blocks(run) or _has_small_blocks(run, num_kept):
+    if not _has_equal_blocks(run) or _may_shard_differently(run, num_kept):
         return 0
     smallest_stage = min(len(blocks) for blocks in run.stages)
     return max(0, smallest_stage - num_kept)
@@ -196,7 +196,7 @@ def _has_equal_blocks(run: Run) -> bool:
     return not (recomputes_some_blocks or has_windows_in_some_blocks or is_muon)
 
 
-def _has_small_blocks(run: Run, num_blocks: int) -> bool:
+def _may_shard_differently(run: Run, num_blocks: int) -> bool:
     """Return whether FSDP may treat a model with few blocks in another way than the full model.
 
     FSDP puts several small blocks into one group, and on a single rank it does not reshard a small
@@ -279,15 +279,15 @@ def _count_fake_step(run: Run, has_float8: bool, run_all_microbatches: bool) -> 
 
 
 def _extrapolate(short: StepCounts, longer: StepCounts, num_removed: int) -> StepCounts:
-    """Extrapolate the counts of two small models linearly to the full number of blocks.
+    """Extrapolate the counts of a short and a longer model linearly to the full number of blocks.
 
     For example, the full model has 7 blocks, so a model with 4 blocks lacks 3. If 4 blocks need
     10 GiB and 5 blocks need 12 GiB, then 7 blocks need 10 + 3 * (12 - 10) = 16 GiB.
 
     Args:
-        short: Counts of the smallest model.
+        short: Counts of the short model.
         longer: Counts of a model with one more block in each pipeline stage.
-        num_removed: Number of blocks that each stage of the smallest model lacks.
+        num_removed: Number of blocks that each stage of the short model lacks.
     """
 
     def extrapolate(short_count: Any, longer_count: Any) -> Any:

@@ -87,9 +87,9 @@ def _name_factor(factor: float, run: Run) -> str:
 
 
 def _describe_degrees(run: Run) -> dict[str, int]:
-    """Return the parallel degrees, ranks and microbatches of a run by description.
+    """Return the parallel degrees and the numbers of ranks and microbatches, by description.
 
-    If ranks add values that they should average, for example, the result is wrong by such a factor.
+    A wrong result can be scaled by one of them, for example if ranks add instead of average values.
     """
     degrees = run.degrees
     return {

@@ -520,7 +520,7 @@ def _list_replicas(after: LayoutStep, kind: str) -> Iterator[tuple[str, int, int
         Name of the tensor, the first rank that holds the shard, another rank that holds it, and
         whether both are bitwise equal.
     """
-    first_ranks: dict[tuple[str, tuple[int, ...]], int] = {}  # by tensor name, offsets of the shard
+    first_ranks: dict[tuple[str, tuple[int, ...]], int] = {}  # by tensor name and shard offsets
     digests_of_ranks = [getattr(record, kind).digests for record in after.ranks]
     for rank, digests in enumerate(digests_of_ranks):
         for shard, digest in digests.items():

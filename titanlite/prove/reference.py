@@ -197,7 +197,7 @@ def _make_loss_head(
     softcap = run.arch.logit_softcap
     is_plugin = run.job.training.loss not in ("cross_entropy", "reference")
     if is_plugin:
-        # The formula of a plugin's loss is unknown, so use the code of training, on one rank.
+        # The formula of a plugin's loss is unknown, so compute it as training does, on one rank.
         recipe = LossRecipe(z_loss, compiled=False, tensor=None, softcap=softcap)
         loss = build_loss(run.job, recipe)
         scale = torch.tensor(1 / num_valid_tokens)

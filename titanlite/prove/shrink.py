@@ -23,7 +23,7 @@ from titanlite.config.files import write_output
 from titanlite.config.job_diff import flatten
 from titanlite.config.load import parse_job
 from titanlite.config.registry import HOOKS
-from titanlite.config.run import ONE_STAGE_A_RANK, Run, sequence_divisor
+from titanlite.config.run import Run, sequence_divisor
 from titanlite.config.schema import (
     Checkpoint,
     Dataset,
@@ -243,7 +243,7 @@ def shrink_model(original: Run, layout: Run) -> tuple[Model, list[str]]:
         "n_kv_heads": n_kv_heads,
         "head_dim": head_dim,
         "ffn_dim": ffn_dim,
-        # A vocabulary size that tensor parallelism does not divide stays so.
+        # Keep the remainder: a vocabulary that ranks divide unevenly must stay uneven.
         "vocab_size": TOY_VOCAB_SIZE + arch.vocab_size % tensor,
         "sliding_window": min(arch.sliding_window, WINDOW),
         # The ratios to the base model determine the learning rates.
@@ -264,12 +264,11 @@ def _choose_num_blocks(original: Run, pipeline: int) -> int:
 
     Args:
         original: The run with the original model.
-        pipeline: Pipeline-parallel degree of the small model. Each stage has a block.
+        pipeline: Pipeline-parallel degree of the small model. Each stage needs at least one block.
     """
-    has_one_stage = original.job.parallelism.pipeline_parallel_schedule in ONE_STAGE_A_RANK
-    num_stages = pipeline if has_one_stage else 2 * pipeline
+    num_stages = pipeline * original.stages_per_rank
     option = original.job.activation_checkpoint.selective_ac_option
-    checkpoint_interval = 1 if option == "op" else int(option)  # one of so many blocks recomputes
+    checkpoint_interval = 1 if option == "op" else int(option)  # one block per interval recomputes
     arch = original.arch
     pattern_length = max(arch.no_rope_interval, arch.full_attention_interval)
     return min(arch.n_layers, max(2, num_stages, checkpoint_interval, pattern_length))

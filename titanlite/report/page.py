@@ -218,7 +218,7 @@ def make_columns(entries: Iterable[Entry]) -> Columns:
     For example, the lines {"step": 1, "loss": 9.0} and {"step": 2, "loss": 8.0, "mfu": 0.4} become
     {"step": [1, 2], "loss": [9, 8], "mfu": [NaN, 0.4]}.
 
-    Skip lines without a valid step, and lines whose step is not higher than in all lines before. A
+    Skip lines without a valid step, and lines whose step is not higher than all earlier steps. A
     number in a nested object has the key "OBJECT/KEY", such as "grad_norms/layers.0".
     """
     columns: dict[str, array[float]] = {"step": array("d")}
@@ -396,7 +396,7 @@ def _parse_events(entries: Iterable[Entry], metrics: Columns) -> Iterator[dict[s
         entries: Lines of the events file.
         metrics: Columns of metrics.jsonl, with the step and time of each log step.
     """
-    previous_step = 0.0  # of the previous event
+    previous_step = 0.0
     for entry in entries:
         unix_time = get_number(entry, "time")
         if unix_time is None:

@@ -44,7 +44,7 @@ MAX_LINE_BYTES = 1 << 22
 RUN_FILES = ("metrics.jsonl", "config.toml", EVENTS_FILE)
 MAX_SHOWN_EVENTS = 4
 STARTS = ("data", "start")
-"""Kinds of events of a start: "data" when it opens the data, then "start" when it trains."""
+"""Event kinds that each start logs: "data" when it opens the data, "start" when it trains."""
 ARCHIVES = ("archived-", "superseded-")  # The second prefix is the one of version 0.2.
 STALE_SECONDS = 300.0
 MAX_STEP = 2**53

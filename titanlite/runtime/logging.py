@@ -291,7 +291,7 @@ def log_end(text: str, kind: str, step: int | None = None, log_file: Path | None
     # `logger.log` would print it on the terminal as well.
     event = Event(text, kind, step)
     level = LEVEL_OF_END.get(kind, logging.ERROR)
-    record = logger.makeRecord(LOGGER_NAME, level, "", 0, event, (), None)
+    record = logger.makeRecord(LOGGER_NAME, level, fn="", lno=0, msg=event, args=(), exc_info=None)
     for handler in handlers:
         writes_to_file = isinstance(handler, LogHandler) and handler.file is not None
         if writes_to_file:

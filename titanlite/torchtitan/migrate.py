@@ -2,9 +2,9 @@
 
 Resolved configs of torchtitan 0.3 are read as job files of 0.2; see `resolved`.
 
-Invariant: Each key of the old file is carried over or reported as lost with the reason. The new
-file is valid, or the old file is rejected with a message about all wrong values. This module reads
-and writes no files.
+Invariant: Each key of the torchtitan job file is carried over or reported as lost with the reason.
+Our job file is valid, or the torchtitan job file is rejected with a message about all wrong values.
+This module reads and writes no files.
 """
 
 from __future__ import annotations
@@ -261,10 +261,10 @@ class Migration:
                 self._report_lost(key, reason)
 
     def _convert_source(self, section: str, old_section: str, default: str) -> None:
-        """Set a data section of the titanlite job file to the dataset of the torchtitan job file.
+        """Set a data section of our job file to the dataset of the torchtitan job file.
 
         Args:
-            section: Section of the titanlite job file, "dataset" or "validation".
+            section: Section of our job file, "dataset" or "validation".
             old_section: Section of the torchtitan job file that names the dataset.
             default: Dataset that torchtitan uses if the section names none.
 

@@ -57,7 +57,7 @@ MOVED: dict[str, str] = _FILE["moved"]
 UNUSED: dict[str, Any] = _FILE["unused"]
 """Key of torchtitan 0.3 without an equivalent -> its default, which needs no report."""
 KEYS = frozenset((*EQUIVALENT, *CONVERTED, *WITHOUT_EQUIVALENT))
-"""torchtitan keys of all versions. Keys of 0.3 that `MOVED` renames have their names in 0.2."""
+"""torchtitan keys of all versions. A key that 0.3 renamed (see `MOVED`) has its name in 0.2."""
 SECTIONS = frozenset(key.partition(".")[0] for key in KEYS)
 
 _LLAMA3 = {

@@ -91,7 +91,7 @@ def _open_checkpoint(path: Path) -> SafeReader:
     """Open a torchtitan checkpoint to read its weights.
 
     Raises:
-        UserError: If `path` is a titanlite checkpoint, no checkpoint, or damaged.
+        UserError: If `path` is a titanlite checkpoint, is not a checkpoint, or is damaged.
     """
     if exists(path / MANIFEST):
         raise UserError(

@@ -58,9 +58,9 @@ class RequestExchange:
 
         Args:
             request: Request of this rank. In most steps it is empty.
-            num_requests: Number of ranks whose request is not empty, a scalar on the device, which
-                the last launched step has computed. If it is 0, `receive` needs no communication.
-                None before the first step: `receive` then gathers all requests.
+            num_requests: Number of ranks whose request is not empty, as computed by the step that
+                was launched last. A scalar on the device. If it is 0, `receive` does not
+                communicate. Before the first step, pass None: `receive` then gathers all requests.
         """
         if num_requests is None:
             self._sent.append(_SentRequest(request))
@@ -78,12 +78,12 @@ class RequestExchange:
     def receive(self) -> Request:
         """Combine the requests that the ranks have sent for a step, and return the result.
 
-        Each call is for the next step. All ranks call this together, and all receive the same
-        result. The CPU waits for the step with which the requests were sent, because its gradient
-        all-reduce counts them. On a GPU, this is the step before the newest one, so the GPU has
-        work during the wait.
+        Calls return the requests in the order in which they were sent. All ranks call this
+        together, and all receive the same result. The CPU waits for the step with which the
+        requests were sent, because its gradient all-reduce counts them. On a GPU, this is the step
+        before the newest one, so the GPU has work during the wait.
         """
-        sent = self._sent.popleft()  # the oldest
+        sent = self._sent.popleft()
         if sent.copied is not None and not sent.copied.query():
             sent.copied.synchronize()
         if sent.count is not None and sent.count.item() == 0:

@@ -275,9 +275,9 @@ class Trainer:
             self.validate()
 
         end = self._run_steps()
-        # Save and validate the last step, and end the run.
         has_trained = self.steps_done > first_step
-        self._take_actions(self._choose_final_actions(end, has_trained))
+        final_actions = self._choose_final_actions(end, has_trained)
+        self._take_actions(final_actions)
         self._finish(end)
 
     def _run_steps(self) -> _LoopEnd:
@@ -305,7 +305,8 @@ class Trainer:
             step = self.steps_done + 1
             rank_request = self._collect_request(step + exchange.delay)
             self.step(has_request=rank_request != Request())
-            # The step has counted the ranks with a request. If no rank has one, nothing is sent.
+            # The step has counted the ranks with a request. If the count is 0, `receive` does not
+            # communicate.
             exchange.send(rank_request, self._num_requests)
 
             request = exchange.receive()  # of all ranks, for `step`
@@ -561,8 +562,8 @@ class Trainer:
     def _collect_request(self, step: int) -> Request:
         """Collect the actions that this rank requests to take after `step`.
 
-        Call this before `step` (on a GPU, one step earlier still), and once for each step, because
-        it consumes a received SIGUSR2 (save).
+        Call this once for each step, because it consumes a received SIGUSR2 (save). On a CPU, call
+        it before `step` is trained. On a GPU, call it one step earlier; see `RequestExchange`.
         """
         if step > self.job.training.steps:
             return Request()
@@ -585,7 +586,7 @@ class Trainer:
         return request
 
     def _wait_for_data(self, step: int) -> Exception | None:
-        """Wait until the data up to `step` or the last step of the run has been read on this rank.
+        """Wait until this rank has read the data up to `step`, or up to the last step of the run.
 
         Returns:
             The first exception that reading the data has raised, such as `OutOfData`, or None. A

@@ -493,7 +493,8 @@ def find_files(spec: TextSource) -> list[Path]:
     needs_path = is_builtin and spec.source != "c4"
     if needs_path and spec.path is None:
         raise UserError(f"dataset.path is missing: dataset.source = {spec.source!r} needs one")
-    if spec.path is None or spec.source in ("c4", "huggingface"):  # `datasets` loads these two
+    is_loaded_by_datasets = spec.source in ("c4", "huggingface")  # the library `datasets`
+    if spec.path is None or is_loaded_by_datasets:
         return []
 
     pattern = _choose_pattern(spec.path, spec.source)

@@ -31,7 +31,7 @@ class BadRecord(UserError):
 
 
 class MaskedText(str):
-    """The text of a document of which only some characters count in the loss.
+    """The text of a document in which only some characters count in the loss.
 
     Attributes:
         trained_ranges: Ranges of characters that count, as (start, end) with `end` exclusive, in
