@@ -72,6 +72,7 @@ def find_missing_lines(sample: str, said: str) -> list[str]:
 
 
 HUB_TUTORIAL = "getting_started/hub_model"
+NODES_TUTORIAL = "getting_started/multi_node"
 # Page -> texts in the output of its commands
 TUTORIALS = {
     "getting_started/your_text": [
@@ -79,7 +80,7 @@ TUTORIALS = {
         "bits/byte",
         "report.html",
     ],
-    "getting_started/multi_node": [
+    NODES_TUTORIAL: [
         "2 x cpu",
         f"Resumed after step {20 if WHOLE else 4}",
         "world_size: 2 -> 1",
@@ -105,7 +106,10 @@ def shorten(job: str) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.long] * (name == HUB_TUTORIAL)) for name in TUTORIALS],
+    [
+        pytest.param(name, marks=[pytest.mark.long] * (name in (HUB_TUTORIAL, NODES_TUTORIAL)))
+        for name in TUTORIALS
+    ],
 )
 def test_the_commands_of_a_tutorial_print_the_documented_output(name: str, tmp_path):
     page = f"{name}.md"
@@ -133,7 +137,7 @@ def test_the_commands_of_a_tutorial_print_the_documented_output(name: str, tmp_p
     learned = [] if WHOLE else ["Answer: eight thousand three hundred eleven."]
     assert missing == learned[: len(samples)]
 
-    if name == "getting_started/multi_node":
+    if name == NODES_TUTORIAL:
         assert find_missing_lines(read_samples("guides/monitoring.md")[1], output) == []
     if name == "getting_started/your_text":
         assert (tmp_path / "my-model" / "config.json").exists()

@@ -1,13 +1,13 @@
 """Plugins add models, such as examples/gemma and the fused model in plugin_models.md."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from ranks import run_ranks, titanlite
 from small_runs import SMALL, read_losses
+
+from titanlite.config.certificate import hash_job
+from titanlite.load_run import load_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("gemma")]
 EXAMPLE = Path(__file__).parents[1] / "examples" / "gemma"
@@ -165,7 +165,6 @@ def test_residual_weights_of_a_plugin_start_smaller_with_depth(fused):
 
 def check_initial_weights(job: Path) -> None:
     from titanlite.config.registry import resolve
-    from titanlite.load_run import load_run
     from titanlite.model.llama import INIT_STD
 
     arch = load_run(["--job.config_file", str(job)], 1).arch
@@ -222,20 +221,19 @@ def test_a_plugin_may_have_the_name_of_an_attribute_of_the_job(tmp_path, monkeyp
 
 
 def test_the_hash_of_a_certificate_covers_the_options_of_plugins(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "named_plugin.py").write_text(NAMES_OF_JOB_ATTRIBUTES)
     job = '[job]\nplugins = ["named_plugin"]\nhooks = ["copy"]\n[model]'
     (tmp_path / "job.toml").write_text(SMALL.replace("[model]", job))
-    program = (
-        "import sys; from titanlite.config.certificate import hash_job; "
-        "from titanlite.load_run import load_run; "
-        "print(hash_job(load_run(sys.argv[1:], 1).job))"
-    )
+    options = list(map(str, train_options(tmp_path, "run")[1:]))
 
     def hash_with(value: int) -> str:
-        options = [*train_options(tmp_path, "run")[1:], "--copy.value", value]
-        command = [sys.executable, "-c", program, *map(str, options)]
-        return subprocess.check_output(command, text=True)
+        # Each call needs a new process, because a plugin registers its options only once.
+        return run_ranks(1, hash_options, [*options, "--copy.value", str(value)])[0]
 
     assert hash_with(1) == hash_with(1)
     assert hash_with(1) != hash_with(2)
+
+
+def hash_options(options: list[str]) -> str:
+    return hash_job(load_run(options, 1).job)

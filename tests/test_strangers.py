@@ -45,20 +45,20 @@ def hostile_folder(tmp_path_factory) -> Path:
     "command",
     [
         f"{ROOT}/run_train.sh {JOB} --job.dump_folder ../run",
-        f"{TITANLITE} plan {JOB} --gpu H100",
-        f"{TITANLITE} prepare {JOB} --out ../shards",
-        f"{TITANLITE} eval --checkpoint ../run --data ../text.txt",
         f"{sys.executable} ../api.py",
         *(
             pytest.param(command, marks=pytest.mark.long)
             for command in (
+                f"{TITANLITE} prepare {JOB} --out ../shards",
+                f"{TITANLITE} eval --checkpoint ../run --data ../text.txt",
+                f"{TITANLITE} plan {JOB} --gpu H100",
                 f"{TITANLITE} train {JOB} --job.dump_folder ../alone",
                 f"{TITANLITE} profile {JOB} --steps 1 --warmup 0 --job.dump_folder ../profile",
                 f"{TITANLITE} generate --checkpoint ../run --prompt A --max-new-tokens 2",
             )
         ),
     ],
-    ids="run_train plan prepare eval api train profile generate".split(),
+    ids="run_train api prepare eval plan train profile generate".split(),
 )
 def test_no_module_of_the_current_folder_is_executed(command, hostile_folder):
     environment = {**os.environ, "NGPU": "2" if "run_train" in command else "1"}

@@ -21,7 +21,15 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 from ranks import descendants, start_small, titanlite
-from small_runs import SMALL, indent_like_log, launch_job, read_metrics, start, wait_for_step
+from small_runs import (
+    SMALL,
+    SMALL_WITHOUT_WORKERS,
+    indent_like_log,
+    launch_job,
+    read_metrics,
+    start,
+    wait_for_step,
+)
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -39,7 +47,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture
 def job_file(tmp_path) -> Path:
     path = tmp_path / "small.toml"
-    path.write_text(SMALL)
+    path.write_text(SMALL_WITHOUT_WORKERS)
     return path
 
 
@@ -146,7 +154,7 @@ def test_a_failed_last_save_is_reported_and_the_next_start_trains_to_the_end(tmp
     assert "Saved step 12" in start_small(*options).wait_for_exit(0)
 
 
-@pytest.mark.parametrize("signalled", [True, False])
+@pytest.mark.parametrize("signalled", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_run_whose_terminal_closes_saves_its_last_step(job_file, tmp_path, signalled):
     ours, theirs = pty.openpty()
     out = tmp_path / "out"

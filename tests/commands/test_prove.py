@@ -50,7 +50,7 @@ def prove(out: Path, *options: object, ranks: int = 2) -> dict[str, Any]:
         pytest.param(4, HSDP, id="hsdp", marks=pytest.mark.long),
         pytest.param(4, FSDP_TP, id="fsdp x tp", marks=pytest.mark.long),
         pytest.param(4, CP_DOCUMENTS, id="cp, documents", marks=pytest.mark.long),
-        pytest.param(2, PP, id="pp"),
+        pytest.param(2, PP, id="pp", marks=pytest.mark.long),
     ],
 )
 def test_a_correct_layout_is_proven(ranks, options, tmp_path):
@@ -69,10 +69,10 @@ def test_a_folder_that_cannot_be_used_is_named_by_its_option(tmp_path):
 @pytest.mark.parametrize(
     ("ranks", "number"),
     [
-        (2, signal.SIGINT),
         (1, signal.SIGTERM),
-        pytest.param(2, signal.SIGTERM, marks=pytest.mark.long),
         pytest.param(1, signal.SIGINT, marks=pytest.mark.long),
+        pytest.param(2, signal.SIGTERM, marks=pytest.mark.long),
+        pytest.param(2, signal.SIGINT, marks=pytest.mark.long),
     ],
 )
 def test_a_stopped_proof_deletes_its_temporary_files(ranks, number, tmp_path):

@@ -4,7 +4,7 @@ import os
 import re
 import shutil
 import signal
-from functools import partial
+from pathlib import Path
 
 import datasets
 import pytest
@@ -20,10 +20,10 @@ from data_helpers import (
     write_megatron,
     write_parquet,
 )
+from ranks import titanlite
 from small_runs import (
     SMALL,
     indent_like_log,
-    launch_job,
     read_losses,
     read_metrics,
     start,
@@ -182,7 +182,10 @@ BAD = r"text\.jsonl, line \d+: not valid JSON"
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_run_that_a_bad_record_ends_resumes_if_such_records_are_skipped(job, tmp_path, ranks):
-    train = partial(launch_job, job, ranks=ranks)
+    def train(folder: Path, *options: str, code: int) -> str:
+        command = ("train", "--job.config_file", job, "--job.dump_folder", folder, *options)
+        return titanlite(*command, ranks=ranks, code=code)
+
     out = tmp_path / "run"
     whole = tmp_path / "whole"
     bad_lines = hide_bad_records(tmp_path / "text.jsonl", some_texts(200), count=3)

@@ -138,7 +138,15 @@ def test_sequences_and_states_are_the_same_in_each_version(references, name):
     assert digest.hexdigest()[:16] == DIGESTS[name]
 
 
-@pytest.mark.parametrize("sizes", [(2, 4), (3, 1), (8, 3), (24, 6)])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (2, 4),
+        (3, 1),
+        pytest.param((8, 3), marks=pytest.mark.long),
+        pytest.param((24, 6), marks=pytest.mark.long),
+    ],
+)
 @pytest.mark.parametrize("name", DIGESTS)
 def test_sequences_and_states_are_the_same_on_any_layout_and_after_restarts(
     datasets, references, name, sizes

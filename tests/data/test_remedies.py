@@ -137,7 +137,7 @@ print(peak - baseline)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz"])
+@pytest.mark.parametrize("suffix", ["jsonl", pytest.param("jsonl.gz", marks=pytest.mark.long)])
 def test_a_line_of_any_length_is_a_bad_record_and_takes_little_memory(suffix, tmp_path):
     # A child process measures its own peak memory. Without the variables, glibc would keep a number
     # of freed blocks that depends on the machine.

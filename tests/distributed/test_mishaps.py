@@ -47,11 +47,18 @@ HANGS = {
 }
 
 
-def test_a_hang_ends_in_a_report_that_names_the_late_rank(tmp_path):
-    """Run all hangs at the same time, because they use no CPU."""
+@pytest.mark.parametrize(
+    "mishaps",
+    [
+        pytest.param(["hang_data", "hang_nccl"], id="sample"),
+        pytest.param(["hang_save", "hang_alone"], id="more", marks=pytest.mark.long),
+    ],
+)
+def test_a_hang_ends_in_a_report_that_names_the_late_rank(mishaps, tmp_path):
+    """Run several hangs at the same time, because they use no CPU."""
     launchers = {
         mishap: launch(mishap, 1 if mishap == "hang_alone" else 2, tmp_path, OPTIONS)
-        for mishap in HANGS
+        for mishap in mishaps
     }
     for mishap, launcher in launchers.items():
         output = launcher.communicate(timeout=180)[1]

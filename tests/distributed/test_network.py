@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from ranks import descendants, free_port
-from small_runs import SMALL, read_losses
+from small_runs import SMALL_WITHOUT_WORKERS, read_losses
 
 from titanlite.launch.machines import AGENT_SECONDS
 from titanlite.launch.ranks import CRASH_PATIENCE
@@ -31,7 +31,7 @@ def launch(
     folder: Path, *options: str, log: str = "log", **variables: str
 ) -> "subprocess.Popen[str]":
     """Start a launcher whose run continues until it is stopped."""
-    (folder / "job.toml").write_text(SMALL)
+    (folder / "job.toml").write_text(SMALL_WITHOUT_WORKERS)
     command = [sys.executable, "-P", "-m", "titanlite", "launch", "--job.config_file", "job.toml"]
     command += ["--job.dump_folder", "out", "--training.steps", "100000", *options]
     with (folder / log).open("w") as out:

@@ -281,7 +281,10 @@ def train_with_excluded_state(folder: str, layout: str) -> None:
     assert third.states["start"]["hooks"].isnan().any()
 
 
-@pytest.mark.parametrize("layout", ["fsdp", "8 bits", pytest.param("muon", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "layout",
+    ["fsdp", *(pytest.param(name, marks=pytest.mark.long) for name in ("8 bits", "muon"))],
+)
 def test_exclude_from_loading_drops_only_the_named_state_also_in_a_rollback(tmp_path, layout):
     run_ranks(2, train_with_excluded_state, str(tmp_path), layout)
 

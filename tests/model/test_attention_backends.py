@@ -118,8 +118,15 @@ def test_a_cpu_rejects_kernels_that_it_lacks(job_file, backend):
     assert caught.value.exit_code == 2
 
 
-@pytest.mark.parametrize("mode", ["none", "selective"])
-@pytest.mark.parametrize("compiled", ["", "--compile.enable"])
+@pytest.mark.parametrize(
+    ("mode", "compiled"),
+    [
+        ("selective", "--compile.enable"),
+        pytest.param("selective", "", marks=pytest.mark.long),
+        pytest.param("none", "", marks=pytest.mark.long),
+        pytest.param("none", "--compile.enable", marks=pytest.mark.long),
+    ],
+)
 def test_a_plan_counts_the_same_work_for_document_bounds(job_file, mode, compiled):
     bfloat16 = "--training.mixed_precision_param bfloat16 --model.n_heads 2 --model.n_kv_heads 2"
     options = f"{DOCUMENTS} {PATTERN} {bfloat16} --activation_checkpoint.mode {mode} {compiled}"

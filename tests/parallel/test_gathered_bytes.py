@@ -56,7 +56,11 @@ def test_each_microbatch_gathers_all_layers_but_the_output():
         ("", 3),
         ("parallelism.fsdp_reduce = 'step'", 1),
         ("parallelism.data_parallel_replicate_degree = 2", 1),
-        ("training.dtype = 'bfloat16' ; optimizer.stochastic_rounding = true", 1),
+        pytest.param(
+            "training.dtype = 'bfloat16' ; optimizer.stochastic_rounding = true",
+            1,
+            marks=pytest.mark.long,
+        ),
     ],
     ids=["default", "per step", "replicated", "bfloat16"],
 )

@@ -41,6 +41,8 @@ VARIANTS = {"fp32": "", **UNCHANGED, **CLOSE}
 BUILT = ("built_in_bf16", "pure_bf16")
 ON_ONE_RANK = ("fp32", "ac_op", "offload", "never_reshard", "bf16", *BUILT, "fp8", "fp8_all_gather")
 NAMES = {1: ON_ONE_RANK, 2: tuple(VARIANTS)}  # by number of ranks
+ONLY_LONG = ("ac_full", "ac_every_2nd", "always_reshard", "two_blocks_a_group", "fp8_gw_hp")
+"""Variants that are trained only with --long."""
 COMPILED = "compile.enable = true ; compile.components = ['model']"
 COMPILED_VARIANTS = {
     "fp32": "",
@@ -60,11 +62,13 @@ def train(ranks: int, variants: dict[str, str]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def results() -> Results:
+def results(pytestconfig) -> Results:
     """Return results by number of ranks and variant."""
+    left_out = () if pytestconfig.getoption("--long") else ONLY_LONG
     results = {}
     for ranks, names in NAMES.items():
-        results[ranks] = train(ranks, {name: VARIANTS[name] for name in names})
+        chosen = [name for name in names if name not in left_out]
+        results[ranks] = train(ranks, {name: VARIANTS[name] for name in chosen})
     return results
 
 

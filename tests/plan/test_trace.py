@@ -75,6 +75,7 @@ ONLY_PLANNED: dict[str, tuple[int, str]] = {
 LONG = (
     *("every second, all memory savers", "no memory savers", "accumulation"),
     *("bfloat16, tied", "hsdp, offload", "tensor, context", "selective", "one rank"),
+    *("reduce each", "muon", "float8, full"),
 )
 
 
@@ -206,7 +207,7 @@ def test_all_flops_of_a_step_are_counted():
     assert sum(work.flops for work in counted.work) == pytest.approx(expected, rel=0.05)
 
 
-@pytest.mark.parametrize("options", ["", f" ; {COMPILED}"])
+@pytest.mark.parametrize("options", ["", pytest.param(f" ; {COMPILED}", marks=pytest.mark.long)])
 def test_only_the_visible_scores_of_blocks_with_a_window_are_counted(options):
     windows = "model.sliding_window = 8 ; model.full_attention_interval = 2"
     run = tiny_run(windows + options, 1)
@@ -219,7 +220,9 @@ def test_only_the_visible_scores_of_blocks_with_a_window_are_counted(options):
     assert flops == 14 * num_scores * run.arch.q_dim
 
 
-@pytest.mark.parametrize("options", ["", f"{COMPILED} ; {FULL}"])
+@pytest.mark.parametrize(
+    "options", ["", pytest.param(f"{COMPILED} ; {FULL}", marks=pytest.mark.long)]
+)
 def test_context_parallel_ranks_share_attention_and_its_recomputation(options):
     def count_attention_flops(ranks: int) -> int:
         layout = f"parallelism.context_parallel_degree = {ranks} ; {options}"
@@ -262,7 +265,7 @@ def test_compiled_blocks_keep_the_activations_that_the_compiler_chooses():
     def count_activations(budget: float) -> int:
         mode = "activation_checkpoint.mode = 'memory_budget'"
         budget_key = f"activation_checkpoint.memory_budget = {budget}"
-        run = tiny_run(with_blocks(9, f"{COMPILED} ; {mode} ; {budget_key}"), 2)
+        run = tiny_run(with_blocks(3, f"{COMPILED} ; {mode} ; {budget_key}"), 2)
         return trace_run(run)[0].kinds["activations"]
 
     assert count_activations(0.2) < 0.7 * count_activations(1)

@@ -19,6 +19,7 @@ from titanlite.runtime.world import gathered, process_group
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_documented_programs_run_on_two_ranks_of_torchrun(tmp_path):
     """Each program creates a new process group, and resumes or scores the run of the last one."""
     page = (Path(__file__).parents[2] / "docs/reference/python.md").read_text()
