@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import tomli
 from ranks import start_titanlite
-from small_runs import SMALL, read_metrics
+from small_runs import SMALL_WITHOUT_WORKERS, read_metrics
 
 from titanlite.checkpoint.find import read_compute_dtype
 from titanlite.config import compute_dtype
@@ -44,7 +44,7 @@ def use_cpu(tmp_path, monkeypatch):
 @pytest.fixture
 def job_file(tmp_path) -> Path:
     path = tmp_path / "small.toml"
-    path.write_text(SMALL.replace('mixed_precision_param = "float32"\n', ""))
+    path.write_text(SMALL_WITHOUT_WORKERS.replace('mixed_precision_param = "float32"\n', ""))
     return path
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from ranks import run_ranks, titanlite
-from small_runs import SMALL, read_losses
+from small_runs import SMALL_WITHOUT_WORKERS, read_losses
 
 from titanlite.config.certificate import hash_job
 from titanlite.load_run import load_run
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("gemma")]
 EXAMPLE = Path(__file__).parents[1] / "examples" / "gemma"
 
 OWN = '[job]\nplugins = ["gemma"]\n[gemma]\nhidden_act = "relu"\n[model]\narchitecture = "gemma"'
-JOB = SMALL.replace("[model]", OWN).replace("n_kv_heads = 1", "n_kv_heads = 2")
+JOB = SMALL_WITHOUT_WORKERS.replace("[model]", OWN).replace("n_kv_heads = 1", "n_kv_heads = 2")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -136,7 +136,7 @@ def fused(tmp_path, monkeypatch) -> Path:
     (tmp_path / "my_fused.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
     model = '[job]\nplugins = ["my_fused"]\n[model]\narchitecture = "fused"'
-    job = SMALL.replace("[model]", model).replace(
+    job = SMALL_WITHOUT_WORKERS.replace("[model]", model).replace(
         "n_heads = 2\nn_kv_heads = 1", "n_heads = 4\nn_kv_heads = 2"
     )
     (tmp_path / "job.toml").write_text(job + FUSED)
@@ -214,7 +214,7 @@ def test_a_plugin_may_have_the_name_of_an_attribute_of_the_job(tmp_path, monkeyp
     (tmp_path / "named_plugin.py").write_text(NAMES_OF_JOB_ATTRIBUTES)
     monkeypatch.syspath_prepend(str(tmp_path))
     job = '[job]\nplugins = ["named_plugin"]\nhooks = ["copy"]\n[model]\narchitecture = "dropped"'
-    (tmp_path / "job.toml").write_text(SMALL.replace("[model]", job))
+    (tmp_path / "job.toml").write_text(SMALL_WITHOUT_WORKERS.replace("[model]", job))
 
     assert "value 7" in titanlite(*train_options(tmp_path, "run"), "--copy.value", 7)
     assert "default: 1" in titanlite(*train_options(tmp_path, "run"), "--help", "copy.value")
@@ -224,7 +224,7 @@ def test_the_hash_of_a_certificate_covers_the_options_of_plugins(tmp_path, monke
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "named_plugin.py").write_text(NAMES_OF_JOB_ATTRIBUTES)
     job = '[job]\nplugins = ["named_plugin"]\nhooks = ["copy"]\n[model]'
-    (tmp_path / "job.toml").write_text(SMALL.replace("[model]", job))
+    (tmp_path / "job.toml").write_text(SMALL_WITHOUT_WORKERS.replace("[model]", job))
     options = list(map(str, train_options(tmp_path, "run")[1:]))
 
     def hash_with(value: int) -> str:

@@ -21,7 +21,8 @@ from titanlite.load_run import load_run
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("pretrained")]
 ROWS = (
     "--training.seq_len 64 --training.local_batch_size 1 --training.global_batch_size 2 "
-    "--training.steps 2 --metrics.log_freq 1 --training.mixed_precision_param float32"
+    "--training.steps 2 --metrics.log_freq 1 --training.mixed_precision_param float32 "
+    "--dataset.num_workers 0"
 ).split()
 
 

@@ -45,10 +45,10 @@ def hostile_folder(tmp_path_factory) -> Path:
     "command",
     [
         f"{ROOT}/run_train.sh {JOB} --job.dump_folder ../run",
-        f"{sys.executable} ../api.py",
         *(
             pytest.param(command, marks=pytest.mark.long)
             for command in (
+                f"{sys.executable} ../api.py",
                 f"{TITANLITE} prepare {JOB} --out ../shards",
                 f"{TITANLITE} eval --checkpoint ../run --data ../text.txt",
                 f"{TITANLITE} plan {JOB} --gpu H100",

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from ranks import titanlite
-from small_runs import SMALL
+from small_runs import SMALL_WITHOUT_WORKERS
 
 from titanlite.prove.shrink import parse_original, shrink
 
@@ -34,7 +34,7 @@ PASSED = {
 def job_words(out: Path) -> tuple[object, ...]:
     """Return options that name the small job and the output folder `out`."""
     job = out.with_suffix(".toml")
-    job.write_text(SMALL)
+    job.write_text(SMALL_WITHOUT_WORKERS)
     return ("--job.config_file", job, "--job.dump_folder", out)
 
 
@@ -68,12 +68,7 @@ def test_a_folder_that_cannot_be_used_is_named_by_its_option(tmp_path):
 
 @pytest.mark.parametrize(
     ("ranks", "number"),
-    [
-        (1, signal.SIGTERM),
-        pytest.param(1, signal.SIGINT, marks=pytest.mark.long),
-        pytest.param(2, signal.SIGTERM, marks=pytest.mark.long),
-        pytest.param(2, signal.SIGINT, marks=pytest.mark.long),
-    ],
+    [(1, signal.SIGTERM), pytest.param(2, signal.SIGINT, marks=pytest.mark.long)],
 )
 def test_a_stopped_proof_deletes_its_temporary_files(ranks, number, tmp_path):
     options = ("prove", *job_words(tmp_path / "out"), "--world-size", ranks, "--steps", 1000)

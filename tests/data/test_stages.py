@@ -7,7 +7,7 @@ import pytest
 import torch
 from data_helpers import RankLoaders, jsonl_dataset, some_texts
 from ranks import run_ranks, small_trainer
-from small_runs import SMALL, read_metrics
+from small_runs import SMALL_WITHOUT_WORKERS, read_metrics
 
 from titanlite.cli import main
 from titanlite.config.schema import DataStage
@@ -65,7 +65,7 @@ def train_with_stages(folder: str) -> None:
         "--model.n_kv_heads 2 --training.local_batch_size 1 --lr_scheduler.total_steps 9 "
         "--training.steps"
     )
-    with patch("ranks.SMALL_WITHOUT_WORKERS", SMALL + STAGES):
+    with patch("ranks.SMALL_WITHOUT_WORKERS", SMALL_WITHOUT_WORKERS + STAGES):
         for name, (ends, layout) in RUNS.items():
             for end in ends:
                 arguments = f"{layout} {options} {end}".split()
@@ -101,7 +101,7 @@ def test_the_plot_of_the_schedule_fits_the_terminal(tmp_path, monkeypatch, capsy
         '[[dataset.sources]]\n[[dataset.sources]]\nsource = "text"\npath = "LICENSE"\nweight = 0\n'
     )
     job = tmp_path / "job.toml"
-    job.write_text(SMALL + stages + sources)
+    job.write_text(SMALL_WITHOUT_WORKERS + stages + sources)
 
     assert main(["check", "--job.config_file", str(job), "--plot"]) == 0
 

@@ -12,8 +12,7 @@ from titanlite.checkpoint.manifest import read_manifest
 pytestmark = pytest.mark.slow
 
 OPTIONS = (
-    "--model.n_layers 4 --model.n_kv_heads 2 --training.seq_len 32 --lr_scheduler.decay_ratio 0 "
-    "--dataset.num_workers 1"
+    "--model.n_layers 4 --model.n_kv_heads 2 --training.seq_len 32 --lr_scheduler.decay_ratio 0"
 )
 ONE_SEQUENCE = "--training.local_batch_size 1"
 PIPELINE = (
@@ -60,6 +59,7 @@ def test_uneven_shards_of_tensor_parallelism_and_fsdp_are_saved_and_loaded(tmp_p
     assert read_losses(moved) == pytest.approx(read_losses(straight), abs=1e-5)
 
 
+@pytest.mark.long
 def test_a_pipeline_that_validates_first_resumes_exactly(tmp_path):
     options = (
         f"{PIPELINE} --training.steps 4 --checkpoint.interval 2 --validation.freq 4 "

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from ranks import titanlite
-from small_runs import SMALL, read_losses
+from small_runs import SMALL_WITHOUT_WORKERS, read_losses
 
 pytestmark = pytest.mark.slow
 
@@ -21,7 +21,7 @@ temperature = 0
 @pytest.fixture(scope="module")
 def job(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("job") / "job.toml"
-    path.write_text(SMALL.replace("n_kv_heads = 1", "n_kv_heads = 2") + SAMPLES)
+    path.write_text(SMALL_WITHOUT_WORKERS.replace("n_kv_heads = 1", "n_kv_heads = 2") + SAMPLES)
     return path
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import tomli
 from ranks import start_titanlite
-from small_runs import SMALL, read_metrics
+from small_runs import SMALL_WITHOUT_WORKERS, read_metrics
 
 from titanlite.config.errors import UserError
 from titanlite.load_run import load_run
@@ -23,7 +23,7 @@ VALIDATION = "--validation.freq 2 --validation.holdout 0.1"
 @pytest.fixture
 def job_file(tmp_path) -> Path:
     path = tmp_path / "small.toml"
-    path.write_text(SMALL)
+    path.write_text(SMALL_WITHOUT_WORKERS)
     return path
 
 
@@ -122,9 +122,8 @@ def test_a_cpu_rejects_kernels_that_it_lacks(job_file, backend):
     ("mode", "compiled"),
     [
         ("selective", "--compile.enable"),
-        pytest.param("selective", "", marks=pytest.mark.long),
-        pytest.param("none", "", marks=pytest.mark.long),
         pytest.param("none", "--compile.enable", marks=pytest.mark.long),
+        pytest.param("selective", "", marks=pytest.mark.long),
     ],
 )
 def test_a_plan_counts_the_same_work_for_document_bounds(job_file, mode, compiled):

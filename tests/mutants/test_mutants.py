@@ -8,7 +8,7 @@ from ranks import start_titanlite
 from mutants.catalog import CATALOG, Mutant
 
 pytestmark = pytest.mark.slow
-SAMPLE = ("norm_counts_replicas_twice", "optimizer_state_of_one_rank_on_all")
+SAMPLE = ("optimizer_state_of_one_rank_on_all",)
 FP32 = ("--training.mixed_precision_param", "float32")
 
 

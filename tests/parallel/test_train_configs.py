@@ -29,7 +29,7 @@ def test_every_job_file_is_tested_with_the_ranks_in_its_header():
 
 LONG = (
     *("fineweb_1b", "fineweb_8b", "fineweb_150m"),
-    *("llama_1b", "llama_3b", "llama_8b_float8", "llama_70b", "llama_405b"),
+    *("llama_1b", "llama_3b", "llama_8b", "llama_8b_float8", "llama_70b", "llama_405b"),
 )
 
 

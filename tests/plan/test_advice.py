@@ -254,7 +254,7 @@ def test_the_largest_batch_that_fits_is_reported_after_the_plan(mode, rows, monk
     assert advice.make_plan(job, H100, quick=True).largest_local_batch_size is None
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_peak_memory_is_linear_in_the_local_batch_size():
     """The search for the largest batch relies on this."""
     options = (
@@ -328,6 +328,7 @@ def test_the_search_of_a_preview_that_ends_during_warmup_lists_jobs(monkeypatch)
     assert results
 
 
+@pytest.mark.long
 def test_the_search_tries_fp8_the_compiler_and_interleaved_pipelines():
     layouts = advice.list_layouts(run("float8.recipe_name = 'rowwise'"), H100)
     layouts += advice.list_layouts(run("model.flavor = '405b'", 512), H100)

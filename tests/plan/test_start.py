@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from ranks import start_titanlite, titanlite
-from small_runs import SMALL
+from small_runs import SMALL_WITHOUT_WORKERS
 
 from titanlite import cli
 from titanlite.config.errors import UserError
@@ -22,7 +22,7 @@ from titanlite.train.trainer import Trainer
 @pytest.fixture
 def job_file(tmp_path) -> Path:
     path = tmp_path / "small.toml"
-    path.write_text(SMALL)
+    path.write_text(SMALL_WITHOUT_WORKERS)
     return path
 
 

@@ -75,7 +75,7 @@ ONLY_PLANNED: dict[str, tuple[int, str]] = {
 LONG = (
     *("every second, all memory savers", "no memory savers", "accumulation"),
     *("bfloat16, tied", "hsdp, offload", "tensor, context", "selective", "one rank"),
-    *("reduce each", "muon", "float8, full"),
+    *("reduce each", "muon", "compiled", "float8, full"),
 )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from ranks import World
-from small_runs import SMALL
+from small_runs import SMALL_WITHOUT_WORKERS
 
 from titanlite import Trainer, UserError, cli, load_job
 from titanlite.config.schema import JobConfig
@@ -42,7 +42,7 @@ def test_a_second_open_trainer_is_rejected_and_the_first_one_still_trains(tmp_pa
 
 
 def open_two_trainers(folder: Path, store: Path) -> None:
-    (folder / "job.toml").write_text(SMALL)
+    (folder / "job.toml").write_text(SMALL_WITHOUT_WORKERS)
     options = f"--job.config_file {folder}/job.toml --job.dump_folder {folder}/out"
     job = load_job(options.split())
     with Trainer(job) as first:
