@@ -13,6 +13,9 @@ fi
 export PATH="$PWD/.venv/bin:$PATH"
 ruff format --check .
 ruff check .
-pyright
 lint-imports
-exec python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder "$@"
+pyright & # uses one core while the fast tests run
+types=$!
+python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder "$@" || failed=$?
+wait "$types"
+exit "${failed:-0}"

@@ -71,8 +71,6 @@ def find_missing_lines(sample: str, said: str) -> list[str]:
     return [line for line in masked(sample) if line not in masked(said)]
 
 
-HUB_TUTORIAL = "getting_started/hub_model"
-NODES_TUTORIAL = "getting_started/multi_node"
 # Page -> texts in the output of its commands
 TUTORIALS = {
     "getting_started/your_text": [
@@ -80,12 +78,12 @@ TUTORIALS = {
         "bits/byte",
         "report.html",
     ],
-    NODES_TUTORIAL: [
+    "getting_started/multi_node": [
         "2 x cpu",
         f"Resumed after step {20 if WHOLE else 4}",
         "world_size: 2 -> 1",
     ],
-    HUB_TUTORIAL: ["Starting from the weights in model", "from transformers import"],
+    "getting_started/hub_model": ["Starting from the weights in model", "from transformers import"],
     "reference/plugins": [
         "--inverse_root.warmup",
         "inverse_root.warmup: 10 -> 20 (affects training)",
@@ -95,6 +93,11 @@ TUTORIALS = {
     "reference/plugin_optimizers": ["Finished after step 4"],
     "reference/plugin_hooks": ["Finished after step 4"],
 }
+LONG_TUTORIALS = (
+    "getting_started/multi_node",
+    "getting_started/hub_model",
+    "reference/plugin_models",
+)
 
 
 def shorten(job: str) -> str:
@@ -106,10 +109,7 @@ def shorten(job: str) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[pytest.mark.long] * (name in (HUB_TUTORIAL, NODES_TUTORIAL)))
-        for name in TUTORIALS
-    ],
+    [pytest.param(name, marks=[pytest.mark.long] * (name in LONG_TUTORIALS)) for name in TUTORIALS],
 )
 def test_the_commands_of_a_tutorial_print_the_documented_output(name: str, tmp_path):
     page = f"{name}.md"
@@ -137,7 +137,7 @@ def test_the_commands_of_a_tutorial_print_the_documented_output(name: str, tmp_p
     learned = [] if WHOLE else ["Answer: eight thousand three hundred eleven."]
     assert missing == learned[: len(samples)]
 
-    if name == NODES_TUTORIAL:
+    if name == "getting_started/multi_node":
         assert find_missing_lines(read_samples("guides/monitoring.md")[1], output) == []
     if name == "getting_started/your_text":
         assert (tmp_path / "my-model" / "config.json").exists()

@@ -306,10 +306,10 @@ class Refusing(Hook):
 
 def test_a_refused_start_deletes_nothing_that_it_did_not_write(job_file, tmp_path, monkeypatch):
     (tmp_path / "refusing_hook.py").write_text(REFUSING_HOOK)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
     out = tmp_path / "out"
 
-    launch_job(job_file, out, "--job.plugins", "refusing_hook", "--job.hooks", "refusing", code=2)
+    run(job_file, out, "--job.plugins", "refusing_hook", "--job.hooks", "refusing", code=2)
 
     assert (out / "other_run" / "model.bin").read_text() == "not of this run"
 

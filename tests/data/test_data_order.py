@@ -147,7 +147,7 @@ def test_sequences_and_states_are_the_same_on_any_layout_and_after_restarts(
     datasets, references, name, sizes
 ):
     batches, states = references[name]
-    local = 24 // sizes[0] if sizes[0] < 8 else 1
+    local = 24 // sizes[0]
     ranks = RankLoaders(datasets[name], sizes[0], local=local, **make_keys(name))
 
     for step in range(STEPS):

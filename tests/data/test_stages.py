@@ -54,7 +54,7 @@ VALIDATED = "--validation.freq 3 --validation.holdout 0.2"
 # Last step of each start, and the options of all starts.
 RUNS = {
     "whole": (["8"], SHARDED),
-    "resumed": (["5", "8"], SHARDED),
+    "resumed": (["5", "8"], f"{SHARDED} --dataset.num_workers 1"),
     "pipeline": (["8"], f"{VALIDATED} --parallelism.pipeline_parallel_degree 2"),
     "validated": (["8"], VALIDATED),
 }

@@ -43,7 +43,6 @@ def test_the_curve_does_not_depend_on_the_layout(tmp_path):
     assert read_losses(moved) == pytest.approx(read_losses(straight), abs=1e-5)
 
 
-@pytest.mark.long
 def test_uneven_shards_of_tensor_parallelism_and_fsdp_are_saved_and_loaded(tmp_path):
     uneven = (
         # The two tensor-parallel ranks have 2,053 and 2,052 rows of the vocabulary.
@@ -59,7 +58,6 @@ def test_uneven_shards_of_tensor_parallelism_and_fsdp_are_saved_and_loaded(tmp_p
     assert read_losses(moved) == pytest.approx(read_losses(straight), abs=1e-5)
 
 
-@pytest.mark.long
 def test_a_pipeline_that_validates_first_resumes_exactly(tmp_path):
     options = (
         f"{PIPELINE} --training.steps 4 --checkpoint.interval 2 --validation.freq 4 "

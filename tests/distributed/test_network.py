@@ -96,7 +96,8 @@ def test_a_run_on_one_node_opens_no_port_to_other_nodes(tmp_path):
     # Users set this variable for runs on several nodes.
     interfaces = {"NCCL_SOCKET_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "eth0"}
     cluster = {"NGPU": "2", "MASTER_ADDR": socket.gethostname(), **interfaces}
-    run = launch(tmp_path, "--checkpoint.async_mode", "async", **cluster)
+    options = ("--checkpoint.async_mode", "async", "--dataset.num_workers", "1")
+    run = launch(tmp_path, *options, **cluster)
     try:
         wait_for("Saved step 5 ", tmp_path, [run])
         pids = descendants(run.pid)
