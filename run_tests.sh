@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Check formatting, lint, types and imports, then run the tests in three workers, fast tests first. Arguments
-# are passed to pytest: --long adds the long tests, and --ghost runs only the tests on the simulated GPU
-# (docs/internals/ghost.md).
+# Check formatting, lint and imports. Then check types and run the tests in three workers, fast tests first.
+# Arguments are passed to pytest: --long adds the long tests, and --ghost runs only the tests on the simulated
+# GPU (docs/internals/ghost.md).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 scripts/setup.sh '.[dev]'
@@ -14,8 +14,11 @@ export PATH="$PWD/.venv/bin:$PATH"
 ruff format --check .
 ruff check .
 lint-imports
-pyright & # uses one core while the fast tests run
+# pyright takes a minute on one core, while the first tests run.
+pyright >.venv/pyright.log 2>&1 &
 types=$!
+trap 'kill "$types" 2>/dev/null || true' EXIT
+failed=0
 python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder "$@" || failed=$?
-wait "$types"
-exit "${failed:-0}"
+wait "$types" || { cat .venv/pyright.log && failed=1; }
+exit "$failed"

@@ -231,6 +231,7 @@ def test_the_hash_of_a_certificate_covers_the_options_of_plugins(tmp_path, monke
         # Each call needs a new process, because a plugin registers its options only once.
         return run_ranks(1, hash_options, [*options, "--copy.value", str(value)])[0]
 
+    assert hash_with(1) == hash_with(1)
     assert hash_with(1) != hash_with(2)
 
 

@@ -78,6 +78,7 @@ def test_mup_keeps_coordinates_the_same_in_a_wider_model():
 TINY = runs.Work(32, 1, 2, 1, 64, seq_len=32, batch_size=4, steps=5, threads=1)
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_both_sides_train_the_same_model_on_the_same_tokens(shards, tmp_path):
     ours, theirs = (run(TINY, shards, tmp_path) for run in (runs.run_titanlite, runs.run_plain))

@@ -42,6 +42,7 @@ def test_smoke_starts_resumes_and_generates(tmp_path):
     assert "$ ./run_train.sh" in (tmp_path / "gpu_smoke.txt").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_titanlite_adds_the_measurements_of_a_run_to_the_existing_file(tmp_path):
     (tmp_path / "gpu_titanlite.json").write_text('{"8b bf16 compiled": {"tokens/s": 1}}')
@@ -95,6 +96,7 @@ def test_a_case_is_measured_with_the_first_mode_that_fits(part):
     assert result["out of memory with"] == ["none", "selective"]
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_a_profile_contains_kernels_and_lower_bounds_of_each_part(tmp_path):
     work = replace(

@@ -51,7 +51,7 @@ HANGS = {
     "mishaps",
     [
         pytest.param(["hang_data", "hang_nccl"], id="sample"),
-        pytest.param(["hang_save", "hang_alone"], id="more", marks=pytest.mark.long),
+        pytest.param(list(HANGS), id="all", marks=pytest.mark.long),
     ],
 )
 def test_a_hang_ends_in_a_report_that_names_the_late_rank(mishaps, tmp_path):

@@ -254,6 +254,7 @@ def test_the_largest_batch_that_fits_is_reported_after_the_plan(mode, rows, monk
     assert advice.make_plan(job, H100, quick=True).largest_local_batch_size is None
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_peak_memory_is_linear_in_the_local_batch_size():
     """The search for the largest batch relies on this."""

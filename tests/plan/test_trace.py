@@ -72,13 +72,6 @@ ONLY_PLANNED: dict[str, tuple[int, str]] = {
 }
 
 
-LONG = (
-    *("every second, all memory savers", "no memory savers", "accumulation"),
-    *("bfloat16, tied", "hsdp, offload", "tensor, context", "selective", "one rank"),
-    *("reduce each", "compiled", "float8, full"),
-)
-
-
 def with_blocks(count: int, options: str) -> str:
     return options if "n_layers" in options else f"model.n_layers = {count} ; {options}"
 
@@ -96,7 +89,7 @@ def pipeline(schedule: str, blocks: int, *marks: pytest.MarkDecorator, more: str
     ("ranks", "options"),
     [
         *(
-            pytest.param(*job, id=name, marks=[pytest.mark.long] * (name in LONG))
+            pytest.param(*job, id=name, marks=[pytest.mark.long] * (name != "muon"))
             for name, job in (LAYOUTS | ONLY_PLANNED).items()
         ),
         pipeline("1F1B", 8),
