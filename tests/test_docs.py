@@ -94,6 +94,7 @@ TUTORIALS = {
     "reference/plugin_hooks": ["Finished after step 4"],
 }
 LONG_TUTORIALS = (
+    "getting_started/your_text",
     "getting_started/multi_node",
     "getting_started/hub_model",
     "reference/plugin_models",

@@ -237,6 +237,7 @@ def test_offloaded_state_and_gradients_are_in_host_memory():
     assert offloaded.peak <= kept.peak - state
 
 
+@pytest.mark.long
 def test_fp8_matmuls_are_planned_only_on_gpus_that_have_them():
     run = tiny_run(f"{FLOAT8} ; {COMPILED}", 2)
 
