@@ -47,10 +47,10 @@ def test_the_curve_does_not_depend_on_the_layout(tmp_path):
 
 @pytest.mark.long
 def test_uneven_shards_of_tensor_parallelism_and_fsdp_are_saved_and_loaded(tmp_path):
-    # The two tensor-parallel ranks have 2,053 and 2,052 rows of the vocabulary.
     moved = tmp_path / "moved"
     batch = f"{ONE_SEQUENCE} --training.global_batch_size 6"
     straight = train(tmp_path / "straight", 1, f"{batch} --training.steps 6")
+    # The two tensor-parallel ranks have 2,053 and 2,052 rows of the vocabulary.
     tensor = "--parallelism.tensor_parallel_degree 2"
     for last, ranks, options in ((2, 1, ""), (4, 6, tensor), (6, 1, "")):
         train(moved, ranks, f"{batch} --training.steps {last} {options}")

@@ -361,7 +361,7 @@ class Mirror:
             if not is_manifest:
                 continue
 
-            # Ignore a damaged manifest that another program wrote. An empty one counts.
+            # Ignore a damaged manifest of another program. An empty manifest counts as ours.
             content = self._damaged_manifests.get(name)
             if not content or is_titanlite_manifest(content):
                 return True

@@ -242,8 +242,8 @@ class Saver:
         """Copy tensors to CPU memory, so that training can change the originals during the save.
 
         Returns:
-            A function that waits for the copies and returns them by name. The stager makes them in
-            the background only with pinned memory.
+            A function that waits for the copies and returns them by name. With pinned memory, the
+            stager copies in the background. Otherwise, the copies are complete already.
         """
         if self._is_pinned:
             torch.cuda.current_stream().synchronize()  # the stager copies on another stream

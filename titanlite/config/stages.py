@@ -104,9 +104,10 @@ class _Split(NamedTuple):
         return _Split(max(self.slowest, time), self.squares + time * time, [*self.ends, end])
 
     def is_better_than(self, other: _Split) -> bool:
-        """Return whether the slowest stage of this split takes less time than that of another.
+        """Return whether this split makes a pipeline faster than another split.
 
-        If both are equally fast, return whether the times of this split are more even.
+        The slowest stage determines the speed. If both splits are equally fast, return whether the
+        times of this split are more even.
 
         Args:
             other: Another split of the same blocks.
