@@ -195,7 +195,10 @@ PRECISION: dict[str, tuple[dict[str, Any], Numbers]] = {
     },
 }
 # Halves of the key and value heads must be multiples of 32.
-MXFP8 = merge(FLOAT8, options("float8.recipe_name = 'mxfp8'", "model.dim = 128"))
+MXFP8 = merge(
+    FLOAT8,
+    options("float8.recipe_name = 'mxfp8'", "float8.emulate = true", "model.dim = 128"),
+)
 COMPILED = options("compile.enable = true", "compile.components = ['model']")
 # The table of combinations: feature -> (overrides, row on one process to compare with, tolerance)
 FEATURES: dict[str, tuple[dict[str, Any], str, Numbers]] = {}

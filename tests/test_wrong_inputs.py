@@ -144,6 +144,7 @@ parallelism.enable_fsdp_symmetric_memory = true ; parallelism.memory_savers = "n
 @4 parallelism.data_parallel_replicate_degree = 3 =>
 @3 parallelism.tensor_parallel_degree = 3 =>
 @2 parallelism.tensor_parallel_degree = 2 ; model.ffn_dim = 720 ; float8.enable = true ; float8.min_features = 0 =>
+@2 parallelism.tensor_parallel_degree = 2 ; float8.enable = true ; float8.recipe_name = "mxfp8" ; float8.min_features = 0 => multiples of 128
 @2 training.global_batch_size = 12 ; training.local_batch_size = 4 =>
 @7 parallelism.pipeline_parallel_degree = 7 ; training.global_batch_size = 56 =>
 @2 model.tied_embeddings = true ; parallelism.pipeline_parallel_degree = 2 ; training.global_batch_size = 16 =>

@@ -570,21 +570,23 @@ def check_float8(run: Run) -> Problems:
 
 
 def _check_float8_sizes(run: Run) -> Problems:
-    """Check that the sizes of all FP8 matmuls on a rank are multiples of 16, or of 32 for MXFP8."""
+    """Check that all sizes of FP8 matmuls on a rank are multiples of the number that FP8 needs."""
     float8 = run.job.float8
-    multiple = float8.size_multiple
+    shard_multiple = float8.shard_multiple(run.degrees.tensor)
     layer_sizes = _list_float8_sizes(run)
     shard_sizes = [size // run.degrees.tensor for size in layer_sizes]
-    if any(size % multiple for size in shard_sizes):
+    if any(size % shard_multiple for size in shard_sizes):
         yield Problem(
             "parallelism.tensor_parallel_degree",
-            f"must divide the sizes of FP8 layers, {layer_sizes}, into multiples of {multiple}.",
+            f"must divide the sizes of FP8 layers, {layer_sizes}, into multiples of "
+            f"{shard_multiple}.",
         )
 
     # The matmul of the weight gradient sums over the tokens. This recipe computes it in bf16.
     if float8.recipe_name == "rowwise_with_gw_hp":
         return
     training = run.job.training
+    multiple = float8.size_multiple
     num_tokens = training.local_batch_size * training.seq_len // run.degrees.context
     if num_tokens % multiple:
         yield Problem(

@@ -305,7 +305,8 @@ def _suggest_choice(problem: str, value: str) -> str:
     """
     if not problem.startswith("must be "):
         return ""
-    choices = {word.lower(): word for word in re.findall(r"[\w.-]+", problem)}
+    quoted_or_boolean = r"(?<=['\"])[\w.-]+(?=['\"])|true|false"
+    choices = {word.lower(): word for word in re.findall(quoted_or_boolean, problem)}
     similar = difflib.get_close_matches(value.lower(), choices, n=1)
     return f" Did you mean {choices[similar[0]]}?" if similar else ""
 

@@ -778,6 +778,15 @@ class Float8(Section):
         """All sizes of an FP8 matmul must be multiples of this number."""
         return 32 if self.recipe_name == "mxfp8" else 16
 
+    def shard_multiple(self, tensor_degree: int) -> int:
+        """Return the number that must divide all sizes of an FP8 matmul on a tensor-parallel rank.
+
+        The MXFP8 matmul of torch reads the scales of a weight in blocks of 128 rows and columns.
+        Tensor parallelism must not split a block.
+        """
+        has_blocks = self.recipe_name == "mxfp8" and not self.emulate
+        return 128 if has_blocks and tensor_degree > 1 else self.size_multiple
+
 
 class Checkpoint(Section):
     """Saving and resuming."""

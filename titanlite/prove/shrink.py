@@ -221,7 +221,7 @@ def shrink_model(original: Run, layout: Run) -> tuple[Model, list[str]]:
     tensor = layout.degrees.tensor
     is_quantized = job.optimizer.name == "AdamW8bit"
     head_dim = min(arch.head_dim, QUANTIZED_HEAD_DIM if is_quantized else HEAD_DIM)
-    size_multiple = job.float8.size_multiple if job.float8.enable else 16
+    size_multiple = job.float8.shard_multiple(tensor) if job.float8.enable else 16
     if job.float8.enable:
         head_dim = max(head_dim, size_multiple)  # because of FP8 matmuls on each tensor rank
     n_kv_heads = min(arch.n_kv_heads, max(2, tensor))
