@@ -117,10 +117,10 @@ def make_run(dataset, validation=None, dp_size=1, comm=None, **training):
 
 
 def make_loader(
-    dataset, *, tokenizer=TOKENIZER, holdout=0.0, dp_rank=0, stopping=lambda: False, **keys
+    dataset, *, tokenizer=TOKENIZER, holdout=0.0, data_rank=0, stopping=lambda: False, **keys
 ):
     run = make_run(dataset, Validation(holdout=holdout), **keys)
-    return Loader(run, tokenizer, dp_rank, None, CPU, stopping)
+    return Loader(run, tokenizer, data_rank, None, CPU, stopping)
 
 
 def make_validation(validation, dataset, *, rank=0, size=1, local=3, **keys):
@@ -136,7 +136,7 @@ class RankLoaders:
         self._values = {}
         self._barrier = threading.Barrier(size)
         keys |= {"global_batch_size": global_batch, "local_batch_size": local, "dp_size": size}
-        self.loaders = [make_loader(dataset, dp_rank=rank, **keys) for rank in range(size)]
+        self.loaders = [make_loader(dataset, data_rank=rank, **keys) for rank in range(size)]
         for rank, loader in enumerate(self.loaders):
             loader._gather = partial(self._gather, rank)
 

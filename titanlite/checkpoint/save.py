@@ -126,6 +126,8 @@ class Saver:
                 `checkpoint.last_save_*`, such as saving only the weights, and wait until the
                 checkpoint is complete.
         """
+        if self._is_saving():
+            self._num_waits += 1
         # Complete the previous save first: it calls `on_saved`, which may change the state.
         self.wait_until_saved()
         train_state = collect_state()
@@ -136,7 +138,7 @@ class Saver:
         folder = self._folder.parent / "final" if weights_only else self._folder
         path = folder / step_folder_name(step)
         if self._must_write(path, step, weights_only):
-            tensors = self._get_tensors(weights_only)
+            tensors = self._select_tensors(weights_only)
             writer = self._create_writer(folder, step, train_state, weights_only)
             self._start_save(writer, tensors)
 
@@ -185,7 +187,7 @@ class Saver:
         token = f"{self._context.token}-{self._num_started}"
         return CheckpointWriter(folder, step, token, info)
 
-    def _get_tensors(self, weights_only: bool) -> Tensors:
+    def _select_tensors(self, weights_only: bool) -> Tensors:
         """Return the tensors to save by name, which share memory with model and optimizer.
 
         Args:
@@ -204,7 +206,7 @@ class Saver:
         """
         if self._stager is None:  # saves are synchronous
             is_complete = self._write_in_foreground(writer, tensors)
-            self._complete(writer.step, is_complete)
+            self._record_result(writer.step, is_complete)
             return
 
         try:
@@ -267,7 +269,7 @@ class Saver:
     def _write_and_publish(
         self,
         writer: CheckpointWriter,
-        get_state: Callable[[], Tensors],
+        get_tensors: Callable[[], Tensors],
         waited: float | None = None,
     ) -> bool:
         """Write and publish a checkpoint, log the result, and remove outdated checkpoints.
@@ -276,19 +278,20 @@ class Saver:
 
         Args:
             writer: Writer of the checkpoint.
-            get_state: Waits for the copies of the tensors, and returns the tensors by name.
-            waited: Seconds for which training has waited. None if it waits for the whole save.
+            get_tensors: Waits for the copies of the tensors, and returns the tensors by name.
+            waited: Seconds from the creation of the writer until training could continue. None if
+                training waits for the whole save.
 
         Returns:
             Whether the checkpoint is complete. It is incomplete if any rank failed.
         """
         try:
-            state = self._wait_for_state(get_state)
+            tensors = self._wait_for_tensors(get_tensors)
             group = self._ranks.group
             # DCP calls `writer.write_data` on each rank. When all ranks have written their files,
             # it calls `writer.finish` on rank 0, which publishes the checkpoint.
             planner = ShardSavePlanner(flatten_state_dict=False)
-            dcp_save(state, storage_writer=writer, planner=planner, process_group=group)
+            dcp_save(tensors, storage_writer=writer, planner=planner, process_group=group)
         except (Exception, CheckpointException) as error:  # the latter is a BaseException
             if self._ranks.rank == 0:
                 self._discard_failed_save(writer, error)
@@ -302,27 +305,27 @@ class Saver:
                 self._mirror.notify()
         return True
 
-    def _wait_for_state(self, get_state: Callable[[], Tensors]) -> Tensors:
-        """Wait until the state is copied on all ranks, and return the copies of this rank.
+    def _wait_for_tensors(self, get_tensors: Callable[[], Tensors]) -> Tensors:
+        """Wait until the tensors are copied on all ranks, and return the copies of this rank.
 
         Args:
-            get_state: Waits for the copies of this rank, and returns them by name.
+            get_tensors: Waits for the copies of this rank, and returns them by name.
 
         Raises:
             CheckpointError: On all ranks, if copying failed on any rank.
         """
-        state = {}
+        tensors: Tensors = {}
         problem = None
         try:
-            state = get_state()
+            tensors = get_tensors()
         except BaseException as error:
             # Even an interrupt becomes a CheckpointError on all ranks, because the others wait for
             # this rank.
-            problem = f"copying the state failed: {describe_error(error)}"
+            problem = f"copying the tensors failed: {describe_error(error)}"
         for rank_problem in self._ranks.gather(problem):
             if rank_problem:
                 raise CheckpointError(rank_problem)
-        return state
+        return tensors
 
     def _discard_failed_save(self, writer: CheckpointWriter, error: BaseException) -> None:
         """Log why a save failed, and delete its temporary folder."""
@@ -335,13 +338,17 @@ class Saver:
 
         Args:
             writer: Writer of the checkpoint.
-            waited: Seconds for which training has waited. None if it has waited for the whole save.
+            waited: As in `_write_and_publish`.
         """
         seconds = time.perf_counter() - writer.started
         text = f"Saved step {writer.step} to {writer.target} in {seconds:.1f} s"
         if waited is not None:
             text += f", of which training waited {waited:.2f} s"
         self._log(Event(text, "save", writer.step))
+
+    def _is_saving(self) -> bool:
+        """Return whether a save is still in progress on this rank."""
+        return self._pending is not None and not self._pending[1].done()
 
     def wait_until_saved(self) -> None:
         """If a save is in progress, wait until it ends.
@@ -351,14 +358,12 @@ class Saver:
         if self._pending is None:
             return
         step, result = self._pending
-        self._pending = None
-        if not result.done():
-            self._num_waits += 1
+        if self._is_saving():
             self._log(f"Waiting for the save of step {step}, which is still in progress")
+        self._pending = None
+        self._record_result(step, result.result())
 
-        self._complete(step, result.result())
-
-    def _complete(self, step: int, is_complete_here: bool) -> None:
+    def _record_result(self, step: int, is_complete_here: bool) -> None:
         """Record whether a save has succeeded on all ranks, and call `on_saved` if it has."""
         results_of_ranks = self._ranks.gather(is_complete_here)
         if all(results_of_ranks):
@@ -394,15 +399,11 @@ class Saver:
         return step in (self.loaded_step, self._saved_step) and step != self._failed_step
 
     def stats(self) -> dict[str, int]:
-        """Return metrics: how many saves have failed, and how often training waited for a save.
-
-        For example, training waits if a save is due while an earlier one is still in progress. The
-        numbers are equal on all ranks.
-        """
+        """Return metrics: how many saves have failed, and how many waited for the previous save."""
         return {"failed_saves": self._num_failed, "save_waits": self._num_waits}
 
     def wait_for_copies(self) -> None:
-        """Wait until the state is copied, so that the optimizer can change the weights again."""
+        """Wait until the tensors are copied, so that the optimizer can change the weights again."""
         if self._copies is not None:
             wait([self._copies])
 

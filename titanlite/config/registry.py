@@ -61,14 +61,14 @@ class Registry:
         """Return the entry called `name`, importing it on first use."""
         return resolve(self._entries[name])
 
-    def make(self, name: str, job: Any, *inputs: Any) -> Any:
+    def make(self, name: str, *inputs: Any, job: Any) -> Any:
         """Call the class or function that is registered as `name`, and return the result.
 
         Args:
             name: Name of the entry.
+            inputs: Arguments of the entry.
             job: The job. If the entry was registered with a section, this section of the job is
                 passed to it as the last argument.
-            inputs: The other arguments of the entry.
         """
         if name in self._names_with_section:
             # Do not use getattr: the job may have a method of this name, such as `copy`.

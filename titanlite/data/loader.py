@@ -45,8 +45,9 @@ MAX_REPORTED = 100
 class Loader:
     """Yields this rank's data for each optimizer step, and saves and restores the data position.
 
-    The trainer creates one loader per data-parallel rank. The data is a single source or a mixture
-    of several. Documents that `validation.holdout` keeps for validation are left out.
+    Every rank creates one. Ranks with the same `data_rank` read the same sequences. The data is a
+    single source or a mixture of several. Documents that `validation.holdout` keeps for validation
+    are left out.
 
     Attributes:
         global_batch_size: Number of sequences per optimizer step, summed over all ranks.
@@ -57,8 +58,8 @@ class Loader:
         self,
         run: Run,
         tokenizer: Tokenizer,
-        dp_rank: int,
-        dp_group: dist.ProcessGroup | None,
+        data_rank: int,
+        data_group: dist.ProcessGroup | None,
         device: torch.device,
         is_stopping: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -69,8 +70,8 @@ class Loader:
         Args:
             run: The run whose [dataset] is read.
             tokenizer: Tokenizer of the run.
-            dp_rank: Index of this data-parallel rank.
-            dp_group: Process group of the data-parallel ranks. None if there is only one.
+            data_rank: Index of this data-parallel rank.
+            data_group: Process group of the data-parallel ranks. None if there is only one.
             device: Device to which microbatches are copied.
             is_stopping: Function that returns whether the run is about to stop. The loader calls it
                 several times per second while it waits for data.
@@ -81,9 +82,9 @@ class Loader:
         self._job = run.job
         self._device = device
         self._is_stopping = is_stopping
-        self._dp_rank = dp_rank
-        self._dp_size = run.degrees.data
-        self._dp_group = dp_group
+        self._data_rank = data_rank
+        self._data_degree = run.degrees.data
+        self._data_group = data_group
         self.global_batch_size = run.global_batch_size
 
         self._data = open_training_data(run, tokenizer)
@@ -140,14 +141,14 @@ class Loader:
         num_workers = self._job.dataset.num_workers
         if num_workers == 0:
             # Read all sequences of this rank in this process.
-            shard = ReaderShard(self._dp_rank, self._dp_size)
+            shard = ReaderShard(self._data_rank, self._data_degree)
             self._readers = [SequenceReader(self._data, shard)]
             return
 
         # Divide the sequences of this rank over the workers.
         workers = []
         for i in range(num_workers):
-            shard = ReaderShard(self._dp_rank, self._dp_size, i, num_workers)
+            shard = ReaderShard(self._data_rank, self._data_degree, i, num_workers)
             workers.append(Worker(self._data, shard, self._job, self._is_stopping))
         self._readers = workers
 
@@ -167,7 +168,8 @@ class Loader:
         sequences = self._prefetched.popleft()
         batch = self._make_batch(sequences)
 
-        # Advance the data position, which `state_dict` returns.
+        # Advance the data position, which `state_dict` returns. The readers are ahead of it, with
+        # their own copies of the mixture.
         self._data.mixture.next_batch()
         for sequence in sequences:
             self._new_positions[sequence.source, sequence.stream] = sequence.next_position
@@ -235,7 +237,7 @@ class Loader:
         reports = self._synchronize()
         num_valid_tokens = sum(report.num_valid_tokens for report in reports)
         num_tokens = sum(report.num_tokens for report in reports)
-        if self._dp_rank == 0:
+        if self._data_rank == 0:
             warn_of_repetition(self._data, self._repeated_sources)
         return {
             "token_utilization": num_valid_tokens / max(1, num_tokens),
@@ -334,13 +336,13 @@ class Loader:
                 # Several ranks may have read the stream. The largest position is the newest.
                 known_positions = self._data.positions[source]
                 known_positions[stream] = max(position, known_positions[stream])
-            if self._dp_rank == 0:
+            if self._data_rank == 0:
                 log_skipped_records(rank_report.skip_reasons)
         return reports
 
     def _gather(self, value: _RankReport) -> list[_RankReport]:
         """Return the `value` of each rank of the data-parallel group, in the order of the ranks."""
-        return [value] if self._dp_group is None else gathered(value, self._dp_group)
+        return [value] if self._data_group is None else gathered(value, self._data_group)
 
 
 class _RankReport(NamedTuple):

@@ -48,13 +48,15 @@ class ValidationSet:
         num_bytes: Number of bytes of text that these labels represent, to compute bits per byte.
     """
 
-    def __init__(self, run: Run, tokenizer: Tokenizer, dp_rank: int, device: torch.device) -> None:
+    def __init__(
+        self, run: Run, tokenizer: Tokenizer, data_rank: int, device: torch.device
+    ) -> None:
         """Read all validation sequences, and keep those of one data-parallel rank in memory.
 
         Args:
             run: Run whose job describes the validation data.
             tokenizer: Tokenizer of the run.
-            dp_rank: Index of this data-parallel rank.
+            data_rank: Index of this data-parallel rank.
             device: Device of the microbatches.
 
         Raises:
@@ -79,7 +81,7 @@ class ValidationSet:
         padding = sequences[0]._replace(segments=sequences[0].segments[:0])
         num_missing = -len(sequences) % (num_ranks * batch_size)
         padded = sequences + [padding] * num_missing
-        local = padded[dp_rank::num_ranks]
+        local = padded[data_rank::num_ranks]
         self._batches = [
             local[start : start + batch_size] for start in range(0, len(local), batch_size)
         ]
@@ -212,7 +214,7 @@ class TextWindows:
 
 
 def window_batches(
-    windows: Iterable[Window], run: Run, dp_rank: int, device: torch.device
+    windows: Iterable[Window], run: Run, data_rank: int, device: torch.device
 ) -> Iterator[tuple[list[Microbatch], list[list[int]]]]:
     """Distribute windows of tokens over microbatches and data-parallel ranks.
 
@@ -222,12 +224,12 @@ def window_batches(
     Args:
         windows: The windows, in the same order on all ranks.
         run: The run, with the local batch size and the number of ranks.
-        dp_rank: Index of this data-parallel rank.
+        data_rank: Index of this data-parallel rank.
         device: Device of the microbatches.
 
     Yields:
-        A list of microbatches of rank `dp_rank`, and for each of them the indices of its windows in
-        `windows`. All ranks get the same number of microbatches, of the same shapes.
+        A list of microbatches of rank `data_rank`, and for each of them the indices of its windows
+        in `windows`. All ranks get the same number of microbatches, of the same shapes.
     """
     batch_size = run.job.training.local_batch_size * run.degrees.data  # of all ranks
     indexed_windows = enumerate(windows)  # pairs of index and window
@@ -238,14 +240,14 @@ def window_batches(
         indices = []
         for start in range(0, len(chunk), batch_size):
             global_batch = chunk[start : start + batch_size]
-            microbatch, local_indices = _make_local_batch(global_batch, run, dp_rank, device)
+            microbatch, local_indices = _make_local_batch(global_batch, run, data_rank, device)
             microbatches.append(microbatch)
             indices.append(local_indices)
         yield microbatches, indices
 
 
 def _make_local_batch(
-    global_batch: list[tuple[int, Window]], run: Run, dp_rank: int, device: torch.device
+    global_batch: list[tuple[int, Window]], run: Run, data_rank: int, device: torch.device
 ) -> tuple[Microbatch, list[int]]:
     """Return this rank's microbatch of a global batch of windows, and the indices of its windows.
 
@@ -254,12 +256,12 @@ def _make_local_batch(
     Args:
         global_batch: Windows with their indices, the longest window first.
         run: The run, with the local batch size and the number of ranks.
-        dp_rank: Index of this data-parallel rank.
+        data_rank: Index of this data-parallel rank.
         device: Device of the microbatch.
     """
     _, longest = global_batch[0]
     length = padded_length(run, len(longest.tokens) - 1)
-    local_batch = global_batch[dp_rank :: run.degrees.data]  # ranks take turns
+    local_batch = global_batch[data_rank :: run.degrees.data]  # ranks take turns
     windows = [window for _, window in local_batch]
     microbatch = padded_microbatch(windows, run.job.training.local_batch_size, length, device)
     return microbatch, [index for index, _ in local_batch]

@@ -91,7 +91,10 @@ class HangReport(Hook):
         self._is_closed.set()
 
     def restart(self) -> None:
-        """Restart the time limit. Call this whenever this rank makes progress."""
+        """Restart the time limit, from the first call on with the limit for training.
+
+        Call this whenever this rank makes progress.
+        """
         self._limit = self._train_limit
         self._progress_time = time.monotonic()
 

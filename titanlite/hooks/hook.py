@@ -149,7 +149,8 @@ class Hook:
         """Called after the metrics of a step are logged.
 
         Args:
-            entry: The metrics, the same on all ranks.
+            entry: The metrics. Losses, norms and tokens are equal on all ranks. Times, memory and
+                failures are those that this rank has measured.
         """
 
     def wants(self, step: int) -> Request:

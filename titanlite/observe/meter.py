@@ -56,7 +56,7 @@ class Meter:
         self.start(0)
 
     def start(self, step: int) -> None:
-        """Start the clock. Call this directly before the first training step.
+        """Start the clock. The first log step includes all that happens after this call.
 
         Args:
             step: Step of the loaded checkpoint, or 0 if training starts from scratch.
@@ -107,18 +107,18 @@ class Meter:
             self._seconds[part] += time.perf_counter() - start
 
     def record(
-        self, grad_norm: Tensor, num_valid_tokens: Tensor, seconds: Mapping[Part, float]
+        self, grad_norm: Tensor, global_tokens: Tensor, seconds: Mapping[Part, float]
     ) -> None:
         """Add the measurements of an optimizer step, without a host sync.
 
         Args:
             grad_norm: L2 norm of the gradient before clipping, a scalar tensor.
-            num_valid_tokens: Number of valid labels in the global batch, a scalar tensor.
+            global_tokens: Number of valid labels in the global batch, a scalar tensor.
             seconds: CPU seconds of each part of the step that was not measured with `timing`.
         """
         self._grad_norm = grad_norm.detach()
         self._num_clipped = self._num_clipped + (self._grad_norm > self._max_norm)
-        self._window_tokens = self._window_tokens + num_valid_tokens
+        self._window_tokens = self._window_tokens + global_tokens
         for part, part_seconds in seconds.items():
             self._seconds[part] += part_seconds
 

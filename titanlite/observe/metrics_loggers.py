@@ -255,4 +255,4 @@ def open_metrics_loggers(start: RunStart) -> list[MetricsLogger]:
     names += job.metrics.loggers
 
     unique_names = dict.fromkeys(names)  # in the same order
-    return [METRICS_LOGGERS.make(name, job, start) for name in unique_names]
+    return [METRICS_LOGGERS.make(name, start, job=job) for name in unique_names]

@@ -86,7 +86,7 @@ def build_optimizer(
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     groups = _group_parameters(names, config, arch)
-    return OPTIMIZERS.make(config.name, job, groups, Recipe(config, names, compiled, ranks))
+    return OPTIMIZERS.make(config.name, groups, Recipe(config, names, compiled, ranks), job=job)
 
 
 def _group_parameters(

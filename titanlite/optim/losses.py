@@ -185,7 +185,7 @@ class Reference(LogitsLoss):
 
 def build_loss(job: JobConfig, recipe: LossRecipe) -> Loss:
     """Build the loss that `training.loss` selects."""
-    return LOSSES.make(job.training.loss, job, recipe)
+    return LOSSES.make(job.training.loss, recipe, job=job)
 
 
 def _project(hidden: Tensor, weight: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ def learning_rate_at(job: schema.JobConfig, step: int) -> float:
     """
     config = job.lr_scheduler
     steps = job.training.steps
-    scheduled = SCHEDULES.make(config.name, job, step, job.optimizer.lr, config, steps)
+    scheduled = SCHEDULES.make(config.name, step, job.optimizer.lr, config, steps, job=job)
     stage_factor = job.dataset.get_stage_value("lr_factor", step - 1, 1.0)
     return scheduled * stage_factor
 

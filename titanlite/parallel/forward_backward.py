@@ -31,7 +31,7 @@ from titanlite.model.microbatch import IGNORE_INDEX, Microbatch
 from titanlite.optim.losses import CrossEntropy, LossRecipe, build_loss
 from titanlite.parallel.context import context_mask, flex_context_mask, local_chunks
 from titanlite.parallel.fsdp import configure_microbatch, reshard_all
-from titanlite.parallel.memory_savers import frees_output_before_backward
+from titanlite.parallel.memory_savers import frees_output_after_forward
 from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.offloaded_gradients import OffloadedGradients
 from titanlite.parallel.parallelize import ShardedModel
@@ -58,7 +58,7 @@ class NormalizedLoss:
 
     Attributes:
         loss_fn: Function that returns a scaled sum of token losses, such as `CrossEntropy`.
-        num_valid_tokens: Divisor, a scalar on the device. The all-reduce that computes this number
+        global_tokens: Divisor, a scalar on the device. The all-reduce that computes this number
             can overlap with the forward pass, because only the loss reads the number.
         requires_grad: Always False. Zero-bubble schedules of torch 2.12 read this attribute and
             `grad_fn` of all arguments of a stage, as if they were tensors.
@@ -66,7 +66,7 @@ class NormalizedLoss:
     """
 
     loss_fn: ScaledLoss
-    num_valid_tokens: Tensor
+    global_tokens: Tensor
     requires_grad: ClassVar[bool] = False
     grad_fn: ClassVar[None] = None
 
@@ -78,7 +78,7 @@ class NormalizedLoss:
             weight: Output matrix, shape (V, C).
             labels: Labels, shape (B, T).
         """
-        scale = self.num_valid_tokens.float().reciprocal()
+        scale = self.global_tokens.float().reciprocal()
         return self.loss_fn(hidden, weight, labels, scale)
 
 
@@ -145,21 +145,21 @@ class ForwardBackward:
         )
         self.loss_fn: ScaledLoss = build_loss(run.job, recipe)
         self._cross_entropy = CrossEntropy(recipe)
-        self._frees_output_before_backward = frees_output_before_backward(run)
+        self._frees_output_after_forward = frees_output_after_forward(run)
 
         self._reduces_each_microbatch = run.fsdp_reduce == "microbatch"
         self._offloaded_gradients: OffloadedGradients | None = None
         if self._reduces_each_microbatch and run.job.training.enable_cpu_offload:
             self._offloaded_gradients = OffloadedGradients(model.whole.parameters())
 
-    def __call__(self, microbatches: Sequence[Microbatch], num_valid_tokens: Tensor) -> Tensor:
+    def __call__(self, microbatches: Sequence[Microbatch], global_tokens: Tensor) -> Tensor:
         """Accumulate the gradients of all microbatches and return this rank's part of the loss.
 
         The parts of all ranks in `mesh.loss_group` add up to the loss of the global batch.
 
         Args:
             microbatches: This rank's sequences of the global batch.
-            num_valid_tokens: Number of valid labels in the global batch, a scalar on the device.
+            global_tokens: Number of valid labels in the global batch, a scalar on the device.
                 The first loss reads it, so its all-reduce may still be in progress.
         """
         total_loss = torch.zeros((), device=self._device)
@@ -171,12 +171,12 @@ class ForwardBackward:
             configure_microbatch(
                 self._model,
                 reduces_gradients=is_last or self._reduces_each_microbatch,
-                frees_output_after_forward=is_last and self._frees_output_before_backward,
+                frees_output_after_forward=is_last and self._frees_output_after_forward,
                 frees_output_after_backward=is_last,
             )
 
             with record_function("forward"):
-                loss = self._forward(microbatch, self.loss_fn, num_valid_tokens)
+                loss = self._forward(microbatch, self.loss_fn, global_tokens)
 
             if self._offloaded_gradients is not None and i > 0:
                 # The CPU adds up the gradients of the previous microbatch while the GPU computes
@@ -193,11 +193,11 @@ class ForwardBackward:
         return total_loss
 
     def _forward(
-        self, microbatch: Microbatch, loss_fn: ScaledLoss, num_valid_tokens: Tensor
+        self, microbatch: Microbatch, loss_fn: ScaledLoss, global_tokens: Tensor
     ) -> Tensor:
-        """Return the summed loss of one microbatch, divided by `num_valid_tokens`."""
+        """Return the summed loss of one microbatch, divided by `global_tokens`."""
         inputs = local_inputs([microbatch], self._mesh, self._arch, self._job.model)
-        head = LossHead(inputs.labels, NormalizedLoss(loss_fn, num_valid_tokens))
+        head = LossHead(inputs.labels, NormalizedLoss(loss_fn, global_tokens))
         return self._model(inputs.tokens, head=head, **inputs.attention)
 
     @torch.no_grad()
@@ -254,11 +254,11 @@ class PipelineForwardBackward(ForwardBackward):
         _, stages = self._schedule_for(self._num_microbatches)
         return stages
 
-    def __call__(self, microbatches: Sequence[Microbatch], num_valid_tokens: Tensor) -> Tensor:
+    def __call__(self, microbatches: Sequence[Microbatch], global_tokens: Tensor) -> Tensor:
         """Accumulate the gradients of all microbatches and return this rank's part of the loss."""
         schedule, _ = self._schedule_for(len(microbatches))
         with record_function("pipeline"):
-            return self._run_schedule(schedule.step, microbatches, self.loss_fn, num_valid_tokens)
+            return self._run_schedule(schedule.step, microbatches, self.loss_fn, global_tokens)
 
     def _sum_losses(self, microbatches: Sequence[Microbatch], loss_fn: ScaledLoss) -> Tensor:
         """Return the sum of the losses of all microbatches, a float64 scalar.
@@ -281,7 +281,7 @@ class PipelineForwardBackward(ForwardBackward):
         run_schedule: Callable[..., Any],
         microbatches: Sequence[Microbatch],
         loss_fn: ScaledLoss,
-        num_valid_tokens: Tensor,
+        global_tokens: Tensor,
     ) -> Tensor:
         """Run a pipeline schedule and return the sum of this rank's losses.
 
@@ -291,7 +291,7 @@ class PipelineForwardBackward(ForwardBackward):
             run_schedule: Method of a schedule: `step` for training or `eval` for validation.
             microbatches: Exactly as many microbatches as the schedule runs.
             loss_fn: Function that returns a scaled sum of token losses.
-            num_valid_tokens: Divisor of the loss, a scalar on the device.
+            global_tokens: Divisor of the loss, a scalar on the device.
         """
         tokens, labels, attention = local_inputs(
             microbatches, self._mesh, self._arch, self._job.model
@@ -305,7 +305,7 @@ class PipelineForwardBackward(ForwardBackward):
         # ranks.
         has_first_stage = self._model.tok_embeddings is not None
         inputs = [tokens] if has_first_stage else []
-        head = LossHead(labels, NormalizedLoss(loss_fn, num_valid_tokens))
+        head = LossHead(labels, NormalizedLoss(loss_fn, global_tokens))
         options = {"head": head, **attention, "return_outputs": False}
 
         has_last_stage = self._model.norm is not None

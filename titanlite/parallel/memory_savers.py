@@ -58,7 +58,7 @@ def apply_memory_savers(model: Llama, mesh: DeviceMesh, run: Run) -> None:
         gather_in_main_stream(model)
 
 
-def frees_output_before_backward(run: Run) -> bool:
+def frees_output_after_forward(run: Run) -> bool:
     """Return whether FSDP frees the unsharded output matrix after the forward pass.
 
     This saves memory, but requires a loss whose backward pass does not read the matrix. An example
@@ -77,7 +77,7 @@ def skip_unshard_in_backward(model: Llama, run: Run) -> None:
     """
     if isinstance(model.tok_embeddings, FSDPModule):
         model.tok_embeddings.set_unshard_in_backward(False)
-    if isinstance(model.output, FSDPModule) and frees_output_before_backward(run):
+    if isinstance(model.output, FSDPModule) and frees_output_after_forward(run):
         model.output.set_unshard_in_backward(False)
 
 
@@ -118,7 +118,7 @@ def regroup_norm(
     Returns:
         The new groups of the blocks, and the new groups of the output.
     """
-    if not output or not frees_output_before_backward(run):
+    if not output or not frees_output_after_forward(run):
         return blocks, output
 
     [[norm, projection]] = output

@@ -51,10 +51,12 @@ class RequestExchange:
         """
         self.delay = REQUEST_DELAY[device.type]
         self._group = group
-        self._sent = deque[_SentRequest]()
+        self._queue = deque[_QueuedRequest]()
 
     def send(self, request: Request, num_requests: Tensor | None = None) -> None:
-        """Send the request of this rank. A later call of `receive` combines it with all others.
+        """Queue the request of this rank, for a later call of `receive`.
+
+        This does not communicate yet.
 
         Args:
             request: Request of this rank. In most steps it is empty.
@@ -63,7 +65,7 @@ class RequestExchange:
                 communicate. Before the first step, pass None: `receive` then gathers all requests.
         """
         if num_requests is None:
-            self._sent.append(_SentRequest(request))
+            self._queue.append(_QueuedRequest(request))
             return
 
         # Copy the count to pinned memory asynchronously, so that the CPU can launch the next step
@@ -73,7 +75,7 @@ class RequestExchange:
         if num_requests.is_cuda:
             copied = torch.cuda.Event()
             copied.record()
-        self._sent.append(_SentRequest(request, count, copied))
+        self._queue.append(_QueuedRequest(request, count, copied))
 
     def receive(self) -> Request:
         """Combine the requests that the ranks have sent for a step, and return the result.
@@ -83,7 +85,7 @@ class RequestExchange:
         requests were sent, because its gradient all-reduce counts them. On a GPU, this is the step
         before the newest one, so the GPU has work during the wait.
         """
-        sent = self._sent.popleft()
+        sent = self._queue.popleft()
         if sent.copied is not None and not sent.copied.query():
             sent.copied.synchronize()
         if sent.count is not None and sent.count.item() == 0:
@@ -93,7 +95,7 @@ class RequestExchange:
         return functools.reduce(operator.or_, requests)
 
 
-class _SentRequest(NamedTuple):
+class _QueuedRequest(NamedTuple):
     """A request of this rank that was sent and not yet received.
 
     Attributes:

@@ -4,7 +4,8 @@ Invariant: Training and `titanlite plan`, which traces it with fake tensors, run
 the loss or the gradient of a step is not finite, weights and optimizer state stay unchanged.
 
 By default, a step causes no host sync. It does with CPU offload, with an optimizer that cannot skip
-a step on the GPU (see `step_unless`), and while an async save copies the weights to pinned memory.
+a step on the GPU (see `step_unless`), and while an async save copies the weights to pinned memory
+(see `WaitForCopies`).
 """
 
 from __future__ import annotations

@@ -228,8 +228,8 @@ class Trainer:
     def load_checkpoint(self) -> None:
         """Load the newest checkpoint of the run, or else `checkpoint.initial_load_path`.
 
-        If neither exists, the weights stay randomly initialized. Override this method to load a
-        different checkpoint.
+        If neither exists, the weights stay randomly initialized. To load a different checkpoint,
+        override this method, and call `super().load_checkpoint()` first, which prepares the saves.
         """
         if self.checkpointer is not None:
             self.checkpointer.load()
@@ -303,11 +303,11 @@ class Trainer:
 
         while end is None:
             step = self.steps_done + 1
-            rank_request = self._collect_request(step + exchange.delay)
-            self.step(has_request=rank_request != Request())
+            own_request = self._collect_request(step + exchange.delay)
+            self.step(has_request=own_request != Request())
             # The step has counted the ranks with a request. If the count is 0, `receive` does not
             # communicate.
-            exchange.send(rank_request, self._num_requests)
+            exchange.send(own_request, self._num_requests)
 
             request = exchange.receive()  # of all ranks, for `step`
             end = self._find_end(request)
@@ -350,7 +350,7 @@ class Trainer:
             step,
             has_request=has_request,
         )
-        self._num_requests = result.num_requests
+        self._num_requests = result.num_requests  # for `_run_steps`, which sends it
         self.meter.record(result.grad_norm, result.num_valid_tokens, result.seconds)
         for hook in self.hooks:
             hook.after_step(step, result)
@@ -359,7 +359,7 @@ class Trainer:
             return None
         return self._log_step(lr, result, batch.num_valid_tokens)
 
-    def _log_step(self, lr: float, result: StepResult, num_valid_tokens: int) -> LoggedStep:
+    def _log_step(self, lr: float, result: StepResult, local_tokens: int) -> LoggedStep:
         """Collect the metrics since the previous logged step, log them, and pass them to the hooks.
 
         This reads values from the GPU, so the CPU waits until the step is complete.
@@ -367,10 +367,10 @@ class Trainer:
         Args:
             lr: Learning rate of the step.
             result: Results of the step.
-            num_valid_tokens: Number of valid labels in this rank's sequences.
+            local_tokens: Number of valid labels in this rank's sequences.
         """
         step = self.steps_done
-        losses = self._reduce_losses(result.loss, num_valid_tokens)
+        losses = self._reduce_losses(result.loss, local_tokens)
 
         # Collect the metrics.
         metrics = self.loader.stats()
@@ -482,7 +482,10 @@ class Trainer:
             self.hang_report.restart()
 
     def log(self, line: str | Event) -> None:
-        """Log a line at level INFO. An `Event` is also written to events.jsonl."""
+        """Log a line at level INFO, on the ranks in LOG_RANK (rank 0 by default).
+
+        An `Event` is also written to events.jsonl.
+        """
         logging.getLogger(LOGGER_NAME).info(line)
 
     def warn(self, line: str) -> None:
@@ -647,7 +650,7 @@ class Trainer:
             "Lower training.global_batch_size or training.seq_len, or raise dataset.max_epochs."
         )
 
-    def _reduce_losses(self, loss: Tensor, num_valid_tokens: int) -> Tensor:
+    def _reduce_losses(self, loss: Tensor, local_tokens: int) -> Tensor:
         """Compute the mean loss of the global batch, and the highest mean loss of a data rank.
 
         All ranks call this together. The result is a tensor of shape (2,) on the device. The step
@@ -656,9 +659,9 @@ class Trainer:
         Args:
             loss: This rank's part of the loss: the sum over its tokens, divided by the number of
                 valid tokens in the global batch.
-            num_valid_tokens: Number of valid labels in this rank's sequences.
+            local_tokens: Number of valid labels in this rank's sequences.
         """
-        loss_parts, num_tokens = self._sum_losses_by_data_rank(loss, num_valid_tokens)
+        loss_parts, num_tokens = self._sum_losses_by_data_rank(loss, local_tokens)
 
         # The mean loss of a data rank is the sum of its token losses / its tokens, which can be 0.
         global_tokens = num_tokens.sum()
@@ -666,7 +669,7 @@ class Trainer:
         mean_loss = loss_parts.sum()
         return torch.stack([mean_loss, mean_losses.max()])
 
-    def _sum_losses_by_data_rank(self, loss: Tensor, num_valid_tokens: int) -> Tensor:
+    def _sum_losses_by_data_rank(self, loss: Tensor, local_tokens: int) -> Tensor:
         """Return the part of the loss and the number of valid tokens of each data-parallel rank.
 
         Context and pipeline parallel ranks with the same sequences have different parts of the
@@ -674,7 +677,7 @@ class Trainer:
 
         Args:
             loss: This rank's part of the loss.
-            num_valid_tokens: Number of valid labels in this rank's sequences.
+            local_tokens: Number of valid labels in this rank's sequences.
 
         Returns:
             Shape (2, number of data-parallel ranks), float64, on the device. The rows are the
@@ -685,7 +688,7 @@ class Trainer:
         num_sharing_ranks = degrees.context * degrees.pipeline
         sums = torch.zeros(2, self.mesh.data_degree, dtype=torch.float64, device=self.device)
         sums[0, self.mesh.data_rank] = loss
-        sums[1, self.mesh.data_rank] = num_valid_tokens / num_sharing_ranks
+        sums[1, self.mesh.data_rank] = local_tokens / num_sharing_ranks
         # Tensor parallel ranks compute the same loss, so they are not in this group.
         dist.all_reduce(sums, group=self.mesh.loss_group)
         return sums
