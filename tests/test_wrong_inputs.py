@@ -118,6 +118,12 @@ checkpoint.async_mode = "process" => 'async'
 validation.sources = [{source = "c4", max_epochs = 2}] => no longer a key
 checkpoint.keep_best = true =>
 checkpoint.initial_load_path = "nowhere" =>
+checkpoint.initial_load_path = "nowhere" ; checkpoint.enable = false => without checkpoint.enable
+checkpoint.load_step = 5 ; checkpoint.enable = false => without checkpoint.enable
+checkpoint.last_save_in_hf = true ; checkpoint.enable = false => without checkpoint.enable
+checkpoint.timeout_seconds = 100000000000000 =>
+dataset.max_epochs = 2 ; dataset.sources = [{source = "c4"}] => dataset.max_epochs = 2 is not used
+dataset.text_column = "body" ; dataset.sources = [{source = "c4"}] => dataset.text_column
 samples.freq = 5 =>
 validation.path = "text.jsonl" ; validation.source = "jsonl" => validation.path
 float8.enable_fsdp_float8_all_gather = true ; float8.recipe_name = "rowwise" => float8.enable_fsdp_float8_all_gather

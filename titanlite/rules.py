@@ -661,14 +661,24 @@ def check_effects(run: Run) -> Problems:
     gathers_fp8 = float8.enable_fsdp_float8_all_gather
     has_bfloat16 = "bfloat16" in (run.state_dtype, job.training.dtype)
     compiles_tensor_parallel = run.degrees.tensor > 1 and run.compiles("model")
+    loads_other_step = checkpoint.load_step != -1
 
     # Key, whether it is set, whether it has an effect, and what it needs.
     effects = [
         ("samples.freq", job.samples.freq, job.samples.prompts, "samples.prompts"),
         (validation_key, has_validation_data, may_validate, "validation.freq"),
         ("checkpoint.keep_best", checkpoint.keep_best, validates, "validation.freq"),
-        ("checkpoint.keep_best", checkpoint.keep_best, checkpoint.enable, "checkpoint.enable"),
-        ("checkpoint.mirror", checkpoint.mirror, checkpoint.enable, "checkpoint.enable"),
+        *(
+            (f"checkpoint.{key}", is_set, checkpoint.enable, "checkpoint.enable")
+            for key, is_set in (
+                ("keep_best", checkpoint.keep_best),
+                ("mirror", checkpoint.mirror),
+                ("load_step", loads_other_step),
+                ("initial_load_path", checkpoint.initial_load_path),
+                ("last_save_in_hf", checkpoint.last_save_in_hf),
+                ("last_save_model_only", checkpoint.last_save_model_only),
+            )
+        ),
         ("guards.on_spike", rolls_back, checkpoint.enable, "checkpoint.enable"),
         (
             "float8.enable_fsdp_float8_all_gather",
@@ -824,8 +834,9 @@ def _check_sources(section: str, dataset: Dataset | Validation) -> Problems:
         yield from _check_source(section, dataset)
         return
 
-    for key in ("path", "loss_mask_column"):
-        if getattr(dataset, key) is not None:
+    for key in {**TextSource.model_fields, "max_epochs": None}:
+        field = type(dataset).model_fields.get(key)
+        if field is not None and getattr(dataset, key) != field.default:
             yield Problem(
                 f"{section}.{key}",
                 f"is not used with [[{section}.sources]]. Move it to the table of its source.",

@@ -149,6 +149,7 @@ OrTokens = Annotated[T, WrapValidator(_allow_tokens), PlainSerializer(lambda len
 
 Type checkers treat it as a number of steps, because `load_run` converts all others to steps.
 """
+Seconds = Annotated[int, Field(gt=0, le=10**9)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 MupSize = Annotated[int, Field(ge=0, lt=2**31)]
@@ -848,7 +849,7 @@ class Checkpoint(Section):
     transformers."""
     export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Dtype of the weights in `final_hf`."""
-    timeout_seconds: PositiveInt = 1800
+    timeout_seconds: Seconds = 1800
     """Maximum number of seconds to wait for the slowest rank in a save, load or export."""
     mirror: PathText | None = None
     """URL of a folder, such as "s3://bucket/my_run", to copy each checkpoint to during training. If
@@ -959,12 +960,12 @@ class EmaOptions(Section):
 class Comm(Section):
     """Process groups and timeouts."""
 
-    init_timeout_seconds: PositiveInt = 300
+    init_timeout_seconds: Seconds = 300
     """Maximum number of seconds to wait for all ranks to start, and for collectives of the first
     step, which compiles kernels."""
-    train_timeout_seconds: PositiveInt = 100
+    train_timeout_seconds: Seconds = 100
     """Maximum number of seconds for a collective of a later step, before a rank counts as lost."""
-    preemption_seconds: PositiveInt = 3600
+    preemption_seconds: Seconds = 3600
     """Number of seconds that ranks have to finish their step and save after a stop signal, before
     they are killed."""
 
