@@ -74,6 +74,7 @@ dataset.loss_mask_column = "x" ; [[dataset.sources]] ; source = "c4" => dataset.
 [[dataset.sources]] ; source = "c4" ; weight = 0.0 => dataset.sources.0.weight
 [[dataset.sources]] ; source = "c4" ; [[dataset.stages]] ; start_step = 1 ; weights = [0] => dataset.stages.0.weights
 [[dataset.sources]] ; source = "c4" ; [[dataset.sources]] ; [[dataset.stages]] ; start_step = 1 ; weights = [1.0] => dataset.stages.0.weights
+[[dataset.stages]] ; start_step = 1 ; lr_factor = 0.5 ; [[dataset.stages]] ; start_step = 1 => dataset.stages.1.start_step
 [[dataset.stages]] ; start_step = 1 ; global_batch_size = 12 => dataset.stages.0.global_batch_size
 validation.freq = 5 =>
 validation.holdout = 0.1 ; validation.path = "text.jsonl" => validation.path
@@ -232,6 +233,7 @@ check --job.dump_folder '$UNSET_HERE/out' => UNSET_HERE
 average run --out x => CHECKPOINTS
 check --profiling.profiler_ranks 0,1 => 0 1 on the command line
 check --training.steps 4 --lr_scheduler.warmup_steps 10 => lr_scheduler.warmup_steps
+check --optimizer.name AdamWW => mean AdamW?
 check --dataset.sources x => [[dataset.sources]]
 check --dataset.sources.0.path x => [[dataset.sources]]
 check --training.steps.5 3 => --training.steps.5

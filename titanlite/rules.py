@@ -785,10 +785,16 @@ def _suggest_training_tokenizer(run: Run) -> str:
 
 
 def check_dataset(run: Run) -> Problems:
-    """Check that the training data exists, and that data stages have one weight per source."""
+    """Check that the training data exists, and that the data stages are valid."""
     yield from _check_sources("dataset", run.job.dataset)
     num_sources = len(run.job.dataset.sources)
+    start_steps: set[int] = set()
     for number, stage in enumerate(run.job.dataset.stages):
+        if stage.start_step in start_steps:
+            yield Problem(
+                f"dataset.stages.{number}.start_step", "must differ from those of other stages."
+            )
+        start_steps.add(stage.start_step)
         weights = stage.weights
         if weights is not None and (len(weights) != num_sources or not any(weights)):
             yield Problem(

@@ -15,8 +15,11 @@ from test_manifest import reseal
 from tiny_run import PROOF, Malicious, TinyRun, assert_equal, list_names, load_model_weights
 from torch.distributed.checkpoint.metadata import Metadata
 
+from titanlite.checkpoint.find import resume_hint
 from titanlite.checkpoint.manifest import list_checkpoints
 from titanlite.config.errors import CheckpointError, UserError
+from titanlite.config.run import Run
+from titanlite.config.schema import JobConfig
 from titanlite.model.llama import Llama
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -185,6 +188,17 @@ def test_resume_keeps_step_folders_of_other_programs(two_saved, options):
 
     assert state["step"] == options.get("load_step", 4)
     assert foreign.read_text() == "{}"
+
+
+def test_the_hint_to_resume_names_the_newest_valid_checkpoint(two_saved):
+    folder, _ = two_saved
+    (folder / LATEST / "manifest.json").write_text("{")
+    job = {"job": {"dump_folder": str(folder.parent)}, "checkpoint": {"folder": folder.name}}
+
+    hint = resume_hint(Run(JobConfig(**job)), ["--training.steps", "9"])
+
+    assert f"{folder}/step-00000002" in hint
+    assert hint.endswith("titanlite train --training.steps 9")
 
 
 @pytest.mark.parametrize(

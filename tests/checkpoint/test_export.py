@@ -236,6 +236,14 @@ def test_import_reports_the_folder_file_or_tensor_that_cannot_be_used(tmp_path, 
 
     assert shard.name in rejected(hf, out)
 
+    shard.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n")
+
+    assert "git lfs pull" in rejected(hf, out)
+
+    (hf / "model.safetensors.index.json").unlink()
+
+    assert "pytorch_model.bin" in rejected(hf, out)
+
     model.get_parameter("layers.1.feed_forward.w2.weight").data[3, 5] = float("nan")
     write_hf(tmp_path / "nan", model)
 

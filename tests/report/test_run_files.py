@@ -76,7 +76,7 @@ SAVED = ("save", 50, "saved step 50")
         ([SAVED, ("stop", 50, ""), ("data", None, ""), ("refusal", None, "x:\n  y\nz")], ("refused", "x: y", 50)),
         ([("finish", 100, ""), ("data", None, ""), ("refusal", None, "y"), ("refusal", None, "x")],
          ("finished", "a later start was refused: x", 100)),
-        ([("failure", None, "Traceback (most recent call last):\n  File x\nValueError: boom")],
+        ([("failure", None, "Traceback (most recent call last):\n  File x\nValueError: boom\nTo resume: ...")],
          ("crashed", "ValueError: boom", 50)),
         ([("failure", None, "killed"), ("restart", None, "again")], ("running", "its launcher is restarting it", 50)),
     ],

@@ -22,6 +22,7 @@ from titanlite.checkpoint.manifest import (
     list_unfinished,
     parse_manifest,
     read_manifest,
+    step_folder_name,
 )
 from titanlite.config import storage
 from titanlite.config.compute_dtype import ComputeDtype
@@ -493,5 +494,9 @@ def resume_hint(run: Run, argv: Sequence[str]) -> str:
     command = " ".join(words)
     if not is_saved(run):
         return f"Nothing is saved. To start again: {command}"
-    newest = list_checkpoints(run.checkpoint_folder)[-1]
-    return f"The newest checkpoint is step {get_step(newest)} in {newest}. To resume: {command}"
+    try:
+        step = read_newest_manifest(run.checkpoint_folder)["step"]
+    except CheckpointError as error:
+        return f"{error}. To start again: {command}"
+    newest = run.checkpoint_folder / step_folder_name(step)
+    return f"The newest checkpoint is step {step} in {newest}. To resume: {command}"

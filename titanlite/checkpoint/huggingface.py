@@ -61,6 +61,7 @@ if TYPE_CHECKING:
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
+_LFS_POINTER = b"version https://git-lfs"
 _ADAPTER_CONFIG = "adapter_config.json"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _MAX_JSON_BYTES = 1 << 24  # the index of Llama 405B takes about 100 kB
@@ -331,6 +332,9 @@ def _open_safetensors(folder: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for path in _list_safetensors(folder):
         try:
+            with path.open("rb") as start:
+                if start.read(len(_LFS_POINTER)) == _LFS_POINTER:
+                    raise ValueError("it is a pointer of Git LFS. Run `git lfs pull` to replace it")
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 - not a dict
                     if not formats.HF_DERIVED.fullmatch(name):
@@ -360,6 +364,11 @@ def _list_safetensors(folder: Path) -> list[Path]:
     """
     if exists(folder / _SINGLE_FILE):
         return [find_file_inside(folder, _SINGLE_FILE)]
+    if not exists(folder / _INDEX_FILE):
+        raise UserError(
+            f"{folder} has neither {_SINGLE_FILE} nor {_INDEX_FILE}. Other formats, such as "
+            "pytorch_model.bin, are not read: save the model with transformers 4.40 or newer."
+        )
     path = find_file_inside(folder, _INDEX_FILE)
     index = parse_json(path, read_file(path, _MAX_JSON_BYTES), _SafetensorsIndex)
     names = sorted(set(index.weight_map.values()))

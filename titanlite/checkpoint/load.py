@@ -286,7 +286,10 @@ class Resumer:
 
         def rename() -> str:
             if not has_titanlite_manifest(path):
-                return f"not renamed, because it has no {MANIFEST} written by titanlite"
+                return (
+                    f"not renamed, because it has no {MANIFEST} written by titanlite. Move it "
+                    "away, because it prevents a new save of this step"
+                )
             return f"renamed to {set_aside(path, suffix).name}"
 
         result = self._ranks.run_on_rank0(rename)

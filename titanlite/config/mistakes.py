@@ -305,8 +305,10 @@ def _suggest_choice(problem: str, value: str) -> str:
     """
     if not problem.startswith("must be "):
         return ""
-    quoted_or_boolean = r"(?<=['\"])[\w.-]+(?=['\"])|true|false"
-    choices = {word.lower(): word for word in re.findall(quoted_or_boolean, problem)}
+    # Choices are quoted, or follow "one of".
+    words = re.findall(r"['\"]([\w.-]+)['\"]", problem)
+    words += re.findall(r"[\w.-]+", problem.partition(" one of ")[2])
+    choices = {word.lower(): word for word in words}
     similar = difflib.get_close_matches(value.lower(), choices, n=1)
     return f" Did you mean {choices[similar[0]]}?" if similar else ""
 
