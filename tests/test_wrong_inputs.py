@@ -234,6 +234,7 @@ average run --out x => CHECKPOINTS
 check --profiling.profiler_ranks 0,1 => 0 1 on the command line
 check --training.steps 4 --lr_scheduler.warmup_steps 10 => lr_scheduler.warmup_steps
 check --optimizer.name AdamWW => mean AdamW?
+check --training.loss referenc => mean reference?
 check --dataset.sources x => [[dataset.sources]]
 check --dataset.sources.0.path x => [[dataset.sources]]
 check --training.steps.5 3 => --training.steps.5

@@ -570,7 +570,7 @@ def check_float8(run: Run) -> Problems:
 
 
 def _check_float8_sizes(run: Run) -> Problems:
-    """Check that all sizes of FP8 matmuls on a rank are multiples of the number that FP8 needs."""
+    """Check that sizes of FP8 layers, and tokens, are multiples that FP8 matmuls support."""
     float8 = run.job.float8
     shard_multiple = float8.shard_multiple(run.degrees.tensor)
     layer_sizes = _list_float8_sizes(run)
@@ -586,24 +586,34 @@ def _check_float8_sizes(run: Run) -> Problems:
     if float8.recipe_name == "rowwise_with_gw_hp":
         return
     training = run.job.training
-    multiple = float8.size_multiple
+    token_multiple = float8.size_multiple
     num_tokens = training.local_batch_size * training.seq_len // run.degrees.context
-    if num_tokens % multiple:
+    if num_tokens % token_multiple:
         yield Problem(
             "training.seq_len",
             f"makes {num_tokens} tokens per microbatch, but FP8 matmuls need multiples of "
-            f"{multiple}.",
+            f"{token_multiple}.",
         )
 
 
 def _list_float8_sizes(run: Run) -> list[int]:
-    """Return the different input and output sizes of all layers that are converted to FP8."""
+    """Return the different sizes of FP8 layers that tensor parallelism divides among the ranks."""
     arch = run.arch
     float8 = run.job.float8
+    size_of_layer = {
+        "attention.wq": arch.q_dim,
+        "attention.wk": arch.kv_dim,
+        "attention.wv": arch.kv_dim,
+        "attention.wo": arch.q_dim,
+        "feed_forward.w1": arch.ffn_dim,
+        "feed_forward.w2": arch.ffn_dim,
+        "feed_forward.w3": arch.ffn_dim,
+    }
     sizes = []
-    for size in (arch.dim, arch.q_dim, arch.kv_dim, arch.ffn_dim):
+    for name, size in size_of_layer.items():
+        is_filtered = any(part in name for part in float8.filter_fqns)
         is_converted = size >= float8.min_features and size % float8.size_multiple == 0
-        if is_converted and size not in sizes:
+        if is_converted and not is_filtered and size not in sizes:
             sizes.append(size)
     return sizes
 
@@ -661,23 +671,27 @@ def check_effects(run: Run) -> Problems:
     gathers_fp8 = float8.enable_fsdp_float8_all_gather
     has_bfloat16 = "bfloat16" in (run.state_dtype, job.training.dtype)
     compiles_tensor_parallel = run.degrees.tensor > 1 and run.compiles("model")
-    loads_other_step = checkpoint.load_step != -1
+    selects_step = checkpoint.load_step != -1
 
     # Key, whether it is set, whether it has an effect, and what it needs.
     effects = [
         ("samples.freq", job.samples.freq, job.samples.prompts, "samples.prompts"),
         (validation_key, has_validation_data, may_validate, "validation.freq"),
         ("checkpoint.keep_best", checkpoint.keep_best, validates, "validation.freq"),
-        *(
-            (f"checkpoint.{key}", is_set, checkpoint.enable, "checkpoint.enable")
-            for key, is_set in (
-                ("keep_best", checkpoint.keep_best),
-                ("mirror", checkpoint.mirror),
-                ("load_step", loads_other_step),
-                ("initial_load_path", checkpoint.initial_load_path),
-                ("last_save_in_hf", checkpoint.last_save_in_hf),
-                ("last_save_model_only", checkpoint.last_save_model_only),
-            )
+        ("checkpoint.keep_best", checkpoint.keep_best, checkpoint.enable, "checkpoint.enable"),
+        ("checkpoint.mirror", checkpoint.mirror, checkpoint.enable, "checkpoint.enable"),
+        ("checkpoint.load_step", selects_step, checkpoint.enable, "checkpoint.enable"),
+        (
+            "checkpoint.initial_load_path",
+            checkpoint.initial_load_path,
+            checkpoint.enable,
+            "checkpoint.enable",
+        ),
+        (
+            "checkpoint.last_save_in_hf",
+            checkpoint.last_save_in_hf,
+            checkpoint.enable,
+            "checkpoint.enable",
         ),
         ("guards.on_spike", rolls_back, checkpoint.enable, "checkpoint.enable"),
         (
@@ -792,7 +806,8 @@ def check_dataset(run: Run) -> Problems:
     for number, stage in enumerate(run.job.dataset.stages):
         if stage.start_step in start_steps:
             yield Problem(
-                f"dataset.stages.{number}.start_step", "must differ from those of other stages."
+                f"dataset.stages.{number}.start_step",
+                "must differ from the start_step of all other stages.",
             )
         start_steps.add(stage.start_step)
         weights = stage.weights
@@ -840,9 +855,10 @@ def _check_sources(section: str, dataset: Dataset | Validation) -> Problems:
         yield from _check_source(section, dataset)
         return
 
-    for key in {**TextSource.model_fields, "max_epochs": None}:
-        field = type(dataset).model_fields.get(key)
-        if field is not None and getattr(dataset, key) != field.default:
+    fields = type(dataset).model_fields
+    source_keys = [*TextSource.model_fields, "max_epochs"]  # [validation] has no max_epochs
+    for key in source_keys:
+        if key in fields and getattr(dataset, key) != fields[key].default:
             yield Problem(
                 f"{section}.{key}",
                 f"is not used with [[{section}.sources]]. Move it to the table of its source.",

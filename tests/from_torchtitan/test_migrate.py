@@ -34,6 +34,7 @@ training.seq_len = 8192
 training.dataset = "c4"
 parallelism.data_parallel_shard_degree = -1
 checkpoint.enable = false
+checkpoint.last_save_model_only = true
 checkpoint.async_mode = "disabled"
 compile.enable = false
 activation_checkpoint.selective_ac_option = "op"
@@ -54,6 +55,7 @@ activation_checkpoint.selective_ac_option = "op"
 compile.enable = false
 float8.filter_fqns = ["output"]
 checkpoint.enable = false
+checkpoint.last_save_model_only = true
 checkpoint.async_mode = "disabled"
 metrics.enable_tensorboard = false
 profiling.enable_profiling = true
@@ -292,6 +294,7 @@ float8.min_features = 0
         ),
         ("validation.enable = true ; validation.freq = 7", VALIDATED),
         (HF, OUR_HF),
+        (HF.replace("true", "false", 1), "checkpoint.enable = false"),
         (PARTS, "parallelism.pipeline_parallel_split_points = ['layers.1']"),
         (STAGES, "training.local_batch_size = 1 ; training.global_batch_size = 32"),
         (BEFORE_01, FROM_BEFORE_01),

@@ -89,7 +89,7 @@ class CheckpointWriter(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's tensors to a new file.
 
-        If `single_file_per_rank` is False, as in exports, write a new file for each tensor.
+        If `single_file_per_rank` is False, as for imported weights, write a file for each tensor.
 
         Returns:
             The position and checksum of each tensor, and the size and checksum of each file. DCP
@@ -219,7 +219,7 @@ class ShardSavePlanner(DefaultSavePlanner):
     """Plans which tensors and shards a rank saves.
 
     Unlike DCP's planner, it supports dimensions that TP and FSDP divide unevenly (see
-    `shard_chunk`). Create it with `flatten_state_dict=False`, so that all keys stay tensor names.
+    `shard_chunk`). Create it with `flatten_state_dict=False`, because the state is flat already.
     """
 
     def create_local_plan(self) -> SavePlan:

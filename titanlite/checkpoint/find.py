@@ -496,7 +496,9 @@ def resume_hint(run: Run, argv: Sequence[str]) -> str:
         return f"Nothing is saved. To start again: {command}"
     try:
         step = read_newest_manifest(run.checkpoint_folder)["step"]
-    except CheckpointError as error:
-        return f"{error}. To start again: {command}"
+    except UserError:
+        return (
+            f"{run.checkpoint_folder} has no valid checkpoint. After you have fixed it: {command}"
+        )
     newest = run.checkpoint_folder / step_folder_name(step)
     return f"The newest checkpoint is step {step} in {newest}. To resume: {command}"

@@ -334,7 +334,7 @@ def _open_safetensors(folder: Path) -> dict[str, Tensor]:
         try:
             with path.open("rb") as start:
                 if start.read(len(_LFS_POINTER)) == _LFS_POINTER:
-                    raise ValueError("it is a pointer of Git LFS. Run `git lfs pull` to replace it")
+                    raise ValueError("it is a Git LFS pointer. Run `git lfs pull` to download it")
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 - not a dict
                     if not formats.HF_DERIVED.fullmatch(name):
@@ -361,13 +361,16 @@ def _list_safetensors(folder: Path) -> list[Path]:
 
     These are model.safetensors or, if it does not exist, all files that
     model.safetensors.index.json lists.
+
+    Raises:
+        UserError: If the folder has neither file.
     """
     if exists(folder / _SINGLE_FILE):
         return [find_file_inside(folder, _SINGLE_FILE)]
     if not exists(folder / _INDEX_FILE):
         raise UserError(
-            f"{folder} has neither {_SINGLE_FILE} nor {_INDEX_FILE}. Other formats, such as "
-            "pytorch_model.bin, are not read: save the model with transformers 4.40 or newer."
+            f"{folder} has neither {_SINGLE_FILE} nor {_INDEX_FILE}. Convert other formats, such "
+            "as pytorch_model.bin, to safetensors with `save_pretrained` of transformers."
         )
     path = find_file_inside(folder, _INDEX_FILE)
     index = parse_json(path, read_file(path, _MAX_JSON_BYTES), _SafetensorsIndex)

@@ -288,7 +288,7 @@ class Resumer:
             if not has_titanlite_manifest(path):
                 return (
                     f"not renamed, because it has no {MANIFEST} written by titanlite. Move it "
-                    "away, because it prevents a new save of this step"
+                    "away: while it exists, this step cannot be saved"
                 )
             return f"renamed to {set_aside(path, suffix).name}"
 

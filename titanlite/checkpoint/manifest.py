@@ -297,7 +297,7 @@ def publish_folder(tmp_folder: Path, target: Path) -> None:
     """
     sync(tmp_folder)
     if target.exists():  # a rename would silently replace an empty folder
-        raise FileExistsError(f"{target} exists already. Move it away")
+        raise FileExistsError(f"{target} exists already")
     tmp_folder.rename(target)
     try:
         sync(target.parent)  # otherwise a power failure may undo the rename

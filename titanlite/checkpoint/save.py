@@ -338,7 +338,7 @@ class Saver:
 
         Args:
             writer: Writer of the checkpoint.
-            waited: As in `_write_and_publish`.
+            waited: Seconds until training could continue. None if it waited for the whole save.
         """
         seconds = time.perf_counter() - writer.started
         text = f"Saved step {writer.step} to {writer.target} in {seconds:.1f} s"
@@ -399,7 +399,7 @@ class Saver:
         return step in (self.loaded_step, self._saved_step) and step != self._failed_step
 
     def stats(self) -> dict[str, int]:
-        """Return metrics: how many saves have failed, and how many waited for the previous save."""
+        """Return the number of saves that failed, and of saves that waited for the previous one."""
         return {"failed_saves": self._num_failed, "save_waits": self._num_waits}
 
     def wait_for_copies(self) -> None:

@@ -305,9 +305,12 @@ def _suggest_choice(problem: str, value: str) -> str:
     """
     if not problem.startswith("must be "):
         return ""
-    # Choices are quoted, or follow "one of".
-    words = re.findall(r"['\"]([\w.-]+)['\"]", problem)
-    words += re.findall(r"[\w.-]+", problem.partition(" one of ")[2])
+    # Choices are quoted, or listed after "one of". Words after the first sentence are no choices.
+    requirement = problem.partition(". ")[0]
+    words = re.findall(r"['\"]([\w.-]+)['\"]", requirement)
+    words += re.findall(r"[\w.-]+", requirement.partition(" one of ")[2])
+    if requirement == "must be true or false":
+        words = ["true", "false"]
     choices = {word.lower(): word for word in words}
     similar = difflib.get_close_matches(value.lower(), choices, n=1)
     return f" Did you mean {choices[similar[0]]}?" if similar else ""

@@ -66,7 +66,7 @@ class Registry:
 
         Args:
             name: Name of the entry.
-            inputs: Arguments of the entry.
+            inputs: Positional arguments for the class or function.
             job: The job. If the entry was registered with a section, this section of the job is
                 passed to it as the last argument.
         """

@@ -149,7 +149,7 @@ OrTokens = Annotated[T, WrapValidator(_allow_tokens), PlainSerializer(lambda len
 
 Type checkers treat it as a number of steps, because `load_run` converts all others to steps.
 """
-Seconds = Annotated[int, Field(gt=0, le=10**9)]
+Seconds = Annotated[int, Field(gt=0, le=10**9)]  # timedelta cannot hold much more
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 MupSize = Annotated[int, Field(ge=0, lt=2**31)]
@@ -780,10 +780,10 @@ class Float8(Section):
         return 32 if self.recipe_name == "mxfp8" else 16
 
     def shard_multiple(self, tensor_degree: int) -> int:
-        """Return the number that must divide all sizes of an FP8 matmul on a tensor-parallel rank.
+        """Return the number of which all sizes of an FP8 layer on a rank must be multiples.
 
-        The MXFP8 matmul of torch reads the scales of a weight in blocks of 128 rows and columns.
-        Tensor parallelism must not split a block.
+        The MXFP8 kernels of torch store the scales of 128 x 128 weights together, and tensor
+        parallelism must not split such a block.
         """
         has_blocks = self.recipe_name == "mxfp8" and not self.emulate
         return 128 if has_blocks and tensor_degree > 1 else self.size_multiple

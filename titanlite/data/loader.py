@@ -45,9 +45,9 @@ MAX_REPORTED = 100
 class Loader:
     """Yields this rank's data for each optimizer step, and saves and restores the data position.
 
-    Every rank creates one. Ranks with the same `data_rank` read the same sequences. The data is a
-    single source or a mixture of several. Documents that `validation.holdout` keeps for validation
-    are left out.
+    Every rank creates a loader. Ranks with the same `data_rank` read the same sequences. The data
+    is a single source or a mixture of several. Documents that `validation.holdout` keeps for
+    validation are left out.
 
     Attributes:
         global_batch_size: Number of sequences per optimizer step, summed over all ranks.
@@ -168,8 +168,8 @@ class Loader:
         sequences = self._prefetched.popleft()
         batch = self._make_batch(sequences)
 
-        # Advance the data position, which `state_dict` returns. The readers are ahead of it, with
-        # their own copies of the mixture.
+        # Advance the data position, which `state_dict` returns. The readers may be ahead of it, so
+        # each has its own copy of the mixture.
         self._data.mixture.next_batch()
         for sequence in sequences:
             self._new_positions[sequence.source, sequence.stream] = sequence.next_position

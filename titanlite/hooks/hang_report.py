@@ -42,7 +42,7 @@ class HangReport(Hook):
     writes `<rank>.hang.json` into the folder of the launcher, and deletes the file if the rank
     makes progress again. Without a launcher, no thread is started.
 
-    The time limit is 80% of comm.init_timeout_seconds until the first step is done, and then 80%
+    The time limit is 80% of comm.init_timeout_seconds until the first call of `restart`, then 80%
     of the smaller of comm.train_timeout_seconds and checkpoint.timeout_seconds. A save does not
     restart the limit, so a long synchronous save can exceed it. The report does not end the run.
     """
@@ -91,9 +91,9 @@ class HangReport(Hook):
         self._is_closed.set()
 
     def restart(self) -> None:
-        """Restart the time limit, from the first call on with the limit for training.
+        """Restart the time limit. Call this whenever this rank makes progress.
 
-        Call this whenever this rank makes progress.
+        The first call also switches from the limit for startup to the limit for training.
         """
         self._limit = self._train_limit
         self._progress_time = time.monotonic()

@@ -149,8 +149,8 @@ class Hook:
         """Called after the metrics of a step are logged.
 
         Args:
-            entry: The metrics. Losses, norms and tokens are equal on all ranks. Times, memory and
-                failures are those that this rank has measured.
+            entry: The metrics. Losses, norms, token counts and failed saves are equal on all ranks.
+                Times, speeds, memory, and other waits and failures are those of this rank.
         """
 
     def wants(self, step: int) -> Request:

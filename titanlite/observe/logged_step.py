@@ -87,8 +87,8 @@ class LoggedStep(BaseModel):
     full.
     """
     optimizer_time: Annotated[float, "perf/optimizer_time"]
-    """CPU seconds per step in clipping and the optimizer, and in waiting for the copies of an async
-    save to pinned memory."""
+    """CPU seconds per step in clipping, in the optimizer, and in waiting until an async save has
+    copied the weights to pinned memory."""
     checkpoint_time: Annotated[float, "perf/checkpoint_time"]
     """CPU seconds per step in saves."""
     other_time: Annotated[float, "perf/other_time"]

@@ -56,7 +56,7 @@ class Meter:
         self.start(0)
 
     def start(self, step: int) -> None:
-        """Start the clock. The first log step includes all that happens after this call.
+        """Start the clock. All time after this call counts toward the first log step.
 
         Args:
             step: Step of the loaded checkpoint, or 0 if training starts from scratch.

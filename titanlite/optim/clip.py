@@ -51,7 +51,7 @@ def reduce_step_sums(
     Args:
         gradients: Gradients of this rank, at least one.
         loss: This rank's part of the loss, a scalar. The parts of all ranks must add up to the
-            loss, so ranks that compute the same part each pass a share of it.
+            loss. If n ranks compute the same part, each passes 1 / n of it.
         has_request: Whether this rank has a request for the other ranks; see `RequestExchange`.
         compiled: Compile the sum of squares on a CPU.
     """

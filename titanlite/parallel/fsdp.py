@@ -55,8 +55,8 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, run: Run) -> None:
     #     "default" | yes       | unless few or small    | no, the backward pass starts with it
     #     "never"   | no        | no                     | no
     #
-    # With a pipeline, "default" means "never". Without one, `configure_microbatch` decides for the
-    # output in each microbatch.
+    # With a pipeline, "default" means "never". Without a pipeline, `configure_microbatch` overrides
+    # the column "output" before each microbatch.
     reshard = run.job.parallelism.fsdp_reshard_after_forward
     if reshard == "default" and run.degrees.pipeline > 1:
         reshard = "never"  # otherwise every microbatch would gather the parameters again

@@ -221,15 +221,15 @@ def shrink_model(original: Run, layout: Run) -> tuple[Model, list[str]]:
     tensor = layout.degrees.tensor
     is_quantized = job.optimizer.name == "AdamW8bit"
     head_dim = min(arch.head_dim, QUANTIZED_HEAD_DIM if is_quantized else HEAD_DIM)
-    size_multiple = job.float8.shard_multiple(tensor) if job.float8.enable else 16
+    shard_multiple = job.float8.shard_multiple(tensor) if job.float8.enable else 16
     if job.float8.enable:
-        head_dim = max(head_dim, size_multiple)  # because of FP8 matmuls on each tensor rank
+        head_dim = max(head_dim, shard_multiple)  # because of FP8 matmuls on each tensor rank
     n_kv_heads = min(arch.n_kv_heads, max(2, tensor))
     n_heads = n_kv_heads * (arch.n_heads // arch.n_kv_heads)
     dim = n_heads * head_dim
     if arch.q_dim != arch.dim:
         dim += 32  # so that they differ in the small model as well
-    multiple = size_multiple * tensor
+    multiple = shard_multiple * tensor
     ffn_dim = multiple * max(1, round(dim * arch.ffn_dim / arch.dim / multiple))
 
     not_kept = []

@@ -483,15 +483,16 @@ def _describe_user_error(reason: str, earlier_kinds: Sequence[str]) -> tuple[Sta
 
 
 def _summarize_text(text: str) -> str:
-    """Summarize the text of an event: the error below a traceback, or else the first line.
+    """Summarize the text of an event: the error after a traceback, or else the first line.
 
     If the first line ends with a colon, the result includes the second line.
     """
     lines = text.strip().split("\n")
     if lines[0].startswith("Traceback"):
-        # Notes, such as the command to resume, can follow the error.
-        last_frame = max(i for i, line in enumerate(lines) if line.startswith(" "))
-        return lines[min(last_frame + 1, len(lines) - 1)]
+        # A chained error has several tracebacks. Notes, such as the command to resume, can follow.
+        start = max(i for i, line in enumerate(lines) if line.startswith("Traceback"))
+        after_frames = (line for line in lines[start + 1 :] if not line.startswith(" "))
+        return next(after_frames, lines[-1])
     if lines[0].endswith(":"):
         return " ".join(line.strip() for line in lines[:2])
     return lines[0]

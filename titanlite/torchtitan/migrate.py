@@ -459,6 +459,13 @@ class Migration:
             reason = f"It is a torchtitan checkpoint. To convert its weights, run {command}."
             self._report_lost(key, reason)
 
+        if self._new.get("checkpoint.enable") is False:
+            for name in ("initial_load_path", "initial_load_in_hf", "last_save_in_hf"):
+                if self._new.get(f"checkpoint.{name}"):
+                    del self._new[f"checkpoint.{name}"]
+                    reason = "It has no effect, because checkpoint.enable is false."
+                    self._report_lost(f"checkpoint.{name}", reason)
+
     def _get_import_command(self, path: Any) -> str:
         """Return the command that imports a torchtitan checkpoint of the model."""
         can_import_directly = self.model == "llama3" and not self._sizes

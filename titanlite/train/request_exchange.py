@@ -54,9 +54,9 @@ class RequestExchange:
         self._queue = deque[_QueuedRequest]()
 
     def send(self, request: Request, num_requests: Tensor | None = None) -> None:
-        """Queue the request of this rank, for a later call of `receive`.
+        """Queue the request of this rank until `receive` exchanges it with the other ranks.
 
-        This does not communicate yet.
+        This does not communicate.
 
         Args:
             request: Request of this rank. In most steps it is empty.
@@ -85,18 +85,18 @@ class RequestExchange:
         requests were sent, because its gradient all-reduce counts them. On a GPU, this is the step
         before the newest one, so the GPU has work during the wait.
         """
-        sent = self._queue.popleft()
-        if sent.copied is not None and not sent.copied.query():
-            sent.copied.synchronize()
-        if sent.count is not None and sent.count.item() == 0:
+        queued = self._queue.popleft()
+        if queued.copied is not None and not queued.copied.query():
+            queued.copied.synchronize()
+        if queued.count is not None and queued.count.item() == 0:
             return Request()
 
-        requests = gathered(sent.request, self._group)
+        requests = gathered(queued.request, self._group)
         return functools.reduce(operator.or_, requests)
 
 
 class _QueuedRequest(NamedTuple):
-    """A request of this rank that was sent and not yet received.
+    """A request of this rank that `receive` has not exchanged yet.
 
     Attributes:
         request: Actions, such as a save, that this rank has requested from all ranks.

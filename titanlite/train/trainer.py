@@ -228,8 +228,9 @@ class Trainer:
     def load_checkpoint(self) -> None:
         """Load the newest checkpoint of the run, or else `checkpoint.initial_load_path`.
 
-        If neither exists, the weights stay randomly initialized. To load a different checkpoint,
-        override this method, and call `super().load_checkpoint()` first, which prepares the saves.
+        If neither exists, the weights stay randomly initialized. To start from other weights,
+        override this method. Call `super().load_checkpoint()` first, because it prepares saving and
+        resumes the run, and load your weights only if `steps_done` is still 0.
         """
         if self.checkpointer is not None:
             self.checkpointer.load()
@@ -303,11 +304,11 @@ class Trainer:
 
         while end is None:
             step = self.steps_done + 1
-            own_request = self._collect_request(step + exchange.delay)
-            self.step(has_request=own_request != Request())
+            local_request = self._collect_request(step + exchange.delay)
+            self.step(has_request=local_request != Request())
             # The step has counted the ranks with a request. If the count is 0, `receive` does not
             # communicate.
-            exchange.send(own_request, self._num_requests)
+            exchange.send(local_request, self._num_requests)
 
             request = exchange.receive()  # of all ranks, for `step`
             end = self._find_end(request)
@@ -482,9 +483,9 @@ class Trainer:
             self.hang_report.restart()
 
     def log(self, line: str | Event) -> None:
-        """Log a line at level INFO, on the ranks in LOG_RANK (rank 0 by default).
+        """Log a line at level INFO. The ranks in LOG_RANK, by default rank 0, print it.
 
-        An `Event` is also written to events.jsonl.
+        Rank 0 also writes it to train.log and, if it is an `Event`, to events.jsonl.
         """
         logging.getLogger(LOGGER_NAME).info(line)
 
