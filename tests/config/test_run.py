@@ -2,6 +2,8 @@
 
 import ast
 import dataclasses
+import subprocess
+import sys
 import unicodedata
 from pathlib import Path
 
@@ -170,3 +172,19 @@ def test_every_control_character_except_line_feed_and_tab_is_escaped():
 )
 def test_printable_text_is_not_changed(text):
     assert printable(text) == text
+
+
+def test_several_processes_can_write_the_same_output_file(tmp_path):
+    path = tmp_path / "out.txt"
+    write_often = "\n".join(
+        (
+            "from pathlib import Path",
+            "from titanlite.config.files import write_output",
+            f"for _ in range(300): write_output(Path({str(path)!r}), b'text')",
+        )
+    )
+
+    processes = [subprocess.Popen([sys.executable, "-c", write_often]) for _ in range(2)]
+
+    assert [process.wait() for process in processes] == [0, 0]
+    assert path.read_bytes() == b"text"

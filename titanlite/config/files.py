@@ -8,6 +8,7 @@ folder. Every problem with a file is reported as a UserError that names the file
 from __future__ import annotations
 
 import os
+import platform
 import re
 import stat
 import tempfile
@@ -109,6 +110,8 @@ def make_folder(path: Path) -> Path:
 def write_output(path: Path, content: bytes) -> None:
     """Write a file atomically. Create its folder if needed, and replace an existing file.
 
+    Several processes can write the same file at the same time, as the ranks of a proof do.
+
     Raises:
         UserError: If `path` exists but is not a regular file, or cannot be written.
     """
@@ -116,20 +119,26 @@ def write_output(path: Path, content: bytes) -> None:
         check_regular(path)
     make_folder(path.parent)
     try:
-        write_atomically(path, content)
+        write_atomically(path, content, suffix=f"{platform.node()}-{os.getpid()}.unfinished")
     except OSError as error:
         raise UserError(
             f"cannot write {path}: {error.strerror}. Choose another file name."
         ) from None
 
 
-def write_atomically(path: Path, content: bytes) -> None:
+def write_atomically(path: Path, content: bytes, suffix: str = "unfinished") -> None:
     """Write a file in an existing folder. Readers see either the old or the complete new content.
+
+    Args:
+        path: Path of the file.
+        content: New content of the file.
+        suffix: Suffix of the temporary file. Processes that write the same file at the same time
+            need different suffixes.
 
     Raises:
         OSError: If the file cannot be written.
     """
-    unfinished = path.with_name(f".{path.name}.unfinished")
+    unfinished = path.with_name(f".{path.name}.{suffix}")
     unfinished.write_bytes(content)
     os.replace(unfinished, path)
 
