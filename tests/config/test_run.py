@@ -176,12 +176,9 @@ def test_printable_text_is_not_changed(text):
 
 def test_several_processes_can_write_the_same_output_file(tmp_path):
     path = tmp_path / "out.txt"
-    write_often = "\n".join(
-        (
-            "from pathlib import Path",
-            "from titanlite.config.files import write_output",
-            f"for _ in range(300): write_output(Path({str(path)!r}), b'text')",
-        )
+    write_often = (
+        "from pathlib import Path\nfrom titanlite.config.files import write_output\n"
+        f"for _ in range(300): write_output(Path({str(path)!r}), b'text')"
     )
 
     processes = [subprocess.Popen([sys.executable, "-c", write_often]) for _ in range(2)]

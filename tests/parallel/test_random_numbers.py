@@ -6,6 +6,7 @@ import mutants.plugins  # noqa: F401  # registers the architecture "dropout_bloc
 import pytest
 import torch
 from tiny_run import SEQ_LEN, VOCAB_SIZE, TinyRun, assert_equal
+from torch.nn.utils import get_total_norm
 
 from titanlite.data.batch import Microbatch
 
@@ -46,15 +47,15 @@ def test_compiled_activation_checkpointing_repeats_the_random_numbers(mode):
     # compare the gradient with the slope of the loss, which has the same numbers in each call.
     run = create_run(mode, compiled=True)
     compute_loss(run)
-    gradients = {name: weight.grad.clone() for name, weight in run.model.named_parameters()}
-    norm = torch.stack([gradient.full_tensor().square().sum() for gradient in gradients.values()])
-    norm = norm.sum().sqrt().item()
+    weights: list[Any] = list(run.model.parameters())
+    gradients = [weight.grad.clone() for weight in weights]
+    norm = get_total_norm(gradients).item()
 
     losses = []
     for shift in (STEP, -2 * STEP):
         with torch.no_grad():
-            for name, weight in run.model.named_parameters():
-                weight.add_(gradients[name], alpha=shift / norm)
+            for weight, gradient in zip(weights, gradients, strict=True):
+                weight.add_(gradient, alpha=shift / norm)
         losses.append(compute_loss(run))
 
     # With the gradient of other dropout masks, the slope is 30% less than the norm.
