@@ -659,41 +659,22 @@ def check_effects(run: Run) -> Problems:
     For example, `samples.freq` has no effect without `samples.prompts`.
     """
     job = run.job
-    checkpoint, float8, parallelism = job.checkpoint, job.float8, job.parallelism
-    validation = job.validation
+    float8, parallelism, validation = job.float8, job.parallelism, job.validation
 
     validates = validation.freq > 0
     has_validation_data = validation.path or validation.sources
     validation_key = "validation.path" if validation.path else "validation.source"
     may_validate = validates or validation.holdout or "freq" in validation.model_fields_set
-    rolls_back = job.guards.on_spike == "roll_back"
     is_tensorwise = float8.recipe_name == "tensorwise"
     gathers_fp8 = float8.enable_fsdp_float8_all_gather
     has_bfloat16 = "bfloat16" in (run.state_dtype, job.training.dtype)
     compiles_tensor_parallel = run.degrees.tensor > 1 and run.compiles("model")
-    selects_step = checkpoint.load_step != -1
 
     # Key, whether it is set, whether it has an effect, and what it needs.
     effects = [
         ("samples.freq", job.samples.freq, job.samples.prompts, "samples.prompts"),
         (validation_key, has_validation_data, may_validate, "validation.freq"),
-        ("checkpoint.keep_best", checkpoint.keep_best, validates, "validation.freq"),
-        ("checkpoint.keep_best", checkpoint.keep_best, checkpoint.enable, "checkpoint.enable"),
-        ("checkpoint.mirror", checkpoint.mirror, checkpoint.enable, "checkpoint.enable"),
-        ("checkpoint.load_step", selects_step, checkpoint.enable, "checkpoint.enable"),
-        (
-            "checkpoint.initial_load_path",
-            checkpoint.initial_load_path,
-            checkpoint.enable,
-            "checkpoint.enable",
-        ),
-        (
-            "checkpoint.last_save_in_hf",
-            checkpoint.last_save_in_hf,
-            checkpoint.enable,
-            "checkpoint.enable",
-        ),
-        ("guards.on_spike", rolls_back, checkpoint.enable, "checkpoint.enable"),
+        ("checkpoint.keep_best", job.checkpoint.keep_best, validates, "validation.freq"),
         (
             "float8.enable_fsdp_float8_all_gather",
             gathers_fp8,
@@ -734,6 +715,24 @@ def check_effects(run: Run) -> Problems:
     for key, is_set, has_effect, needed in effects:
         if is_set and not has_effect:
             yield Problem(key, f"has no effect without {needed}. Set both, or remove it.")
+
+
+def check_disabled_checkpoints(run: Run) -> Problems:
+    """If checkpoint.enable is false, report the keys that have no effect without checkpoints."""
+    checkpoint = run.job.checkpoint
+    if checkpoint.enable:
+        return
+    is_set = {
+        "checkpoint.keep_best": checkpoint.keep_best,
+        "checkpoint.mirror": checkpoint.mirror,
+        "checkpoint.load_step": checkpoint.load_step != -1,
+        "checkpoint.initial_load_path": checkpoint.initial_load_path,
+        "checkpoint.last_save_in_hf": checkpoint.last_save_in_hf,
+        "guards.on_spike": run.job.guards.on_spike == "roll_back",
+    }
+    for key, value in is_set.items():
+        if value:
+            yield Problem(key, "has no effect without checkpoint.enable. Set both, or remove it.")
 
 
 # Data and tokenizer.
@@ -1110,13 +1109,13 @@ KEY_RULES = [
     Rule(check_mup, ("model", "optimizer")),
     Rule(check_optimizer_groups, ("model", "optimizer")),
     Rule(check_symmetric_memory, ("parallelism",)),
+    Rule(check_disabled_checkpoints, ("checkpoint", "guards")),
     Rule(
         check_effects,
         (
             "samples",
             "validation",
             "checkpoint",
-            "guards",
             "float8",
             "optimizer",
             "training",

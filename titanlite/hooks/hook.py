@@ -150,7 +150,7 @@ class Hook:
 
         Args:
             entry: The metrics. Losses, norms, token counts and failed saves are equal on all ranks.
-                Times, speeds, memory, and other waits and failures are those of this rank.
+                Each rank measures its own times, speeds, memory, and other waits and failures.
         """
 
     def wants(self, step: int) -> Request:

@@ -15,9 +15,9 @@ from titanlite.hooks.hook import Request
 from titanlite.runtime.world import gathered
 
 REQUEST_DELAY = {"cpu": 0, "cuda": 1}
-"""Number of steps between sending a request and receiving it on all ranks, by device type.
+"""Number of steps between submitting a request and receiving it on all ranks, by device type.
 
-When a run ends on a GPU, the request that was sent last is dropped.
+When a run ends on a GPU, the request that was submitted last is dropped.
 """
 
 
@@ -29,17 +29,17 @@ class RequestExchange:
     norm also counts the ranks with a request. The ranks gather their requests only if this count is
     not 0.
 
-    On a CPU, a request that is sent with a step is received after this step. On a GPU, it is
+    On a CPU, a request that is submitted with a step is received after this step. On a GPU, it is
     received one step later: the CPU launches the next step before it waits for the count, so that
-    the GPU always has work. The request must therefore be sent one step early:
+    the GPU always has work. The request must therefore be submitted one step early:
 
-        when          | CPU (`delay` 0)             | GPU (`delay` 1)
-        before step 1 |                             | send for step 1
-        in step 1     | send and receive for step 1 | send for step 2, receive for step 1
-        in step 2     | send and receive for step 2 | send for step 3, receive for step 2
+        when          | CPU (`delay` 0)               | GPU (`delay` 1)
+        before step 1 |                               | submit for step 1
+        in step 1     | submit and receive for step 1 | submit for step 2, receive for step 1
+        in step 2     | submit and receive for step 2 | submit for step 3, receive for step 2
 
     Attributes:
-        delay: Number of steps between sending and receiving a request: 0 on a CPU, 1 on a GPU.
+        delay: Number of steps between submitting and receiving a request: 0 on a CPU, 1 on a GPU.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -53,10 +53,8 @@ class RequestExchange:
         self._group = group
         self._queue = deque[_QueuedRequest]()
 
-    def send(self, request: Request, num_requests: Tensor | None = None) -> None:
-        """Queue the request of this rank until `receive` exchanges it with the other ranks.
-
-        This does not communicate.
+    def submit(self, request: Request, num_requests: Tensor | None = None) -> None:
+        """Keep the request of this rank until `receive` exchanges it with the other ranks.
 
         Args:
             request: Request of this rank. In most steps it is empty.
@@ -78,12 +76,12 @@ class RequestExchange:
         self._queue.append(_QueuedRequest(request, count, copied))
 
     def receive(self) -> Request:
-        """Combine the requests that the ranks have sent for a step, and return the result.
+        """Combine the requests that the ranks have submitted for a step, and return the result.
 
-        Calls return the requests in the order in which they were sent. All ranks call this
+        Calls return the requests in the order in which they were submitted. All ranks call this
         together, and all receive the same result. The CPU waits for the step with which the
-        requests were sent, because its gradient all-reduce counts them. On a GPU, this is the step
-        before the newest one, so the GPU has work during the wait.
+        requests were submitted, because its gradient all-reduce counts them. On a GPU, this is the
+        step before the newest one, so the GPU has work during the wait.
         """
         queued = self._queue.popleft()
         if queued.copied is not None and not queued.copied.query():

@@ -294,13 +294,13 @@ class Trainer:
 
         # End before the first step if a rank has no data or has received a signal.
         data_error = self._wait_for_data(self.steps_done + 1)
-        exchange.send(Request(stop=self.stop_signal, data_fails=data_error is not None))
+        exchange.submit(Request(stop=self.stop_signal, data_fails=data_error is not None))
         end = self._find_end(exchange.receive())
 
-        # On a GPU (`delay` 1), send the request for each step during the step before it, and the
-        # request for the first step here. On a CPU (`delay` 0), send it during the step itself.
+        # On a GPU (`delay` 1), submit the request for each step during the step before it, and the
+        # request for the first step here. On a CPU (`delay` 0), submit it during the step itself.
         if exchange.delay > 0:
-            exchange.send(self._collect_request(self.steps_done + 1))
+            exchange.submit(self._collect_request(self.steps_done + 1))
 
         while end is None:
             step = self.steps_done + 1
@@ -308,7 +308,7 @@ class Trainer:
             self.step(has_request=local_request != Request())
             # The step has counted the ranks with a request. If the count is 0, `receive` does not
             # communicate.
-            exchange.send(local_request, self._num_requests)
+            exchange.submit(local_request, self._num_requests)
 
             request = exchange.receive()  # of all ranks, for `step`
             end = self._find_end(request)
@@ -351,7 +351,7 @@ class Trainer:
             step,
             has_request=has_request,
         )
-        self._num_requests = result.num_requests  # for `_run_steps`, which sends it
+        self._num_requests = result.num_requests  # for `_run_steps`
         self.meter.record(result.grad_norm, result.num_valid_tokens, result.seconds)
         for hook in self.hooks:
             hook.after_step(step, result)
@@ -648,7 +648,7 @@ class Trainer:
             return
         raise UserError(
             f"The data is smaller than one global batch: {end}. "
-            "Lower training.global_batch_size or training.seq_len, or raise dataset.max_epochs."
+            "Lower training.global_batch_size or training.seq_len, or raise max_epochs."
         )
 
     def _reduce_losses(self, loss: Tensor, local_tokens: int) -> Tensor:
