@@ -36,6 +36,13 @@ from titanlite.rules import (
 )
 
 THREADS = "OMP_NUM_THREADS"
+_LAUNCHER_VARIABLES = {
+    "WORLD_SIZE": (1, MOST_RANKS),
+    "RANK": (0, MOST_RANKS - 1),
+    "LOCAL_WORLD_SIZE": (1, MOST_RANKS),
+    "LOCAL_RANK": (0, MOST_RANKS - 1),
+}
+"""Variables that launchers set for each rank -> smallest and largest value. All are optional."""
 
 
 def load_run(
@@ -237,17 +244,21 @@ def read_world_size() -> int:
     """Return the number of ranks that the launcher has set in WORLD_SIZE, or 1 without a launcher.
 
     Raises:
-        UserError: If WORLD_SIZE or RANK is invalid.
+        UserError: If WORLD_SIZE or another variable of the launcher is invalid.
     """
-    size = os.environ.get("WORLD_SIZE", "1")
-    rank = os.environ.get("RANK", "0")
-    try:
-        is_valid = 0 <= int(rank) < int(size) <= MOST_RANKS
-    except ValueError:  # not a number
-        is_valid = False
-    if not is_valid:
-        raise UserError(
-            f"WORLD_SIZE={size[:40]}, RANK={rank[:40]}: RANK must be a number from 0, less than "
-            "WORLD_SIZE."
-        )
-    return int(size)
+    values: dict[str, int] = {}
+    for name, (smallest, largest) in _LAUNCHER_VARIABLES.items():
+        text = os.environ.get(name, str(smallest))
+        try:
+            values[name] = int(text)
+            is_valid = smallest <= values[name] <= largest
+        except ValueError:  # not a number
+            is_valid = False
+        if not is_valid:
+            raise UserError(f"{name}={text[:40]} must be an integer from {smallest} to {largest}.")
+
+    rank = values["RANK"]
+    world_size = values["WORLD_SIZE"]
+    if rank >= world_size:
+        raise UserError(f"RANK={rank} must be less than WORLD_SIZE={world_size}.")
+    return world_size

@@ -105,7 +105,7 @@ def _rendezvous(world_size: int, timeout: timedelta, file: str | None) -> Store:
             the address in the environment variables of torchrun.
 
     Raises:
-        UserError: If there are several ranks and a variable is missing.
+        UserError: If there are several ranks, and a variable is missing or invalid.
     """
     if world_size == 1:
         return HashStore()
@@ -119,9 +119,12 @@ def _rendezvous(world_size: int, timeout: timedelta, file: str | None) -> Store:
     # "env://" reads MASTER_ADDR and MASTER_PORT, and yields store, rank and world size.
     try:
         store, _, _ = next(rendezvous("env://", timeout=timeout))
-    except ValueError as error:  # a variable is not set
-        launcher = f"`NGPU={world_size} titanlite launch` or torchrun"
-        raise UserError(f"{error}. Start with {launcher}, which set all of them.") from None
+    except ValueError as error:  # a variable is not set or not a port
+        reason = str(error).rstrip(".")
+        raise UserError(
+            f"MASTER_ADDR and MASTER_PORT must name the address of the first rank: {reason}. Start "
+            f"with `NGPU={world_size} titanlite launch` or torchrun, which set these variables."
+        ) from None
     return store
 
 
