@@ -1,10 +1,10 @@
-"""Converts torchtitan job files to our job files, as text.
+"""Converts torchtitan job files to titanlite job files, as text.
 
 Resolved configs of torchtitan 0.3 are read as job files of 0.2; see `resolved`.
 
 Invariant: Each key of the torchtitan job file is carried over or reported as lost with the reason.
-Our job file is valid, or the torchtitan job file is rejected with a message about all wrong values.
-This module reads and writes no files.
+The new job file is valid, or the torchtitan job file is rejected with a message about all wrong
+values. This module reads and writes no files.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SMALL_LAYERS = "auto_filter_small_kn"
 
 
 class Migration:
-    """The conversion of one torchtitan job file to our format.
+    """The conversion of one torchtitan job file to the format of titanlite.
 
     Args:
         raw: Content of the torchtitan job file, or of a resolved config of torchtitan 0.3 (JSON).
@@ -86,16 +86,18 @@ class Migration:
         # Defaults come last, because they apply only to keys that are still missing.
         self._add_defaults()
         self._convert_initial_weights()
+        if self._new.get("checkpoint.enable") is False:
+            self._remove_weight_options()
         self.text = self._format_job_file()
 
     @property
     def carried(self) -> int:
-        """Return how many keys of the torchtitan job file kept their name in our job file."""
+        """Return how many keys of the torchtitan job file kept their name in the new job file."""
         return sum(self._origin.get(key) == key for key in self._new)
 
     @property
     def renamed(self) -> dict[str, str]:
-        """Map each torchtitan key that is renamed in our job file to its new name."""
+        """Map each torchtitan key that has another name in the new job file to this name."""
         # Skip new keys that were removed again, and origins that are not in the old file.
         return {
             old: new
@@ -108,12 +110,12 @@ class Migration:
         """Return the RoPE scaling factor that torchtitan uses for the model."""
         return tables.ROPE_SCALING_FACTOR[self.version] if self.model == "llama3" else 1.0
 
-    # Access to the torchtitan job file and our job file.
+    # Access to the torchtitan job file and the new job file.
 
     def _get_integer(self, key: str, default: int) -> int:
-        """Return the integer value of a key in our job file, else in the torchtitan job file.
+        """Return the integer value of a key in the new job file, else in the torchtitan job file.
 
-        If neither file has the key, return `default`.
+        If neither file has the key, return `default`, which is the torchtitan default.
 
         Raises:
             UserError: If the value is not an integer.
@@ -124,25 +126,25 @@ class Migration:
             raise UserError(f"{old_key} = {format_value(value)}: must be an integer.")
         return value
 
-    def _carry_over(self, key: str, value: Any, origin: str) -> None:
-        """Set a key of our job file to a value that comes from the torchtitan job file.
+    def _carry_over(self, key: str, value: Any, old_key: str) -> None:
+        """Set a key of the new job file to a value that comes from the torchtitan job file.
 
         Args:
-            key: Key of our job file.
+            key: Key of the new job file.
             value: Converted value.
-            origin: Key of the torchtitan job file that had the value.
+            old_key: Key of the torchtitan job file that had the value.
 
         Raises:
             UserError: If another torchtitan key has already set `key` to another value.
         """
         if key in self._new and self._new[key] != value:
-            both = f"{self._origin[key]} and {origin}"
+            both = f"{self._origin[key]} and {old_key}"
             raise UserError(f"{both} both become {key}, with different values. Remove one of them.")
         self._new[key] = value
-        self._origin[key] = self._names_in_file.get(origin, origin)
+        self._origin[key] = self._names_in_file.get(old_key, old_key)
 
     def _set_default(self, key: str, value: Any, why: str = "") -> None:
-        """Set a key of our job file, unless it already has a value.
+        """Set a key of the new job file, unless it already has a value.
 
         If there is a reason `why`, report it.
         """
@@ -150,10 +152,10 @@ class Migration:
             self._set(key, value, why)
 
     def _set(self, key: str, value: Any, why: str = "") -> None:
-        """Set a key of our job file to a value that is not in the torchtitan job file.
+        """Set a key of the new job file to a value that is not in the torchtitan job file.
 
         Args:
-            key: Key of our job file.
+            key: Key of the new job file.
             value: Value, which replaces the current value of the key.
             why: Reason for the report. If empty, the key is not reported.
         """
@@ -168,9 +170,9 @@ class Migration:
     # Conversion.
 
     def _convert_key(self, key: str, value: Any) -> None:
-        """Convert a key of the torchtitan job file and its value, and add them to our job file.
+        """Convert a key of the torchtitan job file and its value, and add them to the new job file.
 
-        Report the key as lost if our job files have no equivalent.
+        Report the key as lost if titanlite has no equivalent.
         """
         if key in tables.CONVERTED:
             return  # another method converts it, together with other keys
@@ -247,7 +249,7 @@ class Migration:
         )
 
     def _convert_data(self) -> None:
-        """Set the training data of our job file, and the validation data if it is enabled."""
+        """Set the training data of the new job file, and the validation data if it is enabled."""
         self._convert_source("dataset", old_section="training", default="c4_test")
         if self._old.get("validation.enable") is True:
             self._set_default("validation.freq", 10, DEFAULT)
@@ -261,10 +263,10 @@ class Migration:
                 self._report_lost(key, reason)
 
     def _convert_source(self, section: str, old_section: str, default: str) -> None:
-        """Set a data section of our job file to the dataset of the torchtitan job file.
+        """Set a data section of the new job file to the dataset of the torchtitan job file.
 
         Args:
-            section: Section of our job file, "dataset" or "validation".
+            section: Section of the new job file, "dataset" or "validation".
             old_section: Section of the torchtitan job file that names the dataset.
             default: Dataset that torchtitan uses if the section names none.
 
@@ -276,12 +278,14 @@ class Migration:
         name = self._old.get(name_key, default)
         is_c4 = name in ("c4", "c4_validation")  # two splits of the same dataset
 
-        has_path = path_key in self._old  # a local folder, or a name on the Hugging Face Hub
-        if has_path:
-            self._carry_over(f"{section}.source", "huggingface", origin=name_key)
-            self._carry_over(f"{section}.path", self._old[path_key], origin=path_key)
+        if path_key in self._old:  # a local folder, or a name on the Hugging Face Hub
+            self._carry_over(f"{section}.source", "huggingface", name_key)
+            self._carry_over(f"{section}.path", self._old[path_key], path_key)
+            if is_c4:  # torchtitan always streams the English part
+                self._set_default(f"{section}.config", "en")
+                self._set_default(f"{section}.streaming", True)
         elif is_c4:
-            self._carry_over(f"{section}.source", "c4", origin=name_key)
+            self._carry_over(f"{section}.source", "c4", name_key)
         elif name == "c4_test":
             self._replace_c4_test(section, name_key)
         else:
@@ -290,9 +294,6 @@ class Migration:
                 "Add dataset_path, a folder or a name on the Hub."
             )
 
-        if has_path and is_c4:  # torchtitan always streams the English part
-            self._set_default(f"{section}.config", "en")
-            self._set_default(f"{section}.streaming", True)
         if name == "c4_validation":
             self._set_default(f"{section}.split", "validation")
 
@@ -318,17 +319,16 @@ class Migration:
             self._set("lr_scheduler.warmup_steps", steps, why)
 
     def _convert_microbatches(self) -> None:
-        """Convert the batch sizes of a pipeline.
+        """Convert the batch sizes of a job with pipeline parallelism.
 
-        In the torchtitan job file, `training.local_batch_size` is the number of sequences of a rank
-        per step. In our job file, it is the number of sequences per microbatch, so that
-        `training.global_batch_size` determines the number of microbatches.
+        In the torchtitan job file, `training.local_batch_size` is the number of sequences that a
+        rank trains on per step. In the new job file, it is the number of sequences per microbatch,
+        and `training.global_batch_size` determines the number of microbatches.
         """
         num_stages = self._get_integer("parallelism.pipeline_parallel_degree", 1)
         if num_stages == 1:
             return
 
-        # Set the local batch to one microbatch. The defaults here are torchtitan defaults.
         local_key = "training.local_batch_size"
         local_size = self._get_integer(local_key, 8)
         microbatch_size = self._get_microbatch_size(local_size, num_stages)
@@ -351,7 +351,7 @@ class Migration:
         global_key = "training.global_batch_size"
         num_ranks = self._find_num_data_parallel_ranks()
         if num_ranks is not None:
-            self._set(global_key, local_size * num_ranks, local_key)
+            self._set(global_key, local_size * num_ranks, why=local_key)
             return
 
         self._report_lost(
@@ -445,26 +445,29 @@ class Migration:
             self._set_default("checkpoint.last_save_model_only", True, DEFAULT)
 
     def _convert_initial_weights(self) -> None:
-        """Set the path of initial weights in Hugging Face format.
+        """Set the path of the initial weights, if they are in the Hugging Face format.
 
-        If the job loads a torchtitan checkpoint, report how the user can convert it.
+        If they are in a torchtitan checkpoint, remove its path, and report how the user can convert
+        the checkpoint.
         """
         key = "checkpoint.initial_load_path"
         if self._old.get("checkpoint.initial_load_in_hf") is True:
             # Without a path, torchtitan loads the weights in the folder of the tokenizer.
             folder = self._old.get("model.hf_assets_path", "./tests/assets/tokenizer")
-            self._set_default(key, folder, f"{DEFAULT}: model.hf_assets_path")
+            why = f"{DEFAULT}: model.hf_assets_path"
+            self._set_default(key, folder, why)
         elif key in self._new:
             command = self._get_import_command(self._new.pop(key))
             reason = f"It is a torchtitan checkpoint. To convert its weights, run {command}."
             self._report_lost(key, reason)
 
-        if self._new.get("checkpoint.enable") is False:
-            for name in ("initial_load_path", "initial_load_in_hf", "last_save_in_hf"):
-                if self._new.get(f"checkpoint.{name}"):
-                    del self._new[f"checkpoint.{name}"]
-                    reason = "It has no effect, because checkpoint.enable is false."
-                    self._report_lost(f"checkpoint.{name}", reason)
+    def _remove_weight_options(self) -> None:
+        """Remove the options for loading and saving weights from a job without checkpoints."""
+        for name in ("initial_load_path", "initial_load_in_hf", "last_save_in_hf"):
+            key = f"checkpoint.{name}"
+            if self._new.get(key):
+                del self._new[key]
+                self._report_lost(key, "It has no effect, because checkpoint.enable is false.")
 
     def _get_import_command(self, path: Any) -> str:
         """Return the command that imports a torchtitan checkpoint of the model."""
@@ -480,7 +483,7 @@ class Migration:
         )
 
     def _format_job_file(self) -> str:
-        """Validate our job file and return it as text, with keys in the order of the schema.
+        """Validate the new job file and return it as text, with keys in the order of the schema.
 
         Raises:
             UserError: If a value is invalid. The message names the key in the torchtitan job file.
