@@ -23,7 +23,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, MutableSequence
 from functools import partial
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -220,7 +219,8 @@ class SequenceReader:
             if self._choose_worker(source, index_in_source) != shard.worker:
                 continue
 
-            # All ranks read all sequences of a source that ends, so that all of them find its end.
+            # A source with max_epochs ends. All ranks read all of its sequences, so that all of
+            # them find the end at the same step.
             belongs_to_rank = index_in_batch % shard.num_ranks == shard.rank
             has_end = self._data.specs[source].max_epochs > 0
             if belongs_to_rank or has_end:
@@ -266,8 +266,8 @@ class SequenceReader:
 
         self._progress[_SOURCE] = source  # for the report of a read that hangs
         for sequence in self._streams[source, stream]:
-            sequence_index = sequence.next_position.num_sequences - 1
-            if sequence_index >= index_in_stream:  # other ranks read the sequences before
+            num_read = sequence.next_position.num_sequences  # in this stream, with `sequence`
+            if num_read > index_in_stream:  # the sequences before are left out
                 return sequence._replace(index=index_in_batch)
 
         name = self._data.sources[source].name
@@ -321,24 +321,29 @@ class SequenceReader:
     def _list_units(self, source_index: int, stream: int, first_index: int) -> Iterator[_Unit]:
         """Yield the documents or parts that a stream reads, in shuffled order.
 
-        The streams of a source take turns. For example, stream 1 of 4 has the positions 1, 5, 9,
+        The streams of a source take turns. For example, stream 1 of 4 reads the positions 1, 5, 9,
         ... of the shuffled order. With `first_index` 2, it begins at position 9.
         """
         num_units = self._data.sources[source_index].num_units
         num_streams = len(self._data.positions[source_index])
         max_epochs = self._data.specs[source_index].max_epochs
         end = max_epochs * num_units if max_epochs else NEVER
-        positions = range(stream, end, num_streams)[first_index:]
+        first_position = stream + first_index * num_streams
+        positions = range(first_position, end, num_streams)
 
         # Compute the order of many units at once, because each numpy call has a fixed cost. Usually
         # this is the stream's share of an epoch, but at least 8 and at most 256 units.
         block_size = max(8, min(256, num_units // num_streams))
         for start in range(0, len(positions), block_size):
             block = positions[start : start + block_size]
-            indices = epoch_order(num_units, self._data.seed, np.array(block))
-            for index, position in zip(indices.tolist(), block, strict=True):
-                index_in_stream = position // num_streams
-                yield _Unit(index, position, index_in_stream, is_repeated=position >= num_units)
+            units = epoch_order(num_units, self._data.seed, np.array(block)).tolist()
+            for position, unit in zip(block, units, strict=True):
+                yield _Unit(
+                    index=unit,
+                    position=position,
+                    index_in_stream=position // num_streams,
+                    is_repeated=position >= num_units,  # after the first epoch
+                )
 
     def _read_document(self, source: RandomAccess, unit: _Unit) -> Document:
         """Read and tokenize the document `unit` of a source with random access."""
@@ -359,19 +364,21 @@ class SequenceReader:
         for window_start, window in self._read_windows(source, part.index, start.window_start):
             size = len(window)
             shuffle_key = f"{self._data.seed} position {part.position} window {window_start}"
-            order = permuted(np.arange(size), size, shuffle_key).tolist()
-            shuffled = [(window_start + i, window[i]) for i in order]
+            shuffled_offsets = permuted(np.arange(size), size, shuffle_key).tolist()
 
-            positions = [
-                DocumentPosition(part.index_in_stream, window_start, i) for i in range(size)
-            ]
-            positions.append(DocumentPosition(part.index_in_stream, window_start + size))
-            for (index_in_part, record), (position, next_position) in zip(
-                shuffled, pairwise(positions), strict=True
-            ):
-                if position >= start:
-                    tokens = self._data.documents.encode(record, is_repeated=part.is_repeated)
-                    yield Document(position, next_position, part.index, index_in_part, tokens)
+            for index_in_window, offset in enumerate(shuffled_offsets):
+                position = DocumentPosition(part.index_in_stream, window_start, index_in_window)
+                if position < start:
+                    continue  # it was read before the run was resumed
+
+                is_last = index_in_window + 1 == size
+                if is_last:
+                    next_position = DocumentPosition(part.index_in_stream, window_start + size)
+                else:
+                    next_position = position._replace(index_in_window=index_in_window + 1)
+                index_in_part = window_start + offset
+                tokens = self._data.documents.encode(window[offset], is_repeated=part.is_repeated)
+                yield Document(position, next_position, part.index, index_in_part, tokens)
 
     def _read_windows(
         self, source: Sequential, part: int, start: int
@@ -383,10 +390,10 @@ class SequenceReader:
         Args:
             source: Source that contains the part.
             part: Index of the part in the source.
-            start: Index of the first record to read, counted from the beginning of the part.
+            start: Index in the part of the first record to read.
 
         Yields:
-            The index of the first record of a window, counted likewise, and all its records.
+            The index in the part of the first record of a window, and all records of the window.
         """
         window_start = start
         window: list[Record] = []
@@ -395,7 +402,7 @@ class SequenceReader:
             # For the report of a read that hangs.
             self._progress[_PART] = part
             self._progress[_DOCUMENT] = index
-            if record is None:  # before `start`
+            if record is None:  # `source.read` skips the records before `start`
                 continue
 
             window.append(record)
