@@ -72,12 +72,13 @@ class Mixture:
         minus the number of sequences that it has got. With m = 2n - 2 for n sources:
 
         1. Candidates are the sources with a lag of at least 1/m.
-        2. The candidate whose lag would be the first to reach 1 - 1/m gets the next sequence.
+        2. Choose the candidate whose lag would be the first to reach 1 - 1/m if all sequences from
+           now on came from other sources.
 
         For example, weights of 3 and 1 give the sources 0, 0, 1, 0. Before the third sequence, the
         lags are 3 * 3/4 - 2 = 0.25 and 3 * 1/4 - 0 = 0.75, so only source 1 is a candidate (m = 2).
         """
-        m = 2 * len(self.counts) - 2
+        m = 2 * len(self.weights) - 2
         total_weight = sum(self.weights)
         num_sequences = sum(self.stage_counts) + 1  # including the next one
 
@@ -87,15 +88,16 @@ class Mixture:
         for source, (weight, count) in enumerate(zip(self.weights, self.stage_counts, strict=True)):
             if m * (num_sequences * weight - count * total_weight) >= total_weight:
                 candidates.append(source)
-        common_multiple = math.lcm(*(self.weights[source] for source in candidates))
 
-        def deadline(source: int) -> int:
-            # The lag reaches 1 - 1/m after (count + 1 - 1/m) * total_weight / weight sequences.
-            # Return this as an integer, multiplied by a factor that all candidates share.
-            count = self.stage_counts[source]
-            return (m * (count + 1) - 1) * (common_multiple // self.weights[source])
-
-        return min(candidates, key=deadline)
+        # The lag reaches 1 - 1/m after (count + 1 - 1/m) * total_weight / weight sequences. Find
+        # the candidate with the least (count + 1 - 1/m) / weight. To compare the fractions of two
+        # candidates, multiply both by m and by both weights.
+        numerators = [m * (count + 1) - 1 for count in self.stage_counts]
+        first = candidates[0]
+        for source in candidates:
+            if numerators[source] * self.weights[first] < numerators[first] * self.weights[source]:
+                first = source
+        return first
 
     def state_dict(self) -> dict[str, Any]:
         """Return the progress of the mixture as JSON values, to save in a checkpoint.

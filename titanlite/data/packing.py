@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -190,13 +191,15 @@ def best_fit(read_documents: ReadDocuments, length: int, start: StreamPosition) 
         read_documents: Reads the documents of the stream from a position.
         length: Maximum number of tokens per sequence: training.seq_len + 1, because labels are
             shifted by one.
-        start: Position of the first sequence to yield: the first document of a window, and the
-            index of the sequence in the window.
+        start: Position of the first sequence to yield. Its `document` is the first document of a
+            window, and its `offset` is the index of the sequence in the window.
 
     Yields:
         The segments of a sequence, and the position at which the next sequence begins.
     """
-    num_sequences, window_start, first_index = start
+    num_sequences = start.num_sequences
+    window_start = start.document
+    first_index = start.offset
     documents = read_documents(window_start)
     while window := _read_window(documents, BEST_FIT_WINDOW * length):
         sequences = _pack_window(window, window_start, length)
@@ -205,9 +208,9 @@ def best_fit(read_documents: ReadDocuments, length: int, start: StreamPosition) 
             num_sequences += 1
             is_last = i + 1 == len(sequences)
             if is_last:
-                next_start = StreamPosition(num_sequences, window_end)
+                next_start = StreamPosition(num_sequences, window_end, offset=0)
             else:
-                next_start = StreamPosition(num_sequences, window_start, i + 1)
+                next_start = StreamPosition(num_sequences, window_start, offset=i + 1)
             yield sequences[i], next_start
 
         # Only the first window may begin in the middle, after a resume.
@@ -287,7 +290,8 @@ def _place_segments(segments: list[Segment], length: int) -> list[list[Segment]]
     longest_first = sorted(segments, key=lambda segment: len(segment.tokens), reverse=True)
     for segment in longest_first:
         size = len(segment.tokens)
-        fullest = bisect_left(free_space, (size, -1))  # the least space that is enough
+        # Find the least space that is enough.
+        fullest = bisect_left(free_space, size, key=itemgetter(0))
         if fullest < len(free_space):
             num_free, index = free_space.pop(fullest)
         else:  # begin a new sequence
