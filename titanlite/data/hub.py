@@ -110,7 +110,7 @@ def _choose_get_arguments(kind: str, path: str, vocab_size: int) -> str:
             tokenizer of this size.
     """
     # A folder with a known name.
-    presets = load_presets()
+    presets = load_presets()  # keyed by arguments, such as "tokenizer gpt2"
     for folder in Path(path).parts:
         arguments = f"{kind} {folder}"
         if arguments in presets:
@@ -123,9 +123,9 @@ def _choose_get_arguments(kind: str, path: str, vocab_size: int) -> str:
         return f"tokenizer {path}"
 
     # A known tokenizer of the right size.
-    for name, preset in presets.items():
+    for arguments, preset in presets.items():
         if preset.get("tokens") == vocab_size:
-            return name
+            return arguments
     return ""
 
 
@@ -255,6 +255,8 @@ class HubFiles:
 
     def _fetch_file(self, entry: TreeEntry, target: Path, unfinished: Path) -> None:
         """Download one file unless it exists, verify it, and move it to its final path.
+
+        With a local copy of the repository, copy the file instead.
 
         Args:
             entry: The file in the repository.
@@ -493,7 +495,8 @@ def _find_preset(kind: str, name: str) -> Mapping[str, Any]:
         return preset
 
     # Reduce a URL such as https://huggingface.co/datasets/OWNER/NAME/tree/main to OWNER/NAME.
-    repo = re.sub("^https?://[^/]+/(datasets/)?|/(tree|blob)/.*", "", name)
+    path = re.sub("^https?://[^/]+/(datasets/)?", "", name)
+    repo = re.sub("/(tree|blob)/.*", "", path)
     if _REPOSITORY.fullmatch(repo):
         return {"repo": repo}
 

@@ -214,7 +214,8 @@ class Loader:
             try:
                 self._prefetched.append(self._read_batch())
             except Exception as error:
-                self._read_error = error
+                self._read_error = error  # also for later calls
+                return error
         return None
 
     def _read_batch(self) -> list[PackedSequence]:
@@ -304,7 +305,8 @@ class Loader:
             Two lists of messages, one line per difference:
 
             - differences that prevent resuming, such as a different seq_len
-            - sources with changed contents, with which dataset.on_change = "warn" allows resuming
+            - sources with changed contents, which do not prevent resuming if dataset.on_change is
+              "warn"
 
         Raises:
             CheckpointError: If `state` has a version that this loader cannot read.
@@ -312,10 +314,11 @@ class Loader:
         return compare_position(state, self._data)
 
     def _synchronize(self) -> list[_RankReport]:
-        """Gather the reports of all ranks, move to the newest positions, and log skipped records.
+        """Exchange the progress of all ranks, and log the records that they have skipped.
 
-        A rank may read only some streams of documents. Afterwards, every rank knows the position in
-        each stream. Only the first rank logs.
+        The documents of a source are divided into streams, and a rank may read only some of them.
+        This function updates `self._data.positions`, so that every rank knows the position in each
+        stream. Only the first rank logs.
 
         Returns:
             The report of each data-parallel rank.
@@ -334,8 +337,8 @@ class Loader:
         for rank_report in reports:
             for (source, stream), position in rank_report.new_positions.items():
                 # Several ranks may have read the stream. The largest position is the newest.
-                known_positions = self._data.positions[source]
-                known_positions[stream] = max(position, known_positions[stream])
+                positions = self._data.positions[source]
+                positions[stream] = max(position, positions[stream])
             if self._data_rank == 0:
                 log_skipped_records(rank_report.skip_reasons)
         return reports

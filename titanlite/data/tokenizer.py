@@ -190,7 +190,7 @@ class TiktokenTokenizer(Tokenizer):
     @cached_property
     def fingerprints(self) -> tuple[str, ...]:
         """Hashes by which checkpoints and shards identify this tokenizer, the current one first."""
-        current = _hash_ranks(LLAMA3_PATTERN, self.ranks, self._special, self.bos_id, self.eos_id)
+        current = _hash_bpe(LLAMA3_PATTERN, self.ranks, self._special, self.bos_id, self.eos_id)
         of_file = _sha256(b"tiktoken llama3 " + LLAMA3_PATTERN.encode() + self._raw)
         return current, of_file
 
@@ -298,6 +298,8 @@ class HuggingFaceTokenizer(Tokenizer):
     def _hash_as_tiktoken(self, content: dict[str, Any]) -> str:
         """Return the fingerprint of the tokenizer.model from which a tokenizer.json was converted.
 
+        With it, a run that began with the tokenizer.model can resume with the tokenizer.json.
+
         Args:
             content: Parsed tokenizer.json.
 
@@ -307,12 +309,12 @@ class HuggingFaceTokenizer(Tokenizer):
         """
         pattern = content["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]
         special = {token["content"]: token["id"] for token in content["added_tokens"]}
-        byte_of = byte_level_symbols()
+        byte_of_symbol = byte_level_symbols()
         ranks = {}
         for token, rank in content["model"]["vocab"].items():
-            token_bytes = bytes(byte_of[symbol] for symbol in token)
+            token_bytes = bytes(byte_of_symbol[symbol] for symbol in token)
             ranks[token_bytes] = rank
-        return _hash_ranks(pattern, ranks, special, self.bos_id, self.eos_id)
+        return _hash_bpe(pattern, ranks, special, self.bos_id, self.eos_id)
 
     @contextmanager
     def _convert_errors(self, action: str, remedy: str = "") -> Iterator[None]:
@@ -428,7 +430,7 @@ def _divide(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def _hash_ranks(
+def _hash_bpe(
     pattern: str,
     ranks: Mapping[bytes, int],
     special: Mapping[str, int],
@@ -439,7 +441,7 @@ def _hash_ranks(
 
     Args:
         pattern: Regular expression that splits texts.
-        ranks: Rank of each ordinary token, by its bytes.
+        ranks: Merge rank of each ordinary token, by its bytes.
         special: Id of each special token, by its name.
         bos_id: Id that begins each document, or None.
         eos_id: Id that ends each document.

@@ -83,12 +83,12 @@ class TokenFile:
             raise ValueError(f"{size:,} bytes do not divide into ids of type {self.dtype}")
         if self.index is not None:
             assert self.ends is not None
-            # The documents must follow each other, and the last one must end at the last token.
-            # Comparing the ends, unlike subtracting them, cannot overflow for a damaged index.
-            bounds = np.concatenate([[0], self.ends, [self.num_tokens]])
+            # Each document begins where the previous one ends, and the first one at token 0.
+            # Comparing the bounds, unlike subtracting them, cannot overflow for a damaged index.
+            bounds = np.append(0, self.ends)
             is_ascending = (bounds[:-1] <= bounds[1:]).all()
-            last_end = bounds[-2]  # 0 if there are no documents
-            if not is_ascending or last_end < self.num_tokens:
+            covers_all_tokens = bounds[-1] == self.num_tokens
+            if not is_ascending or not covers_all_tokens:
                 raise ValueError(f"its {self.num_tokens:,} tokens do not match {self.index.path}")
 
     def read(self, start: int, end: int) -> np.ndarray:
@@ -306,7 +306,8 @@ def _read_megatron_index(file: File) -> tuple[np.dtype, np.ndarray, np.ndarray]:
     code, num_sequences, num_bounds = struct.unpack_from("<BQQ", raw, len(_MEGATRON_START))
     if code not in _MEGATRON_DTYPES:
         raise ValueError(f"{file.path} has the data type code {code}, which is not for token ids")
-    bounds_start = _MEGATRON_HEADER_BYTES + (4 + 8) * num_sequences
+    positions_start = _MEGATRON_HEADER_BYTES + 4 * num_sequences
+    bounds_start = positions_start + 8 * num_sequences
     if len(raw) < bounds_start + 8 * num_bounds:
         raise ValueError(f"{file.path} is truncated")
     lengths = np.frombuffer(raw, "<i4", num_sequences, _MEGATRON_HEADER_BYTES)
