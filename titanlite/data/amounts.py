@@ -223,9 +223,9 @@ def describe_sources(run: Run, sizes: Sequence[SourceSize]) -> str:
     shares = sequences / sequences.sum()
     for size, share, epochs in zip(sizes, shares, _compute_epochs(run, sizes), strict=True):
         line = f"{share:6.1%}  {size.description}"
-        if size.bytes_per_token:  # a sample of the text was tokenized
-            if size.tokens:
-                line += f", about {size.tokens:,} tokens"
+        if size.tokens and size.bytes_per_token:
+            line += f", about {size.tokens:,} tokens"
+        if size.bytes_per_token:
             line += f", {size.bytes_per_token:.2f} bytes per token"
         if size.tokens:
             line += f"; {epochs:,.2f} epochs in this run"

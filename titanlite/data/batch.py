@@ -43,7 +43,7 @@ def make_microbatch(
     """
     # Each token predicts the next one: inputs are tokens 0 to T - 1, labels are tokens 1 to T.
     tokens = np.stack([sequence.tokens for sequence in sequences]).astype(np.int64)  # (B, T + 1)
-    ids, is_ignored = remove_marks(tokens)
+    ids, is_ignored = remove_marks(tokens)  # tokens outside of the loss mask are marked
     labels = np.where(is_ignored, IGNORE_INDEX, ids)[:, 1:]  # (B, T)
     arrays = {"input_ids": ids[:, :-1], "labels": labels}
 
@@ -149,12 +149,14 @@ def padded_microbatch(
     inputs = np.zeros(shape, dtype=np.int64)
     labels = np.full(shape, IGNORE_INDEX, dtype=np.int64)
     for i, window in enumerate(windows):
-        # Each token predicts the next one, so the last token is only a label.
-        size = len(window.tokens) - 1
-        inputs[i, :size] = window.tokens[:-1]
+        # Each token predicts the next one.
+        window_inputs = window.tokens[:-1]
+        window_labels = window.tokens[1:]
+        size = len(window_inputs)
+        inputs[i, :size] = window_inputs
         # Only the last `num_scored` labels are scored.
         first_scored = size - window.num_scored
-        labels[i, first_scored:size] = window.tokens[first_scored + 1 :]
+        labels[i, first_scored:size] = window_labels[first_scored:]
 
     return Microbatch(
         input_ids=torch.from_numpy(inputs).to(device),

@@ -117,18 +117,20 @@ class DocumentTokenizer:
         """
         parts = []
         last_end = 0
-        # Append an empty range at the end, so that the text after the last range is added too.
-        for start, end in [*text.trained_ranges, (len(text), len(text))]:
+        for start, end in text.trained_ranges:
             parts.append(mark_ignored(self._encode_text(text[last_end:start])))
             parts.append(self._encode_text(text[start:end]))
             last_end = end
+        parts.append(mark_ignored(self._encode_text(text[last_end:])))
 
         tokens = np.concatenate(parts)
         _, is_ignored = remove_marks(tokens)
-        is_first_ignored = is_ignored[:1].any()  # False if there are no tokens
-        is_last_ignored = is_ignored[-1:].any()
-        bos = mark_ignored(self._bos) if is_first_ignored else self._bos
-        eos = mark_ignored(self._eos) if is_last_ignored else self._eos
+        bos = self._bos
+        eos = self._eos
+        if len(tokens) > 0 and is_ignored[0]:
+            bos = mark_ignored(bos)
+        if len(tokens) > 0 and is_ignored[-1]:
+            eos = mark_ignored(eos)
         return np.concatenate([bos, tokens, eos])
 
     def _is_selected(self, record: str | Prepared) -> bool:

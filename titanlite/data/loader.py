@@ -168,8 +168,8 @@ class Loader:
         sequences = self._prefetched.popleft()
         batch = self._make_batch(sequences)
 
-        # Advance the data position, which `state_dict` returns. The readers may be ahead of it, so
-        # each has its own copy of the mixture.
+        # Advance the data position, which `state_dict` returns. The readers do not change it: they
+        # may read ahead, with their own copies of the mixture.
         self._data.mixture.next_batch()
         for sequence in sequences:
             self._new_positions[sequence.source, sequence.stream] = sequence.next_position

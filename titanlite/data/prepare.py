@@ -89,6 +89,7 @@ def prepare(run: Run, out: Path, workers: int) -> list[Path]:
         folders = [out / f"{i}-{spec.source}" for i, spec in enumerate(specs)]
 
     # Open all sources first, so that an error is reported before hours of work on one of them.
+    # They need some text, but not enough for a sequence (seq_len=0).
     sources = open_sources(dataset, documents, seq_len=0, job=run.job)
     for source, folder in zip(sources, folders, strict=True):
         try:
@@ -160,7 +161,10 @@ def _prepare_source(
     records = source.documents(sum(shard["documents"] for shard in shards))
     units = _tokenize_in_order(records, documents, np.dtype(header["dtype"]), workers)
     while group := list(islice(units, _UNITS_PER_SHARD)):
-        shards.append(_write_shard(folder, len(shards), _join(group)))
+        shard_content = _join(group)
+        shards.append(_write_shard(folder, len(shards), shard_content))
+        for reason in shard_content.skipped:
+            print(f"skipped a record: {reason}")
         write_atomically(progress, json.dumps({**header, "shards": shards}).encode())
         num_tokens = sum(shard["tokens"] for shard in shards)
         print(f"{folder}: shards: {len(shards)}, tokens: {num_tokens:,}", flush=True)
@@ -203,7 +207,7 @@ def _read_shards(path: Path, header: dict[str, Any], tokenizer: Tokenizer) -> li
             "Choose another --out, or remove the folder."
         )
 
-    # Validate all fields last, because the error above is better if the format differs.
+    # Validate the fields last: if the format is another one, raise the error above instead.
     parse_json(path, content, Manifest, DAMAGED_MANIFEST)
     return list(manifest["shards"])
 
@@ -286,9 +290,6 @@ def _write_shard(folder: Path, number: int, shard: _Unit) -> dict[str, Any]:
     write_atomically(folder / f"{name}.idx", index_bytes)
     write_atomically(folder / f"{name}.hash", hash_bytes)
     os.sync()  # the files must be on disk before the manifest that lists them
-
-    for reason in shard.skipped:
-        print(f"skipped a record: {reason}")
     return {
         "name": name,
         "documents": len(shard.lengths),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from functools import lru_cache
 
 import numpy as np
@@ -29,15 +30,14 @@ def permuted(index: np.ndarray, n: int, key: str) -> np.ndarray:
     # A Feistel network permutes the integers with an even number of bits. Use as few as possible:
     # for example 8 bits, so range(256), if n is 100.
     num_bits = (n - 1).bit_length()
-    half_bits = max(1, (num_bits + 1) // 2)
+    half_bits = max(1, math.ceil(num_bits / 2))
     digest = hashlib.blake2b(key.encode(), digest_size=8 * FEISTEL_ROUNDS).digest()
     round_keys = np.frombuffer(digest, dtype="<u8")
     values = _feistel(index.astype(np.uint64), half_bits, round_keys)
 
     # Permute results outside of range(n) again until they are inside. This "cycle walking" gives a
     # permutation of range(n) (Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002). It
-    # takes fewer than four applications on average, because the larger range has fewer than 4n
-    # integers.
+    # takes at most four applications on average, because the larger range has at most 4n integers.
     is_outside = values >= n
     while is_outside.any():
         values[is_outside] = _feistel(values[is_outside], half_bits, round_keys)

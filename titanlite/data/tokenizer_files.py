@@ -259,17 +259,19 @@ def write_tokenizer(tokenizer: Tokenizer, out: Path, max_seq_len: int) -> dict[s
     """
     path = tokenizer.path
     ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
-    if isinstance(tokenizer, TiktokenTokenizer):
-        convert_tiktoken(tokenizer).save(str(out / "tokenizer.json"), pretty=False)
-        config = _create_config(tokenizer, ids, max_seq_len)
-    elif isinstance(tokenizer, HuggingFaceTokenizer):
-        shutil.copyfile(path, out / "tokenizer.json")
-        # The original configuration has more settings, such as a chat template.
-        config = formats.read_config(path) or _create_config(tokenizer, ids, max_seq_len)
-    else:
+    if not isinstance(tokenizer, TiktokenTokenizer | HuggingFaceTokenizer):
         # Copy the file of a plugin's tokenizer unchanged. transformers cannot load it.
         shutil.copyfile(path, out / path.name)
         return ids
+
+    config = {}
+    if isinstance(tokenizer, TiktokenTokenizer):
+        convert_tiktoken(tokenizer).save(str(out / "tokenizer.json"), pretty=False)
+    else:
+        shutil.copyfile(path, out / "tokenizer.json")
+        config = formats.read_config(path)  # with more settings, such as a chat template
+    if not config:
+        config = _create_config(tokenizer, ids, max_seq_len)
 
     # Text that looks like a special token is encoded as ordinary text, as in training.
     config["split_special_tokens"] = True

@@ -260,7 +260,8 @@ def _make_local_batch(
         device: Device of the microbatch.
     """
     _, longest = global_batch[0]
-    length = padded_length(run, len(longest.tokens) - 1)
+    num_inputs = len(longest.tokens) - 1  # the last token is only a label
+    length = padded_length(run, num_inputs)
     local_batch = global_batch[data_rank :: run.degrees.data]  # ranks take turns
     windows = [window for _, window in local_batch]
     microbatch = padded_microbatch(windows, run.job.training.local_batch_size, length, device)

@@ -196,7 +196,7 @@ def _find_text_ends(stream: BinaryIO, digest: xxhash.xxh3_128, max_bytes: int) -
         digest.update(block)
         end += len(block)
         yield end
-        stream.seek(end)
+        stream.seek(end)  # go back to the end of the document, if the block was longer
 
 
 def _find_cut(block: bytes, max_bytes: int) -> int:
@@ -489,13 +489,16 @@ def find_files(spec: TextSource) -> list[Path]:
     if spec.source == "python_stdlib":
         return _find_stdlib_files()
 
+    if spec.source == "c4":
+        return []  # the library `datasets` finds its files
+
     is_builtin = spec.source in _BUILTIN
-    needs_path = is_builtin and spec.source != "c4"
-    if needs_path and spec.path is None:
+    if spec.path is None:
+        if not is_builtin:
+            return []  # the source of a plugin may need no path
         raise UserError(f"dataset.path is missing: dataset.source = {spec.source!r} needs one")
-    is_loaded_by_datasets = spec.source in ("c4", "huggingface")  # the library `datasets`
-    if spec.path is None or is_loaded_by_datasets:
-        return []
+    if spec.source == "huggingface":
+        return []  # `datasets` loads the path
 
     pattern = _choose_pattern(spec.path, spec.source)
     files = _find_matching_files(pattern)

@@ -240,8 +240,9 @@ class Shards(TokenSource):
         blocks_end = min(blocks_start + num_blocks * TOKEN_BLOCK_BYTES, file_size)
 
         blocks = file.read(blocks_start, blocks_end - blocks_start)
-        # The index has the end of each document first, then the checksum of each block.
-        checksums = self._indexes[shard].read(entry.documents + first_block, num_blocks)
+        # The index file has one end per document, and then one checksum per block.
+        first_checksum = entry.documents + first_block
+        checksums = self._indexes[shard].read(first_checksum, num_blocks)
         _verify(file, blocks, first_block, checksums, TOKEN_BLOCK_BYTES)
         return blocks[start - blocks_start : end - blocks_start]
 
