@@ -31,7 +31,7 @@ class Series:
         points: x -> run.
         time: Model of the step time.
         memory: Model of the memory.
-        description: Expected growth, for the text below the table.
+        description: Text below the table, in full sentences, which describes the expected growth.
     """
 
     points: dict[int, Work]
@@ -55,49 +55,50 @@ SERIES = {
         {n: replace(BASE, seq_len=n, batch_size=8192 // n) for n in (512, 1024, 2048, 4096)},
         linear,
         constant,
-        "each step trains on 8,192 tokens, in sequences of n tokens. Longer sequences take more time only in attention, "
-        "whose time per token grows with n. All other time and the memory stay constant",
+        "We expect longer sequences to take more time only in attention, whose time per token grows with the sequence "
+        "length n. All other time and the memory should stay constant, because each step trains on 8,192 tokens in total.",
     ),
     "layers": Series(
         {n: replace(BASE, n_layers=n) for n in (2, 4, 8, 16)},
         linear,
         linear,
-        "time and memory are a + b n for n layers",
+        "We expect the step time and the memory to grow linearly with the number of layers n, as a + b n.",
     ),
     "vocabulary": Series(
         {n: replace(BASE, vocab_size=n, steps=7) for n in (8192, 16384, 65536, 131072)},
         linear,
         linear,
-        "time and memory are a + b n for a vocabulary of n tokens, because the embedding and the output matrix grow with "
-        "n",
+        "We expect the step time and the memory to grow linearly with the size n of the vocabulary, as a + b n, because "
+        "the embedding and the output matrix grow with n.",
     ),
     "accumulation": Series(
         {n: replace(BASE, batch_size=8 * n, num_microbatches=n) for n in (2, 4, 8, 16)},
         linear,
         constant,
-        "each step accumulates gradients over n microbatches of 2,048 tokens, so its time is a + b n. Here, a is the time "
-        "of the optimizer step, and b the time of a microbatch. The memory stays constant",
+        "If each step accumulates gradients over n microbatches of 2,048 tokens, we expect its time to be a + b n, where "
+        "a is the time of the optimizer step, and b the time of a microbatch. The memory should stay constant.",
     ),
     "ranks": Series(
         {n: replace(BASE, n_layers=6, ranks=n, threads=1, batch_size=8 * n) for n in (1, 2)},
         constant,
         constant,
-        "each rank trains on 2,048 tokens with one thread, so with an ideal network, time and memory per rank would "
-        "not depend on the number of ranks. Here, ranks communicate over gloo, which uses the cores that compute. A "
-        "plain PyTorch loop of FSDP2 on two ranks takes as long as titanlite",
+        "With an ideal network, the step time and the memory per rank would not depend on the number of ranks, because "
+        "each rank trains on 2,048 tokens with one thread. In this benchmark, however, ranks communicate over gloo, which "
+        "uses the cores that compute. A plain PyTorch loop of FSDP2 on two ranks takes as long as titanlite.",
     ),
 }
 INTRO = """\
 Each table shows how the step time and the memory of a training run grow with one of its sizes, for example the sequence
 length. The text below a table describes the growth that we expect.
 
-All runs of this section train a model with dim 256 in fp32. The model has 2 layers, or 6 layers in the table of ranks.
-A step has 2,048 tokens, unless the text below the table gives another number. "ms/step" is the median step time, and
-"memory" the largest resident set of a training process.
+To measure how time and memory grow, we train a model with dim 256 in fp32. The model has 2 layers, or 6 layers in the
+table of ranks. A step has 2,048 tokens, unless the text below the table gives another number. In the tables, "ms/step"
+is the median step time, and "memory" is the largest resident set of a training process.
 
-The text below a table gives a formula for the expected growth, such as a + b n for the step time of a model with n
-layers. We fit the constants a and b to all rows except the last one, and predict the last row with them. The columns
-"expected" show the values of this formula. The ratio of measured to expected value is **bold** if it exceeds 1.15.
+To check whether time and memory grow as expected, we compare each measurement with a formula, such as a + b n for the
+step time of a model with n layers. We fit the constants a and b to all rows except the last one, and predict the last
+row with them. The columns "expected" show the values of the formula. The ratio of the measured to the expected value is
+**bold** if it exceeds 1.15.
 """
 
 
@@ -193,7 +194,7 @@ def tables(parts: dict[str, Any]) -> list[str]:
             for i in range(len(points))
         ]
         header = [title, "ms/step", "expected", "ratio", "memory, MiB", "expected", "ratio"]
-        lines += [*table(header, rows), f"Expected growth: {series.description}.", ""]
+        lines += [*table(header, rows), series.description, ""]
     return lines
 
 

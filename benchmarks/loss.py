@@ -35,8 +35,8 @@ MAX_ERROR_TOKENS = 512  # float64 takes minutes for more
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 INTRO = """\
 The tables compare three ways to compute the output projection together with the cross-entropy loss. Each method runs in
-a process of its own, on {tokens:,} tokens with a vocabulary of {vocabulary:,}. It computes the loss and two gradients:
-that of the hidden states and that of the output matrix.
+a process of its own, on {tokens:,} tokens with a vocabulary of {vocabulary:,}. It computes the loss, the gradient of the
+hidden states, and the gradient of the output matrix.
 
 - **fused:** `linear_cross_entropy_sum` in titanlite/optim/losses.py.
 - **materialized:** `F.linear`, then `F.cross_entropy` in fp32, with all logits in memory.
@@ -52,8 +52,8 @@ The following table explains the columns of all tables in this section.
 | error of the loss | relative difference from a computation in float64, for {errors:,} tokens |
 | error of a gradient | norm of the difference from float64, divided by the norm of the gradient |
 
-Ratios and shares are **bold** if they miss their target. An error is **bold** if it
-exceeds both 2e-7, about the rounding error of fp32, and 1.05 times the error of the materialized
+The tables show bad results in **bold**. A ratio of times or a share of memory is bold if it misses its target. An error
+is bold if it exceeds two limits: 2e-7, about the rounding error of fp32, and 1.05 times the error of the materialized
 version, which keeps all logits in memory.
 """
 
