@@ -121,7 +121,8 @@ class Saver:
         Args:
             step: The step that has just been completed.
             collect_state: Returns the training state that is not a tensor, such as the data
-                position: a small JSON value, equal on all ranks. Loading returns it.
+                position: a small JSON value, equal on all ranks. `Resumer.load` returns this value
+                when the run resumes from the checkpoint.
             is_last: Whether the run ends with this step. If so, apply the options
                 `checkpoint.last_save_*`, such as saving only the weights, and wait until the
                 checkpoint is complete.
@@ -131,15 +132,20 @@ class Saver:
         # Complete the previous save first: it calls `on_saved`, which may change the state.
         self.wait_until_saved()
         train_state = collect_state()
+        # Checkpoints with another run ID are never removed as outdated.
         self._saved_folders.run_id = train_state.get("run")
 
         weights_only = is_last and self._config.last_save_model_only
-        # A run cannot resume from weights, so they are not in the folder of checkpoints.
-        folder = self._folder.parent / "final" if weights_only else self._folder
-        path = folder / step_folder_name(step)
-        if self._must_write(path, step, weights_only):
+        if weights_only:
+            # A run cannot resume from weights, so they are not in the folder of checkpoints.
+            path = self._folder.parent / "final" / step_folder_name(step)
+            must_write = self._make_room_for_weights(path, step)
+        else:
+            path = self._folder / step_folder_name(step)
+            must_write = not self.has_saved(step)
+        if must_write:
             tensors = self._select_tensors(weights_only)
-            writer = self._create_writer(folder, step, train_state, weights_only)
+            writer = self._create_writer(path.parent, step, train_state, weights_only)
             self._start_save(writer, tensors)
 
         if is_last:
@@ -147,18 +153,12 @@ class Saver:
             self.remove_outdated()
             self._export_if_requested(path, step)
 
-    def _must_write(self, path: Path, step: int, weights_only: bool) -> bool:
-        """Return whether a save must write its files. If not, they are on disk already.
+    def _make_room_for_weights(self, path: Path, step: int) -> bool:
+        """Rename existing weights at `path`, unless no step was trained since they were saved.
 
-        With `weights_only`, this may rename a folder from an earlier start to make room.
-
-        Args:
-            path: The step folder to write.
-            step: The step to save.
-            weights_only: Whether to save only weights.
+        Returns:
+            Whether the weights of this step must be written. False if existing ones are kept.
         """
-        if not weights_only:
-            return not self.has_saved(step)
         return self._ranks.run_on_rank0(
             lambda: self._saved_folders.prepare_output_path(path, step == self.loaded_step)
         )
@@ -201,32 +201,46 @@ class Saver:
     def _start_save(self, writer: CheckpointWriter, tensors: Tensors) -> None:
         """Start writing a checkpoint in the background thread, and return.
 
-        If checkpoint.async_mode is "disabled", or this rank cannot save in the background, for
-        example because of too little memory, write the checkpoint before returning.
+        If checkpoint.async_mode is "disabled", or the background save cannot start, for example
+        because of too little memory, write the checkpoint before returning.
         """
-        if self._stager is None:  # saves are synchronous
-            is_complete = self._write_in_foreground(writer, tensors)
+        if self._stager is None:  # checkpoint.async_mode is "disabled"
+            # The tensors cannot change while training waits, so they are not copied.
+            is_complete = self._write_and_publish(writer, lambda: tensors)
             self._record_result(writer.step, is_complete)
             return
 
         try:
             result = self._write_in_background(writer, tensors, self._stager)
         except Exception as error:  # for example, too little memory for the copies or a thread
-            # The other ranks wait for this rank's part of the checkpoint, so write it here. Their
-            # background threads call the same collectives in the same order.
-            text = f"Saving step {writer.step} while training waits ({describe_error(error)})"
-            self._log(Event(text, "foreground", writer.step))
-            self._replace_thread()
-            result = Future[bool]()
-            result.set_result(self._write_in_foreground(writer, tensors))
-        self._pending = writer.step, result  # `wait_until_saved` then checks all ranks
+            result = self._write_in_foreground(writer, tensors, error)
+        self._pending = writer.step, result  # `wait_until_saved` waits for it
 
-    def _write_in_foreground(self, writer: CheckpointWriter, tensors: Tensors) -> bool:
-        """Write a checkpoint while training waits, and return whether it is complete.
+    def _write_in_foreground(
+        self, writer: CheckpointWriter, tensors: Tensors, error: Exception
+    ) -> Future[bool]:
+        """Write a checkpoint while training waits, because its background save could not start.
 
-        The tensors cannot change meanwhile, so they are not copied first.
+        The other ranks wait for this rank's part of the checkpoint. Their background threads call
+        the same collectives in the same order.
+
+        Args:
+            writer: Writer of the checkpoint.
+            tensors: The tensors to save by name.
+            error: The reason why the background save could not start, for the log.
+
+        Returns:
+            A completed future of whether the checkpoint is complete.
         """
-        return self._write_and_publish(writer, lambda: tensors)
+        text = f"Saving step {writer.step} while training waits ({describe_error(error)})"
+        self._log(Event(text, "foreground", writer.step))
+        # The save may still be in the queue of the thread. Replace it, to write the save only once.
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+
+        result = Future[bool]()
+        result.set_result(self._write_and_publish(writer, lambda: tensors))
+        return result
 
     def _write_in_background(
         self, writer: CheckpointWriter, tensors: Tensors, stager: DefaultStager
@@ -258,14 +272,6 @@ class Saver:
         self._copies = copies
         return copies.result
 
-    def _replace_thread(self) -> None:
-        """Replace the background thread after a save could not be started in it.
-
-        The save may still be in the queue of the old thread, and must not be written twice.
-        """
-        self._thread.shutdown(wait=False, cancel_futures=True)
-        self._thread = ThreadPoolExecutor(1, "checkpoint")
-
     def _write_and_publish(
         self,
         writer: CheckpointWriter,
@@ -294,7 +300,9 @@ class Saver:
             dcp_save(tensors, storage_writer=writer, planner=planner, process_group=group)
         except (Exception, CheckpointException) as error:  # the latter is a BaseException
             if self._ranks.rank == 0:
-                self._discard_failed_save(writer, error)
+                text = f"Saving step {writer.step} FAILED ({describe_error(error)})"
+                self._log(Event(text, "failed save", writer.step))
+                shutil.rmtree(writer.tmp_folder, ignore_errors=True)
             return False
 
         self._log_success(writer, waited)
@@ -326,12 +334,6 @@ class Saver:
             if rank_problem:
                 raise CheckpointError(rank_problem)
         return tensors
-
-    def _discard_failed_save(self, writer: CheckpointWriter, error: BaseException) -> None:
-        """Log why a save failed, and delete its temporary folder."""
-        text = f"Saving step {writer.step} FAILED ({describe_error(error)})"
-        self._log(Event(text, "failed save", writer.step))
-        shutil.rmtree(writer.tmp_folder, ignore_errors=True)
 
     def _log_success(self, writer: CheckpointWriter, waited: float | None) -> None:
         """Log that a save has succeeded, and how long it took.
