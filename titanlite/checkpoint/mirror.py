@@ -225,8 +225,7 @@ class Mirror:
             try:
                 manifests[name] = parse_manifest(content, path)
             except Damage as damage:
-                # Do not rename it, because another program may have written it. Log it once.
-                if name not in self._damaged_manifests:
+                if name not in self._damaged_manifests:  # log each one only once
                     self._log(f"Ignoring {self._url}/{name}: {damage}")
                 self._damaged_manifests[name] = content
         self._manifests = manifests
@@ -340,9 +339,8 @@ class Mirror:
         """
         local_steps = [get_step(path) for path in list_checkpoints(self._folder)]
         newest_local_step = max(local_steps, default=-1)
-        for step, name in reversed(names.items()):
-            if step <= newest_local_step:
-                return
+        newer_names = [name for step, name in names.items() if step > newest_local_step]
+        for name in reversed(newer_names):
             if not holds_run_state(self._manifests[name]):
                 url = f"{self._url}/{name}"
                 raise UserError(
@@ -370,7 +368,7 @@ class Mirror:
     def _download(self, name: str) -> bool:
         """Download a checkpoint, such as "step-00000100", to the local folder, and verify it.
 
-        If it is damaged, rename it at the mirror.
+        If it is damaged, rename its manifest at the mirror.
 
         Returns:
             Whether the checkpoint is valid and now in the local folder.
@@ -458,25 +456,35 @@ class Mirror:
         If all attempts fail, log this and add the checkpoint to `failed`.
         """
         name = self._get_name(path)
-        num_retries = 0
-        while True:
-            try:
-                self._copy_and_remove_outdated(path, name)
-                return
-            except UserError as error:
-                was_removed = not (path / MANIFEST).is_file()
-                if was_removed or self._is_ending.is_set():
-                    return  # the run has removed the checkpoint, or `close` has aborted the copy
+        error = self._try_to_send(path, name)
+        for pause in _RETRY_PAUSES:
+            is_storage_failure = isinstance(error, CheckpointError)
+            if not is_storage_failure:
+                break
+            was_closed = self._is_ending.wait(pause)
+            if was_closed:
+                break
+            error = self._try_to_send(path, name)
 
-                is_storage_failure = isinstance(error, CheckpointError)
-                can_retry = is_storage_failure and num_retries < len(_RETRY_PAUSES)
-                if not can_retry or self._is_ending.wait(_RETRY_PAUSES[num_retries]):
-                    if name not in self.failed:  # log only the first failure of a checkpoint
-                        text = f"Copying {name} to the mirror FAILED ({error})"
-                        self._log(Event(text, "failed mirror", get_step(path)))
-                    self.failed.add(name)
-                    return
-            num_retries += 1
+        if error is not None:
+            if name not in self.failed:  # log only the first failure of a checkpoint
+                text = f"Copying {name} to the mirror FAILED ({error})"
+                self._log(Event(text, "failed mirror", get_step(path)))
+            self.failed.add(name)
+
+    def _try_to_send(self, path: Path, name: str) -> UserError | None:
+        """Copy a checkpoint to the mirror, and return the error if this fails.
+
+        If the run has removed the checkpoint or `close` has aborted the copy, return None, because
+        the checkpoint need not be copied.
+        """
+        try:
+            self._copy_and_remove_outdated(path, name)
+        except UserError as error:
+            was_removed = not (path / MANIFEST).is_file()
+            if not was_removed and not self._is_ending.is_set():
+                return error
+        return None
 
     def _copy_and_remove_outdated(self, path: Path, name: str) -> None:
         """Copy a checkpoint to the mirror. Then remove outdated checkpoints at the mirror.
@@ -595,6 +603,7 @@ class Mirror:
             while block := file.read(_BLOCK_SIZE):
                 self._throttle(len(block))
                 checksum.update(block)
+                # S3 combines the MD5 digests of the parts in the ETag of the copy.
                 part_md5s.append(md5(block, usedforsecurity=False).digest())
                 copy.write(block)
 
@@ -649,23 +658,21 @@ class Mirror:
             if belongs_to_run(self._manifests[name], run_id):
                 names_by_step[step] = name
 
-        incomplete = self._list_incomplete()
         best = self._find_best() if self._config.keep_best else None
         for step in select_outdated(list(names_by_step), self._config):
             name = names_by_step[step]
             if name != best:
                 self._remove(name)
-        self._remove_leftovers(incomplete, run_id)
+        self._remove_leftovers(run_id)
 
-    def _remove_leftovers(self, incomplete: list[str], run_id: str | None) -> None:
+    def _remove_leftovers(self, run_id: str | None) -> None:
         """Delete the files that interrupted copies and removals of this run left at the mirror.
 
         Args:
-            incomplete: Names of the checkpoints whose copy or removal was interrupted.
             run_id: ID of this run. Files of other runs are not deleted.
         """
         local_names = [self._get_name(path) for path in self._list_local()]
-        for name in incomplete:
+        for name in self._list_incomplete():
             path = f"{self._root}/{name}/{INCOMPLETE}"
             if name in self._manifests:  # interrupted at the end of a copy
                 self._storage.rm_file(path)
@@ -676,7 +683,10 @@ class Mirror:
                         self._delete(name, manifest["files"])
 
     def _list_incomplete(self) -> list[str]:
-        """Return the names of partly copied or partly removed checkpoints at the mirror."""
+        """Return the names of the checkpoints at the mirror that are partly copied or removed.
+
+        These are the checkpoints at the time of the last `_refresh`.
+        """
         pattern = re.compile(f"((?:final/)?{STEP_FOLDER.pattern})/{re.escape(INCOMPLETE)}")
         matches = [pattern.fullmatch(path) for path in self._files]
         return [match[1] for match in matches if match is not None]
@@ -702,8 +712,7 @@ class Mirror:
         folder = f"{self._root}/{name}"
         present = [f"{folder}/{file}" for file in files if f"{name}/{file}" in self._files]
         with ThreadPoolExecutor(PARALLEL) as pool:
-            for _ in pool.map(self._storage.rm_file, present):  # raises the first error
-                pass
+            list(pool.map(self._storage.rm_file, present))  # raises the first error
         self._storage.rm_file(f"{folder}/{INCOMPLETE}")
         if self._url.startswith(("file:", "local:")):  # on object stores, rmdir may delete files
             with suppress(OSError):  # not empty
