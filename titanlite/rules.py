@@ -17,7 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from titanlite.checkpoint.find import has_gone_back, read_newest_manifest
+from titanlite.checkpoint.find import has_resumed_from, read_newest_manifest
 from titanlite.checkpoint.manifest import (
     find_foreign_export,
     get_step,
@@ -1019,7 +1019,7 @@ def _check_load_step(run: Run, saved: list[Path]) -> Problems:
     if step in saved_steps:
         return
     # For example, the run has loaded step 100 and later saved step 200, from which it now resumes.
-    if has_gone_back(saved, step):
+    if has_resumed_from(saved, step):
         return
 
     names = ", ".join(folder.name for folder in saved) or "none"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_args
@@ -53,7 +54,7 @@ def find_checkpoints(path: Path) -> list[Path]:
         CheckpointError: If it contains no checkpoint.
     """
     path = download_if_url(path)
-    if not os.path.isdir(path):  # unlike Path.is_dir, it accepts names of any length
+    if not os.path.isdir(path):  # Path.is_dir would raise OSError if the name is too long
         problem = "is a file" if os.path.isfile(path) else "does not exist"
         raise UserError(
             f"{path} {problem}. "
@@ -182,13 +183,14 @@ def verify(folder: Path) -> dict[str, Any]:
     step_folders = find_checkpoints(local_folder)
     checkpoints = _verify_step_folders(step_folders, local_folder)
 
-    # Leftovers belong to a checkpoint folder, so there are none for a single step folder.
     unfinished: list[str] = []
     set_aside: list[str] = []
-    checkpoint_folders = {path.parent for path in step_folders if path != local_folder}
-    for checkpoint_folder in sorted(checkpoint_folders):
-        unfinished += [path.name for path in list_unfinished(checkpoint_folder)]
-        set_aside += [path.name for path in list_set_aside(checkpoint_folder)]
+    is_step_folder = local_folder in step_folders
+    if not is_step_folder:  # leftovers are beside step folders, not in them
+        checkpoint_folders = {path.parent for path in step_folders}
+        for checkpoint_folder in sorted(checkpoint_folders):
+            unfinished += [path.name for path in list_unfinished(checkpoint_folder)]
+            set_aside += [path.name for path in list_set_aside(checkpoint_folder)]
     return {
         "folder": str(folder),
         "checkpoints": checkpoints,
@@ -265,9 +267,12 @@ def read_job(step_folder: Path, tokenizer_path: Path | None = None) -> JobConfig
     info = manifest["info"]
     if info["job"] is None:
         job = _read_job_of_old_import(step_folder)
+    elif tokenizer_path is None and _was_imported_without_tokenizer(info):
+        raise NoTokenizerError(
+            f"{step_folder} has no tokenizer, because its weights were imported without one. "
+            "Add --tokenizer.path FILE, or import them again with --tokenizer FILE."
+        )
     else:
-        if tokenizer_path is None:
-            _require_tokenizer(step_folder, info)
         job = _read_saved_job(step_folder, info["job"])
 
     if tokenizer_path is not None:
@@ -278,27 +283,19 @@ def read_job(step_folder: Path, tokenizer_path: Path | None = None) -> JobConfig
     return job
 
 
+def _was_imported_without_tokenizer(info: dict[str, Any]) -> bool:
+    """Return whether a checkpoint contains weights that were imported without a tokenizer.
+
+    Args:
+        info: Entry "info" of the manifest.
+    """
+    return info.get("weights_only", False) and get_data_state(info).get("tokenizer") is None
+
+
 def set_tokenizer_path(job: JobConfig, path: str | Path) -> JobConfig:
     """Return a copy of a job configuration that loads the tokenizer from `path`."""
     tokenizer = job.tokenizer.model_copy(update={"path": str(path)})
     return job.model_copy(update={"tokenizer": tokenizer})
-
-
-def _require_tokenizer(step_folder: Path, info: dict[str, Any]) -> None:
-    """Check that a checkpoint has a tokenizer. Weights can be imported without one.
-
-    Args:
-        step_folder: The checkpoint, for the error message.
-        info: Entry "info" of its manifest.
-
-    Raises:
-        NoTokenizerError: If the weights were imported without a tokenizer.
-    """
-    if info.get("weights_only") and get_data_state(info).get("tokenizer") is None:
-        raise NoTokenizerError(
-            f"{step_folder} has no tokenizer, because its weights were imported without one. "
-            "Add --tokenizer.path FILE, or import them again with --tokenizer FILE."
-        )
 
 
 def _read_saved_job(step_folder: Path, sections: dict[str, Any]) -> JobConfig:
@@ -458,24 +455,31 @@ def get_data_state(info: dict[str, Any]) -> dict[str, Any]:
     return info["train_state"].get("data") or {}
 
 
-def has_gone_back(checkpoints: Sequence[Path], step: int) -> bool:
-    """Return whether a run has already gone back to `step` and saved a later checkpoint since.
+def has_resumed_from(checkpoints: Sequence[Path], load_step: int) -> bool:
+    """Return whether a run has resumed from step `load_step` and saved a later checkpoint since.
 
     For example, a run with `checkpoint.load_step` = 100 loads the checkpoint of step 100 and trains
-    up to step 200. If it is restarted, it must resume from step 200 instead of going back again.
+    up to step 200. If it is restarted, it must resume from step 200 instead of step 100.
 
     Args:
         checkpoints: Step folders of the run, sorted by step.
-        step: The value of `load_step`.
+        load_step: Value of `checkpoint.load_step`.
     """
+    later_checkpoints = [path for path in checkpoints if get_step(path) > load_step]
+    manifest = _read_newest_valid_manifest(later_checkpoints)
+    if manifest is None:
+        return False
+    # If it differs, the later checkpoint was saved before the user has set this `load_step`.
+    saved_load_step = get_checkpoint_keys(manifest["info"]).get("load_step")
+    return saved_load_step == load_step
+
+
+def _read_newest_valid_manifest(checkpoints: Sequence[Path]) -> Manifest | None:
+    """Return the manifest of the last checkpoint whose manifest is valid, or None."""
     for path in reversed(checkpoints):
-        try:
-            info = read_manifest(path)["info"]
-        except Damage:
-            continue  # look at the next older checkpoint
-        had_same_load_step = get_checkpoint_keys(info).get("load_step") == step
-        return had_same_load_step and get_step(path) > step
-    return False
+        with suppress(Damage):
+            return read_manifest(path)
+    return None
 
 
 def is_saved(run: Run) -> bool:

@@ -20,7 +20,7 @@ from titanlite.checkpoint.find import (
     find_checkpoints,
     get_checkpoint_keys,
     get_data_state,
-    has_gone_back,
+    has_resumed_from,
     load_newest,
 )
 from titanlite.checkpoint.huggingface import load_hf_weights
@@ -56,10 +56,6 @@ from titanlite.runtime.rank_group import RankGroup
 if TYPE_CHECKING:
     from titanlite.data.tokenizer import Tokenizer
 
-_NEW_SCHEDULE = (
-    "lr_scheduler: titanlite 0.2 and earlier started the decay one step earlier; the learning rate "
-    "now equals torchtitan's"
-)
 _THIS_PROCESS = RankGroup()
 
 
@@ -119,9 +115,9 @@ class Resumer:
         later_checkpoints: list[Path] = []
         problems = [f"{path.name}: damaged, renamed earlier" for path in damaged]
 
-        # `load_step` selects a checkpoint only until the run has gone back to this step once.
+        # `load_step` selects a checkpoint only until the run has resumed from this step once.
         step = self._config.load_step
-        if step != -1 and not self._ranks.run_on_rank0(lambda: has_gone_back(checkpoints, step)):
+        if step != -1 and not self._ranks.run_on_rank0(lambda: has_resumed_from(checkpoints, step)):
             candidates = [path for path in checkpoints if get_step(path) == step]
             later_checkpoints = [path for path in checkpoints if get_step(path) > step]
             names = ", ".join(path.name for path in checkpoints) or "none"
@@ -252,9 +248,13 @@ class Resumer:
         if "tokenizer" in data_state and not self._is_same_tokenizer(data_state["tokenizer"]):
             description = f"tokenizer.path: {job['tokenizer']['path']} has other token IDs"
             changes.append((INCOMPATIBLE, description))
-        # Versions with manifest format 1 started the decay of the learning rate one step earlier.
-        if manifest["format"] == 1 and job["lr_scheduler"]["decay_ratio"] != 0:
-            changes.append((AFFECTS_TRAINING, _NEW_SCHEDULE))
+        is_from_old_version = manifest["format"] == 1  # titanlite 0.2 or earlier
+        if is_from_old_version and job["lr_scheduler"]["decay_ratio"] != 0:
+            description = (
+                "lr_scheduler: titanlite 0.2 and earlier started the decay one step earlier; the "
+                "learning rate now equals torchtitan's"
+            )
+            changes.append((AFFECTS_TRAINING, description))
         report_changes(path, changes, self._log)
 
     def _compare_with_saved_job(
@@ -278,8 +278,8 @@ class Resumer:
         """Rename a checkpoint so that no later start loads it, and log why.
 
         Args:
-            path: The step folder. If titanlite did not write its manifest, it keeps its name,
-                because it may belong to another program.
+            path: The step folder. A folder without a manifest of titanlite is not renamed, because
+                it may belong to another program.
             description: Start of the log line, which gives the reason.
             suffix: Suffix of the new name, "damaged" or "archived".
         """
@@ -333,32 +333,30 @@ class Resumer:
             info: Entry "info" of its manifest.
             parts_to_reset: Parts of the state, such as "optimizer", that are not loaded.
         """
-        saved_names = reader.index.keys()
+        parts_to_load = {"optimizer", "hooks", "rng"} - parts_to_reset
+        if not any(name.startswith("optimizer.") for name in reader.index):
+            parts_to_load.discard("optimizer")
+        # Random states are saved by rank, so only the same number of ranks can restore them.
+        if info["layout"]["world_size"] != self._ranks.size:
+            parts_to_load.discard("rng")
 
-        loads_hooks = "hooks" not in parts_to_reset
-        if loads_hooks:
+        if "hooks" in parts_to_load:
             self._resize_hook_tensors(reader, info["train_state"])
-
-        has_optimizer = any(name.startswith("optimizer.") for name in saved_names)
-        loads_optimizer = has_optimizer and "optimizer" not in parts_to_reset
-        if loads_optimizer:
+        if "optimizer" in parts_to_load:
             self._create_optimizer_state()
         else:
             _reset_optimizer(self._live)  # a rollback must not keep the state of later steps
 
-        # Random states are saved by rank, so only the same number of ranks can restore them.
-        has_same_size = info["layout"]["world_size"] == self._ranks.size
-        loads_rng = has_same_size and "rng" not in parts_to_reset
-
-        live_tensors = self._live.tensors(
-            optimizer=loads_optimizer, hooks=loads_hooks, rng=loads_rng
+        tensors_to_load = self._live.tensors(
+            optimizer="optimizer" in parts_to_load,
+            hooks="hooks" in parts_to_load,
+            rng="rng" in parts_to_load,
         )
-        tensors_to_load = {}
-        for name, tensor in live_tensors.items():
-            # A checkpoint may lack hooks that the job has added, and generators of GPUs.
-            is_optional = name.startswith(("rng.cuda.", "hooks."))
-            if name in saved_names or not is_optional:
-                tensors_to_load[name] = tensor
+        # A checkpoint may lack hooks that the job has added, and generators of GPUs.
+        missing = tensors_to_load.keys() - reader.index.keys()
+        for name in missing:
+            if name.startswith(("hooks.", "rng.cuda.")):
+                del tensors_to_load[name]
 
         self._reset_hook_tensors(except_for=tensors_to_load)
         _load_and_check(tensors_to_load, self._live.model.arch, reader, self._ranks)
@@ -597,9 +595,9 @@ def _compare_with_saved_shapes(
         arch: Architecture of the whole model.
         reader: Reader of the checkpoint.
     """
-    expected = {f"model.{name}": shape for name, shape in parameter_shapes(arch).items()}
-    for name, tensor in tensors.items():
-        expected[name] = tuple(tensor.shape)  # of the whole tensor, even if it is sharded
+    weights = {f"model.{name}": shape for name, shape in parameter_shapes(arch).items()}
+    # `tensors` contains some of these weights again. `tensor.shape` ignores sharding.
+    expected = weights | {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
     saved = {}
     for name, description in reader.index.items():
