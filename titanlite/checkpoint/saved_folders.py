@@ -78,7 +78,7 @@ class SavedFolders:
             # The newest checkpoint must survive a power failure before older ones are removed.
             # `publish_checkpoint` has tried this too, but only warns if it fails.
             sync(self._folder)
-        except Exception as error:  # any of them could be the best one, or the only durable one
+        except Exception as error:  # a removal could delete the best or the only durable one
             self._log(f"Not removing old checkpoints: {describe_error(error)}")
             return
 
@@ -169,7 +169,7 @@ class SavedFolders:
     def prepare_output_path(self, path: Path, keep: bool) -> bool:
         """Make room for a final output of the run by renaming an existing one, unless it is kept.
 
-        The output of another program is not renamed, so writing to its path will raise an error.
+        A folder of another program is not renamed, so writing to its path will raise an error.
 
         Args:
             path: A step folder in `final`, or the folder `final_hf`.
@@ -184,15 +184,11 @@ class SavedFolders:
             self._log(f"Keeping {path}, which exists already")
             return False
 
-        self._archive_output(path)
-        return True
-
-    def _archive_output(self, path: Path) -> None:
-        """Rename an output of an earlier start. The output of another program keeps its name."""
-        is_export = (path / EXPORT_MARKER).is_file()
-        if is_export or has_titanlite_manifest(path):
+        is_from_titanlite = (path / EXPORT_MARKER).is_file() or has_titanlite_manifest(path)
+        if is_from_titanlite:
             renamed = set_aside(path, "archived")
             self._log(f"Renamed {path} of an earlier start to {renamed.name}")
+        return True
 
     def export(self, path: Path, keep: bool) -> bool:
         """Export a checkpoint to `final_hf` in Hugging Face format.
@@ -226,7 +222,7 @@ class SavedFolders:
             (folder / EXPORT_MARKER).write_text(json.dumps(marker) + "\n")
             return self._write_tokenizer(folder)
 
-        # Damage that this does not find is found when the weights are read.
+        # This skips the checksums that reading the weights verifies.
         check_checkpoint(path, verified_on_load=True)
         weights = checkpoint_weights(path)
         dtype = self._config.export_dtype

@@ -51,7 +51,8 @@ def flops_per_token(arch: Architecture, seq_len: int, is_causal: bool = True) ->
         is_causal: Count only the attention scores that the causal mask leaves visible. The PaLM
             paper (2204.02311, appendix B), torchtitan and nanochat count all scores.
     """
-    attention = 12 * arch.n_layers * arch.attended(seq_len, is_causal) * arch.q_dim
+    keys_per_query = arch.attended(seq_len, is_causal)  # on average
+    attention = 12 * arch.n_layers * keys_per_query * arch.q_dim
     return float(6 * _matmul_params(arch) + attention)
 
 

@@ -275,8 +275,8 @@ def _check_block_inputs(run: Run, memory: int, training_state: int) -> None:
     Raises:
         UserError: If the memory is too small for training.local_batch_size sequences.
     """
-    # Context and tensor parallelism divide the tokens of a sequence, and pipeline parallelism the
-    # blocks.
+    # Context and tensor parallelism divide the tokens of a sequence between ranks, and pipeline
+    # parallelism divides the blocks.
     training = run.job.training
     num_tokens = training.seq_len // (run.degrees.context * run.degrees.tensor)
     num_blocks = run.arch.n_layers // run.degrees.pipeline

@@ -191,7 +191,7 @@ class OutputFolder:
         return f"Archived {files} {reason} to {archive}"
 
     def _archive_all(self, archive: Path) -> None:
-        """Move all files that existed before this start of the run to the new folder `archive`.
+        """Move the files of an earlier run, such as its metrics, to the new folder `archive`.
 
         Lines that this start has already appended to the logs stay in place. If there are no
         metrics, do nothing.
@@ -203,19 +203,23 @@ class OutputFolder:
         archive.mkdir()
         for name in FILES:
             path = self._folder / name
-            if name not in LOGS:
-                if path.exists():
-                    path.rename(archive / name)
-            elif name in self._old_log_sizes:  # the log existed before this start
-                _archive_first_bytes(path, archive, self._old_log_sizes[name])
+            if name in LOGS:
+                self._archive_old_lines(path, archive)
+            elif path.exists():
+                path.rename(archive / name)
 
+    def _archive_old_lines(self, log: Path, archive: Path) -> None:
+        """Move the lines that a log had before this start to `archive`, and keep all later lines.
 
-def _archive_first_bytes(path: Path, archive: Path, size: int) -> None:
-    """Move the first `size` bytes of a log into an archive folder, and keep all later lines."""
-    # Write the archive first: an interruption here duplicates lines, but loses none.
-    content = path.read_bytes()
-    write_atomically(archive / path.name, content[:size])
-    write_atomically(path, content[size:])
+        If the log did not exist before this start, do nothing.
+        """
+        old_size = self._old_log_sizes.get(log.name)
+        if old_size is None:
+            return
+        # Write the archive first: an interruption here duplicates lines, but loses none.
+        content = log.read_bytes()
+        write_atomically(archive / log.name, content[:old_size])
+        write_atomically(log, content[old_size:])
 
 
 def _choose_archive(folder: Path) -> Path:
