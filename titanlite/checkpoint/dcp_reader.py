@@ -164,7 +164,7 @@ def _read_chunk(file: BinaryIO, position: _StorageInfo) -> bytes:
     file.seek(start)
     content = file.read(position.length)
     # `_write_tensor` adds the checksum to DCP's object. Other programs do not.
-    expected = vars(position).get(CHECKSUM)
+    expected = getattr(position, CHECKSUM, None)
     if expected is not None and xxhash.xxh3_128_digest(content) != expected:
         end = start + position.length
         raise Damage(f"{position.relative_path}: checksum of bytes {start:,} to {end:,} differs")

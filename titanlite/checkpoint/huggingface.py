@@ -99,7 +99,7 @@ def check_tensors(
     arch: Architecture,
     tensors: Mapping[str, Tensor | TensorInfo],
     described_by: str,
-    to_stored_name: Callable[[str], str] = str,
+    to_stored_name: Callable[[str], str] = lambda name: name,
 ) -> dict[str, torch.dtype]:
     """Check that a folder contains exactly the parameters of a model, and return their dtypes.
 
@@ -187,7 +187,7 @@ def _build_architecture(path: Path, fields: dict[str, Any] | None) -> Architectu
 def dcp_weights(reader: SafeReader, arch: Architecture, prefix: str) -> Weights:
     """Open weights that torch.distributed.checkpoint (DCP) has saved.
 
-    Later, `Weights.read` raises `Damage` if the weight that it reads is damaged.
+    The function `read` of the result raises `Damage` if the weight that it reads is damaged.
 
     Args:
         reader: Reader of the checkpoint.
@@ -301,24 +301,15 @@ def hf_weights(folder: Path) -> Weights:
     tensors = _open_safetensors(folder)
     tied_output = None
     if arch.tied_embeddings:
-        tied_output = tensors.pop(HF_OUTPUT, None)  # should be a copy of the embedding
+        # Such a model has no output weights, but its files may contain a copy of the embedding.
+        tied_output = tensors.pop(HF_OUTPUT, None)
     dtypes = check_tensors(folder, arch, tensors, "config.json", to_hf_name)
-    if tied_output is not None:
-        _check_tied_output(folder, tied_output, tensors[HF_EMBEDDING])
-    return Weights(arch, dtypes, lambda name: tensors[to_hf_name(name)])
-
-
-def _check_tied_output(folder: Path, output: Tensor, embedding: Tensor) -> None:
-    """Check that the output layer of a model with tied embeddings is a copy of the embedding.
-
-    Raises:
-        UserError: If it differs. The message names `folder`.
-    """
-    if not _are_equal(output, embedding):
+    if tied_output is not None and not _are_equal(tied_output, tensors[HF_EMBEDDING]):
         raise UserError(
             f"{folder}: config.json ties the embeddings, but {HF_OUTPUT} differs from "
             f"{HF_EMBEDDING}. Set tie_word_embeddings to false, or remove {HF_OUTPUT}."
         )
+    return Weights(arch, dtypes, lambda name: tensors[to_hf_name(name)])
 
 
 def _open_safetensors(folder: Path) -> dict[str, Tensor]:
@@ -332,13 +323,14 @@ def _open_safetensors(folder: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for path in _list_safetensors(folder):
         try:
-            with path.open("rb") as start:
-                if start.read(len(_LFS_POINTER)) == _LFS_POINTER:
-                    raise ValueError("it is a Git LFS pointer. Run `git lfs pull` to download it")
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 - not a dict
+            with path.open("rb") as file:
+                is_lfs_pointer = file.read(len(_LFS_POINTER)) == _LFS_POINTER
+            if is_lfs_pointer:
+                raise ValueError("it is a Git LFS pointer. Run `git lfs pull` to download it")
+            with safe_open(path, framework="pt") as safetensors:
+                for name in safetensors.keys():  # noqa: SIM118 - not a dict
                     if not formats.HF_DERIVED.fullmatch(name):
-                        tensors[name] = file.get_tensor(name)
+                        tensors[name] = safetensors.get_tensor(name)
         except (OSError, SafetensorError, ValueError) as error:
             raise UserError(f"cannot read {path}: {shorten(str(error))}") from None
     return tensors
@@ -530,13 +522,14 @@ def average_weights(
             raise UserError(f"{path} contains a different model from {paths[0]}:\n  {listed}")
     total_factor = sum(factors)
 
-    def read(name: str) -> Tensor:
+    def read_mean(name: str) -> Tensor:
         total = torch.zeros(shapes[name], dtype=torch.float64)
         for source, factor in zip(sources, factors, strict=True):
             total.add_(source.read(name), alpha=factor / total_factor)
         return total.float()
 
-    return Weights(first.arch, dict.fromkeys(first.dtypes, torch.float32), read)
+    dtypes = dict.fromkeys(first.dtypes, torch.float32)
+    return Weights(first.arch, dtypes, read=read_mean)
 
 
 def import_weights(

@@ -53,12 +53,12 @@ class LiveState:
 
         The names, such as "optimizer.layers.3.attention.wq.weight.exp_avg", do not depend on the
         parallel layout. The tensors share memory with the model, the optimizer and the hooks, so
-        that a load changes these in place.
+        that a load changes these in place. Only random states are copies.
 
         Args:
             optimizer: Include the optimizer state.
             hooks: Include the tensors of hooks.
-            rng: Include copies of the states of this rank's random generators.
+            rng: Include the states of this rank's random generators.
         """
         tensors = {f"model.{name}": tensor for name, tensor in model_tensors(self.model).items()}
         if optimizer and self.optimizer is not None:

@@ -666,7 +666,7 @@ class CheckpointContext:
             UserError: On all ranks, if the folder is not writable, or the nodes do not share it.
         """
         # Rank 0 creates a probe file. Network storage shows it to other nodes after some seconds.
-        self.token = self.ranks.run_on_rank0(self._create_probe)
+        self.token = self.ranks.run_on_rank0(self._clean_up_and_create_probe)
         probe = self.folder / f"{TMP_PREFIX}{self.token}"
         deadline = time.monotonic() + 10
         while not probe.exists() and time.monotonic() < deadline:
@@ -698,7 +698,7 @@ class CheckpointContext:
                 "are free. Free some space, or choose another checkpoint.folder."
             )
 
-    def _create_probe(self) -> str:
+    def _clean_up_and_create_probe(self) -> str:
         """Create the checkpoint folder, and in it an empty probe file that all nodes must see.
 
         This also removes the leftovers of interrupted saves and removals. Call it on rank 0 only.

@@ -39,7 +39,7 @@ def attention_kernels(job: JobConfig, device: torch.device) -> Iterator[None]:
     problem = _find_device_problem(job, device)
     if problem:
         raise UserError(f'model.attention_backend = "{backend}" {problem}')
-    if device.type == "cpu":  # has only one fused kernel
+    if device.type == "cpu":  # there is only one fused kernel, so there is nothing to select
         yield
         return
 

@@ -137,8 +137,9 @@ def logged_ranks(world_size: int = MAX_WORLD_SIZE) -> list[int]:
         UserError: If LOG_RANK is not a list of ranks below `world_size`.
     """
     text = os.environ.get("LOG_RANK") or "0"
-    is_list = re.fullmatch(r"[0-9]{1,9}( *, *[0-9]{1,9})*", text) is not None
-    ranks = [int(word) for word in text.split(",")] if is_list else []
+    ranks = []
+    if re.fullmatch(r"[0-9]{1,9}( *, *[0-9]{1,9})*", text):
+        ranks = [int(word) for word in text.split(",")]
     if not ranks or max(ranks) >= world_size:
         raise UserError(
             f'LOG_RANK = "{one_line(text[:40])}": ranks are 0 to {world_size - 1}, '

@@ -76,7 +76,9 @@ class RankGroup:
             error_here = UserError(f"{type(error).__name__}: {error}")
 
         errors = [error for error in self.gather(error_here) if error is not None]
-        errors.sort(key=lambda error: isinstance(error, Damage))  # after all other errors
+        for error in errors:
+            if not isinstance(error, Damage):
+                raise error
         if errors:
             raise errors[0]
         return cast(T, result)
