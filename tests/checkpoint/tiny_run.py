@@ -157,8 +157,12 @@ def load_model_weights(
     path: Path, model: Llama, log: Callable[[str], None] = lambda line: None
 ) -> dict[str, Any]:
     """Load the weights of the newest valid checkpoint, and return `info` of its manifest."""
-    step_folder = load_newest(path, lambda step_folder: load_weights(step_folder, model), log=log)
-    return read_manifest(step_folder)["info"]
+
+    def load(step_folder: Path) -> dict[str, Any]:
+        load_weights(step_folder, model)
+        return read_manifest(step_folder)["info"]
+
+    return load_newest(path, load, log=log)
 
 
 PROOF = Path("/tmp/titanlite-was-here")

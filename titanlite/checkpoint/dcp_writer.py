@@ -109,7 +109,8 @@ class CheckpointWriter(FileSystemWriter):
         # `finish` also needs the size and the checksum of each file, for the manifest. `self.fs`
         # has computed them during the writes.
         for file_name, entry in self.fs.written.items():
-            results.append(_FileResult(MetadataIndex(file_name), entry["size"], entry))
+            file_id = MetadataIndex(file_name)
+            results.append(_FileResult(file_id, size_in_bytes=entry["size"], storage_data=entry))
         return completed_future(results)
 
     def _write_file(

@@ -218,9 +218,14 @@ class Resumer:
         """
         ranks = self._ranks
         folder = ranks.run_together(lambda: download_if_url(path_or_url))
+
+        def load(step_folder: Path) -> Path:
+            load_weights(step_folder, self._live.model, ranks)
+            return step_folder
+
         return load_newest(
             folder,
-            load=lambda step_folder: load_weights(step_folder, self._live.model, ranks),
+            load,
             check=lambda step_folder: check_on_all_ranks(step_folder, ranks),
             # A running job may add or remove checkpoints meanwhile, so only rank 0 lists them.
             list_paths=lambda path: ranks.run_on_rank0(lambda: find_checkpoints(path)),
@@ -472,8 +477,8 @@ def check_on_all_ranks(path: Path, ranks: RankGroup) -> Manifest:
 
 def load_weights(
     path: Path, model: Llama, ranks: RankGroup = _THIS_PROCESS, averaged: bool = False
-) -> Path:
-    """Load the weights of a checkpoint into a model, and return `path`.
+) -> None:
+    """Load the weights of a checkpoint into a model in place.
 
     Args:
         path: A step folder that has passed `check_checkpoint`.
@@ -491,10 +496,9 @@ def load_weights(
     prefix = get_weight_prefix(reader, averaged)  # raises the same error on all ranks
     tensors = {f"{prefix}{name}": tensor for name, tensor in model_tensors(model).items()}
     _load_and_check(tensors, model.arch, reader, ranks)
-    return path
 
 
-def check_tokenizer(path: Path, tokenizer: Tokenizer, name: object, num_embeddings: int) -> None:
+def check_tokenizer(path: Path, tokenizer: Tokenizer, name: str, num_embeddings: int) -> None:
     """Check that a checkpoint was trained with a given tokenizer.
 
     Args:
@@ -509,7 +513,8 @@ def check_tokenizer(path: Path, tokenizer: Tokenizer, name: object, num_embeddin
     """
     saved_fingerprint = get_data_state(read_manifest(path)["info"]).get("tokenizer")
     is_same = saved_fingerprint is None or tokenizer.is_known_as(saved_fingerprint)
-    if not is_same or tokenizer.vocab_size > num_embeddings:
+    has_too_many_tokens = tokenizer.vocab_size > num_embeddings
+    if not is_same or has_too_many_tokens:
         raise CheckpointError(
             f"{path} was trained with another tokenizer than {name}, or the file has changed. "
             "Use the original file."

@@ -92,7 +92,7 @@ def set_up_process() -> None:
     signal.signal(signal.SIGINT, lambda number, _frame: os._exit(128 + number))
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
-    # `python -m titanlite` puts the current folder first, unless the option -P is set.
+    # `python -m titanlite` puts the current folder first in the import path, unless -P is set.
     with contextlib.suppress(OSError):  # the current folder was removed
         if not sys.flags.safe_path and sys.path[0] == os.getcwd():
             del sys.path[0]
