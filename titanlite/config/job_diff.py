@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from titanlite.config.errors import UserError
 from titanlite.config.mistakes import shorten
+from titanlite.config.models import Section
 from titanlite.config.schema import SECTIONS
 
 Effect = Literal["compatible", "affects training", "incompatible"]
@@ -20,7 +21,7 @@ COMPATIBLE: Effect = "compatible"
 AFFECTS_TRAINING: Effect = "affects training"
 INCOMPATIBLE: Effect = "incompatible"
 _ORDER = (COMPATIBLE, AFFECTS_TRAINING, INCOMPATIBLE)
-_RENAMED_EFFECTS: dict[str, Effect] = {
+_EFFECTS_IN_OLD_PLUGINS: dict[str, Effect] = {
     "harmless": COMPATIBLE,
     "changes the curve": AFFECTS_TRAINING,
     "refused": INCOMPATIBLE,
@@ -116,28 +117,44 @@ def compare_jobs(
     """
     old = flatten(before)
     new = flatten(now)
-    position_changes, content_changes = data if data is not None else ([], [])
     changes: list[tuple[Effect, str]] = []
-    for description in position_changes:
-        changes.append((INCOMPATIBLE, description))
-    for description in content_changes:
-        changes.append((_classify_changed_content(new), description))
-    is_data_changed = bool(position_changes or content_changes)
-
-    resumes_data = data is not None
+    data_key_changes: list[str] = []
     for name in old.keys() & new.keys():
         if old[name] == new[name] or _is_left_out(name, new):
             continue
-        is_data_key = resumes_data and _determines_data(name, new)
-        if is_data_key and is_data_changed:
-            continue  # the changes of the data are listed instead
-        if is_data_key:
-            effect = COMPATIBLE
+        description = f"{name}: {shorten(str(old[name]))} -> {shorten(str(new[name]))}"
+        if data is not None and _determines_data(name, new):
+            data_key_changes.append(description)
         else:
-            effect = _classify(name, old, new, resumes_data=resumes_data)
-        change = f"{name}: {shorten(str(old[name]))} -> {shorten(str(new[name]))}"
-        changes.append((effect, change))
+            effect = _classify(name, old, new, resumes_data=data is not None)
+            changes.append((effect, description))
+
+    if data is not None:
+        changes += _classify_data_changes(data, data_key_changes, new)
     return sorted(changes, key=lambda change: (_ORDER.index(change[0]), change[1]))
+
+
+def _classify_data_changes(
+    data: DataChanges, key_changes: list[str], new: dict[str, Any]
+) -> list[tuple[Effect, str]]:
+    """Return the effect and description of each difference of the data.
+
+    If only keys have changed, but not the data, for example because its folder was renamed, return
+    these keys as compatible.
+
+    Args:
+        data: Differences of the data, from `Loader.compare`.
+        key_changes: Descriptions of changed keys that determine the data.
+        new: Values of the job that resumes, by full name.
+    """
+    position_changes, content_changes = data
+    if not position_changes and not content_changes:
+        return [(COMPATIBLE, description) for description in key_changes]
+    content_effect = _classify_changed_content(new)
+    return [
+        *((INCOMPATIBLE, description) for description in position_changes),
+        *((content_effect, description) for description in content_changes),
+    ]
 
 
 def _classify_changed_content(new: dict[str, Any]) -> Effect:
@@ -235,7 +252,7 @@ def _determines_data(name: str, new: dict[str, Any]) -> bool:
 def _classify(name: str, old: dict[str, Any], new: dict[str, Any], *, resumes_data: bool) -> Effect:
     """Return the effect of a changed key on a resumed run.
 
-    Usually, all keys of a section have the same effect.
+    Except for some keys with an effect of their own, all keys of a section have the same effect.
 
     Args:
         name: Full name of the key, such as "training.seed" or "dataset.sources.0.path".
@@ -244,27 +261,24 @@ def _classify(name: str, old: dict[str, Any], new: dict[str, Any], *, resumes_da
         resumes_data: Whether the run resumes from the data position in the checkpoint.
     """
     section, *_, key = name.split(".")
-    if section == "model":
-        return INCOMPATIBLE if key in _SHAPE_KEYS else AFFECTS_TRAINING
-    if name == "optimizer.name":  # another optimizer has other state tensors
-        is_excluded = "optimizer" in new["checkpoint.exclude_from_loading"]
-        return AFFECTS_TRAINING if is_excluded else INCOMPATIBLE
-    if name == "training.local_batch_size":
-        # With -1, the global batch size follows from the local one.
-        has_global_batch_size = old.get("training.global_batch_size", -1) != -1
-        return COMPATIBLE if has_global_batch_size else AFFECTS_TRAINING
+    if section == "model" and key in _SHAPE_KEYS:
+        return INCOMPATIBLE
+    if name == "optimizer.name" and "optimizer" not in new["checkpoint.exclude_from_loading"]:
+        return INCOMPATIBLE  # another optimizer has other state tensors
+
     is_share_of_mixture = name.startswith("dataset.sources.") and key in ("weight", "max_epochs")
-    if is_share_of_mixture:
-        return _classify_changed_content(new) if resumes_data else AFFECTS_TRAINING
+    if is_share_of_mixture and resumes_data:
+        return _classify_changed_content(new)
+
+    has_global_batch_size = old.get("training.global_batch_size", -1) != -1
+    if name == "training.local_batch_size" and has_global_batch_size:
+        return COMPATIBLE  # otherwise, it determines the global batch size
 
     short_name = f"{section}.{key}"  # dataset.sources.0.path has the effect of dataset.path
-    if short_name in _AFFECTING_KEYS:
-        return AFFECTS_TRAINING
-    if section in _COMPATIBLE_SECTIONS or short_name in _COMPATIBLE_KEYS:
+    is_compatible = section in _COMPATIBLE_SECTIONS or short_name in _COMPATIBLE_KEYS
+    if is_compatible and short_name not in _AFFECTING_KEYS:
         return COMPATIBLE
 
-    if section not in SECTIONS:
-        return AFFECTS_TRAINING
-    # A plugin declares the effect of all keys in its section.
-    effect = SECTIONS[section].on_resume
-    return _RENAMED_EFFECTS.get(effect, effect)
+    # A plugin declares the effect of its section. The default of `Section` is AFFECTS_TRAINING.
+    effect = SECTIONS.get(section, Section).on_resume
+    return _EFFECTS_IN_OLD_PLUGINS.get(effect, effect)
