@@ -36,7 +36,14 @@ from titanlite.config.run import (
     Run,
     sequence_divisor,
 )
-from titanlite.config.schema import Checkpoint, Dataset, Optimizer, TextSource, Validation
+from titanlite.config.schema import (
+    Checkpoint,
+    Dataset,
+    DataSource,
+    Optimizer,
+    TextSource,
+    Validation,
+)
 from titanlite.data.hub import propose_download
 from titanlite.data.sources.files import find_files, find_markup
 from titanlite.data.tokenizer import Tokenizer
@@ -51,7 +58,7 @@ UNUSED_KEYS = {
     "SGD": ("beta1", "beta2", "eps", "implementation"),
 }
 """Value of optimizer.name -> keys of [optimizer] that this optimizer ignores."""
-NORMALIZED = ("AdamW", "AdamW8bit", "Muon", "Lion")
+NORMALIZING_OPTIMIZERS = ("AdamW", "AdamW8bit", "Muon", "Lion")
 """Optimizers that normalize the gradient, so that each weight changes by about the learning
 rate.
 """
@@ -120,9 +127,10 @@ def check_model(run: Run) -> Problems:
     yield from _check_heads(run)
 
     arch = run.arch
-    upper_key, lower_key = "rope_high_freq_factor", "rope_low_freq_factor"
     if arch.rope_scaling == "yarn":
         upper_key, lower_key = "rope_beta_fast", "rope_beta_slow"
+    else:  # "llama3", which is also the value of models without scaling
+        upper_key, lower_key = "rope_high_freq_factor", "rope_low_freq_factor"
     upper_limit = getattr(arch, upper_key)
     lower_limit = getattr(arch, lower_key)
     if upper_limit <= lower_limit:
@@ -305,17 +313,16 @@ def _are_valid_cuts(run: Run) -> bool:
 def check_pipeline_schedule(run: Run) -> Problems:
     """Check that the job is compatible with its pipeline schedule.
 
-    Zero-bubble schedules split the backward pass: they compute the gradients of the weights in a
-    second pass, which some options do not allow. All other schedules have no restrictions.
+    Only zero-bubble schedules have restrictions. They split the backward pass of a block in two:
+    the gradients of its weights are computed after those of its activations.
     """
     key = "parallelism.pipeline_parallel_schedule"
     schedule = run.job.parallelism.pipeline_parallel_schedule
     if schedule not in SPLIT_BACKWARD:
         return
-    # In compiled blocks, and in blocks that recompute only some operators, the first part of the
-    # backward pass frees buffers that the second part needs. It does not help to make compiled
-    # blocks keep them by disabling "donated buffers": with torch 2.13, the fp32 loss is then off by
-    # 1.4e-3 after ten steps.
+
+    # If a block is compiled, or recomputes only some operators, the first half of its backward pass
+    # frees buffers that the second half needs.
     checkpointing = run.job.activation_checkpoint
     recomputes_operators = (
         checkpointing.mode == "selective" and checkpointing.selective_ac_option == "op"
@@ -325,8 +332,8 @@ def check_pipeline_schedule(run: Run) -> Problems:
             key, 'needs compile.enable = false and activation_checkpoint.mode "full" or "none".'
         )
 
-    model = run.job.model
-    needs_new_torch = schedule in V_SHAPED or run.job.float8.enable or model.uses_document_bounds
+    uses_varlen_attention = run.job.model.uses_document_bounds
+    needs_new_torch = run.job.float8.enable or uses_varlen_attention or schedule == "ZBVZeroBubble"
     major, minor, *_ = version("torch").split(".")
     if needs_new_torch and (int(major), int(minor)) < (2, 13):
         yield Problem(key, "needs torch 2.13 for FP8, variable-length attention or ZBVZeroBubble.")
@@ -456,7 +463,7 @@ def check_moments(run: Run) -> Problems:
 def check_optimizer(run: Run) -> Problems:
     """Check the learning rate, and report options that the selected optimizer does not support."""
     optimizer = run.job.optimizer
-    if optimizer.name in NORMALIZED and optimizer.lr > MAX_LR:
+    if optimizer.name in NORMALIZING_OPTIMIZERS and optimizer.lr > MAX_LR:
         yield Problem(
             "optimizer.lr",
             f"must be at most 1. {optimizer.name} changes each weight by about lr in a step; 3e-4 "
@@ -503,12 +510,11 @@ def check_optimizer_groups(run: Run) -> Problems:
     Each name pattern of a group must also match at least one parameter.
     """
     groups = run.job.optimizer.groups
-    if not groups:
-        return
-    if list(_check_heads(run)):  # the model cannot be built, which `check_model` reports
+    head_problems = list(_check_heads(run))  # `check_model` reports them
+    if not groups or head_problems:
         return
 
-    # This is slow, because it imports torch to build the model on the meta device.
+    # Build the model on the meta device, which needs valid heads. Importing torch for it is slow.
     names = list(parameter_shapes(run.arch))
     for number, group in enumerate(groups):
         for pattern in group.params:
@@ -570,7 +576,10 @@ def check_float8(run: Run) -> Problems:
 
 
 def _check_float8_sizes(run: Run) -> Problems:
-    """Check that sizes of FP8 layers, and tokens, are multiples that FP8 matmuls support."""
+    """Check that FP8 matmuls support the sizes of the layers, and the number of tokens.
+
+    Both must be multiples of 16 or 32 on each rank.
+    """
     float8 = run.job.float8
     shard_multiple = float8.shard_multiple(run.degrees.tensor)
     layer_sizes = _list_float8_sizes(run)
@@ -582,8 +591,9 @@ def _check_float8_sizes(run: Run) -> Problems:
             f"{shard_multiple}.",
         )
 
-    # The matmul of the weight gradient sums over the tokens. This recipe computes it in bf16.
-    if float8.recipe_name == "rowwise_with_gw_hp":
+    # Only the matmul of the weight gradient sums over the tokens.
+    computes_weight_gradient_in_bf16 = float8.recipe_name == "rowwise_with_gw_hp"
+    if computes_weight_gradient_in_bf16:
         return
     training = run.job.training
     token_multiple = float8.size_multiple
@@ -597,7 +607,10 @@ def _check_float8_sizes(run: Run) -> Problems:
 
 
 def _list_float8_sizes(run: Run) -> list[int]:
-    """Return the different sizes of FP8 layers that tensor parallelism divides among the ranks."""
+    """Return the distinct sizes of FP8 layers that tensor parallelism divides among the ranks.
+
+    Layers whose size is too small or not a suitable multiple stay in bf16.
+    """
     arch = run.arch
     float8 = run.job.float8
     size_of_layer = {
@@ -854,10 +867,9 @@ def _check_sources(section: str, dataset: Dataset | Validation) -> Problems:
         yield from _check_source(section, dataset)
         return
 
-    fields = type(dataset).model_fields
-    source_keys = [*TextSource.model_fields, "max_epochs"]  # [validation] has no max_epochs
-    for key in source_keys:
-        if key in fields and getattr(dataset, key) != fields[key].default:
+    for key, field in type(dataset).model_fields.items():
+        describes_source = key in DataSource.model_fields
+        if describes_source and getattr(dataset, key) != field.default:
             yield Problem(
                 f"{section}.{key}",
                 f"is not used with [[{section}.sources]]. Move it to the table of its source.",
@@ -1006,20 +1018,18 @@ def check_checkpoints(run: Run) -> Problems:
 
 
 def _check_load_step(run: Run, saved: list[Path]) -> Problems:
-    """Check that the run has saved a checkpoint of step `checkpoint.load_step`.
+    """Check that the run has a checkpoint of step `checkpoint.load_step`, if it is still needed.
 
-    A run loads this step only once, so the checkpoint may be deleted after the run has continued.
+    For example, if the run has loaded step 100 and later saved step 200, it now resumes from step
+    200, so the checkpoint of step 100 is no longer needed.
 
     Args:
         run: The run.
         saved: Step folders of the run, sorted by step.
     """
     step = run.job.checkpoint.load_step
-    saved_steps = [get_step(folder) for folder in saved]
-    if step in saved_steps:
-        return
-    # For example, the run has loaded step 100 and later saved step 200, from which it now resumes.
-    if has_resumed_from(saved, step):
+    is_saved = step in [get_step(folder) for folder in saved]
+    if is_saved or has_resumed_from(saved, step):
         return
 
     names = ", ".join(folder.name for folder in saved) or "none"
@@ -1149,7 +1159,7 @@ def find_suspicious_values(run: Run) -> list[str]:
     """
     warnings = []
     optimizer = run.job.optimizer
-    if optimizer.name in NORMALIZED and optimizer.lr > UNUSUAL_LR:
+    if optimizer.name in NORMALIZING_OPTIMIZERS and optimizer.lr > UNUSUAL_LR:
         text = f"is unusually high for {optimizer.name}. Typical learning rates are 1e-4 to 1e-2."
         warnings.append(f"optimizer.lr = {format_value(optimizer.lr)} {text}")
 
