@@ -191,7 +191,9 @@ def _find_origins(tables: Tables, arguments: Arguments, source: str) -> dict[str
     for section, table in tables.items():
         if isinstance(table, dict):
             origins |= {f"{section}.{key}": source for key in table}
-    for key in (*arguments.values, *(mistake.key for mistake in arguments.mistakes)):
+    # Errors about invalid options must name the command line as well.
+    invalid_options = [mistake.key for mistake in arguments.mistakes]
+    for key in (*arguments.values, *invalid_options):
         if key != CONFIG_FILE:
             origins[key] = COMMAND_LINE
     return origins
@@ -224,9 +226,11 @@ def _set_values(tables: Tables, values: Mapping[str, Any]) -> None:
         tables["training"] = {key: training[key] for key in training if key not in LENGTH_KEYS}
 
     for key, value in values.items():
+        if key == CONFIG_FILE:
+            continue  # `tables` already contains the path of the job file
         section, name = key.split(".")
         table = tables.setdefault(section, {})
-        if key != CONFIG_FILE and isinstance(table, dict):  # otherwise `read` reports a mistake
+        if isinstance(table, dict):  # `JobConfig.read` reports a section that is not a table
             table[name] = value
 
 
@@ -339,24 +343,27 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
     Invalid options are collected in the result instead of raising an error.
     """
     stray_words, options = _split_options(argv)
-    mistakes: list[Mistake] = []
+    problems: list[tuple[str, str]] = []  # invalid words and flags, each with what is wrong
     for word in stray_words:
         problem = f"is not an option. To pass a job file, write --{CONFIG_FILE} {word}."
-        mistakes.append(Mistake(key=word, name=word, value="", problem=problem))
+        problems.append((word, problem))
 
-    keys = list_keys()
-    values: dict[str, Any] = {}
     help_topics = None
+    values: dict[str, Any] = {}
+    keys = list_keys()
     for flag, words in options:
         if flag in ("-h", "--help"):
             help_topics = words
             continue
         try:
             key, value = _parse_option(flag, words, keys)
-            values[key] = value
         except ValueError as error:
-            mistakes.append(Mistake(key=flag, name=flag, value="", problem=str(error)))
+            problems.append((flag, str(error)))
+        else:
+            values[key] = value
 
+    # A word that is not a valid option has no key, so the mistake contains the word instead.
+    mistakes = [Mistake(word, word, value="", problem=problem) for word, problem in problems]
     names = [_flag_to_name(flag) for flag, _ in options]
     renamed = [name for name in names if name in RENAMED_KEYS]
     return Arguments(values, help_topics, mistakes, renamed)
@@ -403,7 +410,7 @@ def _find_key(flag: str, keys: Mapping[str, Any]) -> tuple[str, bool]:
     name = RENAMED_KEYS.get(name, name)
     if name in keys:
         return name, False
-    if name == "config":  # otherwise dataset.config would be suggested
+    if name == "config":  # suggest --job.config_file for --config, and not --dataset.config
         return "config_file", False
 
     if name.startswith("no_"):

@@ -92,33 +92,31 @@ class ConfigError(UserError):
     def __init__(
         self, mistakes: Sequence[Mistake], source: str, places: Mapping[str, str] | None = None
     ) -> None:
+        places = places or {}
         lines = []
         for mistake in mistakes:
-            place = _find_place(mistake, places or {}) or source
-            lines.append(f"{place}: {mistake.describe()}")
+            # The name is more precise than the key, unless it is a flag or the name of a section.
+            place = _find_place(mistake.name, places) or _find_place(mistake.key, places)
+            lines.append(f"{place or source}: {mistake.describe()}")
         if len(lines) > 1:
             lines = [f"{len(lines)} mistakes:", *(f"  {line}" for line in lines)]
         super().__init__("\n".join(lines))
         self.mistakes = mistakes
 
 
-def _find_place(mistake: Mistake, places: Mapping[str, str]) -> str | None:
-    """Return the file and line that set an invalid value, for example "train.toml:14".
+def _find_place(name: str, places: Mapping[str, str]) -> str | None:
+    """Return the file and line that set a key, for example "train.toml:14".
 
-    If the line of the value is unknown, return the line of the innermost known table that contains
-    the value. If no such line is known, return None.
+    If this is unknown, return the line of the innermost known table around the key, or None.
 
     Args:
-        mistake: The mistake.
-        places: File and line of each key and table, by its name.
+        name: Full name of the key, such as "dataset.sources.0.path".
+        places: File and line of each key and table, by its full name.
     """
-    # In a list of tables, `name` extends `key` by the index and the inner key. Other names can be
-    # flags or "[section]", so use `key` for them.
-    name = mistake.name if mistake.name.startswith(f"{mistake.key}.") else mistake.key
     while name:
         if name in places:
             return places[name]
-        name = name.rpartition(".")[0]
+        name, _, _ = name.rpartition(".")
     return None
 
 
@@ -202,21 +200,22 @@ def _find_unknown_name(root: type[BaseModel], location: list[str]) -> _UnknownNa
         location: Names of the tables around a value, and the name of the value.
     """
     table = root
-    can_be_index = False
+    follows_list = False  # whether the previous name is that of a list of tables
     for depth, name in enumerate(location):
-        if can_be_index and name.isdecimal():
-            can_be_index = False
+        is_index = follows_list and name.isdecimal()
+        follows_list = False
+        if is_index:
             continue
 
         annotations = _list_annotations(table)
         if name not in annotations:
             return _UnknownName(name, location[:depth], table)
 
-        annotation = annotations[name]
+        annotation = annotations[name]  # such as Training, or tuple[DataSource, ...] for a list
         inner_table = find_table_model(annotation)
-        # `annotation` is the table itself, or for example a list of tables.
-        can_be_index = inner_table is not None and annotation is not inner_table
-        table = inner_table or table
+        if inner_table is not None:
+            table = inner_table
+            follows_list = annotation is not inner_table
     return None
 
 
@@ -245,13 +244,13 @@ def _describe_unknown(
     full_name = ".".join(location)
     removed_keys = getattr(unknown.table, "dropped", {})  # keys of earlier versions of titanlite
     if unknown.name in removed_keys:
-        _, problem = removed_keys[unknown.name]
+        _former_default, problem = removed_keys[unknown.name]
         return Mistake(key, full_name, format_value(value), problem, kind="gone")
 
     is_table = isinstance(value, dict)
-    shown_name = f"[{key}]" if is_table else full_name
+    name = f"[{key}]" if is_table else full_name
     problem = _explain_unknown_name(unknown, root, location[-1])
-    return Mistake(key, shown_name, value="", problem=problem, kind="extra_forbidden")
+    return Mistake(key, name, value="", problem=problem, kind="extra_forbidden")
 
 
 def _rephrase(message: str) -> str:
@@ -354,23 +353,22 @@ def wrap_text(text: str, indent: int = 0) -> str:
     return "\n\n".join(wrapper.fill(paragraph) for paragraph in paragraphs)
 
 
-def _explain_unknown_name(unknown: _UnknownName, root: type[BaseModel], last_name: str) -> str:
+def _explain_unknown_name(unknown: _UnknownName, root: type[BaseModel], key: str) -> str:
     """Return an error message for an unknown name, with known names that the user may have meant.
 
     For example, "stepz" in [training] gives "is unknown. Did you mean training.steps?".
 
     Args:
-        unknown: The unknown name.
+        unknown: The unknown name: a key, or one of the tables that contain it.
         root: Model of a job, the options of a command, or the content of a file.
-        last_name: Last part of the full name. For "trainin.steps", this is "steps", although
-            "trainin" is the unknown name. Usually, both are the same.
+        key: Name of the key without its tables, such as "steps" for "trainin.steps".
     """
     tables = _list_tables(root)
     known_names = [field.alias or name for name, field in unknown.table.model_fields.items()]
     if unknown.table is root:  # add the sections of plugins
         known_names += [name for name in tables if name not in known_names]
 
-    synonyms = _find_synonyms(last_name, {*root.model_fields, *tables})
+    synonyms = _find_synonyms(key, {*root.model_fields, *tables})
     similar_names = difflib.get_close_matches(unknown.name, known_names, n=1)
     if synonyms:
         suggestions = synonyms
@@ -378,7 +376,7 @@ def _explain_unknown_name(unknown: _UnknownName, root: type[BaseModel], last_nam
         suggestions = [".".join([*unknown.parents, name]) for name in similar_names]
     else:  # the key may be in another table
         suggestions = [
-            f"{table}.{last_name}" for table in tables if last_name in tables[table].model_fields
+            f"{name}.{key}" for name, table in tables.items() if key in table.model_fields
         ]
 
     if suggestions:

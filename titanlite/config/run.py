@@ -458,7 +458,7 @@ def build_architecture(model: schema.Model, job: schema.JobConfig | None = None)
         if override is not None:
             values[field.name] = override
 
-    # Do not use getattr: the job may have an attribute of this name, such as `dropped`.
+    # The section of a plugin architecture has the same name as the architecture.
     plugin_sections = job.model_extra if job is not None else None
     if plugin_sections and model.architecture in plugin_sections:
         values |= dict(plugin_sections[model.architecture])
