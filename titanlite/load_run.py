@@ -28,6 +28,7 @@ from titanlite.rules import (
     KEY_RULES,
     OUTPUT_RULES,
     Problem,
+    Rule,
     check_dataset,
     check_tokenizer,
     check_warmup,
@@ -131,15 +132,17 @@ def build_run(parsed: ParsedJob, world_size: int, *, check_outputs: bool = True)
     # Tokens per step depend on these sections. If one of them has an invalid value, do not report
     # that the number of steps is wrong as well.
     if invalid_sections.isdisjoint(("model", "training", "parallelism", "dataset")):
+        # Report lengths as the user wrote them: `fitted_run` still has "2B" instead of steps.
         mistakes += [make_mistake(fitted_run, problem) for problem in length_problems]
     for problem in (*tokenizer_problems, *rule_problems):
         mistakes.append(make_mistake(run, problem))
     if not mistakes:
         return run
 
-    # The message names the origin of each invalid value.
+    # The error names the origin of each value: the job file, the command line, or the environment.
     origins = {**parsed.origins, THREADS: "environment variable"}
-    raise parsed._replace(origins=origins).error(mistakes)
+    parsed_with_environment = parsed._replace(origins=origins)
+    raise parsed_with_environment.error(mistakes)
 
 
 def _fit_to_tokenizer(run: Run) -> tuple[Run, list[Problem]]:
@@ -180,18 +183,19 @@ def _apply_rules(
         run: The run.
         parsed: The job from which the run was built.
         skipped_sections: Sections in which a default replaces an invalid value. Rules that read
-            one of them are skipped, because the default could break a rule.
+            one of them are skipped, so that no error is about a default.
         check_outputs: Whether to check the output folder and the initial weights.
     """
+    check_warmup_of_job = partial(check_warmup, is_preview=_is_preview(parsed))
+    warmup_rule = Rule(check_warmup_of_job, ("training", "lr_scheduler"))
     rules = [*KEY_RULES, *DATA_RULES]
     if check_outputs:
         rules += OUTPUT_RULES
+
     problems: list[Problem] = []
-    for rule in rules:
+    for rule in (*rules, warmup_rule):
         if skipped_sections.isdisjoint(rule.sections):
             problems += rule.check(run)
-    if skipped_sections.isdisjoint(("training", "lr_scheduler")):
-        problems += check_warmup(run, is_preview=_is_preview(parsed))
     return problems
 
 

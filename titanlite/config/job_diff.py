@@ -150,20 +150,11 @@ def _classify_data_changes(
     position_changes, content_changes = data
     if not position_changes and not content_changes:
         return [(COMPATIBLE, description) for description in key_changes]
-    content_effect = _classify_changed_content(new)
+    content_effect = INCOMPATIBLE if new["dataset.on_change"] == "error" else AFFECTS_TRAINING
     return [
         *((INCOMPATIBLE, description) for description in position_changes),
         *((content_effect, description) for description in content_changes),
     ]
-
-
-def _classify_changed_content(new: dict[str, Any]) -> Effect:
-    """Classify a change of the training data, which `dataset.on_change` allows or forbids.
-
-    Args:
-        new: Values of the job by full name, such as "dataset.on_change".
-    """
-    return INCOMPATIBLE if new["dataset.on_change"] == "error" else AFFECTS_TRAINING
 
 
 def report_changes(
@@ -267,8 +258,8 @@ def _classify(name: str, old: dict[str, Any], new: dict[str, Any], *, resumes_da
         return INCOMPATIBLE  # another optimizer has other state tensors
 
     is_share_of_mixture = name.startswith("dataset.sources.") and key in ("weight", "max_epochs")
-    if is_share_of_mixture and resumes_data:
-        return _classify_changed_content(new)
+    if is_share_of_mixture and resumes_data and new["dataset.on_change"] == "error":
+        return INCOMPATIBLE
 
     has_global_batch_size = old.get("training.global_batch_size", -1) != -1
     if name == "training.local_batch_size" and has_global_batch_size:

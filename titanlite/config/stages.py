@@ -47,19 +47,19 @@ class PieceCosts:
 def piece_times(arch: Architecture, seq_len: int) -> PieceCosts:
     """Estimate the relative time per token of the embedding, a block and the output.
 
-    The unit is the time of one FLOP in the forward pass. The backward pass takes twice as long as
-    the forward pass, so all times of a training step are divided by 3. The embedding has no matmul,
-    but writes a dense fp32 gradient once per sequence.
+    The unit is the time of 3 FLOPs: one in the forward pass, and the two that belong to it in the
+    backward pass. The embedding has no matmul, but writes a dense fp32 gradient once per sequence.
 
     Args:
         arch: Architecture of the model.
         seq_len: Sequence length in tokens, which determines the cost of attention.
     """
     gradient_bytes = 4 * arch.vocab_size * arch.dim
-    gradient_time = gradient_bytes * FLOPS_PER_BYTE  # per sequence, in a training step
+    gradient_flops = gradient_bytes * FLOPS_PER_BYTE  # FLOPs that take as long as writing it
     attention_flops = 4 * arch.attended(seq_len) * arch.q_dim  # scores and weighted sum
     return PieceCosts(
-        embedding=gradient_time / (3 * seq_len),
+        embedding=gradient_flops / (3 * seq_len),
+        # FLOPs of the forward pass
         block=2 * arch.block_matrices + attention_flops,
         output=2.0 * arch.dim * arch.vocab_size,
     )
@@ -147,8 +147,9 @@ def balanced_cuts(
                 stage_times[num_blocks] = times.of_stage(stage, num_stages, num_blocks)
         best_splits = _add_stage(best_splits, stage_times, num_layers)
 
-    # The end of each stage is the start of the next stage. The last stage has no next one.
-    return tuple(best_splits[num_layers].ends[:-1])
+    # The end of each stage is the start of the next one, except for the end of the last stage.
+    *cuts, _end_of_model = best_splits[num_layers].ends
+    return tuple(cuts)
 
 
 def _add_stage(
@@ -156,13 +157,16 @@ def _add_stage(
 ) -> dict[int, _Split]:
     """Add a pipeline stage of any possible size to each split, and keep only the best new splits.
 
+    This is one step of the dynamic programming in `balanced_cuts`. It is enough to extend the best
+    split of the first n blocks, because the time of the new stage does not depend on the split.
+
     Args:
-        best_splits: Best split into the stages so far, by its total number of blocks.
+        best_splits: Best split of the first n blocks into the stages so far, for each possible n.
         stage_times: Time of the new stage by its number of blocks, in ascending order.
         num_layers: Number of blocks of the model.
 
     Returns:
-        Best split including the new stage, by its total number of blocks.
+        Best split of the first n blocks including the new stage, for each possible n.
     """
     longer_splits: dict[int, _Split] = {}
     for start, split in best_splits.items():
