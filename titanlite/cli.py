@@ -231,8 +231,8 @@ def _report_error(error: Exception) -> int:
 
     Errors that the user can fix are printed without a traceback.
     """
-    # The disk of standard output is full, for example with `titanlite check > /dev/full`. For other
-    # files, the error has a file name.
+    # If the disk is full, only an error about standard output has no file name. For example,
+    # `titanlite check > /dev/full` raises it.
     if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
         drop_output(sys.stdout)
         error = UserError("cannot write to standard output: no space left on the device.")
@@ -277,8 +277,9 @@ def train(argv: Sequence[str]) -> None:
     _print_certificate(run)
 
     train_run = _import_trainer()
+    # A launcher has already prepared the output folder for all ranks.
     has_launcher = "RANK" in os.environ
-    if has_launcher:  # which has prepared the output folder for all ranks
+    if has_launcher:
         train_run(run, argv)
         return
 

@@ -150,10 +150,10 @@ def generate(
         UserError: If a setting is invalid, or the prompt does not fit into the model.
         CheckpointError: If the output of the model is not finite.
     """
-    # The generator is a separate function, so that invalid arguments raise an error immediately.
     options = Generation(max_new_tokens=max_new_tokens, **settings)
     max_seq_len = checkpoint.model.arch.max_seq_len
     decoding = Decoding(prompt, checkpoint.tokenizer, max_new_tokens, max_seq_len)
+    # This function contains no `yield`, so that invalid arguments raise an error immediately.
     return _generate_pieces(checkpoint, decoding, options)
 
 
@@ -197,12 +197,12 @@ def generate_many(
     Yields:
         Completions in the order of the prompts.
     """
-    # The generator is a separate function, so that invalid arguments raise an error immediately.
     options = Generation(max_new_tokens=max_new_tokens, **settings)
     max_seq_len = checkpoint.model.arch.max_seq_len
     decodings = [
         Decoding(prompt, checkpoint.tokenizer, max_new_tokens, max_seq_len) for prompt in prompts
     ]
+    # This function contains no `yield`, so that invalid arguments raise an error immediately.
     return _generate_completions(checkpoint, decodings, options)
 
 
@@ -294,7 +294,7 @@ def _generate_tokens(
 ) -> Iterator[None]:
     """Append generated tokens to the unfinished completions in `decodings`, one token at a time.
 
-    Yield None after each token, so that you can read the completions so far.
+    Yield after each token, so that the caller can read the completions so far.
     """
     inputs, padding = _pad_prompts(decodings)
     max_new_tokens = max(decoding.limit - len(decoding.ids) for decoding in decodings)
@@ -428,9 +428,9 @@ def _attention_mask(
     """Return a boolean mask of the keys that each query attends to, shape (B, 1, T, S).
 
     Args:
-        index_T: Index of each query, counted from the start of the padded sequence.
-        index_S: Index of each key, counted in the same way.
-        padding_B: Number of padding positions at the front of each sequence.
+        index_T: Index of each query from the start of the padded sequence, shape (T,).
+        index_S: Index of each key, counted in the same way, shape (S,).
+        padding_B: Number of padding positions at the front of each sequence, shape (B,).
         sliding_window: Number of latest positions that a query attends to. 0: all.
     """
     # Attend to the token itself and to earlier ones, but not to padding.

@@ -96,7 +96,7 @@ def resolve_lengths(run: Run) -> tuple[Run, list[Problem]]:
     problems = _find_repeated_length(run)
     progress = read_progress(run)
     for key, num_tokens in lengths:
-        # For example, the decay depends on the length of the run, which was converted before.
+        # Count again with the lengths converted so far: the decay depends on training.steps.
         counter = TokenCounter(run, progress)
         steps = _count_steps(counter, key, num_tokens)
         is_valid = 1 <= steps <= MAX_STEPS

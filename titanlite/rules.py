@@ -591,9 +591,8 @@ def _check_float8_sizes(run: Run) -> Problems:
             f"{shard_multiple}.",
         )
 
-    # Only the matmul of the weight gradient sums over the tokens.
-    computes_weight_gradient_in_bf16 = float8.recipe_name == "rowwise_with_gw_hp"
-    if computes_weight_gradient_in_bf16:
+    # Only the matmul of the weight gradient sums over the tokens. In this recipe, it is in bf16.
+    if float8.recipe_name == "rowwise_with_gw_hp":
         return
     training = run.job.training
     token_multiple = float8.size_multiple

@@ -343,10 +343,11 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
     Invalid options are collected in the result instead of raising an error.
     """
     stray_words, options = _split_options(argv)
-    problems: list[tuple[str, str]] = []  # invalid words and flags, each with what is wrong
-    for word in stray_words:
-        problem = f"is not an option. To pass a job file, write --{CONFIG_FILE} {word}."
-        problems.append((word, problem))
+    # Invalid words and flags, each with what is wrong.
+    problems = [
+        (word, f"is not an option. To pass a job file, write --{CONFIG_FILE} {word}.")
+        for word in stray_words
+    ]
 
     help_topics = None
     values: dict[str, Any] = {}

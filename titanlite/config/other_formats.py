@@ -40,11 +40,11 @@ def parse_toml(content: bytes) -> dict[str, Any]:
 def _explain_syntax_error(text: str, error: tomli.TOMLDecodeError) -> str:
     """Return an error message that contains the invalid line, its number and how to fix it."""
     line = text.split("\n")[error.lineno - 1].strip()
-    remedy = _correct_line(line) or f"{error.msg}, in column {error.colno}"
+    remedy = _suggest_correction(line) or f"{error.msg}, in column {error.colno}"
     return f"line {error.lineno}: {shorten(line)} is not valid TOML. {remedy}."
 
 
-def _correct_line(line: str) -> str:
+def _suggest_correction(line: str) -> str:
     """Explain how to write a line of Python, YAML or shell syntax in TOML.
 
     Returns:

@@ -460,8 +460,8 @@ def build_architecture(model: schema.Model, job: schema.JobConfig | None = None)
 
     # The section of a plugin architecture has the same name as the architecture.
     plugin_sections = job.model_extra if job is not None else None
-    if plugin_sections and model.architecture in plugin_sections:
-        values |= dict(plugin_sections[model.architecture])
+    if plugin_sections:
+        values |= dict(plugin_sections.get(model.architecture, {}))
     architecture_class = ARCHITECTURES[model.architecture]
     return architecture_class(**values)
 

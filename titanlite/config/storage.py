@@ -271,7 +271,7 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
 
 
-@lru_cache(maxsize=32)  # documents are smaller than a block
+@lru_cache(maxsize=32)  # a block contains several documents
 def read_block(url: str, version: tuple[int, str], number: int) -> bytes:
     """Return a block of a file at a URL. Download it only if it is not in the cache on disk.
 
@@ -365,7 +365,7 @@ def get_local_copy(path: str | Path, extra_file: str = "", *, deep: bool = False
     if url is None:
         return Path(path)
 
-    with storage_errors(url):
+    with storage_errors(url):  # converts any exception to a UserError
         storage, remote_path = open_storage(url)
         if storage.isfile(remote_path):
             return _download_file(url, storage, remote_path, extra_file)
