@@ -578,7 +578,7 @@ def check_float8(run: Run) -> Problems:
 def _check_float8_sizes(run: Run) -> Problems:
     """Check that FP8 matmuls support the sizes of the layers, and the number of tokens.
 
-    Both must be multiples of 16 or 32 on each rank.
+    On each rank, both must be multiples of a number that depends on the FP8 recipe, such as 16.
     """
     float8 = run.job.float8
     shard_multiple = float8.shard_multiple(run.degrees.tensor)
