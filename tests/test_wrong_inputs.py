@@ -69,6 +69,7 @@ dataset.path = "text.jsonl" ; [[dataset.sources]] ; source = "c4" =>
 model.name = "llama3" => titanlite migrate
 [[dataset.sources]] ; sorce = 1 => dataset.sources.0.sorce
 [[dataset.sources]] ; source = "jsonl" => dataset.sources.0.path
+[[dataset.sources]] ; source = "jsonl" ; path = "dataset.jsonl" => matches no file (of dataset.jsonl
 [[dataset.sources]] ; source = "c4" ; loss_mask_column = "x" => dataset.sources.0.loss_mask_column
 dataset.loss_mask_column = "x" ; [[dataset.sources]] ; source = "c4" => dataset.loss_mask_column
 [[dataset.sources]] ; source = "c4" ; weight = 0.0 => dataset.sources.0.weight

@@ -907,8 +907,7 @@ def _check_source(table: str, source: TextSource) -> Problems:
         if source.path is None:
             yield Problem(f"{table}.source", f"needs {table}.path.")
         else:
-            # `find_files` does not know the table, and names keys such as dataset.path.
-            message = str(error).rstrip(".").replace("dataset.", f"{table}.")
+            message = str(error).rstrip(".")
             yield Problem(f"{table}.path", f"{message}.")
 
 
