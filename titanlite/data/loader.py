@@ -50,7 +50,6 @@ class Loader:
     validation are left out.
 
     Attributes:
-        global_batch_size: Number of sequences per optimizer step, summed over all ranks.
         sources: The opened sources, in the order of the job file.
     """
 
@@ -85,7 +84,6 @@ class Loader:
         self._data_rank = data_rank
         self._data_degree = run.degrees.data
         self._data_group = data_group
-        self.global_batch_size = run.global_batch_size
 
         self._data = open_training_data(run, tokenizer)
         self.sources = self._data.sources
