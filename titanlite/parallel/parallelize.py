@@ -122,9 +122,7 @@ def checkpoint_and_compile(model: Llama, mesh: Mesh, run: Run) -> None:
         apply_activation_checkpointing,
         model,
         config,
-        # With "none", save the output of every second matmul, even if the backward pass does not
-        # need it.
-        skips_unneeded_matmul=run.job.parallelism.memory_savers != "none",
+        saves_last_matmul=run.job.parallelism.memory_savers == "none",
     )
     if not run.compiles("model"):
         recompute_activations()

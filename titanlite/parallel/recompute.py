@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 import torch._functorch.config as functorch_config
-from torch import Tensor
+from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
     checkpoint,
     create_selective_checkpoint_contexts,
+    noop_context_fn,
 )
 
 from titanlite.config import schema
@@ -54,16 +55,18 @@ def apply_activation_checkpointing(
     model: Llama,
     config: schema.ActivationCheckpoint,
     in_graph: bool = False,
-    skips_unneeded_matmul: bool = True,
+    saves_last_matmul: bool = False,
 ) -> None:
     """Wrap the forward pass of blocks so that the backward pass recomputes their activations.
+
+    The four modes are "none", "memory_budget" (the compiler decides what to recompute), "full" (all
+    operations of all blocks), and "selective" (some operations, or all operations of some blocks).
 
     Args:
         model: Model before FSDP, modified in place.
         config: Section [activation_checkpoint] of the job.
         in_graph: Whether each block is compiled together with its recomputation, as one graph.
-        skips_unneeded_matmul: Whether mode "op" never saves the output of a block's last matmul,
-            which the backward pass does not need. No effect on blocks with FP8 layers.
+        saves_last_matmul: See `_recompute_some_operations`.
     """
     if config.mode == "none":
         return
@@ -71,40 +74,32 @@ def apply_activation_checkpointing(
         _set_memory_budget(config.memory_budget)
         return
 
-    preserves_rng_state = draws_random_numbers(type(model))
-    recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=preserves_rng_state)
     if config.mode == "full":
-        _recompute_whole_blocks(model, recompute, in_graph, interval=1)
+        _recompute_whole_blocks(model, in_graph, interval=1)
     elif config.selective_ac_option == "op":
-        _recompute_some_operations(model, recompute, skips_unneeded_matmul)
+        _recompute_some_operations(model, saves_last_matmul)
     else:  # a number, such as "2" for every second block
-        _recompute_whole_blocks(model, recompute, in_graph, int(config.selective_ac_option))
+        _recompute_whole_blocks(model, in_graph, int(config.selective_ac_option))
 
 
-def _recompute_whole_blocks(
-    model: Llama, recompute: Callable[..., Tensor], in_graph: bool, interval: int
-) -> None:
+def _recompute_whole_blocks(model: Llama, in_graph: bool, interval: int) -> None:
     """Recompute all operations of every `interval`-th block in the backward pass.
 
     Args:
         model: Model before FSDP, modified in place.
-        recompute: Checkpoint function. It receives a forward function and its arguments.
         in_graph: Whether each block is compiled together with its recomputation, as one graph.
         interval: 1 selects all blocks, 2 every second block.
     """
+    create_contexts: Callable[[], tuple[Any, Any]] = noop_context_fn  # the default of torch
     if in_graph:
-        # By default, the compiler would save inputs of collectives and of SwiGLU.
-        saved_operators: list[Any] = []
-        save_nothing = partial(create_selective_checkpoint_contexts, saved_operators)
-        recompute = partial(recompute, context_fn=save_nothing)
+        # The compiler would save inputs of collectives and of SwiGLU. Let it save no operator.
+        create_contexts = partial(create_selective_checkpoint_contexts, [])
     for index, block in model.layers.items():
         if (int(index) + 1) % interval == 0:
-            block.forward = _recompute_in_backward(block.forward, recompute)
+            _checkpoint_block(model, block, create_contexts)
 
 
-def _recompute_some_operations(
-    model: Llama, recompute: Callable[..., Tensor], skips_unneeded_matmul: bool
-) -> None:
+def _recompute_some_operations(model: Llama, saves_last_matmul: bool) -> None:
     """Recompute about half of the matmuls of each block, and most other operations.
 
     The forward pass of a block saves the outputs of matmuls 1, 3, 5 and so on, and of operators
@@ -112,15 +107,13 @@ def _recompute_some_operations(
 
     Args:
         model: Model before FSDP, modified in place.
-        recompute: Checkpoint function. It receives a forward function and its arguments.
-        skips_unneeded_matmul: Whether the output of a block's last matmul is never saved, because
-            the backward pass does not need it. No effect on blocks with FP8 layers.
+        saves_last_matmul: Treat the last matmul of a block like all others. If False, its output is
+            not saved, because it is only added to the residual stream, so the backward pass does
+            not need it. Blocks with FP8 layers always treat all matmuls alike.
     """
     for block in model.layers.values():
-        skipped_matmul = find_unneeded_matmul(block) if skips_unneeded_matmul else None
-        create_contexts = partial(_create_op_contexts, skipped_matmul)
-        recompute_some = partial(recompute, context_fn=create_contexts)
-        block.forward = _recompute_in_backward(block.forward, recompute_some)
+        skipped_matmul = None if saves_last_matmul else find_unneeded_matmul(block)
+        _checkpoint_block(model, block, partial(_create_op_contexts, skipped_matmul))
 
 
 def _set_memory_budget(budget: float) -> None:
@@ -180,14 +173,23 @@ def _create_op_contexts(skipped_matmul: int | None) -> tuple[Any, Any]:
     return create_selective_checkpoint_contexts(policy)
 
 
-def _recompute_in_backward(
-    forward: Callable[..., Tensor], recompute: Callable[..., Tensor]
-) -> Callable[..., Tensor]:
-    """Wrap a forward function so that its activations are recomputed in the backward pass.
+def _checkpoint_block(
+    model: Llama, block: nn.Module, create_contexts: Callable[[], tuple[Any, Any]]
+) -> None:
+    """Replace the forward function of a block by one that recomputes activations in backward.
 
     Args:
-        forward: Forward function of a block.
-        recompute: Checkpoint function. It receives `forward` and the arguments of `forward`.
+        model: Model that contains the block.
+        block: Block, modified in place.
+        create_contexts: Argument `context_fn` of `torch.utils.checkpoint.checkpoint`, which decides
+            which operators are recomputed.
     """
+    recompute = partial(
+        checkpoint,
+        use_reentrant=False,
+        preserve_rng_state=draws_random_numbers(type(model)),
+        context_fn=create_contexts,
+    )
+    forward = block.forward
     # Not a `partial`: the compiler skips functions that are defined in torch.
-    return lambda *inputs: recompute(forward, *inputs)
+    block.forward = lambda *inputs: recompute(forward, *inputs)
